@@ -1,0 +1,162 @@
+"""What ddpdoctor costs: the same job under torchrun and under ``ddpdoctor run``, in turn.
+
+    python benchmarks/overhead.py [tiny|hooks|resnet|startup|supervisor ...] [--pairs 7]
+
+Each figure is a ratio or a difference within a pair of runs that follow each other, so that a
+machine that gets faster or slower meanwhile does not show; the median over the pairs is quoted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+HERE = Path(__file__).parent
+RANKS = ("--nproc-per-node", "2")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", *RANKS)
+DOCTOR = (sys.executable, "-m", "ddpdoctor", "run", "--quiet", *RANKS)
+
+
+def run(command: Sequence[str], directory: str) -> tuple[float, str]:
+    """Run a command to its end: the Unix time of its start, and its standard output."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": directory}
+    start = time.time()
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=900, check=False
+    )
+    if not done.stdout:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
+    return start, done.stdout
+
+
+def number(pattern: str, text: str) -> float:
+    """The number that the pattern's group finds in the text."""
+    match = re.search(pattern, text)
+    if match is None:
+        raise SystemExit(f"no {pattern} in:\n{text}")
+    return float(match[1])
+
+
+def paired(
+    name: str, job: Sequence[str], patterns: Mapping[str, str], pairs: int, directory: str
+) -> None:
+    """Step times of both launchers, in turn, the first one alternating."""
+    outputs: list[dict[bool, str]] = []
+    for index in range(pairs):
+        found: dict[bool, str] = {}
+        for watched in (False, True) if index % 2 == 0 else (True, False):
+            command = [*(DOCTOR if watched else TORCHRUN), *job]
+            found[watched] = run(command, directory)[1]
+        outputs.append(found)
+    for what, pattern in patterns.items():
+        plain = [number(pattern, found[False]) for found in outputs]
+        watched_times = [number(pattern, found[True]) for found in outputs]
+        ratios = [b / a for a, b in zip(plain, watched_times, strict=True)]
+        extra = [b - a for a, b in zip(plain, watched_times, strict=True)]
+        print(
+            f"{name}, {what}: {median(plain) * 1e3:.3f} ms under torchrun; "
+            f"ratio {median(ratios):.4f} (from {min(ratios):.4f} to {max(ratios):.4f}); "
+            f"{median(extra) * 1e6:+.1f} us a step; {pairs} pairs"
+        )
+
+
+def hooks(directory: str, runs: int = 5) -> None:
+    """The hooks of one step alone: steps with them and without in turn, in one process."""
+    command = [sys.executable, "-m", "ddpdoctor", "run", "--quiet", "--nproc-per-node", "1"]
+    job = str(HERE / "jobs" / "hooks.py")
+    found = [number(r"extra ([\d.-]+)", run([*command, job], directory)[1]) for _ in range(runs)]
+    print(
+        f"hooks: {median(found):.1f} us a step (from {min(found):.1f} to {max(found):.1f}); "
+        f"{runs} runs"
+    )
+
+
+def startup(pairs: int, directory: str) -> None:
+    """From the launch to the end of the first step."""
+    extra, plain_times = [], []
+    job = str(HERE / "jobs" / "first_step.py")
+    for index in range(pairs):
+        found: dict[bool, float] = {}
+        for watched in (False, True) if index % 2 == 0 else (True, False):
+            start, output = run([*(DOCTOR if watched else TORCHRUN), job], directory)
+            found[watched] = number(r"first ([\d.]+)", output) - start
+        extra.append(found[True] - found[False])
+        plain_times.append(found[False])
+    print(
+        f"start-up: {median(plain_times):.2f} s under torchrun; {median(extra):+.3f} s "
+        f"(from {min(extra):+.3f} to {max(extra):+.3f}); {pairs} pairs"
+    )
+
+
+def supervisor(directory: str, seconds: float = 20.0) -> None:
+    """CPU and memory of the supervisor and its guard while the tiny job runs."""
+    job = [str(HERE / "jobs" / "tiny.py"), "--iterations", "100000000"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": directory}
+    process = subprocess.Popen(
+        [*DOCTOR, *job], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        time.sleep(10)
+        watched = psutil.Process(process.pid)
+        guards = [
+            child for child in watched.children() if "ddpdoctor.launch.guard" in child.cmdline()
+        ]
+        before = [each.cpu_times() for each in (watched, *guards)]
+        time.sleep(seconds)
+        after = [each.cpu_times() for each in (watched, *guards)]
+        used = sum(
+            b.user + b.system - a.user - a.system for a, b in zip(before, after, strict=True)
+        )
+        memory = [each.memory_info().rss / 2**20 for each in (watched, *guards)]
+    finally:
+        process.terminate()
+        process.wait(60)
+    print(
+        f"supervisor: {100 * used / seconds:.2f} % of a core, {memory[0]:.0f} MiB; "
+        f"guard {sum(memory[1:]):.0f} MiB; over {seconds:.0f} s of the tiny job"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument(
+        "what", nargs="*", default=["tiny", "hooks", "resnet", "startup", "supervisor"]
+    )
+    parser.add_argument("--pairs", type=int, default=7)
+    options = parser.parse_args()
+    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
+    with tempfile.TemporaryDirectory() as directory:
+        if "tiny" in options.what:
+            job = [str(HERE / "jobs" / "tiny.py")]
+            patterns = {"step": r"median ([\d.]+)", "CPU time of a step": r"cpu ([\d.]+)"}
+            paired("tiny", job, patterns, options.pairs, directory)
+        if "hooks" in options.what:
+            hooks(directory)
+        if "resnet" in options.what:
+            sample = HERE.parent / "sample_jobs" / "resnet50_synthetic.py"
+            paired(
+                "ResNet-50",
+                [str(sample), "--iterations", "60", "--warmup", "10"],
+                {"step": r"time median ([\d.]+)"},
+                options.pairs,
+                directory,
+            )
+        if "startup" in options.what:
+            startup(options.pairs, directory)
+        if "supervisor" in options.what:
+            supervisor(directory)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,3 @@
+"""A debugger and diagnostics toolkit for PyTorch DistributedDataParallel jobs."""
+
+__version__ = "0.1.0"

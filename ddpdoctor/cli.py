@@ -1,0 +1,70 @@
+"""The command table. A command is imported only when it is called, so ``--help`` costs nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from ddpdoctor import __version__
+from ddpdoctor.errors import DoctorError
+
+COMMANDS = {
+    "run": "Start a distributed job, watch it, and name what is wrong.",
+    "explain": "Say what the code of a finding means.",
+}
+
+HELP = """\
+Usage: ddpdoctor COMMAND [ARGS...]
+
+A debugger and diagnostics toolkit for PyTorch DistributedDataParallel jobs.
+
+Commands:
+{commands}
+
+Options:
+  --version   Show the version.
+  -h, --help  Show this text; `ddpdoctor COMMAND --help` tells about a command.
+"""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run ``ddpdoctor`` with the words of the command line; the exit status."""
+    words = sys.argv[1:] if words is None else words
+    try:
+        status = _dispatch(words)
+        # Here rather than at the interpreter's end, where a closed pipe could not be caught.
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
+    except DoctorError as error:
+        hint = f"ddpdoctor: {error.hint}\n" if error.hint else ""
+        with contextlib.suppress(OSError):
+            os.write(2, f"ddpdoctor: error: {error.message}\n{hint}".encode())
+        return error.status
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; what is left in the buffer goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def _dispatch(words: Sequence[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        commands = "\n".join(f"  {name:<10}{summary}" for name, summary in COMMANDS.items())
+        sys.stdout.write(HELP.format(commands=commands))
+        return 0
+    if words[0] == "--version":
+        print(f"ddpdoctor {__version__}")
+        return 0
+    if words[0] not in COMMANDS:
+        import difflib
+
+        close = difflib.get_close_matches(words[0], COMMANDS, n=1)
+        hint = f"did you mean `ddpdoctor {close[0]}`?" if close else "`ddpdoctor --help` lists them"
+        raise DoctorError(f"unknown command {words[0]}", hint)
+    module = importlib.import_module(f"ddpdoctor.commands.{words[0]}")
+    return int(module.main(words[1:]))

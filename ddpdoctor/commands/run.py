@@ -1,0 +1,75 @@
+"""``ddpdoctor run``: start a job and watch it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from ddpdoctor import rundir
+from ddpdoctor.launch import command as job_command
+from ddpdoctor.launch.passthrough import Passthrough
+from ddpdoctor.launch.supervisor import Supervisor, end_like
+from ddpdoctor.render.report import Reporter
+
+HELP = """\
+Usage: ddpdoctor run [OPTIONS] [TORCHRUN OPTIONS] [--] SCRIPT [ARGS...]
+       ddpdoctor run [OPTIONS] -- COMMAND [ARGS...]
+
+Start a job as torchrun would, and watch it: the same job, the same output,
+the same exit status, and findings on stderr when something is wrong.
+
+SCRIPT is a .py file (or a module with -m) that torchrun starts. COMMAND is any
+program (python, bash, srun, mpirun, accelerate) that starts the ranks itself.
+
+Options of ddpdoctor:
+  --quiet           Say findings only, no notes and no summary.
+  --strict          Exit with status 3 if the job succeeded but an error-level
+                    finding stands.
+  --json FILE       Write each finding to FILE as a line of JSON.
+  --grace SECONDS   Time the job has to end after SIGINT, SIGTERM or SIGHUP
+                    [default: 30].
+  --run-dir DIR     Keep the records in DIR, new or empty
+                    [default: a directory below <tmp>/ddpdoctor-<uid>/].
+  --journal-mb N    Most megabytes of records per rank [default: 64].
+  -h, --help        Show this text.
+
+Every option of torchrun is passed on: --nproc-per-node, --nnodes, --node-rank,
+--rdzv-endpoint, --standalone, --max-restarts, -m, ... (torchrun --help).
+Without --nproc-per-node: one rank per visible GPU, or 2 without a GPU.
+
+Exit status: the job's own; 2 for bad input; 3 with --strict (see above).
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Run a job.
+
+    Raises:
+        DoctorError: The command line cannot work.
+    """
+    _open_standard_files()
+    command = job_command.build(words, os.environ)
+    if command is None:
+        sys.stdout.write(HELP)
+        return 0
+    passthrough = Passthrough()
+    reporter = Reporter(passthrough.say, command.own)
+    try:
+        directory = rundir.create(command.own.run_dir)
+    except OSError as error:
+        directory = None
+        reporter.warn(f"no run directory ({error}); the job runs unwatched")
+    return end_like(Supervisor(command, directory, passthrough, reporter).run())
+
+
+def _open_standard_files() -> None:
+    """Give a process that was started with closed standard files empty ones.
+
+    Else the first file that is opened would become its standard error.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)

@@ -1,0 +1,331 @@
+"""From the words after ``ddpdoctor run`` to the command that is the job."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import warnings
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ddpdoctor.errors import DoctorError
+from ddpdoctor.launch import gpus
+from ddpdoctor.launch.torchrun_options import TorchrunOptions, read_options, torchrun_source
+
+DEFAULT_CPU_RANKS = 2
+_NUMBER = re.compile(r"-$|-\d+$|-\d*\.\d+$")
+_NPROC = ("--nproc-per-node", "--nproc_per_node")
+_NPROC_WORDS = frozenset({"auto", "cpu", "gpu", "xpu"})
+
+
+@dataclass(frozen=True)
+class OwnOptions:
+    """The options of ``ddpdoctor run`` itself."""
+
+    quiet: bool = False
+    strict: bool = False
+    grace: float = 30.0
+    run_dir: str | None = None
+    json: str | None = None
+    journal_mb: int = 64
+
+
+@dataclass
+class _Words:
+    """The command line taken apart."""
+
+    own: dict[str, object] = field(default_factory=dict)
+    torchrun: list[tuple[str, str, str | None]] = field(default_factory=list)
+    """Option in full, as it was typed, and its value, in order."""
+    rest: list[str] = field(default_factory=list)
+    separator: bool = False
+    """Whether ``--`` stood before the rest."""
+    help: bool = False
+
+    def typed(self) -> list[str]:
+        words: list[str] = []
+        for _, typed, value in self.torchrun:
+            if value is None or "=" in typed or (len(typed) > 2 and typed[1] != "-"):
+                words.append(typed)
+            else:
+                words += [typed, value]
+        return words
+
+    def last(self, *names: str) -> str | None:
+        found = [value for name, _, value in self.torchrun if name in names]
+        return found[-1] if found else None
+
+    def has(self, *names: str) -> bool:
+        return any(name in names for name, _, _ in self.torchrun)
+
+
+@dataclass(frozen=True)
+class Command:
+    """The job to start.
+
+    Attributes:
+        argv: What is executed.
+        own: ddpdoctor's own options.
+        note: A line for the person, such as the number of ranks that was chosen; may be empty.
+        through_torchrun: Whether the child is torchrun.
+    """
+
+    argv: tuple[str, ...]
+    own: OwnOptions
+    note: str
+    through_torchrun: bool
+
+
+def _flag(_: str) -> bool:
+    return True
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1e6:
+        raise ValueError
+    return value
+
+
+def _megabytes(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= 100_000:
+        raise ValueError
+    return value
+
+
+_OWN: dict[str, tuple[str, Callable[[str], object], str]] = {
+    "--quiet": ("quiet", _flag, ""),
+    "--strict": ("strict", _flag, ""),
+    "--grace": ("grace", _seconds, "a number of seconds, 0 or more"),
+    "--run-dir": ("run_dir", str, "a directory"),
+    "--json": ("json", str, "a file name"),
+    "--journal-mb": ("journal_mb", _megabytes, "a number of megabytes, 1 or more"),
+}
+
+
+def build(words: Sequence[str], environ: Mapping[str, str]) -> Command | None:
+    """Understand the command line of ``ddpdoctor run``.
+
+    Options come first, ours and torchrun's in any order; the first other word, or the one behind
+    ``--``, is the script or the command, and everything behind it is its own.
+
+    Args:
+        words: The words after ``ddpdoctor run``.
+        environ: The environment, for torchrun's ``PET_*`` defaults and ``CUDA_VISIBLE_DEVICES``.
+
+    Returns:
+        The job, or None if help is asked for.
+
+    Raises:
+        DoctorError: Something in it cannot work, said before anything was started.
+    """
+    options = read_options(torchrun_source())
+    parts = _take_apart(words, options)
+    if parts.help:
+        return None
+    own = OwnOptions(**parts.own)  # type: ignore[arg-type]
+    if not parts.rest:
+        raise DoctorError(
+            "no script to run", "for example: ddpdoctor run --nproc-per-node 2 -- train.py"
+        )
+    script = parts.rest[0]
+    as_module = parts.has("-m", "--module") or _is_on(environ, "PET_MODULE")
+    no_python = parts.has("--no-python", "--no_python") or _is_on(environ, "PET_NO_PYTHON")
+    # Without the separator, torchrun's options say that what follows is torchrun's script.
+    for_torchrun = as_module or no_python or (bool(parts.torchrun) and not parts.separator)
+    if not for_torchrun and _is_executable(script):
+        if parts.torchrun:
+            raise DoctorError(
+                f"{parts.torchrun[0][1]} is an option of torchrun, but the job is the "
+                f"command {script}",
+                f"leave it out, or give torchrun a program with --no-python -- {script}",
+            )
+        return Command(tuple(parts.rest), own, "", through_torchrun=False)
+    nproc = _nproc(parts, environ)
+    note = ""
+    extra: list[str] = []
+    if nproc is None:
+        count = gpus.visible(environ)
+        ranks = count or DEFAULT_CPU_RANKS
+        extra = ["--nproc-per-node", str(ranks)]
+        what = f"one per visible GPU ({count})" if count else "no GPU here"
+        note = f"starting {ranks} ranks, {what}; --nproc-per-node N chooses another number"
+    if no_python:
+        if shutil.which(script) is None:
+            raise DoctorError(f"{script}: no such program", "check the name, or give a path")
+    elif not as_module:
+        _check_script(script)
+    separator = ["--"] if parts.separator else []
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    argv = [*torchrun, *parts.typed(), *extra, *separator, *parts.rest]
+    return Command(tuple(argv), own, note, through_torchrun=True)
+
+
+def _take_apart(words: Sequence[str], options: TorchrunOptions) -> _Words:
+    parts = _Words()
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        if word == "--":
+            parts.rest, parts.separator = queue, True
+            break
+        if not word.startswith("-") or word == "-":
+            parts.rest = [word, *queue]
+            break
+        name, equals, given = word.partition("=")
+        if name in _OWN:
+            _take_own(parts, name, given if equals else None, queue)
+            continue
+        if not word.startswith("--") and len(word) > 2:
+            _take_joined(parts, word, options, queue)
+            continue
+        option = options.resolve(name)
+        if option is None:
+            raise DoctorError(f"unknown option {name}", _suggestion(name, options))
+        if option in ("-h", "--help"):
+            parts.help = True
+        elif not options.takes_value[option]:
+            if equals:
+                raise DoctorError(f"option {name} takes no value")
+            parts.torchrun.append((option, word, None))
+        elif equals:
+            parts.torchrun.append((option, word, given))
+        else:
+            parts.torchrun.append((option, word, _value(name, queue)))
+    return parts
+
+
+def _take_joined(parts: _Words, word: str, options: TorchrunOptions, queue: list[str]) -> None:
+    """Short options in one word, as argparse has them: ``-r3``, ``-mr3``, ``-mr 3``."""
+    for place in range(1, len(word)):
+        option = f"-{word[place]}"
+        if option not in options.takes_value:
+            raise DoctorError(f"unknown option {word}", _suggestion(word, options))
+        if option == "-h":
+            parts.help = True
+        elif not options.takes_value[option]:
+            parts.torchrun.append((option, option, None))
+        elif place + 1 < len(word):
+            parts.torchrun.append((option, option + word[place + 1 :], word[place + 1 :]))
+            return
+        else:
+            parts.torchrun.append((option, option, _value(option, queue)))
+
+
+def _value(name: str, queue: list[str]) -> str:
+    """The next word as an option's value; as for argparse, no other option can be one."""
+    if not queue or (queue[0].startswith("-") and not _NUMBER.match(queue[0])):
+        raise DoctorError(f"option {name} needs a value")
+    return queue.pop(0)
+
+
+def _take_own(parts: _Words, name: str, given: str | None, queue: list[str]) -> None:
+    key, convert, wanted = _OWN[name]
+    if not wanted:
+        if given is not None:
+            raise DoctorError(f"option {name} takes no value")
+        parts.own[key] = True
+        return
+    if given is None:
+        if not queue or queue[0] == "--":
+            raise DoctorError(f"option {name} needs {wanted}")
+        given = queue.pop(0)
+    try:
+        parts.own[key] = convert(given)
+    except ValueError:
+        raise DoctorError(f"option {name} needs {wanted}, not {given!r}") from None
+
+
+def _suggestion(name: str, options: TorchrunOptions) -> str:
+    import difflib
+
+    def likeness(option: str) -> float:
+        # Options are long and what people type is the beginning.
+        return difflib.SequenceMatcher(None, name, option[: len(name) + 1]).ratio()
+
+    best = max([*_OWN, *options.takes_value], key=likeness)
+    if likeness(best) >= 0.7:
+        return f"did you mean {best}?"
+    return "`ddpdoctor run --help` and `torchrun --help` list them"
+
+
+def _nproc(parts: _Words, environ: Mapping[str, str]) -> str | None:
+    value = parts.last(*_NPROC)
+    name = "--nproc-per-node"
+    if value is None:
+        value, name = environ.get("PET_NPROC_PER_NODE"), "PET_NPROC_PER_NODE"
+    if value is None or value in _NPROC_WORDS:
+        return value
+    if not value.isdigit() or int(value) < 1:
+        raise DoctorError(f"{name} {value}: needs a number of ranks, 1 or more (or gpu, cpu, auto)")
+    return value
+
+
+def _is_executable(word: str) -> bool:
+    """Whether the first word is a command rather than a script for torchrun."""
+    if word.endswith(".py"):
+        return False
+    if os.sep in word:
+        return os.path.isfile(word) and os.access(word, os.X_OK)
+    return not os.path.isfile(word) and shutil.which(word) is not None
+
+
+def _is_on(environ: Mapping[str, str], name: str) -> bool:
+    """Whether torchrun takes a ``PET_*`` flag as given: a number other than 0."""
+    try:
+        return bool(int(environ.get(name, "0")))
+    except ValueError:
+        return False
+
+
+def _check_script(script: str) -> None:
+    """Refuse what Python cannot run, before two ranks have each spent seconds to find out.
+
+    Raises:
+        DoctorError: The script is missing, unreadable or no Python.
+    """
+    path = Path(script)
+    if path.is_dir():
+        if not (path / "__main__.py").is_file():
+            raise DoctorError(f"{script} is a directory without a __main__.py")
+        return
+    if path.exists() and not path.is_file():
+        # A pipe or /dev/stdin can be read only once, and not by us.
+        return
+    try:
+        source = path.read_bytes()
+    except FileNotFoundError:
+        raise DoctorError(f"{script}: no such file", _nearby(path)) from None
+    except OSError as error:
+        raise DoctorError(f"{script} cannot be read: {error.strerror}") from None
+    if zipfile.is_zipfile(path):
+        return
+    try:
+        with warnings.catch_warnings():
+            # The ranks will say them, each once, as they would without us.
+            warnings.simplefilter("ignore")
+            compile(source, script, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        where = f"{script}:{error.lineno}" if error.lineno else script
+        raise DoctorError(f"{where} is not valid Python: {error.msg}") from None
+    except ValueError as error:
+        raise DoctorError(f"{script} is not a Python script: {error}") from None
+    except (RecursionError, MemoryError):
+        # Too deep for the compiler here; the ranks will see for themselves.
+        return
+
+
+def _nearby(path: Path) -> str:
+    import difflib
+
+    try:
+        names = [entry.name for entry in (path.parent).iterdir() if entry.suffix == ".py"]
+    except OSError:
+        return f"there is no directory {path.parent}"
+    close = difflib.get_close_matches(path.name, names, n=1)
+    return f"did you mean {path.parent / close[0]}?" if close else f"looked in {Path.cwd()}"

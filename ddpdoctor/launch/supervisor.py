@@ -1,0 +1,475 @@
+"""The parent of a job: starts it, watches its run directory, says what it finds, cleans up."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from types import FrameType
+from typing import Protocol, TypeVar
+
+from ddpdoctor import __version__, rundir
+from ddpdoctor.errors import STRICT, DoctorError
+from ddpdoctor.finding import Finding, Severity
+from ddpdoctor.launch import kernel, processes
+from ddpdoctor.launch.command import Command
+from ddpdoctor.launch.guards import GuardPost
+from ddpdoctor.launch.oom import OomWatch
+from ddpdoctor.launch.passthrough import Passthrough
+from ddpdoctor.launch.ranks import RankWatch
+from ddpdoctor.probe.watch import MARK, namespace
+from ddpdoctor.record import FORMAT, Journal, Record
+from ddpdoctor.run import Run, RunReader
+
+TICK = 0.5
+"""Seconds between two looks at the run directory."""
+
+EXAMINE = 5.0
+"""Seconds between two examinations of a job in which nothing has happened."""
+
+SETTLE = 0.7
+"""Seconds for the other ranks' records to arrive once something has happened."""
+
+HANGUP_GRACE = 4.0
+"""Most seconds of grace when the terminal is gone."""
+
+LEFT_BEHIND = 2.0
+"""Seconds for processes that are still there when the job's command has ended."""
+
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_TO_GROUP = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGWINCH)
+"""A terminal sends these to the whole foreground group, so the whole group gets them."""
+
+
+T = TypeVar("T")
+
+
+class Reporter(Protocol):
+    """Where the supervisor's words go (`ddpdoctor.render.report` is the one for people)."""
+
+    @property
+    def standing(self) -> list[Finding]:
+        """What the last examination found."""
+
+    def note(self, text: str) -> None:
+        """Say what ddpdoctor does."""
+
+    def warn(self, text: str) -> None:
+        """Say what has to be seen, once."""
+
+    def examine(self, run: Run) -> None:
+        """Run the rules and say what is new."""
+
+    def summary(self, run: Run) -> None:
+        """Say how it ended."""
+
+
+class Supervisor:
+    """One run, from start to exit status.
+
+    Args:
+        command: The job.
+        directory: The run directory, or None if there can be none: then the job runs unwatched.
+        passthrough: Carries the job's stderr.
+        reporter: Says what is found.
+    """
+
+    def __init__(
+        self,
+        command: Command,
+        directory: Path | None,
+        passthrough: Passthrough,
+        reporter: Reporter,
+    ) -> None:
+        self._command = command
+        self._directory = directory
+        # A run within a run belongs to both: its processes carry both ids.
+        outer = os.environ.get(MARK)
+        own = f"{int(time.time())}-{os.urandom(6).hex()}"
+        self._run_id = f"{outer}/{own}" if outer else own
+        self._passthrough = passthrough
+        self._oom = OomWatch()
+        self._ranks = RankWatch(self._oom)
+        self._reader: RunReader | None = None
+        self._journal: Journal | None = None
+        self._lock: rundir.Lock | None = None
+        self._reporter = reporter
+        self._child: subprocess.Popen[bytes] | None = None
+        self._status: int | None = None
+        self._guards = GuardPost(self._run_id, reporter.warn)
+        self._signals: set[int] = set()
+        self._unwritten: list[Record] = []
+        self._asked_again = False
+        self._had_terminal = _terminal_lives()
+        self._trouble = 0
+        self._happened: float | None = None
+        """When something happened that the rules should look at soon."""
+        self._examined = time.monotonic()
+        self._ticks = 0
+        self._deadline: float | None = None
+        self._broken = False
+
+    # -- the run
+
+    def run(self) -> int:
+        """Run the job to its end.
+
+        Returns:
+            The exit status of the job; negative for a signal that ended it. `STRICT` as its option
+            says.
+        """
+        kernel.become_subreaper()
+        self._prepare()
+        if self._command.note:
+            self._reporter.note(self._command.note)
+        wake_reader, wake_writer = os.pipe()
+        os.set_blocking(wake_writer, False)
+        os.set_blocking(wake_reader, False)
+        signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
+        for number in PASSED_ON:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._pass_on)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            # Schedulers announce the end of a job's time so, and the job may count them.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda number, _: self._send(number))
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGWINCH, self._resize)
+        self._start()
+        try:
+            self._loop(wake_reader)
+            return self._finish()
+        finally:
+            self._guards.dismiss(self._idle)
+            for held in (self._journal, self._lock):
+                if held is not None:
+                    held.close()
+
+    def _prepare(self) -> None:
+        if self._directory is None:
+            return
+        manifest: Record = {
+            "format": FORMAT,
+            "id": self._directory.name,
+            "started": time.time_ns(),
+            "command": list(self._command.argv),
+            "launcher": "torchrun" if self._command.through_torchrun else "command",
+            "cwd": os.getcwd(),
+            "host": socket.gethostname(),
+            "supervisor": os.getpid(),
+            "versions": {
+                "ddpdoctor": __version__,
+                "python": ".".join(map(str, sys.version_info[:3])),
+                "torch": _installed("torch"),
+            },
+        }
+        try:
+            (self._directory / rundir.MANIFEST).write_text(json.dumps(manifest, indent=1))
+            self._journal = Journal(str(self._directory / "supervisor.jsonl"), 1 << 24)
+            self._reader = RunReader(self._directory)
+            self._lock = rundir.Lock(self._directory)
+        except (OSError, DoctorError) as error:
+            self._reporter.warn(f"the run directory cannot be written ({error}); not watching")
+            self._directory = self._reader = self._journal = None
+
+    def _environment(self) -> dict[str, str]:
+        environment = dict(os.environ)
+        environment[MARK] = self._run_id
+        if self._directory is not None:
+            import ddpdoctor.probe
+
+            entry = str(Path(ddpdoctor.probe.__file__).parent / "entry")
+            before = environment.get("PYTHONPATH")
+            environment["PYTHONPATH"] = f"{entry}{os.pathsep}{before}" if before else entry
+            environment["DDPDOCTOR_RUN_DIR"] = str(self._directory)
+            environment["DDPDOCTOR_JOURNAL_MB"] = str(self._command.own.journal_mb)
+            environment["DDPDOCTOR_SUPERVISOR"] = f"{os.getpid()}@{namespace()}"
+        return environment
+
+    def _start(self) -> None:
+        self._guards.call()
+        try:
+            # A session of its own: a terminal's signals reach this process alone, which passes each
+            # on exactly once.
+            self._child = subprocess.Popen(
+                self._command.argv,
+                env=self._environment(),
+                stderr=self._passthrough.child_end,
+                start_new_session=True,
+                preexec_fn=kernel.die_with_parent(signal.SIGTERM),
+            )
+        except OSError as error:
+            self._guards.dismiss(self._idle)
+            if self._directory is not None:
+                shutil.rmtree(self._directory, ignore_errors=True)
+            raise DoctorError(f"cannot start {self._command.argv[0]}: {error.strerror}") from None
+        if self._directory is not None:
+            with contextlib.suppress(OSError):
+                rundir.publish(self._directory)
+        self._passthrough.start()
+        self._guards.tell(self._child.pid)
+        for number in tuple(self._signals):
+            # It came while there was no child yet.
+            self._send(number)
+
+    def _loop(self, wake: int) -> None:
+        while self._status is None:
+            ready: list[int] = []
+            with contextlib.suppress(InterruptedError):
+                ready = select.select([wake, *self._ranks.descriptors], [], [], TICK)[0]
+            if wake in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(wake, 4096)
+            self._reap()
+            self._after_signals()
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                self._end_tree()
+            else:
+                self._guarded(self._watch, [each for each in ready if each != wake])
+
+    def _watch(self, ended: list[int]) -> None:
+        """One look at the job; ``ended`` are the descriptors of ranks that have just ended."""
+        now = time.monotonic()
+        for descriptor in ended:
+            self._write(self._ranks.ended(descriptor))
+            self._happened = self._happened or now
+        self._ranks.end_leftovers()
+        self._ticks += 1
+        if self._ticks % 2 == 0:
+            self._ranks.note_children()
+        run = self._look()
+        if run is None:
+            return
+        for rank in run.ranks:
+            if rank.status is not None and rank.status.unwritten:
+                self._reporter.warn(
+                    f"rank {rank.rank} cannot write its records to {self._directory}; "
+                    "the job goes on, unwatched from there"
+                )
+        self._follow(run)
+        if self._new_trouble(run):
+            self._happened = self._happened or now
+        due = self._examined + EXAMINE if self._happened is None else self._happened + SETTLE
+        if now >= due:
+            self._happened, self._examined = None, now
+            self._reporter.examine(run)
+
+    def _finish(self) -> int:
+        assert self._status is not None
+        self._after_signals()
+        self._last_exits()
+        # Whoever was asked to end ends, even if nobody reads its stderr any more.
+        patience = 1.0 if self._signals else None
+        self._passthrough.finish(1.0)
+        self._save_stderr()
+        self._write({"kind": "job", "time": time.time_ns(), "status": self._status})
+        run = self._look()
+        if run is not None:
+            self._guarded(self._reporter.examine, run)
+        findings = self._reporter.standing
+        self._sweep()
+        if run is not None:
+            self._guarded(self._reporter.summary, run)
+        self._passthrough.finish(patience)
+        if (
+            self._command.own.strict
+            and self._status == 0
+            and any(finding.severity >= Severity.ERROR for finding in findings)
+        ):
+            return STRICT
+        return self._status
+
+    def _guarded(self, look: Callable[[T], object], at: T) -> None:
+        """A fault of ours while looking at the job must not touch the job."""
+        if self._broken:
+            # Nothing is followed any more, but the loop must not spin on what is left.
+            time.sleep(TICK)
+            return
+        try:
+            look(at)
+        except Exception as error:
+            self._fault(error)
+
+    def _fault(self, error: Exception) -> None:
+        self._broken = True
+        self._reporter.warn(
+            f"stopped watching after an internal error ({error!r}); the job goes on"
+        )
+        self._write({"kind": "fault", "time": time.time_ns(), "error": repr(error)})
+
+    def _look(self) -> Run | None:
+        if self._reader is None or self._broken:
+            return None
+        try:
+            return self._reader.snapshot()
+        except (OSError, DoctorError) as error:
+            self._reporter.warn(f"the run directory cannot be read ({error}); not watching")
+            self._reader = None
+        except Exception as error:
+            self._fault(error)
+        return None
+
+    def _write(self, record: Record) -> None:
+        if self._journal is None:
+            return
+        try:
+            self._journal.write([record])
+        except OSError as error:
+            self._journal = None
+            self._reporter.warn(f"the run directory cannot be written: {error}")
+
+    def _save_stderr(self) -> None:
+        if self._directory is None:
+            return
+        with contextlib.suppress(OSError):
+            (self._directory / "stderr.log").write_bytes(self._passthrough.tail)
+
+    # -- processes
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if self._child is not None and pid == self._child.pid:
+                self._status = self._child.returncode = os.waitstatus_to_exitcode(status)
+            else:
+                self._guards.reaped(pid, status)
+
+    def _follow(self, run: Run) -> None:
+        for record in self._ranks.follow(run):
+            self._write(record)
+
+    def _last_exits(self) -> None:
+        """The ends of ranks that came together with the end of the job."""
+        run = self._look()
+        if run is not None:
+            self._follow(run)
+        ready = select.select(self._ranks.descriptors, [], [], 0)[0]
+        for descriptor in ready:
+            self._write(self._ranks.ended(descriptor))
+
+    def _idle(self, seconds: float) -> None:
+        time.sleep(seconds)
+        self._reap()
+
+    def _job(self) -> processes.Job:
+        return processes.Job(
+            self._run_id,
+            session=self._child.pid if self._child is not None else None,
+            ancestor=os.getpid(),
+            spared=self._guards.pids,
+        )
+
+    def _end_tree(self) -> None:
+        """The grace period is over."""
+        processes.end(self._job(), soft=0.5, idle=self._idle)
+        self._deadline = time.monotonic() + 2.0
+
+    def _sweep(self) -> None:
+        """End what the job left behind."""
+        ended = processes.end(self._job(), patience=LEFT_BEHIND, soft=3.0, idle=self._idle)
+        self._reap()
+        if ended:
+            more = f" and {len(ended) - 3} more" if len(ended) > 3 else ""
+            self._reporter.note(
+                f"ended {_count(len(ended), 'process', 'processes')} that the job left behind: "
+                f"{', '.join(ended[:3])}{more}"
+            )
+
+    # -- signals
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Signal handler: nothing here takes a lock or writes a file."""
+        if number in self._signals:
+            self._asked_again |= number == signal.SIGINT
+            return
+        self._signals.add(number)
+        grace = self._command.own.grace
+        if number == signal.SIGHUP and self._had_terminal and not _terminal_lives():
+            grace = min(grace, HANGUP_GRACE)
+        self._deadline = min(self._deadline or float("inf"), time.monotonic() + grace)
+        self._unwritten.append({"kind": "signal", "time": time.time_ns(), "signal": number})
+        self._send(number)
+
+    def _resize(self, number: int, frame: FrameType | None) -> None:
+        self._passthrough.resize()
+        if not self._command.through_torchrun:
+            # In a session of its own the command does not hear of it from the terminal.
+            self._send(number)
+
+    def _send(self, number: int) -> None:
+        child = self._child
+        if child is not None and child.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                if number in _TO_GROUP:
+                    os.killpg(child.pid, number)
+                else:
+                    os.kill(child.pid, number)
+
+    def _after_signals(self) -> None:
+        while self._unwritten:
+            self._write(self._unwritten.pop(0))
+        if self._asked_again and self._deadline is not None:
+            self._asked_again = False
+            self._deadline = time.monotonic()
+            self._reporter.note("asked again: ending the job now")
+
+    def _new_trouble(self, run: Run) -> bool:
+        """Whether a process has just recorded something that ends it."""
+        records = [record for rank in run.ranks for record in rank.records] + list(run.strays)
+        trouble = sum(record["kind"] in ("error", "exit", "end") for record in records)
+        fresh = trouble > self._trouble
+        self._trouble = trouble
+        return fresh
+
+
+def _terminal_lives() -> bool:
+    """Whether this process still has the terminal it was started from."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
+
+
+def _installed(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
+
+
+def end_like(status: int) -> int:
+    """End this process as the job ended: by the same signal, or return its exit status."""
+    if status >= 0:
+        return status
+    number = -status
+    with contextlib.suppress(OSError, ValueError):
+        import resource
+
+        # The job has left its core dump; ours would only overwrite it.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError, AttributeError):
+        sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    return 128 + number

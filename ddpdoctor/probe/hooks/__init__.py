@@ -1,0 +1,1 @@
+"""One file per thing the probe watches; each has an ``install(module)``."""

@@ -1,0 +1,257 @@
+"""DistributedDataParallel: how it was built, its forward, its buffer broadcast, its own timers.
+
+The split of a backward into compute and exposed all-reduce comes from DDP's logger
+(``_get_ddp_logging_data``). It tells of an iteration when the next one begins, and a wall-clock
+around ``backward()`` cannot: the all-reduce makes every rank as slow as the slowest.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import contextmanager
+from types import ModuleType, TracebackType
+from typing import Any
+
+from ddpdoctor import record
+from ddpdoctor.probe import rank, recorder, shield, sites, steps, torch_private
+from ddpdoctor.probe.clocks import CudaClock
+from ddpdoctor.probe.hooks import batch, collectives
+from ddpdoctor.probe.steps import OpenStep, StepTracker
+from ddpdoctor.record import Phase
+
+_FORWARD = int(Phase.FORWARD)
+_HOOK = "ddp.forward"
+BUFFERS = "DDP's broadcast of buffers"
+"""How the broadcast before a forward is shown, next to the names of collectives."""
+
+
+SHORT = 5_000_000
+"""Nanoseconds below which a step is too short to ask DDP's logger (10 us) every time."""
+
+SHORT_STRIDE = 4
+"""Of short steps, every fourth is split; by number, so that all ranks split the same ones."""
+
+
+class _Told:
+    """What was read of one DDP module's logger, and the step it will speak of next."""
+
+    __slots__ = ("iteration", "step")
+
+    def __init__(self) -> None:
+        self.iteration = 0
+        self.step: OpenStep | None = None
+
+
+_grad_enabled: Callable[[], bool] = bool
+_modules: weakref.WeakKeyDictionary[Any, _Told] = weakref.WeakKeyDictionary()
+
+
+def install(module: ModuleType) -> None:
+    """Hook ``torch.nn.parallel.distributed.DistributedDataParallel``."""
+    global _grad_enabled
+    torch = sys.modules["torch"]
+    _grad_enabled = torch.is_grad_enabled
+    ddp_class = module.DistributedDataParallel
+    helper = torch_private.ddp_init_helper(ddp_class)
+    if helper is not None:
+        _wrap_helper(ddp_class, helper)
+    inside = torch_private.inside_forward(ddp_class)
+    if inside is not None:
+        _wrap_inside(torch, ddp_class, inside)
+    sync = torch_private.sync_buffers(ddp_class)
+    if sync is not None:
+        _wrap_sync(torch, ddp_class, sync)
+
+
+# -- construction
+
+
+def _wrap_helper(ddp_class: Any, original: Any) -> None:
+    @functools.wraps(original)
+    def _ddp_init_helper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            result = original(self, *args, **kwargs)
+        except BaseException as error:
+            shield.hide_frame(error)
+            raise
+        static_graph = kwargs.get("static_graph", args[3] if len(args) > 3 else False)
+        _built(self, bool(static_graph))
+        return result
+
+    ddp_class._ddp_init_helper = _ddp_init_helper
+
+
+@shield.shielded
+def _built(ddp: Any, static_graph: bool) -> None:
+    state = rank.current()
+    if state is None:
+        return
+    torch = sys.modules["torch"]
+    state.tracker.here()
+    device = str(getattr(ddp, "device", None) or next(iter(ddp.parameters())).device)
+    if device.startswith("cuda"):
+        state.tracker.use_device(CudaClock(torch.cuda, torch.device(device)))
+    elif device == "cpu":
+        torch_private.sample_every_step(ddp)
+    _modules[ddp] = _Told()
+    words = torch_private.logging_strings(ddp)
+    numbers = torch_private.logging_ints(ddp) or {}
+    site = sites.caller()
+    state.recorder.add(
+        {
+            "kind": "ddp",
+            "time": time.time_ns(),
+            "module": type(ddp.module).__name__,
+            "device": device,
+            "device_name": torch.cuda.get_device_name(device) if device[:4] == "cuda" else "",
+            "device_ids": ddp.device_ids,
+            "group_ranks": torch.distributed.get_process_group_ranks(ddp.process_group),
+            "bucket_cap_bytes": numbers.get("bucket_cap_bytes"),
+            "bucket_sizes": words.get("bucket_sizes", ""),
+            "find_unused_parameters": bool(ddp.find_unused_parameters),
+            "static_graph": static_graph,
+            "gradient_as_bucket_view": bool(ddp.gradient_as_bucket_view),
+            # Under this name up to 2.12, forward_sync_buffers from 2.13 on.
+            "broadcast_buffers": bool(
+                getattr(ddp, "forward_sync_buffers", getattr(ddp, "broadcast_buffers", True))
+            ),
+            "parameters": [
+                [name, list(parameter.shape), str(parameter.dtype).removeprefix("torch.")]
+                for name, parameter in torch_private.reduced_parameters(ddp)
+            ],
+            "buffers": sum(1 for _ in ddp.module.buffers()),
+            "path": site.path,
+            "line": site.line,
+        }
+    )
+
+
+# -- forward
+
+
+class _Forward:
+    """DDP's own context around the wrapped module's forward, with ours around it."""
+
+    __slots__ = ("_context", "_ddp", "_entered")
+
+    def __init__(self, ddp: Any, context: Any) -> None:
+        self._ddp = ddp
+        self._context = context
+        self._entered = False
+
+    def __enter__(self) -> None:
+        self._entered = _before(self._ddp)
+        self._context.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> Any:
+        if self._entered:
+            _after(error)
+        return self._context.__exit__(kind, error, traceback)
+
+
+def _wrap_inside(torch: Any, ddp_class: Any, original: Any) -> None:
+    torch_private.skip_frames(
+        torch,
+        (sys.modules[__name__], batch, collectives, record, recorder, sites, steps, torch_private),
+    )
+
+    # Bare, without its own shield from Dynamo: ours stands outside of it.
+    bare = contextmanager(inspect.unwrap(original))
+
+    def _inside_ddp_forward(self: Any) -> Any:
+        context = bare(self)
+        return context if rank.active is None else _Forward(self, context)
+
+    ddp_class._inside_ddp_forward = torch_private.disable_dynamo(torch, _inside_ddp_forward, False)
+
+
+def _before(ddp: Any) -> bool:
+    tracker = rank.active
+    if tracker is None or _HOOK in shield.off:
+        return False
+    try:
+        # The caller is DDP's _run_ddp_forward, which holds the inputs.
+        frame = sys._getframe(2)
+        if _grad_enabled():
+            armed = ddp.require_backward_grad_sync
+            tracker.forward(armed)
+            if armed:
+                _listen(ddp, tracker)
+        else:
+            tracker.evaluating()
+        step = tracker.step
+        if not tracker.enter(_FORWARD, sites.site_of(frame)):
+            return False
+        if not step.fetched:
+            inputs = frame.f_locals
+            step.fed += batch.size(inputs.get("inputs")) or batch.size(inputs.get("kwargs"))
+    except Exception as error:
+        shield.fault(_HOOK, error)
+        return False
+    return True
+
+
+def _listen(ddp: Any, tracker: StepTracker) -> None:
+    """Attribute what DDP's logger tells, which is the last iteration, to that one's step."""
+    told = _modules.get(ddp)
+    if told is None:
+        return
+    step, told.step = told.step, tracker.step
+    if step is None or (step.number % SHORT_STRIDE and 0 < step.total < SHORT):
+        return
+    numbers = torch_private.logging_ints(ddp)
+    if numbers is None:
+        return
+    iteration = numbers.get("iteration", 0)
+    if iteration != told.iteration:
+        told.iteration = iteration
+        step.told += 1
+        step.exposed += max(
+            0,
+            numbers.get("backward_comm_time", 0)
+            - numbers.get("backward_compute_comm_overlap_time", 0),
+        )
+
+
+def _after(error: BaseException | None) -> None:
+    try:
+        tracker = rank.active
+        if tracker is not None:
+            tracker.leave(error)
+            if error is None and not _grad_enabled():
+                tracker.evaluated()
+    except Exception as broken:
+        shield.fault(_HOOK, broken)
+
+
+# -- buffers
+
+
+def _wrap_sync(torch: Any, ddp_class: Any, original: Any) -> None:
+    @functools.wraps(original)
+    def _sync_buffers(self: Any) -> Any:
+        if rank.active is None or rank.is_compiling():
+            return original(self)
+        entered = collectives.enter(BUFFERS)
+        try:
+            result = original(self)
+        except BaseException as error:
+            shield.hide_frame(error)
+            if entered:
+                collectives.leave(error)
+            raise
+        if entered:
+            collectives.leave(None)
+        return result
+
+    ddp_class._sync_buffers = _sync_buffers

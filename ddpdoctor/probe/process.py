@@ -1,0 +1,43 @@
+"""The probe's start in a process: hooks that wait for the modules they watch."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from ddpdoctor.probe import rank
+from ddpdoctor.probe.hooks import (
+    amp,
+    backward,
+    collectives,
+    dataloader,
+    ddp,
+    errors,
+    optimizer,
+    process_group,
+)
+from ddpdoctor.probe.imports import when_imported
+
+
+def is_launcher() -> bool:
+    """Whether this process is torchrun itself, which is never a rank."""
+    words = sys.orig_argv[1:8]
+    return bool({"torch.distributed.run", "torch.distributed.launch"} & set(words)) or any(
+        os.path.basename(word) in ("torchrun", "torchrun-script.py") for word in words[:2]
+    )
+
+
+def start() -> None:
+    """Called once per process, before the user's first line."""
+    if is_launcher():
+        return
+    os.register_at_fork(after_in_child=rank.forget)
+    errors.install()
+    when_imported("torch.distributed.distributed_c10d", process_group.install)
+    when_imported("torch.distributed.distributed_c10d", collectives.install)
+    when_imported("torch.nn.parallel.distributed", ddp.install)
+    when_imported("torch.utils.data.dataloader", dataloader.install)
+    when_imported("torch.autograd", backward.install)
+    when_imported("torch.optim.optimizer", optimizer.install)
+    when_imported("torch.amp.grad_scaler", amp.install)
+    when_imported("torch.multiprocessing.spawn", errors.install_spawn)

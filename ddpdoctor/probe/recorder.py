@@ -1,0 +1,104 @@
+"""Writes what the hooks saw: the status page at once, the journal from a thread of its own.
+
+A hook appends to a bounded queue and returns; a full queue drops and counts. The thread drains it a
+few times a second, so a slow or full disk costs the job nothing but the record.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from ddpdoctor.record import Journal, Record, StatusPage
+
+FLUSH_EVERY = 0.25
+"""Seconds between two writes of the journal."""
+
+QUEUE = 20_000
+"""Records that wait at most; a step every 12.5 microseconds would fill it."""
+
+Lazy = Callable[[bool], bytes]
+"""Makes a line in the writing thread; the argument says that this is the last chance."""
+
+
+class NotYet(Exception):
+    """A lazy record cannot be made yet; it and those behind it wait for the next round."""
+
+
+class Recorder:
+    """The recorder of one rank.
+
+    Args:
+        page: The rank's status page.
+        journal: The rank's journal.
+    """
+
+    def __init__(self, page: StatusPage, journal: Journal) -> None:
+        self.page = page
+        self.dropped = 0
+        self._journal = journal
+        self._queue: deque[Record | Lazy] = deque()
+        self._writing = threading.Lock()
+        self._stop = threading.Event()
+        self._failed = False
+        self._thread = threading.Thread(target=self._run, name="ddpdoctor-journal", daemon=True)
+
+    def start(self) -> None:
+        """Start the writing thread."""
+        self._thread.start()
+
+    def add(self, record: Record | Lazy) -> None:
+        """Queue a record; never blocks, never raises."""
+        if len(self._queue) >= QUEUE:
+            self.dropped += 1
+        else:
+            self._queue.append(record)
+
+    def flush(self, timeout: float, last: bool = False) -> None:
+        """Write what is queued, waiting at most ``timeout`` seconds for the writing thread."""
+        if not self._writing.acquire(timeout=timeout):
+            return
+        try:
+            self._drain(last)
+        finally:
+            self._writing.release()
+
+    def close(self, timeout: float) -> None:
+        """Stop the thread and write the rest."""
+        self._stop.set()
+        if self._thread is not threading.current_thread() and self._thread.is_alive():
+            self._thread.join(timeout)
+        self.flush(timeout, last=True)
+        self._journal.close()
+
+    def _run(self) -> None:
+        while not self._stop.wait(FLUSH_EVERY):
+            if self._queue:
+                with self._writing:
+                    self._drain(last=False)
+
+    def _drain(self, last: bool) -> None:
+        batch: list[Record | bytes] = []
+        for _ in range(len(self._queue)):
+            item = self._queue[0]
+            try:
+                record = item(last) if callable(item) else item
+            except NotYet:
+                break
+            except Exception as error:
+                record = {"kind": "fault", "hook": "journal", "error": type(error).__name__}
+            self._queue.popleft()
+            batch.append(record)
+        if not batch:
+            return
+        if self._failed:
+            self.dropped += len(batch)
+            return
+        try:
+            self._journal.write(batch)
+        except (OSError, ValueError):
+            # The supervisor sees the flag and says it, once for all ranks.
+            self._failed = True
+            self.dropped += len(batch)
+            self.page.set_unwritten()

@@ -1,0 +1,68 @@
+"""A fault of ours stays ours: a hook that raises is switched off, and the job goes on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec
+
+P = ParamSpec("P")
+
+off: set[str] = set()
+"""The hooks that failed once; they do nothing any more."""
+
+_report: Callable[[str, str], None] | None = None
+faults: list[tuple[str, str]] = []
+"""Faults from before there was a place to write them."""
+
+
+def report_to(report: Callable[[str, str], None] | None) -> None:
+    """Where faults go from now on; those that waited go there first."""
+    global _report
+    _report = report
+    if report is not None:
+        while faults:
+            report(*faults.pop(0))
+
+
+def fault(hook: str, error: BaseException) -> None:
+    """Note a fault of ours in ``hook``, which goes off; never raises."""
+    try:
+        if hook in off:
+            return
+        off.add(hook)
+        if _report is not None:
+            _report(hook, repr(error))
+        elif len(faults) < 100:
+            faults.append((hook, repr(error)))
+    except Exception:
+        pass
+
+
+def hide_frame(error: BaseException) -> None:
+    """Take the caller's own frame, a wrapper's, out of an exception that flies through it.
+
+    Before a bare ``raise``: from Python 3.11 on the user's traceback then looks as it would without
+    us. On 3.10 the frame stays, since there a bare ``raise`` restores the traceback it caught.
+    """
+    if error.__traceback__ is not None:
+        error.__traceback__ = error.__traceback__.tb_next
+
+
+def shielded(function: Callable[P, object]) -> Callable[P, None]:
+    """``function`` without its exceptions: after the first one it does nothing any more.
+
+    KeyboardInterrupt and SystemExit are the job's own and pass.
+    """
+    name = f"{function.__module__}.{function.__qualname__}"
+
+    @functools.wraps(function)
+    def safe(*args: P.args, **kwargs: P.kwargs) -> None:
+        if name in off:
+            return
+        try:
+            function(*args, **kwargs)
+        except Exception as error:
+            fault(name, error)
+
+    return safe

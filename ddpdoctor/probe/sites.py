@@ -1,0 +1,88 @@
+"""Which line of the user's code are we called from?"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from types import CodeType, FrameType
+
+from ddpdoctor.record import page_text
+
+_MAX_CACHED = 4096
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_STDLIB = tuple(
+    path + os.sep
+    for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
+    if path
+)
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+# By id, since hashing a code object hashes all that is in it; `_codes` keeps the ids valid.
+_codes: list[CodeType] = []
+_is_user: dict[int, bool] = {}
+_sites: dict[tuple[int, int], Site] = {}
+
+
+class Site:
+    """A line of the user's code, ready for the status page."""
+
+    __slots__ = ("line", "page", "path", "told")
+
+    def __init__(self, path: str, line: int) -> None:
+        self.path = path
+        self.line = line
+        self.page = page_text(f"{path}:{line}" if path else "")
+        self.told = 0
+        """The phases, as bits, that were recorded as entered here."""
+
+
+NOWHERE = Site("", 0)
+
+
+def forget() -> None:
+    """In a forked child: nothing has been recorded yet."""
+    _sites.clear()
+    NOWHERE.told = 0
+
+
+def user_file(filename: str) -> bool:
+    """Whether a code object's file is the user's: not the library's, not torch, not ours."""
+    if filename.startswith(("<", _PACKAGE)):
+        return False
+    if any(part in filename for part in _INSTALLED):
+        return False
+    return not filename.startswith(_STDLIB)
+
+
+def _classify(code: CodeType) -> bool:
+    if len(_codes) >= _MAX_CACHED:
+        _is_user.clear()
+        _sites.clear()
+        _codes.clear()
+    _codes.append(code)
+    mine = _is_user[id(code)] = user_file(code.co_filename)
+    return mine
+
+
+def site_of(frame: FrameType | None) -> Site:
+    """The innermost user line at or above ``frame``."""
+    while frame is not None:
+        code = frame.f_code
+        mine = _is_user.get(id(code))
+        if mine is None:
+            mine = _classify(code)
+        if mine:
+            key = (id(code), frame.f_lineno)
+            site = _sites.get(key)
+            if site is None:
+                site = _sites[key] = Site(os.path.abspath(code.co_filename), frame.f_lineno)
+            return site
+        frame = frame.f_back
+    return NOWHERE
+
+
+def caller() -> Site:
+    """The user line that led here."""
+    return site_of(sys._getframe(1))

@@ -1,0 +1,153 @@
+"""The private torch APIs the probe uses: which versions have them, and what happens without.
+
+Every access goes through here and is guarded by the feature, not by a version number. Public APIs
+(``torch.optim.optimizer.register_optimizer_step_pre_hook``, ``torch.distributed``, ``GradScaler``)
+are used directly by their hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+
+def loader_iterator_classes(dataloader: Any) -> list[Any]:
+    """The classes of ``torch.utils.data.dataloader`` that have a ``_next_data`` (2.4 to 2.13).
+
+    Without them data waits are not told apart from ``other``.
+    """
+    names = ("_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter")
+    classes = [getattr(dataloader, name, None) for name in names]
+    return [each for each in classes if "_next_data" in vars(each or object)]
+
+
+def is_first_batch(iterator: Any) -> bool:
+    """Whether a loader's iterator was never asked before: ``_num_yielded`` (2.4 to 2.13).
+
+    Without it the time between epochs is charged to the first step of the next.
+    """
+    return getattr(iterator, "_num_yielded", None) == 0
+
+
+def sampler_of(iterator: Any) -> Any:
+    """The sampler behind a loader's iterator: ``_index_sampler`` (2.4 to 2.13), or None."""
+    index_sampler = getattr(iterator, "_index_sampler", None)
+    return getattr(index_sampler, "sampler", index_sampler)
+
+
+def ddp_init_helper(ddp_class: Any) -> Any:
+    """``DistributedDataParallel._ddp_init_helper`` (2.4 to 2.13), which builds reducer and logger.
+
+    Inside ``__init__``, whose own warnings so still blame the user's line. Without it nothing is
+    recorded of how DDP was built, and backward is not split.
+    """
+    return getattr(ddp_class, "_ddp_init_helper", None)
+
+
+def engine(autograd: Any) -> Any:
+    """``torch.autograd._engine_run_backward`` (2.3 to 2.13), which ``backward`` and ``grad`` call.
+
+    Without it backward is not told apart from ``other``.
+    """
+    return getattr(autograd, "_engine_run_backward", None)
+
+
+def patch_step(optimizer_class: Any) -> Any:
+    """``Optimizer._patch_step_function`` (2.4 to 2.13), which every new optimizer calls.
+
+    Without it every job is taken to have an optimizer.
+    """
+    return getattr(optimizer_class, "_patch_step_function", None)
+
+
+def inside_forward(ddp_class: Any) -> Any:
+    """``DistributedDataParallel._inside_ddp_forward`` (2.4 to 2.13), a context manager.
+
+    It surrounds the wrapped module's forward, and Dynamo already breaks there: a hook in it adds no
+    graph break to ``torch.compile(ddp)``, where one around ``forward`` does (measured on 2.13).
+    Without it forward is not told apart from ``other`` and steps need an optimizer.
+    """
+    return getattr(ddp_class, "_inside_ddp_forward", None)
+
+
+def sync_buffers(ddp_class: Any) -> Any:
+    """``DistributedDataParallel._sync_buffers`` (2.4 to 2.13): the broadcast before forward.
+
+    Without it a wait for rank 0's buffers is charged to ``other``.
+    """
+    return getattr(ddp_class, "_sync_buffers", None)
+
+
+def skip_frames(torch: Any, modules: Iterable[ModuleType]) -> None:
+    """Tell Dynamo to leave the functions of ``modules`` alone, with all that they call.
+
+    They run between the graphs of a compiled region. ``torch._C._dynamo.eval_frame`` marks code
+    objects at no cost per call: ``set_code_exec_strategy`` (2.7 to 2.13), ``skip_code`` before.
+    Without either, Dynamo compiles them: slower to warm up, the same results.
+    """
+    mark = _marker(getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None))
+    if mark is None:
+        return
+    for module in modules:
+        for owner in (module, *(v for v in vars(module).values() if isinstance(v, type))):
+            for value in vars(owner).values():
+                if isinstance(value, FunctionType) and value.__module__ == module.__name__:
+                    mark(value.__code__)
+
+
+def _marker(eval_frame: Any) -> Callable[[CodeType], object] | None:
+    setter = getattr(eval_frame, "set_code_exec_strategy", None)
+    action = getattr(eval_frame, "_FrameAction", None)
+    strategy = getattr(eval_frame, "_FrameExecStrategy", None)
+    if setter is not None and action is not None and strategy is not None:
+        skip = strategy(action.SKIP, action.SKIP)
+        return lambda code: setter(code, skip)
+    older: Callable[[CodeType], object] | None = getattr(eval_frame, "skip_code", None)
+    return older
+
+
+def disable_dynamo(torch: Any, function: Any, recursive: bool) -> Any:
+    """``torch._disable_dynamo`` (2.4 to 2.13), which imports Dynamo only when first called.
+
+    Without it the function is returned as it is.
+    """
+    disable = getattr(torch, "_disable_dynamo", None)
+    return function if disable is None else disable(function, recursive=recursive)
+
+
+def sample_every_step(ddp: Any) -> bool:
+    """Ask DDP's logger to time every iteration: ``_set_ddp_runtime_logging_sample_rate``.
+
+    For ranks on the CPU only: on CUDA the sampled iterations read events, so torch's own rate
+    (the first ten, then every hundredth) stays. Without it only those iterations are split.
+    """
+    setter = getattr(ddp, "_set_ddp_runtime_logging_sample_rate", None)
+    if setter is None:
+        return False
+    setter(1)
+    return True
+
+
+def logging_ints(ddp: Any) -> dict[str, int] | None:
+    """The numbers of DDP's logger, nanoseconds (``Logger._get_ddp_logging_data``, 2.4 to 2.13)."""
+    logger = getattr(ddp, "logger", None)
+    getter = getattr(logger, "_get_ddp_logging_data", None)
+    return None if getter is None else getter().ints_map
+
+
+def logging_strings(ddp: Any) -> dict[str, str]:
+    """The words of DDP's logger (bucket sizes, dtypes), empty where there is none."""
+    logger = getattr(ddp, "logger", None)
+    getter = getattr(logger, "_get_ddp_logging_data", None)
+    return {} if getter is None else dict(getter().strs_map)
+
+
+def reduced_parameters(ddp: Any) -> list[tuple[str, Any]]:
+    """Names and parameters that DDP reduces: all that require gradients and are not ignored."""
+    ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
+    return [
+        (name, parameter)
+        for name, parameter in ddp.module.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    ]

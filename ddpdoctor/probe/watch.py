@@ -1,0 +1,96 @@
+"""Ends this process when what launched it has vanished.
+
+The last of three nets: the supervisor ends the job's tree, a guard process does it if the
+supervisor was killed, and this thread does it if both were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+
+MARK = "DDPDOCTOR_RUN_ID"
+"""The environment variable that marks a process of a job; ``outer/inner`` in a run within a run."""
+
+GRACE = 4.0
+"""Seconds between SIGTERM and SIGKILL for a process whose launcher vanished."""
+
+POLL = 1.0
+"""Seconds between two looks where the kernel has no pidfd (before Linux 5.3, macOS)."""
+
+
+def namespace() -> str:
+    """What a pid is valid in: this boot and this pid namespace."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return os.uname().nodename
+
+
+def start() -> None:
+    """Watch the supervisor, if it is a process of this machine, from a thread of its own."""
+    pid, _, place = os.environ.get("DDPDOCTOR_SUPERVISOR", "").partition("@")
+    if not pid.isdigit() or place != namespace():
+        return
+    threading.Thread(target=_watch, args=(int(pid),), name="ddpdoctor-watch", daemon=True).start()
+
+
+def _watch(supervisor: int) -> None:
+    try:
+        _wait_for(supervisor)
+    except OSError:
+        return
+    import subprocess
+
+    # Others may already be ending this process in good order.
+    time.sleep(1.0)
+    # A process of its own, since SIGTERM may end this one before its children.
+    rescue = os.path.join(os.path.dirname(os.path.abspath(__file__)), "rescue.py")
+    environment = {key: value for key, value in os.environ.items() if key != MARK}
+    words = [sys.executable, "-I", "-S", rescue, os.environ[MARK], str(os.getpid())]
+    with contextlib.suppress(OSError):
+        subprocess.Popen(
+            words,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _wait_for(pid: int) -> None:
+    """Return when process ``pid`` has ended.
+
+    Raises:
+        OSError: It cannot be watched.
+    """
+    try:
+        descriptor = os.pidfd_open(pid)
+    except AttributeError:
+        descriptor = -1
+    except ProcessLookupError:
+        return
+    except OSError:
+        descriptor = -1
+    if descriptor >= 0:
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        poller.poll()
+        os.close(descriptor)
+        return
+    while True:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(POLL)

@@ -1,0 +1,1 @@
+"""A finding in, text out."""

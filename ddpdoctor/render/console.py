@@ -1,0 +1,134 @@
+"""Findings for a person at a terminal, in a pipe or in a log file."""
+
+from __future__ import annotations
+
+import io
+import linecache
+import os
+import re
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from ddpdoctor.finding import Finding, Location, Severity
+from ddpdoctor.probe.sites import user_file
+
+_STYLE = {
+    Severity.ERROR: "bold red",
+    Severity.WARNING: "bold yellow",
+    Severity.INFO: "bold cyan",
+}
+_CONTEXT = 1
+"""Lines of code shown above and below the guilty one."""
+
+_MAX_FRAMES = 6
+_FRAME = re.compile(r'^\s*File "(?P<path>[^"]+)", line (?P<line>\d+)(?:,? in (?P<name>.*))?$')
+_CAUSE = (
+    "The above exception was the direct cause",
+    "During handling of the above exception",
+)
+
+
+def render(finding: Finding, *, colour: bool, width: int) -> str:
+    """A finding as text: headline, code frame, evidence, fix.
+
+    Args:
+        finding: What to say.
+        colour: Whether to use ANSI colours.
+        width: Columns to wrap at.
+    """
+    buffer = io.StringIO()
+    console = Console(
+        file=buffer,
+        force_terminal=colour,
+        no_color=not colour,
+        color_system="standard" if colour else None,
+        width=width,
+        highlight=False,
+        emoji=False,
+        markup=False,
+        legacy_windows=False,
+    )
+    style = _STYLE[finding.severity]
+    head = Text()
+    head.append(finding.severity.label, style)
+    head.append(f" {finding.code}: ", "bold")
+    head.append(finding.message, "bold")
+    console.print(head)
+    if finding.location is not None:
+        _code_frame(console, finding.location, style)
+    for frame in _calls(finding):
+        console.print(Text(f"  {frame}", "dim"), soft_wrap=True)
+    for line in finding.evidence:
+        _bullet(console, "evidence:", line)
+    if finding.fix:
+        _bullet(console, "fix:", finding.fix, "green")
+    return buffer.getvalue()
+
+
+def _bullet(console: Console, label: str, text: str, style: str = "") -> None:
+    indent = " " * 12
+    lines = Text(text).wrap(console, max(20, console.width - len(indent)))
+    for number, line in enumerate(lines):
+        lead = Text(f"  {label:<10}" if number == 0 else indent, style)
+        line.rstrip()
+        console.print(lead + line, soft_wrap=True)
+
+
+def _code_frame(console: Console, location: Location, style: str) -> None:
+    path = shown_path(location.path)
+    console.print(Text(f"  --> {path}:{location.line}", "cyan"), soft_wrap=True)
+    first = max(1, location.line - _CONTEXT)
+    lines = [
+        (number, linecache.getline(location.path, number).rstrip())
+        for number in range(first, location.line + _CONTEXT + 1)
+    ]
+    if not any(text for number, text in lines if number == location.line):
+        return
+    digits = len(str(lines[-1][0]))
+    for number, text in lines:
+        if not text and number != location.line:
+            continue
+        guilty = number == location.line
+        row = Text(f"  {'>' if guilty else ' '} {number:>{digits}} | ", style if guilty else "dim")
+        room = max(20, console.width - row.cell_len)
+        row.append(text if len(text) <= room else text[: room - 3] + "...", "" if guilty else "dim")
+        console.print(row, soft_wrap=True)
+
+
+def _calls(finding: Finding) -> list[str]:
+    """The user's part of the traceback's calls, outermost first, if there is more than one."""
+    text = finding.traceback
+    for marker in _CAUSE:
+        # The last exception of a chain is the one that ended the process.
+        text = text.rpartition(marker)[2]
+    newest_first = "most recent call first" in text
+    if newest_first:
+        text = text.partition("Current thread")[2].split("\n\n")[0]
+    frames = []
+    for row in text.splitlines():
+        match = _FRAME.match(row)
+        if match and user_file(match["path"]):
+            name = f" in {match['name']}" if match["name"] else ""
+            frames.append(f"{shown_path(match['path'])}:{match['line']}{name}")
+    if newest_first:
+        frames.reverse()
+    if len(frames) < 2:
+        return []
+    if len(frames) > _MAX_FRAMES:
+        frames = [*frames[:2], f"... {len(frames) - 4} more calls", *frames[-2:]]
+    return [f"{'called from ' if number == 0 else '  then '}{f}" for number, f in enumerate(frames)]
+
+
+def shown_path(path: str) -> str:
+    """A path as a person would type it: relative if it lies below the working directory."""
+    try:
+        return str(Path(path).relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return path
+
+
+def wants_colour() -> bool:
+    """Whether stderr is a terminal that wants colour (``NO_COLOR``, ``TERM=dumb`` say no)."""
+    return os.isatty(2) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -1,0 +1,379 @@
+"""Crashes (DDP9xx): the first cause of a failed job, not its victims."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+
+from ddpdoctor.finding import Finding, Location, Severity, rule
+from ddpdoctor.probe.sites import user_file
+from ddpdoctor.rules.endings import Ending, Kind, endings, first_failure
+from ddpdoctor.rules.hangs import left_early
+from ddpdoctor.run import Run
+
+_NATIVE = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
+_FAULT_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def _causes(run: Run, kind: Kind) -> Iterator[tuple[int, Ending]]:
+    for restart in run.restarts:
+        cause = first_failure(run, restart)
+        if cause is not None and cause.kind == kind:
+            yield restart, cause
+
+
+def _finding(
+    run: Run,
+    code: str,
+    restart: int,
+    cause: Ending,
+    message: str,
+    fix: str,
+    *,
+    evidence: tuple[str, ...] = (),
+    location: Location | None = None,
+    traceback: str = "",
+) -> Finding:
+    severity = Severity.ERROR
+    # torchrun ends with 0 only if its last attempt succeeded, on every rank.
+    torchrun_succeeded = run.exit_status == 0 and run.manifest.get("launcher") == "torchrun"
+    if restart != run.restarts[-1] or torchrun_succeeded:
+        severity = Severity.WARNING
+        message = f"attempt {restart + 1}: {message}"
+        evidence += ("another attempt followed it",)
+    location = location or cause.location
+    if location is None and cause.last_seen is not None:
+        evidence = (f"the last line seen before it was {cause.last_seen}", *evidence)
+    return Finding(
+        code=code,
+        severity=severity,
+        message=message,
+        ranks=() if cause.rank is None else (cause.rank,),
+        location=location,
+        evidence=evidence + tuple(_consequences(run, restart, cause)),
+        fix=fix,
+        traceback=traceback,
+    )
+
+
+def _consequences(run: Run, restart: int, cause: Ending) -> Iterator[str]:
+    later = [each for each in endings(run, restart) if each is not cause and each.time > cause.time]
+    for each in later[:3]:
+        delay = (each.time - cause.time) / 1e9
+        why = "as a consequence" if each.victim else "too"
+        text = each.text.partition(". ")[0] if each.victim else _short(each.text)
+        yield f"{each.name} failed {delay:.1f} s later, {why}: {text}"
+    if len(later) > 3:
+        yield f"{len(later) - 3} more ranks failed after it"
+
+
+def _short(text: str, width: int = 120) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def _in(cause: Ending) -> str:
+    place = f" in {cause.where}" if cause.where else ""
+    return place if cause.initialized else f"{place} before it joined the process group"
+
+
+@rule("DDP901", "exception", Severity.ERROR)
+def exception(run: Run) -> Iterator[Finding]:
+    """A rank raised an exception, and the job failed because of it.
+
+    What it finds
+        The first exception, in time, that no other rank's failure explains. torchrun's "Root Cause
+        (first observed failure)" is the first exit that its agent noticed, which often is a rank
+        that lost its peers.
+
+    Why it is bad
+        One rank's exception ends the job on all of them: the others wait for it in a collective
+        until their connection breaks or their timeout ends.
+
+    How to fix it
+        Mend the line that is named. Messages such as "Connection closed by peer" on other ranks
+        are consequences and go away with it.
+
+    Example
+        Wrong: `images = next(batches)` on a rank whose loader is shorter than the others'.
+        Right: loaders of equal length on every rank (`DistributedSampler` pads).
+
+    When it stays silent
+        When the job was asked to stop (Ctrl-C, SIGTERM), and for exceptions that are caught.
+
+    Since
+        0.1.0
+    """
+    for restart, cause in _causes(run, "exception"):
+        yield _finding(
+            run,
+            "DDP901",
+            restart,
+            cause,
+            f"{cause.name} raised {_short(cause.text, 200)}{_in(cause)}",
+            "Mend this exception first; failures of other ranks after it are its consequence.",
+            traceback=cause.traceback,
+        )
+
+
+@rule("DDP902", "killed", Severity.ERROR)
+def killed(run: Run) -> Iterator[Finding]:
+    """A rank was killed from outside.
+
+    What it finds
+        A rank that ended by a signal nobody catches (SIGKILL) or that it did not cause itself.
+
+    Why it is bad
+        The rank could neither save nor say anything. On a machine under load it usually was the
+        out-of-memory killer (then it is DDP903), a scheduler's limit, or a person.
+
+    How to fix it
+        Ask the scheduler for the job's limits (time, memory); look at `dmesg`.
+
+    Example
+        Wrong: `kill -9` on one rank of a job. Right: a signal to the launcher, which ends all.
+
+    When it stays silent
+        When the whole job was asked to stop, and for SIGTERM that the launcher sent to survivors.
+
+    Since
+        0.1.0
+    """
+    for restart, cause in _causes(run, "signal"):
+        if cause.oom or -(cause.status or 0) in _NATIVE:
+            continue
+        yield _finding(
+            run,
+            "DDP902",
+            restart,
+            cause,
+            f"{cause.name} was killed by {cause.text}{_in(cause)}",
+            "Find out who sent it: a scheduler's limit, a person, or the kernel (see dmesg).",
+        )
+
+
+@rule("DDP903", "out-of-memory", Severity.ERROR)
+def out_of_memory(run: Run) -> Iterator[Finding]:
+    """The out-of-memory killer ended a rank.
+
+    What it finds
+        A rank that died of SIGKILL while the kernel's log named its pid, or the memory cgroup's
+        counter of such kills rose.
+
+    Why it is bad
+        Host memory (not GPU memory) ran out: of the machine, or of the container's or job's limit.
+
+    How to fix it
+        Fewer DataLoader workers or a smaller `prefetch_factor`; do not load the whole data set in
+        every rank; ask for more memory.
+
+    Example
+        Wrong: `samples = list(dataset)` in each of eight ranks. Right: read them as they are drawn.
+
+    When it stays silent
+        When neither the kernel's log nor the cgroup can be read; then it is DDP902.
+
+    Since
+        0.1.0
+    """
+    for restart, cause in _causes(run, "signal"):
+        if not cause.oom:
+            continue
+        source = {
+            "kernel": "the kernel's log names this process",
+            "cgroup": "the memory cgroup counted an out-of-memory kill at that moment",
+        }[cause.oom]
+        likely = "" if cause.oom == "kernel" else "very likely "
+        yield _finding(
+            run,
+            "DDP903",
+            restart,
+            cause,
+            f"{cause.name} was {likely}killed by the out-of-memory killer{_in(cause)}",
+            "Host memory ran out: use fewer DataLoader workers, load less per rank, or raise the "
+            "job's memory limit.",
+            evidence=(source,),
+        )
+
+
+@rule("DDP904", "native-crash", Severity.ERROR)
+def native_crash(run: Run) -> Iterator[Finding]:
+    """A rank crashed in native code.
+
+    What it finds
+        A rank that ended by SIGSEGV, SIGBUS, SIGFPE, SIGILL or SIGABRT, with the Python stack that
+        `faulthandler` wrote in that moment.
+
+    Why it is bad
+        No Python exception exists, so the job's own output shows nothing but a signal number.
+
+    How to fix it
+        Look at the Python line that entered native code: an extension module, a library built for
+        another CPU or torch, or `/dev/shm` that is full (SIGBUS).
+
+    Example
+        Wrong: two copies of an OpenMP runtime in one process. Right: one environment, one runtime.
+
+    When it stays silent
+        For an abort after the script had ended (DDP906).
+
+    Since
+        0.1.0
+    """
+    for restart, cause in _causes(run, "signal"):
+        if -(cause.status or 0) not in _NATIVE or cause.oom:
+            continue
+        stack = _fault_stack(run, restart, cause)
+        yield _finding(
+            run,
+            "DDP904",
+            restart,
+            cause,
+            f"{cause.name} crashed in native code with {cause.text}{_in(cause)}",
+            "The line named entered the native code that crashed; suspect the extension or library "
+            "it calls.",
+            location=_fault_location(stack),
+            traceback=stack,
+        )
+
+
+def _fault_stack(run: Run, restart: int, cause: Ending) -> str:
+    rank = next((rank for rank in run.attempt(restart) if rank.rank == cause.rank), None)
+    text = rank.fault if rank is not None else ""
+    start = text.find("Fatal Python error")
+    return text[start:][:8000] if start >= 0 else ""
+
+
+def _fault_location(stack: str) -> Location | None:
+    """The innermost user line of the thread that crashed."""
+    current = stack.partition("Current thread")[2].split("\n\n")[0]
+    for path, line in _FAULT_FRAME.findall(current):
+        if user_file(path):
+            return Location(path, int(line))
+    return None
+
+
+@rule("DDP905", "silent-exit", Severity.ERROR)
+def silent_exit(run: Run) -> Iterator[Finding]:
+    """A rank ended itself with an exit status, without an exception.
+
+    What it finds
+        `sys.exit(n)`, `os._exit(n)` or `raise SystemExit(n)` with a status other than 0.
+
+    Why it is bad
+        Nothing is printed, and the other ranks go on waiting for this one.
+
+    How to fix it
+        Raise an exception that says why, or take the decision on all ranks together.
+
+    Example
+        Wrong: `if loss.isnan(): sys.exit(1)` on the rank that saw it.
+        Right: all-reduce the flag, then leave on every rank.
+
+    When it stays silent
+        For status 0; a rank that leaves while others want another step is DDP801.
+
+    Since
+        0.1.0
+    """
+    for restart, cause in _causes(run, "exit"):
+        yield _finding(
+            run,
+            "DDP905",
+            restart,
+            cause,
+            f"{cause.name} ended itself: {cause.text}{_in(cause)}",
+            "The script refused its options (argparse ends with status 2): see its message above."
+            if cause.status == 2 and not cause.initialized
+            else "Raise an exception that says why, or agree on leaving with all ranks.",
+        )
+
+
+@rule("DDP906", "abort-at-exit", Severity.INFO)
+def abort_at_exit(run: Run) -> Iterator[Finding]:
+    """A rank aborted after its script had ended.
+
+    What it finds
+        A rank whose interpreter had come to its regular end and then died of a signal, typically
+        SIGABRT with "terminate called without an active exception".
+
+    Why it is bad
+        The training is complete and its results are right, but the job's exit status says failure.
+        It is a race of gloo's threads with the end of the process, in torch 2.13 for instance.
+
+    How to fix it
+        Let go of the DDP module and the optimizer, `gc.collect()`, and only then
+        `destroy_process_group()`.
+
+    Example
+        Wrong: `dist.destroy_process_group()` while `ddp` is alive.
+        Right: `del ddp, optimizer; gc.collect()` first.
+
+    When it stays silent
+        For any signal before the end of the script: that is a crash (DDP904).
+
+    Since
+        0.1.0
+    """
+    for each in endings(run, run.restarts[-1]):
+        if each.kind == "abort-at-exit" and each.rank is not None:
+            yield Finding(
+                code="DDP906",
+                severity=Severity.INFO,
+                message=f"{each.name} finished its script and then died of {each.text} at exit; "
+                "training is not affected",
+                ranks=(each.rank,),
+                fix="Let go of the DDP module and the optimizer, gc.collect(), and only then call "
+                "destroy_process_group().",
+            )
+
+
+@rule("DDP907", "lost-peers", Severity.ERROR)
+def lost_peers(run: Run) -> Iterator[Finding]:
+    """The job failed, and every failure seen looks like the consequence of another one.
+
+    What it finds
+        Ranks that lost their connection or timed out in a collective, in a finished job whose cause
+        is on no rank seen here: on another node, in the network, or a rank that never came.
+
+    Why it is bad
+        The rank that reports such an error is not the one to mend.
+
+    How to fix it
+        Look at the other nodes' output first; then at the ranks that did not join the collective.
+
+    Example
+        Wrong: `if rank == 0: dist.barrier()`. Right: the barrier on every rank.
+
+    When it stays silent
+        While the job runs, and when any rank has a failure of its own.
+
+    Since
+        0.1.0
+    """
+    if not run.exit_status:
+        return
+    restart = run.restarts[-1]
+    if first_failure(run, restart) is not None or next(left_early(run), None) is not None:
+        return
+    victims = [
+        each
+        for each in endings(run, restart)
+        if each.victim and each.rank is not None and each.kind == "exception"
+    ]
+    if victims:
+        first = victims[0]
+        yield Finding(
+            code="DDP907",
+            severity=Severity.ERROR,
+            message=f"{first.name} likely lost a peer{_in(first)}: {_short(first.text)}",
+            ranks=() if first.rank is None else (first.rank,),
+            location=first.location,
+            evidence=(
+                "no rank of this node failed by itself",
+                *(f"{each.name}: {_short(each.text)}" for each in victims[1:4]),
+            ),
+            fix="Look for the cause on the other ranks or nodes: one that ended, hangs, or never "
+            "called this collective.",
+            traceback=first.traceback,
+        )

@@ -1,0 +1,282 @@
+"""How each process of a job ended, and which of them was the first to fail by itself."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from ddpdoctor.finding import Location
+from ddpdoctor.record import Phase, Record, integer
+from ddpdoctor.run import Rank, Run
+
+Kind = Literal["exception", "exit", "signal", "abort-at-exit"]
+
+_VICTIM = re.compile(
+    r"Connection closed by peer"
+    r"|Connection reset by peer"
+    r"|Broken pipe"
+    r"|Timed out waiting \d+ms for (?:recv|send)"
+    r"|Gloo connectFullMesh failed"
+    r"|Socket Timeout|wait timeout after \d+ms|Socket closed"
+    r"|failed to recv, got 0 bytes|should dump"
+    r"|NCCL communicator (?:was|is) aborted|remote process exited|ncclRemoteError"
+    r"|Watchdog caught collective operation timeout"
+    r"|Application timeout caused pair closure",
+    re.IGNORECASE,
+)
+"""What a rank says whose peers are gone: the consequence of a failure elsewhere."""
+
+_NATIVE_VICTIM = re.compile(
+    r"\[rank(\d+)\]:[^\n]*(?:Watchdog caught collective operation timeout"
+    r"|To avoid data inconsistency, we are taking the entire process down)"
+)
+"""What NCCL's watchdog says of the rank that it then aborts, for want of a peer."""
+
+_WRAPPERS = (
+    "ChildFailedError",
+    "ProcessRaisedException",
+    "ProcessExitedException",
+    "CalledProcessError",
+    "SignalException",
+)
+"""Exceptions of launchers: they only say that a child failed."""
+
+_NOISE = re.compile(
+    r"\[/[^\]]*\.(?:cc|cpp|h):\d+\]\s*|\s*\[[\da-fA-F.:]+\](?::\d+)?|^\[[^\]]*\.cpp:\d+\]\s*"
+)
+
+_TORCHRUN_EXIT = re.compile(r"exitcode\s*: (-?\d+)\s*\(pid: (\d+)\)")
+_TORCHRUN_LOG = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The end of one process.
+
+    Attributes:
+        rank: Its rank; None for a process that never said one.
+        time: Unix nanoseconds.
+        kind: ``abort-at-exit`` is a native abort after the script had come to its end.
+        victim: It only failed because another had.
+        text: The exception with its message, the signal, or the exit call.
+        where: What it did at that moment, in words: ``step 12, backward``.
+        status: The exit status (negative: a signal), where known.
+        oom: Who says that the out-of-memory killer did it, or empty.
+        last_seen: The last line of the user's code that the probe saw, if ``location`` is unknown.
+        initialized: Whether it had joined the process group.
+    """
+
+    rank: int | None
+    time: int
+    kind: Kind
+    victim: bool
+    text: str
+    where: str = ""
+    location: Location | None = None
+    traceback: str = ""
+    status: int | None = None
+    oom: str = ""
+    last_seen: Location | None = None
+    initialized: bool = True
+
+    @property
+    def name(self) -> str:
+        """Whose end it is, as the subject of a sentence."""
+        return f"rank {self.rank}" if self.rank is not None else "a process of the job"
+
+
+def endings(run: Run, restart: int) -> list[Ending]:
+    """The failed processes of one attempt, the earliest first; regular ends are left out.
+
+    What happened after somebody asked the job to stop is no failure and left out, too.
+    """
+    told = _statuses_in(run.stderr)
+    aborted = {int(number) for number in _NATIVE_VICTIM.findall(run.stderr)}
+    found: list[Ending] = []
+    ranks = run.attempt(restart)
+    for rank in ranks:
+        ending = _rank_ending(rank, told, bool(run.exit_status), aborted)
+        if ending is not None:
+            found.append(ending)
+    joined = {rank.rank for rank in ranks}
+    found += _stray_endings(run, restart, joined)
+    limit = run.stopped_at
+    return sorted(
+        (each for each in found if limit is None or each.time < limit), key=lambda each: each.time
+    )
+
+
+def first_failure(run: Run, restart: int) -> Ending | None:
+    """The cause of an attempt's failure: the earliest end that is nobody else's consequence.
+
+    A rank's own failure counts before that of a process that never was one (a helper's, say).
+    """
+    causes = [each for each in endings(run, restart) if not each.victim]
+    causes = [each for each in causes if each.kind != "abort-at-exit"]
+    return next((each for each in causes if each.rank is not None), None) or next(
+        iter(causes if run.exit_status else ()), None
+    )
+
+
+def _rank_ending(
+    rank: Rank, told: dict[int, int], job_failed: bool, aborted: set[int]
+) -> Ending | None:
+    status = _status(rank, told)
+    if status == 0 or rank.status is None:
+        # Whatever it recorded was caught, or did not matter.
+        return None
+    error = next(rank.of_kind("error"), None)
+    if error is not None:
+        return _exception(rank.rank, error, status)
+    call = next((r for r in rank.of_kind("exit") if r.get("status")), None)
+    if call is not None and (status == call["status"] or (status is None and job_failed)):
+        return _exit_call(rank.rank, call)
+    if status is None:
+        return None
+    # An end that nobody saw happen is dated by the last sign of life.
+    seen = rank.exit is not None and rank.exit.get("status") is not None
+    when = integer(rank.exit, "time") if rank.exit is not None and seen else rank.status.since
+    if status > 0:
+        text = f"exit status {status} without an exception"
+        return Ending(
+            rank.rank, when, "exit", False, text, _where(rank), _site(rank), status=status
+        )
+    name = signal_name(-status)
+    if rank.ended is not None:
+        return Ending(rank.rank, when, "abort-at-exit", False, name, status=status)
+    return Ending(
+        rank=rank.rank,
+        time=when,
+        kind="signal",
+        # torchrun sends these to the survivors of a failure.
+        victim=-status in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        or (-status == signal.SIGABRT and rank.rank in aborted),
+        text=name,
+        where=_where(rank),
+        location=_site(rank),
+        status=status,
+        oom=str(rank.exit.get("oom") or "") if rank.exit is not None else "",
+        last_seen=last_line(rank),
+    )
+
+
+def _stray_endings(run: Run, restart: int, joined: set[int]) -> Iterator[Ending]:
+    for record in run.strays:
+        if integer(record, "restart") != restart or record.get("rank") in joined:
+            continue
+        worker = record.get("rank") is not None and record.get("leads_session")
+        if not run.exit_status and not (worker and run.exit_status is None):
+            # A helper program of a healthy job may fail, and a caught `sys.exit` is recorded, too:
+            # only once the job is known to have failed do they say why.
+            continue
+        if record["kind"] == "error":
+            yield _exception(record.get("rank"), record, None, initialized=False)
+        elif record["kind"] == "exit" and run.exit_status:
+            yield _exit_call(record.get("rank"), record, initialized=False)
+
+
+def _exception(
+    rank: int | None, record: Record, status: int | None, initialized: bool = True
+) -> Ending:
+    name = str(record.get("exception", "an exception"))
+    message = str(record.get("message", ""))
+    wrapper = name.rpartition(".")[2] in _WRAPPERS
+    first = next((line for line in message.splitlines() if line.strip()), "")
+    return Ending(
+        rank=rank,
+        time=integer(record, "time"),
+        kind="exception",
+        victim=wrapper or name == "KeyboardInterrupt" or _lost_peer(name, message),
+        text=f"{name}: {_clean(first)}" if first else name,
+        where=_moment(record.get("step"), record.get("collective") or record.get("phase")),
+        location=_location(record),
+        traceback=str(record.get("traceback") or ""),
+        status=status,
+        initialized=initialized,
+    )
+
+
+def _exit_call(rank: int | None, record: Record, initialized: bool = True) -> Ending:
+    return Ending(
+        rank=rank,
+        time=integer(record, "time"),
+        kind="exit",
+        victim=False,
+        text=f"{record.get('how')}({record.get('status')})",
+        where=_moment(record.get("step"), record.get("phase")),
+        location=_location(record),
+        status=integer(record, "status", 1),
+        initialized=initialized,
+    )
+
+
+def _lost_peer(name: str, message: str) -> bool:
+    """Whether torch says that a peer is gone; the same words of a download are its own failure."""
+    ours = name == "RuntimeError" or name.startswith("torch.")
+    return ours and bool(_VICTIM.search(message))
+
+
+def _clean(message: str) -> str:
+    """A message without the C++ source lines and socket addresses that gloo and c10d put into it.
+
+    The addresses are wrong besides: gloo prints ports byte-swapped.
+    """
+    return _NOISE.sub("", message).strip()
+
+
+def _location(record: Record) -> Location | None:
+    return Location(str(record["path"]), integer(record, "line")) if record.get("path") else None
+
+
+def _moment(step: object, phase: object) -> str:
+    parts = [f"step {step}"] if step is not None else []
+    return ", ".join([*parts, str(phase)] if phase and phase != "other" else parts)
+
+
+def _where(rank: Rank) -> str:
+    status = rank.status
+    if status is None:
+        return ""
+    return _moment(status.step, None if status.phase is Phase.OTHER else status.phase.label)
+
+
+def _site(rank: Rank) -> Location | None:
+    """The line of the phase under way; None between phases, where only the last one is known."""
+    if rank.status is not None and rank.status.phase in (Phase.OTHER, Phase.STARTING):
+        return None
+    return last_line(rank)
+
+
+def last_line(rank: Rank) -> Location | None:
+    """The line of the user's code that the probe saw last."""
+    path, _, line = rank.status.site.rpartition(":") if rank.status is not None else ("", "", "")
+    return Location(path, int(line)) if path and line.isdigit() else None
+
+
+def _status(rank: Rank, told: dict[int, int]) -> int | None:
+    if rank.exit is not None and rank.exit.get("status") is not None:
+        return integer(rank.exit, "status", 1)
+    said = told.get(rank.status.pid) if rank.status is not None else None
+    if said is None and rank.exit is not None and rank.exit.get("oom"):
+        return -signal.SIGKILL
+    return said
+
+
+def _statuses_in(stderr: str) -> dict[int, int]:
+    """Exit statuses by pid, as torchrun printed them."""
+    return {
+        int(pid): int(status)
+        for pattern in (_TORCHRUN_EXIT, _TORCHRUN_LOG)
+        for status, pid in pattern.findall(stderr)
+    }
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9; ``signal 99`` for one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

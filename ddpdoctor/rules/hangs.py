@@ -1,0 +1,151 @@
+"""Hangs (DDP8xx): ranks that wait for one that does not come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ddpdoctor.finding import Finding, Location, Severity, rule
+from ddpdoctor.record import Phase, Record, integer
+from ddpdoctor.rules.endings import endings
+from ddpdoctor.run import Rank, Run
+
+PATIENCE = 3_000_000_000
+"""Nanoseconds in one phase after which a rank of a live job is taken to wait for its peers."""
+
+
+@rule("DDP801", "left-early", Severity.ERROR)
+def left_early(run: Run) -> Iterator[Finding]:
+    """A rank finished while others wanted another step.
+
+    What it finds
+        A rank whose script ended regularly after fewer synchronized steps than another rank of its
+        group has begun; that other rank then waits in a collective, or failed there.
+
+    Why it is bad
+        The remaining ranks hang until their timeout, or fail with "Connection closed by peer", and
+        the launcher blames them: the rank that left has exit status 0.
+
+    How to fix it
+        Give every rank the same number of batches (`DistributedSampler` pads; `drop_last=True`), or
+        run the loop within `with model.join():`. Take decisions to stop on all ranks together.
+
+    Example
+        Wrong: `for batch in my_shard(rank)` with shards of 100 and 97 batches.
+        Right: `for batch in islice(my_shard(rank), 97)`, or `with model.join():`.
+
+    When it stays silent
+        Within `join()`, for ranks of different DDP groups, for extra forwards in evaluation, and
+        when a rank failed by itself (that is DDP9xx).
+
+    Since
+        0.1.0
+    """
+    restart = run.restarts[-1]
+    ranks = run.attempt(restart)
+    failures = {each.rank: each for each in endings(run, restart)}
+    if any(not each.victim and each.kind != "abort-at-exit" for each in failures.values()):
+        return
+    leavers = [rank for rank in ranks if rank.ended is not None and rank.rank not in failures]
+    leavers += [
+        rank
+        for rank in ranks
+        if rank.rank in failures and failures[rank.rank].kind == "abort-at-exit"
+    ]
+    for leaver in leavers:
+        count = _armed(leaver)
+        wanting = [
+            rank
+            for rank in ranks
+            if rank.rank != leaver.rank
+            and _same_group(leaver, rank)
+            and _wants_more(rank, count, run, rank.rank in failures)
+        ]
+        if not wanting:
+            continue
+        names = ", ".join(str(rank.rank) for rank in wanting)
+        many = len(wanting) > 1
+        call = _leaving_call(leaver)
+        evidence = [
+            f"rank {leaver.rank} ended regularly after {_steps(count)}",
+            *(f"rank {rank.rank} {_wish(rank)}" for rank in wanting[:4]),
+        ]
+        if call is not None and call.get("path"):
+            evidence.append(
+                f"rank {leaver.rank} called {call['how']} at {call['path']}:{call['line']}"
+            )
+        yield Finding(
+            code="DDP801",
+            severity=Severity.ERROR,
+            message=f"rank {leaver.rank} left after {_steps(count)} while "
+            f"rank{'s' if many else ''} {names} wanted another",
+            ranks=(leaver.rank,),
+            location=_leaving(leaver),
+            evidence=tuple(evidence),
+            fix="Give all ranks the same number of steps (equal shards, drop_last), or wrap the "
+            "loop in `with model.join():`.",
+        )
+
+
+def _armed(rank: Rank) -> int:
+    """Synchronized forwards begun so far."""
+    if rank.ended is not None:
+        return integer(rank.ended, "armed")
+    return rank.status.armed if rank.status is not None else 0
+
+
+def _wants_more(rank: Rank, count: int, run: Run, failed: bool) -> bool:
+    """Whether the rank needs, or needed when it failed, a peer that left after ``count`` steps."""
+    status = rank.status
+    if status is None:
+        return False
+    phase, armed = status.phase.label, status.armed
+    error = next(rank.of_kind("error"), None)
+    if error is not None:
+        # By the time the process was gone the status page had moved on.
+        phase, armed = str(error.get("phase") or ""), integer(error, "armed")
+    elif not failed and (run.exit_status is not None or run.taken - status.since < PATIENCE):
+        return False
+    return (armed > count and phase == Phase.BACKWARD.label) or (
+        armed >= count and phase == Phase.WAIT.label
+    )
+
+
+def _same_group(one: Rank, other: Rank) -> bool:
+    """Whether some DDP module is replicated on both ranks."""
+    groups = [record.get("group_ranks") or [] for record in one.of_kind("ddp")]
+    return any(one.rank in group and other.rank in group for group in groups)
+
+
+def _wish(rank: Rank) -> str:
+    """What the rank wanted of the one that left: ``waits in backward of step 25 (train.py:28)``."""
+    error = next(rank.of_kind("error"), None)
+    if error is not None:
+        what = error.get("collective") or error.get("phase")
+        place = f" ({error['path']}:{error['line']})" if error.get("path") else ""
+        return f"failed in {what} of step {error.get('step')}{place}"
+    status = rank.status
+    if status is None:
+        return "waits"
+    place = f" ({status.site})" if status.site else ""
+    return f"waits in {status.collective or status.phase.label} of step {status.step}{place}"
+
+
+def _steps(count: int) -> str:
+    return f"{count} synchronized step{'' if count == 1 else 's'}"
+
+
+def _leaving_call(rank: Rank) -> Record | None:
+    """The ``sys.exit(0)`` by which the rank left, if it did so."""
+    return next((call for call in rank.of_kind("exit") if call.get("status") == 0), None)
+
+
+def _leaving(rank: Rank) -> Location | None:
+    """The loop that came to its end: where its batches are drawn, else its forward."""
+    call = _leaving_call(rank)
+    if call is not None and call.get("path"):
+        return Location(str(call["path"]), integer(call, "line"))
+    for phase in ("data", "forward"):
+        for record in rank.of_kind("site"):
+            if record.get("phase") == phase:
+                return Location(str(record["path"]), integer(record, "line"))
+    return None

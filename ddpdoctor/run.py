@@ -1,0 +1,393 @@
+"""A run directory read back: one immutable snapshot for rules and renderers.
+
+The same code reads a live run, a finished one, and a copy on another machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ddpdoctor.errors import DoctorError
+from ddpdoctor.record import (
+    FORMAT,
+    SEGMENT_SIZE,
+    Record,
+    Status,
+    UnreadableError,
+    integer,
+    read_status,
+    segment_number,
+)
+from ddpdoctor.rundir import MANIFEST
+
+WINDOW = 512
+"""Step records a snapshot keeps per rank; the newest ones."""
+
+SPLIT_WINDOW = 128
+"""Split step records a snapshot keeps per rank."""
+
+_STATUS_NAME = re.compile(r"rank-(\d{4,})\.r(\d+)\.status$")
+_STEP_LINE = b'{"kind":"step"'
+_SPLIT = b',"split":true'
+_SEGMENT_LINE = b'{"kind":"segment"'
+
+PHASES = ("data", "forward", "backward", "optimizer", "other")
+"""The phases whose sum is a rank's own time; ``wait`` is the rest of a step."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one rank; durations in nanoseconds.
+
+    ``data``, ``forward``, ``backward``, ``optimizer``, ``other`` and ``wait`` add up to ``total``.
+    ``split`` says that ``backward`` is compute alone, because DDP's own timers told how long its
+    all-reduce was exposed; without it ``backward`` holds that wait, too.
+    """
+
+    step: int
+    epoch: int | None
+    start: int
+    data: int
+    forward: int
+    backward: int
+    optimizer: int
+    other: int
+    wait: int
+    total: int
+    split: bool
+    samples: int | None = None
+    loss: float | None = None
+    backwards: int = 1
+    skipped: bool = False
+    outside: int = 0
+
+    @property
+    def own(self) -> int:
+        """What this rank spent itself: all of the step but the wait for others."""
+        return self.total - self.wait
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What is known of one rank in one attempt (``restart``)."""
+
+    rank: int
+    restart: int
+    status: Status | None
+    opened: Record = field(default_factory=dict)
+    step_lines: tuple[bytes, ...] = field(default=(), repr=False)
+    """The newest step records as they stand in the journal; :attr:`steps` parses them."""
+    split_lines: tuple[bytes, ...] = field(default=(), repr=False)
+    """The newest of them whose backward was split, which on a GPU are few and far between."""
+    records: tuple[Record, ...] = ()
+    """Everything in the journal but steps, oldest first."""
+    exit: Record | None = None
+    """The supervisor's word on how the process ended, if it saw it."""
+    fault: str = ""
+    """What ``faulthandler`` wrote on a fatal signal."""
+
+    def of_kind(self, kind: str) -> Iterator[Record]:
+        """The records of one kind, oldest first."""
+        return (record for record in self.records if record.get("kind") == kind)
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """The newest steps, oldest of them first; parsed when first asked for."""
+        return tuple(step for line in self.step_lines if (step := _step(line)) is not None)
+
+    @cached_property
+    def split_steps(self) -> tuple[Step, ...]:
+        """The newest steps whose backward was split into compute and wait."""
+        return tuple(step for line in self.split_lines if (step := _step(line)) is not None)
+
+    @property
+    def ended(self) -> Record | None:
+        """The record of an interpreter that came to its regular end."""
+        return next(self.of_kind("end"), None)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One launch, as its directory tells it."""
+
+    path: Path
+    manifest: Record
+    ranks: tuple[Rank, ...]
+    """Ascending by restart, then by rank."""
+    strays: tuple[Record, ...] = ()
+    """Errors of processes that never became a rank, oldest first."""
+    supervisor: tuple[Record, ...] = ()
+    """The supervisor's own records, oldest first."""
+    taken: int = 0
+    """Unix nanoseconds at which the snapshot was taken."""
+    stderr: str = ""
+    """The end of the job's stderr; only once the job has ended."""
+    unreadable: tuple[str, ...] = ()
+    """What could not be read, in words."""
+
+    @property
+    def restarts(self) -> tuple[int, ...]:
+        """The attempts seen, ascending; at least ``(0,)``."""
+        strays = {integer(record, "restart") for record in self.strays}
+        return tuple(sorted({rank.restart for rank in self.ranks} | strays)) or (0,)
+
+    def attempt(self, restart: int) -> tuple[Rank, ...]:
+        """The ranks of one attempt."""
+        return tuple(rank for rank in self.ranks if rank.restart == restart)
+
+    @property
+    def last(self) -> tuple[Rank, ...]:
+        """The ranks of the last attempt."""
+        return self.attempt(self.restarts[-1])
+
+    @property
+    def exit_status(self) -> int | None:
+        """The job's exit status (negative: a signal's number), None while it runs or if unknown."""
+        return self._told("job", "status")
+
+    @property
+    def stopped_at(self) -> int | None:
+        """Unix nanoseconds at which a person or a scheduler asked the job to stop, if one did."""
+        return self._told("signal", "time")
+
+    def _told(self, kind: str, key: str) -> int | None:
+        """The first number that the supervisor's records of a kind have under ``key``."""
+        numbers = (record.get(key) for record in self.supervisor if record.get("kind") == kind)
+        return next((number for number in numbers if isinstance(number, int)), None)
+
+
+def step_from(record: Record) -> Step:
+    """A step record as a :class:`Step`; keys that are absent take the field's default."""
+    known: dict[str, Any] = {
+        name: record[name] for name in Step.__dataclass_fields__ if name in record
+    }
+    for name in (*PHASES, "wait", "total", "start"):
+        known.setdefault(name, 0)
+    known.setdefault("epoch", None)
+    known.setdefault("split", False)
+    return Step(**known)
+
+
+class JournalReader:
+    """Reads a journal as it grows, across rotation, without parsing steps nobody asks for."""
+
+    def __init__(self, path: Path, window: int = WINDOW) -> None:
+        self._path = path
+        self._older = path.with_name(path.name + ".1")
+        self._segment: int | None = None
+        self._offset = 0
+        self._torn = b""
+        self._step_lines: deque[bytes] = deque(maxlen=window)
+        self._split_lines: deque[bytes] = deque(maxlen=min(window, SPLIT_WINDOW))
+        self.records: list[Record] = []
+        self._seen: set[bytes] = set()
+
+    def poll(self) -> bool:
+        """Take in what was written since the last call; True if there was anything."""
+        with contextlib.ExitStack() as stack:
+            opened = self._open(stack)
+            fresh = False
+            for number, file in opened:
+                if self._segment is not None and number < self._segment:
+                    continue
+                if number != self._segment:
+                    self._segment, self._offset, self._torn = number, 0, b""
+                fresh |= self._take(file)
+            return fresh
+
+    def _open(self, stack: contextlib.ExitStack) -> list[tuple[int, BinaryIO]]:
+        """The segments there are, ascending, none of them missing in between."""
+        found: list[tuple[int, BinaryIO]] = []
+        for _ in range(3):
+            # The older one first: what is renamed in between is then seen as the newer one.
+            found = [each for path in (self._older, self._path) if (each := _segment(path, stack))]
+            numbers = [-1, *(number for number, _ in found)]
+            if not found or numbers[-1] - 1 in numbers:
+                break
+            # Rotated between the two, the segment before the newest was missed: look again.
+        return sorted(dict(found).items())
+
+    def _take(self, file: BinaryIO) -> bool:
+        file.seek(self._offset)
+        data = file.read()
+        self._offset += len(data)
+        lines = (self._torn + data).split(b"\n")
+        self._torn = lines.pop()
+        for line in lines:
+            if line.startswith(_STEP_LINE):
+                self._step_lines.append(line)
+                if _SPLIT in line:
+                    self._split_lines.append(line)
+            elif line and line not in self._seen and not line.startswith(_SEGMENT_LINE):
+                self._seen.add(line)
+                record = _parse(line)
+                if record is not None:
+                    self.records.append(record)
+        return bool(data)
+
+    @property
+    def step_lines(self) -> tuple[bytes, ...]:
+        """The newest step records, oldest of them first, unparsed."""
+        return tuple(self._step_lines)
+
+    @property
+    def split_lines(self) -> tuple[bytes, ...]:
+        """The newest of them that were split."""
+        return tuple(self._split_lines)
+
+
+def _segment(path: Path, stack: contextlib.ExitStack) -> tuple[int, BinaryIO] | None:
+    """A segment's number and its open file; None if there is none, or not yet."""
+    try:
+        file = stack.enter_context(open(path, "rb"))
+        head = file.read(SEGMENT_SIZE)
+    except OSError:
+        return None
+    if len(head) < SEGMENT_SIZE and not head.endswith(b"\n"):
+        # Its first line is still being written.
+        return None
+    number = segment_number(head)
+    # A journal without numbers, written by hand say, is its own first segment.
+    return (0 if number is None else number), file
+
+
+def _step(line: bytes) -> Step | None:
+    """A step from its line, or None if the line is torn or not to be understood."""
+    record = _parse(line)
+    try:
+        return None if record is None else step_from(record)
+    except TypeError:
+        return None
+
+
+def _parse(line: bytes) -> Record | None:
+    """A journal line, or None if it is torn or no record."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("kind"), str) else None
+
+
+class RunReader:
+    """Makes one snapshot after another of a run directory, reading each byte once.
+
+    Raises:
+        DoctorError: The directory is no run, is damaged, or has a newer format.
+    """
+
+    def __init__(self, path: Path, window: int = WINDOW) -> None:
+        self.path = path
+        self._window = window
+        self._journals: dict[Path, JournalReader] = {}
+        self.manifest = read_manifest(path)
+
+    def _journal(self, name: str) -> JournalReader:
+        path = self.path / name
+        reader = self._journals.get(path)
+        if reader is None:
+            reader = self._journals[path] = JournalReader(path, self._window)
+        reader.poll()
+        return reader
+
+    def snapshot(self) -> Run:
+        """Read what is new and return the whole picture."""
+        names = sorted(os.listdir(self.path))
+        supervisor = tuple(self._journal("supervisor.jsonl").records)
+        exits = {
+            (integer(record, "rank", -1), integer(record, "restart")): record
+            for record in supervisor
+            if record["kind"] == "rank_exit"
+        }
+        ranks: list[Rank] = []
+        unreadable: list[str] = []
+        for name in names:
+            match = _STATUS_NAME.match(name)
+            if not match:
+                continue
+            number, restart = int(match[1]), int(match[2])
+            status: Status | None = None
+            try:
+                status = read_status(str(self.path / name))
+            except (UnreadableError, OSError) as error:
+                unreadable.append(str(error))
+            journal = self._journal(name.removesuffix("status") + "jsonl")
+            opened = next((r for r in journal.records if r["kind"] == "open"), {})
+            version = integer(opened, "format", FORMAT)
+            if version > FORMAT:
+                unreadable.append(
+                    f"{name}: format {version}, newer than this ddpdoctor reads ({FORMAT})"
+                )
+                continue
+            ranks.append(
+                Rank(
+                    rank=number,
+                    restart=restart,
+                    status=status,
+                    opened=opened,
+                    step_lines=journal.step_lines,
+                    split_lines=journal.split_lines,
+                    records=tuple(journal.records),
+                    exit=exits.get((number, restart)),
+                    fault=_text(self.path / (name.removesuffix("status") + "fault")),
+                )
+            )
+        strays = [
+            record
+            for name in names
+            if name.startswith("process-") and name.endswith(".jsonl")
+            for record in self._journal(name).records
+        ]
+        self.manifest = read_manifest(self.path)
+        return Run(
+            path=self.path,
+            manifest=self.manifest,
+            ranks=tuple(sorted(ranks, key=lambda rank: (rank.restart, rank.rank))),
+            strays=tuple(sorted(strays, key=lambda record: integer(record, "time"))),
+            supervisor=supervisor,
+            taken=time.time_ns(),
+            stderr=_text(self.path / "stderr.log"),
+            unreadable=tuple(unreadable),
+        )
+
+
+def _text(path: Path) -> str:
+    """The contents of a small text file, empty if there is none."""
+    try:
+        return path.read_text("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def read_manifest(path: Path) -> Record:
+    """The contents of ``run.json``.
+
+    Raises:
+        DoctorError: It is missing, damaged, or of a newer format.
+    """
+    file = path / MANIFEST
+    try:
+        manifest = json.loads(file.read_bytes())
+        version = int(manifest["format"])
+    except OSError as error:
+        raise DoctorError(f"{path} is not a run directory: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise DoctorError(
+            f"{file} is damaged", "the run cannot be read; name another run directory"
+        ) from None
+    if version > FORMAT:
+        raise DoctorError(
+            f"{path} was written by a newer ddpdoctor (format {version}; this one reads {FORMAT})",
+            "update ddpdoctor: pip install --upgrade ddpdoctor",
+        )
+    return dict(manifest)

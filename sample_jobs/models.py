@@ -1,0 +1,101 @@
+"""The two networks that the sample jobs train: ResNet-50 and a small CNN."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+BOTTLENECK_EXPANSION = 4
+"""Output channels of a bottleneck block per channel of its 3x3 convolution."""
+
+
+class Bottleneck(nn.Module):
+    """Residual block of 1x1, 3x3 and 1x1 convolutions, each followed by a BatchNorm.
+
+    The stride sits in the 3x3 convolution ("v1.5"). Maps ``[batch, in_channels, height, width]``
+    to ``[batch, 4 * width_channels, height / stride, width / stride]``, sizes rounded up.
+    """
+
+    def __init__(self, in_channels: int, width_channels: int, stride: int) -> None:
+        super().__init__()
+        out_channels = width_channels * BOTTLENECK_EXPANSION
+        self.conv1 = nn.Conv2d(in_channels, width_channels, kernel_size=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width_channels)
+        self.conv2 = nn.Conv2d(
+            width_channels, width_channels, kernel_size=3, stride=stride, padding=1, bias=False
+        )
+        self.bn2 = nn.BatchNorm2d(width_channels)
+        self.conv3 = nn.Conv2d(width_channels, out_channels, kernel_size=1, bias=False)
+        self.bn3 = nn.BatchNorm2d(out_channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or in_channels != out_channels:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(in_channels, out_channels, kernel_size=1, stride=stride, bias=False),
+                nn.BatchNorm2d(out_channels),
+            )
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the block's output for ``inputs`` of ``[batch, in_channels, height, width]``."""
+        hidden: Tensor = self.relu(self.bn1(self.conv1(inputs)))
+        hidden = self.relu(self.bn2(self.conv2(hidden)))
+        hidden = self.bn3(self.conv3(hidden))
+        outputs: Tensor = self.relu(hidden + self.shortcut(inputs))
+        return outputs
+
+
+def _stage(in_channels: int, width_channels: int, blocks: int, stride: int) -> nn.Sequential:
+    """Return ``blocks`` bottlenecks in a row, the first of which changes the size."""
+    out_channels = width_channels * BOTTLENECK_EXPANSION
+    layers = [Bottleneck(in_channels, width_channels, stride)]
+    layers += [Bottleneck(out_channels, width_channels, 1) for _ in range(blocks - 1)]
+    return nn.Sequential(*layers)
+
+
+def resnet50(num_classes: int = 1000) -> nn.Sequential:
+    """Return a freshly initialised ResNet-50; 25,557,032 parameters with 1000 classes.
+
+    Maps images of ``[batch, 3, height, width]`` to logits of ``[batch, num_classes]``. The last
+    feature map is 32 times smaller than the image in each direction, rounded up.
+    """
+    model = nn.Sequential(
+        nn.Conv2d(3, 64, kernel_size=7, stride=2, padding=3, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
+        _stage(64, 64, blocks=3, stride=1),
+        _stage(256, 128, blocks=4, stride=2),
+        _stage(512, 256, blocks=6, stride=2),
+        _stage(1024, 512, blocks=3, stride=2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(2048, num_classes),
+    )
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    return model
+
+
+def _conv_block(in_channels: int, out_channels: int) -> nn.Sequential:
+    """Return a 3x3 convolution with BatchNorm and ReLU that halves height and width."""
+    return nn.Sequential(
+        nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1, bias=False),
+        nn.BatchNorm2d(out_channels),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(kernel_size=2),
+    )
+
+
+def small_cnn(num_classes: int = 10) -> nn.Sequential:
+    """Return a freshly initialised network of three convolutions that is quick on a CPU.
+
+    Maps images of ``[batch, 3, 32, 32]`` to logits of ``[batch, num_classes]``.
+    """
+    return nn.Sequential(
+        _conv_block(3, 16),
+        _conv_block(16, 32),
+        _conv_block(32, 64),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, num_classes),
+    )

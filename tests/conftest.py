@@ -1,0 +1,242 @@
+"""What all tests share: running real jobs, and the proof that nothing of them is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ddpdoctor.run import Run, RunReader
+
+ROOT = Path(__file__).parent.parent
+JOBS = Path(__file__).parent / "jobs"
+TOKEN = "DDPDOCTOR_TEST_TOKEN"
+
+SPURIOUS_ABORT = "terminate called without an active exception"
+"""gloo's threads race with the interpreter's exit in torch 2.13, with and without ddpdoctor."""
+
+
+@dataclass
+class Result:
+    """A finished command."""
+
+    status: int
+    stdout: str
+    stderr: str
+    run_dir: Path
+    seconds: float
+
+    @property
+    def run(self) -> Run:
+        return RunReader(self.run_dir, window=100_000).snapshot()
+
+    @property
+    def ours(self) -> str:
+        """ddpdoctor's own lines."""
+        return "".join(
+            line for line in self.stderr.splitlines(True) if line.startswith("ddpdoctor: ")
+        )
+
+    @property
+    def codes(self) -> list[str]:
+        """The codes of the findings that were printed, in order."""
+        heads = [line.split() for line in self.ours.splitlines()]
+        return [
+            words[2].rstrip(":")
+            for words in heads
+            if len(words) > 2 and words[2].startswith("DDP") and words[2].endswith(":")
+        ]
+
+    def check_success(self) -> None:
+        """The job succeeded, or fell into the abort at exit that is torch's own."""
+        if self.status != 0:
+            assert SPURIOUS_ABORT in self.stderr, self.stderr
+
+
+@dataclass
+class Live:
+    """A command that runs, in a process group of its own."""
+
+    process: subprocess.Popen[bytes]
+    run_dir: Path
+    out: Path
+    err: Path
+    started: float = field(default_factory=time.monotonic)
+
+    def snapshot(self) -> Run:
+        return RunReader(self.run_dir, window=100_000).snapshot()
+
+    def wait_for(self, condition: Callable[[Run], bool], timeout: float = 60) -> Run:
+        """The first snapshot for which the condition holds."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            if (self.run_dir / "run.json").exists():
+                with contextlib.suppress(Exception):
+                    run = self.snapshot()
+                    if condition(run):
+                        return run
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.1)
+        raise AssertionError(f"never happened; stderr: {self.err.read_text()}")
+
+    def wait_for_steps(self, steps: int, ranks: int = 2) -> Run:
+        """Wait until ``ranks`` ranks have closed ``steps`` steps each."""
+        return self.wait_for(
+            lambda run: (
+                len(run.ranks) >= ranks
+                and all(rank.status is not None and rank.status.step >= steps for rank in run.ranks)
+            )
+        )
+
+    def finish(self, timeout: float = 60) -> Result:
+        status = self.process.wait(timeout)
+        return Result(
+            status,
+            self.out.read_text(),
+            self.err.read_text(),
+            self.run_dir,
+            time.monotonic() - self.started,
+        )
+
+
+@pytest.fixture
+def token() -> str:
+    """Marks the environment of every process that a test starts."""
+    return uuid.uuid4().hex
+
+
+def marked(token: str) -> list[psutil.Process]:
+    """All live processes that a test started, or that those started."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if (
+                process.pid != os.getpid()
+                and process.status() != psutil.STATUS_ZOMBIE
+                and process.environ().get(TOKEN) == token
+            ):
+                found.append(process)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_running(token: str) -> Iterator[None]:
+    yield
+    deadline = time.monotonic() + 10
+    while marked(token) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    left = marked(token)
+    words = []
+    for process in left:
+        with contextlib.suppress(psutil.Error):
+            words.append(f"{process.pid}: {' '.join(process.cmdline())}")
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    assert not left, f"still running: {words}"
+
+
+Environment = Mapping[str, str]
+
+
+class Doctor:
+    """Runs commands the way a person would, each in a directory of its own."""
+
+    def __init__(self, directory: Path, token: str) -> None:
+        self.directory = directory
+        self.token = token
+        self.started: list[subprocess.Popen[bytes]] = []
+        self._count = 0
+
+    def environment(self, extra: Environment | None = None) -> dict[str, str]:
+        keep = {key: value for key, value in os.environ.items() if not key.startswith("PET_")}
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            keep.pop(name, None)
+        return {
+            **keep,
+            TOKEN: self.token,
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(self.directory),
+            "PYTHONWARNINGS": "ignore",
+            # A job under a file size limit would leave half a .pyc to the next one.
+            "PYTHONDONTWRITEBYTECODE": "1",
+            **(extra or {}),
+        }
+
+    def write(self, name: str, source: str) -> Path:
+        """Write a script into the working directory."""
+        path = self.directory / name
+        path.write_text(textwrap.dedent(source))
+        return path
+
+    def start(
+        self,
+        *words: str,
+        env: Environment | None = None,
+        stdin: int | None = subprocess.DEVNULL,
+        watch: bool = True,
+    ) -> Live:
+        """Start ``ddpdoctor run --run-dir ... WORDS``, or just ``WORDS`` without ``watch``."""
+        self._count += 1
+        run_dir = self.directory / f"run{self._count}"
+        out, err = self.directory / f"out{self._count}", self.directory / f"err{self._count}"
+        command = list(words)
+        if watch:
+            options = ["--run-dir", str(run_dir)]
+            command = [sys.executable, "-m", "ddpdoctor", "run", *options, *words]
+        with out.open("wb") as stdout, err.open("wb") as stderr:
+            process = subprocess.Popen(
+                command,
+                cwd=self.directory,
+                env=self.environment(env),
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
+        self.started.append(process)
+        return Live(process, run_dir, out, err)
+
+    def run(
+        self, *words: str, env: Environment | None = None, timeout: float = 90, watch: bool = True
+    ) -> Result:
+        """Start a command and wait for its end."""
+        live = self.start(*words, env=env, watch=watch)
+        try:
+            return live.finish(timeout)
+        except subprocess.TimeoutExpired:
+            live.process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                live.process.wait(15)
+            live.process.kill()
+            raise AssertionError(f"took over {timeout} s; stderr: {live.err.read_text()}") from None
+
+    def torchrun(self, *words: str, env: Environment | None = None) -> Result:
+        """The same job without ddpdoctor."""
+        return self.run(sys.executable, "-m", "torch.distributed.run", *words, env=env, watch=False)
+
+    def cli(self, *words: str, env: Environment | None = None) -> Result:
+        """``ddpdoctor WORDS``, any command."""
+        return self.run(sys.executable, "-m", "ddpdoctor", *words, env=env, watch=False)
+
+
+@pytest.fixture
+def doctor(tmp_path: Path, token: str) -> Iterator[Doctor]:
+    doctor = Doctor(tmp_path, token)
+    yield doctor
+    for process in doctor.started:
+        # A test that failed on the way; what its job leaves is asserted elsewhere.
+        if process.poll() is None:
+            process.kill()
+            process.wait()

@@ -1,0 +1,59 @@
+"""What only a GPU can show. Each test says why it was skipped where there is none."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from ddpdoctor.launch import gpus
+from tests.conftest import ROOT, Doctor, Result
+
+pytestmark = pytest.mark.skipif(
+    gpus.visible(os.environ) == 0, reason="no NVIDIA GPU is visible on this machine"
+)
+
+RESNET = str(ROOT / "sample_jobs" / "resnet50_synthetic.py")
+CIFAR = str(ROOT / "sample_jobs" / "cifar10.py")
+SHORT = ("--batch-size", "16", "--image-size", "64", "--iterations", "40")
+
+
+def check(result: Result, ranks: int, backend: str) -> None:
+    """The job succeeded, every rank was watched on its device, and no finding was made."""
+    result.check_success()
+    assert [code for code in result.codes if code != "DDP906"] == []
+    run = result.run
+    assert len(run.ranks) == ranks
+    for rank in run.ranks:
+        assert rank.opened["backend"].startswith(backend)
+        ddp = next(rank.of_kind("ddp"))
+        assert ddp["device"].startswith("cuda")
+        assert ddp["device_name"]
+        steps = rank.steps
+        assert len(steps) >= 40
+        # From events: every phase took some time, and the parts make the total.
+        for step in steps[5:]:
+            parts = step.data + step.forward + step.backward + step.optimizer
+            assert parts + step.other + step.wait == step.total
+            assert min(step.forward, step.backward, step.optimizer) > 0
+            assert step.loss is not None
+        assert not list(rank.of_kind("fault"))
+
+
+def test_one_rank_on_nccl(doctor: Doctor) -> None:
+    check(doctor.run("--nproc-per-node", "1", RESNET, *SHORT), 1, "nccl")
+
+
+def test_two_ranks_on_one_gpu_by_gloo(doctor: Doctor) -> None:
+    check(doctor.run("--nproc-per-node", "2", RESNET, "--backend", "gloo", *SHORT), 2, "gloo")
+
+
+def test_cifar_learns(doctor: Doctor) -> None:
+    check(doctor.run("--nproc-per-node", "1", CIFAR), 1, "nccl")
+
+
+def test_without_nproc_there_is_one_rank_per_gpu(doctor: Doctor) -> None:
+    result = doctor.run(RESNET, "--backend", "gloo", *SHORT)
+    count = gpus.visible(os.environ)
+    assert f"one per visible GPU ({count})" in result.ours
+    assert len(result.run.ranks) == count

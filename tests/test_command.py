@@ -1,0 +1,558 @@
+"""The command line of `ddpdoctor run` means what torchrun's own parser says it means."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import stat
+import sys
+import types
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ddpdoctor.errors import DoctorError
+from ddpdoctor.launch import gpus
+from ddpdoctor.launch.command import Command, build
+from ddpdoctor.launch.torchrun_options import read_options, torchrun_source
+
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
+
+@pytest.fixture(autouse=True)
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a script, and an environment without torchrun's defaults."""
+    for name in list(os.environ):
+        if name.startswith("PET_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (tmp_path / "train.py").write_text("print('train')\n")
+    (tmp_path / "my train.py").write_text("print('train')\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def torchrun_parser() -> argparse.ArgumentParser:
+    with warnings.catch_warnings():
+        # torch warns at import where there is no numpy.
+        warnings.simplefilter("ignore")
+        from torch.distributed.run import get_args_parser
+
+    return get_args_parser()
+
+
+def meaning(words: Sequence[str]) -> dict[str, object]:
+    """What torchrun understands by its words."""
+    return vars(torchrun_parser().parse_args(list(words)))
+
+
+def doctor(words: Sequence[str], environ: Mapping[str, str] | None = None) -> Command:
+    command = build(words, {**os.environ, **(environ or {})})
+    assert command is not None, "took it for a call for help"
+    return command
+
+
+def passed_on(words: Sequence[str]) -> list[str]:
+    """The words that torchrun gets."""
+    command = doctor(words)
+    assert command.through_torchrun
+    assert command.argv[:3] == TORCHRUN
+    return list(command.argv[3:])
+
+
+def assert_same_meaning(words: Sequence[str]) -> None:
+    expected, actual = meaning(words), meaning(passed_on(words))
+    options = words[: words.index(str(expected["training_script"]))]
+    if not any(word.startswith("--nproc") for word in options):
+        assert actual.pop("nproc_per_node") == "2"
+        expected.pop("nproc_per_node")
+    assert actual == expected
+
+
+# -- every spelling means the same
+
+SPELLINGS: list[list[str]] = [
+    ["train.py"],
+    ["--", "train.py"],
+    ["my train.py", "two words", ""],
+    ["--nproc-per-node", "2", "train.py"],
+    ["--nproc_per_node", "2", "train.py"],
+    ["--nproc-per-node=2", "--", "train.py"],
+    ["--nproc_per_node=2", "train.py"],
+    ["--nproc-per=3", "train.py"],
+    ["--nproc_per", "3", "train.py"],
+    ["--nproc-per-node", "2", "--nproc_per_node", "4", "train.py"],
+    ["--nproc-per-node", "cpu", "train.py"],
+    ["--nproc-per-node", "auto", "train.py"],
+    ["--standalone", "--nproc-per-node", "1", "train.py"],
+    ["--stand", "train.py"],
+    ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "train.py"],
+    ["--nnodes=1:2", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "--", "train.py"],
+    ["--nnodes", "2", "--node-rank", "1", "--master-addr", "a.b", "--master_port=1", "train.py"],
+    ["--node_rank", "-1", "train.py"],
+    ["--rdzv-conf", "timeout=5,is_host=1", "train.py"],
+    ["--rdzv-conf=timeout=5", "train.py"],
+    ["--rdzv-id=", "train.py"],
+    ["--role", "", "train.py"],
+    ["--role=-x", "train.py"],
+    ["--role=--standalone", "train.py"],
+    ["--max-restarts", "1", "train.py"],
+    ["--max_r=3", "train.py"],
+    ["--monitor-interval", "0.1", "train.py"],
+    ["--start-method", "fork", "train.py"],
+    ["--log-dir", "logs", "-r", "3", "-t", "3", "train.py"],
+    ["-r3", "-t3", "train.py"],
+    ["-r=3", "-t=0:1,1:2", "train.py"],
+    ["-r0:1,1:2", "train.py"],
+    ["--redirects", "3", "--tee=3", "train.py"],
+    ["--local-ranks-filter", "0", "train.py"],
+    ["--duplicate-stdout-filters", "a,b", "train.py"],
+    ["--signals-to-handle", "SIGTERM,SIGUSR1", "train.py"],
+    ["-m", "package.train", "--epochs", "1"],
+    ["--module", "--", "package.train", "-m", "x"],
+    ["-m", "-r", "3", "package.train"],
+    ["-mr3", "package.train"],
+    ["-mr", "3", "package.train"],
+    ["--no-python", sys.executable, "train.py"],
+    ["--no_python", "--", sys.executable, "-u", "train.py"],
+    ["--run-path", "train.py"],
+    ["--run_path", "train.py"],
+    ["--virtual-local-rank", "train.py"],
+    # What stands behind the script is the script's.
+    ["train.py", "--nproc-per-node", "7", "--quiet", "--grace", "never", "-m", "--unknown"],
+    ["--", "train.py", "--run-dir", "mine", "-r3", "--help"],
+    ["train.py", "-h"],
+    ["train.py", "--", "x"],
+    ["train.py", "x", "--", "y", "--", "z"],
+    ["--", "train.py", "--", "x"],
+    ["--", "train.py", "x", "--", "y"],
+    ["--nproc-per-node", "1", "--", "train.py", "--", "--", "x"],
+]
+
+
+@pytest.mark.parametrize("words", SPELLINGS, ids=" ".join)
+def test_means_what_torchrun_says(words: list[str]) -> None:
+    try:
+        assert meaning(words)
+    except SystemExit:
+        pytest.skip("this torchrun refuses it")
+    assert_same_meaning(words)
+
+
+def test_the_words_themselves_are_passed_on_as_typed() -> None:
+    words = ["--nproc_per=2", "-r", "3", "--max_r", "1", "--role", "a b", "train.py", "--x", ""]
+    assert passed_on(words) == words
+
+
+def test_a_script_whose_name_starts_with_a_dash(work: Path) -> None:
+    (work / "-odd.py").write_text("")
+    words = ["--nproc-per-node", "1", "--", "-odd.py"]
+    assert meaning(words)["training_script"] == "-odd.py"
+    assert_same_meaning(words)
+
+
+def test_ours_among_torchruns(work: Path) -> None:
+    words = "--quiet --nnodes 1 --grace=2.5 -r 3 --strict --run-dir here --json=f.json"
+    command = doctor(
+        [*words.split(), "--journal-mb", "5", "--nproc-per-node", "1", "--", "train.py", "--quiet"]
+    )
+    assert meaning(command.argv[3:]) == meaning(
+        ["--nnodes", "1", "-r", "3", "--nproc-per-node", "1", "train.py", "--quiet"]
+    )
+    assert command.own.quiet
+    assert command.own.strict
+    assert command.own.grace == 2.5
+    assert command.own.run_dir == "here"
+    assert command.own.json == "f.json"
+    assert command.own.journal_mb == 5
+
+
+VALUES = {
+    "--nnodes": ["1", "1:2"],
+    "--nproc-per-node": ["1", "3", "cpu", "gpu", "auto"],
+    "--nproc_per_node": ["2"],
+    "--nproc-p": ["2"],
+    "--rdzv-backend": ["c10d", "static"],
+    "--rdzv_end": ["localhost:0", "[::1]:1", ""],
+    "--rdzv-conf": ["a=b,c=d", "-"],
+    "--max-restarts": ["0", "12"],
+    "--max_rest": ["3"],
+    "--monitor-interval": ["0.5"],
+    "--role": ["default", "a b", "a=b", "=", "quiet"],
+    "--node-rank": ["0", "1", "-1"],
+    "--master-port": ["1"],
+    "--log-dir": ["/tmp/a b", "x=y"],
+    "-r": ["3", "0:1"],
+    "-t": ["1"],
+    "--tee": ["3"],
+    "--local-addr": ["::1"],
+}
+FLAGS = ["--standalone", "--stan", "--run-path", "--virtual-local-rank"]
+
+
+@st.composite
+def option(draw: st.DrawFn) -> list[str]:
+    if draw(st.booleans()):
+        return [draw(st.sampled_from(FLAGS))]
+    name = draw(st.sampled_from(sorted(VALUES)))
+    value = draw(st.sampled_from(VALUES[name]))
+    if draw(st.booleans()):
+        return [f"{name}={value}"]
+    return [f"{name}{value}"] if len(name) == 2 and draw(st.booleans()) else [name, value]
+
+
+OURS = [["--quiet"], ["--grace", "3"], ["--grace=3"], ["--strict"], ["--journal-mb=1"]]
+TAIL = st.lists(
+    st.sampled_from(["--", "-", "x", "", "--nproc-per-node", "-m", "--quiet", "-r3", "a=b", "-1"]),
+    max_size=4,
+)
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    options=st.lists(option(), max_size=5),
+    ours=st.lists(st.sampled_from(OURS), max_size=2),
+    separator=st.booleans(),
+    tail=TAIL,
+    seed=st.randoms(use_true_random=False),
+)
+def test_any_mix_means_what_torchrun_says(
+    options: list[list[str]],
+    ours: list[list[str]],
+    separator: bool,
+    tail: list[str],
+    seed: object,
+) -> None:
+    import random
+
+    assert isinstance(seed, random.Random)
+    rest = [*(["--"] if separator else []), "train.py", *tail]
+    plain = [word for group in options for word in group] + rest
+    try:
+        expected = meaning(plain)
+    except SystemExit:
+        return
+    groups = [*options]
+    for group in ours:
+        groups.insert(seed.randint(0, len(groups)), group)
+    actual = meaning(passed_on([word for group in groups for word in group] + rest))
+    if not any(word.startswith("--nproc") for group in options for word in group):
+        actual["nproc_per_node"] = expected["nproc_per_node"] = None
+    assert actual == expected
+
+
+# -- help
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["-h", "train.py"],
+        ["--nnodes", "1", "--hel", "--", "train.py"],
+        ["--quiet", "-mh", "package.train"],
+    ],
+    ids=" ".join,
+)
+def test_help_among_the_options_is_ours(words: list[str]) -> None:
+    assert build(words, os.environ) is None
+
+
+# -- PET_* variables
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"PET_NPROC_PER_NODE": "3"},
+        {"PET_NPROC_PER_NODE": "3", "PET_MAX_RESTARTS": "2", "PET_STANDALONE": "1"},
+        {"PET_MODULE": "1", "PET_NPROC_PER_NODE": "1"},
+        {"PET_MODULE": "0", "PET_NPROC_PER_NODE": "1"},
+        {"PET_NO_PYTHON": "0", "PET_NPROC_PER_NODE": "1"},
+    ],
+    ids=str,
+)
+def test_pet_variables(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    words = ["no.such.module" if environ.get("PET_MODULE") == "1" else "train.py", "--x"]
+    assert passed_on(words) == words
+    assert doctor(words).note == ""
+
+
+@pytest.mark.parametrize("name", ["PET_MODULE", "PET_NO_PYTHON"])
+def test_a_pet_flag_set_to_zero_is_off(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "0")
+    assert not meaning(["train.py"])[name[len("PET_") :].lower()]
+    with pytest.raises(DoctorError, match="no such file"):
+        doctor(["missing.py"])
+    assert not doctor([sys.executable, "train.py"]).through_torchrun
+
+
+def test_pet_module_takes_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_MODULE", "1")
+    assert passed_on(["--nproc-per-node", "1", "some.module"])[-1] == "some.module"
+
+
+def test_an_option_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "0")
+    assert meaning(passed_on(["--nproc-per-node", "2", "train.py"]))["nproc_per_node"] == "2"
+
+
+# -- how many ranks
+
+
+def test_two_ranks_without_a_gpu_and_a_line_that_says_so() -> None:
+    command = doctor(["train.py"])
+    assert meaning(command.argv[3:])["nproc_per_node"] == "2"
+    assert "2 ranks" in command.note
+    assert "no GPU" in command.note
+    assert "--nproc-per-node" in command.note
+
+
+class FakeNvml(types.ModuleType):
+    """The NVIDIA binding of a machine with four GPUs."""
+
+    def __init__(self) -> None:
+        super().__init__("pynvml")
+
+    def nvmlInit(self) -> None: ...  # noqa: N802
+
+    def nvmlShutdown(self) -> None: ...  # noqa: N802
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return 4
+
+
+@pytest.mark.parametrize(
+    ("chosen", "count"),
+    [
+        (None, 4),
+        ("", 0),
+        (" ", 0),
+        ("-1", 0),
+        ("0", 1),
+        ("3,1", 2),
+        ("0, 2", 2),
+        ("0,0,1", 1),
+        ("0,9,1", 1),
+        ("0,-1,1", 1),
+        ("none", 0),
+        ("GPU-1234,GPU-5678", 2),
+        ("MIG-1234", 1),
+    ],
+)
+def test_visible_gpus(chosen: str | None, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    environ = {} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}
+    assert gpus.visible(environ) == count
+
+
+def test_one_rank_per_visible_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    command = doctor(["train.py"], {"CUDA_VISIBLE_DEVICES": "0,1,2"})
+    assert meaning(command.argv[3:])["nproc_per_node"] == "3"
+    assert "3 ranks" in command.note
+    assert "GPU (3)" in command.note
+
+
+def test_no_note_with_nproc() -> None:
+    assert doctor(["--nproc-per-node", "2", "train.py"]).note == ""
+
+
+# -- a command instead of a script
+
+
+@pytest.mark.parametrize("separator", [["--"], []])
+@pytest.mark.parametrize(
+    "words",
+    [
+        [sys.executable, "train.py", "--nproc-per-node", "3"],
+        ["bash", "-c", "exit 3"],
+        ["sh", "--", "x"],
+        ["/bin/sh", "-c", "true"],
+    ],
+    ids=" ".join,
+)
+def test_an_executable_is_the_child_itself(words: list[str], separator: list[str]) -> None:
+    command = doctor([*separator, *words])
+    assert list(command.argv) == words
+    assert not command.through_torchrun
+    assert command.note == ""
+
+
+def test_torchrun_by_name_is_the_child_itself(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = work / "bin" / "torchrun"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
+    words = ["torchrun", "--nproc-per-node", "2", "train.py"]
+    assert list(doctor(["--", *words]).argv) == words
+
+
+def test_a_local_script_with_the_executable_bit(work: Path) -> None:
+    script = work / "start.sh"
+    script.write_text("#!/bin/sh\n")
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    assert doctor(["--", "./start.sh", "x"]).argv == ("./start.sh", "x")
+
+
+def test_an_executable_py_file_is_a_script(work: Path) -> None:
+    (work / "train.py").chmod(0o755)
+    assert doctor(["./train.py"]).through_torchrun
+    assert doctor(["--", str(work / "train.py")]).through_torchrun
+
+
+@pytest.mark.parametrize("name", ["bash", "sh"])
+def test_a_folder_with_a_commands_name_is_in_nobodys_way(name: str, work: Path) -> None:
+    # A repository with a folder `python/` beside `docs/` is nothing rare.
+    (work / name).mkdir()
+    command = doctor(["--", name, "-c", "true"])
+    assert not command.through_torchrun
+    assert command.argv == (name, "-c", "true")
+
+
+def test_torchrun_options_before_a_command_are_refused() -> None:
+    with pytest.raises(DoctorError, match="--nnodes") as caught:
+        doctor(["--nnodes", "2", "--", "bash", "-c", "true"])
+    assert "--no-python" in caught.value.hint
+
+
+# -- what cannot work is said at once
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "no script"),
+        (["--"], "no script"),
+        (["--nproc-per-node", "2"], "no script"),
+        (["missing.py"], "missing.py: no such file"),
+        (["--", "tain.py"], "tain.py: no such file"),
+        (["nowhere/train.py"], "no such file"),
+        (["--nproc-per-nod", "--", "train.py"], "nproc-per-nod"),
+        (["--nporc-per-node", "2", "train.py"], "unknown option --nporc-per-node"),
+        (["--nporc-per-node=2", "train.py"], "unknown option --nporc-per-node"),
+        (["-x", "train.py"], "unknown option -x"),
+        (["-x3", "train.py"], "unknown option -x3"),
+        (["--n", "2", "train.py"], "ambiguous"),
+        (["--nproc-per-node"], "--nproc-per-node needs"),
+        (["--nnodes"], "--nnodes needs"),
+        (["--grace"], "--grace needs"),
+        # torchrun would refuse the next four later, with a page of usage.
+        (["--nnodes", "--standalone", "train.py"], "--nnodes needs"),
+        (["--nnodes", "--", "train.py"], "--nnodes needs"),
+        (["-r", "--standalone", "train.py"], "-r needs"),
+        (["--standalone=1", "train.py"], "--standalone"),
+        (["--grace", "abc", "train.py"], "--grace needs a number"),
+        (["--grace", "nan", "train.py"], "--grace needs a number"),
+        (["--grace", "inf", "train.py"], "--grace needs a number"),
+        (["--grace=-1", "train.py"], "--grace needs a number"),
+        (["--grace=", "train.py"], "--grace needs a number"),
+        (["--journal-mb", "0", "train.py"], "--journal-mb needs"),
+        (["--journal-mb", "1.5", "train.py"], "--journal-mb needs"),
+        (["--quiet=yes", "train.py"], "--quiet takes no value"),
+        (["--nproc-per-node", "0", "train.py"], "--nproc-per-node 0"),
+        (["--nproc-per-node=0", "train.py"], "--nproc-per-node 0"),
+        (["--nproc_per=0", "train.py"], "--nproc-per-node 0"),
+        (["--nproc-per-node", "abc", "train.py"], "--nproc-per-node abc"),
+        (["--nproc-per-node", "-1", "train.py"], "--nproc-per-node -1"),
+        (["--nproc-per-node", "1.5", "train.py"], "--nproc-per-node 1.5"),
+        (["--nproc-per-node", "", "train.py"], "--nproc-per-node"),
+        (["--no-python", "no-such-program-here"], "no such program"),
+        (["--", "no-such-program-here"], "no-such-program-here"),
+        (["."], "__main__.py"),
+    ],
+    ids=str,
+)
+def test_bad_words(words: list[str], said: str) -> None:
+    with pytest.raises(DoctorError) as caught:
+        doctor(words)
+    assert said in caught.value.message
+    assert "\n" not in str(caught.value)
+    assert caught.value.status == 2
+
+
+def test_a_typo_names_the_option_that_was_meant() -> None:
+    with pytest.raises(DoctorError) as caught:
+        doctor(["--nporc-per-node", "2", "train.py"])
+    assert "--nproc-per-node" in caught.value.hint
+    with pytest.raises(DoctorError) as caught:
+        doctor(["tain.py"])
+    assert "train.py" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        b"def f(:\n",
+        b"x = 1\nif True:\nprint(x)\n",
+        b"\x7fELF\x02\x01\x01" + bytes(64),
+        b"\x89PNG\r\n\x1a\n" + bytes(range(256)),
+        "x = 1\n".encode("utf-16"),
+        b"# -*- coding: no-such-code -*-\n",
+        b"x = " + b"(" * 500 + b")" * 500,
+        b"x = " + b"-" * 200_000 + b"1\n",
+        b"x = 1" + b" + 1" * 100_000 + b"\n",
+        b"return 1\n",
+    ],
+    ids=["colon", "indent", "elf", "png", "utf-16", "coding", "nested", "minus", "plus", "return"],
+)
+def test_what_is_not_python_is_refused_or_left_to_python(source: bytes, work: Path) -> None:
+    # Whether the compiler has a limit is its own affair; a traceback is not an answer.
+    (work / "broken.py").write_bytes(source)
+    try:
+        compile(source, "broken.py", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError):
+        with pytest.raises(DoctorError, match=r"broken\.py"):
+            doctor(["broken.py"])
+        return
+    except (RecursionError, MemoryError):
+        pass
+    with contextlib.suppress(DoctorError):
+        doctor(["broken.py"])
+
+
+def test_valid_python_of_every_sort_is_accepted(work: Path) -> None:
+    (work / "a.py").write_bytes("\ufeffx = 'ä'\n".encode())
+    (work / "b.py").write_bytes("# coding: latin-1\nx = 'ä'\n".encode("latin-1"))
+    (work / "c.py").write_bytes(b"x = '\\d'\nassert (1, 'always')\r\n")
+    (work / "d.py").write_bytes(b"")
+    (work / "e").write_bytes(b"from __future__ import annotations\nx: Later\n")
+    (work / "f").mkdir()
+    (work / "f" / "__main__.py").write_bytes(b"")
+    (work / "g.py").symlink_to("a.py")
+    for name in "a.py", "b.py", "c.py", "d.py", "e", "f", "g.py":
+        assert doctor([name]).through_torchrun
+
+
+def test_the_check_does_not_eat_a_script_that_comes_through_a_pipe() -> None:
+    # `ddpdoctor run --nproc-per-node 1 /dev/stdin < train.py` works with torchrun.
+    reader, writer = os.pipe()
+    os.write(writer, b"print(1)\n")
+    os.close(writer)
+    try:
+        doctor(["--nproc-per-node", "1", f"/dev/fd/{reader}"])
+        assert os.read(reader, 100) == b"print(1)\n"
+    finally:
+        os.close(reader)
+
+
+# -- torchrun's options are read from its source
+
+
+def test_the_options_are_those_of_the_parser() -> None:
+    actions = torchrun_parser()._actions
+    expected = {
+        name: action.nargs != 0 for action in actions for name in action.option_strings if name
+    }
+    assert read_options(torchrun_source()).takes_value == expected

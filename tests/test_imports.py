@@ -1,0 +1,237 @@
+"""Who may import whom: the layers of the package, and what a rank has to load."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ddpdoctor
+
+PACKAGE = Path(ddpdoctor.__file__).parent
+
+LAYERS = (
+    ("__main__",),
+    ("cli",),
+    ("commands",),
+    ("top",),
+    ("render",),
+    ("launch",),
+    ("vscode",),
+    ("preflight",),
+    ("rules",),
+    ("finding",),
+    ("run",),
+    ("rundir",),
+    ("record", "errors"),
+)
+"""From top to bottom; the probe is apart: all may import it, and it imports the record alone."""
+
+PROBE_MAY_IMPORT = {"record", "probe"}
+
+
+def part(module: str) -> str:
+    """The part of the package that a module belongs to: ``rules`` of ``ddpdoctor.rules.speed``."""
+    words = module.split(".")
+    return words[1] if len(words) > 1 else ""
+
+
+def name_of(path: Path) -> str:
+    words = ("ddpdoctor", *path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(words[:-1] if words[-1] == "__init__" else words)
+
+
+def typing_only(tree: ast.Module) -> set[ast.AST]:
+    """What stands under ``if TYPE_CHECKING:`` and is never run."""
+    return {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If)
+        and isinstance(node.test, ast.Name)
+        and node.test.id == "TYPE_CHECKING"
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+
+
+def modules_of(path: Path) -> set[str]:
+    """All modules that a file imports, wherever in it."""
+    tree = ast.parse(path.read_bytes())
+    skipped = typing_only(tree)
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: a relative import"
+            module = node.module or ""
+            if module == "ddpdoctor":
+                found |= {f"ddpdoctor.{alias.name}" for alias in node.names}
+            else:
+                found.add(module)
+    return found
+
+
+def ours(modules: set[str]) -> set[str]:
+    found = {module for module in modules if module.split(".")[0] == "ddpdoctor"}
+    # `from ddpdoctor import __version__` names no module.
+    return {module for module in found if not part(module).startswith("__")}
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_down(path: Path) -> None:
+    here = part(name_of(path))
+    imported = {part(module) for module in ours(modules_of(path))} - {"", here}
+    if here == "probe":
+        assert imported <= PROBE_MAY_IMPORT
+        return
+    if here == "":
+        assert imported == set()
+        return
+    assert here in LEVEL, f"{here} is in no layer"
+    for other in imported - {"probe"}:
+        assert LEVEL[other] > LEVEL[here], f"{here} imports {other}, which is not below it"
+
+
+@pytest.mark.parametrize(
+    "path", sorted((PACKAGE / "probe").rglob("*.py")), ids=lambda path: path.name
+)
+def test_the_probe_names_no_third_party_but_torch_inside_functions(path: Path) -> None:
+    tree = ast.parse(path.read_bytes())
+    top = ast.Module([node for node in tree.body if not isinstance(node, ast.FunctionDef)], [])
+    roots = {module.split(".")[0] for module in modules_of(path)}
+    assert roots <= {*sys.stdlib_module_names, "ddpdoctor", "torch"}
+    for node in ast.walk(top):
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and not _inside_function(top, node):
+            names = [alias.name for alias in node.names]
+            module = node.module if isinstance(node, ast.ImportFrom) else names[0]
+            assert (module or "").split(".")[0] != "torch"
+
+
+def _inside_function(tree: ast.Module, wanted: ast.AST) -> bool:
+    return any(
+        wanted in ast.walk(node)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    )
+
+
+def test_the_wire_needs_nothing_but_the_standard_library() -> None:
+    roots = {module.split(".")[0] for module in modules_of(PACKAGE / "record.py")}
+    assert roots <= sys.stdlib_module_names
+
+
+def test_top_never_imports_torch() -> None:
+    for path in sorted((PACKAGE / "top").rglob("*.py")):
+        assert "torch" not in {module.split(".")[0] for module in modules_of(path)}, path
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The modules that a fresh interpreter loads for a statement, beyond those of its start."""
+    code = (
+        f"import json, sys\nbefore = set(sys.modules)\n{statement}\n"
+        "print(json.dumps(sorted(set(sys.modules) - before)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def third_party(modules: set[str]) -> set[str]:
+    roots = {module.split(".")[0] for module in modules}
+    # An editable installation brings a finder of its own.
+    return {
+        root
+        for root in roots
+        if root not in sys.stdlib_module_names
+        and root != "ddpdoctor"
+        and not root.startswith(("_virtualenv", "__editable__", "_editable", "_sysconfigdata"))
+    }
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["import ddpdoctor.probe.process", "import ddpdoctor.record", "import ddpdoctor.probe.watch"],
+)
+def test_a_rank_loads_the_probe_and_nothing_else_of_ours(statement: str) -> None:
+    loaded = loaded_by(statement)
+    assert third_party(loaded) == set()
+    mine = {module for module in loaded if module.split(".")[0] == "ddpdoctor"}
+    allowed = {"ddpdoctor", "ddpdoctor.record"}
+    assert {module for module in mine if not module.startswith("ddpdoctor.probe")} <= allowed
+
+
+def test_the_start_of_the_probe_loads_nothing_that_a_job_would_notice() -> None:
+    loaded = loaded_by("import ddpdoctor.probe.process")
+    heavy = {"multiprocessing", "asyncio", "logging", "http", "unittest", "concurrent", "ctypes"}
+    assert not heavy & {module.split(".")[0] for module in loaded}
+
+
+def test_the_command_line_is_light() -> None:
+    roots = {module.split(".")[0] for module in loaded_by("import ddpdoctor.cli")}
+    assert not roots & {"torch", "textual", "debugpy", "pynvml", "rich", "psutil"}
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["run", "--help"]])
+def test_help_is_light(words: list[str]) -> None:
+    statement = (
+        "from ddpdoctor.cli import main\nimport contextlib, io\n"
+        "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
+        f"    main({words!r})"
+    )
+    roots = {module.split(".")[0] for module in loaded_by(statement)}
+    assert not roots & {"torch", "textual", "debugpy", "pynvml"}
+
+
+def test_the_entry_needs_no_installed_ddpdoctor(tmp_path: Path) -> None:
+    """The interpreter of a job may be one in which ddpdoctor was never installed."""
+    entry = PACKAGE / "probe" / "entry"
+    code = (
+        "import sys\n"
+        "assert 'ddpdoctor.probe.process' in sys.modules, 'no probe'\n"
+        f"assert not any(path == {str(entry)!r} for path in sys.path), sys.path\n"
+        f"assert {str(PACKAGE.parent)!r} not in sys.path, sys.path\n"
+        "print(sys.modules['ddpdoctor'].__file__)"
+    )
+    # -S leaves site-packages out; what site would do with sitecustomize is then done by hand.
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", "import site; site.execsitecustomize()\n" + code],
+        env={"PYTHONPATH": str(entry), "DDPDOCTOR_RUN_DIR": str(tmp_path), "PATH": ""},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip() == str(PACKAGE / "__init__.py")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_entry_is_as_if_it_were_not_there(tmp_path: Path) -> None:
+    """Whoever asks for a sitecustomize that the user does not have is told so."""
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", "import sitecustomize"],
+        env={"PYTHONPATH": str(PACKAGE / "probe" / "entry"), "PATH": ""},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "ImportError: No module named 'sitecustomize'"
+
+
+def test_the_layers_name_every_part() -> None:
+    parts = {part(name_of(path)) for path in FILES} - {"", "probe"}
+    assert parts <= set(LEVEL)

@@ -1,0 +1,413 @@
+"""Whatever ends, and however: ten seconds later the job is gone, and nobody else is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+if TYPE_CHECKING:
+    from tests.conftest import Doctor, Live
+
+PYTHON = sys.executable
+TOKEN = "DDPDOCTOR_TEST_TOKEN"
+DEADLINE = 10.0
+
+STUCK = '''
+"""Two ranks in a group, each with DataLoader workers that sleep in user code and ignore SIGTERM."""
+
+import os, signal, sys, time
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+STUBBORN_RANK = "stubborn" in sys.argv
+ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def write(name: str) -> None:
+    with open(f"{name}.tmp", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(f"{name}.tmp", name)
+
+
+class Stuck(Dataset):
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if ATTEMPT == "0":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            write(f"worker-{self.rank}")
+            time.sleep(3600)
+        return torch.zeros(1)
+
+
+# A store of its own for each attempt: over torchrun's, a restarted gloo job of torch 2.13 hangs now
+# and then, with and without ddpdoctor.
+rank = int(os.environ["RANK"])
+dist.init_process_group(
+    "gloo",
+    init_method=f"file://{os.getcwd()}/store.{ATTEMPT}",
+    rank=rank,
+    world_size=int(os.environ["WORLD_SIZE"]),
+)
+dist.barrier()
+if STUBBORN_RANK:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if "helper" in sys.argv:
+    import subprocess
+    subprocess.Popen(["sleep", "3600"], start_new_session=True)
+write(f"rank-{rank}.{ATTEMPT}")
+for batch in DataLoader(Stuck(rank), batch_size=1, num_workers=1):
+    pass
+until = time.monotonic() + 60
+while not os.path.exists("go") and time.monotonic() < until:
+    time.sleep(0.05)
+dist.barrier()
+dist.destroy_process_group()
+'''
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout: float = 60) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def processes(doctor: Doctor) -> list[psutil.Process]:
+    """All live processes of the test's job, the supervisor and the guard among them."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(TOKEN) == doctor.token and alive(process.pid):
+                found.append(process)
+    return [process for process in found if process.pid != os.getpid()]
+
+
+def described(left: list[psutil.Process]) -> list[str]:
+    words = []
+    for process in left:
+        with contextlib.suppress(psutil.Error):
+            words.append(f"{process.pid}: {' '.join(process.cmdline())[-80:]}")
+    return words
+
+
+def assert_all_end(doctor: Doctor, *besides: int) -> None:
+    deadline = time.monotonic() + DEADLINE
+    left = processes(doctor)
+    while left and time.monotonic() < deadline:
+        time.sleep(0.1)
+        left = processes(doctor)
+    assert not left, f"alive {DEADLINE} s later: {described(left)}"
+    for pid in besides:
+        assert not alive(pid)
+
+
+def guard_of(live: Live) -> psutil.Process | None:
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(live.process.pid).children():
+            with contextlib.suppress(psutil.Error):
+                if "ddpdoctor.launch.guard" in child.cmdline():
+                    return child
+    return None
+
+
+def torchrun_of(live: Live) -> psutil.Process:
+    for child in psutil.Process(live.process.pid).children():
+        if "torch.distributed.run" in child.cmdline():
+            return child
+    raise AssertionError("no torchrun")
+
+
+def pid_in(path: Path) -> int:
+    return int(path.read_text())
+
+
+@pytest.fixture(autouse=True)
+def bystanders(tmp_path: Path) -> Iterator[None]:
+    """Processes that are not of the job, and look as much like it as they can."""
+    ours = subprocess.Popen([PYTHON, "-c", "import time; time.sleep(600)"], cwd=tmp_path)
+    daemon = subprocess.Popen(
+        [PYTHON, "-c", "import time; time.sleep(600)", "torch.distributed.run", "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "DDPDOCTOR_RUN_ID": "1700000000-of-another-run"},
+        start_new_session=True,
+    )
+    try:
+        yield
+        assert ours.poll() is None, "a process that is not of the job was ended"
+        assert daemon.poll() is None, "a process of another run was ended"
+    finally:
+        for process in (ours, daemon):
+            process.kill()
+            process.wait()
+
+
+def start_stuck(doctor: Doctor, *words: str, options: tuple[str, ...] = ()) -> Live:
+    """Two ranks, each stuck in its first batch."""
+    doctor.write("stuck.py", STUCK)
+    live = doctor.start("--grace", "2", "--nproc-per-node", "2", *options, "stuck.py", *words)
+    names = [doctor.directory / name for name in ("worker-0", "worker-1", "rank-0.0", "rank-1.0")]
+
+    def there() -> bool:
+        assert live.process.poll() is None, live.err.read_text()
+        return all(name.exists() for name in names)
+
+    wait_until(there, "two ranks with workers")
+    live.wait_for(lambda run: len(run.ranks) == 2)
+    return live
+
+
+# -- each process killed alone
+
+
+@pytest.mark.parametrize("words", [(), ("stubborn", "helper")], ids=["plain", "stubborn"])
+def test_kill_the_supervisor(words: tuple[str, ...], doctor: Doctor) -> None:
+    live = start_stuck(doctor, *words)
+    live.process.kill()
+    live.process.wait()
+    assert_all_end(doctor)
+
+
+def test_kill_torchrun(doctor: Doctor) -> None:
+    live = start_stuck(doctor, "stubborn", "helper")
+    torchrun_of(live).kill()
+    assert_all_end(doctor)
+    assert live.finish().status == -signal.SIGKILL
+
+
+def test_kill_a_rank(doctor: Doctor) -> None:
+    live = start_stuck(doctor, "helper")
+    os.kill(pid_in(doctor.directory / "rank-1.0"), signal.SIGKILL)
+    assert live.finish(DEADLINE + 5).status == 1
+    assert processes(doctor) == []
+
+
+def test_kill_a_worker(doctor: Doctor) -> None:
+    live = start_stuck(doctor)
+    os.kill(pid_in(doctor.directory / "worker-1"), signal.SIGKILL)
+    assert live.finish(DEADLINE + 5).status == 1
+    assert processes(doctor) == []
+
+
+def test_the_guard_is_started_again(doctor: Doctor) -> None:
+    live = start_stuck(doctor, "stubborn")
+    for _ in range(2):
+        first = guard_of(live)
+        assert first is not None
+        first.kill()
+        wait_until(lambda old=first: guard_of(live) not in (None, old), "a new guard", 10)  # type: ignore[misc]
+    assert live.process.poll() is None
+    assert alive(pid_in(doctor.directory / "rank-0.0"))
+    live.process.kill()
+    live.process.wait()
+    assert_all_end(doctor)
+
+
+@pytest.mark.parametrize("words", [(), ("stubborn", "helper")], ids=["plain", "stubborn"])
+def test_kill_supervisor_and_guard(words: tuple[str, ...], doctor: Doctor) -> None:
+    live = start_stuck(doctor, *words)
+    guard = guard_of(live)
+    assert guard is not None
+    guard.send_signal(signal.SIGSTOP)
+    live.process.send_signal(signal.SIGSTOP)
+    guard.kill()
+    live.process.kill()
+    live.process.wait()
+    assert_all_end(doctor)
+
+
+def test_kill_everything_but_the_ranks(doctor: Doctor) -> None:
+    # Fails, as above.
+    live = start_stuck(doctor, "stubborn")
+    guard, torchrun = guard_of(live), torchrun_of(live)
+    assert guard is not None
+    doomed = [guard, torchrun, psutil.Process(live.process.pid)]
+    for process in doomed:
+        process.send_signal(signal.SIGSTOP)
+    for process in doomed:
+        process.kill()
+    live.process.wait()
+    assert_all_end(doctor)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop(number: signal.Signals, doctor: Doctor) -> None:
+    live = start_stuck(doctor, "stubborn", "helper")
+    live.process.send_signal(number)
+    assert live.finish(DEADLINE + 5).status != 0
+    assert processes(doctor) == []
+
+
+def test_the_supervisor_is_killed_in_the_grace_period(doctor: Doctor) -> None:
+    live = start_stuck(doctor, "stubborn", "helper")
+    live.process.send_signal(signal.SIGTERM)
+    live.wait_for(lambda run: run.stopped_at is not None, 10)
+    live.process.kill()
+    live.process.wait()
+    assert_all_end(doctor)
+
+
+# -- while the job goes on
+
+
+@pytest.mark.parametrize("when", ["later", "at once"])
+def test_workers_of_a_killed_rank_are_gone_while_the_restarted_job_goes_on(
+    when: str, doctor: Doctor
+) -> None:
+    live = start_stuck(doctor, options=("--max-restarts", "1"))
+    if when == "later":
+        time.sleep(1.2)  # the supervisor looks every half second
+    workers = [pid_in(doctor.directory / f"worker-{rank}") for rank in (0, 1)]
+    os.kill(pid_in(doctor.directory / "rank-1.0"), signal.SIGKILL)
+    again = [doctor.directory / f"rank-{rank}.1" for rank in (0, 1)]
+    try:
+        wait_until(lambda: not any(map(alive, workers)), "the workers' end", DEADLINE)
+        wait_until(lambda: all(path.exists() for path in again), "the second attempt")
+        assert live.process.poll() is None
+        assert all(alive(pid_in(path)) for path in again)
+    finally:
+        doctor.write("go", "")
+    live.finish().check_success()
+
+
+def test_a_rank_that_no_torchrun_started_leaves_no_workers(doctor: Doctor) -> None:
+    # The shell that started the rank goes on.
+    doctor.write("stuck.py", STUCK)
+    environment = {"RANK": "0", "WORLD_SIZE": "1"}
+    live = doctor.start(
+        "--", "bash", "-c", f"{PYTHON} stuck.py; read line; exit 14", env=environment, stdin=-1
+    )
+    worker = doctor.directory / "worker-0"
+    wait_until(worker.exists, "a worker")
+    live.wait_for(lambda run: len(run.ranks) == 1)
+    pid = pid_in(worker)
+    time.sleep(2.2)  # the supervisor notes a rank's children every second
+    os.kill(pid_in(doctor.directory / "rank-0.0"), signal.SIGKILL)
+    wait_until(lambda: not alive(pid), "the worker's end", DEADLINE)
+    assert live.process.poll() is None
+    live.process.communicate(b"\n", timeout=30)
+    assert live.process.returncode == 14
+
+
+# -- what a job leaves behind, and what hides
+
+
+def test_helpers_in_sessions_of_their_own_end_with_the_job(doctor: Doctor) -> None:
+    doctor.write(
+        "leave.py",
+        """
+        import signal, subprocess, sys
+        stubborn = "import signal, time; signal.signal(15, 1); print(flush=True); time.sleep(3600)"
+        for command in (["sleep", "3600"], [sys.executable, "-c", stubborn]):
+            child = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)
+        child.stdout.read(1)
+        """,
+    )
+    live = doctor.start("--", PYTHON, "leave.py")
+    result = live.finish(DEADLINE + 5)
+    assert result.status == 0
+    assert processes(doctor) == []
+    assert "ended 2 processes that the job left behind" in result.ours
+
+
+def test_a_double_fork_does_not_hide(doctor: Doctor) -> None:
+    live = doctor.start(
+        "--", "bash", "-c", "(setsid sleep 3600 & echo $! > pid) & wait; sleep 3600"
+    )
+    daemon = doctor.directory / "pid"
+    wait_until(lambda: daemon.exists() and bool(daemon.read_text().strip()), "a daemon")
+    live.process.kill()
+    live.process.wait()
+    assert_all_end(doctor)
+
+
+CLOBBER = """
+import ctypes, os, signal, sys, time
+
+# What setproctitle does: the block that held the environment now holds something else.
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+with open("/proc/self/stat") as file:
+    start, end = map(int, file.read().rpartition(")")[2].split()[47:49])
+ctypes.memset(start, 0, end - start)
+with open(sys.argv[1] + ".tmp", "w") as file:
+    file.write(str(os.getpid()))
+os.rename(sys.argv[1] + ".tmp", sys.argv[1])
+time.sleep(3600)
+"""
+
+
+@pytest.mark.parametrize("end", ["asked", "finished"])
+def test_a_process_whose_environment_is_gone(end: str, doctor: Doctor) -> None:
+    # setproctitle and `env -i` hide a process from the search by environment; the supervisor still
+    # knows it for its descendant. (The guard of a killed one does not, if it left the session.)
+    doctor.write("clobber.py", CLOBBER)
+    hidden = doctor.directory / "hidden"
+    rest = "while [ ! -e hidden ]; do sleep 0.05; done" if end == "finished" else "sleep 3600"
+    live = doctor.start(
+        "--grace", "0.5", "--", "bash", "-c", f"setsid {PYTHON} clobber.py hidden & {rest}"
+    )
+    wait_until(hidden.exists, "the process")
+    process = psutil.Process(pid_in(hidden))
+    try:
+        if end == "asked":
+            live.process.send_signal(signal.SIGTERM)
+        live.process.wait(DEADLINE + 5)
+        wait_until(lambda: not alive(process.pid), "its end", DEADLINE)
+    finally:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+def test_a_run_within_a_run(doctor: Doctor) -> None:
+    # A job script that itself calls `ddpdoctor run`: ending the outer one ends both.
+    doctor.write(
+        "inner.py",
+        """
+        import signal, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        open("inner", "w").close()
+        time.sleep(3600)
+        """,
+    )
+    inner = f"{PYTHON} -m ddpdoctor run --run-dir inner-run -- {PYTHON} inner.py; sleep 3600"
+    live = doctor.start("--grace", "0.5", "--", "bash", "-c", inner)
+    wait_until((doctor.directory / "inner").exists, "the inner job")
+    live.process.send_signal(signal.SIGTERM)
+    live.process.wait(DEADLINE + 5)
+    assert_all_end(doctor)
+
+
+def test_two_runs_side_by_side_do_not_meet(doctor: Doctor) -> None:
+    first = doctor.start("--grace", "0.5", "--", "bash", "-c", "touch a; sleep 3600; true")
+    second = doctor.start("--", "bash", "-c", "touch b; read line; exit 12", stdin=-1)
+    for name in ("a", "b"):
+        wait_until((doctor.directory / name).exists, name)
+    first.process.kill()
+    first.process.wait()
+    wait_until(lambda: not any("3600" in p.cmdline() for p in processes(doctor)), "its end", 10)
+    assert second.process.poll() is None
+    second.process.communicate(b"\n")
+    assert second.process.returncode == 12
