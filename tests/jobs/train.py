@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 
 import torch
 import torch.distributed as dist
@@ -114,7 +115,15 @@ def main() -> None:
     dist.init_process_group(
         "gloo", init_method=options.init, rank=options.my_rank, world_size=options.world_size
     )
-    train(options)
+    try:
+        train(options)
+    except (ValueError, SystemExit) as error:
+        if dist.get_world_size() == 1:
+            # At exit, gloo's threads abort now and then where a traceback still holds the model.
+            traceback.clear_frames(error.__traceback__)
+            gc.collect()
+            dist.destroy_process_group()
+        raise
     gc.collect()
     dist.destroy_process_group()
 
