@@ -13,6 +13,8 @@ from ddpdoctor.errors import DoctorError
 
 COMMANDS = {
     "run": "Start a distributed job, watch it, and name what is wrong.",
+    "attach": "Show where a debugger attaches to the ranks of live runs.",
+    "vscode": "Write VS Code's launch.json and tasks.json for a job.",
     "explain": "Say what the code of a finding means.",
 }
 

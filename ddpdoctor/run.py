@@ -160,6 +160,44 @@ class Run:
         """Unix nanoseconds at which a person or a scheduler asked the job to stop, if one did."""
         return self._told("signal", "time")
 
+    @cached_property
+    def debug_states(self) -> dict[int, Record]:
+        """The newest ``debug`` record of each rank: its port, process and state."""
+        return {
+            record["rank"]: record
+            for record in self.supervisor
+            if record.get("kind") == "debug" and isinstance(record.get("rank"), int)
+        }
+
+    @cached_property
+    def debugged(self) -> tuple[tuple[int, int], ...]:
+        """Spans in which a rank was in the debugger or waited for one: from, to, Unix nanoseconds.
+
+        What is slow then says nothing about the job, on any rank.
+        """
+        spans: list[tuple[int, int]] = []
+        since: dict[object, int] = {}
+        attached: set[object] = set()
+        for record in self.supervisor:
+            if record.get("kind") != "debug":
+                continue
+            rank, state, when = record.get("rank"), record.get("state"), integer(record, "time")
+            if state in ("attached", "waits"):
+                since.setdefault(rank, when)
+                if state == "attached":
+                    attached.add(rank)
+            elif state in ("detached", "gone") or (state == "goes on" and rank not in attached):
+                attached.discard(rank)
+                if rank in since:
+                    spans.append((since.pop(rank), when))
+        return (*spans, *((start, 1 << 63) for start in since.values()))
+
+    def undisturbed(self, step: Step) -> bool:
+        """Whether no rank was in the debugger during a step."""
+        return not any(
+            start < step.start + step.total and step.start < end for start, end in self.debugged
+        )
+
     def _told(self, kind: str, key: str) -> int | None:
         """The first number that the supervisor's records of a kind have under ``key``."""
         numbers = (record.get(key) for record in self.supervisor if record.get("kind") == kind)

@@ -14,6 +14,7 @@ import shutil
 import stat
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from ddpdoctor.errors import DoctorError
@@ -28,6 +29,18 @@ LATEST = "latest"
 def base_directory() -> Path:
     """The directory that holds this user's runs: ``<tmp>/ddpdoctor-<uid>``."""
     return Path(tempfile.gettempdir()) / f"ddpdoctor-{os.getuid()}"
+
+
+def private_base() -> Path:
+    """The base directory, made if it is not there, and private.
+
+    Raises:
+        DoctorError: It is a link, not a directory, or somebody else's.
+        OSError: It cannot be made.
+    """
+    base = base_directory()
+    _private(base)
+    return base
 
 
 def _private(path: Path) -> None:
@@ -54,6 +67,11 @@ def _private(path: Path) -> None:
         path.chmod(0o700)
 
 
+def _fresh_name() -> str:
+    """A name for a run, which sorts by age."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+
+
 def create(chosen: str | None) -> Path:
     """Make the directory of a new run.
 
@@ -74,33 +92,51 @@ def create(chosen: str | None) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         _private(path)
         return path
-    base = base_directory()
-    _private(base)
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-    path = base / name
+    base = private_base()
+    path = base / _fresh_name()
     _private(path)
     return path
 
 
 def publish(path: Path) -> None:
-    """The run in ``path`` has started: ``latest`` points to it, and the oldest runs go.
+    """The run in ``path`` has started: others can find it, and the oldest runs go.
 
-    Does nothing for a directory that a person chose.
+    ``latest`` points to it; a directory that a person chose gets a link beside the others instead.
 
     Raises:
         OSError: The disk says no.
+        DoctorError: The base directory is not this user's own.
     """
-    base = base_directory()
-    if path.parent != base:
-        return
-    link = base / f".{LATEST}-{path.name}"
-    link.symlink_to(path.name)
-    os.replace(link, base / LATEST)
+    base = private_base()
+    if path.parent == base:
+        link = base / f".{LATEST}-{path.name}"
+        link.symlink_to(path.name)
+        os.replace(link, base / LATEST)
+    else:
+        (base / _fresh_name()).symlink_to(path)
     _prune(base, path)
 
 
-def _supervisor_alive(path: Path) -> bool:
-    """Whether the run's supervisor still holds its lock (see :class:`Lock`)."""
+def live() -> list[Path]:
+    """The directories of this user's live runs, the newest first.
+
+    Raises:
+        DoctorError: The base directory is not this user's own.
+        OSError: It cannot be read.
+    """
+    entries = sorted(_entries(private_base()), reverse=True)
+    return [entry.resolve() for entry in entries if is_live(entry)]
+
+
+def _entries(base: Path) -> Iterator[Path]:
+    """Runs in the base directory, and links to those elsewhere."""
+    for entry in base.iterdir():
+        if entry.name != LATEST and (entry / MANIFEST).exists():
+            yield entry
+
+
+def is_live(path: Path) -> bool:
+    """Whether the run in ``path`` lives: its supervisor holds its lock (see :class:`Lock`)."""
     try:
         with open(path / "lock", "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -124,16 +160,16 @@ class Lock:
 
 
 def _prune(base: Path, current: Path) -> None:
-    runs = sorted(
-        entry
-        for entry in base.iterdir()
-        if entry.is_dir() and not entry.is_symlink() and (entry / MANIFEST).exists()
-    )
+    entries = sorted(_entries(base))
+    for link in base.iterdir():
+        if link.is_symlink() and link.name != LATEST and not is_live(link):
+            link.unlink(missing_ok=True)
+    runs = [entry for entry in entries if not entry.is_symlink()]
     surplus = len(runs) - KEEP
     for old in runs:
         if surplus <= 0:
             return
-        if old != current and not _supervisor_alive(old):
+        if old != current and not is_live(old):
             shutil.rmtree(old, ignore_errors=True)
             surplus -= 1
 

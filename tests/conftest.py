@@ -193,7 +193,7 @@ class Doctor:
         out, err = self.directory / f"out{self._count}", self.directory / f"err{self._count}"
         command = list(words)
         if watch:
-            options = ["--run-dir", str(run_dir)]
+            options = ["--run-dir", str(run_dir), "--debug-port", "0"]
             command = [sys.executable, "-m", "ddpdoctor", "run", *options, *words]
         with out.open("wb") as stdout, err.open("wb") as stderr:
             process = subprocess.Popen(

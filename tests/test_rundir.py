@@ -133,7 +133,7 @@ def test_every_file_of_a_run_is_behind_a_closed_door(doctor: Doctor) -> None:
     doctor.cli("run", "--", PYTHON, "-c", "pass")
     base = doctor.directory / f"ddpdoctor-{os.getuid()}"
     assert mode(base) == 0o700
-    (run,) = (path for path in base.iterdir() if not path.is_symlink())
+    (run,) = (path.parent for path in base.glob("*/run.json") if not path.parent.is_symlink())
     assert mode(run) == 0o700
     assert (run / "run.json").is_file()
 
@@ -163,9 +163,17 @@ def test_a_directory_with_something_in_it_is_refused(content: str, tmp_path: Pat
     assert (tmp_path / content).read_text() == "precious"
 
 
-def test_a_chosen_directory_leaves_the_base_alone(base: Path) -> None:
-    rundir.publish(made(rundir.create(str(base.parent / "chosen"))))
-    assert not base.exists()
+def test_a_chosen_directory_is_found_while_it_lives(base: Path) -> None:
+    path = made(rundir.create(str(base.parent / "chosen")))
+    lock = rundir.Lock(path)
+    rundir.publish(path)
+    assert rundir.live() == [path]
+    assert not (base / rundir.LATEST).exists()
+    lock.close()
+    assert rundir.live() == []
+    other = published()
+    assert [entry.name for entry in base.iterdir()] == [other.name, rundir.LATEST]
+    assert path.exists()
 
 
 # -- latest
@@ -266,7 +274,7 @@ def test_a_running_job_survives_twenty_others(doctor: Doctor) -> None:
     while not (doctor.directory / "ready").exists():
         assert live.process.poll() is None
     base = doctor.directory / f"ddpdoctor-{os.getuid()}"
-    (mine,) = (path for path in base.iterdir() if not path.is_symlink())
+    (mine,) = (path.parent for path in base.glob("*/run.json") if not path.parent.is_symlink())
     newer = [made(base / f"2999010{number % 10}-0000{number:02}-abcdef") for number in range(25)]
     doctor.cli("run", "--", "true")
     assert sum(path.exists() for path in newer) < 25

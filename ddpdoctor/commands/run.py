@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from ddpdoctor import rundir
 from ddpdoctor.launch import command as job_command
+from ddpdoctor.launch.debugging import Debugging
 from ddpdoctor.launch.passthrough import Passthrough
 from ddpdoctor.launch.supervisor import Supervisor, end_like
 from ddpdoctor.render.report import Reporter
@@ -27,12 +28,31 @@ Options of ddpdoctor:
   --strict          Exit with status 3 if the job succeeded but an error-level
                     finding stands.
   --json FILE       Write each finding to FILE as a line of JSON.
+  --output FORMAT   text, or problems: findings as lines that an editor's problem
+                    matcher understands (path:line:col: severity CODE message).
   --grace SECONDS   Time the job has to end after SIGINT, SIGTERM or SIGHUP
                     [default: 30].
   --run-dir DIR     Keep the records in DIR, new or empty
                     [default: a directory below <tmp>/ddpdoctor-<uid>/].
   --journal-mb N    Most megabytes of records per rank [default: 64].
   -h, --help        Show this text.
+
+Debugger (debugpy starts in a rank only when somebody attaches):
+  --debug-port PORT Local rank R listens on PORT + R [default: 5678; 0: any].
+  --debug-host ADDRESS
+                    Listen there instead of on 127.0.0.1: anybody who can reach
+                    it can run code as you.
+  --wait-for-attach [RANKS]
+                    Hold every rank before its first line until a debugger is
+                    attached to RANKS, such as 0,2-3 [default: all].
+  --debug-on-error  Hold a rank at an uncaught exception until a debugger has
+                    looked at it.
+  --no-debug        No debug ports; breakpoint() is Python's own.
+  --workspace DIR   The folder whose .vscode/launch.json gets the ranks
+                    [default: the nearest with .vscode or .git].
+  --no-vscode       Leave launch.json alone.
+  --path-map LOCAL=REMOTE
+                    Where the editor's files are in the job (in a container).
 
 Every option of torchrun is passed on: --nproc-per-node, --nnodes, --node-rank,
 --rdzv-endpoint, --standalone, --max-restarts, -m, ... (torchrun --help).
@@ -55,12 +75,13 @@ def main(words: Sequence[str]) -> int:
         return 0
     passthrough = Passthrough()
     reporter = Reporter(passthrough.say, command.own)
+    debugging = None if command.own.no_debug else Debugging(command, reporter)
     try:
         directory = rundir.create(command.own.run_dir)
     except OSError as error:
         directory = None
         reporter.warn(f"no run directory ({error}); the job runs unwatched")
-    return end_like(Supervisor(command, directory, passthrough, reporter).run())
+    return end_like(Supervisor(command, directory, passthrough, reporter, debugging).run())
 
 
 def _open_standard_files() -> None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddpdoctor.errors import DoctorError
-from ddpdoctor.launch import gpus
+from ddpdoctor.launch import gpus, rank_sets
+from ddpdoctor.launch.debug_ports import DEFAULT_PORT, LOOPBACK
 from ddpdoctor.launch.torchrun_options import TorchrunOptions, read_options, torchrun_source
 
 DEFAULT_CPU_RANKS = 2
@@ -31,7 +32,17 @@ class OwnOptions:
     grace: float = 30.0
     run_dir: str | None = None
     json: str | None = None
+    output: str = "text"
     journal_mb: int = 64
+    no_debug: bool = False
+    debug_port: int = DEFAULT_PORT
+    debug_host: str = LOOPBACK
+    debug_on_error: bool = False
+    wait_for_attach: frozenset[int] | None = None
+    """Ranks to wait for, all of them if empty; None: no rank is held."""
+    no_vscode: bool = False
+    workspace: str | None = None
+    path_map: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass
@@ -72,12 +83,18 @@ class Command:
         own: ddpdoctor's own options.
         note: A line for the person, such as the number of ranks that was chosen; may be empty.
         through_torchrun: Whether the child is torchrun.
+        local_ranks: How many ranks this node will have, None if only the job knows.
+        one_node: Whether local and global ranks are the same.
+        script: What is run, for a person: its file or module.
     """
 
     argv: tuple[str, ...]
     own: OwnOptions
     note: str
     through_torchrun: bool
+    local_ranks: int | None = None
+    one_node: bool = False
+    script: str = ""
 
 
 def _flag(_: str) -> bool:
@@ -98,14 +115,46 @@ def _megabytes(text: str) -> int:
     return value
 
 
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 65535:
+        raise ValueError
+    return value
+
+
+def _output(text: str) -> str:
+    if text not in ("text", "problems"):
+        raise ValueError
+    return text
+
+
+def _mapping(text: str) -> tuple[str, str]:
+    local, equals, remote = text.partition("=")
+    if not local or not equals or not remote:
+        raise ValueError
+    return local, remote
+
+
 _OWN: dict[str, tuple[str, Callable[[str], object], str]] = {
     "--quiet": ("quiet", _flag, ""),
     "--strict": ("strict", _flag, ""),
     "--grace": ("grace", _seconds, "a number of seconds, 0 or more"),
     "--run-dir": ("run_dir", str, "a directory"),
     "--json": ("json", str, "a file name"),
+    "--output": ("output", _output, "text or problems"),
     "--journal-mb": ("journal_mb", _megabytes, "a number of megabytes, 1 or more"),
+    "--no-debug": ("no_debug", _flag, ""),
+    "--debug-port": ("debug_port", _port, "a port number (0: any)"),
+    "--debug-host": ("debug_host", str, "an address of this machine"),
+    "--debug-on-error": ("debug_on_error", _flag, ""),
+    "--wait-for-attach": ("wait_for_attach", rank_sets.parse, "ranks such as 0,2-3"),
+    "--no-vscode": ("no_vscode", _flag, ""),
+    "--workspace": ("workspace", str, "a directory"),
+    "--path-map": ("path_map", _mapping, "LOCAL=REMOTE"),
 }
+_REPEATED = frozenset({"--path-map"})
+_OPTIONAL: dict[str, object] = {"--wait-for-attach": frozenset()}
+"""Options whose value may be left out, and what they then mean."""
 
 
 def build(words: Sequence[str], environ: Mapping[str, str]) -> Command | None:
@@ -145,10 +194,13 @@ def build(words: Sequence[str], environ: Mapping[str, str]) -> Command | None:
                 f"command {script}",
                 f"leave it out, or give torchrun a program with --no-python -- {script}",
             )
-        return Command(tuple(parts.rest), own, "", through_torchrun=False)
+        return Command(
+            tuple(parts.rest), own, "", through_torchrun=False, script=_called(parts.rest)
+        )
     nproc = _nproc(parts, environ)
     note = ""
     extra: list[str] = []
+    ranks = _local_ranks(nproc, environ)
     if nproc is None:
         count = gpus.visible(environ)
         ranks = count or DEFAULT_CPU_RANKS
@@ -163,7 +215,15 @@ def build(words: Sequence[str], environ: Mapping[str, str]) -> Command | None:
     separator = ["--"] if parts.separator else []
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     argv = [*torchrun, *parts.typed(), *extra, *separator, *parts.rest]
-    return Command(tuple(argv), own, note, through_torchrun=True)
+    return Command(
+        argv=tuple(argv),
+        own=own,
+        note=note,
+        through_torchrun=True,
+        local_ranks=ranks,
+        one_node=_nodes(parts, environ) == "1",
+        script=os.path.basename(script),
+    )
 
 
 def _take_apart(words: Sequence[str], options: TorchrunOptions) -> _Words:
@@ -231,12 +291,18 @@ def _take_own(parts: _Words, name: str, given: str | None, queue: list[str]) -> 
             raise DoctorError(f"option {name} takes no value")
         parts.own[key] = True
         return
+    if given is None and name in _OPTIONAL and not (queue and rank_sets.looks_like(queue[0])):
+        parts.own[key] = _OPTIONAL[name]
+        return
     if given is None:
         if not queue or queue[0] == "--":
             raise DoctorError(f"option {name} needs {wanted}")
         given = queue.pop(0)
     try:
-        parts.own[key] = convert(given)
+        value = convert(given)
+        if name in _REPEATED:
+            value = (*parts.own.get(key, ()), value)  # type: ignore[misc]
+        parts.own[key] = value
     except ValueError:
         raise DoctorError(f"option {name} needs {wanted}, not {given!r}") from None
 
@@ -264,6 +330,27 @@ def _nproc(parts: _Words, environ: Mapping[str, str]) -> str | None:
     if not value.isdigit() or int(value) < 1:
         raise DoctorError(f"{name} {value}: needs a number of ranks, 1 or more (or gpu, cpu, auto)")
     return value
+
+
+def _local_ranks(nproc: str | None, environ: Mapping[str, str]) -> int | None:
+    """The number of ranks that torchrun will start on this node, None if only it knows."""
+    if nproc is None:
+        return None
+    if nproc.isdigit():
+        return int(nproc)
+    if nproc == "cpu":
+        return os.cpu_count()
+    return gpus.visible(environ) or (os.cpu_count() if nproc == "auto" else None)
+
+
+def _nodes(parts: _Words, environ: Mapping[str, str]) -> str:
+    return parts.last("--nnodes") or environ.get("PET_NNODES", "1")
+
+
+def _called(words: list[str]) -> str:
+    """What a command runs, for a person: its first script, else the program."""
+    scripts = [word for word in words if word.endswith(".py")]
+    return os.path.basename((scripts or words)[0])
 
 
 def _is_executable(word: str) -> bool:

@@ -23,6 +23,7 @@ from ddpdoctor.errors import STRICT, DoctorError
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.launch import kernel, processes
 from ddpdoctor.launch.command import Command
+from ddpdoctor.launch.debugging import Debugging
 from ddpdoctor.launch.guards import GuardPost
 from ddpdoctor.launch.oom import OomWatch
 from ddpdoctor.launch.passthrough import Passthrough
@@ -82,6 +83,7 @@ class Supervisor:
         directory: The run directory, or None if there can be none: then the job runs unwatched.
         passthrough: Carries the job's stderr.
         reporter: Says what is found.
+        debugging: The debugger's side, or None for a run without.
     """
 
     def __init__(
@@ -90,9 +92,11 @@ class Supervisor:
         directory: Path | None,
         passthrough: Passthrough,
         reporter: Reporter,
+        debugging: Debugging | None,
     ) -> None:
         self._command = command
         self._directory = directory
+        self._debugging = debugging if directory is not None else None
         # A run within a run belongs to both: its processes carry both ids.
         outer = os.environ.get(MARK)
         own = f"{int(time.time())}-{os.urandom(6).hex()}"
@@ -118,6 +122,7 @@ class Supervisor:
         self._ticks = 0
         self._deadline: float | None = None
         self._broken = False
+        self._wake_writer = -1
 
     # -- the run
 
@@ -136,6 +141,7 @@ class Supervisor:
         os.set_blocking(wake_writer, False)
         os.set_blocking(wake_reader, False)
         signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
+        self._wake_writer = wake_writer
         for number in PASSED_ON:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._pass_on)
@@ -151,6 +157,8 @@ class Supervisor:
             return self._finish()
         finally:
             self._guards.dismiss(self._idle)
+            if self._debugging is not None:
+                self._debugging.stop()
             for held in (self._journal, self._lock):
                 if held is not None:
                     held.close()
@@ -158,7 +166,24 @@ class Supervisor:
     def _prepare(self) -> None:
         if self._directory is None:
             return
-        manifest: Record = {
+        try:
+            self._lock = rundir.Lock(self._directory)
+            if self._debugging is not None:
+                self._debugging.open(self._directory)
+            manifest = json.dumps(self._manifest(), indent=1)
+            (self._directory / rundir.MANIFEST).write_text(manifest)
+            self._journal = Journal(str(self._directory / "supervisor.jsonl"), 1 << 24)
+            self._reader = RunReader(self._directory)
+        except (OSError, DoctorError) as error:
+            self._reporter.warn(f"the run directory cannot be written ({error}); not watching")
+            self._directory = self._reader = self._journal = None
+            if self._debugging is not None:
+                self._debugging.stop()
+                self._debugging = None
+
+    def _manifest(self) -> Record:
+        assert self._directory is not None
+        return {
             "format": FORMAT,
             "id": self._directory.name,
             "started": time.time_ns(),
@@ -167,20 +192,13 @@ class Supervisor:
             "cwd": os.getcwd(),
             "host": socket.gethostname(),
             "supervisor": os.getpid(),
+            "debug": self._debugging.manifest() if self._debugging is not None else None,
             "versions": {
                 "ddpdoctor": __version__,
                 "python": ".".join(map(str, sys.version_info[:3])),
                 "torch": _installed("torch"),
             },
         }
-        try:
-            (self._directory / rundir.MANIFEST).write_text(json.dumps(manifest, indent=1))
-            self._journal = Journal(str(self._directory / "supervisor.jsonl"), 1 << 24)
-            self._reader = RunReader(self._directory)
-            self._lock = rundir.Lock(self._directory)
-        except (OSError, DoctorError) as error:
-            self._reporter.warn(f"the run directory cannot be written ({error}); not watching")
-            self._directory = self._reader = self._journal = None
 
     def _environment(self) -> dict[str, str]:
         environment = dict(os.environ)
@@ -194,6 +212,8 @@ class Supervisor:
             environment["DDPDOCTOR_RUN_DIR"] = str(self._directory)
             environment["DDPDOCTOR_JOURNAL_MB"] = str(self._command.own.journal_mb)
             environment["DDPDOCTOR_SUPERVISOR"] = f"{os.getpid()}@{namespace()}"
+            if self._debugging is not None:
+                environment.update(self._debugging.environment())
         return environment
 
     def _start(self) -> None:
@@ -214,13 +234,20 @@ class Supervisor:
                 shutil.rmtree(self._directory, ignore_errors=True)
             raise DoctorError(f"cannot start {self._command.argv[0]}: {error.strerror}") from None
         if self._directory is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, DoctorError):
                 rundir.publish(self._directory)
         self._passthrough.start()
+        if self._debugging is not None:
+            self._debugging.start(self._wake)
         self._guards.tell(self._child.pid)
         for number in tuple(self._signals):
             # It came while there was no child yet.
             self._send(number)
+
+    def _wake(self) -> None:
+        # A full pipe means that the loop will wake up anyway.
+        with contextlib.suppress(OSError):
+            os.write(self._wake_writer, b"w")
 
     def _loop(self, wake: int) -> None:
         while self._status is None:
@@ -240,6 +267,9 @@ class Supervisor:
     def _watch(self, ended: list[int]) -> None:
         """One look at the job; ``ended`` are the descriptors of ranks that have just ended."""
         now = time.monotonic()
+        if self._debugging is not None:
+            for record in self._debugging.look():
+                self._write(record)
         for descriptor in ended:
             self._write(self._ranks.ended(descriptor))
             self._happened = self._happened or now
@@ -256,6 +286,8 @@ class Supervisor:
                     f"rank {rank.rank} cannot write its records to {self._directory}; "
                     "the job goes on, unwatched from there"
                 )
+        if self._debugging is not None:
+            self._debugging.look_at(run)
         self._follow(run)
         if self._new_trouble(run):
             self._happened = self._happened or now
@@ -270,6 +302,8 @@ class Supervisor:
         self._last_exits()
         # Whoever was asked to end ends, even if nobody reads its stderr any more.
         patience = 1.0 if self._signals else None
+        if self._debugging is not None:
+            self._debugging.stop()
         self._passthrough.finish(1.0)
         self._save_stderr()
         self._write({"kind": "job", "time": time.time_ns(), "status": self._status})

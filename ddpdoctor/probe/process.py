@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from ddpdoctor.probe import rank
+from ddpdoctor.probe import debugger, rank
 from ddpdoctor.probe.hooks import (
     amp,
     backward,
@@ -32,6 +32,7 @@ def start() -> None:
     if is_launcher():
         return
     os.register_at_fork(after_in_child=rank.forget)
+    os.register_at_fork(after_in_child=debugger.forget)
     errors.install()
     when_imported("torch.distributed.distributed_c10d", process_group.install)
     when_imported("torch.distributed.distributed_c10d", collectives.install)
@@ -41,3 +42,5 @@ def start() -> None:
     when_imported("torch.optim.optimizer", optimizer.install)
     when_imported("torch.amp.grad_scaler", amp.install)
     when_imported("torch.multiprocessing.spawn", errors.install_spawn)
+    # Last, since this may wait for a debugger before the user's first line.
+    debugger.install()

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from ddpdoctor.probe.threads import background
 from ddpdoctor.record import Journal, Record, StatusPage
 
 FLUSH_EVERY = 0.25
@@ -42,7 +43,7 @@ class Recorder:
         self._writing = threading.Lock()
         self._stop = threading.Event()
         self._failed = False
-        self._thread = threading.Thread(target=self._run, name="ddpdoctor-journal", daemon=True)
+        self._thread = background("journal", self._run)
 
     def start(self) -> None:
         """Start the writing thread."""

@@ -7,7 +7,9 @@ are used directly by their hooks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -151,3 +153,43 @@ def reduced_parameters(ddp: Any) -> list[tuple[str, Any]]:
         for name, parameter in ddp.module.named_parameters()
         if parameter.requires_grad and name not in ignored
     ]
+
+
+def backends(c10d: Any) -> Iterator[Any]:
+    """The backends (gloo, NCCL) of every process group: ``_world.pg_map`` (2.1 to 2.13).
+
+    Without it, or where a backend has no ``_set_default_timeout``, timeouts stay as they are while
+    a rank is in the debugger.
+    """
+    groups = getattr(getattr(c10d, "_world", None), "pg_map", {})
+    seen: set[int] = set()
+    for group in list(groups):
+        for device in getattr(group, "_device_types", ()):
+            try:
+                backend = group._get_backend(device)
+            except (AttributeError, RuntimeError):
+                # The device has none in this group.
+                continue
+            if id(backend) not in seen and hasattr(backend, "_set_default_timeout"):
+                seen.add(id(backend))
+                yield backend
+
+
+def timeout_of(backend: Any) -> timedelta | None:
+    """The timeout of a backend's collectives: ``options._timeout`` (2.4 to 2.13), or None."""
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None
+
+
+def set_timeout(backend: Any, timeout: timedelta) -> None:
+    """Set the timeout of a backend's later collectives: ``_set_default_timeout`` (2.3 to 2.13)."""
+    backend._set_default_timeout(timeout)
+
+
+def has_compiled() -> bool:
+    """Whether ``torch.compile`` took functions here: ``torch._dynamo.utils.counters``, 2.0 to 2.13.
+
+    Without it nobody is told that breakpoints in such functions are not hit (debugpy#999).
+    """
+    counters: Any = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    return counters is not None and counters["frames"]["ok"] > 0

@@ -11,8 +11,9 @@ import os
 import select
 import signal
 import sys
-import threading
 import time
+
+from ddpdoctor.probe.threads import background
 
 MARK = "DDPDOCTOR_RUN_ID"
 """The environment variable that marks a process of a job; ``outer/inner`` in a run within a run."""
@@ -38,7 +39,7 @@ def start() -> None:
     pid, _, place = os.environ.get("DDPDOCTOR_SUPERVISOR", "").partition("@")
     if not pid.isdigit() or place != namespace():
         return
-    threading.Thread(target=_watch, args=(int(pid),), name="ddpdoctor-watch", daemon=True).start()
+    background("watch", _watch, int(pid)).start()
 
 
 def _watch(supervisor: int) -> None:

@@ -21,7 +21,7 @@ class Reporter:
 
     Args:
         say: Writes text between the job's lines.
-        options: ``quiet`` and ``json`` are used.
+        options: ``quiet``, ``json`` and ``output`` are used.
 
     Raises:
         DoctorError: The JSON file cannot be written.
@@ -31,6 +31,7 @@ class Reporter:
         self._say = say
         self._quiet = options.quiet
         self._json = options.json
+        self._output = options.output
         self._said: set[object] = set()
         self._standing: list[Finding] = []
         self._warned = False
@@ -52,6 +53,10 @@ class Reporter:
         if not self._quiet:
             self._say(_lines(text))
 
+    def say(self, text: str) -> None:
+        """A line that somebody has to act on; with ``--quiet``, too."""
+        self._say(_lines(text))
+
     def warn(self, text: str) -> None:
         """A line that has to be seen, at most one of its kind."""
         if not self._warned:
@@ -66,19 +71,26 @@ class Reporter:
         for finding in self._standing:
             if finding.identity not in self._said:
                 self._said.add(finding.identity)
-                self._tell(finding)
+                self._tell(run, finding)
 
-    def _tell(self, finding: Finding) -> None:
-        from ddpdoctor.render import console, json_lines
+    def _tell(self, run: Run, finding: Finding) -> None:
+        from ddpdoctor.render import console, json_lines, problems
 
+        if self._output == "problems":
+            self._say(problems.line(finding, _script(run)) + "\n")
+            self._write_json(json_lines.line(finding))
+            return
         colour = console.wants_colour()
         width = (terminal_width(2) or 100) - len(PREFIX)
         text = console.render(finding, colour=colour, width=width)
         self._say("".join(f"{PREFIX}{line}\n" for line in text.splitlines()))
+        self._write_json(json_lines.line(finding))
+
+    def _write_json(self, line: str) -> None:
         if self._json is not None:
             try:
                 with open(self._json, "a") as file:
-                    file.write(json_lines.line(finding) + "\n")
+                    file.write(line + "\n")
             except OSError as error:
                 self.warn(f"cannot write {self._json}: {error.strerror}")
 
@@ -102,6 +114,13 @@ class Reporter:
             if counts[label]
         )
         self.note(f"findings: {said or 'none'}; records in {run.path}")
+
+
+def _script(run: Run) -> str:
+    """The file that the job runs, in full."""
+    words = [str(word) for word in run.manifest.get("command", ())]
+    script = next((word for word in words if word.endswith(".py")), words[-1] if words else "")
+    return os.path.join(str(run.manifest.get("cwd", "")), script)
 
 
 def _lines(text: str) -> str:

@@ -34,12 +34,16 @@ NOTICEABLE = 1_000_000
 """Nanoseconds a step below which a wait is not worth a person's time."""
 
 
-def _steady(rank: Rank) -> dict[int, Step]:
+def _steady(run: Run, rank: Rank) -> dict[int, Step]:
     """Steps after the warm-up whose backward was split into compute and wait, by number."""
     return {
         step.step: step
         for step in rank.split_steps
-        if step.step >= WARM_UP and step.split and not step.skipped and step.total > 0
+        if step.step >= WARM_UP
+        and step.split
+        and not step.skipped
+        and step.total > 0
+        and run.undisturbed(step)
     }
 
 
@@ -65,14 +69,15 @@ def straggler(run: Run) -> Iterator[Finding]:
         Right: every hundredth, or in a thread.
 
     When it stays silent
-        In the first 10 steps, before 20 more were seen, for a single rank, and for differences that
-        no other rank waits for. On GPUs DDP times every hundredth step, and 6 of them are needed.
+        In the first 10 steps, before 20 more were seen, for a single rank, for differences that no
+        other rank waits for, and for steps in which a rank was in the debugger. On GPUs DDP times
+        every hundredth step, and 6 of them are needed.
 
     Since
         0.1.0
     """
     ranks = run.last
-    steady = {rank.rank: _steady(rank) for rank in ranks}
+    steady = {rank.rank: _steady(run, rank) for rank in ranks}
     if len(ranks) < 2:
         return
     common = sorted(set.intersection(*(set(steps) for steps in steady.values())))
@@ -163,7 +168,11 @@ def data_bound(run: Run) -> Iterator[Finding]:
         if str(rank.opened.get("backend", "")).startswith("nccl") and not _on_gpu(rank):
             # No DDP module, so no times of the device: the host's say nothing about it.
             return
-        steps = [step for step in rank.steps if step.step >= WARM_UP and step.total > 0]
+        steps = [
+            step
+            for step in rank.steps
+            if step.step >= WARM_UP and step.total > 0 and run.undisturbed(step)
+        ]
         if len(steps) < ENOUGH:
             return
         wait = median(step.data for step in steps)

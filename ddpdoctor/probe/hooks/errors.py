@@ -19,7 +19,7 @@ from collections.abc import Callable
 from types import FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from ddpdoctor.probe import rank, shield
+from ddpdoctor.probe import debugger, rank, shield
 from ddpdoctor.probe.imports import when_imported
 from ddpdoctor.probe.sites import Site, caller, user_file
 from ddpdoctor.record import Phase, Record, encode
@@ -257,6 +257,7 @@ def _recording(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         except Exception as error:
             uncaught(error)
+            debugger.hold(error)
             shield.hide_frame(error)
             raise
 

@@ -1,32 +1,89 @@
-"""``init_process_group``: the moment a process becomes a rank."""
+"""How process groups are made: ``init_process_group`` is the moment a process becomes a rank."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
+from collections.abc import Callable
+from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe import rank, shield
+from ddpdoctor.probe import debugger, rank, shield, timeouts, torch_private
 
 _become = shield.shielded(rank.become)
 
 
 def install(c10d: ModuleType) -> None:
-    """Wrap ``torch.distributed.distributed_c10d.init_process_group``.
+    """Wrap what makes process groups in ``torch.distributed.distributed_c10d``.
 
-    Runs before ``torch.distributed`` copies the name, so every way to reach it is wrapped.
+    Runs before ``torch.distributed`` copies the names, so every way to reach them is wrapped.
     """
-    original = c10d.init_process_group
+    _wrap(c10d, "init_process_group", _joined)
+    for name in ("new_group", "split_group"):
+        if hasattr(c10d, name):
+            _wrap(c10d, name, lambda: None)
+
+
+def _joined() -> None:
+    torch = sys.modules["torch"]
+    _become(torch)
+    _offer(torch.distributed)
+
+
+@shield.shielded
+def _offer(distributed: Any) -> None:
+    """This rank may be debugged."""
+    debugger.joined(
+        {
+            "rank": distributed.get_rank(),
+            "world_size": distributed.get_world_size(),
+            "local_rank": rank.environment_int("LOCAL_RANK"),
+        }
+    )
+
+
+def _wrap(c10d: ModuleType, name: str, after: Callable[[], None]) -> None:
+    original = getattr(c10d, name)
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+    def make_group(*args: Any, **kwargs: Any) -> Any:
+        asked: object = None
+        if timeouts.lifted:
+            args, kwargs, asked = _without_timeout(signature, args, kwargs)
         try:
             result = original(*args, **kwargs)
         except BaseException as error:
             shield.hide_frame(error)
             raise
-        _become(sys.modules["torch"])
+        if timeouts.lifted:
+            _lift(c10d, asked)
+        after()
         return result
 
-    c10d.init_process_group = init_process_group  # type: ignore[attr-defined]
+    setattr(c10d, name, make_group)
+
+
+def _without_timeout(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], object]:
+    """A call with the timeout lifted, and the one asked for: who is in the debugger comes late."""
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError:
+        # The call will say so itself.
+        return args, kwargs, None
+    asked = bound.arguments.get("timeout")
+    if not isinstance(asked, timedelta):
+        return args, kwargs, None
+    bound.arguments["timeout"] = timeouts.LIFTED
+    return bound.args, bound.kwargs, asked
+
+
+@shield.shielded
+def _lift(c10d: ModuleType, asked: object) -> None:
+    if isinstance(asked, timedelta):
+        timeouts.made(list(torch_private.backends(c10d)), asked)
+    timeouts.sweep()

@@ -1,0 +1,318 @@
+"""``ddpdoctor attach``: where to attach a debugger to the ranks of live runs."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from ddpdoctor import rundir
+from ddpdoctor.errors import DoctorError
+from ddpdoctor.launch import debug_ports
+from ddpdoctor.record import Record, Status, integer
+from ddpdoctor.run import Run, RunReader
+from ddpdoctor.vscode import launch_json
+from ddpdoctor.vscode.files import current_directory, find_workspace
+
+HELP = """\
+Usage: ddpdoctor attach [OPTIONS] [RUN]
+
+Show where a debugger attaches to the ranks of your live runs, and what each
+rank does. RUN is a run's name or directory [default: all live runs].
+
+Options:
+  --write           Put the ranks into .vscode/launch.json, one attach
+                    configuration each.
+  --workspace DIR   The folder that VS Code opens, for --write
+                    [default: the nearest with a .vscode or .git].
+  --path-map LOCAL=REMOTE
+                    Where the editor's folder LOCAL is in the job, for --write.
+  --tunnel          For an editor on another machine: the ssh line that brings
+                    the ports there, and with --write its ends.
+  --rank N          Print the line that attaches Neovim (nvim-dap) to rank N.
+  --gdb PID         Inject debugpy into a Python process that runs without
+                    ddpdoctor; needs gdb.
+  -h, --help        Show this text.
+
+Exit status: 0; 2 if there is no such run, rank or process.
+"""
+
+_VALUES = ("--workspace", "--path-map", "--rank", "--gdb")
+_FLAGS = ("--write", "--tunnel", "--help", "-h")
+
+
+@dataclass
+class _Options:
+    flags: set[str] = field(default_factory=set)
+    values: dict[str, list[str]] = field(default_factory=dict)
+    run: str | None = None
+
+    def last(self, name: str) -> str | None:
+        return self.values[name][-1] if name in self.values else None
+
+    def number(self, name: str) -> int | None:
+        value = self.last(name)
+        if value is None:
+            return None
+        if not value.isdigit():
+            raise DoctorError(f"option {name} needs a number, not {value!r}")
+        return int(value)
+
+
+def main(words: Sequence[str]) -> int:
+    """Show, write or print the attach points of live runs.
+
+    Raises:
+        DoctorError: There is nothing to attach to.
+    """
+    options = _parse(words)
+    if options.flags & {"-h", "--help"}:
+        sys.stdout.write(HELP)
+        return 0
+    pid = options.number("--gdb")
+    if pid is not None:
+        return _inject(pid)
+    runs = _runs(options.run)
+    rank = options.number("--rank")
+    if rank is not None:
+        return _one_line(runs, rank)
+    if "--write" in options.flags:
+        return _write(runs, options)
+    if "--tunnel" in options.flags:
+        for run in runs:
+            print(_tunnel(run))
+        return 0
+    for run in runs:
+        _show(run)
+    return 0
+
+
+def _parse(words: Sequence[str]) -> _Options:
+    options, queue = _Options(), list(words)
+    while queue:
+        word = queue.pop(0)
+        name, equals, given = word.partition("=")
+        if name in _VALUES:
+            if not equals and not queue:
+                raise DoctorError(f"option {name} needs a value")
+            options.values.setdefault(name, []).append(given if equals else queue.pop(0))
+        elif word in _FLAGS:
+            options.flags.add(word)
+        elif word.startswith("-"):
+            import difflib
+
+            close = difflib.get_close_matches(word, [*_VALUES, *_FLAGS], n=1)
+            hint = f"did you mean {close[0]}?" if close else "`ddpdoctor attach --help` lists them"
+            raise DoctorError(f"unknown option {word}", hint)
+        elif options.run is None:
+            options.run = word
+        else:
+            raise DoctorError(f"one run at a time: {options.run}, {word}")
+    return options
+
+
+def _runs(name: str | None) -> list[Run]:
+    """Live runs with debug ports, the newest first."""
+    try:
+        paths = [rundir.find(name)] if name is not None else rundir.live()
+    except OSError as error:
+        raise DoctorError(f"the runs cannot be listed: {error}") from None
+    if name is not None and not rundir.is_live(paths[0]):
+        raise DoctorError(f"{name} has ended", "`ddpdoctor attach` lists the live runs")
+    if not paths:
+        raise DoctorError(
+            "no run is live", "start one: ddpdoctor run --nproc-per-node 2 -- train.py"
+        )
+    runs = [RunReader(path).snapshot() for path in paths]
+    debugged = [run for run in runs if isinstance(run.manifest.get("debug"), dict)]
+    if not debugged:
+        raise DoctorError(f"{runs[0].path.name} was started with --no-debug")
+    return debugged
+
+
+@dataclass(frozen=True)
+class _Point:
+    rank: int
+    port: int
+    pid: int | None
+    state: str
+
+
+def _points(run: Run) -> list[_Point]:
+    return [
+        _Point(rank, integer(record, "port"), record.get("pid"), _state(run, rank, record))
+        for rank, record in sorted(run.debug_states.items())
+    ]
+
+
+def _state(run: Run, rank: int, record: Record) -> str:
+    """What a rank does, in a few words."""
+    state = record.get("state")
+    place = _short(str(record.get("place") or f"{record.get('path')}:{record.get('line')}"))
+    if state == "gone":
+        return "ended"
+    if state == "waits":
+        return f"waits for a debugger at {place}"
+    if state == "stopped":
+        return "stands in the debugger" + (f" at {place}" if record.get("place") else "")
+    status = next((each.status for each in run.last if each.rank == rank), None)
+    doing = _doing(status) if status is not None else "starting"
+    return f"in the debugger, {doing}" if state in ("attached", "running") else doing
+
+
+def _doing(status: Status) -> str:
+    what = status.collective or status.phase.label
+    return f"step {status.step}, {what}" + (f" ({_short(status.site)})" if status.site else "")
+
+
+def _short(place: str) -> str:
+    path, colon, line = place.rpartition(":")
+    relative = os.path.relpath(path) if path else ""
+    return f"{path if relative.startswith('..') else relative}{colon}{line}"
+
+
+def _show(run: Run) -> None:
+    debug = run.manifest["debug"]
+    minutes = (time.time_ns() - integer(run.manifest, "started")) / 60e9
+    print(f"{run.path.name}: {_called(run)}, for {minutes:.0f} min")
+    points = _points(run)
+    if not points:
+        print("  no rank has started yet")
+    else:
+        print(f"  {'rank':<6}{'port':<7}{'pid':<9}state")
+    for point in points:
+        print(f"  {point.rank:<6}{point.port:<7}{point.pid or '-':<9}{point.state}")
+    print(f'  VS Code: F5 "{launch_json.compound_name(str(debug.get("label") or ""))}"')
+    print("  other clients: ddpdoctor attach --rank N; from elsewhere: ddpdoctor attach --tunnel")
+
+
+def _called(run: Run) -> str:
+    words = [str(word) for word in run.manifest.get("command", [])]
+    scripts = [word for word in words if word.endswith(".py")]
+    return os.path.basename(scripts[0]) if scripts else shlex.join(words[:3])
+
+
+def _one_line(runs: Sequence[Run], rank: int) -> int:
+    for run in runs:
+        for point in _points(run):
+            if point.rank == rank:
+                host = _reachable(run.manifest["debug"]["host"])
+                print(
+                    'lua require("dap").run({type = "python", request = "attach", '
+                    f'name = "{launch_json.rank_name(rank)}", '
+                    f'connect = {{host = "{host}", port = {point.port}}}}})'
+                )
+                print(f"any other client: attach to {host}:{point.port}", file=sys.stderr)
+                return 0
+    raise DoctorError(f"no live run has a rank {rank}", "`ddpdoctor attach` lists them")
+
+
+def _reachable(host: str) -> str:
+    """Where a client connects for ports bound to ``host``."""
+    return debug_ports.LOOPBACK if host in ("0.0.0.0", "::", "") else host
+
+
+def _tunnel(run: Run) -> str:
+    """The line that brings the run's ports to another machine."""
+    host = str(run.manifest.get("host", "HOST"))
+    forwards = " ".join(f"-L {here}:127.0.0.1:{there}" for here, there in _ends(run))
+    return f"ssh -N {forwards} {getpass.getuser()}@{host}"
+
+
+def _ends(run: Run) -> list[tuple[int, int]]:
+    """Local and remote ports of a tunnel: ranks of several nodes do not share a local one."""
+    ports = run.manifest["debug"]["ports"]
+    points = _points(run)
+    if not points:
+        return [(port, port) for port in ports]
+    return [(ports[0] + point.rank, point.port) for point in points]
+
+
+def _write(runs: Sequence[Run], options: _Options) -> int:
+    workspace = find_workspace(current_directory(), options.last("--workspace"))
+    mappings = [_mapping(text) for text in options.values.get("--path-map", [])]
+    labels = [str(run.manifest["debug"].get("label") or "") for run in runs]
+    changed = False
+    for run, label in zip(runs, labels, strict=True):
+        debug = run.manifest["debug"]
+        host = _reachable(str(debug["host"]))
+        ports = {point.rank: point.port for point in _points(run)}
+        if "--tunnel" in options.flags:
+            here = dict(zip(ports, (end for end, _ in _ends(run)), strict=True))
+            host, ports = debug_ports.LOOPBACK, here
+            print(_tunnel(run))
+        points = [launch_json.AttachPoint(rank, host, port) for rank, port in ports.items()]
+        changed |= launch_json.update(
+            workspace, points, label=label, others=set(labels) - {label}, mappings=mappings
+        )
+    path = os.path.join(workspace, ".vscode", launch_json.FILE)
+    print(f"{'wrote' if changed else 'unchanged:'} {_short(f'{path}:')[:-1]}")
+    return 0
+
+
+def _mapping(text: str) -> launch_json.PathMapping:
+    local, _, remote = text.partition("=")
+    if not local or not remote:
+        raise DoctorError(f"option --path-map needs LOCAL=REMOTE, not {text!r}")
+    return launch_json.PathMapping(local, remote)
+
+
+def _inject(pid: int) -> int:
+    """Have debugpy inject itself into a process, by gdb."""
+    try:
+        process = psutil.Process(pid)
+        name = process.name()
+    except psutil.Error:
+        raise DoctorError(f"there is no process {pid}") from None
+    if not _is_python(process):
+        raise DoctorError(f"process {pid} ({name}) is no Python")
+    if shutil.which("gdb") is None:
+        raise DoctorError("gdb is not installed", "it is what injects debugpy; install gdb")
+    ports = debug_ports.bind_block(debug_ports.LOOPBACK, debug_ports.DEFAULT_PORT, 1)
+    port = ports.numbers[0]
+    ports.close()
+    command = [sys.executable, "-m", "debugpy", "--listen", f"{debug_ports.LOOPBACK}:{port}"]
+    command += ["--configure-subProcess", "false", "--pid", str(pid)]
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYDEVD_DISABLE_FILE_VALIDATION": "1"},
+    )
+    if done.returncode != 0 or not _listens(port):
+        reason = next(
+            (line for line in done.stdout.splitlines() if "ptrace" in line or "No symbol" in line),
+            "gdb could not attach",
+        )
+        raise DoctorError(
+            f"debugpy could not be injected into {pid}: {reason.strip()}",
+            "ptrace must be allowed: run as the same user, see /proc/sys/kernel/yama/ptrace_scope",
+        )
+    print(f"process {pid} listens; attach to {debug_ports.LOOPBACK}:{port}")
+    return 0
+
+
+def _is_python(process: psutil.Process) -> bool:
+    try:
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+    except OSError as error:
+        raise DoctorError(f"process {process.pid} cannot be read: {error.strerror}") from None
+    return "python" in maps
+
+
+def _listens(port: int) -> bool:
+    return any(
+        each.laddr and each.laddr.port == port and each.status == psutil.CONN_LISTEN
+        for each in psutil.net_connections("tcp")
+    )

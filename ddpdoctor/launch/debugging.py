@@ -1,0 +1,181 @@
+"""The debugger's side of a run: its ports, its entries in launch.json, and the words about them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Protocol
+
+from ddpdoctor.errors import DoctorError
+from ddpdoctor.launch import debug_ports, rank_sets
+from ddpdoctor.launch.command import Command
+from ddpdoctor.launch.editor import Editor
+from ddpdoctor.launch.gateway import Gateway
+from ddpdoctor.launch.partial_stops import PartialStops
+from ddpdoctor.probe import debugger
+from ddpdoctor.record import Record
+from ddpdoctor.run import Run
+
+MOST_RANKS = 8
+"""Ports for a command of which nobody knows how many ranks it will start."""
+
+
+class Speaker(Protocol):
+    """Where words go."""
+
+    def note(self, text: str) -> None:
+        """Say what ddpdoctor does; not with ``--quiet``."""
+
+    def say(self, text: str) -> None:
+        """Say what a person has to act on."""
+
+
+class Debugging:
+    """What the supervisor needs of the debugger.
+
+    Args:
+        command: The job.
+        speaker: Says where ranks wait.
+
+    Raises:
+        DoctorError: No block of ports is free, or ``--workspace`` is no directory.
+    """
+
+    def __init__(self, command: Command, speaker: Speaker) -> None:
+        own = command.own
+        self._command = command
+        self._speaker = speaker
+        count = command.local_ranks or MOST_RANKS
+        self._editor = Editor(own, command.script)
+        self._ports = debug_ports.bind_block(own.debug_host, own.debug_port, count)
+        self._gateway = Gateway(
+            self._ports,
+            gate=own.wait_for_attach,
+            hold_errors=own.debug_on_error,
+            expected=command.local_ranks,
+        )
+        self._stops = PartialStops()
+        self._written: dict[int, int] = {}
+        self._expects = False
+
+    def environment(self) -> dict[str, str]:
+        """What tells the ranks that a debugger may come."""
+        words = ["attach"]
+        if self._command.own.wait_for_attach is not None:
+            words.append("gate")
+        if self._command.own.debug_on_error:
+            words.append("error")
+        return {debugger.OPTIONS: ",".join(words)}
+
+    def manifest(self) -> Record:
+        """What other commands have to know of it."""
+        workspace = self._editor.workspace
+        return {
+            "host": self._ports.host,
+            "ports": list(self._ports.numbers),
+            "workspace": None if workspace is None else str(workspace),
+            "label": self._editor.label,
+        }
+
+    def open(self, directory: Path) -> None:
+        """Make what the ranks connect to, write launch.json, and say what there is.
+
+        Raises:
+            OSError: The control socket cannot be made.
+        """
+        self._gateway.open(directory)
+        self._editor.claim(directory, self._ports.numbers[0])
+        if self._command.one_node and self._command.local_ranks is not None:
+            self._write(dict(enumerate(self._ports.numbers)))
+        self._announce()
+
+    def start(self, news: Callable[[], None]) -> None:
+        """Serve; ``news`` is called, from another thread, when :meth:`look` has something to do."""
+        self._gateway.start(news)
+
+    def stop(self) -> None:
+        """The run is over."""
+        self._gateway.stop()
+
+    def _announce(self) -> None:
+        own, numbers = self._command.own, self._ports.numbers
+        if self._ports.moved:
+            last = own.debug_port + len(numbers) - 1
+            taken = (
+                f"port {last} is"
+                if last == own.debug_port
+                else "not all of ports " + (f"{own.debug_port}-{last} are")
+            )
+            state = "taken" if last == own.debug_port else "free"
+            self._speaker.note(f"{taken} {state}; debuggers attach at {_span(numbers)} instead")
+        if self._ports.host not in (debug_ports.LOOPBACK, "::1", "localhost"):
+            self._speaker.say(
+                f"warning: --debug-host {self._ports.host} lets everybody who can reach this "
+                "address run code as you, in your job, without a password; on a network that is "
+                "not yours alone, use 127.0.0.1 and an SSH tunnel (`ddpdoctor attach` prints it)"
+            )
+        if own.wait_for_attach is not None:
+            self._speaker.say("waiting for the ranks to start; each is held before its first line")
+
+    def look(self) -> list[Record]:
+        """Take in what has happened, say it, and return its records for the journal."""
+        records = self._gateway.take()
+        for state in ("attached", "detached"):
+            ranks = [record["rank"] for record in records if record["state"] == state]
+            if ranks:
+                verb = "attached to" if state == "attached" else "detached from"
+                self._speaker.note(f"debugger {verb} {rank_sets.words(ranks)}")
+        for record in records:
+            self._tell(record)
+        if any(record["state"] == "ready" for record in records):
+            self._write(self._gateway.ranks)
+        return records
+
+    def look_at(self, run: Run) -> None:
+        """Say which ranks wait for one that stands in the debugger."""
+        text = self._stops.look(run, self._gateway.stops)
+        if text:
+            self._speaker.say(text)
+
+    def _tell(self, record: Record) -> None:
+        state = record["state"]
+        if state == "waits":
+            rank, name = record["rank"], self._editor.configuration(record["rank"])
+            where = f"{_relative(str(record['path']))}:{record['line']}"
+            why = "is held by an uncaught exception" if record["why"] == "error" else "waits"
+            self._speaker.say(f'rank {rank} {why} at {where}; attach with F5 "{name}"')
+        elif state == "expects" and not self._expects:
+            self._expects = True
+            where = f"{_relative(str(record['path']))}:{record['line']}"
+            self._speaker.note(
+                f"{where} calls breakpoint(): collectives have no timeout in this run"
+            )
+        elif state == "listening":
+            ranks = rank_sets.words(record["ranks"])
+            who = "" if len(record["ranks"]) == len(self._gateway.ranks) else f" to {ranks}"
+            self._speaker.say(
+                f"all ranks listening on {self._ports.host}:{_span(self._ports.numbers)}; they "
+                f'start when a debugger is attached{who}: F5 "{self._editor.compound}"'
+            )
+        elif state == "broken":
+            self._speaker.say(f"warning: the debug ports are closed: {record['error']}")
+
+    def _write(self, ports: dict[int, int]) -> None:
+        if ports == self._written:
+            return
+        self._written = ports
+        try:
+            self._editor.write(self._ports.host, ports)
+        except DoctorError as error:
+            self._speaker.note(f"launch.json is left as it is: {error}")
+
+
+def _span(numbers: Iterable[int]) -> str:
+    ordered = sorted(numbers)
+    return str(ordered[0]) if len(ordered) == 1 else f"{ordered[0]}-{ordered[-1]}"
+
+
+def _relative(path: str) -> str:
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative

@@ -1,0 +1,551 @@
+"""The debug ports of a run: passes bytes between a debugger and the rank that it wants.
+
+The supervisor listens; a rank starts debugpy only when the first client has sent its first message.
+All of it lives on one thread with an event loop of its own, so that a slow client holds up nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ddpdoctor.launch import dap
+from ddpdoctor.launch.debug_ports import LOOPBACK, Ports
+from ddpdoctor.launch.rank_link import Message, RankLink, SilentError
+from ddpdoctor.probe.control import NAME, short_path
+from ddpdoctor.record import Record
+
+ANSWER = 5.0
+"""Seconds that a rank has to answer at all."""
+
+START = 60.0
+"""Seconds that debugpy may take to start in a rank that has answered."""
+
+APPEAR = 60.0
+"""Seconds that a client waits for a rank that is not there (yet, or again after a restart)."""
+
+FIRST_MESSAGE = 10.0
+"""Seconds in which a client has to speak the protocol: a port scan does not start a debugger."""
+
+TURNOVER = 3.0
+"""Seconds in which an old session may still end when a new client comes."""
+
+COMPILED = (
+    "ddpdoctor: this rank runs functions that torch.compile took; breakpoints in them are not hit"
+)
+
+_CHUNK = 1 << 16
+
+
+class RefusedError(Exception):
+    """A client cannot be served; the text is for the person."""
+
+
+@dataclass
+class Slot:
+    """One port, and the process and session behind it."""
+
+    index: int
+    port: int
+    link: RankLink | None = None
+    session: dap.Tap | None = None
+    waits: Message | None = None
+    """Where the rank stands until a debugger comes: ``why``, ``path``, ``line``."""
+    ended_at: float = field(default_factory=time.monotonic)
+    """When its process ended, or the run began."""
+
+    @property
+    def rank(self) -> int:
+        """The global rank, as far as it is known."""
+        known = self.link.rank if self.link is not None else None
+        return self.index if known is None else known
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A rank that stands still for the debugger."""
+
+    rank: int
+    place: str
+    """``path:line``, empty if unknown."""
+
+
+class Gateway:
+    """Serves the debug ports of one run.
+
+    Args:
+        ports: The listening sockets.
+        gate: Ranks that have to be attached before any may start; all of them if empty; None for
+            no gate.
+        hold_errors: Ranks hold at an uncaught exception, so timeouts are lifted from the start.
+        expected: How many ranks there will be, None if only they know.
+    """
+
+    def __init__(
+        self,
+        ports: Ports,
+        *,
+        gate: frozenset[int] | None,
+        hold_errors: bool,
+        expected: int | None,
+    ) -> None:
+        self._ports = ports
+        self._slots = [Slot(index, port) for index, port in enumerate(ports.numbers)]
+        self._gate = gate
+        self._gate_open = gate is None
+        self._hold_errors = hold_errors
+        self._expected = expected
+        self._news: Callable[[], None] = lambda: None
+        self._happened: deque[Record] = deque()
+        self._lifted = hold_errors
+        self._error_seen = False
+        self._links: set[RankLink] = set()
+        self._changed = asyncio.Condition()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = threading.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._control: socket.socket | None = None
+        self._thread = threading.Thread(target=self._serve, name="ddpdoctor-gateway", daemon=True)
+
+    # -- from the supervisor's thread
+
+    def open(self, directory: Path) -> None:
+        """Make the ranks' control socket in ``directory``; they may connect from then on.
+
+        Raises:
+            OSError: The socket cannot be made.
+        """
+        self._control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with short_path(str(directory / NAME)) as path:
+            self._control.bind(path)
+        self._control.listen(128)
+
+    def start(self, news: Callable[[], None]) -> None:
+        """Serve, from a thread of its own, which calls ``news`` when there is some to take."""
+        self._news = news
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Close ports and sessions; a client sees the end of its session."""
+        self._stopping.set()
+        loop = self._loop
+        if loop is not None and self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._cancel)
+            self._thread.join(2.0)
+        self._ports.close()
+        if self._control is not None:
+            self._control.close()
+
+    def take(self) -> list[Record]:
+        """What has happened since the last call: ``debug`` records for the journal."""
+        taken = []
+        while self._happened:
+            taken.append(self._happened.popleft())
+        return taken
+
+    @property
+    def ranks(self) -> dict[int, int]:
+        """The port of each global rank that has said hello."""
+        return {slot.rank: slot.port for slot in self._slots if slot.link is not None}
+
+    @property
+    def stops(self) -> list[Stop]:
+        """The ranks that stand still: at a breakpoint, or waiting for a client."""
+        found = []
+        for slot in self._slots:
+            waits, session = slot.waits, slot.session
+            if waits is not None:
+                found.append(Stop(slot.rank, f"{waits.get('path')}:{waits.get('line')}"))
+            elif session is not None and session.stopped:
+                found.append(Stop(slot.rank, session.place))
+        return found
+
+    # -- the thread
+
+    def _serve(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except Exception as error:
+            self._tell({"state": "broken", "error": repr(error)})
+
+    async def _main(self) -> None:
+        assert self._control is not None
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Condition()
+        servers = [await asyncio.start_unix_server(self._take_link, sock=self._control)]
+        for slot, listener in zip(self._slots, self._ports.listeners, strict=True):
+
+            async def take_client(
+                reader: asyncio.StreamReader, writer: asyncio.StreamWriter, slot: Slot = slot
+            ) -> None:
+                await self._take_client(slot, reader, writer)
+
+            servers.append(await asyncio.start_server(take_client, sock=listener))
+        with contextlib.suppress(asyncio.CancelledError):
+            self._main_task = asyncio.current_task()
+            if not self._stopping.is_set():
+                await asyncio.Event().wait()
+        for server in servers:
+            server.close()
+        await self._end_sessions()
+
+    def _cancel(self) -> None:
+        if self._main_task is not None:
+            self._main_task.cancel()
+
+    _main_task: asyncio.Task[None] | None = None
+
+    async def _end_sessions(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=1.0)
+
+    def _tell(self, record: Record) -> None:
+        self._happened.append({"kind": "debug", "time": time.time_ns(), **record})
+        self._news()
+
+    def _report(self, slot: Slot, state: str, **more: object) -> None:
+        link = slot.link
+        self._tell(
+            {
+                "state": state,
+                "rank": slot.rank,
+                "local_rank": slot.index,
+                "port": slot.port,
+                "pid": link.pid if link is not None else None,
+                **more,
+            }
+        )
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    # -- ranks
+
+    async def _take_link(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link = RankLink(reader, writer)
+        self._links.add(link)
+        slot: Slot | None = None
+        try:
+            async for message in link.messages():
+                if message.get("say") == "hello":
+                    slot = await self._hello(link, slot, message)
+                elif slot is not None:
+                    await self._said(slot, message)
+        finally:
+            self._links.discard(link)
+            if slot is not None and slot.link is link:
+                self._error_seen |= slot.waits is not None and slot.waits.get("why") == "error"
+                self._report(slot, "gone")
+                slot.link = slot.waits = None
+                slot.ended_at = time.monotonic()
+                self._restore_timeouts()
+                await self._notify()
+
+    async def _hello(self, link: RankLink, slot: Slot | None, hello: Message) -> Slot | None:
+        rank = link.rank
+        link.introduce(hello)
+        if slot is not None and link.rank == rank:
+            return slot
+        if slot is None:
+            slot = self._slot_for(link)
+            if slot is None:
+                link.tell("go")
+                return None
+            slot.link, slot.waits = link, None
+            if self._lifted:
+                link.tell("lift")
+            if self._gate_open:
+                link.tell("go")
+        self._report(slot, "ready")
+        self._look_at_gate()
+        await self._notify()
+        return slot
+
+    def _slot_for(self, link: RankLink) -> Slot | None:
+        """Its port: by local rank, else by rank, else the first that nobody has."""
+        wanted = link.local_rank if link.local_rank is not None else link.rank
+        if wanted is not None and wanted < len(self._slots):
+            slot = self._slots[wanted]
+            # torchrun starts a rank anew after its predecessor has ended.
+            if slot.link is None or link.local_rank is not None:
+                return slot
+        return next((slot for slot in self._slots if slot.link is None), None)
+
+    async def _said(self, slot: Slot, message: Message) -> None:
+        link = slot.link
+        if link is None:
+            return
+        if message.get("say") == "waits":
+            if message.get("why") == "error" and self._error_seen:
+                # The first failure has been looked at; this one is its consequence.
+                link.tell("release")
+                return
+            slot.waits = message
+            await self._lift_timeouts()
+            if slot.session is None or not slot.session.attached:
+                self._report(slot, "waits", **_place(message))
+        elif message.get("say") == "expects":
+            self._report(slot, "expects", **_place(message))
+        elif message.get("say") == "goes on":
+            self._error_seen |= message.get("why") == "error"
+            slot.waits = None
+            self._report(slot, "goes on")
+            self._restore_timeouts()
+
+    # -- the gate before the first user line
+
+    @property
+    def _members(self) -> list[Slot]:
+        return [slot for slot in self._slots if slot.link is not None]
+
+    def _all_here(self) -> bool:
+        members = self._members
+        expected = self._expected or max(
+            (slot.link.world_size or 1 for slot in members if slot.link is not None), default=1
+        )
+        return len(members) >= min(expected, len(self._slots))
+
+    def _look_at_gate(self) -> None:
+        if self._gate_open or not self._all_here():
+            return
+        wanted = [slot for slot in self._members if not self._gate or slot.rank in self._gate]
+        missing = [slot for slot in wanted if slot.session is None or not slot.session.attached]
+        if missing:
+            if not self._said_listening:
+                self._said_listening = True
+                self._tell({"state": "listening", "ranks": [slot.rank for slot in wanted]})
+            return
+        self._gate_open = True
+        for slot in self._members:
+            if slot.link is not None:
+                slot.link.tell("go")
+        self._tell({"state": "gate open"})
+
+    _said_listening = False
+
+    # -- timeouts
+
+    async def _lift_timeouts(self) -> None:
+        """Lift the collective timeouts of all ranks, and wait a moment until they are."""
+        if self._lifted:
+            return
+        self._lifted = True
+        asked = [link.ask("lift", 1.0) for link in self._links]
+        await asyncio.gather(*asked, return_exceptions=True)
+
+    def _restore_timeouts(self) -> None:
+        if not self._lifted or self._hold_errors:
+            return
+        if any(slot.session is not None or slot.waits is not None for slot in self._slots):
+            return
+        self._lifted = False
+        for link in self._links:
+            link.tell("restore")
+
+    # -- clients
+
+    async def _take_client(
+        self, slot: Slot, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            await self._client(slot, reader, writer)
+        except (OSError, asyncio.IncompleteReadError, dap.NotDapError):
+            pass
+        except asyncio.CancelledError:
+            # The run is over; asyncio.streams logs a cancelled handler as an error.
+            pass
+        finally:
+            self._tasks.discard(task)
+            writer.close()
+
+    async def _client(
+        self, slot: Slot, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        first = await asyncio.wait_for(_first_message(reader), FIRST_MESSAGE)
+        if first is None:
+            return
+        data, requests = first
+        tap = dap.Tap()
+        try:
+            await self._free(slot)
+            slot.session = tap
+            try:
+                upstream = await self._reach(slot, writer)
+                await self._pass(slot, tap, data, (reader, writer), upstream)
+            finally:
+                await self._end(slot, tap)
+        except RefusedError as refused:
+            await _refuse(str(refused), requests, reader, writer)
+
+    async def _free(self, slot: Slot) -> None:
+        """Wait until the session before is over."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            async with self._changed:
+                await asyncio.wait_for(
+                    self._changed.wait_for(lambda: slot.session is None), TURNOVER
+                )
+        if slot.session is not None:
+            raise RefusedError(
+                f"rank {slot.rank} is in a debugger already; disconnect that session first"
+            )
+
+    async def _reach(
+        self, slot: Slot, client: asyncio.StreamWriter
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection to debugpy in the rank, which it starts if it has not."""
+        link = await self._link_of(slot)
+        await self._lift_timeouts()
+        try:
+            await link.ask("answer", ANSWER)
+        except SilentError:
+            raise RefusedError(
+                f"rank {slot.rank} (pid {link.pid}) does not answer: native code holds Python's "
+                "lock, or the process is stopped; `ddpdoctor stacks` shows what it does"
+            ) from None
+        try:
+            answer = await link.ask("debug", START)
+        except SilentError as error:
+            raise RefusedError(f"rank {slot.rank} cannot start debugpy: {error}") from None
+        if "error" in answer:
+            raise RefusedError(f"rank {slot.rank} cannot start debugpy: {answer['error']}")
+        if answer.get("compiled"):
+            client.write(dap.encode(dap.output(COMPILED)))
+        return await asyncio.open_connection(LOOPBACK, int(answer["port"]))
+
+    async def _link_of(self, slot: Slot) -> RankLink:
+        with contextlib.suppress(asyncio.TimeoutError):
+            async with self._changed:
+                await asyncio.wait_for(
+                    self._changed.wait_for(lambda: slot.link is not None), APPEAR
+                )
+        if slot.link is None:
+            raise RefusedError(
+                f"there is no rank at port {slot.port}: it has not started, or has ended"
+            )
+        return slot.link
+
+    async def _pass(
+        self,
+        slot: Slot,
+        tap: dap.Tap,
+        data: bytes,
+        client: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        upstream: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+    ) -> None:
+        """Carry bytes both ways until one side ends."""
+        from_client, to_client = client
+        from_rank, to_rank = upstream
+
+        async def outward() -> None:
+            chunk = data
+            while chunk:
+                tap.to_rank(chunk)
+                to_rank.write(chunk)
+                await to_rank.drain()
+                chunk = await from_client.read(_CHUNK)
+
+        async def inward() -> None:
+            while chunk := await from_rank.read(_CHUNK):
+                before = (tap.attached, tap.stopped, tap.place)
+                tap.to_client(chunk)
+                to_client.write(chunk)
+                await to_client.drain()
+                self._follow(slot, tap, before)
+
+        carried = [asyncio.create_task(outward()), asyncio.create_task(inward())]
+        try:
+            await asyncio.wait(carried, return_when=asyncio.FIRST_COMPLETED)
+            if carried[1].done():
+                # The rank has ended: its client is told, rather than cut off.
+                to_client.write(dap.encode(dap.event("terminated", {})))
+                with contextlib.suppress(OSError):
+                    await to_client.drain()
+            elif not tap.ended:
+                # The client has vanished: the rank must not stand at its breakpoint for ever.
+                to_rank.write(dap.encode(dap.DISCONNECT))
+                await asyncio.wait(carried[1:], timeout=1.0)
+        finally:
+            for task in carried:
+                task.cancel()
+            await asyncio.gather(*carried, return_exceptions=True)
+            to_rank.close()
+
+    def _follow(self, slot: Slot, tap: dap.Tap, before: tuple[bool, bool, str]) -> None:
+        attached, stopped, place = before
+        if tap.attached and not attached:
+            self._report(slot, "attached")
+            if slot.link is not None:
+                slot.link.tell("attached")
+            self._look_at_gate()
+        if tap.stopped != stopped:
+            self._report(slot, "stopped" if tap.stopped else "running")
+        elif tap.place != place and tap.stopped:
+            self._report(slot, "stopped", place=tap.place)
+
+    async def _end(self, slot: Slot, tap: dap.Tap) -> None:
+        if slot.session is not tap:
+            return
+        link = slot.link
+        if link is not None:
+            with contextlib.suppress(SilentError):
+                await link.ask("detached", ANSWER)
+        slot.session = None
+        if tap.attached:
+            self._report(slot, "detached")
+        self._restore_timeouts()
+        await self._notify()
+
+
+def _place(message: Message) -> Message:
+    return {name: message.get(name) for name in ("why", "path", "line")}
+
+
+async def _first_message(reader: asyncio.StreamReader) -> tuple[bytes, list[dap.Message]] | None:
+    """The bytes up to a first whole message, and the messages in them; None at the end."""
+    decoder, data = dap.Decoder(), b""
+    while chunk := await reader.read(_CHUNK):
+        data += chunk
+        messages = decoder.feed(chunk)
+        if messages:
+            return data, messages
+    return None
+
+
+async def _refuse(
+    text: str,
+    requests: list[dap.Message],
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+) -> None:
+    """Answer a client's requests until it has understood."""
+    decoder = dap.Decoder()
+    with contextlib.suppress(asyncio.TimeoutError):
+        while requests:
+            for request in requests:
+                if request.get("type") == "request":
+                    for message in dap.refusal(request, text):
+                        writer.write(dap.encode(message))
+            await writer.drain()
+            if any(request.get("command") == "disconnect" for request in requests):
+                return
+            requests = []
+            while not requests:
+                chunk = await asyncio.wait_for(reader.read(_CHUNK), FIRST_MESSAGE)
+                if not chunk:
+                    return
+                requests = decoder.feed(chunk)

@@ -1,0 +1,179 @@
+"""The parts of debugpy and its pydevd that the probe uses beyond their documented API.
+
+Seen in debugpy 1.8.1 and 1.8.22. Tracing works by ``sys.settrace`` up to Python 3.11 and by
+``sys.monitoring`` from 3.12 on; each is guarded by the feature.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+_VALIDATION = "PYDEVD_DISABLE_FILE_VALIDATION"
+
+_port: int | None = None
+
+
+def listen() -> int:
+    """Start debugpy in this process, or wake it after :func:`silence`; the port it listens on.
+
+    Raises:
+        ImportError: This interpreter has no debugpy.
+        RuntimeError: The job has made debugpy listen itself.
+    """
+    global _port
+    if _port is None:
+        _port = _start()
+    else:
+        import pydevd
+
+        pydevd.settrace(suspend=False, trace_only_current_thread=False, patch_multiprocessing=False)
+    return _port
+
+
+def _start() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+    # Without it, Python's frozen modules draw a warning on the job's stderr.
+    with _environment(_VALIDATION, "1"):
+        import debugpy
+
+        # Else DataLoader workers are dragged in, whatever the client says (debugpy#1168).
+        debugpy.configure(subProcess=False)
+        # In this process: an adapter process of its own would hold the rank's stdout open.
+        debugpy.listen(("127.0.0.1", port), in_process_debug_adapter=True)
+    return port
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def silence() -> None:
+    """Stop tracing in all threads: debugpy leaves it on after a disconnect."""
+    if _port is None:
+        return
+    from _pydev_bundle import pydev_monkey
+
+    threading.settrace(None)
+    # pydevd starts new threads traced.
+    pydev_monkey.undo_patch_thread_modules()
+    if _uses_monitoring():
+        import pydevd
+
+        pydevd.pydevd_sys_monitoring.stop_monitoring(all_threads=True)
+        return
+    import pydevd_tracing
+
+    settrace = _original_settrace()
+
+    def uninstall(frame: FrameType, event: str, arg: Any) -> None:
+        """At its next call each thread takes its own trace function out."""
+        settrace(None)
+        frame.f_trace = None
+
+    for top in sys._current_frames().values():
+        _untrace(top)
+    pydevd_tracing.set_trace_to_threads(uninstall)
+
+
+def _untrace(frame: FrameType | None) -> None:
+    while frame is not None:
+        frame.f_trace = None
+        frame = frame.f_back
+
+
+def _original_settrace() -> Any:
+    import pydevd_tracing
+
+    return pydevd_tracing.TracingFunctionHolder._original_tracing or sys.settrace
+
+
+def _uses_monitoring() -> bool:
+    from _pydevd_bundle import pydevd_constants
+
+    return bool(getattr(pydevd_constants, "PYDEVD_USE_SYS_MONITORING", False))
+
+
+def stop_at(frame: FrameType) -> None:
+    """Stop this thread at the next line of ``frame``, as ``breakpoint()`` there would."""
+    import pydevd
+
+    pydevd.settrace(
+        suspend=True,
+        trace_only_current_thread=True,
+        patch_multiprocessing=False,
+        stop_at_frame=frame,
+    )
+
+
+def stop_at_exception(error: BaseException) -> None:
+    """Stop at the frame that raised, locals readable, whatever exceptions the client asked for.
+
+    What ``debugpy.trigger_exception_handler`` does, which only 1.8.22 has.
+    """
+    import pydevd
+
+    debugger = pydevd.get_global_debugger()
+    thread = threading.current_thread()
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    info = debugger.set_additional_thread_info(thread)
+    info.is_tracing += 1
+    try:
+        debugger.do_stop_on_unhandled_exception(
+            thread,
+            frames[-1],
+            {id(frame): frame for frame in frames},
+            (type(error), error, error.__traceback__),
+        )
+    finally:
+        info.is_tracing -= 1
+
+
+def leave_child_alone() -> None:
+    """In a forked child: neither tracing nor connections, for what serves a stop is not in it."""
+    if _port is None:
+        return
+    import pydevd
+    from _pydev_bundle import pydev_monkey
+    from _pydevd_bundle import pydevd_constants
+
+    threading.settrace(None)
+    pydev_monkey.undo_patch_thread_modules()
+    if _uses_monitoring():
+        pydevd.pydevd_sys_monitoring.stop_monitoring(all_threads=True)
+    else:
+        import pydevd_tracing
+
+        _original_settrace()(None)
+        _untrace(sys._getframe())
+        pydevd_tracing.restore_sys_set_trace_func()
+    debugger = pydevd.get_global_debugger()
+    waiting = getattr(debugger, "_waiting_for_connection_thread", None)
+    for owner, name in (
+        (waiting, "_server_socket"),
+        (debugger, "_client_socket"),
+        (getattr(debugger, "reader", None), "sock"),
+        (getattr(debugger, "writer", None), "sock"),
+    ):
+        connection = getattr(owner, name, None)
+        if isinstance(connection, socket.socket):
+            # Closed, not shut down: it is the parent's, too.
+            connection.close()
+    pydevd_constants.set_global_debugger(None)

@@ -1,0 +1,19 @@
+"""Threads of ours in a rank: in the background, and none of a debugger's business."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+def background(name: str, target: Callable[..., None], *args: Any) -> threading.Thread:
+    """A daemon thread, not started yet, that debugpy neither shows nor stops with the others.
+
+    A rank that stands at a breakpoint still has to answer and to write its records. debugpy leaves
+    its own threads alone, which it knows by these two attributes.
+    """
+    thread = threading.Thread(target=target, args=args, name=f"ddpdoctor-{name}", daemon=True)
+    thread.pydev_do_not_trace = True  # type: ignore[attr-defined]
+    thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
+    return thread

@@ -1,0 +1,81 @@
+"""tasks.json: the tasks that run a job, check a script, and watch a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ddpdoctor.vscode import owned
+from ddpdoctor.vscode.launch_json import FOLDER, RUN_TASK
+from ddpdoctor.vscode.owned import PREFIX, Section
+
+FILE = "tasks.json"
+
+_DEFAULTS = {"version": "2.0.0"}
+_MATCHER = {
+    "owner": "ddpdoctor",
+    "source": "ddpdoctor",
+    "fileLocation": ["autoDetect", FOLDER],
+    "pattern": {
+        "regexp": r"^(.+?):(\d+):(\d+): (error|warning|info) (DDP\d+) (.*)$",
+        "file": 1,
+        "line": 2,
+        "column": 3,
+        "severity": 4,
+        "code": 5,
+        "message": 6,
+    },
+    # Without a pattern that ends the start, VS Code waits for the job itself before it attaches.
+    "background": {
+        "activeOnStart": True,
+        "beginsPattern": "^ddpdoctor: waiting for the ranks to start",
+        "endsPattern": "^ddpdoctor: all ranks listening",
+    },
+}
+
+
+def installed(text: str | None, words: Sequence[str], cwd: str = "") -> str | None:
+    """The text of tasks.json with our tasks.
+
+    Args:
+        text: The file; None if there is none.
+        words: What the run gets: options of torchrun, the script and its arguments.
+        cwd: Where it runs; empty for the workspace.
+
+    Raises:
+        JsoncError: The text cannot be edited.
+    """
+    run = {
+        **_process(RUN_TASK, ["run", "--wait-for-attach", "--output", "problems", *words], cwd),
+        "isBackground": True,
+        "presentation": {"reveal": "always", "panel": "dedicated", "clear": True},
+        "problemMatcher": _MATCHER,
+    }
+    tasks = [
+        run,
+        {**_process(f"{PREFIX}check", ["check"], cwd), "problemMatcher": []},
+        {
+            **_process(f"{PREFIX}top", ["top"], cwd),
+            "presentation": {"reveal": "always", "panel": "dedicated", "focus": True},
+            "problemMatcher": [],
+        },
+    ]
+    return owned.rewrite(text, [Section("tasks", "label", tasks, owned.any_name)], _DEFAULTS)
+
+
+def removed(text: str | None) -> str | None:
+    """The text of tasks.json without anything of ours; None if nothing else was in it.
+
+    Raises:
+        JsoncError: The text is damaged.
+    """
+    return owned.rewrite(text, [Section("tasks", "label", [], owned.any_name)], _DEFAULTS)
+
+
+def _process(label: str, words: Sequence[str], cwd: str) -> Mapping[str, object]:
+    task: dict[str, object] = {
+        "label": label,
+        "type": "process",
+        "command": "${command:python.interpreterPath}",
+        "args": ["-m", "ddpdoctor", *words],
+    }
+    return {**task, "options": {"cwd": cwd}} if cwd else task

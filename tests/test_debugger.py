@@ -1,0 +1,398 @@
+"""Attaching to running ranks, with Microsoft's test client of the Debug Adapter Protocol."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import JOBS, Doctor, Live, Result
+from tests.dap_client import DapClient, DapError, DapUnavailable, install_modules
+
+JOB = JOBS / "debugged.py"
+PAUSING = JOBS / "pausing.py"
+
+
+def mark(name: str, job: Path = JOB) -> int:
+    """The line of a job that ends with this mark."""
+    lines = job.read_text().splitlines()
+    return next(n for n, line in enumerate(lines, 1) if line.endswith(f"# mark: {name}"))
+
+
+def unwrapped(text: str) -> str:
+    """What was said, in one line."""
+    lines = (line.removeprefix("ddpdoctor: ") for line in text.splitlines())
+    return " ".join(" ".join(lines).split())
+
+
+@pytest.fixture(scope="session")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    try:
+        return install_modules(tmp_path_factory.mktemp("dap"))
+    except DapUnavailable as error:
+        pytest.skip(f"no DAP test client: {error}")
+
+
+class Job:
+    """A job under debugging, and the clients that were attached to it."""
+
+    def __init__(self, doctor: Doctor, modules: Path) -> None:
+        self.doctor = doctor
+        self.modules = modules
+        self.clients: list[DapClient] = []
+        self.live: Live
+
+    def start(self, *words: str, options: tuple[str, ...] = (), job: Path = JOB) -> None:
+        self.live = self.doctor.start(
+            "--debug-port", "0", "--nproc-per-node", "2", *options, "--", str(job), *words
+        )
+
+    @property
+    def ports(self) -> list[int]:
+        ports: list[int] = self.live.wait_for(lambda run: True).manifest["debug"]["ports"]
+        return ports
+
+    def client(self, rank: int) -> DapClient:
+        client = DapClient(self.modules, self.ports[rank], env=self.doctor.environment())
+        self.clients.append(client)
+        return client
+
+    def attach(self, rank: int, *marks: str) -> DapClient:
+        client = self.client(rank)
+        client.attach({JOB: [mark(name) for name in marks]} if marks else None)
+        return client
+
+    def wait_for_state(self, state: str, rank: int | None = None, times: int = 1) -> None:
+        self.live.wait_for(
+            lambda run: (
+                times
+                <= sum(
+                    record.get("state") == state and record.get("rank") in (rank, None)
+                    if rank is not None
+                    else record.get("state") == state
+                    for record in run.supervisor
+                    if record["kind"] == "debug"
+                )
+            )
+        )
+
+    def wait_for_words(self, words: str) -> None:
+        deadline = time.monotonic() + 30
+        while words not in unwrapped(self.live.err.read_text()):
+            assert time.monotonic() < deadline, self.live.err.read_text()
+            time.sleep(0.1)
+
+    def pid(self, rank: int) -> int:
+        status = self.live.snapshot().ranks[rank].status
+        assert status is not None
+        return status.pid
+
+    def has_debugpy(self, rank: int) -> bool:
+        return "pydevd" in Path(f"/proc/{self.pid(rank)}/maps").read_text()
+
+    def end(self) -> Result:
+        (self.doctor.directory / "stop").touch()
+        return self.live.finish()
+
+
+@pytest.fixture
+def job(doctor: Doctor, modules: Path) -> Iterator[Job]:
+    job = Job(doctor, modules)
+    yield job
+    for client in job.clients:
+        client.close()
+
+
+def place(client: DapClient, timeout: float = 30) -> int:
+    """The line of the job at which a rank has stopped."""
+    return client.stack(client.wait_for_stop(timeout))[0].line
+
+
+def test_two_ranks_from_attach_to_attach_again(job: Job) -> None:
+    job.start()
+    job.live.wait_for_steps(5)
+    assert not job.has_debugpy(0)
+    both = [job.attach(0), job.attach(1)]
+    assert job.has_debugpy(0)
+    for client in both:
+        client.set_breakpoints(JOB, [mark("all_reduce")])
+    for rank, client in enumerate(both):
+        thread = client.wait_for_stop()
+        frame = client.stack(thread)[0]
+        assert (frame.path, frame.line) == (str(JOB), mark("all_reduce"))
+        assert client.evaluate("rank", frame) == str(rank)
+        assert client.locals(frame)["rank"] == str(rank)
+        # Ours are none of a person's threads.
+        assert not any("ddpdoctor" in name for name in client.threads().values())
+    # Over a collective: one rank alone waits for the other.
+    both[0].next(1)
+    time.sleep(0.5)
+    assert not both[0].stopped_now()
+    both[1].next(1)
+    assert [place(client) for client in both] == [mark("after all_reduce")] * 2
+    with pytest.raises(DapError, match="in a debugger already"):
+        job.client(0).attach()
+    for client in both:
+        client.set_breakpoints(JOB, [])
+        client.continue_(1)
+    both[1].disconnect()
+    both[0].set_breakpoints(JOB, [mark("after all_reduce")])
+    assert place(both[0]) == mark("after all_reduce")
+    both[0].disconnect()  # while it stands there
+    moved = job.pid(0)
+    again = job.attach(0, "after all_reduce")
+    frame = again.stack(again.wait_for_stop())[0]
+    assert again.evaluate("__import__('os').getpid()", frame) == str(moved)
+    again.disconnect()
+    result = job.end()
+    assert result.status == 0
+    # On Python 3.11 debugpy itself would leave tracing on.
+    assert result.stdout.count("traced False") == 2
+    assert result.codes == []
+
+
+def test_a_rank_that_waits_for_another(job: Job) -> None:
+    job.start("--at", "3", "--how", "away", "--seconds", "8")
+    job.live.wait_for_steps(3)
+    client = job.attach(0)
+    main = next(number for number, name in client.threads().items() if name == "MainThread")
+    lines = [frame.line for frame in client.stack(main) if frame.path == str(JOB)]
+    assert lines[0] in (mark("all_reduce"), mark("all_reduce") - 2), lines
+    away = job.attach(1)
+    main = next(number for number, name in away.threads().items() if name == "MainThread")
+    assert mark("away") in [frame.line for frame in away.stack(main)]
+    client.disconnect()
+    away.disconnect()
+    assert job.end().status == 0
+
+
+def test_a_rank_that_holds_the_lock_of_python(job: Job) -> None:
+    job.start("--at", "3", "--how", "gil", "--seconds", "8")
+    job.live.wait_for_steps(3)
+    time.sleep(0.5)
+    with pytest.raises(DapError, match=r"rank 1 .*does not answer: .*`ddpdoctor stacks`"):
+        job.attach(1)
+    assert job.end().status == 0
+
+
+def test_every_rank_is_held_until_one_is_attached(job: Job) -> None:
+    job.start("--steps", "3", options=("--wait-for-attach", "1"))
+    job.wait_for_state("listening")
+    time.sleep(1.0)
+    assert job.live.snapshot().ranks == ()
+    client = job.attach(1, "first", "loop")
+    assert place(client) == mark("first")
+    client.continue_(1)
+    assert place(client) == mark("loop")
+    client.disconnect()
+    result = job.end()
+    assert result.status == 0
+    assert "all ranks listening on 127.0.0.1:" in result.stderr
+    assert result.ours.count("waits for") <= 1
+
+
+def test_ranks_that_wait_for_one_in_the_debugger(job: Job) -> None:
+    job.start("--timeout", "3")
+    job.live.wait_for_steps(3)
+    client = job.attach(1, "loop")
+    assert place(client) == mark("loop")
+    job.wait_for_words("rank 1 stands in the debugger at")
+    job.wait_for_words("rank 0 waits for it in")
+    other = job.attach(0, "loop")
+    # Longer than the timeout of the group.
+    time.sleep(5)
+    client.set_breakpoints(JOB, [])
+    client.continue_(1)
+    assert place(other) == mark("loop")
+    other.disconnect()
+    client.disconnect()
+    result = job.end()
+    assert result.status == 0
+    assert result.stdout.count("timeout 3,") == 2
+    assert result.ours.count("stands in the debugger") == 1
+
+
+@pytest.mark.slow
+def test_a_pause_of_90_seconds(job: Job) -> None:
+    job.start("--timeout", "10")
+    job.live.wait_for_steps(3)
+    client = job.attach(1, "loop")
+    assert place(client) == mark("loop")
+    time.sleep(90)
+    client.disconnect()
+    time.sleep(2)
+    result = job.end()
+    assert result.status == 0
+    assert result.stdout.count("timeout 10,") == 2
+
+
+@pytest.mark.slow
+def test_all_of_eight_ranks(job: Job) -> None:
+    job.start(options=("--nproc-per-node", "8", "--wait-for-attach"))
+    job.wait_for_state("listening")
+    clients = [job.attach(rank, "loop") for rank in range(8)]
+    assert [place(client, 120) for client in clients] == [mark("loop")] * 8
+    for client in clients:
+        client.disconnect()
+    assert job.end().status == 0
+
+
+def test_a_client_that_vanishes_and_a_rank_that_does(job: Job) -> None:
+    job.start()
+    job.live.wait_for_steps(3)
+    client = job.attach(1, "loop")
+    assert place(client) == mark("loop")
+    client.kill()
+    job.wait_for_state("detached")
+    before = job.live.snapshot().ranks[1].status
+    assert before is not None
+    job.live.wait_for_steps(before.step + 10)
+    client = job.attach(1, "loop")
+    assert place(client) == mark("loop")
+    os.kill(job.pid(1), signal.SIGKILL)
+    client.wait_for_event("terminated", 5)
+    result = job.live.finish()
+    assert result.status == 1
+    assert result.codes == ["DDP902"]
+
+
+def test_a_rank_that_torchrun_starts_again(job: Job) -> None:
+    job.start("--how", "restart", "--steps", "5", options=("--max-restarts", "1"))
+    job.wait_for_state("ready", times=2)
+    client = job.attach(1, "first attempt")
+    frame = client.stack(client.wait_for_stop())[0]
+    first = client.evaluate("first", frame)
+    client.disconnect()
+    (job.doctor.directory / "restart").touch()
+    job.wait_for_state("gone", times=2)
+    again = job.attach(1, "loop")
+    frame = again.stack(again.wait_for_stop())[0]
+    assert again.evaluate("__import__('os').getpid()", frame) != first
+    again.disconnect()
+    assert job.end().status == 0
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_data_loader_workers_are_left_alone(job: Job, context: str) -> None:
+    words = ["--steps", "4", "--workers", "2", "--context", context]
+    job.start(*words, options=("--wait-for-attach",))
+    job.wait_for_state("listening")
+    clients = [job.attach(0, "worker"), job.attach(1, "worker", "loop")]
+    assert place(clients[1], 60) == mark("loop")
+    clients[1].disconnect()
+    result = job.live.finish()
+    assert result.status == 0, result.stderr
+
+
+def test_breakpoint_in_the_code_waits_for_a_client(job: Job) -> None:
+    job.start(job=PAUSING)
+    line = mark("breakpoint", PAUSING)
+    job.wait_for_words(f'pausing.py:{line}; attach with F5 "ddpdoctor: rank 1"')
+    # Rank 0 waits in its all_reduce meanwhile, for longer than the timeout of the group.
+    time.sleep(5)
+    client = job.attach(1)
+    assert place(client) == mark("after breakpoint", PAUSING)
+    client.continue_(1)
+    assert place(client) == mark("after second", PAUSING)
+    client.disconnect()
+    result = job.live.finish()
+    assert result.status == 0
+    assert "rank 0 has 6" in result.stdout
+    assert result.ours.count("attach with F5") == 1
+
+
+def test_breakpoint_is_pythons_own_without_the_debugger(doctor: Doctor) -> None:
+    words = ("--nproc-per-node", "2", "--", str(PAUSING))
+    result = doctor.run("--no-debug", *words)
+    assert "BdbQuit" in result.stderr or "EOFError" in result.stderr
+    assert result.status == doctor.torchrun(*words).status == 1
+    chosen = doctor.run("--debug-port", "0", *words, env={"PYTHONBREAKPOINT": "0"})
+    assert chosen.status == 0
+
+
+def test_ctrl_c_ends_the_wait_at_a_breakpoint(job: Job) -> None:
+    job.start(job=PAUSING)
+    job.wait_for_words("attach with F5")
+    job.live.process.send_signal(signal.SIGINT)
+    result = job.live.finish(20)
+    assert result.status == 1
+    assert "KeyboardInterrupt" in result.stderr
+
+
+def test_an_uncaught_exception_is_held(job: Job) -> None:
+    job.start("--at", "3", "--how", "error", "--timeout", "3", options=("--debug-on-error",))
+    job.wait_for_words("rank 1 is held by an uncaught exception at")
+    assert "ValueError: a bad value" in job.live.err.read_text()
+    time.sleep(5)
+    client = job.attach(1)
+    frame = client.stack(client.wait_for_stop())[0]
+    assert frame.line == mark("error")
+    assert client.locals(frame)["wrong"].startswith("-")
+    client.continue_(1)
+    client.wait_for_event("terminated")
+    result = job.live.finish()
+    assert result.status == 1
+    assert result.codes == ["DDP901"]
+
+
+def test_what_is_no_debugger_starts_none(job: Job) -> None:
+    job.start()
+    job.live.wait_for_steps(3)
+    for words in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01" * 300):
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", job.ports[0])) as connection,
+        ):
+            connection.sendall(words)
+    time.sleep(1.0)
+    assert not job.has_debugpy(0)
+    client = job.attach(0)
+    client.disconnect()
+    assert job.end().status == 0
+
+
+def test_a_taken_port_moves_the_block(doctor: Doctor) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = ("--nproc-per-node", "2", "--", str(JOB), "--steps", "2")
+        result = doctor.run("--debug-port", str(port), *words)
+    assert result.status == 0
+    said = unwrapped(result.ours)
+    assert f"not all of ports {port}-{port + 1} are free; debuggers attach at {port + 2}-" in said
+    launch = json.loads(
+        "\n".join(
+            line.partition("//")[0]
+            for line in (doctor.directory / ".vscode" / "launch.json").read_text().splitlines()
+        )
+    )
+    assert [each["connect"]["port"] for each in launch["configurations"]] == [port + 2, port + 3]
+
+
+def test_another_address_than_loopback_is_warned_of(doctor: Doctor) -> None:
+    words = ("--nproc-per-node", "1", "--", str(JOB), "--steps", "2")
+    result = doctor.run("--debug-port", "0", "--debug-host", "0.0.0.0", "--quiet", *words)
+    assert "run code as you" in unwrapped(result.ours)
+    refused = doctor.run("--debug-host", "192.0.2.1", *words)
+    assert refused.status == 2
+    assert "address of this machine" in refused.stderr
+
+
+def test_nothing_listens_after_the_run(job: Job) -> None:
+    job.start("--steps", "3")
+    job.live.wait_for(lambda run: True)
+    ports = job.ports
+    assert job.end().status == 0
+    listening = {
+        each.laddr.port
+        for each in psutil.net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN and each.laddr
+    }
+    assert not listening & set(ports)
