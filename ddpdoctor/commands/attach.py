@@ -182,8 +182,8 @@ def _short(place: str) -> str:
 
 def _show(run: Run) -> None:
     debug = run.manifest["debug"]
-    minutes = (time.time_ns() - integer(run.manifest, "started")) / 60e9
-    print(f"{run.path.name}: {_called(run)}, for {minutes:.0f} min")
+    seconds = (time.time_ns() - integer(run.manifest, "started")) / 1e9
+    print(f"{run.path.name}: {_called(run)}, for {_age(seconds)}")
     points = _points(run)
     if not points:
         print("  no rank has started yet")
@@ -193,6 +193,12 @@ def _show(run: Run) -> None:
         print(f"  {point.rank:<6}{point.port:<7}{point.pid or '-':<9}{point.state}")
     print(f'  VS Code: F5 "{launch_json.compound_name(str(debug.get("label") or ""))}"')
     print("  other clients: ddpdoctor attach --rank N; from elsewhere: ddpdoctor attach --tunnel")
+
+
+def _age(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
 def _called(run: Run) -> str:

@@ -1,0 +1,218 @@
+"""``ddpdoctor attach``, and what a run writes into the editor's files."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import JOBS, Doctor, Live
+from tests.dap_client import DapClient, DapUnavailable, install_modules
+
+JOB = JOBS / "debugged.py"
+QUICK = ("--nproc-per-node", "1", "--", "-c", "pass")
+
+
+def launch(folder: Path) -> dict[str, object]:
+    """launch.json without the comments that are ours."""
+    text = (folder / ".vscode" / "launch.json").read_text()
+    plain: dict[str, object] = json.loads(re.sub(r"// \S.*", "", text))
+    return plain
+
+
+def names(folder: Path) -> list[str]:
+    document = launch(folder)
+    found: list[str] = []
+    for key in ("configurations", "compounds"):
+        entries = document[key]
+        assert isinstance(entries, list)
+        found += [str(entry["name"]) for entry in entries]
+    return found
+
+
+@pytest.fixture
+def two(doctor: Doctor) -> Iterator[Live]:
+    """A live run of two ranks."""
+    live = doctor.start("--nproc-per-node", "2", "--", str(JOB))
+    live.wait_for_steps(3)
+    yield live
+    (doctor.directory / "stop").touch()
+    assert live.finish().status == 0
+
+
+def test_a_live_run_from_every_side(doctor: Doctor, two: Live) -> None:
+    ports = two.snapshot().manifest["debug"]["ports"]
+    shown = doctor.cli("attach")
+    assert shown.status == 0
+    for rank, port in enumerate(ports):
+        status = two.snapshot().ranks[rank].status
+        assert status is not None
+        assert re.search(rf"^  {rank} +{port} +{status.pid} +step \d+, ", shown.stdout, re.M)
+    assert max(map(len, shown.stdout.splitlines())) <= 80 + len(str(JOB))
+    assert doctor.cli("attach", str(two.run_dir)).stdout.splitlines()[1:2] == [
+        "  rank  port   pid      state"
+    ]
+
+    line = doctor.cli("attach", "--rank", "1")
+    assert f'host = "127.0.0.1", port = {ports[1]}' in line.stdout
+    assert line.stdout.count("\n") == 1
+    tunnel = doctor.cli("attach", "--tunnel").stdout
+    assert f"-L {ports[0]}:127.0.0.1:{ports[0]} -L {ports[1]}:127.0.0.1:{ports[1]} " in tunnel
+
+    (doctor.directory / "other" / ".vscode").mkdir(parents=True)
+    words = ("attach", "--write", "--workspace", "other", "--path-map", "/here=/there")
+    assert doctor.cli(*words).stdout == "wrote other/.vscode/launch.json\n"
+    assert doctor.cli(*words).stdout == "unchanged: other/.vscode/launch.json\n"
+    mine = names(doctor.directory)
+    assert mine == names(doctor.directory / "other")
+    assert mine == ["ddpdoctor: rank 0", "ddpdoctor: rank 1", "ddpdoctor: attach all ranks"]
+    written = launch(doctor.directory / "other")["configurations"]
+    assert isinstance(written, list)
+    assert written[0]["pathMappings"] == [{"localRoot": "/here", "remoteRoot": "/there"}]
+
+    other = subprocess.Popen(["sleep", "60"], env=doctor.environment())
+    expected: dict[tuple[str, ...], str] = {
+        ("attach", "--rank", "7"): "no live run has a rank 7",
+        ("attach", "--rank", "x"): "option --rank needs a number, not 'x'",
+        ("attach", "--rnak", "1"): "did you mean --rank?",
+        ("attach", "nowhere"): "no run named nowhere",
+        ("attach", "--gdb", "1"): "no Python",
+        ("attach", "--gdb", "4194303"): "there is no process 4194303",
+        ("attach", "a", "b"): "one run at a time",
+    }
+    for wrong, said in expected.items():
+        refused = doctor.cli(*wrong)
+        assert refused.status == 2, wrong
+        assert said in refused.stderr
+        assert "Traceback" not in refused.stderr
+    other.kill()
+    other.wait()
+
+
+def test_two_runs_in_one_workspace(doctor: Doctor, two: Live) -> None:
+    second = doctor.start("--nproc-per-node", "1", "--", str(JOB), "--stop", "now")
+    second.wait_for_steps(1, ranks=1)
+    port = second.snapshot().manifest["debug"]["ports"][0]
+    label = f"(debugged.py :{port})"
+    assert names(doctor.directory) == [
+        f"ddpdoctor: rank 0 {label}",
+        "ddpdoctor: rank 0",
+        "ddpdoctor: rank 1",
+        f"ddpdoctor: attach all ranks {label}",
+        "ddpdoctor: attach all ranks",
+    ]
+    assert label in doctor.cli("attach").stdout
+    (doctor.directory / "now").touch()
+    assert second.finish().status == 0
+    # What has ended is taken out by the next one.
+    third = doctor.run("--nproc-per-node", "1", "--", str(JOB), "--steps", "1")
+    assert third.status == 0
+    assert label not in (doctor.directory / ".vscode" / "launch.json").read_text()
+
+
+def test_without_a_live_run(doctor: Doctor) -> None:
+    nothing = doctor.cli("attach")
+    assert nothing.status == 2
+    assert "no run is live" in nothing.stderr
+    done = doctor.run("--nproc-per-node", "1", "--", str(JOB), "--steps", "1")
+    ended = doctor.cli("attach", str(done.run_dir))
+    assert ended.status == 2
+    assert "has ended" in ended.stderr
+
+
+@pytest.mark.skipif(shutil.which("gdb") is None, reason="gdb is not installed")
+def test_a_process_without_a_probe_by_gdb(
+    doctor: Doctor, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    try:
+        modules = install_modules(tmp_path_factory.mktemp("dap"))
+    except DapUnavailable as error:
+        pytest.skip(f"no DAP test client: {error}")
+    script = doctor.write("bare.py", "import time\nwhile True:\n    time.sleep(0.05)\n")
+    bare = subprocess.Popen([sys.executable, "-I", str(script)], env=doctor.environment())
+    try:
+        injected = doctor.cli("attach", "--gdb", str(bare.pid))
+        assert injected.status == 0, injected.stderr
+        port = int(injected.stdout.rpartition(":")[2])
+        with DapClient(modules, port, env=doctor.environment()) as client:
+            client.attach({script: [3]})
+            assert client.stack(client.wait_for_stop())[0].line == 3
+            client.disconnect()
+    finally:
+        bare.kill()
+        bare.wait()
+
+
+# -- launch.json of a run
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"configurations": [', "launch.json:1:"),
+        ('{\n"configurations": null}', "launch.json:2:"),
+        ("\udcff", "not UTF-8"),
+    ],
+)
+def test_a_launch_json_that_cannot_be_edited(doctor: Doctor, content: str, said: str) -> None:
+    folder = doctor.directory / ".vscode"
+    folder.mkdir()
+    file = folder / "launch.json"
+    file.write_bytes(content.encode(errors="surrogateescape"))
+    result = doctor.run("--", "true")
+    assert result.status == 0
+    assert file.read_bytes() == content.encode(errors="surrogateescape")
+    # A command that starts no rank has nothing to write.
+    assert result.ours.count("launch.json") == 0
+    result = doctor.run(*QUICK[:2], "--no-python", "--", "true")
+    assert result.status == 0
+    assert said in " ".join(result.ours.split())
+    assert "is left as it is" in " ".join(result.ours.split())
+    assert file.read_bytes() == content.encode(errors="surrogateescape")
+
+
+def test_no_vscode_and_a_workspace_that_is_named(doctor: Doctor) -> None:
+    words = ("--nproc-per-node", "3", "--no-python", "--", "true")
+    assert doctor.run("--no-vscode", *words).status == 0
+    assert doctor.run("--no-debug", *words).status == 0
+    assert not (doctor.directory / ".vscode").exists()
+    (doctor.directory / "there").mkdir()
+    assert doctor.run("--workspace", "there", "--path-map", "/a=/b", *words).status == 0
+    assert names(doctor.directory / "there")[2:] == [
+        "ddpdoctor: rank 2",
+        "ddpdoctor: attach all ranks",
+    ]
+    assert not (doctor.directory / ".vscode").exists()
+    refused = doctor.run("--workspace", "nowhere", *words)
+    assert refused.status == 2
+    assert "nowhere is not a directory" in refused.stderr
+
+
+# -- the Problems panel
+
+
+def test_findings_as_lines_for_a_problem_matcher(doctor: Doctor) -> None:
+    job = JOBS / "train.py"
+    words = ("--nproc-per-node", "2", "--", str(job), "--fail=exception")
+    result = doctor.run("--output", "problems", "--quiet", *words)
+    assert result.status == 1
+    doctor.cli("vscode", "--", "train.py")
+    tasks = json.loads(
+        re.sub(r"// \S.*", "", (doctor.directory / ".vscode" / "tasks.json").read_text())
+    )
+    matcher = next(t for t in tasks["tasks"] if t["label"] == "ddpdoctor: run")["problemMatcher"]
+    pattern = matcher["pattern"]
+    found = [m for line in result.stderr.splitlines() if (m := re.match(pattern["regexp"], line))]
+    assert len(found) == 1
+    assert found[0][pattern["file"]] == str(job)
+    line = int(found[0][pattern["line"]])
+    assert job.read_text().splitlines()[line - 1].endswith("# guilty: exception")
+    assert found[0][pattern["severity"]] == "error"
+    assert found[0][pattern["code"]] == "DDP901"
+    assert "rank 1 raised ValueError" in found[0][pattern["message"]]
