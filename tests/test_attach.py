@@ -82,7 +82,7 @@ def test_a_live_run_from_every_side(doctor: Doctor, two: Live) -> None:
         ("attach", "--rank", "x"): "option --rank needs a number, not 'x'",
         ("attach", "--rnak", "1"): "did you mean --rank?",
         ("attach", "nowhere"): "no run named nowhere",
-        ("attach", "--gdb", "1"): "no Python",
+        ("attach", "--gdb", str(other.pid)): "no Python",
         ("attach", "--gdb", "4194303"): "there is no process 4194303",
         ("attach", "a", "b"): "one run at a time",
     }

@@ -204,7 +204,7 @@ def test_ranks_that_wait_for_one_in_the_debugger(job: Job) -> None:
     job.live.wait_for_steps(3)
     client = job.attach(1, "loop")
     assert place(client) == mark("loop")
-    job.wait_for_words("rank 1 stands in the debugger at")
+    job.wait_for_words("rank 1 is held by the debugger at")
     job.wait_for_words("rank 0 waits for it in")
     other = job.attach(0, "loop")
     # Longer than the timeout of the group.
@@ -217,7 +217,7 @@ def test_ranks_that_wait_for_one_in_the_debugger(job: Job) -> None:
     result = job.end()
     assert result.status == 0
     assert result.stdout.count("timeout 3,") == 2
-    assert result.ours.count("stands in the debugger") == 1
+    assert result.ours.count("held by the debugger") == 1
 
 
 @pytest.mark.slow

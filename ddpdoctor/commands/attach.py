@@ -192,7 +192,7 @@ def _show(run: Run) -> None:
     for point in points:
         print(f"  {point.rank:<6}{point.port:<7}{point.pid or '-':<9}{point.state}")
     print(f'  VS Code: F5 "{launch_json.compound_name(str(debug.get("label") or ""))}"')
-    print("  other clients: ddpdoctor attach --rank N; from elsewhere: ddpdoctor attach --tunnel")
+    print("  Neovim: ddpdoctor attach --rank N; another machine: ddpdoctor attach --tunnel")
 
 
 def _age(seconds: float) -> str:

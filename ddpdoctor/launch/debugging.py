@@ -64,6 +64,9 @@ class Debugging:
         words = ["attach"]
         if self._command.own.wait_for_attach is not None:
             words.append("gate")
+            if not self._command.one_node:
+                # The ranks of other nodes do not learn when one of these is in the debugger.
+                words.append("lift")
         if self._command.own.debug_on_error:
             words.append("error")
         return {debugger.OPTIONS: ",".join(words)}

@@ -52,11 +52,11 @@ class PartialStops:
         self._said = picture
         places = {_short(stop.place) for stop in stops} - {""}
         at = f" at {places.pop()}" if len(places) == 1 else ""
-        verb = "stands" if len(standing) == 1 else "stand"
+        verb = "is" if len(standing) == 1 else "are"
         them = "it" if len(standing) == 1 else "them"
         wait = "waits" if len(waiting) == 1 else "wait"
         return (
-            f"{rank_sets.words(standing)} {verb} in the debugger{at}; "
+            f"{rank_sets.words(standing)} {verb} held by the debugger{at}; "
             f"{rank_sets.words(picture[1])} {wait} for {them}{_where(waiting)} and will stop at "
             "breakpoints after that"
         )

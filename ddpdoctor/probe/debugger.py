@@ -22,7 +22,7 @@ from ddpdoctor.probe.control import Message
 from ddpdoctor.probe.sites import user_file
 
 OPTIONS = "DDPDOCTOR_DEBUG"
-"""Environment variable: ``attach``, and with it ``gate`` and ``error``, separated by commas."""
+"""Environment variable: ``attach``, with it ``gate``, ``lift`` and ``error``, between commas."""
 
 _MAIN_PROGRAM = frozenset({"cpython.run_file", "cpython.run_module", "cpython.run_command"})
 _HOOK = "hold_at_error"
@@ -61,8 +61,9 @@ def install() -> None:
         lift=_lift,
         restore=_restore,
     )
-    if "error" in wanted:
+    if wanted & {"error", "lift"}:
         timeouts.lift(to_the_end=True)
+    if "error" in wanted:
         _wrap_excepthook()
     if "PYTHONBREAKPOINT" not in os.environ:
         _wrap_breakpoint()
