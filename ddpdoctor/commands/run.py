@@ -35,6 +35,9 @@ Options of ddpdoctor:
   --run-dir DIR     Keep the records in DIR, new or empty
                     [default: a directory below <tmp>/ddpdoctor-<uid>/].
   --journal-mb N    Most megabytes of records per rank [default: 64].
+  --overhead-budget PERCENT
+                    What looking for wrong results may cost, of the step time;
+                    0 turns it off [default: 0.5].
   -h, --help        Show this text.
 
 Debugger (debugpy starts in a rank only when somebody attaches):

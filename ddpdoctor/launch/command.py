@@ -34,6 +34,7 @@ class OwnOptions:
     json: str | None = None
     output: str = "text"
     journal_mb: int = 64
+    overhead_budget: float = 0.5
     no_debug: bool = False
     debug_port: int = DEFAULT_PORT
     debug_host: str = LOOPBACK
@@ -115,6 +116,13 @@ def _megabytes(text: str) -> int:
     return value
 
 
+def _percent(text: str) -> float:
+    value = float(text.removesuffix("%"))
+    if not 0 <= value <= 100:
+        raise ValueError
+    return value
+
+
 def _port(text: str) -> int:
     value = int(text)
     if not 0 <= value <= 65535:
@@ -143,6 +151,7 @@ _OWN: dict[str, tuple[str, Callable[[str], object], str]] = {
     "--json": ("json", str, "a file name"),
     "--output": ("output", _output, "text or problems"),
     "--journal-mb": ("journal_mb", _megabytes, "a number of megabytes, 1 or more"),
+    "--overhead-budget": ("overhead_budget", _percent, "per cent of the step time, 0 to 100"),
     "--no-debug": ("no_debug", _flag, ""),
     "--debug-port": ("debug_port", _port, "a port number (0: any)"),
     "--debug-host": ("debug_host", str, "an address of this machine"),

@@ -28,6 +28,7 @@ from ddpdoctor.launch.guards import GuardPost
 from ddpdoctor.launch.oom import OomWatch
 from ddpdoctor.launch.passthrough import Passthrough
 from ddpdoctor.launch.ranks import RankWatch
+from ddpdoctor.probe import budget
 from ddpdoctor.probe.watch import MARK, namespace
 from ddpdoctor.record import FORMAT, Journal, Record
 from ddpdoctor.run import Run, RunReader
@@ -211,6 +212,7 @@ class Supervisor:
             environment["PYTHONPATH"] = f"{entry}{os.pathsep}{before}" if before else entry
             environment["DDPDOCTOR_RUN_DIR"] = str(self._directory)
             environment["DDPDOCTOR_JOURNAL_MB"] = str(self._command.own.journal_mb)
+            environment[budget.PERCENT] = str(self._command.own.overhead_budget)
             environment["DDPDOCTOR_SUPERVISOR"] = f"{os.getpid()}@{namespace()}"
             if self._debugging is not None:
                 environment.update(self._debugging.environment())

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ddpdoctor.probe import shield, sites, watch
+from ddpdoctor.probe import budget, events, shield, sites, watch
 from ddpdoctor.probe.recorder import Recorder
 from ddpdoctor.probe.steps import StepTracker
 from ddpdoctor.record import FORMAT, Journal, Phase, Record, StatusPage, rank_stem
@@ -30,6 +30,7 @@ class RankState:
     def __init__(self, recorder: Recorder, tracker: StepTracker) -> None:
         self.recorder = recorder
         self.tracker = tracker
+        self.budget = budget.from_environment()
         self.error_told = False
         self.closed = False
 
@@ -168,6 +169,8 @@ def end() -> None:
     from ddpdoctor.probe.hooks import errors
 
     errors.at_exit(state)
+    for tell_last in events.rank_ends:
+        tell_last()
     state.closed = True
     steps = state.tracker.finish()
     state.recorder.add(

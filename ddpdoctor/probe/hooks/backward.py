@@ -7,7 +7,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe import rank, shield, torch_private
+from ddpdoctor.probe import events, rank, shield, torch_private
 from ddpdoctor.probe.hooks import amp, losses
 from ddpdoctor.probe.sites import site_of
 from ddpdoctor.record import Phase
@@ -71,5 +71,8 @@ def _after(error: BaseException | None) -> None:
     if tracker is not None:
         try:
             tracker.leave(error)
+            if error is None:
+                for told in events.backward_ended:
+                    told()
         except Exception as broken:
             shield.fault(_HOOK, broken)

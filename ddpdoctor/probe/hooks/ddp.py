@@ -18,7 +18,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from ddpdoctor import record
-from ddpdoctor.probe import rank, recorder, shield, sites, steps, torch_private
+from ddpdoctor.probe import events, rank, recorder, shield, sites, steps, torch_private
 from ddpdoctor.probe.clocks import CudaClock
 from ddpdoctor.probe.hooks import batch, collectives
 from ddpdoctor.probe.steps import OpenStep, StepTracker
@@ -81,6 +81,9 @@ def _wrap_helper(ddp_class: Any, original: Any) -> None:
             raise
         static_graph = kwargs.get("static_graph", args[3] if len(args) > 3 else False)
         _built(self, bool(static_graph))
+        if rank.active is not None:
+            for told in events.ddp_built:
+                told(self)
         return result
 
     ddp_class._ddp_init_helper = _ddp_init_helper
@@ -187,6 +190,8 @@ def _before(ddp: Any) -> bool:
             tracker.forward(armed)
             if armed:
                 _listen(ddp, tracker)
+            for told in events.forward_begins:
+                told(ddp, armed)
         else:
             tracker.evaluating()
         step = tracker.step

@@ -7,7 +7,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe import rank, shield, torch_private
+from ddpdoctor.probe import events, rank, shield, torch_private
 from ddpdoctor.probe.sites import site_of
 from ddpdoctor.record import Phase
 
@@ -49,6 +49,8 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
         frame = sys._getframe(1)
         if tracker.enter(_OPTIMIZER, site_of(frame)) and tracker.optimizer_frame is None:
             tracker.optimizer_frame = frame
+        for told in events.step_begins:
+            told(optimizer)
     except Exception as error:
         shield.fault(_HOOK, error)
 
@@ -62,6 +64,9 @@ def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
         # A subclass whose step calls its parent's is still one step.
         if tracker.phase != _OPTIMIZER:
             tracker.optimizer_frame = None
+            number = tracker.steps
             tracker.stepped(optimizer)
+            for told in events.step_ended:
+                told(optimizer, number)
     except Exception as error:
         shield.fault(_HOOK, error)

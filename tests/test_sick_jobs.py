@@ -1,0 +1,107 @@
+"""Each sick job is named exactly as its own marks say, and its healed twin is left alone.
+
+A mark stands on the guilty line: ``# expect: DDP305`` for a finding of the job as a whole or on any
+rank, ``# expect: DDP305 rank 1`` or ``ranks 0,2`` for exactly these. The head of a job may say
+``# ranks: 3`` and ``# status: 1`` (the exit status that the job itself has, 0 unless said).
+The twin of ``sick/NAME.py`` is ``sick/NAME_healed.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, Doctor
+
+SICK = sorted(
+    path
+    for path in (ROOT / "sample_jobs" / "sick").glob("*.py")
+    if not path.stem.endswith("_healed")
+)
+HEALED = [path.with_name(f"{path.stem}_healed.py") for path in SICK]
+HEALTHY = sorted((ROOT / "sample_jobs" / "healthy").glob("*.py"))
+
+_MARK = re.compile(r"# expect: (DDP\d+)(?: ranks? ([\d,]+))?$")
+
+
+@dataclass(frozen=True)
+class Said:
+    """A finding, as far as a mark tells it."""
+
+    code: str
+    path: str
+    line: int
+    ranks: tuple[int, ...] | None
+
+    def fits(self, mark: Said) -> bool:
+        same = (self.code, self.path, self.line) == (mark.code, mark.path, mark.line)
+        return same and mark.ranks in (None, self.ranks)
+
+
+def marks(path: Path) -> list[Said]:
+    found = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        match = _MARK.search(line)
+        if match is not None:
+            ranks = tuple(map(int, match[2].split(","))) if match[2] else None
+            found.append(Said(match[1], str(path), number, ranks))
+    return found
+
+
+def head(path: Path, word: str, default: int) -> int:
+    match = re.search(rf"^# {word}: (\d+)$", path.read_text(), re.MULTILINE)
+    return int(match[1]) if match is not None else default
+
+
+def findings(doctor: Doctor, path: Path) -> list[dict[str, object]]:
+    """What is said of a job, less than nothing if the job did not end as it says it does."""
+    report = doctor.directory / "findings.json"
+    ranks = str(head(path, "ranks", 2))
+    words = ("--json", str(report), "--quiet", "--nproc-per-node", ranks, "--", str(path))
+    result = doctor.run(*words)
+    expected = head(path, "status", 0)
+    if expected:
+        assert result.status == expected, result.stderr
+    else:
+        result.check_success()
+    assert "Traceback" not in result.ours
+    faults = [record for rank in result.run.ranks for record in rank.of_kind("fault")]
+    assert not faults, faults
+    return [json.loads(line) for line in report.read_text().splitlines()]
+
+
+def said(finding: dict[str, object]) -> Said:
+    location = finding.get("location")
+    place = location if isinstance(location, dict) else {}
+    ranks = finding["ranks"]
+    assert isinstance(ranks, list)
+    return Said(
+        str(finding["code"]), str(place.get("path")), int(place.get("line", 0)), tuple(ranks)
+    )
+
+
+@pytest.mark.parametrize("path", SICK, ids=lambda path: path.stem)
+def test_a_sick_job_is_named(doctor: Doctor, path: Path) -> None:
+    expected = marks(path)
+    assert expected, "no mark"
+    found = findings(doctor, path)
+    heard = [said(each) for each in found]
+    for mark in expected:
+        assert any(each.fits(mark) for each in heard), (mark, found)
+    for each in heard:
+        assert any(each.fits(mark) for mark in expected), (each, found)
+
+
+@pytest.mark.parametrize("path", HEALED, ids=lambda path: path.stem)
+def test_its_healed_twin_is_left_alone(doctor: Doctor, path: Path) -> None:
+    assert findings(doctor, path) == []
+
+
+@pytest.mark.parametrize("path", HEALTHY, ids=lambda path: path.stem)
+def test_a_healthy_job_is_left_alone(doctor: Doctor, path: Path) -> None:
+    found = findings(doctor, path)
+    assert [each for each in found if each["severity"] != "info"] == []
