@@ -1,7 +1,7 @@
 """What diagnosis may cost: a share of the time that the rank has trained.
 
-It starts with a credit, so that the first steps are looked at closely; afterwards a diagnosis has to
-wait until enough has been earned.
+It starts with a credit, so that the first steps are looked at closely; afterwards a diagnosis has
+to wait until enough has been earned.
 """
 
 from __future__ import annotations
