@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from ddpdoctor.run import Run, RunReader
+from tests.written import Written
 
 ROOT = Path(__file__).parent.parent
 JOBS = Path(__file__).parent / "jobs"
@@ -240,3 +241,9 @@ def doctor(tmp_path: Path, token: str) -> Iterator[Doctor]:
         if process.poll() is None:
             process.kill()
             process.wait()
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Written:
+    """A run directory to write by hand."""
+    return Written(tmp_path)

@@ -9,10 +9,12 @@ from ddpdoctor.probe import debugger, rank
 from ddpdoctor.probe.hooks import (
     amp,
     backward,
+    checkpoints,
     collectives,
     dataloader,
     ddp,
     errors,
+    launch_words,
     optimizer,
     process_group,
 )
@@ -33,6 +35,7 @@ def start() -> None:
         return
     os.register_at_fork(after_in_child=rank.forget)
     os.register_at_fork(after_in_child=debugger.forget)
+    os.register_at_fork(after_in_child=checkpoints.forget)
     errors.install()
     when_imported("torch.distributed.distributed_c10d", process_group.install)
     when_imported("torch.distributed.distributed_c10d", collectives.install)
@@ -41,6 +44,9 @@ def start() -> None:
     when_imported("torch.autograd", backward.install)
     when_imported("torch.optim.optimizer", optimizer.install)
     when_imported("torch.amp.grad_scaler", amp.install)
+    when_imported("torch.serialization", checkpoints.install)
+    when_imported("argparse", launch_words.install_argparse)
+    when_imported("torch.nn.parallel.data_parallel", launch_words.install_data_parallel)
     when_imported("torch.multiprocessing.spawn", errors.install_spawn)
     # Last, since this may wait for a debugger before the user's first line.
     debugger.install()

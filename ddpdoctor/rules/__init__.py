@@ -1,5 +1,5 @@
 """The rules: importing this package registers them all in `ddpdoctor.finding.RULES`."""
 
-from ddpdoctor.rules import crashes, hangs, speed
+from ddpdoctor.rules import checkpoints, crashes, hangs, launch, speed
 
-__all__ = ["crashes", "hangs", "speed"]
+__all__ = ["checkpoints", "crashes", "hangs", "launch", "speed"]

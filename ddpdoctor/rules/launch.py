@@ -1,0 +1,113 @@
+"""Launch (DDP2xx): scripts that do not take the place that their launcher gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ddpdoctor.finding import Finding, Location, Severity, rule
+from ddpdoctor.record import Record, integer
+from ddpdoctor.run import Rank, Run
+
+
+def _location(record: Record) -> Location | None:
+    return Location(str(record["path"]), integer(record, "line")) if record.get("path") else None
+
+
+def _first(run: Run, kind: str) -> list[tuple[Rank, Record]]:
+    """The first record of a kind, of each rank that has one."""
+    firsts = ((rank, next(rank.of_kind(kind), None)) for rank in run.last)
+    return [(rank, record) for rank, record in firsts if record is not None]
+
+
+@rule("DDP206", "local-rank-never-filled", Severity.WARNING)
+def local_rank_never_filled(run: Run) -> Iterator[Finding]:
+    """The script reads its local rank from an option that torchrun never fills.
+
+    What it finds
+        An `args.local_rank` that differs from LOCAL_RANK when the model is wrapped in DDP, in a
+        script that uses it.
+
+    Why it is bad
+        It has its default on every rank: all of them take GPU 0, or all think they are the first.
+
+    How to fix it
+        Read the environment: `int(os.environ["LOCAL_RANK"])`.
+
+    Example
+        Wrong: `parser.add_argument("--local_rank", type=int, default=0)`.
+        Right: the same with `default=int(os.environ.get("LOCAL_RANK", 0))`.
+
+    When it stays silent
+        When the script puts the right value there before it builds DDP, and when it never reads it.
+
+    Since
+        0.1.0
+    """
+    found = _first(run, "local_rank")
+    if not found:
+        return
+    _, record = found[0]
+    told = integer(record, "parsed")
+    ranks = tuple(sorted(rank.rank for rank, _ in found))
+    names = ", ".join(str(rank) for rank in ranks)
+    yield Finding(
+        code="DDP206",
+        severity=Severity.WARNING,
+        message=f"rank{'s' if len(ranks) > 1 else ''} {names} parsed local rank {told}: torchrun "
+        "fills LOCAL_RANK, not an option",
+        ranks=ranks,
+        location=_location(record),
+        evidence=tuple(
+            f"rank {rank.rank}: args.local_rank is {integer(each, 'parsed')}, LOCAL_RANK is "
+            f"{integer(each, 'environment')}"
+            for rank, each in found[:4]
+        ),
+        fix='Read int(os.environ["LOCAL_RANK"]), for example as the default of the option.',
+        about="local_rank",
+    )
+
+
+@rule("DDP214", "data-parallel-under-a-launcher", Severity.WARNING)
+def data_parallel(run: Run) -> Iterator[Finding]:
+    """`nn.DataParallel` is used in a job of several processes.
+
+    What it finds
+        A `torch.nn.DataParallel` that was built on a rank of a job of more than one, where no DDP
+        was built.
+
+    Why it is bad
+        DataParallel knows nothing of the other processes: each trains a model of its own, on its
+        own data, and nothing averages their gradients.
+
+    How to fix it
+        Wrap the model in `DistributedDataParallel` instead.
+
+    Example
+        Wrong: `model = nn.DataParallel(model)` under torchrun.
+        Right: `model = DistributedDataParallel(model, device_ids=[local_rank])`.
+
+    When it stays silent
+        For a single process, and for ranks that also built a DDP.
+
+    Since
+        0.1.0
+    """
+    found = [
+        (rank, record)
+        for rank, record in _first(run, "data_parallel")
+        if integer(rank.opened, "world_size", 1) > 1 and next(rank.of_kind("ddp"), None) is None
+    ]
+    if not found:
+        return
+    _, record = found[0]
+    world = integer(found[0][0].opened, "world_size")
+    yield Finding(
+        code="DDP214",
+        severity=Severity.WARNING,
+        message=f"nn.DataParallel in a job of {world} processes: each trains a model of its own",
+        ranks=tuple(sorted(rank.rank for rank, _ in found)),
+        location=_location(record),
+        evidence=(f"built on {len(found)} ranks; none of them built a DDP",),
+        fix="Use torch.nn.parallel.DistributedDataParallel, which averages gradients over ranks.",
+        about="data_parallel",
+    )

@@ -1,0 +1,62 @@
+"""Run directories written by hand, with the real writers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ddpdoctor.rules  # noqa: F401 (registers the rules)
+from ddpdoctor.finding import RULES, Finding, examine
+from ddpdoctor.record import FORMAT, Journal, Phase, Record, StatusPage, rank_stem
+from ddpdoctor.run import RunReader
+
+T0 = 1_700_000_000_000_000_000
+MS = 1_000_000
+SECOND = 1_000 * MS
+
+
+@dataclass
+class Written:
+    """A run directory in the making."""
+
+    path: Path
+    supervisor: list[Record] = field(default_factory=list)
+
+    def rank(
+        self,
+        number: int,
+        records: Iterable[Record | bytes],
+        *,
+        phase: Phase = Phase.ENDED,
+        since: int = T0,
+        armed: int = 0,
+        steps: int = 0,
+    ) -> None:
+        stem = self.path / rank_stem(number, 0)
+        page = StatusPage(
+            f"{stem}.status", rank=number, world_size=2, local_rank=number, restart=0, started=T0
+        )
+        page.show(phase, since, armed)
+        page.totals(steps, -1, 0, 0)
+        journal = Journal(f"{stem}.jsonl", 1 << 20)
+        opened = {"kind": "open", "format": FORMAT, "rank": number, "backend": "nccl"}
+        ddp = {"kind": "ddp", "device": f"cuda:{number}", "group_ranks": [0, 1]}
+        journal.write([opened, ddp, *records])
+        journal.close()
+
+    def findings(self, *, status: int | None = None, stderr: str = "") -> list[Finding]:
+        manifest = {"format": FORMAT, "launcher": "torchrun"}
+        (self.path / "run.json").write_text(json.dumps(manifest))
+        (self.path / "stderr.log").write_text(stderr)
+        journal = Journal(str(self.path / "supervisor.jsonl"), 1 << 20)
+        ends = [] if status is None else [{"kind": "job", "time": T0, "status": status}]
+        journal.write([*self.supervisor, *ends])
+        journal.close()
+        return examine(RunReader(self.path).snapshot(), RULES.values())
+
+    def exit(self, rank: int, status: int, time: int) -> None:
+        self.supervisor.append(
+            {"kind": "rank_exit", "rank": rank, "restart": 0, "status": status, "time": time}
+        )
