@@ -1,6 +1,6 @@
 """What ddpdoctor costs: the same job under torchrun and under ``ddpdoctor run``, in turn.
 
-    python benchmarks/overhead.py [tiny|hooks|resnet|startup|supervisor ...] [--pairs 7]
+    python benchmarks/overhead.py [tiny|hooks|resnet|fingerprints|delay|startup|supervisor ...]
 
 Each figure is a ratio or a difference within a pair of runs that follow each other, so that a
 machine that gets faster or slower meanwhile does not show; the median over the pairs is quoted.
@@ -9,8 +9,10 @@ machine that gets faster or slower meanwhile does not show; the median over the 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
+import random
 import re
 import subprocess
 import sys
@@ -80,6 +82,50 @@ def hooks(directory: str, runs: int = 5) -> None:
         f"hooks: {median(found):.1f} us a step (from {min(found):.1f} to {max(found):.1f}); "
         f"{runs} runs"
     )
+
+
+def fingerprints(pairs: int, directory: str) -> None:
+    """Looking for wrong results: the tiny job with the default budget and with none, in turn."""
+    job = str(HERE / "jobs" / "tiny.py")
+    off = ("--overhead-budget", "0")
+    ratios: dict[str, list[float]] = {"median step": [], "CPU time of a step": []}
+    patterns = {"median step": r"median ([\d.]+)", "CPU time of a step": r"cpu ([\d.]+)"}
+    for index in range(pairs):
+        found: dict[bool, str] = {}
+        for looks in (False, True) if index % 2 == 0 else (True, False):
+            options = () if looks else off
+            found[looks] = run([*DOCTOR[:4], *options, *DOCTOR[4:], job], directory)[1]
+        for what, pattern in patterns.items():
+            ratios[what].append(number(pattern, found[True]) / number(pattern, found[False]))
+    for what, values in ratios.items():
+        print(
+            f"fingerprints, {what}: ratio {median(values):.4f} with the default budget to none "
+            f"(from {min(values):.4f} to {max(values):.4f}); {pairs} pairs"
+        )
+
+
+def delay(directory: str, runs: int = 6, iterations: int = 3000) -> None:
+    """Steps from a divergence at a random step to the first fingerprints that show it."""
+    draw = random.Random(0)
+    job = str(HERE / "jobs" / "diverging.py")
+    delays = []
+    for index in range(runs):
+        at = draw.randrange(iterations * 9 // 10)
+        record = Path(directory) / f"diverging{index}"
+        words = ("--run-dir", str(record), *DOCTOR[4:], job, "--at", str(at))
+        run([*DOCTOR[:4], *words, "--iterations", str(iterations)], directory)
+        prints = []
+        for journal in sorted(record.glob("rank-*.jsonl")):
+            records = map(json.loads, journal.read_text().splitlines())
+            prints.append(
+                {each["step"]: each["parameters"] for each in records if "parameters" in each
+                 and each["kind"] == "fingerprint"}
+            )  # fmt: skip
+        shared = sorted(set(prints[0]) & set(prints[1]))
+        seen = [step for step in shared if prints[0][step] != prints[1][step]]
+        delays.append((seen[0] - at) if seen else iterations - at)
+        print(f"diverged after step {at}: seen {delays[-1]} steps later")
+    print(f"detection delay: median {median(delays):.0f} steps, most {max(delays)}; {runs} runs")
 
 
 def startup(pairs: int, directory: str) -> None:
@@ -154,6 +200,10 @@ def main() -> None:
             )
         if "startup" in options.what:
             startup(options.pairs, directory)
+        if "fingerprints" in options.what:
+            fingerprints(options.pairs, directory)
+        if "delay" in options.what:
+            delay(directory)
         if "supervisor" in options.what:
             supervisor(directory)
 

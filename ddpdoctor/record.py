@@ -25,7 +25,25 @@ FORMAT = 1
 Record = dict[str, Any]
 """One journal line. ``kind`` is always there; readers skip kinds and keys they do not know."""
 
-STICKY = frozenset({"open", "ddp", "site", "fault", "error", "exit"})
+STICKY = frozenset(
+    {
+        "open",
+        "ddp",
+        "site",
+        "fault",
+        "error",
+        "exit",
+        "pass",
+        "tensors",
+        "no_gradient",
+        "unreduced",
+        "no_sync_vain",
+        "find_unused",
+        "batchnorm",
+        "unowned",
+        "remade",
+    }
+)
 """Kinds that are written again at the head of each new segment: rotation never loses them."""
 
 

@@ -22,8 +22,31 @@ SICK = sorted(
     for path in (ROOT / "sample_jobs" / "sick").glob("*.py")
     if not path.stem.endswith("_healed")
 )
-HEALED = [path.with_name(f"{path.stem}_healed.py") for path in SICK]
 HEALTHY = sorted((ROOT / "sample_jobs" / "healthy").glob("*.py"))
+SAMPLE = {
+    "accumulation",
+    "data_validation_in_full",
+    "gan",
+    "ddp102_no_sampler",
+    "ddp103_no_set_epoch",
+    "ddp305_unused_head",
+    "ddp501_save_on_every_rank",
+    "ddp701_gradient_noise",
+}
+"""Jobs that are run every time; the others are slow, all of them together."""
+
+
+def jobs(paths: list[Path], twin: bool = False) -> list[object]:
+    """The jobs as parameters, or their healed twins."""
+    return [
+        pytest.param(
+            path.with_name(f"{path.stem}_healed.py") if twin else path,
+            id=path.stem,
+            marks=() if path.stem in SAMPLE else pytest.mark.slow,
+        )
+        for path in paths
+    ]
+
 
 _MARK = re.compile(r"# expect: (DDP\d+)(?: ranks? ([\d,]+))?$")
 
@@ -84,7 +107,7 @@ def said(finding: dict[str, object]) -> Said:
     )
 
 
-@pytest.mark.parametrize("path", SICK, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", jobs(SICK))
 def test_a_sick_job_is_named(doctor: Doctor, path: Path) -> None:
     expected = marks(path)
     assert expected, "no mark"
@@ -96,12 +119,12 @@ def test_a_sick_job_is_named(doctor: Doctor, path: Path) -> None:
         assert any(each.fits(mark) for mark in expected), (each, found)
 
 
-@pytest.mark.parametrize("path", HEALED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", jobs(SICK, twin=True))
 def test_its_healed_twin_is_left_alone(doctor: Doctor, path: Path) -> None:
     assert findings(doctor, path) == []
 
 
-@pytest.mark.parametrize("path", HEALTHY, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", jobs(HEALTHY))
 def test_a_healthy_job_is_left_alone(doctor: Doctor, path: Path) -> None:
     found = findings(doctor, path)
     assert [each for each in found if each["severity"] != "info"] == []

@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import sys
 
-from ddpdoctor.probe import debugger, rank
+from ddpdoctor.probe import debugger, evaluations, fingerprints, finite, gradients, optimizers, rank
 from ddpdoctor.probe.hooks import (
     amp,
     backward,
+    changes,
     checkpoints,
     collectives,
     dataloader,
     ddp,
     errors,
     launch_words,
+    models,
     optimizer,
     process_group,
+    samples,
 )
 from ddpdoctor.probe.imports import when_imported
 
@@ -36,17 +39,33 @@ def start() -> None:
     os.register_at_fork(after_in_child=rank.forget)
     os.register_at_fork(after_in_child=debugger.forget)
     os.register_at_fork(after_in_child=checkpoints.forget)
+    os.register_at_fork(after_in_child=changes.forget)
+    os.register_at_fork(after_in_child=samples.forget)
+    os.register_at_fork(after_in_child=models.forget)
     errors.install()
+    gradients.install()
+    optimizers.install()
     when_imported("torch.distributed.distributed_c10d", process_group.install)
     when_imported("torch.distributed.distributed_c10d", collectives.install)
     when_imported("torch.nn.parallel.distributed", ddp.install)
+    when_imported("torch.nn.parallel.distributed", models.install)
     when_imported("torch.utils.data.dataloader", dataloader.install)
+    when_imported("torch.utils.data.dataloader", samples.install)
+    when_imported("torch.utils.data.dataset", samples.install_subsets)
+    when_imported("torch.utils.data.distributed", samples.install_distributed)
     when_imported("torch.autograd", backward.install)
     when_imported("torch.optim.optimizer", optimizer.install)
     when_imported("torch.amp.grad_scaler", amp.install)
+    when_imported("torch.nn.modules.module", changes.install_module)
+    when_imported("torch.optim.lr_scheduler", changes.install_schedules)
+    when_imported("torch.optim.optimizer", changes.install_optimizer)
     when_imported("torch.serialization", checkpoints.install)
     when_imported("argparse", launch_words.install_argparse)
     when_imported("torch.nn.parallel.data_parallel", launch_words.install_data_parallel)
     when_imported("torch.multiprocessing.spawn", errors.install_spawn)
+    # A loss is written before the fingerprint of its step.
+    finite.install()
+    fingerprints.install()
+    evaluations.install()
     # Last, since this may wait for a debugger before the user's first line.
     debugger.install()

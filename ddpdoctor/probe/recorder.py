@@ -19,8 +19,8 @@ FLUSH_EVERY = 0.25
 QUEUE = 20_000
 """Records that wait at most; a step every 12.5 microseconds would fill it."""
 
-Lazy = Callable[[bool], bytes]
-"""Makes a line in the writing thread; the argument says that this is the last chance."""
+Lazy = Callable[[bool], "bytes | Record"]
+"""Makes a line, or a record, in the writing thread; the argument says: this is the last chance."""
 
 
 class NotYet(Exception):

@@ -155,6 +155,16 @@ def reduced_parameters(ddp: Any) -> list[tuple[str, Any]]:
     ]
 
 
+def frozen_parameters(ddp: Any) -> list[Any]:
+    """Parameters that require no gradient, but those that DDP was told to ignore."""
+    ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
+    return [
+        parameter
+        for name, parameter in ddp.module.named_parameters()
+        if not parameter.requires_grad and name not in ignored
+    ]
+
+
 def backends(c10d: Any) -> Iterator[Any]:
     """The backends (gloo, NCCL) of every process group: ``_world.pg_map`` (2.1 to 2.13).
 
@@ -193,3 +203,152 @@ def has_compiled() -> bool:
     """
     counters: Any = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
     return counters is not None and counters["frames"]["ok"] > 0
+
+
+def gradient_ready_times(ddp: Any) -> list[int] | None:
+    """When each reduced parameter's gradient was ready: ``get_backward_stats`` (1.9 to 2.13).
+
+    A time of 0 says never, one that did not change since the last reading: not in the last backward
+    either. Without it, a parameter without a gradient is known by ``p.grad is None`` alone.
+    """
+    getter = getattr(getattr(ddp, "reducer", None), "get_backward_stats", None)
+    return None if getter is None else list(getter())
+
+
+def used_map(ddp: Any) -> Any:
+    """On how many ranks each parameter was used: ``_get_local_used_map`` (1.10 to 2.13), or None.
+
+    A tensor on DDP's device, summed over the ranks where ``find_unused_parameters`` is on. Without
+    it nobody is told that the flag is not needed.
+    """
+    getter = getattr(getattr(ddp, "reducer", None), "_get_local_used_map", None)
+    return None if getter is None else getter()
+
+
+def loader_iterator_base(dataloader: Any) -> Any:
+    """``_BaseDataLoaderIter``, whose ``_next_index`` asks the sampler for a batch (2.4 to 2.13).
+
+    Without it nobody knows what the ranks drew.
+    """
+    base = getattr(dataloader, "_BaseDataLoaderIter", None)
+    return base if hasattr(base, "_next_index") else None
+
+
+LOADER_BUILT = "_DataLoader__initialized"
+"""What ``DataLoader.__init__`` sets when its samplers are in place (2.4 to 2.13).
+
+Without it a loader is named by the line that iterates over it, not by the one that built it.
+"""
+
+
+def samplers_of(iterator: Any) -> list[Any]:
+    """The sampler behind a loader's iterator, and the batch sampler around it: ``_index_sampler``.
+
+    Empty where there is none (2.4 to 2.13 have it).
+    """
+    outer = getattr(iterator, "_index_sampler", None)
+    inner = getattr(outer, "sampler", None)
+    return [each for each in (inner, outer) if each is not None]
+
+
+def pass_of(iterator: Any) -> Any:
+    """What changes when a loader's iterator begins anew: ``_sampler_iter`` (2.4 to 2.13), or None.
+
+    Without it the passes of persistent workers count as one.
+    """
+    return getattr(iterator, "_sampler_iter", None)
+
+
+def is_iterable_style(iterator: Any) -> bool:
+    """Whether the loader's data set is iterable-style: ``_dataset_kind`` (2.4 to 2.13)."""
+    return getattr(iterator, "_dataset_kind", 0) == 1
+
+
+def dataset_of(iterator: Any) -> Any:
+    """The data set behind a loader's iterator: ``_dataset`` (2.4 to 2.13), or None."""
+    return getattr(iterator, "_dataset", None)
+
+
+def batches_at_once(iterator: Any) -> bool:
+    """Whether the loader itself makes batches of samples: ``_auto_collation`` (2.4 to 2.13)."""
+    return bool(getattr(iterator, "_auto_collation", True))
+
+
+def keeps_order(iterator: Any) -> bool:
+    """Whether batches come in the order they were drawn: ``_in_order`` (2.6 to 2.13), else yes."""
+    return bool(getattr(iterator, "_in_order", True))
+
+
+def workers_of(iterator: Any) -> int:
+    """How many worker processes a loader's iterator has: ``_num_workers`` (2.4 to 2.13), or 0."""
+    workers = getattr(iterator, "_num_workers", 0)
+    return workers if isinstance(workers, int) else 0
+
+
+def joins(ddp: Any) -> bool:
+    """Whether a DDP module runs, or ever ran, within ``join()``: ``_join_config`` (2.4 to 2.13).
+
+    Without it uneven inputs would be reported there, too.
+    """
+    return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))
+
+
+def reduce_lr(plateau: Any) -> Any:
+    """``ReduceLROnPlateau._reduce_lr`` (1.0 to 2.13), called when it cuts the learning rate.
+
+    Below ``step``, whose own warnings so still blame the user's line. Without it a difference of
+    learning rates is placed at the optimizer's step.
+    """
+    return getattr(plateau, "_reduce_lr", None)
+
+
+def group_ranks(ddp: Any) -> list[int]:
+    """The global ranks that share a DDP module."""
+    distributed: Any = sys.modules["torch"].distributed
+    return list(distributed.get_process_group_ranks(ddp.process_group))
+
+
+def comm_hook(ddp: Any) -> str:
+    """The name of DDP's communication hook: ``_comm_hooks`` (2.2 to 2.13), empty without one.
+
+    Without it a local SGD is told by its averaging alone.
+    """
+    hooks = getattr(ddp, "_comm_hooks", None) or [(None, None)]
+    return str(getattr(hooks[-1][0], "__name__", ""))
+
+
+def is_sharded(optimizer: Any) -> bool:
+    """Whether an optimizer keeps another part of the state on each rank, as ZeRO does."""
+    return any(each.__name__ == "ZeroRedundancyOptimizer" for each in type(optimizer).__mro__)
+
+
+def verify_parameters(distributed: Any) -> Any:
+    """``_verify_param_shape_across_processes`` (2.0 to 2.13), which DDP's constructor calls first.
+
+    As it stands in ``torch.nn.parallel.distributed``. Without it, models that differ between ranks
+    are known by DDP's exception alone.
+    """
+    return getattr(distributed, "_verify_param_shape_across_processes", None)
+
+
+def normalizes_alone(module: Any) -> bool:
+    """Whether a module is a BatchNorm that takes its statistics from one rank's batch.
+
+    ``torch.nn.modules.batchnorm._BatchNorm`` (1.0 to 2.13) is the base of all of them,
+    ``SyncBatchNorm`` among them. Without it no small batch is told.
+    """
+    torch: Any = sys.modules["torch"]
+    base = getattr(torch.nn.modules.batchnorm, "_BatchNorm", None)
+    return (
+        base is not None
+        and isinstance(module, base)
+        and not isinstance(module, torch.nn.SyncBatchNorm)
+    )
+
+
+def scale_of(scaler: Any) -> Any:
+    """A GradScaler's scale, a tensor on its device: ``_scale`` (1.6 to 2.13), or None.
+
+    ``get_scale`` would wait for a GPU. Without it scales are not compared.
+    """
+    return getattr(scaler, "_scale", None)

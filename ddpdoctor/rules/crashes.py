@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.probe.sites import user_file
 from ddpdoctor.rules.endings import Ending, Kind, endings, first_failure
+from ddpdoctor.rules.evaluation import forward_under_rank_guard
 from ddpdoctor.rules.hangs import left_early
+from ddpdoctor.rules.models import refused
+from ddpdoctor.rules.reduction import explained
 from ddpdoctor.run import Run
 
 _NATIVE = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
@@ -99,12 +102,17 @@ def exception(run: Run) -> Iterator[Finding]:
         Right: loaders of equal length on every rank (`DistributedSampler` pads).
 
     When it stays silent
-        When the job was asked to stop (Ctrl-C, SIGTERM), and for exceptions that are caught.
+        When the job was asked to stop (Ctrl-C, SIGTERM), for exceptions that are caught, and for
+        DDP's own ones whose cause another rule names (DDP303, DDP305, DDP323).
 
     Since
         0.1.0
     """
     for restart, cause in _causes(run, "exception"):
+        if restart == run.restarts[-1] and explained(cause.text):
+            continue
+        if restart == run.restarts[-1] and refused(run, cause.text):
+            continue
         yield _finding(
             run,
             "DDP901",
@@ -355,6 +363,8 @@ def lost_peers(run: Run) -> Iterator[Finding]:
         return
     restart = run.restarts[-1]
     if first_failure(run, restart) is not None or next(left_early(run), None) is not None:
+        return
+    if any(forward_under_rank_guard(run)):
         return
     victims = [
         each

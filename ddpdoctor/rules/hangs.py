@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.record import Phase, Record, integer
 from ddpdoctor.rules.endings import endings
+from ddpdoctor.rules.evaluation import forward_under_rank_guard
 from ddpdoctor.run import Rank, Run
 
 PATIENCE = 3_000_000_000
@@ -60,6 +61,10 @@ def left_early(run: Run) -> Iterator[Finding]:
             and _same_group(leaver, rank)
             and _wants_more(rank, count, run, rank.rank in failures)
         ]
+        if wanting:
+            # Their last evaluation waits for ranks that never evaluate: DDP402 says so.
+            alone = {each for finding in forward_under_rank_guard(run) for each in finding.ranks}
+            wanting = [rank for rank in wanting if rank.rank not in alone]
         if not wanting:
             continue
         names = ", ".join(str(rank.rank) for rank in wanting)

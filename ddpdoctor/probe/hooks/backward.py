@@ -60,6 +60,8 @@ def _before(tensors: Any) -> bool:
         step.backwards += 1
         if loss is not None:
             step.loss = loss
+        for told in events.backward_begins:
+            told()
     except Exception as error:
         shield.fault(_HOOK, error)
         return False

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe import rank, shield
+from ddpdoctor.probe import events, rank, shield
 from ddpdoctor.probe.sites import caller
 from ddpdoctor.probe.steps import StepTracker
 from ddpdoctor.record import Phase, page_name
@@ -95,6 +95,9 @@ def _wrapped(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         if rank.is_compiling():
             return original(*args, **kwargs)
         entered = enter(name)
+        if entered:
+            for told in events.collective_begins:
+                told(name)
         try:
             result = original(*args, **kwargs)
         except BaseException as error:

@@ -7,7 +7,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe import rank, shield, torch_private
+from ddpdoctor.probe import events, rank, shield, torch_private
 from ddpdoctor.probe.hooks import batch
 from ddpdoctor.probe.sites import site_of
 from ddpdoctor.record import NO_EPOCH, Phase
@@ -36,10 +36,10 @@ def _wrap(iterator_class: Any) -> None:
         except BaseException as error:
             shield.hide_frame(error)
             if entered:
-                _after(None, error)
+                _after(self, None, error)
             raise
         if entered:
-            _after(data, None)
+            _after(self, data, None)
         return data
 
     iterator_class._next_data = _next_data
@@ -64,7 +64,7 @@ def _before(iterator: Any) -> bool:
     return True
 
 
-def _after(data: Any, error: BaseException | None) -> None:
+def _after(iterator: Any, data: Any, error: BaseException | None) -> None:
     tracker = rank.active
     if tracker is None:
         return
@@ -73,7 +73,11 @@ def _after(data: Any, error: BaseException | None) -> None:
         tracker.leave(None if ended else error)
         if error is None:
             tracker.step.fetched += batch.size(data)
+            for told in events.batch_fetched:
+                told(iterator, data)
         elif ended:
             tracker.outside()
+            for over in events.loader_exhausted:
+                over(iterator)
     except Exception as broken:
         shield.fault(_HOOK, broken)

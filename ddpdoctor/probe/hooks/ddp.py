@@ -247,6 +247,8 @@ def _wrap_sync(torch: Any, ddp_class: Any, original: Any) -> None:
     def _sync_buffers(self: Any) -> Any:
         if rank.active is None or rank.is_compiling():
             return original(self)
+        for told in events.buffers_begin:
+            told(self)
         entered = collectives.enter(BUFFERS)
         try:
             result = original(self)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from types import FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from ddpdoctor.probe import debugger, rank, shield
+from ddpdoctor.probe import debugger, events, rank, shield
 from ddpdoctor.probe.imports import when_imported
 from ddpdoctor.probe.sites import Site, caller, user_file
 from ddpdoctor.record import Phase, Record, encode
@@ -71,6 +71,8 @@ def uncaught(error: BaseException) -> None:
         record["phase"], record["collective"] = tracker.failed[1], tracker.failed[2]
     elif _raised_in(error, tracker.optimizer_frame):
         record["phase"] = Phase.OPTIMIZER.label
+    for told in events.rank_fails:
+        told(error)
     rank.tell(record)
 
 

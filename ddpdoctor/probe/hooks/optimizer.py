@@ -31,6 +31,8 @@ def install(module: ModuleType) -> None:
     def _patch_step_function(self: Any) -> Any:
         global _made
         _made = True
+        for told in events.optimizer_made:
+            told(self)
         return original(self)
 
     optimizer_class._patch_step_function = _patch_step_function

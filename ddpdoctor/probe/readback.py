@@ -1,0 +1,47 @@
+"""Numbers that were computed on a device, without waiting for it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+
+class Readback:
+    """0-dimensional tensors of one dtype as numbers, as soon as their devices have computed them.
+
+    Only the numbers are kept, never the tensors that they were computed from. On the CPU they are
+    there at once; from a GPU they come into pinned memory, and an event says when.
+    """
+
+    def __init__(self, scalars: Sequence[Any]) -> None:
+        self._count = len(scalars)
+        self._parts: list[tuple[list[int], Any, Any]] = []
+        places: dict[Any, list[int]] = {}
+        for index, scalar in enumerate(scalars):
+            places.setdefault(scalar.device, []).append(index)
+        torch: Any = sys.modules["torch"]
+        for device, indices in places.items():
+            found = torch.stack([scalars[index] for index in indices])
+            if device.type != "cuda":
+                self._parts.append((indices, found.tolist(), None))
+                continue
+            slots = torch.empty(len(indices), dtype=found.dtype, device="cpu", pin_memory=True)
+            slots.copy_(found, non_blocking=True)
+            passed = torch.cuda.Event()
+            passed.record(torch.cuda.current_stream(device))
+            self._parts.append((indices, slots, passed))
+
+    @property
+    def ready(self) -> bool:
+        """Whether all devices have passed; never waits."""
+        return all(passed is None or passed.query() for _, _, passed in self._parts)
+
+    def numbers(self) -> list[Any]:
+        """The numbers, in the order of the tensors; once it is ready."""
+        found: list[Any] = [None] * self._count
+        for indices, values, passed in self._parts:
+            listed = values if passed is None else values.tolist()
+            for index, value in zip(indices, listed, strict=True):
+                found[index] = value
+        return found

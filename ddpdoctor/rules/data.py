@@ -1,0 +1,550 @@
+"""Data (DDP1xx): what each rank drew of it, judged by the samples themselves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+
+from ddpdoctor.finding import Finding, Location, Severity, rule
+from ddpdoctor.record import Phase, integer
+from ddpdoctor.rules.draws import (
+    FEW,
+    WHOLE,
+    Pass,
+    Passes,
+    location,
+    matched,
+    names,
+    overlap,
+    passes_of,
+    same_data,
+    same_order,
+    training,
+)
+from ddpdoctor.rules.hangs import PATIENCE
+from ddpdoctor.run import Run
+
+REPEATED = 0.1
+"""The part of a rank's own draws above which it draws with replacement."""
+
+
+def _draws_all(one: Pass) -> bool:
+    """Whether a rank draws all of its data set, each sample once."""
+    followed = one.number("followed")
+    return (
+        followed >= FEW
+        and len(one.hits) >= WHOLE * followed
+        and one.number("repeats") <= REPEATED * len(one.hits)
+    )
+
+
+def _exceeds_share(one: Pass, world: int) -> bool:
+    """Whether a shuffle without replacement is past one rank's share, and goes on."""
+    said = one.sampler
+    return (
+        world <= 4
+        and said.get("name") == "RandomSampler"
+        and said.get("torch") is True
+        and not said.get("replacement")
+        and 2 * world * one.draws >= 3 * one.length
+        and len(one.hits) >= FEW
+        and one.number("repeats") == 0
+    )
+
+
+def _unsharded(run: Run) -> Iterator[Passes]:
+    """Training passes in which every rank draws all, or the same."""
+    for passes in training(run):
+        each = list(passes.values())
+        if any(one.shard is not None for one in each):
+            continue
+        doubled, total = overlap(passes)
+        everything = all(_draws_all(one) for one in each) and 4 * doubled >= total
+        beyond = all(_exceeds_share(one, len(each)) for one in each) and 8 * doubled >= total
+        if (everything or beyond or same_order(passes)) and same_data(passes):
+            yield passes
+
+
+def _unsharded_finding(code: str, passes: Passes, message: str, at: Location, fix: str) -> Finding:
+    each = list(passes.values())
+    first = each[0]
+    lines = [f"rank {one.rank} drew {one.draws} of {one.length} samples" for one in each[:4]]
+    if same_order(passes):
+        lines.append(f"the first {first.head[0]} samples are the same in the same order")
+    else:
+        doubled, total = overlap(passes)
+        lines.append(
+            f"of {first.number('followed')} samples that were followed, "
+            f"{total - doubled} were drawn {total} times by all ranks together"
+        )
+    return Finding(
+        code=code,
+        about=str(at),
+        severity=Severity.ERROR,
+        message=message,
+        ranks=tuple(passes),
+        location=at,
+        evidence=(
+            *lines,
+            f"read at {Location(str(first['path']), first.number('line'))} "
+            f"by {_sampler_name(first)}, {len(each)} ranks",
+        ),
+        fix=fix,
+    )
+
+
+@rule("DDP101", "sampler-not-used", Severity.ERROR)
+def sampler_not_used(run: Run) -> Iterator[Finding]:
+    """A DistributedSampler was built, but the loader never got it.
+
+    What it finds
+        A training loader from which every rank draws the whole data set, while a
+        `DistributedSampler` of that same data set exists that no loader ever asked.
+
+    Why it is bad
+        Every rank trains on everything: N ranks take N times the compute of one for an epoch, and
+        where they draw in one order, all but one compute the same gradient again.
+
+    How to fix it
+        Hand it over: `DataLoader(dataset, sampler=sampler)`, without `shuffle=True`.
+
+    Example
+        Wrong: `sampler = DistributedSampler(ds); loader = DataLoader(ds, shuffle=True)`
+        Right: `sampler = DistributedSampler(ds); loader = DataLoader(ds, sampler=sampler)`
+
+    When it stays silent
+        Where DDP102 does, and if the sampler is of another data set, or was used by any loader.
+
+    Since
+        0.1.0
+    """
+    for passes in _unsharded(run):
+        idle = [location(place) for one in passes.values() for place in (one["idle"] or ())[:1]]
+        at = idle[0] if len(idle) == len(passes) else None
+        if at is None:
+            continue
+        yield _unsharded_finding(
+            "DDP101",
+            passes,
+            f"every rank trains on the whole data set: the DistributedSampler built at {at} was "
+            f"never handed to the loader built at {next(iter(passes.values())).made}",
+            at,
+            "Pass sampler=<this sampler> to the training DataLoader and drop shuffle=True.",
+        )
+        return
+
+
+@rule("DDP102", "unsharded-train-loader", Severity.ERROR)
+def unsharded(run: Run) -> Iterator[Finding]:
+    """Every rank trains on the whole data set.
+
+    What it finds
+        A training loader from which every rank of a DDP group drew all samples in one pass, or
+        more than its share of them, or the same samples in the same order. The indices tell what
+        was drawn, and the content of some samples that it is the same data on all ranks.
+
+    Why it is bad
+        N ranks do N times the work for an epoch; with one seed on all ranks they even compute the
+        same gradient N times, and the batch is not larger than that of a single GPU.
+
+    How to fix it
+        Give each rank its part: `DistributedSampler(dataset)`, and no `shuffle=True`.
+
+    Example
+        Wrong: `DataLoader(dataset, batch_size=64, shuffle=True)`
+        Right: `DataLoader(dataset, batch_size=64, sampler=DistributedSampler(dataset))`
+
+    When it stays silent
+        For loaders that evaluate; for data that each rank sliced itself, whatever it draws of it
+        (the same index holds another sample); for draws with replacement; for ranks that are no
+        replicas of each other; where neither inputs nor labels can be compared.
+
+    Since
+        0.1.0
+    """
+    for passes in _unsharded(run):
+        first = next(iter(passes.values()))
+        if all(one["idle"] for one in passes.values()):
+            continue
+        yield _unsharded_finding(
+            "DDP102",
+            passes,
+            f"every rank trains on the whole data set ({first.length} samples a pass) with the "
+            f"loader built at {first.made}, instead of on its part of it",
+            first.made,
+            "Use sampler=DistributedSampler(dataset) in this DataLoader, without shuffle=True, "
+            "and call sampler.set_epoch(epoch) before each epoch.",
+        )
+        return
+
+
+def _sampler_name(one: Pass) -> str:
+    return str(one.sampler.get("name") or "no sampler")
+
+
+@rule("DDP103", "missing-set-epoch", Severity.WARNING)
+def order_repeated(run: Run) -> Iterator[Finding]:
+    """Every epoch draws the same samples in the same order.
+
+    What it finds
+        A shuffling sampler that has a `set_epoch`, and gave a training loader exactly the same
+        samples in the same order in two passes that follow each other.
+
+    Why it is bad
+        The order is drawn from the seed and the epoch number alone. Without a new number each
+        epoch repeats the same batches, and no rank ever sees the other ranks' samples.
+
+    How to fix it
+        Call `set_epoch` on the sampler that the loader really uses, with the number of the epoch,
+        before the loop over the loader begins.
+
+    Example
+        Wrong: `for epoch in range(9): train(loader)`
+        Right: `for epoch in range(9): sampler.set_epoch(epoch); train(loader)`
+
+    When it stays silent
+        With `shuffle=False`, for samples in ascending order, for samplers without `set_epoch`, for
+        a single epoch, for loaders that evaluate, and if the order changed by whatever means.
+
+    Since
+        0.1.0
+    """
+    told: dict[tuple[object, ...], dict[int, tuple[Pass, Pass] | None]] = {}
+    for rank in run.last:
+        loaders: dict[tuple[object, ...], list[Pass]] = {}
+        for one in passes_of(rank):
+            loaders.setdefault(one.place, []).append(one)
+        for place, passes in loaders.items():
+            for pair in pairwise(passes):
+                if _comparable(*pair):
+                    told.setdefault(place, {})[rank.rank] = pair if _repeats(*pair) else None
+                    break
+    for found in told.values():
+        sick = {number: pair for number, pair in found.items() if pair is not None}
+        if len(found) < len(run.last) or not sick:
+            continue
+        before, again = sick[min(sick)]
+        at = Location(str(again["path"]), again.number("line"))
+        epoch = again.sampler.get("epoch")
+        evidence = [
+            f"passes {before.number('number') + 1} and {again.number('number') + 1} over it gave "
+            f"the same {before.head[0]} samples first, in the same order",
+            f"{_sampler_name(again)} built at {again.at}",
+        ]
+        if isinstance(epoch, int):
+            evidence.append(f"its epoch was {before.sampler.get('epoch')}, then {epoch}")
+        whose = "every rank" if len(sick) == len(run.last) else names(sorted(sick))
+        yield Finding(
+            code="DDP103",
+            about=str(at),
+            severity=Severity.WARNING,
+            message=f"{whose} draws the same samples in the same order in each epoch at {at}: "
+            f"set_epoch does not reach the loader's {_sampler_name(again)}",
+            ranks=tuple(sorted(sick)),
+            location=at,
+            evidence=tuple(evidence),
+            fix="Call set_epoch(epoch) with the epoch's number, on the sampler of this loader, at "
+            "the top of the epoch loop.",
+        )
+
+
+def _comparable(before: Pass, again: Pass) -> bool:
+    """Whether two passes follow each other with one shuffling sampler."""
+    said, then = before.sampler, again.sampler
+    return (
+        before.trains
+        and again.trains
+        and again.number("number") == before.number("number") + 1
+        and "id" in said
+        and said.get("id") == then.get("id")
+        and said.get("set_epoch") is True
+        and said.get("shuffle") is not False
+        and before.head[0] == again.head[0] >= FEW
+        and 0.2 < before.number("falls") / max(1, before.draws) < 0.9
+    )
+
+
+def _repeats(before: Pass, again: Pass) -> bool:
+    if before["state"] == again["state"] == "ended" and before.draws == again.draws:
+        return bool(before["order"] == again["order"])
+    return before.head == again.head
+
+
+@rule("DDP105", "sampler-wrong-rank", Severity.ERROR)
+def wrong_shard(run: Run) -> Iterator[Finding]:
+    """A sampler was told a wrong rank or number of ranks.
+
+    What it finds
+        Ranks of a DDP group whose samplers draw one and the same shard, because `rank` or
+        `num_replicas` is not theirs; or shards that no rank draws, because `num_replicas` is
+        larger than the number of ranks.
+
+    Why it is bad
+        Ranks that draw the same shard repeat each other's work, and what belongs to the shards
+        left over is never trained on.
+
+    How to fix it
+        Leave both arguments out, or pass `dist.get_rank()` and `dist.get_world_size()`. The local
+        rank is the rank on one node only.
+
+    Example
+        Wrong: `DistributedSampler(dataset, num_replicas=dist.get_world_size(), rank=local_rank)`
+        Right: `DistributedSampler(dataset)`
+
+    When it stays silent
+        If the shards together are the whole, whichever rank draws which; for ranks that are no
+        replicas of each other; for loaders that evaluate; for data that each rank has of its own.
+
+    Since
+        0.1.0
+    """
+    for passes in training(run):
+        group = sorted(passes)
+        shards = {number: shard for number in group if (shard := passes[number].shard) is not None}
+        if len(shards) != len(group):
+            continue
+        of = {each[1] for each in shards.values()}
+        wrong = [n for i, n in enumerate(group) if shards[n] != (i, len(group))]
+        shared = Counter(shards.values()).most_common(1)[0]
+        twins = {n: passes[n] for n in group if shards[n] == shared[0]}
+        first = passes[wrong[0]] if wrong else None
+        if first is None:
+            continue
+        if shared[1] > 1 and same_order(twins) and same_data(twins):
+            what = f"{names(sorted(twins))} draw the same samples"
+        elif len(of) == 1 and max(of) > _world(run) == len(group) == len(set(shards.values())):
+            of_all = max(of)
+            what = f"{of_all - len(group)} of {of_all} shards are drawn by no rank"
+        else:
+            continue
+        yield Finding(
+            code="DDP105",
+            about=str(first.at),
+            severity=Severity.ERROR,
+            message=f"{what}: the sampler built at {first.at} has a wrong "
+            f"{'rank' if of == {len(group)} else 'num_replicas'} on {names(wrong)}",
+            ranks=tuple(wrong),
+            location=first.at,
+            evidence=tuple(
+                f"rank {n}: sampler rank {shards[n][0]} of {shards[n][1]}; right would be "
+                f"{group.index(n)} of {len(group)}"
+                for n in wrong[:4]
+            ),
+            fix="Leave rank and num_replicas out of the sampler, or pass dist.get_rank() and "
+            "dist.get_world_size().",
+        )
+        return
+
+
+def _world(run: Run) -> int:
+    """How many ranks the job has."""
+    return max((integer(rank.opened, "world_size") for rank in run.last), default=0)
+
+
+@rule("DDP113", "sampler-seed-differs", Severity.ERROR)
+def seeds_differ(run: Run) -> Iterator[Finding]:
+    """The ranks shuffle with different seeds, so that their shards overlap.
+
+    What it finds
+        Samplers with the right rank and number of ranks whose `seed` (or epoch) differs between
+        the ranks, and ranks that drew the same samples in one pass.
+
+    Why it is bad
+        Every rank cuts its part out of another order: some samples are drawn by several ranks in
+        an epoch, and as many by none.
+
+    How to fix it
+        Use one seed for the sampler on all ranks. Only augmentation may differ by rank.
+
+    Example
+        Wrong: `DistributedSampler(dataset, seed=args.seed + rank)`
+        Right: `DistributedSampler(dataset, seed=args.seed)`
+
+    When it stays silent
+        If no sample was drawn twice but those that fill the last round, or seeds and epochs are
+        the same (a sampler may repeat samples on purpose); for loaders that evaluate.
+
+    Since
+        0.1.0
+    """
+    for passes in training(run):
+        group = sorted(passes)
+        if [passes[n].shard for n in group] != [(i, len(group)) for i in range(len(group))]:
+            continue
+        seeds = {n: passes[n].sampler.get("seed") for n in group}
+        epochs = {n: passes[n].sampler.get("epoch") for n in group}
+        name, values = ("seed", seeds) if len(set(seeds.values())) > 1 else ("epoch", epochs)
+        doubled, total = overlap(passes)
+        if len(set(values.values())) == 1 or doubled < max(3, len(group)):
+            continue
+        if not same_data(passes):
+            continue
+        at = passes[group[0]].at
+        yield Finding(
+            code="DDP113",
+            about=str(at),
+            severity=Severity.ERROR,
+            message=f"the ranks' shards overlap: the sampler built at {at} has another {name} on "
+            f"each rank",
+            ranks=tuple(group),
+            location=at,
+            evidence=(
+                f"{name}: " + ", ".join(f"rank {n} has {values[n]}" for n in group[:4]),
+                f"of {total} draws that were followed, {doubled} were of samples that another "
+                f"rank drew in the same pass",
+            ),
+            fix=f"Give the sampler the same {name} on every rank.",
+        )
+        return
+
+
+@rule("DDP109", "uneven-inputs", Severity.ERROR)
+def uneven(run: Run) -> Iterator[Finding]:
+    """The ranks have different numbers of batches, and the one with fewer will leave the others.
+
+    What it finds
+        A training loop over a loader that has more batches on one rank of a DDP group than on
+        another, known from the loaders' lengths while the first epoch still runs, if the loop's
+        source says that it takes every batch; else once the longer one waits alone.
+
+    Why it is bad
+        Every backward pass is a collective. The rank that ran out of batches goes on to something
+        else, and the others wait for it until their timeout, or pair with its wrong step.
+
+    How to fix it
+        Give every rank the same number of batches (`DistributedSampler` pads, `drop_last=True`
+        cuts), or run the loop within `with model.join():`.
+
+    Example
+        Wrong: `loader = DataLoader(my_files(rank))` with 100 files on one rank and 97 on another.
+        Right: the same within `with model.join(): for batch in loader: ...`
+
+    When it stays silent
+        Within `join()`; for loops that may stop before the loader's end (`break`, `islice`, `zip`,
+        a generator), unless they really leave a rank alone; for loaders that evaluate; for
+        iterable data, whose length nobody knows.
+
+    Since
+        0.1.0
+    """
+    for passes in matched(run):
+        each = list(passes.values())
+        counts = {one.rank: one.number("batches") for one in each}
+        if (
+            not all(one.trains for one in each)
+            or min(counts.values()) < 0
+            or len(set(counts.values())) == 1
+            or any(one["joins"] for one in each)
+        ):
+            continue
+        few, many = min(counts.values()), max(counts.values())
+        if not all(one["to_end"] for one in each) and not _left_alone(run, passes):
+            continue
+        short = sorted(rank for rank, count in counts.items() if count < many)
+        first = passes[short[0]]
+        yield Finding(
+            code="DDP109",
+            about=str(first.made),
+            severity=Severity.ERROR,
+            message=f"{names(short)} will run out of batches before the others: the loader built "
+            f"at {first.made} has {few} batches on {names([r for r in short if counts[r] == few])}"
+            f" and {many} elsewhere",
+            ranks=tuple(short),
+            location=first.made,
+            evidence=(
+                *(
+                    f"rank {rank}: {counts[rank]} batches of {passes[rank].length} samples"
+                    for rank in sorted(counts)[:8]
+                ),
+                f"read at {Location(str(first['path']), first.number('line'))}",
+            ),
+            fix="Give all ranks the same number of batches (a DistributedSampler, or drop_last and "
+            "equal shards), or wrap the loop in `with model.join():`.",
+        )
+        return
+
+
+def _left_alone(run: Run, passes: Passes) -> bool:
+    """Whether a rank with more batches failed in, or hangs in, a step that one with fewer left."""
+    few = min(one.number("batches") for one in passes.values())
+    ranks = {rank.rank: rank for rank in run.last}
+    over = [
+        one.number("armed_after")
+        for one in passes.values()
+        if one.number("batches") == few and one["state"] == "ended"
+    ]
+    if not over:
+        return False
+    for number, one in passes.items():
+        status = ranks[number].status
+        if one.number("batches") == few or one.closed or status is None:
+            continue
+        error = next(ranks[number].of_kind("error"), None)
+        alone = integer(error, "armed") if error is not None else status.armed
+        waits = error is not None or run.taken - status.since > PATIENCE
+        if waits and alone > max(over) and status.phase in (Phase.BACKWARD, Phase.ENDED):
+            return True
+    return False
+
+
+@rule("DDP110", "unseeded-random-split", Severity.ERROR)
+def other_split(run: Run) -> Iterator[Finding]:
+    """The data set was split at random, and differently on each rank.
+
+    What it finds
+        A training loader over a `Subset` of the same data and length on every rank, whose indices
+        differ between the ranks, although a sampler cuts it into shards for all of them.
+
+    Why it is bad
+        What one rank keeps for validation another trains on: the validation is worthless, and
+        shards of different subsets overlap and leave gaps.
+
+    How to fix it
+        Split with a generator of a fixed seed, the same on every rank:
+        `random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))`.
+
+    Example
+        Wrong: `train, val = random_split(dataset, [0.9, 0.1])`
+        Right: `train, val = random_split(dataset, [0.9, 0.1], torch.Generator().manual_seed(0))`
+
+    When it stays silent
+        For a part of the data that each rank cut for itself and reads without a sampler's shards,
+        for loaders that evaluate, and for data sets that are not the same.
+
+    Since
+        0.1.0
+    """
+    for passes in training(run):
+        each = list(passes.values())
+        splits = {one["subset"] for one in each}
+        if (
+            None in splits
+            or len(splits) == 1
+            or len({one.length for one in each}) != 1
+            or any(one.shard is None or one.shard[1] != len(each) for one in each)
+            or not same_data(passes)
+        ):
+            continue
+        first = each[0]
+        at = location(first["split"]) or first.made
+        yield Finding(
+            code="DDP110",
+            about=str(at),
+            severity=Severity.ERROR,
+            message=f"the data set was split differently on each rank at {at}, so that what one "
+            f"rank validates on another may train on",
+            ranks=tuple(passes),
+            location=at,
+            evidence=(
+                *(
+                    f"rank {one.rank}: {one.length} of {one.number('length')} samples, indices' "
+                    f"hash {one['subset']:x}"
+                    for one in each[:4]
+                ),
+                f"read at {Location(str(first['path']), first.number('line'))}",
+            ),
+            fix="Pass generator=torch.Generator().manual_seed(0) to random_split, or seed all "
+            "ranks alike before the split.",
+        )
+        return

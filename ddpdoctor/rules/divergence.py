@@ -1,0 +1,523 @@
+"""Divergence (DDP7xx, DDP319): replicas that stopped being equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ddpdoctor.finding import RULES, Finding, Severity, rule
+from ddpdoctor.record import Record, integer
+from ddpdoctor.rules.replicas import Difference, Replica, list_of, named, odd, place, replicas, site
+from ddpdoctor.run import Rank, Run
+
+CAUSES = ("DDP301", "DDP302", "DDP303", "DDP305", "DDP306", "DDP308", "DDP314")
+"""Faults of which parameters that differ are the consequence."""
+
+HYPER = ("lr", "momentum", "betas", "weight_decay")
+_WORDS = {
+    "lr": "learning rate",
+    "momentum": "momentum",
+    "betas": "betas",
+    "weight_decay": "weight decay",
+}
+
+
+@rule("DDP701", "parameters-differ", Severity.ERROR)
+def parameters_differ(run: Run) -> Iterator[Finding]:
+    """The parameters of a DDP module are not the same on all ranks.
+
+    What it finds
+        Fingerprints (a hash of the bits of each parameter, taken after the same optimizer step on
+        every rank) that were equal and are not any more: the first step, the first tensors, and
+        whether their gradients already differed.
+
+    Why it is bad
+        DDP averages gradients, never parameters: replicas that once differ stay different. Each
+        rank then trains a model of its own with gradients of other models, and the one that is
+        saved is none that was ever evaluated.
+
+    How to fix it
+        Change parameters only in `optimizer.step()`, or in the same way on every rank: broadcast
+        what a single rank has computed, draw random numbers from a generator with the same seed.
+        Gradients that differ did not go through DDP's all-reduce, or were changed after it.
+
+    Example
+        Wrong: `parameter.grad += torch.randn_like(parameter)` with a generator that each rank
+        seeds for itself.
+        Right: `parameter.grad += torch.randn(parameter.shape, generator=same_seed)`.
+
+    When it stays silent
+        For replicas that become equal again (they are averaged now and then, as in local SGD), for
+        parameters that DDP was told to ignore, and where another finding names the cause: weights
+        changed on some ranks (DDP319), hyper-parameters that differ (DDP702), a forward around DDP
+        or a backward that it did not reduce (DDP301, DDP302, DDP303, DDP305, DDP308). A first
+        difference is believed once a second fingerprint shows it, or the job has ended.
+
+    Since
+        0.1.0
+    """
+    for replica in replicas(run):
+        difference = replica.difference("parameters")
+        if difference is None or _rank_only_changes(replica, difference):
+            continue
+        if any(_hyper_difference(each, difference.first) for each in replicas(run)):
+            continue
+        if any(_resumed_alone(each) for each in replicas(run)):
+            continue
+        scales = [each.difference("scale") for each in replicas(run)]
+        if any(each and each.first <= difference.first for each in scales):
+            continue
+        if _explained(run):
+            continue
+        cause, evidence = _cause(replica, difference)
+        guilty = replica.odd(difference.first, "parameters")
+        everyone = tuple(sorted(replica.prints))
+        yield Finding(
+            code="DDP701",
+            about=f"module {replica.module}",
+            severity=Severity.ERROR,
+            message=f"{_which(guilty, everyone, 'parameters')} {difference.since}: {cause}",
+            ranks=guilty or everyone,
+            location=site(_member(replica, guilty), "optimizer"),
+            evidence=(*_bounds(replica, difference), *_tensors(replica, difference), *evidence),
+            fix="Change parameters and gradients in the same way on every rank (the same seed, or "
+            "a broadcast from one rank), and only between backward and optimizer.step().",
+        )
+
+
+def _explained(run: Run) -> bool:
+    """Whether another rule has found a cause of parameters that differ."""
+    return any(code in RULES and any(RULES[code].detect(run)) for code in CAUSES)
+
+
+def _cause(replica: Replica, difference: Difference) -> tuple[str, tuple[str, ...]]:
+    """What the gradients and the changes outside of steps say: in the message, and as evidence."""
+    rich = [
+        (step, values)
+        for step in replica.steps
+        if step >= difference.first and (values := replica.values(step, "gradients"))
+    ]
+    differing = [step for step, values in rich if len(set(values.values())) > 1]
+    if rich and differing and differing[0] == rich[0][0]:
+        return (
+            "their gradients differ already",
+            (
+                f"gradients differ at {len(differing)} of {len(rich)} steps looked at, the first "
+                f"of them step {differing[0]}: not all-reduced, or changed afterwards",
+            ),
+        )
+    changed = [
+        rank.rank
+        for rank in replica.ranks
+        if any(_in_doubt(each, replica, difference) for each in rank.of_kind("outside"))
+    ]
+    equal = (
+        (f"gradients are equal at {len(rich)} of {len(rich)} steps looked at",)
+        if rich and not differing
+        else ()
+    )
+    if changed:
+        return (
+            "they were changed outside of the optimizer's step, differently on each rank",
+            (f"{named(changed)} changed them between two optimizer steps", *equal),
+        )
+    return "they went apart within or between optimizer steps", equal
+
+
+def _in_doubt(record: Record, replica: Replica, difference: Difference) -> bool:
+    """Whether a record of changed parameters falls between the last equality and the difference."""
+    step = integer(record, "step") + 1
+    return record.get("module") == replica.module and difference.within(step)
+
+
+def _which(guilty: tuple[int, ...], everyone: tuple[int, ...], what: str) -> str:
+    if guilty:
+        verb = "have" if len(guilty) > 1 else "has"
+        return f"{named(guilty)} {verb} other {what} than the other ranks"
+    return f"{named(everyone)} have different {what}"
+
+
+def _member(replica: Replica, guilty: tuple[int, ...]) -> Rank:
+    return next((rank for rank in replica.ranks if rank.rank in guilty), replica.ranks[0])
+
+
+def _bounds(replica: Replica, difference: Difference) -> Iterator[str]:
+    if difference.equal is not None:
+        yield f"equal after step {difference.equal}, different after step {difference.first}"
+    yield (
+        f"{difference.seen} fingerprints show it, the last of step {replica.steps[-1]} "
+        f"({replica.type}, {len(replica.names)} parameters)"
+    )
+
+
+def _tensors(replica: Replica, difference: Difference) -> Iterator[str]:
+    """Which tensors differ, and how far apart their norms are."""
+    found = next(replica.rich(difference.first), None)
+    if found is None:
+        return
+    step, details = found
+    everyone = sorted(details)
+    length = min(len(each) for each in details.values())
+    differing = [
+        index
+        for index in range(min(length, len(replica.names)))
+        if len({details[rank][index][0] for rank in everyone}) > 1
+    ]
+    if not differing:
+        return
+    yield f"{len(differing)} of {len(replica.names)} tensors differ after step {step}"
+    for index in differing[:3]:
+        norms = [details[rank][index][1] for rank in everyone]
+        listed = ", ".join(
+            f"{norm:.6g} on rank {rank}"
+            for rank, norm in list(zip(everyone, norms, strict=True))[:4]
+        )
+        yield f"{replica.names[index]}: norm {listed}"
+
+
+# -- weights changed on some ranks
+
+
+@rule("DDP319", "rank-only-weight-change", Severity.ERROR)
+def rank_only_weight_change(run: Run) -> Iterator[Finding]:
+    """Weights were loaded or changed on some ranks only, after DDP was built.
+
+    What it finds
+        Parameters that differ between ranks from a step on, and in the interval before it a
+        `load_state_dict`, or a change outside of the optimizer's step, on some ranks only.
+
+    Why it is bad
+        DDP makes the replicas equal once, when it is built, and only averages gradients later: a
+        rank that is changed alone stays different for ever.
+
+    How to fix it
+        Load weights before `DistributedDataParallel(model)`, which broadcasts rank 0's, or load
+        them on every rank, or broadcast them: `dist.broadcast(parameter.data, src=0)`.
+
+    Example
+        Wrong: `if rank == 0: ddp.module.load_state_dict(torch.load("best.pt"))`.
+        Right: the same without the condition.
+
+    When it stays silent
+        For weights loaded on every rank, or before DDP was built; for changes that are undone
+        before the next step (weights swapped for an evaluation); for other copies of the model.
+
+    Since
+        0.1.0
+    """
+    for replica in replicas(run):
+        difference = replica.difference("parameters")
+        changes = difference and _rank_only_changes(replica, difference)
+        if difference is None or not changes:
+            continue
+        guilty = tuple(sorted(changes))
+        record = changes[guilty[0]]
+        where = place(record)
+        what = "loaded weights" if record["kind"] == "load" else "changed parameters"
+        step = integer(record, "step") + (record["kind"] == "outside")
+        others = [rank for rank in sorted(replica.prints) if rank not in guilty]
+        names = list_of(record, "names")
+        detail = f": {', '.join(map(str, names[:3]))}" if names else ""
+        yield Finding(
+            code="DDP319",
+            about=f"module {replica.module}",
+            severity=Severity.ERROR,
+            message=f"{named(guilty)} {what} after DDP was built and {named(others)} did not: "
+            f"the parameters differ {difference.since}",
+            ranks=guilty,
+            location=where,
+            evidence=(
+                *_bounds(replica, difference),
+                f"{named(guilty)} {what} before step {step}{detail}",
+                *_tensors(replica, difference),
+            ),
+            fix="Do it on every rank, or before DistributedDataParallel(model), which broadcasts "
+            "rank 0's weights.",
+        )
+
+
+def _rank_only_changes(replica: Replica, difference: Difference) -> dict[int, Record]:
+    """The ranks that changed weights when the others did not, with the record that says so."""
+    loads = {
+        rank.rank: [
+            record
+            for record in rank.of_kind("load")
+            if record.get("module") == replica.module and difference.within(integer(record, "step"))
+        ]
+        for rank in replica.ranks
+    }
+    most = max(len(each) for each in loads.values())
+    loaded = {rank: each[-1] for rank, each in loads.items() if each and len(each) == most}
+    if loaded:
+        return loaded if len(loaded) < len(replica.ranks) else {}
+    changed = {
+        rank.rank: record
+        for rank in replica.ranks
+        for record in rank.of_kind("outside")
+        if _in_doubt(record, replica, difference)
+    }
+    return changed if len(changed) < len(replica.ranks) else {}
+
+
+# -- hyper-parameters
+
+
+@rule("DDP702", "hyper-parameters-differ", Severity.ERROR)
+def hyper_parameters_differ(run: Run) -> Iterator[Finding]:
+    """The optimizer's hyper-parameters are not the same on all ranks.
+
+    What it finds
+        A learning rate, momentum, betas or weight decay of a parameter group that differs between
+        the ranks after the same step.
+
+    Why it is bad
+        The gradients are equal, but each rank makes another step with them: the parameters go
+        apart, and no error says so.
+
+    How to fix it
+        Let all ranks take the same decision: average the metric that a scheduler is given
+        (`dist.all_reduce`), and derive nothing of the optimizer from the rank.
+
+    Example
+        Wrong: `scheduler.step(validation_loss)` with the loss of this rank's own data.
+        Right: `dist.all_reduce(validation_loss, op=dist.ReduceOp.AVG)` before it (SUM with gloo).
+
+    When it stays silent
+        For values that are kept on a GPU, for groups after the fourth, and for differences that a
+        single fingerprint shows while the job goes on.
+
+    Since
+        0.1.0
+    """
+    for replica in replicas(run):
+        found = _hyper_difference(replica, None)
+        if found is None:
+            continue
+        difference, (optimizer, group, index) = found
+        values = {
+            rank: _at(value, optimizer, group, index)
+            for rank, value in replica.values(difference.first, "hyper").items()
+        }
+        guilty = odd(values) or _who_changed(replica, difference, optimizer, group, index)
+        everyone = tuple(sorted(values))
+        cut = _cut(replica, difference, guilty or everyone)
+        member = _member(replica, guilty)
+        what = _WORDS[HYPER[index]]
+        listed = ", ".join(f"{_value(values[rank])} on rank {rank}" for rank in everyone[:4])
+        groups = f"parameter group {group}, optimizer {optimizer}"
+        parameters = replica.difference("parameters")
+        yield Finding(
+            code="DDP702",
+            about=f"module {replica.module} {HYPER[index]}",
+            severity=Severity.ERROR,
+            message=f"the {what} differs between ranks {difference.since}: {listed}"
+            + ("; ReduceLROnPlateau follows a metric that is not averaged" if cut else ""),
+            ranks=guilty or everyone,
+            location=place(cut) if cut else site(member, "optimizer"),
+            evidence=(
+                *_bounds(replica, difference),
+                f"{groups}: {listed}",
+                *(
+                    f"{named((rank,))} cut it before step {integer(record, 'step')}"
+                    for rank, record in _cuts(replica, difference)
+                ),
+                *((f"the parameters differ {parameters.since}",) if parameters else ()),
+            ),
+            fix="Average the metric over the ranks (dist.all_reduce) before scheduler.step(metric)."
+            if cut
+            else "Set the same value on every rank.",
+        )
+
+
+def _value(value: object) -> str:
+    return f"{value:g}" if isinstance(value, (int, float)) else str(value)
+
+
+Place = tuple[int, int, int]
+"""Optimizer, parameter group and index in `HYPER`."""
+
+
+def _hyper_difference(replica: Replica, until: int | None) -> tuple[Difference, Place] | None:
+    """The first hyper-parameter that differs, not later than a step."""
+    difference = replica.difference("hyper", heals=False)
+    if difference is None or (until is not None and difference.first > until):
+        return None
+    values = list(replica.values(difference.first, "hyper").values())
+    for optimizer, group, index in _places(values[0]):
+        found = [_at(value, optimizer, group, index) for value in values]
+        if None not in found and len({repr(each) for each in found}) > 1:
+            return difference, (optimizer, group, index)
+    return None
+
+
+def _places(hyper: object) -> Iterator[Place]:
+    for optimizer, groups in enumerate(hyper if isinstance(hyper, list) else []):
+        for group, _ in enumerate(groups):
+            for index, _ in enumerate(HYPER):
+                yield optimizer, group, index
+
+
+def _at(hyper: object, optimizer: int, group: int, index: int) -> object:
+    try:
+        return hyper[optimizer][group][index]  # type: ignore[index]
+    except (LookupError, TypeError):
+        return None
+
+
+def _who_changed(
+    replica: Replica, difference: Difference, optimizer: int, group: int, index: int
+) -> tuple[int, ...]:
+    """The ranks whose value is no more what it was on all of them."""
+    if difference.equal is None:
+        return ()
+    before = replica.values(difference.equal, "hyper")
+    after = replica.values(difference.first, "hyper")
+    return tuple(
+        rank
+        for rank in sorted(after)
+        if _at(before.get(rank), optimizer, group, index)
+        != _at(after[rank], optimizer, group, index)
+    )
+
+
+def _cuts(replica: Replica, difference: Difference) -> Iterator[tuple[int, Record]]:
+    for rank in replica.ranks:
+        for record in rank.of_kind("cut"):
+            if difference.within(integer(record, "step")):
+                yield rank.rank, record
+
+
+def _cut(replica: Replica, difference: Difference, guilty: tuple[int, ...]) -> Record | None:
+    """The moment in which a scheduler cut a guilty rank's learning rate."""
+    cuts = [record for rank, record in _cuts(replica, difference) if rank in guilty]
+    return cuts[-1] if cuts else None
+
+
+# -- the optimizer's state
+
+
+@rule("DDP703", "optimizer-state-differs", Severity.ERROR)
+def optimizer_state_differs(run: Run) -> Iterator[Finding]:
+    """The optimizer's state was loaded on some ranks only, and differs since.
+
+    What it finds
+        Momentum, moments or step counts (a hash of all tensors in `optimizer.state`) that differ
+        between ranks, and an `optimizer.load_state_dict` before it on some ranks only.
+
+    Why it is bad
+        DDP broadcasts the model's weights when it is built, and nothing of the optimizer: with
+        equal gradients each rank makes another step, and the parameters go apart.
+
+    How to fix it
+        Load the checkpoint on every rank, the optimizer's state included.
+
+    Example
+        Wrong: `if rank == 0: optimizer.load_state_dict(checkpoint["optimizer"])`.
+        Right: the same without the condition.
+
+    When it stays silent
+        For `ZeroRedundancyOptimizer`, whose state is sharded; for states that every rank loaded,
+        and for differences whose cause is not known (DDP701 tells those of the parameters).
+
+    Since
+        0.1.0
+    """
+    for replica in replicas(run):
+        found = _resumed_alone(replica)
+        if not found:
+            continue
+        difference, resumed = found
+        guilty = tuple(sorted(resumed))
+        others = [rank for rank in sorted(replica.prints) if rank not in guilty]
+        record = resumed[guilty[0]]
+        parameters = replica.difference("parameters")
+        yield Finding(
+            code="DDP703",
+            about="optimizer state",
+            severity=Severity.ERROR,
+            message=f"{named(guilty)} loaded the optimizer's state and {named(others)} did not: "
+            f"it differs {difference.since}",
+            ranks=guilty,
+            location=place(record),
+            evidence=(
+                *_bounds(replica, difference),
+                f"{named(guilty)} loaded the state of {record.get('what')} before step "
+                f"{integer(record, 'step')}",
+                *((f"the parameters differ {parameters.since}",) if parameters else ()),
+            ),
+            fix="Load the optimizer's state on every rank.",
+        )
+        return
+
+
+def _resumed_alone(replica: Replica) -> tuple[Difference, dict[int, Record]] | None:
+    """Since when the state differs, and which ranks alone had loaded one before."""
+    difference = replica.difference("state")
+    if difference is None:
+        return None
+    loads = {
+        rank.rank: [
+            record
+            for record in rank.of_kind("resume")
+            if difference.within(integer(record, "step"))
+        ]
+        for rank in replica.ranks
+    }
+    most = max(len(each) for each in loads.values())
+    loaded = {rank: each[-1] for rank, each in loads.items() if each and len(each) == most}
+    return (difference, loaded) if loaded and len(loaded) < len(replica.ranks) else None
+
+
+# -- the scale of mixed precision
+
+
+@rule("DDP705", "scale-differs", Severity.ERROR)
+def scale_differs(run: Run) -> Iterator[Finding]:
+    """The GradScaler's scale is not the same on all ranks.
+
+    What it finds
+        Another loss scale on some ranks at the same step.
+
+    Why it is bad
+        DDP averages gradients that are still scaled, and each rank divides the average by a scale
+        of its own: gradients of wrong size, other steps skipped, replicas that go apart.
+
+    How to fix it
+        Make the scaler with the same arguments on every rank, load its state on every rank, and
+        let every backward go through DDP's all-reduce, so that all ranks see the same overflows.
+
+    Example
+        Wrong: `if rank == 0: scaler.load_state_dict(checkpoint["scaler"])`.
+        Right: the same without the condition.
+
+    When it stays silent
+        For a difference that goes away again, and for one that a single fingerprint shows while the
+        job goes on.
+
+    Since
+        0.1.0
+    """
+    for replica in replicas(run):
+        difference = replica.difference("scale")
+        if difference is None:
+            continue
+        parameters = replica.difference("parameters")
+        if parameters and parameters.first < difference.first:
+            # The consequence: replicas that differ overflow at different steps.
+            continue
+        values = replica.values(difference.first, "scale")
+        guilty = odd(values)
+        everyone = tuple(sorted(values))
+        shown = ", ".join(f"{_value(values[rank])} on rank {rank}" for rank in everyone[:4])
+        yield Finding(
+            code="DDP705",
+            about="scale",
+            severity=Severity.ERROR,
+            message=f"the GradScaler's scale differs between ranks {difference.since}: {shown}",
+            ranks=guilty or everyone,
+            location=site(_member(replica, guilty), "optimizer"),
+            evidence=(
+                *_bounds(replica, difference),
+                *((f"the parameters differ {parameters.since}",) if parameters else ()),
+            ),
+            fix="Make the scaler with the same arguments, and load its state, on every rank.",
+        )

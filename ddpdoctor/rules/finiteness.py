@@ -1,0 +1,131 @@
+"""Numbers that are no numbers any more (DDP706): who had the first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from ddpdoctor.finding import Finding, Severity, rule
+from ddpdoctor.record import Record, integer
+from ddpdoctor.rules.replicas import Replica, named, replicas, site
+from ddpdoctor.run import Rank, Run
+
+ENOUGH = 2
+"""Losses that are not finite, after which it is no accident that passes."""
+
+
+@rule("DDP706", "not-finite", Severity.ERROR)
+def not_finite(run: Run) -> Iterator[Finding]:
+    """A loss or the parameters are not finite (NaN or infinite), and training goes on.
+
+    What it finds
+        The rank whose loss was NaN or infinite first, in a step that the optimizer took; or
+        parameters that are not finite while the losses before were.
+
+    Why it is bad
+        The all-reduce carries one rank's NaN to the gradients, and so to the parameters, of all
+        ranks: from the next step on every loss is NaN, on every rank, and which one began is not to
+        be seen any more.
+
+    How to fix it
+        Look at the samples that this rank had at this step, then at divisions, logarithms and roots
+        in the loss. Skip such a batch on all ranks together, never on one: the others would wait.
+
+    Example
+        Wrong: `loss = (target / count).log().mean()` with an empty batch on one rank.
+        Right: `loss = (target / count.clamp(min=1)).clamp(min=1e-6).log().mean()`.
+
+    When it stays silent
+        For steps that a GradScaler skips, and for a single loss after which the parameters stayed
+        finite.
+
+    Since
+        0.1.0
+    """
+    first = {rank.rank: record for rank in run.last if (record := _first(rank)) is not None}
+    poisoned = [each for replica in replicas(run) if (each := _poisoned(replica)) is not None]
+    over = run.exit_status is not None or all(rank.ended for rank in run.last)
+    if not first and not (over and poisoned):
+        return
+    if len(first) < len(run.last) and not over:
+        # The one that was first may not have written it yet.
+        return
+    step = min((integer(record, "step") for record in first.values()), default=1 << 62)
+    before = min(poisoned, key=lambda each: each[0], default=None)
+    if before is not None and before[0] < step:
+        yield _parameters(run, *before)
+        return
+    if not before and not any(_often(rank) for rank in run.last):
+        return
+    guilty = tuple(
+        sorted(rank for rank, record in first.items() if integer(record, "step") == step)
+    )
+    everyone = len(guilty) == len(run.last)
+    value = first[guilty[0]].get("loss")
+    later = [rank for rank in sorted(first) if rank not in guilty]
+    member = next(rank for rank in run.last if rank.rank == guilty[0])
+    whose = "every rank" if everyone and len(guilty) > 1 else named(guilty)
+    yield Finding(
+        code="DDP706",
+        about="not finite",
+        severity=Severity.ERROR,
+        message=f"the loss of {whose} is {value} at step {step}"
+        + ("" if everyone else ", before any other rank's"),
+        ranks=guilty,
+        location=site(member, "backward"),
+        evidence=(
+            *(
+                f"rank {rank}: {first[rank].get('loss')} from step {integer(first[rank], 'step')} "
+                "on, after the all-reduce"
+                for rank in later[:4]
+            ),
+            *((_tensors(*before),) if before is not None else ()),
+        ),
+        fix="Look at this rank's samples of this step and at divisions, logarithms and roots in "
+        "the loss; skip a bad batch on all ranks together.",
+    )
+
+
+def _first(rank: Rank) -> Record | None:
+    return next(rank.of_kind("nonfinite"), None)
+
+
+def _often(rank: Rank) -> bool:
+    return len({integer(record, "step") for record in rank.of_kind("nonfinite")}) >= ENOUGH
+
+
+def _poisoned(replica: Replica) -> tuple[int, Replica, list[str]] | None:
+    """The first step after which parameters are seen to be not finite, and their names."""
+    for step, details in replica.rich():
+        tensors = next(iter(details.values()))
+        names = [
+            name
+            for name, (_, norm) in zip(replica.names, tensors, strict=False)
+            if not math.isfinite(norm)
+        ]
+        if names:
+            return step, replica, names
+    return None
+
+
+def _tensors(step: int, replica: Replica, names: list[str]) -> str:
+    listed = ", ".join(names[:3])
+    count = f"{len(names)} of {len(replica.names)} parameters"
+    return f"{count} are not finite after step {step}: {listed}"
+
+
+def _parameters(run: Run, step: int, replica: Replica, names: list[str]) -> Finding:
+    member = replica.ranks[0]
+    many = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return Finding(
+        code="DDP706",
+        about="not finite",
+        severity=Severity.ERROR,
+        message=f"parameter {names[0]}{many} is not finite after step {step}, though no loss was "
+        "NaN before",
+        ranks=tuple(rank.rank for rank in replica.ranks),
+        location=site(member, "backward"),
+        evidence=(_tensors(step, replica, names), "the losses up to this step were finite"),
+        fix="The gradient was not finite, or the step too large: look for roots and divisions at "
+        "zero in the backward, clip gradients, or lower the learning rate.",
+    )

@@ -1,0 +1,402 @@
+"""Gradients that never come (DDP303, DDP305, DDP323): what DDP prepared for and did not get."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from ddpdoctor.finding import Finding, Location, Severity, rule
+from ddpdoctor.record import Record, integer
+from ddpdoctor.rules import reduction
+from ddpdoctor.run import Rank, Run
+
+PATIENCE = 3_000_000_000
+"""Nanoseconds without a change of phase after which a rank is taken to wait for its peers."""
+
+SHOWN = 4
+"""Parameters that a message names; it counts the rest."""
+
+
+def place(record: Record) -> Location | None:
+    """The line that a record names."""
+    path = record.get("path")
+    return Location(str(path), integer(record, "line")) if path else None
+
+
+def listed(names: Sequence[str], count: int | None = None) -> str:
+    """The first few names, and how many more there are."""
+    rest = (len(names) if count is None else count) - min(SHOWN, len(names))
+    return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """Some ranks as the subject of a sentence: ``ranks 0 and 2``."""
+    words = [str(rank) for rank in ranks]
+    if len(words) == 1:
+        return f"rank {words[0]}"
+    return f"ranks {', '.join(words[:-1])} and {words[-1]}"
+
+
+def plural(count: int, word: str = "parameter") -> str:
+    """A number of things: ``1 parameter``, ``2 parameters``."""
+    return f"{count} {word}{'' if count == 1 else 's'}"
+
+
+@dataclass(frozen=True)
+class Missing:
+    """The parameters of one DDP module that got no gradient on some ranks."""
+
+    ddp: int
+    records: dict[int, Record]
+    """What the probe saw, by rank."""
+    errors: dict[int, Record]
+    """DDP's own exceptions, by rank."""
+    silent: list[int]
+    """The ranks seen where every parameter got its gradient."""
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks without some gradients, ascending."""
+        return sorted({*self.records, *self.errors})
+
+    @property
+    def altered(self) -> bool:
+        """Whether the parameters were frozen or replaced after DDP was built."""
+        return any(
+            why in ("frozen", "replaced")
+            for record in self.records.values()
+            for _, _, why in shown(record)
+        )
+
+    def fate(self) -> Iterator[str]:
+        """What DDP did, or will do, about it."""
+        for rank, error in sorted(self.errors.items())[:2]:
+            yield (
+                f"rank {rank}: DDP raised in step {error.get('step')}, "
+                f'"{reduction.UNFINISHED} before starting a new one"'
+            )
+        if not self.errors:
+            yield "DDP has not reduced their bucket, and raises at the next synchronized forward"
+
+
+def shown(record: Record) -> list[tuple[str, str, str]]:
+    """Name, class of the owning module and reason of each parameter that a record names."""
+    return [
+        (str(each[0]), str(each[1]), str(each[2]))
+        for each in record.get("parameters") or []
+        if isinstance(each, list) and len(each) == 3
+    ]
+
+
+def missing_gradients(run: Run) -> Iterator[Missing]:
+    """The modules with such parameters, once every rank had its chance to tell."""
+    records: dict[int, dict[int, Record]] = {}
+    for rank in run.last:
+        for record in rank.of_kind("no_gradient"):
+            records.setdefault(integer(record, "ddp"), {}).setdefault(rank.rank, record)
+    errors = {rank.rank: error for rank, error in reduction.complaints(run, reduction.UNFINISHED)}
+    if errors and not records:
+        records[0] = {}
+    for number, found in sorted(records.items()):
+        guilty = {*found, *errors}
+        others = [
+            rank
+            for rank in run.last
+            if rank.rank not in guilty and not guilty.isdisjoint(_group(rank, number))
+        ]
+        if all(_settled(run, rank, found) for rank in others):
+            yield Missing(number, found, errors, [rank.rank for rank in others])
+
+
+def _group(rank: Rank, number: int) -> list[int]:
+    """The ranks of a DDP module's group, this one among them; none where it has no such module."""
+    built = reduction.ddp_record(rank, number)
+    return list(built.get("group_ranks") or []) if built is not None else []
+
+
+def _settled(run: Run, rank: Rank, found: dict[int, Record]) -> bool:
+    """Whether a rank would have told by now that it missed a gradient, too."""
+    if run.exit_status is not None or rank.ended is not None or rank.status is None:
+        return True
+    last = max((integer(record, "step") for record in found.values()), default=0)
+    return rank.status.step > last or run.taken - rank.status.since > PATIENCE
+
+
+@rule("DDP305", "unused-parameters", Severity.ERROR)
+def unused_parameters(run: Run) -> Iterator[Finding]:
+    """Parameters got no gradient in a backward that DDP was to reduce.
+
+    What it finds
+        Parameters by name and module that took no part in the loss, seen in the first synchronized
+        backwards, before DDP raises; and later as the cause when DDP raises "Expected to have
+        finished reduction". Ranks that differ (a branch that only some take) are told apart.
+
+    Why it is bad
+        DDP waits for every gradient of a bucket. Without one the bucket is never reduced: the first
+        iteration passes with gradients that are not averaged, the next forward raises. Where only
+        some ranks miss it, the others wait for them in the all-reduce.
+
+    How to fix it
+        Use the parameters in the loss, or freeze them (`requires_grad_(False)`) before DDP is
+        built. If they are unused in some iterations only, `find_unused_parameters=True`.
+
+    Example
+        Wrong: `self.auxiliary = nn.Linear(32, 2)` that `forward` never calls.
+        Right: no such layer, or its output in the loss.
+
+    When it stays silent
+        With `find_unused_parameters=True` or `static_graph=True` (unless DDP raises), for frozen
+        parameters, within `no_sync()`, for models outside DDP, and when no gradient of the module
+        came at all.
+
+    Since
+        0.1.0
+    """
+    for missing in missing_gradients(run):
+        if not missing.altered:
+            yield _unused(run, missing)
+
+
+def _unused(run: Run, missing: Missing) -> Finding:
+    first = next(iter(missing.records.values()), None)
+    error = next((missing.errors[rank] for rank in sorted(missing.errors)), None)
+    names: list[str] = []
+    count = total = 0
+    if first is not None:
+        names = [f"{name} ({owner})" if owner else name for name, owner, _ in shown(first)]
+        count, total = integer(first, "count"), integer(first, "of")
+    elif error is not None:
+        number = min(missing.errors)
+        rank = next(rank for rank in run.last if rank.rank == number)
+        names = reduction.without_gradient(rank, error)
+        count = len(names)
+        total = len(reduction.parameter_names(reduction.ddp_record(rank, 0)))
+    some = bool(missing.silent)
+    who = f"on {ranks_named(missing.ranks)} only" if some else "on any rank"
+    if len(run.last) == 1:
+        who = f"on rank {missing.ranks[0]}"
+    what = plural(count) if count else "some parameters"
+    if total >= count > 0:
+        what = f"{count} of {plural(total)}"
+    evidence = []
+    if first is not None:
+        evidence.append(
+            f"no gradient reached them in the synchronized backward {first.get('iteration')} "
+            f"(step {first.get('step')})"
+        )
+    if some:
+        evidence.append(f"{ranks_named(missing.silent)} missed none in that backward")
+    evidence += missing.fate()
+    finds = error is not None and "`find_unused_parameters=True` is enabled" in str(
+        error.get("message")
+    )
+    fix = (
+        "Let every output of forward take part in the loss on every rank, or return fewer."
+        if finds
+        else "Take the same branch on every rank, or pass find_unused_parameters=True to DDP."
+        if some
+        else "Use them in the loss, freeze them before DDP is built, or pass "
+        "find_unused_parameters=True if they are unused now and then."
+    )
+    source = first if first is not None else error
+    return Finding(
+        code="DDP305",
+        severity=Severity.ERROR,
+        message=f"{what} got no gradient {who}" + (f": {listed(names, count)}" if names else ""),
+        ranks=tuple(missing.ranks),
+        location=place(source) if source is not None else None,
+        evidence=tuple(evidence),
+        fix=fix,
+        traceback=str(error.get("traceback") or "") if error is not None else "",
+        about=f"module {missing.ddp}",
+    )
+
+
+@rule("DDP323", "ready-twice", Severity.ERROR)
+def ready_twice(run: Run) -> Iterator[Finding]:
+    """A parameter's gradient was ready twice in one backward.
+
+    What it finds
+        DDP's exception "Expected to mark a variable ready only once", with the parameter's name,
+        and whether activation checkpointing with `use_reentrant=True` brought it about.
+
+    Why it is bad
+        DDP reduces a gradient when it is ready the first time; what comes after would be missing.
+        A reentrant checkpoint runs a backward of its own for each part of the graph, so a parameter
+        used in two of them is ready twice.
+
+    How to fix it
+        `checkpoint(..., use_reentrant=False)`. Where a parameter takes part in two backwards of one
+        forward: add the losses and call `backward()` once.
+
+    Example
+        Wrong: `checkpoint(self.block, checkpoint(self.block, x, use_reentrant=True), ...)`.
+        Right: the same with `use_reentrant=False`.
+
+    When it stays silent
+        As long as DDP does not raise.
+
+    Since
+        0.1.0
+    """
+    found = list(reduction.complaints(run, reduction.TWICE))
+    if not found:
+        return
+    rank, error = found[0]
+    names = reduction.ready_twice(rank, error)
+    trace = str(error.get("traceback") or "")
+    reentrant = "utils/checkpoint.py" in trace
+    why = ", by activation checkpointing with use_reentrant=True" if reentrant else ""
+    what = f"the gradient of {listed(names)}" if names else "a gradient"
+    ranks = sorted(each.rank for each, _ in found)
+    yield Finding(
+        code="DDP323",
+        severity=Severity.ERROR,
+        message=f"{what} was ready twice in one backward on {ranks_named(ranks)}{why}",
+        ranks=tuple(ranks),
+        location=place(error),
+        evidence=(
+            f'rank {rank.rank}: DDP raised in step {error.get("step")}, "{reduction.TWICE}"',
+        ),
+        fix="Pass use_reentrant=False to torch.utils.checkpoint.checkpoint."
+        if reentrant
+        else "Call backward once for each forward through DDP (add the losses), and let no "
+        "parameter be used outside of DDP's forward.",
+        traceback=trace,
+        about="ready twice",
+    )
+
+
+WALK_COST = 2e-3
+"""Milliseconds a parameter that the search for unused ones takes; measured on a CPU, torch 2.13."""
+
+
+@rule("DDP304", "find-unused-not-needed", Severity.INFO)
+def find_unused_not_needed(run: Run) -> Iterator[Finding]:
+    """`find_unused_parameters=True`, and no parameter is ever unused.
+
+    What it finds
+        A DDP module that searches for unused parameters, of which none was unused on any rank in
+        its first 50 synchronized backwards.
+
+    Why it is bad
+        Every step walks through the whole autograd graph and all-reduces a map of the parameters,
+        and the all-reduce of gradients begins later than it could.
+
+    How to fix it
+        Leave the argument out. DDP raises if a parameter turns out to be unused after all.
+
+    Example
+        Wrong: `DDP(model, find_unused_parameters=True)` to be on the safe side.
+        Right: `DDP(model)`.
+
+    When it stays silent
+        If any rank left a parameter out once, with `static_graph=True`, and before the 50th
+        synchronized backward.
+
+    Since
+        0.1.0
+    """
+    told: dict[int, list[tuple[Rank, Record]]] = {}
+    for rank in run.last:
+        for record in rank.of_kind("find_unused"):
+            told.setdefault(integer(record, "ddp"), []).append((rank, record))
+    for number, seen in sorted(told.items()):
+        ranks = sorted({rank.rank for rank, _ in seen})
+        built = reduction.ddp_record(seen[0][0], number)
+        group = (built or {}).get("group_ranks") or ranks
+        if any(record.get("least") != len(group) for _, record in seen):
+            continue
+        count = integer(seen[0][1], "parameters")
+        iterations = integer(seen[0][1], "iterations")
+        yield Finding(
+            code="DDP304",
+            severity=Severity.INFO,
+            message=f"find_unused_parameters=True is not needed: in {iterations} synchronized "
+            f"backwards no rank left out any of {plural(count)}",
+            ranks=tuple(ranks),
+            location=place(built) if built is not None else None,
+            evidence=(
+                f"about {max(count * WALK_COST, 0.01):.2g} ms a step for the search (an estimate "
+                "from the number of parameters), and an all-reduce of the map of used ones",
+            ),
+            fix="Leave find_unused_parameters=True out.",
+            about=f"module {number}",
+        )
+
+
+SMALL = 8
+"""Samples per rank up to which the statistics of a batch are poor."""
+
+ENOUGH = 10
+"""Steps whose batch sizes are looked at before a batch is called small."""
+
+
+@rule("DDP309", "small-batch-norm", Severity.INFO)
+def small_batch_norm(run: Run) -> Iterator[Finding]:
+    """BatchNorm takes its statistics from a small batch on each rank.
+
+    What it finds
+        BatchNorm layers in training mode within a DDP module on several ranks, whose batches are of
+        no more than 8 samples per rank; `SyncBatchNorm` would take them from all ranks together.
+
+    Why it is bad
+        DDP averages gradients, not batch statistics. Of few samples they are noisy, and the running
+        averages that evaluation uses are rank 0's alone.
+
+    How to fix it
+        `model = nn.SyncBatchNorm.convert_sync_batchnorm(model)` before DDP (it needs GPUs), or a
+        normalization without batch statistics such as GroupNorm, or larger batches.
+
+    Example
+        Wrong: `DDP(model)` with BatchNorm2d and two images per GPU.
+        Right: `DDP(nn.SyncBatchNorm.convert_sync_batchnorm(model))`.
+
+    When it stays silent
+        For frozen BatchNorm (`eval()`), SyncBatchNorm, a single rank, larger batches, batches whose
+        size is not known, and before ten steps.
+
+    Since
+        0.1.0
+    """
+    if len(run.last) < 2:
+        return
+    sizes = {rank.rank: _batch(rank) for rank in run.last}
+    for number, (ranks, rank, record) in _normalizing(run).items():
+        size = max((sizes[each] or SMALL + 1 for each in ranks), default=SMALL + 1)
+        if size > SMALL or len(ranks) < len(run.last):
+            continue
+        count = integer(record, "count")
+        built = reduction.ddp_record(rank, number)
+        yield Finding(
+            code="DDP309",
+            severity=Severity.INFO,
+            message=f"{plural(count, 'BatchNorm layer')} of this module "
+            f"{'takes' if count == 1 else 'take'} statistics from {plural(int(size), 'sample')} on "
+            "each rank alone",
+            ranks=tuple(ranks),
+            location=place(built) if built is not None else None,
+            evidence=(
+                f"in training mode and no SyncBatchNorm: "
+                f"{listed([str(name) for name in record.get('layers') or []], count)}",
+                f"median batch: {int(size)} on each of {len(ranks)} ranks",
+            ),
+            fix="On GPUs, SyncBatchNorm.convert_sync_batchnorm(model) before DDP; else GroupNorm "
+            "or larger batches.",
+            about=f"module {number}",
+        )
+
+
+def _normalizing(run: Run) -> dict[int, tuple[list[int], Rank, Record]]:
+    found: dict[int, tuple[list[int], Rank, Record]] = {}
+    for rank in run.last:
+        for record in rank.of_kind("batchnorm"):
+            found.setdefault(integer(record, "ddp"), ([], rank, record))[0].append(rank.rank)
+    return found
+
+
+def _batch(rank: Rank) -> float | None:
+    """The median number of samples that a rank takes at a time; None if it is not known."""
+    sizes = [step.samples / max(1, step.backwards) for step in rank.steps if step.samples]
+    return median(sizes) if len(sizes) >= ENOUGH else None

@@ -1,0 +1,131 @@
+"""Models that differ between ranks before the first step (DDP707)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from ddpdoctor.finding import Finding, Severity, rule
+from ddpdoctor.record import Record, integer
+from ddpdoctor.rules.replicas import group_of, list_of, named, place
+from ddpdoctor.run import Run
+
+_REFUSALS = ("DDP expects same model across all ranks", "appears not to match")
+"""What DDP says of models with other counts or shapes, on some of the ranks."""
+
+
+def refused(run: Run, error: str) -> bool:
+    """Whether an exception is DDP's refusal of models whose difference DDP707 tells."""
+    return any(each in error for each in _REFUSALS) and any(models_differ(run))
+
+
+@rule("DDP707", "models-differ", Severity.ERROR)
+def models_differ(run: Run) -> Iterator[Finding]:
+    """The ranks give models to DDP that are not the same.
+
+    What it finds
+        Trained parameters that differ between ranks in number, order, shape or dtype when
+        `DistributedDataParallel` is built.
+
+    Why it is bad
+        DDP pairs the parameters of the ranks by their order alone. It raises an exception on some
+        ranks and leaves the others waiting; where only the dtype or the order differs it says
+        nothing, and broadcasts and averages bytes that do not belong together.
+
+    How to fix it
+        Build the model from the same configuration on every rank: a vocabulary or a number of
+        classes that is counted in the data must be counted in all of it, or be broadcast.
+
+    Example
+        Wrong: `nn.Linear(512, len(set(my_shard_labels)))`.
+        Right: `nn.Linear(512, len(all_labels))`.
+
+    When it stays silent
+        For parameters with `requires_grad=False`, for names that differ while everything else is
+        equal, and for the 17th model of a process and later ones.
+
+    Since
+        0.1.0
+    """
+    shared: dict[tuple[int, tuple[int, ...]], dict[int, Record]] = {}
+    for rank in run.last:
+        for record in rank.of_kind("model"):
+            group = group_of(record)
+            if rank.rank in group:
+                shared.setdefault((integer(record, "number"), group), {})[rank.rank] = record
+    for (number, group), models in sorted(shared.items()):
+        missing = any(rank.rank in group and rank.rank not in models for rank in run.last)
+        if missing and run.exit_status is None:
+            # With one more, another rank may be the odd one.
+            continue
+        told = {rank: _said(record) for rank, record in models.items()}
+        usual = Counter(told.values()).most_common(1)[0]
+        if usual[1] == len(told) or not _differ(models):
+            continue
+        # Without a majority it is measured by the first rank, whose weights DDP broadcasts.
+        clear = 2 * usual[1] > len(told)
+        first = min(told)
+        model = usual[0] if clear else told[first]
+        odd = tuple(sorted(rank for rank, each in told.items() if each != model))
+        right = next(rank for rank, each in sorted(told.items()) if each == model)
+        yield Finding(
+            code="DDP707",
+            about=f"model {number}",
+            severity=Severity.ERROR,
+            message=f"{named(odd)} {'give' if len(odd) > 1 else 'gives'} DDP another model than "
+            f"rank {right}: {_difference(models[odd[0]], models[right])}",
+            ranks=odd if clear else tuple(sorted(told)),
+            location=place(models[odd[0]]),
+            evidence=tuple(
+                f"rank {rank}: {integer(record, 'count')} parameters, {_elements(record)} elements"
+                for rank, record in sorted(models.items())[:4]
+            ),
+            fix="Build the model from the same configuration on every rank; count classes and "
+            "vocabularies in all of the data, or broadcast them.",
+        )
+
+
+def _parameters(record: Record) -> list[tuple[str, tuple[int, ...], str]]:
+    parameters = list_of(record, "parameters")
+    return [(str(name), tuple(shape), str(dtype)) for name, shape, dtype in parameters]
+
+
+def _said(record: Record) -> tuple[object, ...]:
+    return (integer(record, "count"), *_parameters(record))
+
+
+def _differ(models: dict[int, Record]) -> bool:
+    """Whether more than names differ: shapes, dtypes, counts, or the order of the same names."""
+    found = [_parameters(record) for record in models.values()]
+    if len({integer(record, "count") for record in models.values()}) > 1:
+        return True
+    if len({tuple(each[1:] for each in parameters) for parameters in found}) > 1:
+        return True
+    names = [tuple(name for name, _, _ in parameters) for parameters in found]
+    return len(set(names)) > 1 and len({frozenset(each) for each in names}) == 1
+
+
+def _difference(here: Record, there: Record) -> str:
+    """The first parameter that differs, in words."""
+    mine, theirs = _parameters(here), _parameters(there)
+    for (name, shape, dtype), (other, shape_there, dtype_there) in zip(mine, theirs, strict=False):
+        if shape != shape_there:
+            return f"{name or other} is {list(shape)}, not {list(shape_there)}"
+        if dtype != dtype_there:
+            return f"{name or other} is {dtype}, not {dtype_there}"
+        if name != other and integer(here, "count") == integer(there, "count"):
+            return f"{name} stands in the place of {other}"
+    more, fewer = (mine, theirs) if len(mine) > len(theirs) else (theirs, mine)
+    known = {name for name, _, _ in fewer}
+    names = ", ".join([name for name, _, _ in more if name not in known][:3]) or "some parameter"
+    return f"it has {names}, too" if more is mine else f"it is without {names}"
+
+
+def _elements(record: Record) -> int:
+    total = 0
+    for _, shape, _ in _parameters(record):
+        size = 1
+        for each in shape:
+            size *= each
+        total += size
+    return total

@@ -1,0 +1,178 @@
+"""Optimizers (DDP311, DDP324, DDP325): parameters that nobody steps, state that is thrown away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ddpdoctor.finding import Finding, Severity, rule
+from ddpdoctor.record import Record, integer
+from ddpdoctor.rules.model import listed, place, plural
+from ddpdoctor.run import Run
+
+
+def _told(run: Run, kind: str) -> dict[int, tuple[list[int], Record]]:
+    """By DDP module: the ranks that told of it, and the record of the lowest of them."""
+    found: dict[int, tuple[list[int], Record]] = {}
+    for rank in run.last:
+        for record in rank.of_kind(kind):
+            ranks, _ = found.setdefault(integer(record, "ddp"), ([], record))
+            if rank.rank not in ranks:
+                ranks.append(rank.rank)
+    return found
+
+
+def _unowned(run: Run, orphans: bool) -> Iterator[tuple[int, list[int], Record, list[str]]]:
+    """Parameters of DDP modules that no optimizer holds and that did not change."""
+    for number, (ranks, record) in sorted(_told(run, "unowned").items()):
+        if record.get("unchanged") is True and bool(record.get("orphans")) is orphans:
+            yield number, ranks, record, [str(name) for name in record.get("parameters") or []]
+
+
+def _still(record: Record) -> str:
+    first, last = (record.get("steps") or [0, 0])[:2]
+    return (
+        f"they got gradients, and their values were the same before step {first} and before "
+        f"step {last}"
+    )
+
+
+@rule("DDP324", "not-in-optimizer", Severity.WARNING)
+def not_in_optimizer(run: Run) -> Iterator[Finding]:
+    """Trainable parameters are in no optimizer.
+
+    What it finds
+        Parameters of a DDP module that require gradients and get them, that no optimizer holds,
+        and whose values did not change over ten steps.
+
+    Why it is bad
+        They never learn. Their gradients are computed and all-reduced in every step for nothing.
+
+    How to fix it
+        Give them to the optimizer; or, if they are not to be trained, freeze them before DDP is
+        built.
+
+    Example
+        Wrong: `SGD(model.head.parameters(), lr=0.1)` with an encoder that requires gradients.
+        Right: `SGD(model.parameters(), lr=0.1)`, or `model.encoder.requires_grad_(False)` first.
+
+    When it stays silent
+        For frozen parameters, for those that something else changes (an update by hand, a
+        communication hook), and before the module has trained for a dozen steps.
+
+    Since
+        0.1.0
+    """
+    for number, ranks, record, names in _unowned(run, orphans=False):
+        count = integer(record, "count")
+        yield Finding(
+            code="DDP324",
+            severity=Severity.WARNING,
+            message=f"{count} of {plural(integer(record, 'of'))} require gradients and are in no "
+            f"optimizer, so that they never learn: {listed(names, count)}",
+            ranks=tuple(ranks),
+            location=place(record),
+            evidence=(
+                _still(record),
+                f"the optimizer made here is {record.get('optimizer')}",
+            ),
+            fix="Give them to the optimizer, or freeze them before DDP is built, which saves their "
+            "gradients and the all-reduce of these.",
+            about=f"module {number}",
+        )
+
+
+@rule("DDP325", "optimizer-of-old-parameters", Severity.ERROR)
+def optimizer_of_old_parameters(run: Run) -> Iterator[Finding]:
+    """The optimizer holds parameters that the model no longer has.
+
+    What it finds
+        An optimizer with parameters that never get a gradient and belong to no DDP module, while
+        parameters of the DDP module are in no optimizer and do not change: the optimizer was made
+        before they were replaced.
+
+    Why it is bad
+        `optimizer.step()` trains tensors that nobody uses; the new ones keep their first values,
+        without any error.
+
+    How to fix it
+        Make the optimizer after the last change of the model's parameters. (Whether before or after
+        DDP does not matter: DDP keeps the parameters.)
+
+    Example
+        Wrong: `optimizer = SGD(model.parameters(), lr=0.1); model.fc = nn.Linear(512, 10)`.
+        Right: the other way round.
+
+    When it stays silent
+        As long as every trainable parameter is in an optimizer or changes by other means.
+
+    Since
+        0.1.0
+    """
+    for number, ranks, record, names in _unowned(run, orphans=True):
+        count, old = integer(record, "count"), integer(record, "orphans")
+        yield Finding(
+            code="DDP325",
+            severity=Severity.ERROR,
+            message=f"this optimizer holds {plural(old)} that the model no longer has, and "
+            f"{count} of the model's {plural(integer(record, 'of'))} are in none: "
+            f"{listed(names, count)}",
+            ranks=tuple(ranks),
+            location=place(record),
+            evidence=(
+                _still(record),
+                f"{plural(old)} of {record.get('optimizer')} never got a gradient and "
+                f"{'is' if old == 1 else 'are'} in no DDP module",
+            ),
+            fix="Make the optimizer after the model's parameters were replaced for the last time.",
+            about=f"module {number}",
+        )
+
+
+@rule("DDP311", "optimizer-in-loop", Severity.WARNING)
+def optimizer_in_loop(run: Run) -> Iterator[Finding]:
+    """The optimizer is made anew for every step.
+
+    What it finds
+        Optimizers made again and again at one line for the same parameters, each of which took a
+        single step and had then something to remember: momentum, Adam's moments.
+
+    Why it is bad
+        What an optimizer has learnt of the gradients is lost with it: Adam stays in its first,
+        biased step for ever, and momentum does nothing.
+
+    How to fix it
+        Make it once, before the loop.
+
+    Example
+        Wrong: `for batch in loader: optimizer = Adam(model.parameters()); ...`.
+        Right: `optimizer = Adam(model.parameters())` before the loop.
+
+    When it stays silent
+        For optimizers without state (plain SGD), LBFGS, those that take several steps each, such
+        as one per epoch, and those of copies, as in meta-learning.
+
+    Since
+        0.1.0
+    """
+    ranks: list[int] = []
+    first: Record | None = None
+    for rank in run.last:
+        record = next(rank.of_kind("remade"), None)
+        if record is not None:
+            ranks.append(rank.rank)
+            first = first or record
+    if first is not None:
+        yield Finding(
+            code="DDP311",
+            severity=Severity.WARNING,
+            message=f"{first.get('optimizer')} is made anew here for every step, and its state is "
+            "lost each time",
+            ranks=tuple(ranks),
+            location=place(first),
+            evidence=(
+                f"{first.get('times')} optimizers of the same parameters in a row by step "
+                f"{first.get('step')}, all but the last stepped once",
+            ),
+            fix="Make the optimizer once, before the loop.",
+            about="remade",
+        )

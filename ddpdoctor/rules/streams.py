@@ -1,0 +1,189 @@
+"""Data (DDP1xx) without indices: streams that ranks or workers do not share out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from ddpdoctor.finding import Finding, Location, Severity, rule
+from ddpdoctor.rules.draws import (
+    FEW,
+    WHOLE,
+    Pass,
+    matched,
+    names,
+    passes_of,
+)
+from ddpdoctor.run import Run
+
+
+@rule("DDP115", "duplicated-iterable", Severity.ERROR)
+def same_stream(run: Run) -> Iterator[Finding]:
+    """Every rank gets the same samples from an iterable data set.
+
+    What it finds
+        A training loader over an iterable-style data set whose first batches hold the same samples
+        on all ranks of a DDP group, by a hash of their content.
+
+    Why it is bad
+        The ranks compute the same gradients: N GPUs train as slowly as one. A `DataLoader` cannot
+        shard an iterable data set, and has no sampler there.
+
+    How to fix it
+        Let `__iter__` skip what belongs to other ranks and workers, with `dist.get_rank()` and
+        `torch.utils.data.get_worker_info()`; or use the library's own `split_by_node`.
+
+    Example
+        Wrong: `def __iter__(self): yield from read(self.files)`
+        Right: `def __iter__(self): yield from read(self.files[self.rank :: self.world])`
+
+    When it stays silent
+        For loaders that evaluate, for batches that repeat within a rank (synthetic data), for data
+        that is augmented at random in all its parts, and for tensors on a GPU.
+
+    Since
+        0.1.0
+    """
+    for passes in matched(run):
+        each = list(passes.values())
+        if not all(one.trains and one["iterable"] for one in each):
+            continue
+        values = _common_stream(each)
+        if values is None:
+            continue
+        first = each[0]
+        yield Finding(
+            code="DDP115",
+            about=str(first.made),
+            severity=Severity.ERROR,
+            message=f"every rank trains on the same samples of the iterable data set that the "
+            f"loader built at {first.made} reads",
+            ranks=tuple(passes),
+            location=first.made,
+            evidence=(
+                f"of {len(each[0]['rows'])} samples hashed on rank {first.rank}, {values} are the "
+                f"same on all {len(each)} ranks",
+                f"data set {first['dataset']}, read at "
+                f"{Location(str(first['path']), first.number('line'))}",
+            ),
+            fix="Give each rank its own part in the data set's __iter__, by dist.get_rank() and "
+            "dist.get_world_size(), and each worker its part of that.",
+        )
+        return
+
+
+def _column(one: Pass, number: int) -> list[int]:
+    return [row[1 + number] for row in one["rows"] or ()]
+
+
+def _columns(each: Sequence[Pass]) -> range:
+    return range(min((len(row) - 1 for one in each for row in one["rows"] or ()), default=0))
+
+
+def _common_stream(each: Sequence[Pass]) -> int | None:
+    """How many samples all ranks have in common, if that is nearly all they have."""
+    if not all(one["rows"] for one in each):
+        return None
+    for column in _columns(each):
+        streams = [_column(one, column) for one in each]
+        distinct = [set(stream) for stream in streams]
+        workers = max(1, *(one.number("workers") for one in each))
+        if any(
+            len(values) < 2 * FEW or WHOLE * len(stream) > len(values) * workers
+            for values, stream in zip(distinct, streams, strict=True)
+        ):
+            continue
+        common = set.intersection(*distinct)
+        if len(common) >= WHOLE * min(map(len, distinct)):
+            return len(common)
+    return None
+
+
+@rule("DDP116", "duplicated-between-workers", Severity.ERROR)
+def same_workers(run: Run) -> Iterator[Finding]:
+    """The workers of a loader all give the same samples of an iterable data set.
+
+    What it finds
+        A training loader with several workers over an iterable-style data set, whose batches come
+        in groups of equal content: one copy from each worker.
+
+    Why it is bad
+        Each worker has a copy of the data set and iterates over all of it. An epoch is as many
+        times longer as there are workers, and each step repeats the samples of the one before.
+
+    How to fix it
+        In `__iter__`, let each worker take its part by `torch.utils.data.get_worker_info()`.
+
+    Example
+        Wrong: `for i in range(self.start, self.end): yield self.load(i)`
+        Right: `w = get_worker_info(); for i in range(self.start + w.id, self.end, w.num_workers)`
+
+    When it stays silent
+        For a single worker, for batches that repeat otherwise (synthetic data), for workers that
+        shuffle each in its own way, for loaders that evaluate, and for tensors on a GPU.
+
+    Since
+        0.1.0
+    """
+    sick: dict[tuple[object, ...], list[tuple[Pass, int, int]]] = {}
+    heard: Counter[tuple[object, ...]] = Counter()
+    for rank in run.last:
+        known: set[tuple[object, ...]] = set()
+        for one in passes_of(rank):
+            if one.place in known or not one.trains or not one["iterable"]:
+                continue
+            if one["in_order"] is not False:
+                known.add(one.place)
+                copied = _copies(one)
+                if copied is not None:
+                    sick.setdefault(one.place, []).append((one, *copied))
+        heard.update(known)
+    for place, found in sick.items():
+        if heard[place] < len(run.last):
+            # The other ranks may be about to tell the same.
+            continue
+        first, doubled, of = found[0]
+        ranks = tuple(one.rank for one, _, _ in found)
+        yield Finding(
+            code="DDP116",
+            about=str(first.made),
+            severity=Severity.ERROR,
+            message=f"the {first['workers']} workers of the loader built at {first.made} all give "
+            f"the same samples, on {names(ranks)}",
+            ranks=ranks,
+            location=first.made,
+            evidence=(
+                f"of {of} samples in batches that came at one time from each worker, {doubled} "
+                f"came from another worker, too",
+                f"data set {first['dataset']}, read at "
+                f"{Location(str(first['path']), first.number('line'))}",
+            ),
+            fix="Give each worker its part in the data set's __iter__, by "
+            "torch.utils.data.get_worker_info().",
+        )
+
+
+def _copies(one: Pass) -> tuple[int, int] | None:
+    """Samples that came from several workers in one round of batches, of all in such rounds."""
+    workers = one.number("workers")
+    rows = one["rows"] or []
+    if workers < 2:
+        return None
+    for column in _columns([one]):
+        rounds: dict[int, dict[int, list[int]]] = {}
+        for batch, *hashes in rows:
+            of_round = rounds.setdefault(batch // workers, {})
+            of_round.setdefault(batch % workers, []).append(hashes[column])
+        whole = [each for each in rounds.values() if len(each) == workers]
+        seen = [value for each in whole for batch in each.values() for value in batch]
+        if len(set(seen)) < 2 * FEW or any(
+            len(set(batch)) < WHOLE * len(batch) for each in whole for batch in each.values()
+        ):
+            continue
+        doubled = 0
+        for each in whole:
+            times = Counter(value for batch in each.values() for value in set(batch))
+            doubled += sum(times[value] > 1 for batch in each.values() for value in batch)
+        if doubled >= WHOLE * len(seen) and len(set(seen)) * workers <= 1.2 * len(seen) + workers:
+            return doubled, len(seen)
+    return None

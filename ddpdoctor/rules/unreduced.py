@@ -1,0 +1,375 @@
+"""Gradients that DDP never averaged (DDP301, DDP302, DDP303, DDP308), judged by what came of it.
+
+A backward that DDP does not reduce may be meant: gradients are accumulated, or averaged by hand. So
+a rule speaks only if the gradients differed between ranks in the moment of the optimizer's step,
+and the parameters have come apart since.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ddpdoctor.finding import Finding, Location, Severity, rule
+from ddpdoctor.record import Record, integer
+from ddpdoctor.rules.model import Missing, listed, missing_gradients, place, plural, ranks_named
+from ddpdoctor.rules.model import shown as named
+from ddpdoctor.rules.reduction import ddp_record
+from ddpdoctor.run import Rank, Run
+
+GRADIENTS_DIFFER = 1e-6
+"""Relative difference of two norms above which gradients were not averaged: these are bit-equal."""
+
+PARAMETERS_DIFFER = 1e-12
+"""The same for parameters, of which a small learning rate changes little; norms are in doubles."""
+
+
+CERTAIN = 6
+"""Later sightings that must show parameters apart, without one that shows them equal again, before
+it is said of a job that runs on; of one that has ended, one."""
+
+
+@dataclass(frozen=True)
+class Unreduced:
+    """Gradients of one DDP module that an optimizer used as they were, on each rank its own."""
+
+    ddp: int
+    cause: str
+    record: Record
+    """The lowest rank's record of the first step in which they differed."""
+    ranks: tuple[int, ...]
+    names: tuple[str, ...]
+    worst: str
+    """The parameter whose gradients differed most."""
+    norms: dict[int, float]
+    """The norm of its gradient, by rank."""
+    apart: tuple[int, str, float]
+    """Step and name of the parameter that was seen to differ between ranks, and by how much."""
+
+
+def _spread(values: list[float]) -> float:
+    """The greatest relative difference of some norms; 0 where one is not finite."""
+    if not all(math.isfinite(value) for value in values):
+        return 0.0
+    high = max(values)
+    return (high - min(values)) / high if high > 0 else 0.0
+
+
+Sightings = dict[int, dict[int, Record]]
+"""Records of one DDP module and cause: by step, by rank."""
+
+
+def unreduced(run: Run) -> Iterator[Unreduced]:
+    """What was seen on all ranks of a group alike, differed, and did harm."""
+    grouped: dict[tuple[int, tuple[int, ...], str], Sightings] = {}
+    built: dict[tuple[int, tuple[int, ...]], int] = {}
+    for rank in run.last:
+        for number, ddp in enumerate(rank.of_kind("ddp")):
+            members = tuple(ddp.get("group_ranks") or ())
+            built[number, members] = built.get((number, members), 0) + 1
+        for record in rank.of_kind("unreduced"):
+            number = integer(record, "ddp")
+            # Replicas of different groups are different models.
+            members = tuple((ddp_record(rank, number) or {}).get("group_ranks") or ())
+            steps = grouped.setdefault((number, members, str(record.get("cause"))), {})
+            steps.setdefault(integer(record, "step"), {}).setdefault(rank.rank, record)
+    for (number, members, cause), steps in sorted(grouped.items()):
+        # While the job runs, a step is judged when it has come to all of them.
+        live = run.exit_status is None
+        needed = max(2, built.get((number, members), 0)) if live else 2
+        found = _harm(number, cause, steps, needed, CERTAIN if live else 1)
+        if found is not None:
+            yield found
+
+
+def _harm(number: int, cause: str, steps: Sightings, needed: int, certain: int) -> Unreduced | None:
+    together = {step: steps[step] for step in sorted(steps) if len(steps[step]) >= needed}
+    for step, records in together.items():
+        spreads = _spreads(records, "gradients")
+        worst, widest = _widest(spreads)
+        if widest < GRADIENTS_DIFFER:
+            continue
+        moved = [
+            (later, *_widest(_spreads(after, "parameters")))
+            for later, after in together.items()
+            if later > step
+        ]
+        # Parameters that are equal again were averaged by hand, as in local SGD.
+        if len(moved) < certain or any(spread <= PARAMETERS_DIFFER for _, _, spread in moved):
+            return None
+        return Unreduced(
+            ddp=number,
+            cause=cause,
+            record=records[min(records)],
+            ranks=tuple(sorted(records)),
+            names=tuple(name for name in spreads if spreads[name] >= GRADIENTS_DIFFER),
+            worst=worst,
+            norms={rank: _norms(records[rank], "gradients")[worst] for rank in records},
+            apart=moved[0],
+        )
+    return None
+
+
+def _widest(spreads: dict[str, float]) -> tuple[str, float]:
+    return max(spreads.items(), key=lambda each: each[1], default=("", 0.0))
+
+
+def _norms(record: Record, key: str) -> dict[str, float]:
+    norms = record.get(key)
+    if not isinstance(norms, dict):
+        return {}
+    return {
+        str(name): float(value) for name, value in norms.items() if isinstance(value, (int, float))
+    }
+
+
+def _spreads(records: dict[int, Record], key: str) -> dict[str, float]:
+    norms = [_norms(record, key) for record in records.values()]
+    common = [name for name in norms[0] if all(name in each for each in norms)]
+    return {name: _spread([each[name] for each in norms]) for name in common}
+
+
+def _evidence(found: Unreduced) -> tuple[str, ...]:
+    norms = ", ".join(
+        f"{norm:.6g} on rank {rank}" for rank, norm in sorted(found.norms.items())[:4]
+    )
+    step, name, spread = found.apart
+    return (
+        f"in step {found.record.get('step')} the gradient of {found.worst} had the norm {norms} "
+        "when the optimizer used it",
+        f"in step {step} the norms of the parameter {name} differed by {spread:.1e} between ranks",
+    )
+
+
+def _finding(
+    code: str,
+    found: Unreduced,
+    message: str,
+    fix: str,
+    *,
+    location: Location | None = None,
+    evidence: tuple[str, ...] = (),
+) -> Finding:
+    return Finding(
+        code=code,
+        severity=Severity.ERROR,
+        message=message,
+        ranks=found.ranks,
+        location=location or place(found.record),
+        evidence=evidence + _evidence(found),
+        fix=fix,
+        about=f"module {found.ddp} {found.cause}",
+    )
+
+
+@rule("DDP301", "forward-around-ddp", Severity.ERROR)
+def forward_around_ddp(run: Run) -> Iterator[Finding]:
+    """The training forward goes around DDP, so gradients are never averaged.
+
+    What it finds
+        A backward that reached the parameters of a DDP module without a forward through DDP since
+        the last step, whose gradients differed between ranks when the optimizer used them, and
+        parameters that have come apart since.
+
+    Why it is bad
+        DDP prepares the reduction in its own `forward`. After `model.module(x)`, or a call of the
+        model that was wrapped, every rank trains a model of its own, without any error; a
+        checkpoint holds what rank 0 saw, a fraction of the data.
+
+    How to fix it
+        Call the DDP object, and put what else the loss needs into the module's `forward`.
+
+    Example
+        Wrong: `loss = ddp.module.loss(batch)`. Right: `loss = ddp(batch)`.
+
+    When it stays silent
+        For evaluation, for gradients that are averaged by hand or set to zero before the step, and
+        as long as the ranks' parameters are equal.
+
+    Since
+        0.1.0
+    """
+    for found in unreduced(run):
+        if found.cause == "around":
+            yield _finding(
+                "DDP301",
+                found,
+                f"{ranks_named(found.ranks)} train apart: this backward's forward went around DDP, "
+                "so its gradients were not averaged",
+                "Call the DDP object in training, not .module or the model that was wrapped.",
+            )
+
+
+@rule("DDP302", "second-backward", Severity.ERROR)
+def second_backward(run: Run) -> Iterator[Finding]:
+    """A second backward for one forward is not reduced.
+
+    What it finds
+        A backward that came after DDP had reduced the one its forwards had armed: forward, forward,
+        backward, backward, or two backwards of one forward. Its gradients differed between ranks
+        when the optimizer used them, and the parameters have come apart since.
+
+    Why it is bad
+        DDP reduces once after each forward. What a second backward adds stays on its own rank, and
+        the models drift apart without any error.
+
+    How to fix it
+        Add the losses and call `backward()` once; or forward, backward, forward, backward.
+
+    Example
+        Wrong: `first.backward(retain_graph=True); second.backward()`.
+        Right: `(first + second).backward()`.
+
+    When it stays silent
+        For several forwards before one backward, for `no_sync()`, for gradients that are averaged
+        by hand, and as long as the ranks' parameters are equal.
+
+    Since
+        0.1.0
+    """
+    for found in unreduced(run):
+        if found.cause == "second backward":
+            yield _finding(
+                "DDP302",
+                found,
+                f"{ranks_named(found.ranks)} train apart: this is a second backward after the one "
+                "that DDP reduced, and its gradients were not averaged",
+                "Add the losses and call backward once, or call forward and backward in turn.",
+            )
+
+
+@rule("DDP308", "no-sync-scope", Severity.ERROR)
+def no_sync_scope(run: Run) -> Iterator[Finding]:
+    """`no_sync()` stands around the forward alone or around the backward alone.
+
+    What it finds
+        A forward within `no_sync()` whose backward stood outside: it was not reduced, the gradients
+        differed when the optimizer used them, and the parameters have come apart since (error). Or
+        a backward within `no_sync()` whose forward stood outside: it was reduced all the same
+        (warning).
+
+    Why it is bad
+        The forward alone decides. In the first case ranks train apart without any error; in the
+        second every accumulated backward pays for the all-reduce that was to be saved.
+
+    How to fix it
+        Put both into the block: `with model.no_sync(): model(x).backward()`.
+
+    Example
+        Wrong: `loss = model(x)`, then `with model.no_sync(): loss.backward()`.
+        Right: both within the block.
+
+    When it stays silent
+        Where both are inside, and where a later synchronized backward reduces what was accumulated.
+
+    Since
+        0.1.0
+    """
+    for found in unreduced(run):
+        if found.cause == "forward in no_sync":
+            yield _finding(
+                "DDP308",
+                found,
+                f"{ranks_named(found.ranks)} train apart: this backward's forward stood within "
+                "no_sync(), so its gradients were not averaged",
+                "Put forward and backward into no_sync() while accumulating, and both outside of "
+                "it before the optimizer's step.",
+            )
+    vain: dict[int, list[tuple[Rank, Record]]] = {}
+    for rank in run.last:
+        for record in rank.of_kind("no_sync_vain"):
+            vain.setdefault(integer(record, "ddp"), []).append((rank, record))
+    for number, seen in sorted(vain.items()):
+        ranks = sorted({rank.rank for rank, _ in seen})
+        record = seen[0][1]
+        yield Finding(
+            code="DDP308",
+            severity=Severity.WARNING,
+            message="no_sync() around this backward does nothing, since its forward stood outside: "
+            "the gradients were reduced all the same",
+            ranks=tuple(ranks),
+            location=place(record),
+            evidence=(
+                f"first in step {record.get('step')}: the forward had armed the all-reduce, and "
+                "the backward within no_sync() ran it",
+            ),
+            fix="Put the forward into the no_sync() block, too.",
+            about=f"module {number} vain",
+        )
+
+
+@rule("DDP303", "changed-after-wrap", Severity.ERROR)
+def changed_after_wrap(run: Run) -> Iterator[Finding]:
+    """Parameters were frozen, unfrozen, replaced or added after DDP was built.
+
+    What it finds
+        Parameters that need a gradient now and were not among those that DDP reduces: their
+        gradients differed between ranks when the optimizer used them, and they have come apart
+        since. And parameters that DDP reduces and that were frozen or replaced: they get no
+        gradient, and DDP raises "Expected to have finished reduction".
+
+    Why it is bad
+        DDP looks at the parameters once, in its constructor. What changes later it does not see:
+        a layer that is unfrozen or added trains on each rank alone, without any error.
+
+    How to fix it
+        Change the model first and wrap it afterwards, or wrap it anew.
+
+    Example
+        Wrong: `ddp = DDP(model); model.head = nn.Linear(512, 10)`.
+        Right: the other way round.
+
+    When it stays silent
+        For gradients that are averaged by hand, parameters that DDP was told to ignore, changes
+        that are taken back before the next backward, and `p.grad = None`.
+
+    Since
+        0.1.0
+    """
+    for found in unreduced(run):
+        if found.cause in ("unfrozen", "added", "replaced"):
+            built = next(
+                (record for rank in run.last if (record := ddp_record(rank, found.ddp))), None
+            )
+            yield _finding(
+                "DDP303",
+                found,
+                f"{ranks_named(found.ranks)} train apart: {listed(found.names)} "
+                f"{'was' if len(found.names) == 1 else 'were'} {found.cause} after DDP was built "
+                "here, so that DDP does not average the gradients",
+                "Change the model before it is wrapped, or wrap it anew after the change.",
+                location=place(built) if built is not None else None,
+            )
+    for missing in missing_gradients(run):
+        if missing.altered:
+            yield _altered(run, missing)
+
+
+def _altered(run: Run, missing: Missing) -> Finding:
+    record = next(
+        record
+        for record in missing.records.values()
+        if any(why != "unused" for _, _, why in named(record))
+    )
+    changes = [(name, why) for name, _, why in named(record) if why != "unused"]
+    how = " or ".join(sorted({why for _, why in changes}))
+    built = next((each for rank in run.last if (each := ddp_record(rank, missing.ddp))), None)
+    error = next((missing.errors[rank] for rank in sorted(missing.errors)), None)
+    count = integer(record, "count")
+    return Finding(
+        code="DDP303",
+        severity=Severity.ERROR,
+        message=f"{plural(count)} that DDP was built here to reduce "
+        f"{'was' if count == 1 else 'were'} {how} afterwards: "
+        f"{listed([name for name, _ in changes], count)}",
+        ranks=tuple(missing.ranks),
+        location=place(built) if built is not None else place(record),
+        evidence=(
+            f"no gradient reached {'it' if count == 1 else 'them'} in step {record.get('step')}",
+            *missing.fate(),
+        ),
+        fix="Change the model before it is wrapped, or wrap it anew after the change.",
+        traceback=str(error.get("traceback") or "") if error is not None else "",
+        about=f"module {missing.ddp} altered",
+    )

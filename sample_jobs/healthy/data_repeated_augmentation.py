@@ -1,0 +1,48 @@
+"""Each sample is drawn several times an epoch, by different ranks, on purpose."""
+
+import gc
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+class Repeated(DistributedSampler[tuple[torch.Tensor, ...]]):
+    """Each sample comes three times in an epoch, on whichever ranks, each time augmented anew."""
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.epoch)
+        order = torch.randperm(len(self.dataset), generator=generator).repeat_interleave(3)
+        return iter(order[self.rank :: self.num_replicas].tolist())
+
+    def __len__(self) -> int:
+        return 3 * len(self.dataset) // self.num_replicas
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(160, 16, generator=generator)
+    dataset = TensorDataset(features, (features.sum(1) > 0).long())
+    sampler = Repeated(dataset)
+    loader = DataLoader(dataset, batch_size=16, sampler=sampler)
+
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), labels)
+            loss.backward()
+            optimizer.step()
+    del model, optimizer
+
+
+if __name__ == "__main__":
+    main()
+    gc.collect()
+    dist.destroy_process_group()

@@ -1,0 +1,38 @@
+"""Each rank reads a Subset of its own, through a sampler that knows of one rank only."""
+
+# ranks: 3
+
+import gc
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(320, 16, generator=generator)
+    dataset = TensorDataset(features, (features.sum(1) > 0).long())
+    mine = range(dist.get_rank(), len(dataset), dist.get_world_size())
+    sampler = DistributedSampler(Subset(dataset, mine), num_replicas=1, rank=0)
+    loader = DataLoader(Subset(dataset, mine), batch_size=16, sampler=sampler)
+
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), labels)
+            loss.backward()
+            optimizer.step()
+    del model, optimizer
+
+
+if __name__ == "__main__":
+    main()
+    gc.collect()
+    dist.destroy_process_group()

@@ -1,0 +1,34 @@
+"""Train with the module inside of DDP."""
+
+import gc
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def main():
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(256, 16), torch.randint(0, 4, (256,)))
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=16, sampler=sampler)
+    network = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    model = DistributedDataParallel(network)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for batch, target in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model.module(batch), target)
+            loss.backward()  # expect: DDP301
+            optimizer.step()
+    del model, optimizer, loss
+    gc.collect()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

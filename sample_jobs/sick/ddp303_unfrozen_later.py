@@ -1,0 +1,48 @@
+"""Fine-tune the head first, then all of it."""
+
+import gc
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(16, 32), nn.ReLU())
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.head(self.encoder(x))
+
+
+def main():
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(256, 16), torch.randint(0, 4, (256,)))
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=16, sampler=sampler)
+    network = Classifier()
+    network.encoder.requires_grad_(False)
+    model = DistributedDataParallel(network)  # expect: DDP303
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        if epoch == 1:
+            network.encoder.requires_grad_(True)
+
+        for batch, target in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(batch), target)
+            loss.backward()
+            optimizer.step()
+    del model, optimizer, loss, network
+    gc.collect()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Training that goes on from a checkpoint, whose momentum every rank takes over."""
+
+import gc
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(256, 16), torch.randint(0, 4, (256,)))
+    sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=16, sampler=sampler)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+    checkpoint = optimizer.state_dict()
+    checkpoint["state"] = {
+        number: {"momentum_buffer": 0.1 * torch.ones_like(parameter)}
+        for number, parameter in enumerate(ddp.parameters())
+    }
+    optimizer.load_state_dict(checkpoint)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(ddp(inputs), labels).backward()
+            optimizer.step()
+    del ddp, optimizer
+    gc.collect()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""What ranks drew, and what is said of it: cases that no job on one machine can stage."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpdoctor.finding import Finding
+from ddpdoctor.probe.loops import runs_to_end
+from ddpdoctor.probe.passes import SAMPLE, Pass, sample_of
+from ddpdoctor.record import Phase, Record, Status
+from ddpdoctor.rules import data, shards, streams
+from ddpdoctor.run import Rank, Run
+
+Content = Callable[[int], int]
+
+
+def its_own(index: int) -> int:
+    return index * 7919 % 65_521
+
+
+def drawn(
+    indices: Sequence[Any],
+    *,
+    length: int = 400,
+    batch: int = 16,
+    content: Content | None = its_own,
+    state: str = "ended",
+    **facts: object,
+) -> Record:
+    """The record of a pass that drew and trained on ``indices``."""
+    wanted = sample_of(length)
+    known: Record = {
+        "kind": "pass", "pass": 0, "number": 0, "path": "/job/train.py", "line": 9,
+        "made": ["/job/train.py", 5], "armed": 0, "workers": 0, "length": length,
+        "batches": -(-len(indices) // batch), "followed": len(wanted), "to_end": True,
+        "sampler": {"name": "RandomSampler", "torch": True}, **facts,
+    }  # fmt: skip
+    one = Pass(known, length, dict(zip(wanted, wanted, strict=True)), 0, None)
+    for start in range(0, len(indices), batch):
+        one.draw(indices[start : start + batch])
+        looked = one.arrived()
+        if looked and content is not None:
+            hashes = [[content(index)] for _, index, _ in looked]
+            one.see([index for _, index, _ in looked], lambda hashes=hashes: hashes)  # type: ignore[misc]
+        one.fetched += 1
+        one.marks += 1
+    record = one.told(state)(True)
+    assert isinstance(record, dict)
+    return {**record, **facts}
+
+
+def shuffled(seed: int, length: int = 400) -> list[int]:
+    return random.Random(seed).sample(range(length), length)
+
+
+def run_of(
+    *ranks: Iterable[Record],
+    groups: Sequence[Sequence[int]] | None = None,
+    status: Callable[[int], Status | None] = lambda _: None,
+) -> Run:
+    found = []
+    for number, records in enumerate(ranks):
+        mine = [each for each in groups or [range(len(ranks))] if number in each]
+        ddp = [{"kind": "ddp", "group_ranks": list(each)} for each in mine]
+        opened = {"kind": "open", "world_size": len(ranks)}
+        found.append(Rank(number, 0, status(number), opened, records=(*ddp, *records)))
+    return Run(Path("/run"), {}, tuple(found), taken=10**12)
+
+
+RULES = (
+    data.sampler_not_used, data.unsharded, data.order_repeated, data.wrong_shard,
+    data.seeds_differ, data.uneven, data.other_split, streams.same_stream, streams.same_workers,
+    shards.not_reduced, shards.padded,
+)  # fmt: skip
+
+
+def findings(run: Run) -> list[Finding]:
+    return [finding for rule in RULES for finding in rule(run)]
+
+
+def codes(run: Run) -> list[str]:
+    return [finding.code for finding in findings(run)]
+
+
+# -- what is recorded
+
+
+@pytest.mark.parametrize("length", [1, 100, 1_000, 1_281_167])
+def test_all_ranks_follow_the_same_indices(length: int) -> None:
+    sample = sample_of(length)
+    assert len(set(sample)) == len(sample) == min(length, SAMPLE)
+    assert all(0 <= index < length for index in sample)
+
+
+def test_the_order_at_the_beginning_does_not_depend_on_the_batch_size() -> None:
+    order = shuffled(1)
+    assert drawn(order, batch=16)["head"] == drawn(order, batch=7)["head"]
+    assert drawn(order)["head"] != drawn(shuffled(2))["head"]
+
+
+def test_indices_that_are_no_numbers_have_no_index_space() -> None:
+    record = drawn([(index, 224) for index in range(64)])
+    assert record["opaque"] and "hits" not in record
+
+
+@pytest.mark.parametrize(
+    ("loop", "expected"),
+    [
+        ("for batch in loader:\n    step(batch)", True),
+        ("for i, batch in enumerate(tqdm(self.loader, desc='x'), 1):\n    step(batch)", True),
+        ("for batch in loader:\n    for x in batch:\n        break", True),
+        ("for batch in loader:\n    if done:\n        break", False),
+        ("for batch in islice(loader, 10):\n    step(batch)", False),
+        ("for a, b in zip(loader, other):\n    step(a, b)", False),
+        ("for batch in loader:\n    yield batch", False),
+    ],
+)
+def test_whether_a_loop_takes_every_batch(tmp_path: Path, loop: str, expected: bool) -> None:
+    lines = "".join(f"    {line}\n" for line in loop.splitlines())
+    path = tmp_path / "train.py"
+    path.write_text(f"def train():\n{lines}")
+    assert runs_to_end(str(path), 2) is expected
+
+
+# -- what is said
+
+
+def test_four_ranks_that_draw_everything() -> None:
+    run = run_of(*([drawn(shuffled(seed))] for seed in range(4)))
+    (finding,) = findings(run)
+    assert (finding.code, finding.ranks, finding.location.line) == ("DDP102", (0, 1, 2, 3), 5)  # type: ignore[union-attr]
+
+
+def test_the_same_order_is_seen_long_before_the_epoch_ends() -> None:
+    begun = drawn(shuffled(0, 100_000)[:32], length=100_000, state="trains")
+    assert codes(run_of([begun], [begun])) == ["DDP102"]
+
+
+@pytest.mark.parametrize("content", [None, lambda index: 5, lambda index: index % 2])
+def test_equal_indices_say_nothing_where_the_content_does_not(content: Content | None) -> None:
+    begun = drawn(shuffled(0)[:16], content=content, state="trains")
+    assert codes(run_of([begun], [begun])) == []
+
+
+def test_data_that_each_rank_has_of_its_own_is_left_alone() -> None:
+    other = drawn(shuffled(0), content=lambda index: its_own(index) + 1)
+    assert codes(run_of([drawn(shuffled(0))], [other])) == []
+
+
+def test_draws_with_replacement_are_left_alone() -> None:
+    order = [random.Random(seed).choices(range(400), k=400) for seed in (0, 1)]
+    assert codes(run_of(*([drawn(each)] for each in order))) == []
+
+
+def test_ranks_that_share_one_model_read_the_same_data() -> None:
+    order = [range(0, 400, 2), range(1, 400, 2)]
+    run = run_of(*([drawn(order[rank // 2])] for rank in range(4)), groups=[(0, 2), (1, 3)])
+    assert codes(run) == []
+
+
+def test_passes_of_different_epochs_are_not_compared() -> None:
+    early, late = drawn(shuffled(0)), drawn(shuffled(0), armed=25)
+    assert codes(run_of([early], [late])) == []
+
+
+def test_a_loader_that_evaluates_may_read_everything() -> None:
+    whole = drawn(range(400), marks=0, armed=5)
+    assert codes(run_of([whole], [whole])) == []
+
+
+def sharded(epoch: int, rank: int, world: int = 2, **more: object) -> Record:
+    said = {
+        "name": "DistributedSampler", "rank": rank, "num_replicas": world, "seed": 0,
+        "shuffle": True, "set_epoch": True, "id": 1, **more,
+    }  # fmt: skip
+    record = drawn(shuffled(epoch)[rank::world], number=epoch, armed=13 * epoch, sampler=said)
+    return {**record, "pass": epoch}
+
+
+def test_an_epoch_that_one_rank_alone_has_finished_says_nothing() -> None:
+    again = {**sharded(0, 0), "number": 1, "pass": 1, "armed": 13}
+    assert codes(run_of([sharded(0, 0), again], [sharded(0, 1)])) == []
+    twice = {**sharded(0, 1), "number": 1, "pass": 1, "armed": 13}
+    assert codes(run_of([sharded(0, 0), again], [sharded(0, 1), twice])) == ["DDP103"]
+
+
+def test_set_epoch_on_one_rank_only_names_the_other() -> None:
+    again = {**sharded(0, 1), "number": 1, "pass": 1, "armed": 13}
+    run = run_of([sharded(0, 0), sharded(1, 0)], [sharded(0, 1), again])
+    assert [each.ranks for each in findings(run) if each.code == "DDP103"] == [(1,)]
+
+
+def test_samplers_ranked_otherwise_are_well_if_they_cover_the_whole() -> None:
+    assert codes(run_of([sharded(0, 1)], [sharded(0, 0)])) == []
+
+
+def test_the_local_rank_given_to_the_sampler_names_the_second_node() -> None:
+    run = run_of(*([sharded(0, rank % 2, world=4)] for rank in range(4)))
+    (finding,) = findings(run)
+    assert (finding.code, finding.ranks) == ("DDP105", (2, 3))
+
+
+def test_shards_beyond_the_group_may_be_other_groups() -> None:
+    ranks = [[sharded(0, rank, world=4)] for rank in range(4)]
+    assert codes(run_of(*ranks, groups=[(0, 1), (2, 3)])) == []
+
+
+def uneven(number: int, to_end: bool, **more: object) -> Record:
+    wanted = range(number * 200, number * 200 + (200 if number == 0 else 160))
+    return {**drawn(list(wanted), to_end=to_end), **more}
+
+
+def test_uneven_loaders_are_foretold_where_the_loop_takes_every_batch() -> None:
+    for to_end, expected in ((True, ["DDP109"]), (False, [])):
+        begun = [[uneven(rank, to_end, fetched=2, marks=2, state="trains")] for rank in (0, 1)]
+        assert codes(run_of(*begun)) == expected
+    joined = [[uneven(rank, True, joins=True)] for rank in (0, 1)]
+    assert codes(run_of(*joined)) == []
+
+
+def waiting(armed: int) -> Status:
+    return Status(
+        pid=1, rank=0, world_size=2, local_rank=0, restart=0, started=0, phase=Phase.BACKWARD,
+        since=0, step=armed - 1, epoch=None, armed=armed, last_total=0, dropped=0,
+        unwritten=False, collective="", site="",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("armed", "expected"), [(11, ["DDP109"]), (10, [])])
+def test_else_uneven_loaders_are_named_once_a_rank_waits_alone(
+    armed: int, expected: list[str]
+) -> None:
+    longer = uneven(0, False, fetched=11, marks=10, state="trains")
+    shorter = uneven(1, False, armed_after=10)
+    run = run_of([longer], [shorter], status=lambda rank: waiting(armed) if rank == 0 else None)
+    assert codes(run) == expected
+
+
+def stream(rows: Sequence[int], workers: int = 0, size: int = 8, **facts: object) -> Record:
+    named = [[place // size, value] for place, value in enumerate(rows)]
+    return {
+        "kind": "pass", "pass": 0, "number": 0, "path": "/job/train.py", "line": 9, "armed": 0,
+        "made": ["/job/train.py", 5], "iterable": True, "in_order": True, "workers": workers,
+        "state": "seen", "fetched": 24, "marks": 24, "rows": named, **facts,
+    }  # fmt: skip
+
+
+def test_a_stream_is_the_same_on_all_ranks_or_not() -> None:
+    assert codes(run_of([stream(range(64))], [stream(range(64))])) == ["DDP115"]
+    assert codes(run_of([stream(range(64))], [stream(range(64, 128))])) == []
+    # Labels, or one made-up batch: they repeat within the rank.
+    assert codes(run_of([stream([1, 2, 3, 4] * 16)], [stream([1, 2, 3, 4] * 16)])) == []
+
+
+def test_a_stream_comes_once_from_each_worker() -> None:
+    copies = [row for start in range(0, 64, 8) for _ in (0, 1) for row in range(start, start + 8)]
+    other = [row + 1000 for row in copies]
+    assert codes(run_of([stream(copies, 2)], [stream(other, 2)])) == ["DDP116"]
+    assert codes(run_of([stream(copies, 0)], [stream(other, 0)])) == []
+    assert codes(run_of([stream(range(64), 2)], [stream(range(64, 128), 2)])) == []

@@ -1,0 +1,520 @@
+"""Divergence between ranks: hashes of tensors, the steps that ranks share, and the rules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddpdoctor.finding import Finding
+from ddpdoctor.probe import torch_private
+from ddpdoctor.probe.fingerprints import Fingerprints, Pace, _norms, packed
+from ddpdoctor.probe.hashing import PIECE, hash_of, hashable
+from ddpdoctor.probe.readback import Readback
+from ddpdoctor.record import Record
+from ddpdoctor.rules.replicas import unpacked
+from tests.written import T0, Written
+
+FAMILY = ("DDP319", "DDP402", "DDP701", "DDP702", "DDP703", "DDP705", "DDP706", "DDP707")
+
+
+# -- hashes
+
+
+def hashed(tensor: torch.Tensor) -> int:
+    with torch.no_grad():
+        return int(hash_of(tensor))
+
+
+DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8,
+    torch.complex64,
+)  # fmt: skip
+SHAPES = ((9,), (5001,), (33, 41, 7), (2 * PIECE + 3,))
+
+
+def numbers(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return (100 * torch.rand(shape, generator=generator)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equal_bits_have_equal_hashes_and_no_others(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    tensor = numbers(shape, dtype)
+    before = hashed(tensor)
+    assert hashed(tensor.clone()) == before
+    flat = tensor.view(-1)
+    # At odd places too, where signs are the first bit of eight bytes.
+    for place in (1, 3, tensor.numel() - 1):
+        other = tensor.clone()
+        other.view(-1)[place] += 1
+        assert hashed(other) != before
+    swapped = tensor.clone()
+    swapped.view(-1)[[1, 3]] = flat[[3, 1]]
+    assert (hashed(swapped) == before) == torch.equal(swapped, tensor)
+    if dtype.is_signed:
+        two = tensor.clone()
+        two.view(-1)[[1, 5]] *= -1
+        assert hashed(two) != before
+        assert hashed(-tensor) != before
+
+
+def test_bits_that_compare_equal_are_told_apart() -> None:
+    zeros = torch.zeros(10)
+    assert hashed(zeros) != hashed(-zeros)
+    quiet = torch.full((10,), float("nan"))
+    other = quiet.view(torch.int32).bitwise_xor(1).view(torch.float32)
+    assert hashed(quiet) == hashed(quiet.clone()) != hashed(other)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0, 2)])
+def test_small_tensors_have_a_hash(shape: tuple[int, ...]) -> None:
+    for dtype in DTYPES:
+        assert hashed(torch.ones(shape, dtype=dtype)) == hashed(torch.ones(shape, dtype=dtype))
+
+
+def test_views_into_other_tensors_are_hashed_as_their_copies() -> None:
+    base = numbers((60, 300), torch.float32)
+    for view in (base.t(), base[1:, 1:], base.view(-1)[1:], base[::2], base.half().view(-1)[3:]):
+        assert hashed(view) == hashed(view.contiguous().clone())
+
+
+def test_a_hash_draws_no_random_number_and_changes_nothing() -> None:
+    tensor = torch.nn.Parameter(torch.randn(5000))
+    state, version = torch.get_rng_state(), tensor._version
+    hashed(tensor)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert tensor._version == version
+
+
+def test_what_is_no_plain_block_of_memory_is_not_hashed() -> None:
+    assert hashable(torch.nn.Parameter(torch.ones(2)))
+    assert not hashable(torch.ones(2).to_sparse())
+    assert not hashable(torch.ones(2, device="meta"))
+    assert not hashable(torch.nn.UninitializedParameter())
+
+
+def test_numbers_on_the_cpu_are_there_at_once() -> None:
+    read = Readback([torch.tensor(3), torch.tensor(-(2**63))])
+    assert read.ready
+    assert read.numbers() == [3, -(2**63)]
+    assert Readback([]).numbers() == []
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20))
+def test_details_are_read_as_written(hashes: list[int]) -> None:
+    found = unpacked(packed(hashes, [0.5] * len(hashes)))
+    assert found == [(each >> 32 & 0xFFFFFFFF, 0.5) for each in hashes]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parameters_of_every_dtype_have_a_norm(dtype: torch.dtype) -> None:
+    tensors = [torch.ones((), dtype=dtype), torch.ones(0, dtype=dtype), torch.ones(2)]
+    norms = _norms(tensors)
+    assert norms is not None
+    assert norms.numbers()[2] == pytest.approx(2**0.5)
+    assert unpacked(packed([0] * 3, [1e300, math.nan, -0.0]))[0][1] == math.inf
+
+
+# -- which steps
+
+
+def walk(costs: Iterator[bool], steps: int) -> list[int]:
+    """The steps that a rank looks at; a cost that cannot be paid is False."""
+    pace = Pace(dense=16)
+    seen = []
+    for step in range(steps):
+        if not pace.due(step):
+            continue
+        if next(costs):
+            seen.append(step)
+            pace.took(surplus=False)
+        else:
+            pace.spare()
+    return seen
+
+
+@given(st.randoms(use_true_random=False), st.floats(0, 0.5))
+def test_a_poor_rank_shares_steps_with_a_rich_one(random: Any, poverty: float) -> None:
+    poor = walk(iter(lambda: random.random() > poverty, None), 5000)
+    rich = set(walk(iter(lambda: True, None), 5000))
+    late = [step for step in poor if step > 2500]
+    assert all(step in rich for step in late if step % 512 == 0)
+    assert len(poor) <= len(rich) < 16 * 12
+
+
+def test_the_first_steps_are_looked_at_one_by_one() -> None:
+    seen = walk(iter(lambda: True, None), 1000)
+    assert seen[:16] == list(range(16))
+    gaps = [after - before for before, after in pairwise(seen)]
+    assert gaps == sorted(gaps)
+    assert max(gaps) == 32
+
+
+# -- what a rank writes
+
+
+class Purse:
+    """A budget that holds what it is told."""
+
+    enabled = True
+
+    def __init__(self, left: int) -> None:
+        self._left = left
+
+    def left(self) -> int:
+        return self._left
+
+    def spend(self, nanoseconds: int) -> None:
+        self._left -= nanoseconds
+
+
+def written_by(
+    monkeypatch: pytest.MonkeyPatch, left: int, change: bool = False
+) -> tuple[list[Record], torch.nn.Module]:
+    """What a rank writes in four steps; between the second and the third a weight is changed."""
+    monkeypatch.setattr(torch_private, "group_ranks", lambda ddp: [0, 1])
+    records: list[Record] = []
+    tracker = SimpleNamespace(armed=0, steps=0)
+    recorder = SimpleNamespace(add=records.append)
+    state: Any = SimpleNamespace(tracker=tracker, recorder=recorder, budget=Purse(left))
+    model = torch.nn.Linear(3, 2)
+    ddp = torch.nn.Module()
+    ddp.module = model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    fingerprints = Fingerprints(state)
+    fingerprints.built(ddp)
+    for step in range(4):
+        model(torch.ones(1, 3)).sum().backward()
+        fingerprints.step_begins()
+        optimizer.step()
+        tracker.steps = tracker.armed = step + 1
+        fingerprints.step_ended(optimizer, step)
+        if change and step == 1:
+            with torch.no_grad():
+                model.bias.zero_()
+    fingerprints.rank_ends()
+    return records, model
+
+
+def test_a_rank_writes_its_fingerprints(monkeypatch: pytest.MonkeyPatch) -> None:
+    records, model = written_by(monkeypatch, left=10**12)
+    assert [each["kind"] for each in records] == ["tensors", *4 * ["fingerprint"]]
+    assert records[0]["names"] == ["weight", "bias"]
+    last = records[-1]
+    assert last["hyper"] == [[[0.1, 0.9, None, 0]]]
+    assert {"gradients", "state", "detail"} <= set(last)
+    (_, norm), _ = unpacked(last["detail"])
+    assert norm == pytest.approx(float(model.weight.detach().norm()))  # type: ignore[operator]
+    assert len({each["parameters"] for each in records[1:]}) == 4
+
+
+def test_parameters_changed_between_steps_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    records, _ = written_by(monkeypatch, left=10**12, change=True)
+    (outside,) = (each for each in records if each["kind"] == "outside")
+    assert (outside["step"], outside["names"]) == (1, ["bias"])
+
+
+def test_who_cannot_pay_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert written_by(monkeypatch, left=0)[0] == []
+
+
+# -- rules
+
+
+def tensors(group: list[int], **more: object) -> Record:
+    names = ["first.weight", "second.weight"]
+    return {"kind": "tensors", "module": 0, "type": "Net", "group": group, "names": names, **more}
+
+
+def prints(
+    hashes: str, lr: float = 0.1, start: int = 0, armed: int = 1, **more: object
+) -> Iterator[Record]:
+    """One fingerprint a step; equal letters are equal parameters."""
+    for step, letter in enumerate(hashes, start):
+        yield {
+            "kind": "fingerprint", "step": step, "module": 0, "armed": step + armed,
+            "hyper": [[[lr, 0.9, None, 0]]], "parameters": f"{letter}{step}",
+            "detail": packed([5 << 32, ord(letter) << 32], [1.0, float(ord(letter))]), **more,
+        }  # fmt: skip
+
+
+SITE = {"kind": "site", "phase": "optimizer", "path": "/job/train.py", "line": 9}
+
+
+def found(written: Written, *, over: bool = True) -> list[Finding]:
+    findings = written.findings(status=0 if over else None)
+    return [each for each in findings if each.code in FAMILY]
+
+
+def ranks(written: Written, *each: list[Record]) -> None:
+    for number, records in enumerate(each):
+        group = list(range(len(each)))
+        written.rank(number, [SITE, tensors(group), *records])
+
+
+def test_the_first_step_tensor_and_rank_that_differ_are_named(written: Written) -> None:
+    ranks(written, list(prints("aaaaaa")), list(prints("aaabbb")), list(prints("aaaaaa")))
+    (finding,) = found(written)
+    assert (finding.code, finding.ranks) == ("DDP701", (1,))
+    assert "since step 3" in finding.message
+    evidence = "\n".join(finding.evidence)
+    assert "equal after step 2, different after step 3" in evidence
+    assert "1 of 2 tensors differ" in evidence
+    assert "second.weight: norm 97 on rank 0, 98 on rank 1" in evidence
+
+
+def test_the_first_step_is_bounded_by_the_shared_ones(written: Written) -> None:
+    sparse = [each for each in prints("aaaabbbbbbbbbbbb") if each["step"] % 4 == 0]
+    ranks(written, list(prints("aaaaaaaaaaaaaaaa")), sparse)
+    (finding,) = found(written)
+    assert "since a step from 1 to 4" in finding.message
+
+
+def test_equal_ranks_are_left_alone(written: Written) -> None:
+    ranks(written, list(prints("abcdef")), list(prints("abcdef")))
+    assert found(written) == []
+
+
+def test_replicas_that_are_averaged_now_and_then_are_left_alone(written: Written) -> None:
+    ranks(written, list(prints("aaaaaaaa")), list(prints("abbaabba")))
+    assert found(written) == []
+
+
+def test_a_hook_of_local_sgd_says_that_replicas_differ_by_design(written: Written) -> None:
+    for rank, hashes in enumerate(("aaaa", "bbbb")):
+        written.rank(rank, [tensors([0, 1], hook="post_localSGD_hook"), *prints(hashes)])
+    assert found(written) == []
+
+
+@pytest.mark.parametrize(("seen", "expected"), [("aaab", 0), ("aabb", 1)])
+def test_a_live_job_needs_a_second_look(written: Written, seen: str, expected: int) -> None:
+    ranks(written, list(prints("aaaaaa")), list(prints(seen)))
+    assert len(found(written, over=False)) == expected
+
+
+def test_steps_of_other_numbers_of_forwards_are_not_compared(written: Written) -> None:
+    ranks(written, list(prints("aaaa")), list(prints("bbbb", armed=2)))
+    assert found(written) == []
+
+
+def test_replicas_of_different_groups_are_not_compared(written: Written) -> None:
+    for rank, hashes in enumerate(("aaaa", "bbbb")):
+        written.rank(rank, [tensors([rank, rank + 2]), *prints(hashes)])
+    assert found(written) == []
+
+
+def test_gradients_that_differ_are_the_cause(written: Written) -> None:
+    ranks(written, list(prints("aaaa", gradients="x")), list(prints("abbb", gradients="y")))
+    (finding,) = found(written)
+    assert finding.code == "DDP701"
+    assert "gradients differ already" in finding.message
+
+
+def load(step: int) -> Record:
+    return {"kind": "load", "step": step, "module": 0, "path": "/job/train.py", "line": 5}
+
+
+def test_weights_loaded_on_one_rank_are_the_cause(written: Written) -> None:
+    ranks(written, list(prints("aaaa")), [*prints("aabb"), load(2)])
+    (finding,) = found(written)
+    assert (finding.code, finding.ranks, str(finding.location)) == (
+        "DDP319", (1,), "/job/train.py:5",
+    )  # fmt: skip
+
+
+def test_other_weights_loaded_on_every_rank_are_not_one_ranks_fault(written: Written) -> None:
+    ranks(written, [*prints("aaaa"), load(2)], [*prints("aabb"), load(2)])
+    assert [each.code for each in found(written)] == ["DDP701"]
+
+
+def test_a_load_before_the_last_equality_is_not_the_cause(written: Written) -> None:
+    ranks(written, list(prints("aaaa")), [*prints("aabb"), load(1)])
+    assert [each.code for each in found(written)] == ["DDP701"]
+
+
+def test_parameters_changed_by_hand_on_one_rank(written: Written) -> None:
+    outside = {"kind": "outside", "step": 1, "module": 0, "count": 1, "names": ["second.weight"]}
+    ranks(written, list(prints("aaaa")), [*prints("aabb"), outside])
+    (finding,) = found(written)
+    assert (finding.code, finding.ranks) == ("DDP319", (1,))
+
+
+def test_a_difference_of_learning_rates_is_said_once_with_its_consequence(
+    written: Written,
+) -> None:
+    cut = {"kind": "cut", "step": 3, "path": "/job/train.py", "line": 7}
+    mine = [*prints("aaa"), *prints("bbb", lr=0.01, start=3), cut]
+    ranks(written, list(prints("aaaaaa")), mine)
+    (finding,) = found(written)
+    assert (finding.code, finding.ranks, str(finding.location)) == (
+        "DDP702", (1,), "/job/train.py:7",
+    )  # fmt: skip
+    assert "0.1 on rank 0, 0.01 on rank 1" in finding.message
+    assert "the parameters differ since step 3" in finding.evidence
+
+
+def test_a_schedule_that_all_ranks_follow_is_no_difference(written: Written) -> None:
+    both = [*prints("aaa"), *prints("bbb", lr=0.01, start=3)]
+    ranks(written, both, both)
+    assert found(written) == []
+
+
+RESUME = {"kind": "resume", "step": 0, "path": "/job/train.py", "line": 4, "what": "SGD"}
+
+
+@pytest.mark.parametrize(("resumed", "expected"), [((0,), "DDP703"), ((0, 1), "DDP701")])
+def test_an_optimizers_state_that_one_rank_loaded(
+    written: Written, resumed: tuple[int, ...], expected: str
+) -> None:
+    each = [
+        [*([RESUME] if rank in resumed else []), *prints("ab"[rank] * 4, state="xy"[rank])]
+        for rank in (0, 1)
+    ]
+    ranks(written, *each)
+    assert [each.code for each in found(written)] == [expected]
+
+
+def test_scales_that_differ_are_the_cause(written: Written) -> None:
+    ranks(written, list(prints("aaaa", scale=4.0)), list(prints("bbbb", scale=8.0)))
+    (finding,) = found(written)
+    assert (finding.code, finding.ranks) == ("DDP705", (0, 1))
+
+
+def test_scales_that_follow_other_parameters_are_not(written: Written) -> None:
+    mine = [*prints("ab", scale=8.0), *prints("bb", start=2, scale=4.0)]
+    ranks(written, list(prints("aaaa", scale=8.0)), mine)
+    assert [each.code for each in found(written)] == ["DDP701"]
+
+
+def nonfinite(step: int) -> Record:
+    return {"kind": "nonfinite", "time": T0, "step": step, "loss": "nan"}
+
+
+BACKWARD = {**SITE, "phase": "backward", "line": 8}
+
+
+def test_the_rank_with_the_first_nan_is_named(written: Written) -> None:
+    bad = prints("aaa", detail=packed([0, 0], [1.0, float("nan")]))
+    for rank, steps in enumerate(((4, 5), (3, 4))):
+        written.rank(rank, [BACKWARD, tensors([0, 1]), *bad, *map(nonfinite, steps)])
+    (finding,) = found(written, over=False)
+    assert (finding.code, finding.ranks) == ("DDP706", (1,))
+
+
+def test_a_nan_that_no_parameter_took_is_no_fault(written: Written) -> None:
+    ranks(written, [*prints("aaaaaa")], [*prints("aaaaaa"), nonfinite(3)])
+    assert found(written) == []
+
+
+def test_who_was_first_is_open_until_all_have_written(written: Written) -> None:
+    ranks(written, [*prints("a"), nonfinite(4), nonfinite(5)], [*prints("a")])
+    assert found(written, over=False) == []
+
+
+def test_a_gradient_that_overflowed_is_told_by_its_parameters(written: Written) -> None:
+    bad: dict[str, Any] = {"detail": packed([0, 0], [1.0, float("inf")])}
+    for rank in (0, 1):
+        records = [*prints("aa"), *prints("b", start=2, **bad), nonfinite(3), nonfinite(4)]
+        written.rank(rank, [BACKWARD, tensors([0, 1]), *records])
+    (finding,) = found(written)
+    assert finding.code == "DDP706"
+    assert "second.weight is not finite after step 2" in finding.message
+
+
+def model(parameters: list[list[object]], group: list[int] | None = None) -> Record:
+    return {
+        "kind": "model", "number": 0, "type": "Net", "group": group or [0, 1],
+        "parameters": parameters, "count": len(parameters), "path": "/job/train.py", "line": 3,
+    }  # fmt: skip
+
+
+ONE: list[object] = ["a", [4, 2], "float32"]
+OTHER: list[object] = ["b", [4, 2], "float32"]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        ([ONE], "it is without b"),
+        ([ONE, ["b", [4, 3], "float32"]], "b is [4, 3], not [4, 2]"),
+        ([ONE, ["b", [4, 2], "float64"]], "b is float64, not float32"),
+        ([OTHER, ONE], "b stands in the place of a"),
+        ([ONE, ["renamed", [4, 2], "float32"]], None),
+        ([ONE, OTHER], None),
+    ],
+)
+def test_models_that_differ_at_construction(
+    written: Written, theirs: list[list[object]], words: str | None
+) -> None:
+    for rank, parameters in enumerate(([ONE, OTHER], theirs)):
+        written.rank(rank, [model(parameters)])
+    findings = found(written, over=False)
+    assert [each.code for each in findings] == ["DDP707"] * (words is not None)
+    assert words is None or words in findings[0].message
+
+
+def test_the_model_of_most_ranks_is_the_right_one(written: Written) -> None:
+    for rank, parameters in enumerate(([OTHER], [ONE, OTHER], [ONE, OTHER])):
+        written.rank(rank, [model(parameters, [0, 1, 2])])
+    (finding,) = found(written, over=False)
+    assert finding.ranks == (0,)
+    assert "it is without a" in finding.message
+
+
+def test_models_are_compared_once_all_ranks_have_one(written: Written) -> None:
+    for rank, records in enumerate(([model([ONE])], [model([OTHER, ONE])], [])):
+        written.rank(rank, [{**each, "group": [0, 1, 2]} for each in records])
+    assert found(written, over=False) == []
+
+
+def evaluation(armed: int) -> Record:
+    return {
+        "kind": "evaluation", "armed": armed, "group": [0, 1], "buffers": 3, "type": "Net",
+        "path": "/job/train.py", "line": 6,
+    }  # fmt: skip
+
+
+def test_an_evaluation_of_rank_0_alone(written: Written) -> None:
+    ranks(written, [*prints("aaaa"), evaluation(2)], [*prints("aaaa")])
+    (finding,) = found(written, over=False)
+    assert (finding.code, finding.ranks) == ("DDP402", (0,))
+
+
+def test_a_rank_that_has_not_come_to_the_evaluation_yet_is_waited_for(written: Written) -> None:
+    ranks(written, [*prints("aaaa"), evaluation(4)], [*prints("aaaa")])
+    assert found(written, over=False) == []
+
+
+def test_an_evaluation_of_all_ranks_is_left_alone(written: Written) -> None:
+    ranks(written, [*prints("aaaa"), evaluation(2)], [*prints("aaaa"), evaluation(2)])
+    assert found(written) == []
+
+
+def test_damaged_records_are_passed_over(tmp_path: Path) -> None:
+    written = Written(tmp_path)
+    damaged: list[Record] = [
+        {"kind": "tensors", "module": "x", "group": None, "names": None},
+        {"kind": "fingerprint", "step": None, "detail": "=", "hyper": 3, "parameters": []},
+        {"kind": "model", "group": 3},
+        {"kind": "model", "group": [0, 1]},
+        {"kind": "nonfinite"},
+        {"kind": "evaluation", "group": [0, 1]},
+        {"kind": "load"},
+        {"kind": "outside"},
+        {"kind": "cut"},
+    ]
+    for rank in (0, 1):
+        written.rank(rank, [tensors([0, 1]), *prints("ab"[rank] * 3), *damaged])
+    assert {each.code for each in found(written)} <= set(FAMILY)
