@@ -46,6 +46,7 @@ class Debugging:
         own = command.own
         self._command = command
         self._speaker = speaker
+        _check_gate(command)
         count = command.local_ranks or MOST_RANKS
         self._editor = Editor(own, command.script)
         self._ports = debug_ports.bind_block(own.debug_host, own.debug_port, count)
@@ -172,6 +173,19 @@ class Debugging:
             self._editor.write(self._ports.host, ports)
         except DoctorError as error:
             self._speaker.note(f"launch.json is left as it is: {error}")
+
+
+def _check_gate(command: Command) -> None:
+    """Refuse to wait for ranks that there will not be."""
+    wanted, count = command.own.wait_for_attach, command.local_ranks
+    if not wanted or not command.one_node or count is None:
+        return
+    missing = [rank for rank in wanted if rank >= count]
+    if missing:
+        raise DoctorError(
+            f"--wait-for-attach: there will be no {rank_sets.words(missing)}",
+            f"this job has {rank_sets.words(range(count))}",
+        )
 
 
 def _span(numbers: Iterable[int]) -> str:

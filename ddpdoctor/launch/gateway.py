@@ -12,9 +12,10 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ddpdoctor.launch import dap
 from ddpdoctor.launch.debug_ports import LOOPBACK, Ports
@@ -210,6 +211,12 @@ class Gateway:
         if tasks:
             await asyncio.wait(tasks, timeout=1.0)
 
+    def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run something beside what goes on."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     def _tell(self, record: Record) -> None:
         self._happened.append({"kind": "debug", "time": time.time_ns(), **record})
         self._news()
@@ -293,7 +300,8 @@ class Gateway:
                 link.tell("release")
                 return
             slot.waits = message
-            await self._lift_timeouts()
+            # Not awaited: this rank's own answer comes through the caller.
+            self._begin(self._lift_timeouts())
             if slot.session is None or not slot.session.attached:
                 self._report(slot, "waits", **_place(message))
         elif message.get("say") == "expects":
@@ -312,9 +320,9 @@ class Gateway:
 
     def _all_here(self) -> bool:
         members = self._members
-        expected = self._expected or max(
-            (slot.link.world_size or 1 for slot in members if slot.link is not None), default=1
-        )
+        links = [slot.link for slot in members if slot.link is not None]
+        told = [link.local_world_size or link.world_size or 1 for link in links]
+        expected = self._expected or max(told, default=1)
         return len(members) >= min(expected, len(self._slots))
 
     def _look_at_gate(self) -> None:

@@ -68,7 +68,8 @@ def install() -> None:
     if "PYTHONBREAKPOINT" not in os.environ:
         _wrap_breakpoint()
     if control.is_worker():
-        _join({name: rank.environment_int(name.upper()) for name in ("rank", "local_rank")})
+        names = ("rank", "local_rank", "world_size", "local_world_size")
+        _join({name: rank.environment_int(name.upper()) for name in names})
         if "gate" in wanted:
             # Not here: while `site` is being imported, debugpy cannot be.
             sys.addaudithook(_before_user_code)
