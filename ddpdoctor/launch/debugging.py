@@ -17,6 +17,8 @@ from ddpdoctor.probe import debugger
 from ddpdoctor.record import Record
 from ddpdoctor.run import Run
 
+_NCCL_HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
+
 MOST_RANKS = 8
 """Ports for a command of which nobody knows how many ranks it will start."""
 
@@ -70,7 +72,11 @@ class Debugging:
                 words.append("lift")
         if self._command.own.debug_on_error:
             words.append("error")
-        return {debugger.OPTIONS: ",".join(words)}
+        environment = {debugger.OPTIONS: ",".join(words)}
+        if len(words) > 1 and _NCCL_HEARTBEAT not in os.environ:
+            # Its monitor ends a process that was quiet for long; on a timeout nobody can lift.
+            environment[_NCCL_HEARTBEAT] = str(7 * 24 * 3600)
+        return environment
 
     def manifest(self) -> Record:
         """What other commands have to know of it."""
