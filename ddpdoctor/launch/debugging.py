@@ -137,7 +137,8 @@ class Debugging:
                 verb = "attached to" if state == "attached" else "detached from"
                 self._speaker.note(f"debugger {verb} {rank_sets.words(ranks)}")
         for record in records:
-            self._tell(record)
+            if record["state"] != "fault":
+                self._tell(record)
         if any(record["state"] == "ready" for record in records):
             self._write(self._gateway.ranks)
         return records

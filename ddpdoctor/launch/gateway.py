@@ -42,6 +42,7 @@ COMPILED = (
     "ddpdoctor: this rank runs functions that torch.compile took; breakpoints in them are not hit"
 )
 
+_MOST_FIRST = 1 << 20
 _CHUNK = 1 << 16
 
 
@@ -180,6 +181,8 @@ class Gateway:
     async def _main(self) -> None:
         assert self._control is not None
         self._loop = asyncio.get_running_loop()
+        # Else asyncio would write its tracebacks between the job's lines.
+        self._loop.set_exception_handler(self._fault)
         self._changed = asyncio.Condition()
         servers = [await asyncio.start_unix_server(self._take_link, sock=self._control)]
         for slot, listener in zip(self._slots, self._ports.listeners, strict=True):
@@ -197,6 +200,11 @@ class Gateway:
         for server in servers:
             server.close()
         await self._end_sessions()
+
+    def _fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A fault of ours that nobody waited for: into the records, not on the screen."""
+        error = context.get("exception") or context.get("message")
+        self._tell({"state": "fault", "error": repr(error)})
 
     def _cancel(self) -> None:
         if self._main_task is not None:
@@ -372,11 +380,13 @@ class Gateway:
         self._tasks.add(task)
         try:
             await self._client(slot, reader, writer)
-        except (OSError, asyncio.IncompleteReadError, dap.NotDapError):
+        except (OSError, asyncio.TimeoutError, dap.NotDapError):
             pass
         except asyncio.CancelledError:
             # The run is over; asyncio.streams logs a cancelled handler as an error.
             pass
+        except Exception as error:
+            self._tell({"state": "fault", "error": repr(error)})
         finally:
             self._tasks.discard(task)
             writer.close()
@@ -528,6 +538,8 @@ async def _first_message(reader: asyncio.StreamReader) -> tuple[bytes, list[dap.
     decoder, data = dap.Decoder(), b""
     while chunk := await reader.read(_CHUNK):
         data += chunk
+        if len(data) > _MOST_FIRST:
+            raise dap.NotDapError
         messages = decoder.feed(chunk)
         if messages:
             return data, messages
