@@ -13,9 +13,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from ddpdoctor.launch import dap
 from ddpdoctor.launch.debug_ports import LOOPBACK, Ports
@@ -34,6 +36,9 @@ APPEAR = 60.0
 
 FIRST_MESSAGE = 10.0
 """Seconds in which a client has to speak the protocol: a port scan does not start a debugger."""
+
+NO_MORE = 4.0
+"""Seconds without a new rank after which a gate counts those that are there."""
 
 TURNOVER = 3.0
 """Seconds in which an old session may still end when a new client comes."""
@@ -60,14 +65,13 @@ class Slot:
     session: dap.Tap | None = None
     waits: Message | None = None
     """Where the rank stands until a debugger comes: ``why``, ``path``, ``line``."""
-    ended_at: float = field(default_factory=time.monotonic)
-    """When its process ended, or the run began."""
+    last_rank: int | None = None
+    """The global rank of the last process that told it."""
 
     @property
     def rank(self) -> int:
         """The global rank, as far as it is known."""
-        known = self.link.rank if self.link is not None else None
-        return self.index if known is None else known
+        return self.index if self.last_rank is None else self.last_rank
 
 
 @dataclass(frozen=True)
@@ -258,33 +262,41 @@ class Gateway:
                     slot = await self._hello(link, slot, message)
                 elif slot is not None:
                     await self._said(slot, message)
+                elif message.get("say") == "waits":
+                    link.tell("release")
+                    self._tell({"state": "no port", "rank": link.rank})
         finally:
             self._links.discard(link)
             if slot is not None and slot.link is link:
                 self._error_seen |= slot.waits is not None and slot.waits.get("why") == "error"
                 self._report(slot, "gone")
                 slot.link = slot.waits = None
-                slot.ended_at = time.monotonic()
                 self._restore_timeouts()
                 await self._notify()
 
     async def _hello(self, link: RankLink, slot: Slot | None, hello: Message) -> Slot | None:
         rank = link.rank
         link.introduce(hello)
-        if slot is not None and link.rank == rank:
-            return slot
+        if slot is not None:
+            slot.last_rank = link.rank if link.rank is not None else slot.last_rank
+            if link.rank == rank:
+                return slot
         if slot is None:
             slot = self._slot_for(link)
             if slot is None:
                 link.tell("go")
                 return None
             slot.link, slot.waits = link, None
+            slot.last_rank = link.rank
+            self._hello_at = time.monotonic()
             if self._lifted:
                 link.tell("lift")
             if self._gate_open:
                 link.tell("go")
         self._report(slot, "ready")
         self._look_at_gate()
+        if not self._gate_open:
+            self._begin(self._look_again())
         await self._notify()
         return slot
 
@@ -293,8 +305,8 @@ class Gateway:
         wanted = link.local_rank if link.local_rank is not None else link.rank
         if wanted is not None and wanted < len(self._slots):
             slot = self._slots[wanted]
-            # torchrun starts a rank anew after its predecessor has ended.
-            if slot.link is None or link.local_rank is not None:
+            # torchrun starts a rank anew as soon as its predecessor has ended.
+            if slot.link is None or not _lives(slot.link.pid):
                 return slot
         return next((slot for slot in self._slots if slot.link is None), None)
 
@@ -331,7 +343,15 @@ class Gateway:
         links = [slot.link for slot in members if slot.link is not None]
         told = [link.local_world_size or link.world_size or 1 for link in links]
         expected = self._expected or max(told, default=1)
-        return len(members) >= min(expected, len(self._slots))
+        if len(members) >= min(expected, len(self._slots)):
+            return True
+        # Started by hand on several nodes, nobody knows how many there will be on this one.
+        known = self._expected is not None or any(link.local_world_size for link in links)
+        return not known and bool(members) and time.monotonic() - self._hello_at >= NO_MORE
+
+    async def _look_again(self) -> None:
+        await asyncio.sleep(NO_MORE + 0.1)
+        self._look_at_gate()
 
     def _look_at_gate(self) -> None:
         if self._gate_open or not self._all_here():
@@ -350,6 +370,7 @@ class Gateway:
         self._tell({"state": "gate open"})
 
     _said_listening = False
+    _hello_at = 0.0
 
     # -- timeouts
 
@@ -531,6 +552,14 @@ class Gateway:
 
 def _place(message: Message) -> Message:
     return {name: message.get(name) for name in ("why", "path", "line")}
+
+
+def _lives(pid: int) -> bool:
+    """Whether a process runs; one that only waits to be reaped does not."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
 
 
 async def _first_message(reader: asyncio.StreamReader) -> tuple[bytes, list[dap.Message]] | None:
