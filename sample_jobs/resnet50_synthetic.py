@@ -120,6 +120,13 @@ def parse_args() -> argparse.Namespace:
         type=non_negative_int,
         help="first steps that the summary leaves out (default: 3, fewer in a run of under 4)",
     )
+    parser.add_argument(
+        "--break-at",
+        type=non_negative_int,
+        default=0,
+        metavar="N",
+        help="stop every rank in the debugger at iteration N",
+    )
     parser.add_argument("--lr", type=positive_float, default=1e-5, help="default: %(default)s")
     parser.add_argument("--seed", type=non_negative_int, default=0, help="default: %(default)s")
     parser.add_argument(
@@ -272,6 +279,10 @@ def train(args: argparse.Namespace, world: World) -> None:
     for iteration, (images, labels) in enumerate(loader, start=1):
         inputs = images.to(world.device, non_blocking=True).float().div_(127.5).sub_(1.0)
         targets = labels.to(world.device, non_blocking=True)
+        if iteration == args.break_at:
+            # What breakpoint() calls. Its own name, anywhere in a job, tells ddpdoctor to lift the
+            # timeouts of the whole run.
+            sys.breakpointhook()
         loaded = clock(world.device)
         loss = criterion(model(inputs), targets)
         forwarded = clock(world.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -14,11 +15,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import JOBS, Doctor, Live, Result
+from tests.conftest import JOBS, ROOT, Doctor, Live, Result
 from tests.dap_client import DapClient, DapError, DapUnavailable, install_modules
 
 JOB = JOBS / "debugged.py"
 PAUSING = JOBS / "pausing.py"
+
+
+HUGE = b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n"
 
 
 def mark(name: str, job: Path = JOB) -> int:
@@ -346,7 +350,7 @@ def test_an_uncaught_exception_is_held(job: Job) -> None:
 def test_what_is_no_debugger_starts_none(job: Job) -> None:
     job.start()
     job.live.wait_for_steps(3)
-    for words in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01" * 300):
+    for words in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01" * 300, HUGE):
         with (
             contextlib.suppress(OSError),
             socket.create_connection(("127.0.0.1", job.ports[0])) as connection,
@@ -356,7 +360,9 @@ def test_what_is_no_debugger_starts_none(job: Job) -> None:
     assert not job.has_debugpy(0)
     client = job.attach(0)
     client.disconnect()
-    assert job.end().status == 0
+    result = job.end()
+    assert result.status == 0
+    assert "Traceback" not in result.stderr
 
 
 def test_a_taken_port_moves_the_block(doctor: Doctor) -> None:
@@ -383,6 +389,39 @@ def test_another_address_than_loopback_is_warned_of(doctor: Doctor) -> None:
     refused = doctor.run("--debug-host", "192.0.2.1", *words)
     assert refused.status == 2
     assert "address of this machine" in refused.stderr
+
+
+def test_f5_in_this_repository(job: Job) -> None:
+    """The repository's own task starts ResNet-50, and its configurations stand in the loop."""
+    tasks, launch = (
+        json.loads(re.sub(r"// \S.*", "", (ROOT / ".vscode" / f"{name}.json").read_text()))
+        for name in ("tasks", "launch")
+    )
+    compound = next(c for c in launch["compounds"] if c["name"] == "ddpdoctor: run + attach")
+    task = next(t for t in tasks["tasks"] if t["label"] == compound["preLaunchTask"])
+    assert task["args"][:3] == ["-m", "ddpdoctor", "run"]
+    *options, script, break_at, first = task["args"][3:]
+    more = ("--iterations", "3", "--batch-size", "1", "--image-size", "33")
+    path = ROOT / script
+    job.live = job.doctor.start(
+        *options, "--debug-port", "0", "--no-vscode", str(path), break_at, first, *more
+    )
+    job.wait_for_state("listening")
+    background = task["problemMatcher"]["background"]
+    said = job.live.err.read_text().splitlines()
+    for pattern in (background["beginsPattern"], background["endsPattern"]):
+        assert any(re.search(pattern, line) for line in said), (pattern, said)
+    ranks = [c["name"] for c in launch["configurations"]]
+    assert compound["configurations"] == ranks == ["ddpdoctor: rank 0", "ddpdoctor: rank 1"]
+    clients = [job.attach(rank) for rank in range(len(ranks))]
+    for rank, client in enumerate(clients):
+        frame = client.stack(client.wait_for_stop())[0]
+        assert (frame.name, frame.path) == ("train", str(path))
+        assert client.evaluate("world.rank, iteration", frame) == f"({rank}, 1)"
+        assert client.evaluate("sum(p.numel() for p in model.parameters())", frame) == "25557032"
+    for client in clients:
+        client.disconnect()
+    assert job.live.finish().status == 0
 
 
 def test_nothing_listens_after_the_run(job: Job) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import shlex
@@ -18,6 +19,7 @@ import psutil
 from ddpdoctor import rundir
 from ddpdoctor.errors import DoctorError
 from ddpdoctor.launch import debug_ports
+from ddpdoctor.probe.watch import MARK
 from ddpdoctor.record import Record, Status, integer
 from ddpdoctor.run import Run, RunReader
 from ddpdoctor.vscode import launch_json
@@ -63,7 +65,7 @@ class _Options:
         value = self.last(name)
         if value is None:
             return None
-        if not value.isdigit():
+        if not (value.isascii() and value.isdigit()):
             raise DoctorError(f"option {name} needs a number, not {value!r}")
         return int(value)
 
@@ -82,6 +84,9 @@ def main(words: Sequence[str]) -> int:
     if pid is not None:
         return _inject(pid)
     runs = _runs(options.run)
+    for name in ("--workspace", "--path-map"):
+        if name in options.values and "--write" not in options.flags:
+            raise DoctorError(f"{name} is for --write")
     rank = options.number("--rank")
     if rank is not None:
         return _one_line(runs, rank)
@@ -211,7 +216,7 @@ def _one_line(runs: Sequence[Run], rank: int) -> int:
     for run in runs:
         for point in _points(run):
             if point.rank == rank:
-                host = _reachable(run.manifest["debug"]["host"])
+                host = debug_ports.reachable(run.manifest["debug"]["host"])
                 print(
                     'lua require("dap").run({type = "python", request = "attach", '
                     f'name = "{launch_json.rank_name(rank)}", '
@@ -222,15 +227,12 @@ def _one_line(runs: Sequence[Run], rank: int) -> int:
     raise DoctorError(f"no live run has a rank {rank}", "`ddpdoctor attach` lists them")
 
 
-def _reachable(host: str) -> str:
-    """Where a client connects for ports bound to ``host``."""
-    return debug_ports.LOOPBACK if host in ("0.0.0.0", "::", "") else host
-
-
 def _tunnel(run: Run) -> str:
     """The line that brings the run's ports to another machine."""
     host = str(run.manifest.get("host", "HOST"))
-    forwards = " ".join(f"-L {here}:127.0.0.1:{there}" for here, there in _ends(run))
+    there = debug_ports.reachable(str(run.manifest["debug"]["host"]))
+    there = f"[{there}]" if ":" in there else there
+    forwards = " ".join(f"-L {near}:{there}:{far}" for near, far in _ends(run))
     return f"ssh -N {forwards} {getpass.getuser()}@{host}"
 
 
@@ -246,11 +248,15 @@ def _ends(run: Run) -> list[tuple[int, int]]:
 def _write(runs: Sequence[Run], options: _Options) -> int:
     workspace = find_workspace(current_directory(), options.last("--workspace"))
     mappings = [_mapping(text) for text in options.values.get("--path-map", [])]
+    if options.run is None:
+        # Others have launch.json files of their own.
+        mine = [run for run in runs if _is_in(run, workspace)]
+        runs = mine or runs
     labels = [str(run.manifest["debug"].get("label") or "") for run in runs]
     changed = False
     for run, label in zip(runs, labels, strict=True):
         debug = run.manifest["debug"]
-        host = _reachable(str(debug["host"]))
+        host = debug_ports.reachable(str(debug["host"]))
         ports = {point.rank: point.port for point in _points(run)}
         if "--tunnel" in options.flags:
             here = dict(zip(ports, (end for end, _ in _ends(run)), strict=True))
@@ -263,6 +269,12 @@ def _write(runs: Sequence[Run], options: _Options) -> int:
     path = os.path.join(workspace, ".vscode", launch_json.FILE)
     print(f"{'wrote' if changed else 'unchanged:'} {_short(f'{path}:')[:-1]}")
     return 0
+
+
+def _is_in(run: Run, workspace: Path) -> bool:
+    """Whether a run was started from that workspace."""
+    own = run.manifest["debug"].get("workspace")
+    return own is not None and os.path.realpath(str(own)) == os.path.realpath(workspace)
 
 
 def _mapping(text: str) -> launch_json.PathMapping:
@@ -279,6 +291,12 @@ def _inject(pid: int) -> int:
         name = process.name()
     except psutil.Error:
         raise DoctorError(f"there is no process {pid}") from None
+    with contextlib.suppress(psutil.Error):
+        if MARK in process.environ():
+            raise DoctorError(
+                f"process {pid} belongs to a run of ddpdoctor",
+                "`ddpdoctor attach` shows the port of its rank",
+            )
     if not _is_python(process):
         raise DoctorError(f"process {pid} ({name}) is no Python")
     if shutil.which("gdb") is None:

@@ -130,6 +130,12 @@ def _port(text: str) -> int:
     return value
 
 
+def _address(text: str) -> str:
+    if not text:
+        raise ValueError
+    return text
+
+
 def _output(text: str) -> str:
     if text not in ("text", "problems"):
         raise ValueError
@@ -154,7 +160,7 @@ _OWN: dict[str, tuple[str, Callable[[str], object], str]] = {
     "--overhead-budget": ("overhead_budget", _percent, "per cent of the step time, 0 to 100"),
     "--no-debug": ("no_debug", _flag, ""),
     "--debug-port": ("debug_port", _port, "a port number (0: any)"),
-    "--debug-host": ("debug_host", str, "an address of this machine"),
+    "--debug-host": ("debug_host", _address, "an address of this machine"),
     "--debug-on-error": ("debug_on_error", _flag, ""),
     "--wait-for-attach": ("wait_for_attach", rank_sets.parse, "ranks such as 0,2-3"),
     "--no-vscode": ("no_vscode", _flag, ""),
@@ -187,6 +193,9 @@ def build(words: Sequence[str], environ: Mapping[str, str]) -> Command | None:
     if parts.help:
         return None
     own = OwnOptions(**parts.own)  # type: ignore[arg-type]
+    if own.no_debug and (own.wait_for_attach is not None or own.debug_on_error):
+        wanted = "--debug-on-error" if own.debug_on_error else "--wait-for-attach"
+        raise DoctorError(f"{wanted} needs the debugger", "leave out --no-debug")
     if not parts.rest:
         raise DoctorError(
             "no script to run", "for example: ddpdoctor run --nproc-per-node 2 -- train.py"

@@ -62,8 +62,9 @@ def _could_begin(head: bytes) -> bool:
 def _length(head: bytes) -> int:
     for line in head.split(b"\r\n"):
         name, _, value = line.partition(b":")
-        if name.strip().lower() == b"content-length" and value.strip().isdigit():
-            return int(value)
+        digits = value.strip()
+        if name.strip().lower() == b"content-length" and digits.isdigit() and len(digits) < 10:
+            return int(digits)
     raise NotDapError
 
 

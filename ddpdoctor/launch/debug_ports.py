@@ -79,6 +79,11 @@ def _bind(host: str, at: int, count: int) -> tuple[socket.socket, ...] | None:
         return tuple(listeners)
 
 
+def reachable(host: str) -> str:
+    """Where a client connects for ports that are bound to ``host``."""
+    return {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
+
+
 def _listen(host: str, port: int) -> socket.socket | None:
     try:
         # `create_server` sets SO_REUSEADDR: sessions that ended a moment ago do not block a port.

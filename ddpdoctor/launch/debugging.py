@@ -17,7 +17,12 @@ from ddpdoctor.probe import debugger
 from ddpdoctor.record import Record
 from ddpdoctor.run import Run
 
-MOST_RANKS = 8
+ASIDE = 1000
+"""How far the default ports move for a script that uses debugpy itself."""
+
+_NCCL_HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
+
+MOST_RANKS = 16
 """Ports for a command of which nobody knows how many ranks it will start."""
 
 
@@ -46,9 +51,14 @@ class Debugging:
         own = command.own
         self._command = command
         self._speaker = speaker
+        _check_gate(command)
         count = command.local_ranks or MOST_RANKS
+        first = own.debug_port
+        self._own_debugpy = first == debug_ports.DEFAULT_PORT and _listens_itself(command)
+        if self._own_debugpy:
+            first += ASIDE
         self._editor = Editor(own, command.script)
-        self._ports = debug_ports.bind_block(own.debug_host, own.debug_port, count)
+        self._ports = debug_ports.bind_block(own.debug_host, first, count)
         self._gateway = Gateway(
             self._ports,
             gate=own.wait_for_attach,
@@ -69,7 +79,11 @@ class Debugging:
                 words.append("lift")
         if self._command.own.debug_on_error:
             words.append("error")
-        return {debugger.OPTIONS: ",".join(words)}
+        environment = {debugger.OPTIONS: ",".join(words)}
+        if len(words) > 1 and _NCCL_HEARTBEAT not in os.environ:
+            # Its monitor ends a process that was quiet for long; on a timeout nobody can lift.
+            environment[_NCCL_HEARTBEAT] = str(7 * 24 * 3600)
+        return environment
 
     def manifest(self) -> Record:
         """What other commands have to know of it."""
@@ -103,7 +117,12 @@ class Debugging:
 
     def _announce(self) -> None:
         own, numbers = self._command.own, self._ports.numbers
-        if self._ports.moved:
+        if self._own_debugpy:
+            self._speaker.note(
+                f"{self._command.script} uses debugpy itself; ddpdoctor's debug ports are "
+                f"{_span(numbers)}"
+            )
+        elif self._ports.moved:
             last = own.debug_port + len(numbers) - 1
             taken = (
                 f"port {last} is"
@@ -130,7 +149,8 @@ class Debugging:
                 verb = "attached to" if state == "attached" else "detached from"
                 self._speaker.note(f"debugger {verb} {rank_sets.words(ranks)}")
         for record in records:
-            self._tell(record)
+            if record["state"] != "fault":
+                self._tell(record)
         if any(record["state"] == "ready" for record in records):
             self._write(self._gateway.ranks)
         return records
@@ -151,8 +171,13 @@ class Debugging:
         elif state == "expects" and not self._expects:
             self._expects = True
             where = f"{_relative(str(record['path']))}:{record['line']}"
-            self._speaker.note(
-                f"{where} calls breakpoint(): collectives have no timeout in this run"
+            self._speaker.say(
+                f"{where} calls breakpoint(): collectives wait for at least an hour in this run"
+            )
+        elif state == "no port":
+            self._speaker.say(
+                f"rank {record['rank']} wants a debugger, but all {len(self._ports.numbers)} ports "
+                "are taken by other ranks: it goes on"
             )
         elif state == "listening":
             ranks = rank_sets.words(record["ranks"])
@@ -172,6 +197,28 @@ class Debugging:
             self._editor.write(self._ports.host, ports)
         except DoctorError as error:
             self._speaker.note(f"launch.json is left as it is: {error}")
+
+
+def _listens_itself(command: Command) -> bool:
+    """Whether the script opens debug ports of its own, which must find them free."""
+    scripts = [word for word in command.argv if os.path.basename(word) == command.script]
+    try:
+        return any("debugpy" in Path(script).read_text(errors="replace") for script in scripts)
+    except OSError:
+        return False
+
+
+def _check_gate(command: Command) -> None:
+    """Refuse to wait for ranks that there will not be."""
+    wanted, count = command.own.wait_for_attach, command.local_ranks
+    if not wanted or not command.one_node or count is None:
+        return
+    missing = [rank for rank in wanted if rank >= count]
+    if missing:
+        raise DoctorError(
+            f"--wait-for-attach: there will be no {rank_sets.words(missing)}",
+            f"this job has {rank_sets.words(range(count))}",
+        )
 
 
 def _span(numbers: Iterable[int]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from ddpdoctor import rundir
 from ddpdoctor.errors import DoctorError
 from ddpdoctor.launch.command import OwnOptions
+from ddpdoctor.launch.debug_ports import reachable
 from ddpdoctor.vscode import launch_json
 from ddpdoctor.vscode.files import current_directory, find_workspace, locked
 
@@ -57,7 +58,10 @@ class Editor:
                 if any(claim["label"] == "" for claim in claims):
                     self.label = f"{self._script} :{port}"
                 claims.append({"label": self.label, "directory": str(directory)})
-                _claims_file(self.workspace).write_text(json.dumps(claims))
+                file = _claims_file(self.workspace)
+                fresh = file.with_name(file.name + ".new")
+                fresh.write_text(json.dumps(claims))
+                os.replace(fresh, file)
         except (OSError, DoctorError):
             # Without a place to say so, the names are the plain ones.
             return
@@ -74,7 +78,10 @@ class Editor:
         """
         if self.workspace is None:
             return
-        points = [launch_json.AttachPoint(rank, host, port) for rank, port in sorted(ports.items())]
+        points = [
+            launch_json.AttachPoint(rank, reachable(host), port)
+            for rank, port in sorted(ports.items())
+        ]
         others = {claim["label"] for claim in _claims(self.workspace)} - {self.label}
         launch_json.update(
             self.workspace, points, label=self.label, others=others, mappings=self._mappings

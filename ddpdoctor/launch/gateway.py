@@ -12,9 +12,12 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from ddpdoctor.launch import dap
 from ddpdoctor.launch.debug_ports import LOOPBACK, Ports
@@ -34,6 +37,9 @@ APPEAR = 60.0
 FIRST_MESSAGE = 10.0
 """Seconds in which a client has to speak the protocol: a port scan does not start a debugger."""
 
+NO_MORE = 4.0
+"""Seconds without a new rank after which a gate counts those that are there."""
+
 TURNOVER = 3.0
 """Seconds in which an old session may still end when a new client comes."""
 
@@ -41,6 +47,7 @@ COMPILED = (
     "ddpdoctor: this rank runs functions that torch.compile took; breakpoints in them are not hit"
 )
 
+_MOST_FIRST = 1 << 20
 _CHUNK = 1 << 16
 
 
@@ -58,14 +65,13 @@ class Slot:
     session: dap.Tap | None = None
     waits: Message | None = None
     """Where the rank stands until a debugger comes: ``why``, ``path``, ``line``."""
-    ended_at: float = field(default_factory=time.monotonic)
-    """When its process ended, or the run began."""
+    last_rank: int | None = None
+    """The global rank of the last process that told it."""
 
     @property
     def rank(self) -> int:
         """The global rank, as far as it is known."""
-        known = self.link.rank if self.link is not None else None
-        return self.index if known is None else known
+        return self.index if self.last_rank is None else self.last_rank
 
 
 @dataclass(frozen=True)
@@ -179,6 +185,8 @@ class Gateway:
     async def _main(self) -> None:
         assert self._control is not None
         self._loop = asyncio.get_running_loop()
+        # Else asyncio would write its tracebacks between the job's lines.
+        self._loop.set_exception_handler(self._fault)
         self._changed = asyncio.Condition()
         servers = [await asyncio.start_unix_server(self._take_link, sock=self._control)]
         for slot, listener in zip(self._slots, self._ports.listeners, strict=True):
@@ -197,6 +205,11 @@ class Gateway:
             server.close()
         await self._end_sessions()
 
+    def _fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A fault of ours that nobody waited for: into the records, not on the screen."""
+        error = context.get("exception") or context.get("message")
+        self._tell({"state": "fault", "error": repr(error)})
+
     def _cancel(self) -> None:
         if self._main_task is not None:
             self._main_task.cancel()
@@ -209,6 +222,12 @@ class Gateway:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=1.0)
+
+    def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run something beside what goes on."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _tell(self, record: Record) -> None:
         self._happened.append({"kind": "debug", "time": time.time_ns(), **record})
@@ -243,33 +262,41 @@ class Gateway:
                     slot = await self._hello(link, slot, message)
                 elif slot is not None:
                     await self._said(slot, message)
+                elif message.get("say") == "waits":
+                    link.tell("release")
+                    self._tell({"state": "no port", "rank": link.rank})
         finally:
             self._links.discard(link)
             if slot is not None and slot.link is link:
                 self._error_seen |= slot.waits is not None and slot.waits.get("why") == "error"
                 self._report(slot, "gone")
                 slot.link = slot.waits = None
-                slot.ended_at = time.monotonic()
                 self._restore_timeouts()
                 await self._notify()
 
     async def _hello(self, link: RankLink, slot: Slot | None, hello: Message) -> Slot | None:
         rank = link.rank
         link.introduce(hello)
-        if slot is not None and link.rank == rank:
-            return slot
+        if slot is not None:
+            slot.last_rank = link.rank if link.rank is not None else slot.last_rank
+            if link.rank == rank:
+                return slot
         if slot is None:
             slot = self._slot_for(link)
             if slot is None:
                 link.tell("go")
                 return None
             slot.link, slot.waits = link, None
+            slot.last_rank = link.rank
+            self._hello_at = time.monotonic()
             if self._lifted:
                 link.tell("lift")
             if self._gate_open:
                 link.tell("go")
         self._report(slot, "ready")
         self._look_at_gate()
+        if not self._gate_open:
+            self._begin(self._look_again())
         await self._notify()
         return slot
 
@@ -278,8 +305,8 @@ class Gateway:
         wanted = link.local_rank if link.local_rank is not None else link.rank
         if wanted is not None and wanted < len(self._slots):
             slot = self._slots[wanted]
-            # torchrun starts a rank anew after its predecessor has ended.
-            if slot.link is None or link.local_rank is not None:
+            # torchrun starts a rank anew as soon as its predecessor has ended.
+            if slot.link is None or not _lives(slot.link.pid):
                 return slot
         return next((slot for slot in self._slots if slot.link is None), None)
 
@@ -293,7 +320,8 @@ class Gateway:
                 link.tell("release")
                 return
             slot.waits = message
-            await self._lift_timeouts()
+            # Not awaited: this rank's own answer comes through the caller.
+            self._begin(self._lift_timeouts())
             if slot.session is None or not slot.session.attached:
                 self._report(slot, "waits", **_place(message))
         elif message.get("say") == "expects":
@@ -312,10 +340,18 @@ class Gateway:
 
     def _all_here(self) -> bool:
         members = self._members
-        expected = self._expected or max(
-            (slot.link.world_size or 1 for slot in members if slot.link is not None), default=1
-        )
-        return len(members) >= min(expected, len(self._slots))
+        links = [slot.link for slot in members if slot.link is not None]
+        told = [link.local_world_size or link.world_size or 1 for link in links]
+        expected = self._expected or max(told, default=1)
+        if len(members) >= min(expected, len(self._slots)):
+            return True
+        # Started by hand on several nodes, nobody knows how many there will be on this one.
+        known = self._expected is not None or any(link.local_world_size for link in links)
+        return not known and bool(members) and time.monotonic() - self._hello_at >= NO_MORE
+
+    async def _look_again(self) -> None:
+        await asyncio.sleep(NO_MORE + 0.1)
+        self._look_at_gate()
 
     def _look_at_gate(self) -> None:
         if self._gate_open or not self._all_here():
@@ -334,6 +370,7 @@ class Gateway:
         self._tell({"state": "gate open"})
 
     _said_listening = False
+    _hello_at = 0.0
 
     # -- timeouts
 
@@ -364,11 +401,13 @@ class Gateway:
         self._tasks.add(task)
         try:
             await self._client(slot, reader, writer)
-        except (OSError, asyncio.IncompleteReadError, dap.NotDapError):
+        except (OSError, asyncio.TimeoutError, dap.NotDapError):
             pass
         except asyncio.CancelledError:
             # The run is over; asyncio.streams logs a cancelled handler as an error.
             pass
+        except Exception as error:
+            self._tell({"state": "fault", "error": repr(error)})
         finally:
             self._tasks.discard(task)
             writer.close()
@@ -515,11 +554,21 @@ def _place(message: Message) -> Message:
     return {name: message.get(name) for name in ("why", "path", "line")}
 
 
+def _lives(pid: int) -> bool:
+    """Whether a process runs; one that only waits to be reaped does not."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
 async def _first_message(reader: asyncio.StreamReader) -> tuple[bytes, list[dap.Message]] | None:
     """The bytes up to a first whole message, and the messages in them; None at the end."""
     decoder, data = dap.Decoder(), b""
     while chunk := await reader.read(_CHUNK):
         data += chunk
+        if len(data) > _MOST_FIRST:
+            raise dap.NotDapError
         messages = decoder.feed(chunk)
         if messages:
             return data, messages

@@ -26,6 +26,7 @@ class PartialStops:
 
     def __init__(self) -> None:
         self._since: float | None = None
+        self._picture: tuple[frozenset[int], frozenset[int]] | None = None
         self._said: tuple[frozenset[int], frozenset[int]] | None = None
 
     def look(self, run: Run, stops: Sequence[Stop]) -> str:
@@ -46,8 +47,13 @@ class PartialStops:
         self._since = self._since or now
         if now - self._since < PATIENCE:
             return ""
+        before, self._picture = self._picture, None
         picture = (standing, frozenset(status.rank for status in waiting))
         if not waiting or picture == self._said:
+            return ""
+        if picture != before:
+            # Ranks come one by one; said once nobody joins them any more.
+            self._picture = picture
             return ""
         self._said = picture
         places = {_short(stop.place) for stop in stops} - {""}

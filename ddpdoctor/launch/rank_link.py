@@ -23,6 +23,7 @@ class RankLink:
         rank: Its global rank, None while nobody knows it.
         local_rank: None where its launcher has no such thing.
         world_size: None until it is known.
+        local_world_size: The number of ranks of this node, None where the launcher does not say.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -30,6 +31,7 @@ class RankLink:
         self.rank: int | None = None
         self.local_rank: int | None = None
         self.world_size: int | None = None
+        self.local_world_size: int | None = None
         self._reader = reader
         self._writer = writer
         self._answers: dict[int, asyncio.Future[Message]] = {}
@@ -37,7 +39,7 @@ class RankLink:
 
     def introduce(self, hello: Message) -> None:
         """Take in what the process says of itself."""
-        for name in ("pid", "rank", "local_rank", "world_size"):
+        for name in ("pid", "rank", "local_rank", "world_size", "local_world_size"):
             value = hello.get(name)
             if isinstance(value, int):
                 setattr(self, name, value)

@@ -8,9 +8,11 @@ if asked to.
 
 from __future__ import annotations
 
+import ast
+import atexit
 import contextlib
+import datetime
 import os
-import re
 import signal
 import sys
 import threading
@@ -26,13 +28,19 @@ OPTIONS = "DDPDOCTOR_DEBUG"
 
 _MAIN_PROGRAM = frozenset({"cpython.run_file", "cpython.run_module", "cpython.run_command"})
 _HOOK = "hold_at_error"
-_CALL = re.compile(r"[^#'\"]*\bbreakpoint\(\s*\)")
+_MOST_SOURCE = 1 << 20
+
+PATIENCE = datetime.timedelta(hours=1)
+"""The least timeout in a job whose code calls ``breakpoint()``: a person has to get there."""
 
 _CHECK = 1.0
 """Seconds between two looks whether the supervisor is still there, while waiting for a client."""
 
 _attached = False
 """A client is attached and has set its breakpoints."""
+
+_held = False
+"""An exception of this process was held once."""
 
 _wake = threading.Event()
 """Whoever waits for a client may go on: one is attached, or none is needed."""
@@ -62,13 +70,13 @@ def install() -> None:
         restore=_restore,
     )
     if wanted & {"error", "lift"}:
-        timeouts.lift(to_the_end=True)
+        timeouts.keep_at_least(timeouts.LIFTED)
     if "error" in wanted:
         _wrap_excepthook()
-    if "PYTHONBREAKPOINT" not in os.environ:
-        _wrap_breakpoint()
+        atexit.register(_hold_unseen)
     if control.is_worker():
-        _join({name: rank.environment_int(name.upper()) for name in ("rank", "local_rank")})
+        names = ("rank", "local_rank", "world_size", "local_world_size")
+        _join({name: rank.environment_int(name.upper()) for name in names})
         if "gate" in wanted:
             # Not here: while `site` is being imported, debugpy cannot be.
             sys.addaudithook(_before_user_code)
@@ -83,8 +91,7 @@ def joined(hello: Message) -> None:
     if "error" in wanted:
         # torch has put a hook of its own around ours, which prints only what it caught.
         _wrap_excepthook()
-    if "PYTHONBREAKPOINT" not in os.environ:
-        _expect_breakpoint()
+    _expect_breakpoint()
     if "gate" in wanted:
         _gate()
 
@@ -93,6 +100,8 @@ def _join(hello: Message) -> None:
     # In another container, say, it is a rank that cannot be debugged.
     with contextlib.suppress(OSError):
         control.join(hello)
+    if control.is_joined() and "PYTHONBREAKPOINT" not in os.environ:
+        _wrap_breakpoint()
 
 
 # -- what the supervisor asks for
@@ -150,6 +159,8 @@ def forget() -> None:
     if control.is_joined():
         control.forget()
         _attached = False
+        if sys.breakpointhook is breakpointhook:
+            sys.breakpointhook = _pythons
         debugpy_private.leave_child_alone()
 
 
@@ -191,20 +202,29 @@ def _wait_for_client(why: str, path: str, line: int) -> None:
 # -- breakpoint()
 
 
+_pythons = sys.breakpointhook
+_one_at_a_time = threading.Lock()
+
+
 def _wrap_breakpoint() -> None:
-    original = sys.breakpointhook
+    # The job may have a hook of its own, which then is what it wants.
+    if sys.breakpointhook is sys.__breakpointhook__:
+        sys.breakpointhook = breakpointhook
 
-    def breakpointhook(*args: Any, **kwargs: Any) -> Any:
-        if not control.is_joined() or args or kwargs:
-            return original(*args, **kwargs)
-        frame = sys._getframe(1)
-        if not _attached:
-            _wait_for_client("breakpoint", frame.f_code.co_filename, frame.f_lineno)
-        if _attached:
-            _stop_at(frame)
-        return None
 
-    sys.breakpointhook = breakpointhook
+def breakpointhook(*args: Any, **kwargs: Any) -> None:
+    """``breakpoint()``: wait for a client if there is none, and stop at the caller's next line."""
+    frame = sys._getframe(1)
+    try:
+        with _one_at_a_time:
+            if not _attached:
+                _wait_for_client("breakpoint", frame.f_code.co_filename, frame.f_lineno)
+            if _attached:
+                _stop_at(frame)
+    except KeyboardInterrupt as error:
+        # Ctrl-C at the line of the user; where we waited is no concern of theirs.
+        error.__traceback__ = None
+        raise
 
 
 _stop_at = shield.shielded(debugpy_private.stop_at)
@@ -212,17 +232,19 @@ _stop_at = shield.shielded(debugpy_private.stop_at)
 
 @shield.shielded
 def _expect_breakpoint() -> None:
-    """Lift the timeouts at once in a job whose code calls ``breakpoint()``.
+    """Lengthen the timeouts at once in a job whose code calls ``breakpoint()``.
 
-    The first rank to get there is too late: its peers may be waiting for it already, and a
+    When the first rank gets there it is too late: its peers may be waiting for it already, and a
     collective keeps the timeout it began with.
     """
+    if sys.breakpointhook is not breakpointhook:
+        return
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None)
         if isinstance(path, str) and path.endswith(".py") and user_file(path):
             line = _first_breakpoint(path)
             if line:
-                timeouts.lift(to_the_end=True)
+                timeouts.keep_at_least(PATIENCE)
                 control.say("expects", path=os.path.abspath(path), line=line)
                 return
 
@@ -230,13 +252,20 @@ def _expect_breakpoint() -> None:
 def _first_breakpoint(path: str) -> int:
     """The line of a file's first call of ``breakpoint()``; 0 without one."""
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for number, text in enumerate(file, 1):
-                if _CALL.match(text):
-                    return number
-    except OSError:
-        pass
-    return 0
+        with open(path, "rb") as file:
+            source = file.read(_MOST_SOURCE)
+        if b"breakpoint(" not in source:
+            return 0
+        calls = [
+            node.lineno
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "breakpoint"
+        ]
+    except (OSError, ValueError, SyntaxError, RecursionError):
+        return 0
+    return min(calls, default=0)
 
 
 # -- uncaught exceptions
@@ -257,10 +286,22 @@ def _wrap_excepthook() -> None:
     sys.excepthook = hold_at_error
 
 
+def _hold_unseen() -> None:
+    """At the interpreter's end: the exception that ended it, if the job's own hook kept it."""
+    # The interpreter keeps it here before it calls any hook.
+    last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if isinstance(last, BaseException):
+        hold(last)
+
+
 def hold(error: BaseException) -> None:
     """With ``--debug-on-error``: hold this rank at the exception until it has been looked at."""
+    global _held
     if "error" not in options() or not control.is_joined() or not isinstance(error, Exception):
         return
+    if _held:
+        return
+    _held = True
     with contextlib.suppress(KeyboardInterrupt):
         _hold(error)
 

@@ -19,6 +19,8 @@ from typing import Any
 _VALIDATION = "PYDEVD_DISABLE_FILE_VALIDATION"
 
 _port: int | None = None
+_jobs_trace: Any = None
+"""What the job itself traces new threads with (coverage, say)."""
 
 
 def listen() -> int:
@@ -28,12 +30,15 @@ def listen() -> int:
         ImportError: This interpreter has no debugpy.
         RuntimeError: The job has made debugpy listen itself.
     """
-    global _port
+    global _port, _jobs_trace
     if _port is None:
+        _jobs_trace = threading.gettrace()
         _port = _start()
     else:
         import pydevd
+        import pydevd_tracing
 
+        pydevd_tracing.replace_sys_set_trace_func()
         pydevd.settrace(suspend=False, trace_only_current_thread=False, patch_multiprocessing=False)
     return _port
 
@@ -49,7 +54,24 @@ def _start() -> int:
         debugpy.configure(subProcess=False)
         # In this process: an adapter process of its own would hold the rank's stdout open.
         debugpy.listen(("127.0.0.1", port), in_process_debug_adapter=True)
+    register = getattr(threading, "_register_atexit", None)
+    if register is not None:
+        register(_let_go)
     return port
+
+
+def _let_go() -> None:
+    """Before the interpreter joins its threads: end the one of pydevd's that might not end.
+
+    ``CheckAliveThread`` is no daemon and waits for an answer to a client that has gone. Callbacks
+    of ``threading._register_atexit`` (3.9 to 3.14) run before that join, those of ``atexit`` after.
+    """
+    with contextlib.suppress(Exception):
+        import pydevd
+
+        thread = getattr(pydevd.get_global_debugger(), "check_alive_thread", None)
+        if thread is not None:
+            thread.do_kill_pydev_thread()
 
 
 @contextlib.contextmanager
@@ -69,14 +91,18 @@ def silence() -> None:
     """Stop tracing in all threads: debugpy leaves it on after a disconnect."""
     if _port is None:
         return
+    import pydevd
     from _pydev_bundle import pydev_monkey
+    from _pydevd_bundle import pydevd_api
 
-    threading.settrace(None)
+    debugger = pydevd.get_global_debugger()
+    if debugger is not None:
+        # A thread that was just about to stop for the client that has gone.
+        pydevd_api.PyDevdAPI().request_disconnect(debugger, resume_threads=True)
+    threading.settrace(_jobs_trace)
     # pydevd starts new threads traced.
     pydev_monkey.undo_patch_thread_modules()
     if _uses_monitoring():
-        import pydevd
-
         pydevd.pydevd_sys_monitoring.stop_monitoring(all_threads=True)
         return
     import pydevd_tracing
@@ -91,6 +117,7 @@ def silence() -> None:
     for top in sys._current_frames().values():
         _untrace(top)
     pydevd_tracing.set_trace_to_threads(uninstall)
+    pydevd_tracing.restore_sys_set_trace_func()
 
 
 def _untrace(frame: FrameType | None) -> None:

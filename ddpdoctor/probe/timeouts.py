@@ -15,54 +15,72 @@ from ddpdoctor.probe import torch_private
 LIFTED = datetime.timedelta(days=7)
 """What takes the place of the job's timeouts; it fits into the 32-bit milliseconds of a store."""
 
-lifted = False
-"""Whether the timeouts are lifted now; new groups are asked for accordingly."""
+_lifted = False
+_least = datetime.timedelta(0)
 
-_pinned = False
-
-_users: list[tuple[Any, datetime.timedelta]] = []
-"""Backends whose timeout was lifted, with the one they had."""
+_users: dict[int, tuple[Any, datetime.timedelta, datetime.timedelta]] = {}
+"""Backends whose timeout was changed, by id: the backend, the job's timeout, and ours."""
 
 _changing = threading.Lock()
 
 
-def lift(to_the_end: bool = False) -> None:
+def least() -> datetime.timedelta:
+    """What every timeout has to be at least now; zero as long as nobody wants anything."""
+    return LIFTED if _lifted else _least
+
+
+def lift() -> None:
     """Lift the timeouts of all process groups of this process, and of those that come later."""
-    global lifted, _pinned
-    lifted = True
-    _pinned |= to_the_end
+    global _lifted
+    _lifted = True
     sweep()
-
-
-def sweep() -> None:
-    """Lift the timeouts of groups that are new since they were lifted."""
-    c10d = sys.modules.get("torch.distributed.distributed_c10d")
-    if c10d is None or not lifted:
-        return
-    with _changing:
-        known = {id(backend) for backend, _ in _users}
-        for backend in torch_private.backends(c10d):
-            timeout = torch_private.timeout_of(backend)
-            if id(backend) not in known and timeout is not None and timeout < LIFTED:
-                torch_private.set_timeout(backend, LIFTED)
-                _users.append((backend, timeout))
-
-
-def made(backends: list[Any], timeout: datetime.timedelta) -> None:
-    """New backends were made with `LIFTED` in place of the job's ``timeout``."""
-    with _changing:
-        known = {id(backend) for backend, _ in _users}
-        _users.extend((backend, timeout) for backend in backends if id(backend) not in known)
 
 
 def restore() -> None:
     """Give every group back the timeout it had, unless the job has set another one meanwhile."""
-    global lifted
-    if _pinned:
+    global _lifted
+    _lifted = False
+    sweep()
+
+
+def keep_at_least(timeout: datetime.timedelta) -> None:
+    """Have no timeout below ``timeout``, to the end of the process."""
+    global _least
+    _least = max(_least, timeout)
+    sweep()
+
+
+def sweep() -> None:
+    """Bring the timeouts of all groups, new ones included, to where they have to be."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None:
         return
-    lifted = False
     with _changing:
-        for backend, timeout in _users:
-            if torch_private.timeout_of(backend) == LIFTED:
-                torch_private.set_timeout(backend, timeout)
-        _users.clear()
+        for backend in torch_private.backends(c10d):
+            current = torch_private.timeout_of(backend)
+            if current is None:
+                continue
+            _, users, ours = _users.get(id(backend), (None, current, current))
+            if current != ours:
+                # Set by the job itself since.
+                users = current
+            _set(backend, current, users)
+
+
+def made(backends: list[Any], timeout: datetime.timedelta) -> None:
+    """New backends were made with :func:`least` in place of the job's ``timeout``."""
+    with _changing:
+        for backend in backends:
+            current = torch_private.timeout_of(backend)
+            if id(backend) not in _users and current is not None:
+                _set(backend, current, timeout)
+
+
+def _set(backend: Any, current: datetime.timedelta, users: datetime.timedelta) -> None:
+    wanted = max(users, least())
+    if wanted != current:
+        torch_private.set_timeout(backend, wanted)
+    if wanted == users:
+        _users.pop(id(backend), None)
+    else:
+        _users[id(backend)] = (backend, users, wanted)

@@ -51,14 +51,14 @@ def _wrap(c10d: ModuleType, name: str, after: Callable[[], None]) -> None:
     @functools.wraps(original)
     def make_group(*args: Any, **kwargs: Any) -> Any:
         asked: object = None
-        if timeouts.lifted:
+        if timeouts.least():
             args, kwargs, asked = _without_timeout(signature, args, kwargs)
         try:
             result = original(*args, **kwargs)
         except BaseException as error:
             shield.hide_frame(error)
             raise
-        if timeouts.lifted:
+        if timeouts.least():
             _lift(c10d, asked)
         after()
         return result
@@ -78,7 +78,7 @@ def _without_timeout(
     asked = bound.arguments.get("timeout")
     if not isinstance(asked, timedelta):
         return args, kwargs, None
-    bound.arguments["timeout"] = timeouts.LIFTED
+    bound.arguments["timeout"] = max(asked, timeouts.least())
     return bound.args, bound.kwargs, asked
 
 
