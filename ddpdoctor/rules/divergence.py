@@ -86,7 +86,8 @@ def parameters_differ(run: Run) -> Iterator[Finding]:
 
 def _explained(run: Run) -> bool:
     """Whether another rule has found a cause of parameters that differ."""
-    return any(code in RULES and any(RULES[code].detect(run)) for code in CAUSES)
+    rules = (RULES[code] for code in CAUSES if code in RULES)
+    return any(each.severity is Severity.ERROR for cause in rules for each in cause.detect(run))
 
 
 def _cause(replica: Replica, difference: Difference) -> tuple[str, tuple[str, ...]]:
