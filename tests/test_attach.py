@@ -43,7 +43,7 @@ def two(doctor: Doctor) -> Iterator[Live]:
     live.wait_for_steps(3)
     yield live
     (doctor.directory / "stop").touch()
-    assert live.finish().status == 0
+    live.finish().check_success()
 
 
 def test_a_live_run_from_every_side(doctor: Doctor, two: Live) -> None:
@@ -109,7 +109,7 @@ def test_two_runs_in_one_workspace(doctor: Doctor, two: Live) -> None:
     ]
     assert label in doctor.cli("attach").stdout
     (doctor.directory / "now").touch()
-    assert second.finish().status == 0
+    second.finish().check_success()
     # What has ended is taken out by the next one.
     third = doctor.run("--nproc-per-node", "1", "--", str(JOB), "--steps", "1")
     assert third.status == 0
@@ -166,12 +166,12 @@ def test_a_launch_json_that_cannot_be_edited(doctor: Doctor, content: str, said:
     file = folder / "launch.json"
     file.write_bytes(content.encode(errors="surrogateescape"))
     result = doctor.run("--", "true")
-    assert result.status == 0
+    result.check_success()
     assert file.read_bytes() == content.encode(errors="surrogateescape")
     # A command that starts no rank has nothing to write.
     assert result.ours.count("launch.json") == 0
     result = doctor.run(*QUICK[:2], "--no-python", "--", "true")
-    assert result.status == 0
+    result.check_success()
     assert said in " ".join(result.ours.split())
     assert "is left as it is" in " ".join(result.ours.split())
     assert file.read_bytes() == content.encode(errors="surrogateescape")

@@ -157,7 +157,7 @@ def test_two_ranks_from_attach_to_attach_again(job: Job) -> None:
     assert again.evaluate("__import__('os').getpid()", frame) == str(moved)
     again.disconnect()
     result = job.end()
-    assert result.status == 0
+    result.check_success()
     # On Python 3.11 debugpy itself would leave tracing on.
     assert result.stdout.count("traced False") == 2
     assert result.codes == []
@@ -175,7 +175,7 @@ def test_a_rank_that_waits_for_another(job: Job) -> None:
     assert mark("away") in [frame.line for frame in away.stack(main)]
     client.disconnect()
     away.disconnect()
-    assert job.end().status == 0
+    job.end().check_success()
 
 
 def test_a_rank_that_holds_the_lock_of_python(job: Job) -> None:
@@ -184,7 +184,7 @@ def test_a_rank_that_holds_the_lock_of_python(job: Job) -> None:
     time.sleep(0.5)
     with pytest.raises(DapError, match=r"rank 1 .*does not answer: .*`ddpdoctor stacks`"):
         job.attach(1)
-    assert job.end().status == 0
+    job.end().check_success()
 
 
 def test_every_rank_is_held_until_one_is_attached(job: Job) -> None:
@@ -198,7 +198,7 @@ def test_every_rank_is_held_until_one_is_attached(job: Job) -> None:
     assert place(client) == mark("loop")
     client.disconnect()
     result = job.end()
-    assert result.status == 0
+    result.check_success()
     assert "all ranks listening on 127.0.0.1:" in result.stderr
     assert result.ours.count("waits for") <= 1
 
@@ -219,7 +219,7 @@ def test_ranks_that_wait_for_one_in_the_debugger(job: Job) -> None:
     other.disconnect()
     client.disconnect()
     result = job.end()
-    assert result.status == 0
+    result.check_success()
     assert result.stdout.count("timeout 3,") == 2
     assert result.ours.count("held by the debugger") == 1
 
@@ -234,7 +234,7 @@ def test_a_pause_of_90_seconds(job: Job) -> None:
     client.disconnect()
     time.sleep(2)
     result = job.end()
-    assert result.status == 0
+    result.check_success()
     assert result.stdout.count("timeout 10,") == 2
 
 
@@ -246,7 +246,7 @@ def test_all_of_eight_ranks(job: Job) -> None:
     assert [place(client, 120) for client in clients] == [mark("loop")] * 8
     for client in clients:
         client.disconnect()
-    assert job.end().status == 0
+    job.end().check_success()
 
 
 def test_a_client_that_vanishes_and_a_rank_that_does(job: Job) -> None:
@@ -281,7 +281,7 @@ def test_a_rank_that_torchrun_starts_again(job: Job) -> None:
     frame = again.stack(again.wait_for_stop())[0]
     assert again.evaluate("__import__('os').getpid()", frame) != first
     again.disconnect()
-    assert job.end().status == 0
+    job.end().check_success()
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
@@ -293,7 +293,7 @@ def test_data_loader_workers_are_left_alone(job: Job, context: str) -> None:
     assert place(clients[1], 60) == mark("loop")
     clients[1].disconnect()
     result = job.live.finish()
-    assert result.status == 0, result.stderr
+    result.check_success()
 
 
 def test_breakpoint_in_the_code_waits_for_a_client(job: Job) -> None:
@@ -308,7 +308,7 @@ def test_breakpoint_in_the_code_waits_for_a_client(job: Job) -> None:
     assert place(client) == mark("after second", PAUSING)
     client.disconnect()
     result = job.live.finish()
-    assert result.status == 0
+    result.check_success()
     assert "rank 0 has 6" in result.stdout
     assert result.ours.count("attach with F5") == 1
 
@@ -319,7 +319,7 @@ def test_breakpoint_is_pythons_own_without_the_debugger(doctor: Doctor) -> None:
     assert "BdbQuit" in result.stderr or "EOFError" in result.stderr
     assert result.status == doctor.torchrun(*words).status == 1
     chosen = doctor.run("--debug-port", "0", *words, env={"PYTHONBREAKPOINT": "0"})
-    assert chosen.status == 0
+    chosen.check_success()
 
 
 def test_ctrl_c_ends_the_wait_at_a_breakpoint(job: Job) -> None:
@@ -361,7 +361,7 @@ def test_what_is_no_debugger_starts_none(job: Job) -> None:
     client = job.attach(0)
     client.disconnect()
     result = job.end()
-    assert result.status == 0
+    result.check_success()
     assert "Traceback" not in result.stderr
 
 
@@ -370,7 +370,7 @@ def test_a_taken_port_moves_the_block(doctor: Doctor) -> None:
         port = taken.getsockname()[1]
         words = ("--nproc-per-node", "2", "--", str(JOB), "--steps", "2")
         result = doctor.run("--debug-port", str(port), *words)
-    assert result.status == 0
+    result.check_success()
     said = unwrapped(result.ours)
     assert f"not all of ports {port}-{port + 1} are free; debuggers attach at {port + 2}-" in said
     launch = json.loads(
@@ -421,14 +421,14 @@ def test_f5_in_this_repository(job: Job) -> None:
         assert client.evaluate("sum(p.numel() for p in model.parameters())", frame) == "25557032"
     for client in clients:
         client.disconnect()
-    assert job.live.finish().status == 0
+    job.live.finish().check_success()
 
 
 def test_nothing_listens_after_the_run(job: Job) -> None:
     job.start("--steps", "3")
     job.live.wait_for(lambda run: True)
     ports = job.ports
-    assert job.end().status == 0
+    job.end().check_success()
     listening = {
         each.laddr.port
         for each in psutil.net_connections("tcp")

@@ -244,8 +244,9 @@ def test_healthy_jobs_are_met_with_silence(doctor: Doctor, options: tuple[str, .
 def test_reference_jobs_are_healthy(doctor: Doctor, job: str) -> None:
     result = doctor.run(*TWO, str(ROOT / "sample_jobs" / job))
     result.check_success()
-    assert [code for code in result.codes if code != "DDP906"] == []
-    assert "findings: none" in result.ours or "1 info" in result.ours
+    # Two images a rank are a small batch for BatchNorm, as an info says: a CPU bears no more.
+    assert [code for code in result.codes if code not in ("DDP906", "DDP309")] == []
+    assert re.search(r"findings: (none|\d info)", result.ours)
 
 
 def test_join_with_uneven_inputs_is_healthy(doctor: Doctor) -> None:

@@ -61,9 +61,14 @@ def _finding(
 
 
 def _consequences(run: Run, restart: int, cause: Ending) -> Iterator[str]:
-    later = [each for each in endings(run, restart) if each is not cause and each.time > cause.time]
+    # A victim may tell of its end before anybody has seen the end of the rank that it lost.
+    later = [
+        each
+        for each in endings(run, restart)
+        if each is not cause and (each.victim or each.time > cause.time)
+    ]
     for each in later[:3]:
-        delay = (each.time - cause.time) / 1e9
+        delay = max(0.0, (each.time - cause.time) / 1e9)
         why = "as a consequence" if each.victim else "too"
         text = each.text.partition(". ")[0] if each.victim else _short(each.text)
         yield f"{each.name} failed {delay:.1f} s later, {why}: {text}"
