@@ -268,6 +268,7 @@ def test_a_client_that_vanishes_and_a_rank_that_does(job: Job) -> None:
     assert result.codes == ["DDP902"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_torchrun_starts_again(job: Job) -> None:
     job.start("--how", "restart", "--steps", "5", options=("--max-restarts", "1"))
     job.wait_for_state("ready", times=2)
@@ -284,7 +285,7 @@ def test_a_rank_that_torchrun_starts_again(job: Job) -> None:
     job.end().check_success()
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_data_loader_workers_are_left_alone(job: Job, context: str) -> None:
     words = ["--steps", "4", "--workers", "2", "--context", context]
     job.start(*words, options=("--wait-for-attach",))
@@ -313,6 +314,7 @@ def test_breakpoint_in_the_code_waits_for_a_client(job: Job) -> None:
     assert result.ours.count("attach with F5") == 1
 
 
+@pytest.mark.slow
 def test_breakpoint_is_pythons_own_without_the_debugger(doctor: Doctor) -> None:
     words = ("--nproc-per-node", "2", "--", str(PAUSING))
     result = doctor.run("--no-debug", *words)

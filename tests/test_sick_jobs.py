@@ -24,11 +24,9 @@ SICK = sorted(
 )
 HEALTHY = sorted((ROOT / "sample_jobs" / "healthy").glob("*.py"))
 SAMPLE = {
-    "accumulation",
     "data_validation_in_full",
     "gan",
     "ddp102_no_sampler",
-    "ddp103_no_set_epoch",
     "ddp305_unused_head",
     "ddp501_save_on_every_rank",
     "ddp701_gradient_noise",
