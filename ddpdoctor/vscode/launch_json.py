@@ -135,7 +135,7 @@ def installed(
     }
     sections = [
         Section("configurations", "name", _configurations(points, mappings, ""), replaced),
-        Section("compounds", "name", [run, _attach_all(names, "")], replaced),
+        Section("compounds", "name", [_attach_all(names, ""), run], replaced),
     ]
     return owned.rewrite(text, sections, _DEFAULTS)
 
