@@ -75,7 +75,16 @@ def paired(
 
 def hooks(directory: str, runs: int = 5) -> None:
     """The hooks of one step alone: steps with them and without in turn, in one process."""
-    command = [sys.executable, "-m", "ddpdoctor", "run", "--quiet", "--no-vscode", "--nproc-per-node", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "ddpdoctor",
+        "run",
+        "--quiet",
+        "--no-vscode",
+        "--nproc-per-node",
+        "1",
+    ]
     job = str(HERE / "jobs" / "hooks.py")
     found = [number(r"extra ([\d.-]+)", run([*command, job], directory)[1]) for _ in range(runs)]
     print(

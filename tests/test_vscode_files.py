@@ -373,7 +373,12 @@ def test_the_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ports(here) == [5678, 5679, 5680]
     compounds = load(here / ".vscode/launch.json")["compounds"]
     check(load(here / ".vscode/launch.json"), SCHEMA)
-    assert compounds[0]["preLaunchTask"] == run_task(here)["label"]
+    assert compounds[1]["preLaunchTask"] == run_task(here)["label"]
+    before = (here / ".vscode/launch.json").read_bytes()
+    points = [AttachPoint(rank, "127.0.0.1", 5678 + rank) for rank in range(3)]
+    # A run of as many ranks finds everything as it wants it.
+    assert not launch_json.update(here, points)
+    assert (here / ".vscode/launch.json").read_bytes() == before
     assert run_task(here)["args"] == [
         *["-m", "ddpdoctor", "run", "--wait-for-attach", "--output", "problems"],
         *["--nproc-per-node", "3", "train.py", "--nproc-per-node=9"],
