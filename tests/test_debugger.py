@@ -120,6 +120,16 @@ def place(client: DapClient, timeout: float = 30) -> int:
     return client.stack(client.wait_for_stop(timeout))[0].line
 
 
+def stop_together(clients: list[DapClient]) -> None:
+    """Let the first rank to stop go once more if the last had passed the line by then."""
+    deadline = time.monotonic() + 5
+    while not all(client.stopped_now() for client in clients) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for client in clients:
+        if client.stopped_now() and not all(each.stopped_now() for each in clients):
+            client.continue_(client.wait_for_stop())
+
+
 def test_two_ranks_from_attach_to_attach_again(job: Job) -> None:
     job.start()
     job.live.wait_for_steps(5)
@@ -128,6 +138,7 @@ def test_two_ranks_from_attach_to_attach_again(job: Job) -> None:
     assert job.has_debugpy(0)
     for client in both:
         client.set_breakpoints(JOB, [mark("all_reduce")])
+    stop_together(both)
     for rank, client in enumerate(both):
         thread = client.wait_for_stop()
         frame = client.stack(thread)[0]

@@ -112,6 +112,9 @@ class Gateway:
         self._happened: deque[Record] = deque()
         self._lifted = hold_errors
         self._error_seen = False
+        self._said_listening = False
+        self._hello_at = 0.0
+        self._main_task: asyncio.Task[None] | None = None
         self._links: set[RankLink] = set()
         self._changed = asyncio.Condition()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -213,8 +216,6 @@ class Gateway:
     def _cancel(self) -> None:
         if self._main_task is not None:
             self._main_task.cancel()
-
-    _main_task: asyncio.Task[None] | None = None
 
     async def _end_sessions(self) -> None:
         tasks = list(self._tasks)
@@ -369,9 +370,6 @@ class Gateway:
                 slot.link.tell("go")
         self._tell({"state": "gate open"})
 
-    _said_listening = False
-    _hello_at = 0.0
-
     # -- timeouts
 
     async def _lift_timeouts(self) -> None:
@@ -425,7 +423,10 @@ class Gateway:
             slot.session = tap
             try:
                 upstream = await self._reach(slot, writer)
-                await self._pass(slot, tap, data, (reader, writer), upstream)
+                try:
+                    await self._pass(slot, tap, data, (reader, writer), upstream)
+                finally:
+                    await self._silence(slot)
             finally:
                 await self._end(slot, tap)
         except RefusedError as refused:
@@ -536,13 +537,13 @@ class Gateway:
         elif tap.place != place and tap.stopped:
             self._report(slot, "stopped", place=tap.place)
 
-    async def _end(self, slot: Slot, tap: dap.Tap) -> None:
-        if slot.session is not tap:
-            return
-        link = slot.link
-        if link is not None:
+    async def _silence(self, slot: Slot) -> None:
+        """Have the rank stop tracing."""
+        if slot.link is not None:
             with contextlib.suppress(SilentError):
-                await link.ask("detached", ANSWER)
+                await slot.link.ask("detached", ANSWER)
+
+    async def _end(self, slot: Slot, tap: dap.Tap) -> None:
         slot.session = None
         if tap.attached:
             self._report(slot, "detached")
