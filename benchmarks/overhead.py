@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -94,16 +94,26 @@ def hooks(directory: str, runs: int = 5) -> None:
 
 
 def fingerprints(pairs: int, directory: str) -> None:
-    """Looking for wrong results: the tiny job with the default budget and with none, in turn."""
+    """Looking for wrong results: the tiny job with the default budget and with none, in turn.
+
+    The share that ranks themselves say they spent does not scatter as step times do.
+    """
     job = str(HERE / "jobs" / "tiny.py")
     off = ("--overhead-budget", "0")
+    shares: list[float] = []
+    spent: list[float] = []
     ratios: dict[str, list[float]] = {"median step": [], "CPU time of a step": []}
     patterns = {"median step": r"median ([\d.]+)", "CPU time of a step": r"cpu ([\d.]+)"}
     for index in range(pairs):
         found: dict[bool, str] = {}
         for looks in (False, True) if index % 2 == 0 else (True, False):
-            options = () if looks else off
+            record = Path(directory) / f"fingerprints{index}{looks:d}"
+            options = ("--run-dir", str(record), *(() if looks else off))
             found[looks] = run([*DOCTOR[:4], *options, *DOCTOR[4:], job], directory)[1]
+            if looks:
+                ends = list(accounts(record))
+                spent += [nanoseconds for nanoseconds, _ in ends]
+                shares += [nanoseconds / over for nanoseconds, over in ends]
         for what, pattern in patterns.items():
             ratios[what].append(number(pattern, found[True]) / number(pattern, found[False]))
     for what, values in ratios.items():
@@ -111,6 +121,19 @@ def fingerprints(pairs: int, directory: str) -> None:
             f"fingerprints, {what}: ratio {median(values):.4f} with the default budget to none "
             f"(from {min(values):.4f} to {max(values):.4f}); {pairs} pairs"
         )
+    print(
+        f"fingerprints, as ranks tell: median {100 * median(shares):.2f} % of their time "
+        f"({median(spent) / 1e6:.0f} ms), most {100 * max(shares):.2f} %; {len(shares)} ranks"
+    )
+
+
+def accounts(record: Path) -> Iterator[tuple[float, float]]:
+    """What the ranks of a run spent on diagnosis, and over which time, in nanoseconds."""
+    for journal in sorted(record.glob("rank-*.jsonl")):
+        for line in journal.read_text().splitlines():
+            if line.startswith('{"kind":"end"'):
+                end = json.loads(line)
+                yield end["spent"], end["over"]
 
 
 def delay(directory: str, runs: int = 6, iterations: int = 3000) -> None:

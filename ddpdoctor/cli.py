@@ -13,6 +13,7 @@ from ddpdoctor.errors import DoctorError
 
 COMMANDS = {
     "run": "Start a distributed job, watch it, and name what is wrong.",
+    "top": "Watch a live run: which rank is slow, in what, and what its GPU does.",
     "attach": "Show where a debugger attaches to the ranks of live runs.",
     "vscode": "Write VS Code's launch.json and tasks.json for a job.",
     "explain": "Say what the code of a finding means.",

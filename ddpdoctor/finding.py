@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddpdoctor.run import Run
@@ -67,6 +67,39 @@ class Finding:
     def identity(self) -> tuple[object, ...]:
         """Equal for two sightings of the same fault, so that it is printed once."""
         return (self.code, self.about) if self.about else (self.code, self.ranks, self.location)
+
+
+def to_record(finding: Finding) -> dict[str, Any]:
+    """A finding in the words of JSON; identity and traceback are not among them."""
+    location = finding.location
+    return {
+        "code": finding.code,
+        "severity": finding.severity.label,
+        "message": finding.message,
+        "ranks": list(finding.ranks),
+        "location": None if location is None else {"path": location.path, "line": location.line},
+        "evidence": list(finding.evidence),
+        "fix": finding.fix,
+    }
+
+
+def from_record(told: Mapping[str, Any]) -> Finding | None:
+    """The finding that :func:`to_record` made this of; None if it is none, or damaged."""
+    try:
+        location = told.get("location")
+        return Finding(
+            code=str(told["code"]),
+            severity=Severity[str(told["severity"]).upper()],
+            message=str(told["message"]),
+            ranks=tuple(int(rank) for rank in told.get("ranks") or ()),
+            location=None
+            if location is None
+            else Location(str(location["path"]), int(location["line"])),
+            evidence=tuple(str(fact) for fact in told.get("evidence") or ()),
+            fix=str(told.get("fix") or ""),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
 
 
 Detect = Callable[["Run"], Iterator[Finding]]

@@ -4,8 +4,9 @@ Standard library only: the probe imports this module inside interpreters that ha
 ours installed. Readers and writers meet here and nowhere else.
 
 A *status page* is one fixed-size file per rank, mapped into its memory: what the rank does now.
-A *journal* is one JSON-lines file per rank: what it did. Both carry a format version; a reader
-refuses a newer one.
+A *journal* is one JSON-lines file per rank: what it did. A *suspicion* is one fixed-size file that
+the supervisor writes and the ranks of its node map: at which steps to look closely. All carry a
+format version; a reader refuses a newer one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import struct
 from collections.abc import Callable, Iterable
 from enum import IntEnum
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, BinaryIO, NamedTuple
 
 FORMAT = 1
@@ -42,6 +43,7 @@ STICKY = frozenset(
         "batchnorm",
         "unowned",
         "remade",
+        "finding",
     }
 )
 """Kinds that are written again at the head of each new segment: rotation never loses them."""
@@ -63,6 +65,24 @@ class Phase(IntEnum):
     def label(self) -> str:
         """The phase as a person reads it."""
         return self.name.lower()
+
+
+class Parts(NamedTuple):
+    """Where a closed step went; durations in nanoseconds (`ddpdoctor.run.Step`)."""
+
+    number: int
+    data: int
+    forward: int
+    backward: int
+    optimizer: int
+    other: int
+    wait: int
+    split: bool
+
+    @property
+    def total(self) -> int:
+        """The step's duration."""
+        return self.data + self.forward + self.backward + self.optimizer + self.other + self.wait
 
 
 class Status(NamedTuple):
@@ -90,18 +110,46 @@ class Status(NamedTuple):
     """Name of the collective under way, empty outside one."""
     site: str
     """``path:line`` of the user's code that entered the phase, empty when unknown."""
+    reduced: int = 0
+    """Backward passes begun that are all-reduced; 0, too, if an older version wrote the page."""
+    parts: Parts | None = None
+    """The newest closed step that was split; of steps that never are, the newest."""
+    beat: int | None = None
+    """When the rank's writing thread was last awake, a few times a second."""
+    rss: int | None = None
+    """Bytes of memory of the process."""
+    allocated: int | None = None
+    """Bytes that torch's CUDA allocator has given out on the rank's GPU, at a step's end."""
+    reserved: int | None = None
+    """Bytes that it has taken from the GPU."""
+    peak: int | None = None
+    """The most that it ever had given out."""
+    gpu: str = ""
+    """UUID of the rank's GPU, without the prefix that NVML gives it; empty if it has none."""
 
 
 _MAGIC = b"DDPDOCT\0"
 _HEAD = struct.Struct("<8sII q ii ii q")
+_PARTS = struct.Struct("<8q")
+_PARTS_AT = 48
+_BEAT = struct.Struct("<q")
+_BEAT_AT = 120
 _LIVE = struct.Struct("<qqq")
 _LIVE_AT = 128
 _TOTALS = struct.Struct("<qqqq")
 _TOTALS_AT = 160
 _FLAGS = struct.Struct("<q")
 _FLAGS_AT = 200
+_REDUCED = struct.Struct("<q")
+_REDUCED_AT = 192
+_MEMORY = struct.Struct("<4q")
+_MEMORY_AT = 208
+_GPU_AT, _GPU_SIZE = 240, 16
 _COLLECTIVE_AT, _COLLECTIVE_SIZE = 256, 64
 _SITE_AT, _SITE_SIZE = 320, 704
+_WHOLE = struct.Struct("<8sIIqiiiiq 8q 8xq 3q 8x4q qq 4q16s")
+"""All of them at once, for readers: up to the first text."""
+_PHASES = {int(phase): phase for phase in Phase}
 PAGE_SIZE = 1024
 """Bytes of a status page."""
 
@@ -133,7 +181,36 @@ class StatusPage:
             _TOTALS.pack_into, self._memory, _TOTALS_AT
         )
         """Store step, epoch, last_total and dropped, which change once a step."""
+        self.reduced: Callable[[int], None] = partial(_REDUCED.pack_into, self._memory, _REDUCED_AT)
+        """Store the number of backward passes begun that are all-reduced."""
         self.totals(0, NO_EPOCH, 0, 0)
+
+    # What follows a rank's writing thread stores. Zeros, as in a page of a version that has no such
+    # field, say that nothing is known; so numbers that may be 0 are stored one higher.
+
+    def set_parts(self, parts: Parts) -> None:
+        """Store where a closed step went."""
+        _PARTS.pack_into(self._memory, _PARTS_AT, *parts)
+
+    def set_beat(self, now: int) -> None:
+        """Say that the rank is awake, at Unix nanoseconds ``now``."""
+        _BEAT.pack_into(self._memory, _BEAT_AT, now)
+
+    def set_memory(self, rss: int | None, allocator: tuple[int, int, int] | None) -> None:
+        """Store bytes: of the process, and allocated, reserved and peak of torch's allocator."""
+        numbers = (rss, *(allocator or (None, None, None)))
+        stored = (0 if number is None else number + 1 for number in numbers)
+        _MEMORY.pack_into(self._memory, _MEMORY_AT, *stored)
+
+    def set_gpu(self, uuid: str) -> None:
+        """Store the UUID of the rank's GPU; one that is none is left out."""
+        digits = uuid.rpartition("GPU-")[2].rpartition("MIG-")[2].replace("-", "")
+        try:
+            raw = bytes.fromhex(digits)
+        except ValueError:
+            return
+        if len(raw) == _GPU_SIZE:
+            self._memory[_GPU_AT : _GPU_AT + _GPU_SIZE] = raw
 
     def set_unwritten(self) -> None:
         """Say that the disk refused the journal."""
@@ -162,6 +239,111 @@ def page_name(name: str) -> bytes:
     return _terminated(name, _COLLECTIVE_SIZE)
 
 
+SUSPICION = "suspicion"
+"""The file in the run directory that says where ranks look closely."""
+
+_SUSPECT_MAGIC = b"DDPSUSP\0"
+_SUSPECT_HEAD = struct.Struct("<8sII")
+_SEQUENCE = struct.Struct("<q")
+_SEQUENCE_AT = 64
+_SUSPECT = struct.Struct("<qqqqq8q")
+_SUSPECT_AT = 128
+_SUSPECT_SIZE = 256
+MOST_SUSPECTS = 8
+"""Tensors that a suspicion can name."""
+
+
+class Suspicion(NamedTuple):
+    """Look at every step from ``step`` on, ``steps`` times; after the first, write out tensors."""
+
+    restart: int
+    """The attempt that is meant: ranks of another one do not look."""
+    step: int
+    steps: int
+    module: int
+    tensors: tuple[int, ...]
+    """Places among the names that the ranks told of the module."""
+
+
+class SuspicionWriter:
+    """The supervisor's end of a suspicion.
+
+    Args:
+        path: The file, which must not exist.
+
+    Raises:
+        OSError: The file cannot be made.
+    """
+
+    def __init__(self, path: str) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            # Real blocks: see `StatusPage`.
+            os.write(descriptor, bytes(_SUSPECT_SIZE))
+            self._memory = mmap.mmap(descriptor, _SUSPECT_SIZE)
+        finally:
+            os.close(descriptor)
+        _SUSPECT_HEAD.pack_into(self._memory, 0, _SUSPECT_MAGIC, FORMAT, _SUSPECT_SIZE)
+        self._sequence = 0
+
+    def write(self, suspicion: Suspicion) -> None:
+        """Tell the ranks; what was told before holds no more."""
+        tensors = suspicion.tensors[:MOST_SUSPECTS]
+        padded = (*tensors, *(0,) * (MOST_SUSPECTS - len(tensors)))
+        # Odd while the rest is being written, and another number afterwards.
+        _SEQUENCE.pack_into(self._memory, _SEQUENCE_AT, self._sequence + 1)
+        _SUSPECT.pack_into(
+            self._memory, _SUSPECT_AT,
+            suspicion.restart, suspicion.step, suspicion.steps, suspicion.module, len(tensors),
+            *padded,
+        )  # fmt: skip
+        self._sequence += 2
+        _SEQUENCE.pack_into(self._memory, _SEQUENCE_AT, self._sequence)
+
+    def close(self) -> None:
+        """Let go of the file, which stays."""
+        self._memory.close()
+
+
+class SuspicionReader:
+    """A rank's end of a suspicion.
+
+    Args:
+        path: The file.
+
+    Raises:
+        UnreadableError: It is no suspicion, or has a newer format.
+        OSError: It cannot be opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        with open(path, "rb") as file:
+            head = file.read(_SUSPECT_SIZE)
+            if len(head) < _SUSPECT_SIZE or head[:8] != _SUSPECT_MAGIC:
+                raise UnreadableError(f"{path} is no suspicion, or was cut short")
+            if _SUSPECT_HEAD.unpack_from(head)[1] > FORMAT:
+                raise UnreadableError(f"{path} has a newer format than {FORMAT}")
+            self._memory = mmap.mmap(file.fileno(), _SUSPECT_SIZE, access=mmap.ACCESS_READ)
+        self._read: Callable[[], tuple[int]] = partial(
+            _SEQUENCE.unpack_from, self._memory, _SEQUENCE_AT
+        )
+        self._seen = 0
+
+    def news(self) -> Suspicion | None:
+        """What was written since the last call, if it is written to its end; 0.2 us if nothing."""
+        (sequence,) = self._read()
+        if sequence == self._seen or sequence & 1:
+            return None
+        restart, step, steps, module, count, *tensors = _SUSPECT.unpack_from(
+            self._memory, _SUSPECT_AT
+        )
+        if self._read()[0] != sequence:
+            # Torn: the next call will see it whole.
+            return None
+        self._seen = sequence
+        return Suspicion(restart, step, steps, module, tuple(tensors[:count]))
+
+
 class UnreadableError(Exception):
     """A file of a run directory that this version cannot read; the text is for a person."""
 
@@ -182,37 +364,66 @@ def read_status(path: str) -> Status:
             if again == page:
                 break
             page = again
+    return parse_status(page, path)
+
+
+def parse_status(page: bytes, path: str) -> Status:
+    """What a status page says, read from ``path``.
+
+    Raises:
+        UnreadableError: It is too short, not a status page, or of a newer format.
+    """
     if len(page) < PAGE_SIZE or page[:8] != _MAGIC:
         raise UnreadableError(f"{path} is not a status page, or was cut short")
-    _, version, _, pid, rank, world, local_rank, restart, started = _HEAD.unpack_from(page, 0)
+    (
+        _, version, _, pid, rank, world, local_rank, restart, started,
+        number, data, forward, backward, optimizer, other, wait, split,
+        beat, phase, since, armed, step, epoch, last_total, dropped, reduced,
+        unwritten, rss, allocated, reserved, peak, gpu,
+    ) = _WHOLE.unpack_from(page, 0)  # fmt: skip
     if version > FORMAT:
         raise UnreadableError(
             f"{path} has format {version}; this ddpdoctor reads up to format {FORMAT}"
         )
-    phase, since, armed = _LIVE.unpack_from(page, _LIVE_AT)
-    step, epoch, last_total, dropped = _TOTALS.unpack_from(page, _TOTALS_AT)
-
-    def text(at: int, size: int) -> str:
-        return page[at : at + size].split(b"\0", 1)[0].decode("utf-8", "replace")
-
+    parts = Parts(number, data, forward, backward, optimizer, other, wait, bool(split))
     return Status(
-        pid=pid,
-        rank=rank,
-        world_size=world,
-        local_rank=local_rank,
-        restart=restart,
-        started=started,
-        phase=Phase(phase) if phase in Phase._value2member_map_ else Phase.OTHER,
-        since=since,
-        step=step,
-        epoch=None if epoch == NO_EPOCH else epoch,
-        armed=armed,
-        last_total=last_total,
-        dropped=dropped,
-        unwritten=bool(_FLAGS.unpack_from(page, _FLAGS_AT)[0]),
-        collective=text(_COLLECTIVE_AT, _COLLECTIVE_SIZE),
-        site=text(_SITE_AT, _SITE_SIZE),
+        pid,
+        rank,
+        world,
+        local_rank,
+        restart,
+        started,
+        _PHASES.get(phase, Phase.OTHER),
+        since,
+        step,
+        None if epoch == NO_EPOCH else epoch,
+        armed,
+        last_total,
+        dropped,
+        bool(unwritten),
+        _text(page, _COLLECTIVE_AT, _COLLECTIVE_SIZE),
+        _text(page, _SITE_AT, _SITE_SIZE),
+        reduced,
+        parts if parts.total else None,
+        beat or None,
+        rss - 1 if rss > 0 else None,
+        allocated - 1 if allocated > 0 else None,
+        reserved - 1 if reserved > 0 else None,
+        peak - 1 if peak > 0 else None,
+        _uuid(gpu),
     )
+
+
+def _text(page: bytes, at: int, size: int) -> str:
+    end = page.find(b"\0", at, at + size)
+    return page[at : at + size if end < 0 else end].decode("utf-8", "replace")
+
+
+@lru_cache(maxsize=2048)
+def _uuid(raw: bytes) -> str:
+    digits = raw.hex()
+    places = ((0, 8), (8, 12), (12, 16), (16, 20), (20, 32))
+    return "-".join(digits[start:end] for start, end in places) if any(raw) else ""
 
 
 def integer(record: Record, key: str, default: int = 0) -> int:

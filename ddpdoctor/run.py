@@ -28,7 +28,7 @@ from ddpdoctor.record import (
     read_status,
     segment_number,
 )
-from ddpdoctor.rundir import MANIFEST
+from ddpdoctor.rundir import MANIFEST, STDERR
 
 WINDOW = 512
 """Step records a snapshot keeps per rank; the newest ones."""
@@ -394,7 +394,7 @@ class RunReader:
             strays=tuple(sorted(strays, key=lambda record: integer(record, "time"))),
             supervisor=supervisor,
             taken=time.time_ns(),
-            stderr=_text(self.path / "stderr.log"),
+            stderr=_text(self.path / STDERR),
             unreadable=tuple(unreadable),
         )
 

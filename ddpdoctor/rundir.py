@@ -25,6 +25,12 @@ KEEP = 20
 MANIFEST = "run.json"
 LATEST = "latest"
 
+STDERR = "stderr.log"
+"""The end of the job's stderr; only once the job has ended."""
+
+STDERR_SO_FAR = "stderr-so-far.log"
+"""The end of the job's stderr while the job lives."""
+
 
 def base_directory() -> Path:
     """The directory that holds this user's runs: ``<tmp>/ddpdoctor-<uid>``."""
@@ -133,6 +139,19 @@ def _entries(base: Path) -> Iterator[Path]:
     for entry in base.iterdir():
         if entry.name != LATEST and (entry / MANIFEST).exists():
             yield entry
+
+
+def put(path: Path, content: bytes) -> None:
+    """Write a file so that a reader sees the old content or the new, and never half of it.
+
+    Raises:
+        OSError: The disk says no.
+    """
+    fresh = path.with_name(f".{path.name}.new")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(content)
+    os.replace(fresh, path)
 
 
 def is_live(path: Path) -> bool:

@@ -63,6 +63,7 @@ def test_a_module_of_torchrun(doctor: Doctor) -> None:
     assert sites == {str(package / "job.py")}
 
 
+@pytest.mark.slow
 def test_a_program_of_torchrun_without_python(doctor: Doctor) -> None:
     script = doctor.write("job.sh", f'#!/bin/sh\nexec {sys.executable} {TRAIN} "$@"\n')
     script.chmod(0o755)

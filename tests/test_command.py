@@ -7,9 +7,8 @@ import contextlib
 import os
 import stat
 import sys
-import types
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from ddpdoctor.errors import DoctorError
 from ddpdoctor.launch import gpus
 from ddpdoctor.launch.command import Command, build
 from ddpdoctor.launch.torchrun_options import read_options, torchrun_source
+from tests.fake_nvml import Machine
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -318,18 +318,13 @@ def test_two_ranks_without_a_gpu_and_a_line_that_says_so() -> None:
     assert "--nproc-per-node" in command.note
 
 
-class FakeNvml(types.ModuleType):
-    """The NVIDIA binding of a machine with four GPUs."""
-
-    def __init__(self) -> None:
-        super().__init__("pynvml")
-
-    def nvmlInit(self) -> None: ...  # noqa: N802
-
-    def nvmlShutdown(self) -> None: ...  # noqa: N802
-
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return 4
+@pytest.fixture
+def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine with four GPUs."""
+    machine = Machine(tmp_path / "machine.json", monkeypatch)
+    machine.has(*({"uuid": f"GPU-{number}"} for number in range(4)))
+    yield
+    sys.modules.pop("pynvml", None)
 
 
 @pytest.mark.parametrize(
@@ -350,14 +345,12 @@ class FakeNvml(types.ModuleType):
         ("MIG-1234", 1),
     ],
 )
-def test_visible_gpus(chosen: str | None, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+def test_visible_gpus(chosen: str | None, count: int, four_gpus: None) -> None:
     environ = {} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}
     assert gpus.visible(environ) == count
 
 
-def test_one_rank_per_visible_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+def test_one_rank_per_visible_gpu(four_gpus: None) -> None:
     command = doctor(["train.py"], {"CUDA_VISIBLE_DEVICES": "0,1,2"})
     assert meaning(command.argv[3:])["nproc_per_node"] == "3"
     assert "3 ranks" in command.note

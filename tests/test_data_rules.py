@@ -210,6 +210,29 @@ def test_shards_beyond_the_group_may_be_other_groups() -> None:
     assert codes(run_of(*ranks, groups=[(0, 1), (2, 3)])) == []
 
 
+def evaluated(rank: int, file: str) -> list[Record]:
+    """A rank's evaluation of its shard after training, and a file that it saves then."""
+    trained = {**sharded(0, rank), "time": 10}
+    facts = {"pass": 1, "line": 30, "armed": 13, "marks": 0, "collectives": 0, "time": 100}
+    part = {**sharded(0, rank), **facts}
+    return [trained, part, {"kind": "save", "time": 200, "file": file}]
+
+
+def test_results_of_a_shard_that_never_meet() -> None:
+    assert "DDP106" in codes(run_of(evaluated(0, "last.pt"), evaluated(1, "last.pt")))
+    assert "DDP106" in codes(run_of(evaluated(0, "last.pt"), evaluated(1, "last.pt")[:2]))
+
+
+def test_results_that_each_rank_keeps_in_a_file_of_its_own() -> None:
+    assert codes(run_of(evaluated(0, "part0.pt"), evaluated(1, "part1.pt"))) == []
+
+
+def test_files_that_come_after_more_training_are_not_of_the_evaluation() -> None:
+    more = {"pass": 2, "time": 150}
+    again = [[*evaluated(rank, f"part{rank}.pt"), {**sharded(1, rank), **more}] for rank in (0, 1)]
+    assert codes(run_of(*again)) == ["DDP106"]
+
+
 def uneven(number: int, to_end: bool, **more: object) -> Record:
     wanted = range(number * 200, number * 200 + (200 if number == 0 else 160))
     return {**drawn(list(wanted), to_end=to_end), **more}

@@ -214,6 +214,7 @@ def test_every_rank_is_held_until_one_is_attached(job: Job) -> None:
     assert result.ours.count("waits for") <= 1
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_one_in_the_debugger(job: Job) -> None:
     job.start("--timeout", "3")
     job.live.wait_for_steps(3)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import math
+import struct
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpdoctor.finding import Finding
+from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.probe import torch_private
 from ddpdoctor.probe.fingerprints import Fingerprints, Pace, _norms, packed
 from ddpdoctor.probe.hashing import PIECE, hash_of, hashable
@@ -23,7 +26,9 @@ from ddpdoctor.record import Record
 from ddpdoctor.rules.replicas import unpacked
 from tests.written import T0, Written
 
-FAMILY = ("DDP319", "DDP402", "DDP701", "DDP702", "DDP703", "DDP705", "DDP706", "DDP707")
+FAMILY = (
+    "DDP319", "DDP402", "DDP701", "DDP702", "DDP703", "DDP704", "DDP705", "DDP706", "DDP707",
+)  # fmt: skip
 
 
 # -- hashes
@@ -287,6 +292,64 @@ def test_equal_ranks_are_left_alone(written: Written) -> None:
     assert found(written) == []
 
 
+def elements(step: int, values: list[float], count: int | None = None) -> Record:
+    data = struct.pack(f"<{len(values)}f", *values)
+    told = [1, count or len(values), "f", base64.b64encode(data).decode()]
+    return {"kind": "elements", "step": step, "module": 0, "armed": step + 1, "tensors": [told]}
+
+
+def test_how_far_replicas_are_apart_is_told(written: Written) -> None:
+    each = ([1.0, 2.0, math.nan], [1.0, 2.5, 3.0], [1.25, 2.0, 3.0])
+    ranks(
+        written,
+        [*prints("aaaa"), elements(3, each[0], 9)],
+        [*prints("abbb"), elements(3, each[1], 9)],
+        [*prints("accc"), elements(3, each[2], 9)],
+    )
+    (finding,) = found(written)
+    assert (
+        "second.weight: max difference 0.5 after step 3 between ranks 0 and 1, of 3 elements "
+        "looked at (of 9)"
+    ) in finding.evidence
+    assert not any("second.weight: norm" in line for line in finding.evidence)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        elements(3, [1.0, 2.0]),
+        elements(2, [1.0, 3.0]),
+        elements(3, [1.0]),
+        elements(3, [1.0, 2.0], 7),
+    ],
+)
+def test_elements_that_are_equal_or_no_pair_leave_the_norms(
+    written: Written, other: Record
+) -> None:
+    ranks(written, [*prints("aaaa"), elements(3, [1.0, 2.0])], [*prints("abbb"), other])
+    (finding,) = found(written)
+    assert not any("max difference" in line for line in finding.evidence)
+    assert any("second.weight: norm" in line for line in finding.evidence)
+
+
+def suspicion(age: float) -> Record:
+    now = time.time_ns()
+    return {"kind": "suspicion", "time": now - int(age * 1e9), "restart": 0, "module": 0}
+
+
+@pytest.mark.parametrize(
+    ("age", "arrived", "over", "expected"),
+    [(0, False, False, 0), (0, True, False, 1), (9, False, False, 1), (0, False, True, 1)],
+)
+def test_a_finding_waits_a_little_for_what_ranks_were_asked(
+    written: Written, age: float, arrived: bool, over: bool, expected: int
+) -> None:
+    written.supervisor.append(suspicion(age))
+    each = [[elements(3, [float(rank)])] if arrived else [] for rank in (0, 1)]
+    ranks(written, [*prints("aaaa"), *each[0]], [*prints("abbb"), *each[1]])
+    assert len(found(written, over=over)) == expected
+
+
 def test_replicas_that_are_averaged_now_and_then_are_left_alone(written: Written) -> None:
     ranks(written, list(prints("aaaaaaaa")), list(prints("abbaabba")))
     assert found(written) == []
@@ -405,10 +468,15 @@ def nonfinite(step: int) -> Record:
 BACKWARD = {**SITE, "phase": "backward", "line": 8}
 
 
+def poisoned(step: int) -> list[Record]:
+    """Fingerprints of parameters that are not finite any more after a step."""
+    bad: dict[str, Any] = {"detail": packed([0, 0], [1.0, float("nan")])}
+    return [*prints("a" * step), *prints("bb", start=step, **bad)]
+
+
 def test_the_rank_with_the_first_nan_is_named(written: Written) -> None:
-    bad = prints("aaa", detail=packed([0, 0], [1.0, float("nan")]))
     for rank, steps in enumerate(((4, 5), (3, 4))):
-        written.rank(rank, [BACKWARD, tensors([0, 1]), *bad, *map(nonfinite, steps)])
+        written.rank(rank, [BACKWARD, tensors([0, 1]), *poisoned(3), *map(nonfinite, steps)])
     (finding,) = found(written, over=False)
     assert (finding.code, finding.ranks) == ("DDP706", (1,))
 
@@ -431,6 +499,110 @@ def test_a_gradient_that_overflowed_is_told_by_its_parameters(written: Written) 
     (finding,) = found(written)
     assert finding.code == "DDP706"
     assert "second.weight is not finite after step 2" in finding.message
+
+
+def nonfinite_gradient(step: int) -> Record:
+    return {"kind": "nonfinite_gradient", "time": T0, "step": step, "names": ["first.bias"]}
+
+
+def test_the_rank_whose_own_gradient_overflowed_is_named(written: Written) -> None:
+    for rank, step in enumerate((4, 3)):
+        records = [*poisoned(3), nonfinite_gradient(step), nonfinite(4), nonfinite(5)]
+        written.rank(rank, [BACKWARD, tensors([0, 1]), *records])
+    (finding,) = found(written)
+    assert (finding.code, finding.ranks) == ("DDP706", (1,))
+    assert "the gradient of first.bias on rank 1 is not finite at step 3" in finding.message
+
+
+def test_what_did_no_harm_before_is_not_blamed(written: Written) -> None:
+    """All ranks skipped rank 1's step 2; what lasts came from rank 0."""
+    mine = [nonfinite_gradient(2), nonfinite(2), nonfinite(7), nonfinite(8)]
+    theirs = [nonfinite_gradient(6), nonfinite(6), nonfinite(7), nonfinite(8)]
+    for rank, records in enumerate((theirs, mine)):
+        written.rank(rank, [BACKWARD, tensors([0, 1]), *poisoned(6), *records])
+    (finding,) = found(written)
+    assert finding.ranks == (0,)
+    assert "the loss of rank 0 is nan at step 6" in finding.message
+
+
+def test_steps_that_the_job_itself_skipped_are_no_fault(written: Written) -> None:
+    bad = [nonfinite(step) for step in (2, 3, 4)]
+    ranks(written, [*prints("aaaaaa"), *bad], [*prints("aaaaaa"), *bad])
+    assert found(written) == []
+
+
+def test_losses_that_stay_so_on_all_ranks_need_no_fingerprint(written: Written) -> None:
+    """With a budget of 0 there is none."""
+    for rank, first in enumerate((4, 3)):
+        bad = [nonfinite(step) for step in range(first, 8)]
+        written.rank(rank, [BACKWARD, tensors([0, 1]), *bad])
+    (finding,) = found(written)
+    assert finding.ranks == (1,)
+
+
+def test_a_gradient_that_was_not_stepped_with_is_no_fault(written: Written) -> None:
+    ranks(written, [*prints("aaaaaa")], [*prints("aaaaaa"), nonfinite_gradient(3)])
+    assert found(written) == []
+
+
+def buffers(values: list[list[float]], *, broadcast: bool, start: int = 0) -> Iterator[Record]:
+    """What a rank writes of its buffer, from a step on; equal values have equal hashes."""
+    for step, each in enumerate(values, start):
+        data = base64.b64encode(struct.pack(f"<{len(each)}f", *each)).decode()
+        yield {
+            "kind": "buffers", "step": step, "module": 0, "armed": step, "broadcast": broadcast,
+            "names": ["centre"], "hashes": [repr(each)], "samples": [[len(each), "f", data]],
+        }  # fmt: skip
+
+
+def gathered(rank: int, steps: int = 8) -> list[list[float]]:
+    """A running mean: the same at first, then with a drift that is each rank's own."""
+    return [[1 + 0.01 * step, 1 + 0.02 * rank * step] for step in range(steps)]
+
+
+BUILT = {"kind": "ddp", "path": "/job/train.py", "line": 2}
+
+
+def buffers_found(
+    written: Written, values: list[list[list[float]]], broadcast: bool
+) -> list[Finding]:
+    for rank, each in enumerate(values):
+        records = [tensors([0, 1]), *prints("aaaaaaaa"), *buffers(each, broadcast=broadcast)]
+        written.rank(rank, records)
+    return found(written)
+
+
+@pytest.mark.parametrize(
+    ("broadcast", "severity"), [(True, Severity.WARNING), (False, Severity.INFO)]
+)
+def test_a_buffer_that_goes_apart(written: Written, broadcast: bool, severity: Severity) -> None:
+    (finding,) = buffers_found(written, [gathered(0), gathered(1)], broadcast)
+    assert (finding.code, finding.severity, finding.ranks) == ("DDP704", severity, (0, 1))
+    assert "buffer centre differs" in finding.message
+    assert "since step 1" in finding.message
+    assert ("turned off" in finding.message) is not broadcast
+
+
+ANEW = [[[1.0, (-1.0) ** (step + rank)] for step in range(8)] for rank in (0, 1)]
+HEALS = [gathered(0), [*gathered(1)[:7], gathered(0)[7]]]
+APART = [[[1.0 + step / 100, sign * 2.0] for step in range(8)] for sign in (1, -1)]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[gathered(0), gathered(0)], ANEW, HEALS, APART, [gathered(0, 3), gathered(1, 3)]],
+    ids=["equal", "new in each step", "equal again", "nothing in common", "too few looks"],
+)
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_buffers_of_each_rank_are_left_alone(
+    written: Written, values: list[list[list[float]]], broadcast: bool
+) -> None:
+    assert buffers_found(written, values, broadcast) == []
+
+
+def test_a_buffer_that_differs_from_the_start_is_meant_to(written: Written) -> None:
+    late = [gathered(rank)[1:] for rank in (0, 1)]
+    assert buffers_found(written, late, broadcast=False) == []
 
 
 def model(parameters: list[list[object]], group: list[int] | None = None) -> Record:
@@ -512,6 +684,8 @@ def test_damaged_records_are_passed_over(tmp_path: Path) -> None:
         {"kind": "nonfinite"},
         {"kind": "evaluation", "group": [0, 1]},
         {"kind": "load"},
+        {"kind": "elements", "module": 0, "tensors": [[0, 2, "f", "="], 3, [1, "x", "f", ""]]},
+        {"kind": "buffers", "module": 0, "names": ["mean"]},
         {"kind": "outside"},
         {"kind": "cut"},
     ]

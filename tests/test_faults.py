@@ -19,6 +19,7 @@ from tests.conftest import JOBS, SPURIOUS_ABORT, Doctor, Result, marked
 TRAIN = str(JOBS / "train.py")
 
 IN_HOOKS = [
+    "batches:_begin",
     "hooks.batch:size",
     "hooks.losses:reader",
     "hooks.amp:unscaled",

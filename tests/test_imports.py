@@ -26,8 +26,8 @@ LAYERS = (
     ("rules",),
     ("finding",),
     ("run",),
-    ("rundir",),
-    ("record", "errors"),
+    ("rundir", "gpu"),
+    ("record", "errors", "pace"),
 )
 """From top to bottom; the probe is apart: all may import it, and it imports the record alone."""
 

@@ -352,7 +352,7 @@ def test_pet_variables_and_tee(doctor: Doctor) -> None:
     assert (doctor.directory / "logs").is_dir()
 
 
-@pytest.mark.parametrize("script", ["train.py", "torchrun"])
+@pytest.mark.parametrize("script", ["train.py", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_a_command_that_starts_the_ranks_itself(script: str, doctor: Doctor) -> None:
     if script == "torchrun":
         words = ["torchrun", "--nproc-per-node", "2", TRAIN, "--steps", "3"]
@@ -439,7 +439,9 @@ def test_a_command_gets_a_signal_once(name: str, doctor: Doctor) -> None:
     assert json.loads((doctor.directory / "counts0").read_text()) == {name: 1}
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize(
+    "name", ["SIGINT", "SIGTERM", pytest.param("SIGHUP", marks=pytest.mark.slow)]
+)
 def test_ranks_get_what_torchrun_would_give_them(name: str, doctor: Doctor) -> None:
     # Plain torchrun gets it as a terminal or a scheduler sends it; each in a folder of its own.
     lives: list[Live] = []
@@ -532,7 +534,9 @@ sys.exit(main(["run", "--run-dir", "rd", "--grace", "1000", "--", "sleep", "1000
 # -- the grace period
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize(
+    "name", ["SIGINT", "SIGTERM", pytest.param("SIGHUP", marks=pytest.mark.slow)]
+)
 def test_after_the_grace_period_the_job_is_ended(name: str, doctor: Doctor) -> None:
     doctor.write("stubborn.py", STUBBORN)
     live = doctor.start("--grace", "0.5", "--", PYTHON, "stubborn.py")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ddpdoctor.finding import Finding
+from ddpdoctor.probe.hooks import errors
 from tests.written import Written
 
 MISSING = (
@@ -41,3 +42,35 @@ def test_a_prefix_that_does_not_fit(written: Written) -> None:
 def test_keys_that_differ_by_more_than_the_prefix(written: Written) -> None:
     found = failed(written, MISSING.replace("module.weight", "net.weight"))
     assert [each for each in found if each.code == "DDP502"] == []
+
+
+def test_a_load_that_ends_the_job_is_no_other_crash(written: Written) -> None:
+    assert "DDP901" not in [each.code for each in failed(written, MISSING)]
+
+
+def test_other_keys_that_are_missing_come_first(written: Written) -> None:
+    message = MISSING.replace('dict: "weight"', 'dict: "0.running_mean", "weight"')
+    assert only(failed(written, message), "DDP502").severity.name == "ERROR"
+
+
+def test_thousands_of_keys(written: Written) -> None:
+    keys = [f"layers.{number}.attention.weight" for number in range(2000)]
+    missing = ", ".join(f'"{key}"' for key in keys)
+    unexpected = ", ".join(f'"module.{key}"' for key in keys)
+    error = RuntimeError(
+        "Error(s) in loading state_dict for Net:\n"
+        f"\tMissing key(s) in state_dict: {missing}. \n"
+        f"\tUnexpected key(s) in state_dict: {unexpected}. "
+    )
+    message = errors.describe(error)["message"]
+    assert len(message) < 5000
+    assert (
+        '"module.layers.0.attention.weight"' in only(failed(written, message), "DDP502").evidence[0]
+    )
+
+
+def test_a_load_that_was_caught_is_left_alone(written: Written) -> None:
+    error = {"kind": "error", "time": 1, "exception": "RuntimeError", "message": MISSING}
+    written.rank(0, [error])
+    written.exit(0, 0, 2)
+    assert written.findings(status=0) == []

@@ -183,7 +183,13 @@ def start_stuck(doctor: Doctor, *words: str, options: tuple[str, ...] = ()) -> L
 # -- each process killed alone
 
 
-@pytest.mark.parametrize("words", [(), ("stubborn", "helper")], ids=["plain", "stubborn"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param((), id="plain", marks=pytest.mark.slow),
+        pytest.param(("stubborn", "helper"), id="stubborn"),
+    ],
+)
 def test_kill_the_supervisor(words: tuple[str, ...], doctor: Doctor) -> None:
     live = start_stuck(doctor, *words)
     live.process.kill()
@@ -205,6 +211,7 @@ def test_kill_a_rank(doctor: Doctor) -> None:
     assert processes(doctor) == []
 
 
+@pytest.mark.slow
 def test_kill_a_worker(doctor: Doctor) -> None:
     live = start_stuck(doctor)
     os.kill(pid_in(doctor.directory / "worker-1"), signal.SIGKILL)
@@ -226,7 +233,13 @@ def test_the_guard_is_started_again(doctor: Doctor) -> None:
     assert_all_end(doctor)
 
 
-@pytest.mark.parametrize("words", [(), ("stubborn", "helper")], ids=["plain", "stubborn"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param((), id="plain", marks=pytest.mark.slow),
+        pytest.param(("stubborn", "helper"), id="stubborn"),
+    ],
+)
 def test_kill_supervisor_and_guard(words: tuple[str, ...], doctor: Doctor) -> None:
     live = start_stuck(doctor, *words)
     guard = guard_of(live)
@@ -239,6 +252,7 @@ def test_kill_supervisor_and_guard(words: tuple[str, ...], doctor: Doctor) -> No
     assert_all_end(doctor)
 
 
+@pytest.mark.slow
 def test_kill_everything_but_the_ranks(doctor: Doctor) -> None:
     # Fails, as above.
     live = start_stuck(doctor, "stubborn")
@@ -253,7 +267,9 @@ def test_kill_everything_but_the_ranks(doctor: Doctor) -> None:
     assert_all_end(doctor)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_asked_to_stop(number: signal.Signals, doctor: Doctor) -> None:
     live = start_stuck(doctor, "stubborn", "helper")
     live.process.send_signal(number)
@@ -261,6 +277,7 @@ def test_asked_to_stop(number: signal.Signals, doctor: Doctor) -> None:
     assert processes(doctor) == []
 
 
+@pytest.mark.slow
 def test_the_supervisor_is_killed_in_the_grace_period(doctor: Doctor) -> None:
     live = start_stuck(doctor, "stubborn", "helper")
     live.process.send_signal(signal.SIGTERM)
@@ -273,7 +290,7 @@ def test_the_supervisor_is_killed_in_the_grace_period(doctor: Doctor) -> None:
 # -- while the job goes on
 
 
-@pytest.mark.parametrize("when", ["later", "at once"])
+@pytest.mark.parametrize("when", [pytest.param("later", marks=pytest.mark.slow), "at once"])
 def test_workers_of_a_killed_rank_are_gone_while_the_restarted_job_goes_on(
     when: str, doctor: Doctor
 ) -> None:

@@ -30,7 +30,7 @@ def free_port() -> int:
 # -- the same numbers
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_losses_and_random_state_are_the_same_bit_for_bit(doctor: Doctor, workers: int) -> None:
     words = [
         "--nproc-per-node=2",
@@ -57,12 +57,15 @@ def same_text(text: str) -> str:
 @pytest.mark.parametrize(
     "words",
     [
-        (
-            "resnet50_synthetic.py",
-            "--iterations=3",
-            "--warmup=1",
-            "--batch-size=2",
-            "--image-size=33",
+        pytest.param(
+            (
+                "resnet50_synthetic.py",
+                "--iterations=3",
+                "--warmup=1",
+                "--batch-size=2",
+                "--image-size=33",
+            ),
+            marks=pytest.mark.slow,
         ),
         (
             "cifar10.py",
@@ -264,7 +267,13 @@ RAISES = """
 
 
 @NEEDS_CLEAN_RERAISE
-@pytest.mark.parametrize("place", UNCAUGHT)
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(place, marks=() if place == "forward" else pytest.mark.slow)
+        for place in UNCAUGHT
+    ],
+)
 def test_what_an_uncaught_error_prints_is_the_same(doctor: Doctor, place: str) -> None:
     script = doctor.write("raises.py", RAISES)
     doctor.write("wrong.py", "this is no python\n")
@@ -306,6 +315,7 @@ def test_what_an_error_in_a_spawned_rank_prints_is_the_same(doctor: Doctor) -> N
 ENDS = ("exception", "sys-exit", "os-exit", "sigkill", "segv", "leave")
 
 
+@pytest.mark.slow
 def test_exit_statuses_are_the_same(doctor: Doctor) -> None:
     """Each way to end in a job of its own, all of them in one shell."""
     lines = [
@@ -374,6 +384,7 @@ def without_threads(text: str) -> str:
     return "\n".join(kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOOKED)
 def test_hooks_of_the_job_do_what_they_did(hooked: Pair, how: str) -> None:
     bare = without_threads(hooked.section(how, hooked.bare))
@@ -381,6 +392,7 @@ def test_hooks_of_the_job_do_what_they_did(hooked: Pair, how: str) -> None:
     assert without_threads(hooked.section(how, hooked.watched)) == bare
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [how for how in HOOKED if how.startswith("hook")])
 def test_the_error_is_recorded_whatever_excepthook_the_job_sets(hooked: Pair, how: str) -> None:
     (error,) = attempt(hooked, how).of_kind("error")
@@ -388,6 +400,7 @@ def test_the_error_is_recorded_whatever_excepthook_the_job_sets(hooked: Pair, ho
     assert error["path"] == str(JOBS / "hooked.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["thread exits", "error caught", "thread fails"])
 def test_what_did_not_end_the_rank_is_not_recorded_as_its_end(hooked: Pair, how: str) -> None:
     rank = attempt(hooked, how)
@@ -396,6 +409,7 @@ def test_what_did_not_end_the_rank_is_not_recorded_as_its_end(hooked: Pair, how:
     assert rank.ended is not None
 
 
+@pytest.mark.slow
 def test_a_caught_exit_is_no_failure(hooked: Pair) -> None:
     # The call is recorded (nothing tells that it was caught, if no step comes after it); that the
     # process ended with another status makes it no failure.

@@ -90,6 +90,7 @@ def test_a_status_page_is_read_back(tmp_path: Path) -> None:
     page = new_page(tmp_path / "page")
     page.show(int(Phase.BACKWARD), 123, 47)
     page.totals(45, 6, 89, 2)
+    page.reduced(46)
     page.set_site(page_text("/home/user/train.py:17"))
     page.set_collective(page_name("all_reduce"))
     status = read_status(str(tmp_path / "page"))
@@ -99,6 +100,7 @@ def test_a_status_page_is_read_back(tmp_path: Path) -> None:
     assert (status.phase, status.since, status.step) == (Phase.BACKWARD, 123, 45)
     assert (status.epoch, status.armed, status.last_total, status.dropped) == (6, 47, 89, 2)
     assert (status.site, status.collective) == ("/home/user/train.py:17", "all_reduce")
+    assert status.reduced == 46
     assert not status.unwritten
     page.set_unwritten()
     assert read_status(str(tmp_path / "page")) == status._replace(unwritten=True)

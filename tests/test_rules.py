@@ -56,6 +56,28 @@ def test_a_slow_rank_that_nobody_waits_for_is_no_straggler(written: Written) -> 
     assert written.findings() == []
 
 
+def cores(*waited: int) -> list[Record]:
+    return [
+        {"kind": "cores", "time": T0, "step": 10 << index, "ran": 0, "waited": each * MS}
+        for index, each in enumerate(waited)
+    ]
+
+
+def test_a_rank_whose_core_is_taken_is_told_as_such(written: Written) -> None:
+    written.rank(0, [*steps(own=20, wait=30, count=300, every=1), *cores(5, 10, 20)])
+    written.rank(1, [*steps(own=49, wait=1, count=300, every=1), *cores(300, 600, 1200)])
+    (finding,) = written.findings()
+    assert (finding.code, finding.ranks, finding.severity) == ("DDP610", (1,), Severity.INFO)
+    assert "it waits 29.5 ms a step longer" in finding.evidence[0]
+
+
+def test_a_slow_rank_with_a_core_of_its_own_is_a_straggler(written: Written) -> None:
+    written.rank(0, [*steps(own=20, wait=30, count=300, every=1), *cores(5, 10, 20)])
+    written.rank(1, [*steps(own=49, wait=1, count=300, every=1), *cores(300, 400, 600)])
+    (finding,) = written.findings()
+    assert (finding.code, finding.ranks, finding.severity) == ("DDP610", (1,), Severity.WARNING)
+
+
 WATCHDOG = "[rank0]:[E1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9)\n"
 
 
@@ -70,12 +92,39 @@ def test_nccls_watchdog_aborts_a_victim_not_the_cause(written: Written) -> None:
     assert codes == ["DDP801"]
 
 
+def test_who_is_interrupted_did_not_leave(written: Written) -> None:
+    """Both ranks told of their interrupt, and the interpreter of rank 1 is nearly gone."""
+    stop = {"kind": "signal", "time": T0, "signal": 2}
+    written.supervisor.append(stop)
+    ended = {"kind": "end", "time": T0 + SECOND, "steps": 4, "armed": 4}
+    interrupt = error("KeyboardInterrupt", "", T0 + SECOND, phase="wait", armed=4)
+    written.rank(0, [interrupt], armed=4, steps=4)
+    written.rank(1, [{**interrupt, "phase": "other"}, ended], armed=4, steps=4)
+    assert written.findings() == []
+
+
+def test_who_ends_once_the_job_was_asked_to_did_not_leave(written: Written) -> None:
+    written.supervisor.append({"kind": "signal", "time": T0, "signal": 15})
+    ended = {"kind": "end", "time": T0 + SECOND, "steps": 4, "armed": 4}
+    written.rank(0, [], phase=Phase.BACKWARD, armed=5, steps=4)
+    written.rank(1, [ended], armed=4, steps=4)
+    assert written.findings() == []
+
+
 def test_a_hung_live_job_names_the_rank_that_left(written: Written) -> None:
     written.rank(1, [{"kind": "end", "time": T0, "steps": 4, "armed": 4}], armed=4, steps=4)
     written.rank(0, [], phase=Phase.BACKWARD, armed=5, steps=4)
     written.exit(1, 0, T0)
     (finding,) = written.findings()
     assert (finding.code, finding.ranks) == ("DDP801", (1,))
+
+
+def test_a_rank_that_exits_with_a_status_did_not_leave_early(written: Written) -> None:
+    """The supervisor has not yet seen the end of rank 1."""
+    call = {"kind": "exit", "time": T0, "how": "sys.exit", "status": 4, "path": "/a.py", "line": 1}
+    written.rank(1, [call, {"kind": "end", "time": T0, "steps": 4, "armed": 4}], armed=4, steps=4)
+    written.rank(0, [], phase=Phase.BACKWARD, armed=5, steps=4)
+    assert written.findings() == []
 
 
 def test_a_failed_download_is_a_ranks_own_failure(written: Written) -> None:

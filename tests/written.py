@@ -33,6 +33,7 @@ class Written:
         since: int = T0,
         armed: int = 0,
         steps: int = 0,
+        reduced: int = 0,
     ) -> None:
         stem = self.path / rank_stem(number, 0)
         page = StatusPage(
@@ -40,6 +41,7 @@ class Written:
         )
         page.show(phase, since, armed)
         page.totals(steps, -1, 0, 0)
+        page.reduced(reduced)
         journal = Journal(f"{stem}.jsonl", 1 << 20)
         opened = {"kind": "open", "format": FORMAT, "rank": number, "backend": "nccl"}
         ddp = {"kind": "ddp", "device": f"cuda:{number}", "group_ranks": [0, 1]}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import os
 import shlex
 import shutil
@@ -18,9 +17,9 @@ import psutil
 
 from ddpdoctor import rundir
 from ddpdoctor.errors import DoctorError
-from ddpdoctor.launch import debug_ports
+from ddpdoctor.launch import attach_points, debug_ports
 from ddpdoctor.probe.watch import MARK
-from ddpdoctor.record import Record, Status, integer
+from ddpdoctor.record import integer
 from ddpdoctor.run import Run, RunReader
 from ddpdoctor.vscode import launch_json
 from ddpdoctor.vscode.files import current_directory, find_workspace
@@ -94,7 +93,7 @@ def main(words: Sequence[str]) -> int:
         return _write(runs, options)
     if "--tunnel" in options.flags:
         for run in runs:
-            print(_tunnel(run))
+            print(attach_points.tunnel(run))
         return 0
     for run in runs:
         _show(run)
@@ -138,65 +137,23 @@ def _runs(name: str | None) -> list[Run]:
             "no run is live", "start one: ddpdoctor run --nproc-per-node 2 -- train.py"
         )
     runs = [RunReader(path).snapshot() for path in paths]
-    debugged = [run for run in runs if isinstance(run.manifest.get("debug"), dict)]
+    debugged = [run for run in runs if attach_points.is_debugged(run)]
     if not debugged:
         raise DoctorError(f"{runs[0].path.name} was started with --no-debug")
     return debugged
 
 
-@dataclass(frozen=True)
-class _Point:
-    rank: int
-    port: int
-    pid: int | None
-    state: str
-
-
-def _points(run: Run) -> list[_Point]:
-    return [
-        _Point(rank, integer(record, "port"), record.get("pid"), _state(run, rank, record))
-        for rank, record in sorted(run.debug_states.items())
-    ]
-
-
-def _state(run: Run, rank: int, record: Record) -> str:
-    """What a rank does, in a few words."""
-    state = record.get("state")
-    place = _short(str(record.get("place") or f"{record.get('path')}:{record.get('line')}"))
-    if state == "gone":
-        return "ended"
-    if state == "waits":
-        return f"waits for a debugger at {place}"
-    if state == "stopped":
-        return "stands in the debugger" + (f" at {place}" if record.get("place") else "")
-    status = next((each.status for each in run.last if each.rank == rank), None)
-    doing = _doing(status) if status is not None else "starting"
-    return f"in the debugger, {doing}" if state in ("attached", "running") else doing
-
-
-def _doing(status: Status) -> str:
-    what = status.collective or status.phase.label
-    return f"step {status.step}, {what}" + (f" ({_short(status.site)})" if status.site else "")
-
-
-def _short(place: str) -> str:
-    path, colon, line = place.rpartition(":")
-    relative = os.path.relpath(path) if path else ""
-    return f"{path if relative.startswith('..') else relative}{colon}{line}"
-
-
 def _show(run: Run) -> None:
-    debug = run.manifest["debug"]
     seconds = (time.time_ns() - integer(run.manifest, "started")) / 1e9
     print(f"{run.path.name}: {_called(run)}, for {_age(seconds)}")
-    points = _points(run)
+    points = attach_points.points(run)
     if not points:
         print("  no rank has started yet")
     else:
         print(f"  {'rank':<6}{'port':<7}{'pid':<9}state")
     for point in points:
         print(f"  {point.rank:<6}{point.port:<7}{point.pid or '-':<9}{point.state}")
-    print(f'  VS Code: F5 "{launch_json.compound_name(str(debug.get("label") or ""))}"')
+    print(f'  VS Code: F5 "{launch_json.compound_name(attach_points.label(run))}"')
     print("  Neovim: ddpdoctor attach --rank N; another machine: ddpdoctor attach --tunnel")
 
 
@@ -214,7 +171,7 @@ def _called(run: Run) -> str:
 
 def _one_line(runs: Sequence[Run], rank: int) -> int:
     for run in runs:
-        for point in _points(run):
+        for point in attach_points.points(run):
             if point.rank == rank:
                 host = debug_ports.reachable(run.manifest["debug"]["host"])
                 print(
@@ -227,24 +184,6 @@ def _one_line(runs: Sequence[Run], rank: int) -> int:
     raise DoctorError(f"no live run has a rank {rank}", "`ddpdoctor attach` lists them")
 
 
-def _tunnel(run: Run) -> str:
-    """The line that brings the run's ports to another machine."""
-    host = str(run.manifest.get("host", "HOST"))
-    there = debug_ports.reachable(str(run.manifest["debug"]["host"]))
-    there = f"[{there}]" if ":" in there else there
-    forwards = " ".join(f"-L {near}:{there}:{far}" for near, far in _ends(run))
-    return f"ssh -N {forwards} {getpass.getuser()}@{host}"
-
-
-def _ends(run: Run) -> list[tuple[int, int]]:
-    """Local and remote ports of a tunnel: ranks of several nodes do not share a local one."""
-    ports = run.manifest["debug"]["ports"]
-    points = _points(run)
-    if not points:
-        return [(port, port) for port in ports]
-    return [(ports[0] + point.rank, point.port) for point in points]
-
-
 def _write(runs: Sequence[Run], options: _Options) -> int:
     workspace = find_workspace(current_directory(), options.last("--workspace"))
     mappings = [_mapping(text) for text in options.values.get("--path-map", [])]
@@ -252,22 +191,13 @@ def _write(runs: Sequence[Run], options: _Options) -> int:
         # Others have launch.json files of their own.
         mine = [run for run in runs if _is_in(run, workspace)]
         runs = mine or runs
-    labels = [str(run.manifest["debug"].get("label") or "") for run in runs]
-    changed = False
-    for run, label in zip(runs, labels, strict=True):
-        debug = run.manifest["debug"]
-        host = debug_ports.reachable(str(debug["host"]))
-        ports = {point.rank: point.port for point in _points(run)}
-        if "--tunnel" in options.flags:
-            here = dict(zip(ports, (end for end, _ in _ends(run)), strict=True))
-            host, ports = debug_ports.LOOPBACK, here
-            print(_tunnel(run))
-        points = [launch_json.AttachPoint(rank, host, port) for rank, port in ports.items()]
-        changed |= launch_json.update(
-            workspace, points, label=label, others=set(labels) - {label}, mappings=mappings
-        )
+    through_tunnel = "--tunnel" in options.flags
+    if through_tunnel:
+        for run in runs:
+            print(attach_points.tunnel(run))
+    changed = attach_points.write(runs, workspace, mappings=mappings, through_tunnel=through_tunnel)
     path = os.path.join(workspace, ".vscode", launch_json.FILE)
-    print(f"{'wrote' if changed else 'unchanged:'} {_short(f'{path}:')[:-1]}")
+    print(f"{'wrote' if changed else 'unchanged:'} {attach_points.short(f'{path}:')[:-1]}")
     return 0
 
 

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ddpdoctor.gpu.nvml import NvmlReader
+
 
 def visible(environ: Mapping[str, str]) -> int:
     """The number of NVIDIA GPUs, less what ``CUDA_VISIBLE_DEVICES`` hides; 0 without a driver."""
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None and not chosen.strip():
         return 0
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # the binding raises many kinds for the many ways to have no driver
-        return 0
-    try:
-        count = int(pynvml.nvmlDeviceGetCount())
-    except Exception:
-        return 0
-    finally:
-        pynvml.nvmlShutdown()
-    if chosen is None:
+    reader = NvmlReader()
+    count = len(reader.devices())
+    reader.close()
+    if chosen is None or not count:
         return count
     seen: list[str] = []
     for device in (part.strip() for part in chosen.split(",")):

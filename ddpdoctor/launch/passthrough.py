@@ -36,6 +36,8 @@ class Passthrough:
         self._lock = threading.Lock()
         self._tail: deque[bytes] = deque()
         self._tail_size = 0
+        self.carried = 0
+        """Bytes that the job has written so far."""
         self._pending: deque[tuple[float, bytes]] = deque()
         self._line_start = True
         self._drain = threading.Event()
@@ -95,6 +97,17 @@ class Passthrough:
         with self._lock:
             return b"".join(self._tail)
 
+    def last(self, size: int) -> bytes:
+        """The last ``size`` bytes that the job wrote."""
+        chunks: list[bytes] = []
+        with self._lock:
+            for chunk in reversed(self._tail):
+                if size <= 0:
+                    break
+                chunks.append(chunk[-size:])
+                size -= len(chunk)
+        return b"".join(reversed(chunks))
+
     def say(self, text: str) -> None:
         """Have lines of ours written, never in the middle of one of the job's; does not wait."""
         self._pending.append((time.monotonic(), text.encode("utf-8", "replace")))
@@ -145,6 +158,7 @@ class Passthrough:
         with self._lock:
             self._tail.append(chunk)
             self._tail_size += len(chunk)
+            self.carried += len(chunk)
             while self._tail_size - len(self._tail[0]) >= TAIL:
                 self._tail_size -= len(self._tail.popleft())
         head, newline, rest = chunk.rpartition(b"\n")

@@ -24,10 +24,14 @@ from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.launch import kernel, processes
 from ddpdoctor.launch.command import Command
 from ddpdoctor.launch.debugging import Debugging
+from ddpdoctor.launch.gpu_poll import GpuPoll
+from ddpdoctor.launch.gpu_watch import GpuWatch
 from ddpdoctor.launch.guards import GuardPost
 from ddpdoctor.launch.oom import OomWatch
 from ddpdoctor.launch.passthrough import Passthrough
 from ddpdoctor.launch.ranks import RankWatch
+from ddpdoctor.launch.showing import Showing
+from ddpdoctor.launch.suspicions import Suspicions
 from ddpdoctor.probe import budget
 from ddpdoctor.probe.watch import MARK, namespace
 from ddpdoctor.record import FORMAT, Journal, Record
@@ -105,7 +109,11 @@ class Supervisor:
         self._passthrough = passthrough
         self._oom = OomWatch()
         self._ranks = RankWatch(self._oom)
+        self._gpus = GpuWatch()
+        self._gpu_poll: GpuPoll | None = None
+        self._showing: Showing | None = None
         self._reader: RunReader | None = None
+        self._suspicions: Suspicions | None = None
         self._journal: Journal | None = None
         self._lock: rundir.Lock | None = None
         self._reporter = reporter
@@ -158,9 +166,11 @@ class Supervisor:
             return self._finish()
         finally:
             self._guards.dismiss(self._idle)
+            if self._gpu_poll is not None:
+                self._gpu_poll.stop()
             if self._debugging is not None:
                 self._debugging.stop()
-            for held in (self._journal, self._lock):
+            for held in (self._journal, self._lock, self._suspicions):
                 if held is not None:
                     held.close()
 
@@ -175,9 +185,11 @@ class Supervisor:
             (self._directory / rundir.MANIFEST).write_text(manifest)
             self._journal = Journal(str(self._directory / "supervisor.jsonl"), 1 << 24)
             self._reader = RunReader(self._directory)
+            self._suspicions = Suspicions(self._directory, self._write)
+            self._showing = Showing(self._directory, self._passthrough)
         except (OSError, DoctorError) as error:
             self._reporter.warn(f"the run directory cannot be written ({error}); not watching")
-            self._directory = self._reader = self._journal = None
+            self._directory = self._reader = self._journal = self._showing = None
             if self._debugging is not None:
                 self._debugging.stop()
                 self._debugging = None
@@ -238,6 +250,8 @@ class Supervisor:
         if self._directory is not None:
             with contextlib.suppress(OSError, DoctorError):
                 rundir.publish(self._directory)
+            self._gpu_poll = GpuPoll(self._directory)
+            self._gpu_poll.start()
         self._passthrough.start()
         if self._debugging is not None:
             self._debugging.start(self._wake)
@@ -272,6 +286,8 @@ class Supervisor:
         if self._debugging is not None:
             for record in self._debugging.look():
                 self._write(record)
+        if self._showing is not None:
+            self._showing.look()
         for descriptor in ended:
             self._write(self._ranks.ended(descriptor))
             self._happened = self._happened or now
@@ -291,12 +307,23 @@ class Supervisor:
         if self._debugging is not None:
             self._debugging.look_at(run)
         self._follow(run)
+        for record in self._gpus.look_at(run):
+            self._write(record)
+            self._happened = self._happened or now
+        if self._suspicions is not None and self._suspicions.look(run):
+            self._happened = now - SETTLE
         if self._new_trouble(run):
             self._happened = self._happened or now
         due = self._examined + EXAMINE if self._happened is None else self._happened + SETTLE
         if now >= due:
             self._happened, self._examined = None, now
-            self._reporter.examine(run)
+            self._examine(run)
+
+    def _examine(self, run: Run) -> None:
+        self._reporter.examine(run)
+        if self._showing is not None:
+            for record in self._showing.news(self._reporter.standing):
+                self._write(record)
 
     def _finish(self) -> int:
         assert self._status is not None
@@ -311,7 +338,7 @@ class Supervisor:
         self._write({"kind": "job", "time": time.time_ns(), "status": self._status})
         run = self._look()
         if run is not None:
-            self._guarded(self._reporter.examine, run)
+            self._guarded(self._examine, run)
         findings = self._reporter.standing
         self._sweep()
         if run is not None:
@@ -368,7 +395,9 @@ class Supervisor:
         if self._directory is None:
             return
         with contextlib.suppress(OSError):
-            (self._directory / "stderr.log").write_bytes(self._passthrough.tail)
+            (self._directory / rundir.STDERR).write_bytes(self._passthrough.tail)
+            if self._showing is not None:
+                self._showing.end()
 
     # -- processes
 

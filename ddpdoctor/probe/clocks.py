@@ -49,7 +49,7 @@ class CudaClock:
 
     def __init__(self, cuda: Any, device: Any) -> None:
         self._cuda = cuda
-        self._device = device
+        self.device = device
         self._free: list[Any] = []
         self._pending: deque[_Pending] = deque()
         self._last = self._record()
@@ -57,7 +57,7 @@ class CudaClock:
 
     def _record(self) -> Any:
         event = self._free.pop() if self._free else self._cuda.Event(enable_timing=True)
-        event.record(self._cuda.current_stream(self._device))
+        event.record(self._cuda.current_stream(self.device))
         return event
 
     def charge(self, phase: int) -> None:

@@ -5,6 +5,11 @@ So all ranks have to look at the same steps although each has a budget of its ow
 the multiples of its interval, which is a power of two: two ranks always share the multiples of the
 larger one. Now and then a fingerprint is *rich*: one hash and norm per tensor, and hashes of the
 gradients and of the optimizer's state, at several times the price.
+
+Where the supervisor suspects that ranks differ it names a step a little ahead (see
+`ddpdoctor.record.Suspicion`): from there on each is looked at, richly, and after the first of them
+elements of the tensors that differ are written. That is paid from a credit of its own, at most
+twice in the life of a rank.
 """
 
 from __future__ import annotations
@@ -12,19 +17,21 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+import os
 import struct
 import sys
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ddpdoctor.probe import events, rank, shield, torch_private
+from ddpdoctor.probe.budget import clock
+from ddpdoctor.probe.elements import Elements
 from ddpdoctor.probe.hashing import hash_of, hashable
-from ddpdoctor.probe.hooks import amp
+from ddpdoctor.probe.hooks import amp, joins
 from ddpdoctor.probe.readback import Readback
-from ddpdoctor.record import Record
+from ddpdoctor.record import SUSPICION, Record, Suspicion, SuspicionReader, UnreadableError
 
 DENSE = 64
 """Steps at the beginning that are looked at one by one; later this many per doubling."""
@@ -56,8 +63,16 @@ HYPER = ("lr", "momentum", "betas", "weight_decay")
 LARGEST = 3.4e38
 """Norms from here on are written as infinite: in single precision they are."""
 
+SUSPICIONS = 2
+"""Suspicions that this rank pays for: the first may not know yet which tensors to write."""
+
+GRANT = 50_000_000
+"""Nanoseconds that a suspicion may cost, unless two rich fingerprints cost more."""
+
+MOST_GRANTED = 1_000_000_000
+"""Nanoseconds that a suspicion may cost at most."""
+
 LONGEST = 1 << 20
-_now = time.perf_counter_ns
 
 
 class Pace:
@@ -131,6 +146,9 @@ class Fingerprints:
         )
         self._versions: list[tuple[int, str, weakref.ref[Any], int]] = []
         self._versions_step = -1
+        self._reader = _reader()
+        self._suspicion: Suspicion | None = None
+        self._suspicions = 0
 
     # -- moments
 
@@ -143,7 +161,7 @@ class Fingerprints:
         versions, self._versions = self._versions, []
         if not versions:
             return
-        start = _now()
+        start = clock()
         changed: dict[int, list[str]] = {}
         for module, name, ref, version in versions:
             parameter = ref()
@@ -159,42 +177,108 @@ class Fingerprints:
                     "names": names[:8],
                 }
             )
-        self.state.budget.spend(_now() - start)
+        self.state.budget.spend(clock() - start)
 
     def step_ended(self, optimizer: Any, number: int) -> None:
         """An optimizer's step ended: take a fingerprint if it closed a training step."""
         self._remember(optimizer)
         self._drain()
-        if self.state.tracker.steps == number or not self.pace.due(number):
+        # After join() a rank may have taken fewer steps than others: numbers tell nothing any more.
+        if self.state.tracker.steps == number or joins.seen:
             return
-        budget = self.state.budget
-        if not budget.enabled or not self.modules:
+        closely = self._looks_closely(number)
+        if not (closely or self.pace.due(number)) or not self.modules:
             return
         torch: Any = sys.modules["torch"]
-        if len(self._pending) >= MOST_PENDING or _capturing(torch):
+        if len(self._pending) >= MOST_PENDING or capturing(torch):
             return
+        budget = self.state.budget
+        if closely is not None and closely.step == number:
+            self._write_elements(closely)
         left = budget.left()
-        rich = number < RICH_STEPS or not number & (self.pace.interval * self._rich_stride - 1)
+        rich = (
+            closely is not None
+            or number < RICH_STEPS
+            or not number & (self.pace.interval * self._rich_stride - 1)
+        )
         cost = self._cost or self._guess()
         if left < cost:
-            self.pace.spare()
+            if closely is None:
+                self.pace.spare()
             return
         rich = rich and left >= (self._rich_cost or 4 * cost)
-        start = _now()
+        start = clock()
         with torch.no_grad():
             self._take(number, rich)
-        spent = _now() - start
+        spent = clock() - start
         budget.spend(spent)
         if rich:
             self._rich_cost = spent
             self._cost = self._cost or spent
         else:
             self._cost = spent
-        self.pace.took(surplus=budget.left() > 4 * self._cost)
+        if closely is None:
+            self.pace.took(surplus=budget.left() > 4 * self._cost)
 
     def rank_ends(self) -> None:
         """Write what is still on its way, if it came."""
         self._drain()
+
+    # -- suspicion
+
+    def _looks_closely(self, number: int) -> Suspicion | None:
+        """The suspicion for which a step is looked at, whatever the pace says."""
+        if self._reader is not None and (news := self._reader.news()) is not None:
+            self._suspect(news, number)
+        suspicion = self._suspicion
+        if suspicion is None or number < suspicion.step:
+            return None
+        if number >= suspicion.step + suspicion.steps:
+            self._suspicion = None
+            return None
+        return suspicion
+
+    def _suspect(self, news: Suspicion, number: int) -> None:
+        if (
+            news.restart != self.state.restart
+            or self._suspicions >= SUSPICIONS
+            # Too late for the step that all ranks share.
+            or number > news.step
+        ):
+            return
+        self._suspicions += 1
+        self._suspicion = news
+        budget = self.state.budget
+        needed = max(GRANT, 2 * self._rich_cost) - budget.left()
+        budget.grant(max(0, min(needed, MOST_GRANTED)))
+
+    def _write_elements(self, suspicion: Suspicion) -> None:
+        """Write elements of the tensors that a suspicion names."""
+        module = next((each for each in self.modules if each.number == suspicion.module), None)
+        ddp = module.ref() if module is not None else None
+        if module is None or ddp is None or not suspicion.tensors:
+            return
+        start = clock()
+        named = module.tensors(ddp)
+        with sys.modules["torch"].no_grad():
+            elements = {
+                index: Elements(named[index][1])
+                for index in suspicion.tensors
+                if 0 <= index < len(named) and named[index][1].numel()
+            }
+        record: Record = {
+            "kind": "elements",
+            "step": suspicion.step,
+            "module": module.number,
+            "armed": self.state.tracker.armed,
+        }
+
+        def finish() -> None:
+            record["tensors"] = [[index, *each.packed()] for index, each in elements.items()]
+
+        self._pending.append(([record], [each.read for each in elements.values()], [finish]))
+        self._drain()
+        self.state.budget.spend(clock() - start)
 
     # -- parts
 
@@ -289,7 +373,7 @@ class Fingerprints:
 
         A query from another thread would break the capture of a CUDA graph.
         """
-        while self._pending and not _capturing(sys.modules["torch"]):
+        while self._pending and not capturing(sys.modules["torch"]):
             records, readbacks, finishers = self._pending[0]
             if not all(each.ready for each in readbacks):
                 return
@@ -382,19 +466,28 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, sys.modules["torch"].Tensor)
 
 
-def _capturing(torch: Any) -> bool:
+def capturing(torch: Any) -> bool:
+    """Whether a CUDA graph is being captured on this thread."""
     # Not is_available(), which would initialize the driver before the job forks its workers.
     return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
+def _reader() -> SuspicionReader | None:
+    """Where the supervisor tells its suspicions; None without one, or one that is too new."""
+    try:
+        return SuspicionReader(os.path.join(rank.run_directory(), SUSPICION))
+    except (KeyError, OSError, ValueError, UnreadableError):
+        return None
 
 
 _fingerprints: Fingerprints | None = None
 
 
 def _mine() -> Fingerprints | None:
-    """The fingerprints of this process as the rank that it is now."""
+    """The fingerprints of this process as the rank that it is now; None without a budget."""
     global _fingerprints
     state = rank.current()
-    if state is None:
+    if state is None or not state.budget.enabled:
         return None
     if _fingerprints is None or _fingerprints.state is not state:
         _fingerprints = Fingerprints(state)
@@ -410,6 +503,13 @@ def modules_that_hold(module: Any) -> list[int]:
         for each in _fingerprints.modules
         if (ddp := each.ref()) is not None and any(part is module for part in ddp.modules())
     ]
+
+
+def number_of(ddp: Any) -> int | None:
+    """The number of a DDP module among this rank's."""
+    if _fingerprints is None:
+        return None
+    return next((each.number for each in _fingerprints.modules if each.ref() is ddp), None)
 
 
 @shield.shielded

@@ -1,4 +1,4 @@
-"""Losses that are not finite and yet were stepped with: one record each, the first few of a rank.
+"""Losses and gradients that are not finite and yet were stepped with: the first few of a rank.
 
 A step that a GradScaler skipped has done no harm and is passed over. A loss on a GPU is looked at
 some steps later, when it has come into pinned memory by itself.
@@ -13,6 +13,7 @@ from typing import Any
 
 from ddpdoctor.probe import events, rank, shield
 from ddpdoctor.probe.steps import OpenStep
+from ddpdoctor.record import Record
 
 MOST = 8
 """Records that one rank writes."""
@@ -20,11 +21,12 @@ MOST = 8
 LATER = 16
 """Steps after which a GPU's loss is looked at; its slot of memory is used again after 64."""
 
-_Waiting = deque[tuple[OpenStep, Any]]
+_Waiting = deque[tuple[OpenStep, Any, list[str]]]
+"""The step, the number or what reads it, and whose gradient it is; no name for a loss."""
 
 
 class Losses:
-    """The losses of one rank, on their way.
+    """The losses of one rank, and sums of its own gradients, on their way.
 
     Args:
         state: The rank.
@@ -33,51 +35,74 @@ class Losses:
     def __init__(self, state: rank.RankState) -> None:
         self.state = state
         self._waiting: _Waiting = deque(maxlen=64)
-        self._told = 0
+        self._told = {True: 0, False: 0}
 
     def backward_ended(self) -> None:
         """Take the loss that the backward began with, if it is to be looked at."""
         step = self.state.tracker.step
-        loss = step.loss
-        if loss is not None and self._told < MOST and (callable(loss) or not math.isfinite(loss)):
-            self._waiting.append((step, loss))
+        if step.loss is not None:
+            self._take(step, step.loss, [])
+
+    def gradient(self, value: Any, names: list[str]) -> None:
+        """Take the sum of a gradient before the all-reduce, if it is to be looked at."""
+        self._take(self.state.tracker.step, value, names)
+
+    def _take(self, step: OpenStep, value: Any, names: list[str]) -> None:
+        wanted = callable(value) or not math.isfinite(value)
+        if wanted and self._told[bool(names)] < MOST:
+            self._waiting.append((step, value, names))
 
     def step_ended(self, number: int) -> None:
         """Look at what has arrived."""
         while self._waiting:
-            step, loss = self._waiting[0]
-            if callable(loss) and step.number > number - LATER:
+            step, value, names = self._waiting[0]
+            if callable(value) and step.number > number - LATER:
                 return
             self._waiting.popleft()
-            self._look(step, loss)
+            self._look(step, value, names)
 
     def rank_ends(self) -> None:
         """Look at the rest: the job has waited for its devices, or does not care any more."""
         while self._waiting:
             self._look(*self._waiting.popleft())
 
-    def _look(self, step: OpenStep, loss: Any) -> None:
-        value = loss() if callable(loss) else loss
-        if value is None or math.isfinite(value) or step.skipped or self._told >= MOST:
+    def _look(self, step: OpenStep, number: Any, names: list[str]) -> None:
+        value = number() if callable(number) else number
+        of_gradient = bool(names)
+        if value is None or math.isfinite(value) or step.skipped or self._told[of_gradient] >= MOST:
             return
-        self._told += 1
-        self.state.recorder.add(
-            {"kind": "nonfinite", "time": time.time_ns(), "step": step.number, "loss": repr(value)}
-        )
+        self._told[of_gradient] += 1
+        told: Record = {"names": names} if names else {"loss": repr(value)}
+        kind = "nonfinite_gradient" if names else "nonfinite"
+        self.state.recorder.add({"kind": kind, "time": time.time_ns(), "step": step.number, **told})
 
 
 _losses: Losses | None = None
 
 
-@shield.shielded
-def _backward_ended() -> None:
+def _mine() -> Losses | None:
+    """The losses of this process as the rank that it is now."""
     global _losses
     state = rank.current()
     if state is None:
-        return
+        return None
     if _losses is None or _losses.state is not state:
         _losses = Losses(state)
-    _losses.backward_ended()
+    return _losses
+
+
+def local_gradient(value: Any, names: list[str]) -> None:
+    """The sum of a gradient of this rank's own, or what reads it, and the parameters to name."""
+    mine = _mine()
+    if mine is not None:
+        mine.gradient(value, names)
+
+
+@shield.shielded
+def _backward_ended() -> None:
+    mine = _mine()
+    if mine is not None:
+        mine.backward_ended()
 
 
 @shield.shielded

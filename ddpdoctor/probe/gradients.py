@@ -13,6 +13,7 @@ import weakref
 from typing import Any
 
 from ddpdoctor.probe import events, norms, optimizers, rank, shield, sites, torch_private
+from ddpdoctor.probe.budget import clock
 from ddpdoctor.probe.readback import Readback
 from ddpdoctor.probe.replicas import Unreduced, Watched, built, watched
 from ddpdoctor.probe.sites import Site
@@ -79,9 +80,9 @@ def backward_begins() -> None:
             else:
                 each.marks = each.take_marks(each.probes)
         elif state.budget.left() >= 0:
-            began = time.perf_counter_ns()
+            began = clock()
             each.marks = each.take_marks(each.witnesses)
-            state.budget.spend(2 * (time.perf_counter_ns() - began))
+            state.budget.spend(2 * (clock() - began))
 
 
 def _cause(each: Watched, syncs: bool) -> str:
@@ -187,7 +188,7 @@ def _worth_a_walk(each: Watched) -> bool:
 
 def _look_for_strangers(state: rank.RankState, each: Watched, ddp: Any) -> None:
     """Find parameters that need a gradient now and did not belong to the module that DDP saw."""
-    began = time.perf_counter_ns()
+    began = clock()
     each.strangers = [
         (
             name,
@@ -201,7 +202,7 @@ def _look_for_strangers(state: rank.RankState, each: Watched, ddp: Any) -> None:
         for name, parameter in torch_private.reduced_parameters(ddp)
         if id(parameter) not in each.ids
     ]
-    state.budget.spend(time.perf_counter_ns() - began)
+    state.budget.spend(clock() - began)
 
 
 def sighted(
@@ -211,7 +212,7 @@ def sighted(
     count = each.sightings[cause] = each.sightings.get(cause, 0) + 1
     if count > SIGHTINGS or (count > CLOSELY and count & (count - 1)) or state.budget.left() < 0:
         return
-    began = time.perf_counter_ns()
+    began = clock()
     shown = [
         (name, parameter)
         for name, parameter in reached
@@ -239,7 +240,7 @@ def sighted(
             }
 
         state.recorder.add(norms.lazy([read], with_norms))
-    state.budget.spend(time.perf_counter_ns() - began)
+    state.budget.spend(clock() - began)
 
 
 def _tell_vain(state: rank.RankState, each: Watched) -> None:
@@ -261,7 +262,7 @@ def _tell_vain(state: rank.RankState, each: Watched) -> None:
 
 def _look_for_missing(state: rank.RankState, each: Watched, ddp: Any) -> None:
     """Which parameters got no gradient in the synchronized backward that just ended."""
-    began = time.perf_counter_ns()
+    began = clock()
     times = torch_private.gradient_ready_times(ddp)
     if times is None:
         times = [
@@ -277,7 +278,7 @@ def _look_for_missing(state: rank.RankState, each: Watched, ddp: Any) -> None:
     if missing and len(missing) < len(times) and "missing" not in each.told:
         each.told.add("missing")
         state.recorder.add(_missing_record(state, each, ddp, missing))
-    state.budget.spend(time.perf_counter_ns() - began)
+    state.budget.spend(clock() - began)
 
 
 def _bare(each: Watched, index: int) -> bool:
@@ -355,7 +356,7 @@ def _look_for_batchnorm(state: rank.RankState, each: Watched, ddp: Any) -> None:
 
 def _look_for_unused(state: rank.RankState, each: Watched, ddp: Any) -> None:
     """Keep the least use of any parameter; after enough backwards, tell it."""
-    began = time.perf_counter_ns()
+    began = clock()
     used = torch_private.used_map(ddp)
     if used is None:
         return
@@ -372,7 +373,7 @@ def _look_for_unused(state: rank.RankState, each: Watched, ddp: Any) -> None:
             norms.lazy([Readback([each.least])], lambda values: {**record, "least": values[0]})
         )
         each.least = None
-    state.budget.spend(time.perf_counter_ns() - began)
+    state.budget.spend(clock() - began)
 
 
 def install() -> None:

@@ -38,7 +38,7 @@ def hash_of(tensor: Any) -> Any:
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    flat = _flat(torch, tensor)
+    flat = flattened(tensor)
     size = flat.element_size()
     parts = flat.view(torch.int32 if size >= 4 else torch.int16 if size == 2 else torch.int8)
     count = parts.numel()
@@ -56,8 +56,9 @@ def hash_of(tensor: Any) -> Any:
     return total
 
 
-def _flat(torch: Any, tensor: Any) -> Any:
+def flattened(tensor: Any) -> Any:
     """All elements in one dimension, in the order of memory where that needs no copy."""
+    torch: Any = sys.modules["torch"]
     if tensor.is_contiguous():
         return tensor.view(-1)
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):

@@ -12,6 +12,7 @@ import weakref
 from typing import Any
 
 from ddpdoctor.probe import events, norms, rank, shield, sites
+from ddpdoctor.probe.budget import clock
 from ddpdoctor.probe.readback import Readback
 from ddpdoctor.probe.replicas import Watched, watched
 from ddpdoctor.probe.sites import Site
@@ -110,9 +111,9 @@ def step_begins(optimizer: Any) -> None:
         if looks > 1 or each.reduced < (FROM, TO)[looks] or not _concerns(optimizer, each):
             continue
         each.looks += 1
-        began = time.perf_counter_ns()
+        began = clock()
         (_second_look if looks else _first_look)(state, each)
-        state.budget.spend(time.perf_counter_ns() - began)
+        state.budget.spend(clock() - began)
 
 
 def _concerns(optimizer: Any, each: Watched) -> bool:

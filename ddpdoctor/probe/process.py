@@ -5,7 +5,19 @@ from __future__ import annotations
 import os
 import sys
 
-from ddpdoctor.probe import debugger, evaluations, fingerprints, finite, gradients, optimizers, rank
+from ddpdoctor.probe import (
+    batches,
+    buffers,
+    cores,
+    debugger,
+    evaluations,
+    fingerprints,
+    finite,
+    gradients,
+    local_gradients,
+    optimizers,
+    rank,
+)
 from ddpdoctor.probe.hooks import (
     amp,
     backward,
@@ -15,7 +27,9 @@ from ddpdoctor.probe.hooks import (
     dataloader,
     ddp,
     errors,
+    joins,
     launch_words,
+    loads,
     models,
     optimizer,
     process_group,
@@ -39,9 +53,11 @@ def start() -> None:
     os.register_at_fork(after_in_child=rank.forget)
     os.register_at_fork(after_in_child=debugger.forget)
     os.register_at_fork(after_in_child=checkpoints.forget)
+    os.register_at_fork(after_in_child=loads.forget)
     os.register_at_fork(after_in_child=changes.forget)
     os.register_at_fork(after_in_child=samples.forget)
     os.register_at_fork(after_in_child=models.forget)
+    os.register_at_fork(after_in_child=batches.forget)
     errors.install()
     gradients.install()
     optimizers.install()
@@ -54,18 +70,24 @@ def start() -> None:
     when_imported("torch.utils.data.dataset", samples.install_subsets)
     when_imported("torch.utils.data.distributed", samples.install_distributed)
     when_imported("torch.autograd", backward.install)
+    when_imported("torch.distributed.algorithms.join", joins.install)
     when_imported("torch.optim.optimizer", optimizer.install)
     when_imported("torch.amp.grad_scaler", amp.install)
     when_imported("torch.nn.modules.module", changes.install_module)
     when_imported("torch.optim.lr_scheduler", changes.install_schedules)
     when_imported("torch.optim.optimizer", changes.install_optimizer)
     when_imported("torch.serialization", checkpoints.install)
+    when_imported("torch.serialization", loads.install)
     when_imported("argparse", launch_words.install_argparse)
     when_imported("torch.nn.parallel.data_parallel", launch_words.install_data_parallel)
     when_imported("torch.multiprocessing.spawn", errors.install_spawn)
     # A loss is written before the fingerprint of its step.
     finite.install()
+    local_gradients.install()
     fingerprints.install()
+    buffers.install()
     evaluations.install()
+    batches.install()
+    cores.install()
     # Last, since this may wait for a debugger before the user's first line.
     debugger.install()

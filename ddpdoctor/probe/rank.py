@@ -27,9 +27,11 @@ MAX_ATTEMPTS = 1000
 class RankState:
     """What this process writes to, once it is a rank."""
 
-    def __init__(self, recorder: Recorder, tracker: StepTracker) -> None:
+    def __init__(self, recorder: Recorder, tracker: StepTracker, restart: int = 0) -> None:
         self.recorder = recorder
         self.tracker = tracker
+        self.restart = restart
+        """The attempt that this rank's files belong to."""
         self.budget = budget.from_environment()
         self.error_told = False
         self.closed = False
@@ -90,7 +92,7 @@ def become(torch: Any) -> None:
     from ddpdoctor.probe.hooks import errors, optimizer
 
     tracker = StepTracker(recorder, optimizer.any_made)
-    _state = RankState(recorder, tracker)
+    _state = RankState(recorder, tracker, restart)
     is_compiling = torch.compiler.is_compiling
     active = tracker
     recorder.add(
@@ -173,6 +175,7 @@ def end() -> None:
         tell_last()
     state.closed = True
     steps = state.tracker.finish()
+    spent, over = state.budget.account()
     state.recorder.add(
         {
             "kind": "end",
@@ -180,6 +183,9 @@ def end() -> None:
             "steps": steps,
             "armed": state.tracker.armed,
             "dropped": state.recorder.dropped,
+            # What diagnosis that has a budget cost, and over which time; nanoseconds.
+            "spent": spent,
+            "over": over,
         }
     )
     state.recorder.close(0.5)

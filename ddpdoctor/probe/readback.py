@@ -21,16 +21,29 @@ class Readback:
         for index, scalar in enumerate(scalars):
             places.setdefault(scalar.device, []).append(index)
         torch: Any = sys.modules["torch"]
-        for device, indices in places.items():
-            found = torch.stack([scalars[index] for index in indices])
-            if device.type != "cuda":
-                self._parts.append((indices, found.tolist(), None))
-                continue
-            slots = torch.empty(len(indices), dtype=found.dtype, device="cpu", pin_memory=True)
-            slots.copy_(found, non_blocking=True)
-            passed = torch.cuda.Event()
-            passed.record(torch.cuda.current_stream(device))
-            self._parts.append((indices, slots, passed))
+        for indices in places.values():
+            self._take(indices, torch.stack([scalars[index] for index in indices]))
+
+    @classmethod
+    def of(cls, vector: Any) -> Readback:
+        """The numbers of a 1-dimensional tensor."""
+        made = cls([])
+        made._count = len(vector)
+        made._take(list(range(len(vector))), vector)
+        return made
+
+    def _take(self, indices: list[int], found: Any) -> None:
+        """Fetch the numbers of a 1-dimensional tensor, each with its place."""
+        torch: Any = sys.modules["torch"]
+        device = found.device
+        if device.type != "cuda":
+            self._parts.append((indices, found.tolist(), None))
+            return
+        slots = torch.empty(len(indices), dtype=found.dtype, device="cpu", pin_memory=True)
+        slots.copy_(found, non_blocking=True)
+        passed = torch.cuda.Event()
+        passed.record(torch.cuda.current_stream(device))
+        self._parts.append((indices, slots, passed))
 
     @property
     def ready(self) -> bool:

@@ -38,6 +38,8 @@ class Recorder:
     def __init__(self, page: StatusPage, journal: Journal) -> None:
         self.page = page
         self.dropped = 0
+        self.each_round: Callable[[], None] | None = None
+        """Called by the writing thread every `FLUSH_EVERY` seconds, and once at the end."""
         self._journal = journal
         self._queue: deque[Record | Lazy] = deque()
         self._writing = threading.Lock()
@@ -71,6 +73,7 @@ class Recorder:
         if self._thread is not threading.current_thread() and self._thread.is_alive():
             self._thread.join(timeout)
         self.flush(timeout, last=True)
+        self._round()
         self._journal.close()
 
     def _run(self) -> None:
@@ -78,6 +81,15 @@ class Recorder:
             if self._queue:
                 with self._writing:
                     self._drain(last=False)
+            self._round()
+
+    def _round(self) -> None:
+        if self.each_round is not None:
+            try:
+                self.each_round()
+            except Exception as error:
+                self.each_round = None
+                self.add({"kind": "fault", "hook": "vitals", "error": type(error).__name__})
 
     def _drain(self, last: bool) -> None:
         batch: list[Record | bytes] = []

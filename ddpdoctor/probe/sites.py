@@ -83,6 +83,17 @@ def site_of(frame: FrameType | None) -> Site:
     return NOWHERE
 
 
+def sites_of(frame: FrameType | None, most: int) -> list[Site]:
+    """The user lines at and above ``frame``, innermost first, ``most`` of them."""
+    found: list[Site] = []
+    while frame is not None and len(found) < most:
+        mine = _is_user.get(id(frame.f_code))
+        if _classify(frame.f_code) if mine is None else mine:
+            found.append(site_of(frame))
+        frame = frame.f_back
+    return found
+
+
 def caller() -> Site:
     """The user line that led here."""
     return site_of(sys._getframe(1))

@@ -22,7 +22,8 @@ from typing import Any
 from ddpdoctor.probe.clocks import CudaClock, Measured, Times
 from ddpdoctor.probe.recorder import NotYet, Recorder
 from ddpdoctor.probe.sites import Site
-from ddpdoctor.record import NO_EPOCH, Phase
+from ddpdoctor.probe.vitals import Vitals
+from ddpdoctor.record import NO_EPOCH, Parts, Phase
 
 _now = time.perf_counter_ns
 _thread = threading.get_ident
@@ -53,10 +54,12 @@ class OpenStep:
         "times",
         "told",
         "total",
+        "vitals",
     )
 
-    def __init__(self, number: int, start: int) -> None:
+    def __init__(self, number: int, start: int, vitals: Vitals) -> None:
         self.number = number
+        self.vitals = vitals
         self.start = start
         self.epoch = NO_EPOCH
         self.forwards = 0
@@ -93,6 +96,19 @@ class OpenStep:
             times = times if measured is None else measured
         _, other, data, forward, backward, optimizer, wait, _ = times
         exposed = min(self.exposed, backward)
+        split = self.told >= self.armed
+        self.vitals.wrote(
+            Parts(
+                self.number,
+                data,
+                forward,
+                backward - exposed,
+                optimizer,
+                other,
+                wait + exposed,
+                split,
+            )
+        )
         text = f'{{"kind":"step","step":{self.number},"start":{self.start}'
         if self.epoch != NO_EPOCH:
             text += f',"epoch":{self.epoch}'
@@ -100,7 +116,7 @@ class OpenStep:
             f',"data":{data},"forward":{forward},"backward":{backward - exposed}'
             f',"optimizer":{optimizer},"other":{other},"wait":{wait + exposed}'
             f',"total":{data + forward + backward + optimizer + other + wait}'
-            f',"split":{"true" if self.told >= self.armed else "false"}'
+            f',"split":{"true" if split else "false"}'
         )
         if self.fetched or self.fed:
             text += f',"samples":{self.fetched or self.fed}'
@@ -148,7 +164,9 @@ class StepTracker:
         """Steps closed so far."""
         self.armed = 0
         """Forwards so far whose backward is all-reduced."""
-        self.step = OpenStep(0, self._began + self._unix)
+        self._vitals = Vitals(recorder.page)
+        recorder.each_round = self._vitals.store
+        self.step = OpenStep(0, self._began + self._unix, self._vitals)
         self.optimizer_steps = 0
         """Steps of any optimizer, skipped ones included."""
         self.epoch = NO_EPOCH
@@ -244,6 +262,7 @@ class StepTracker:
     def use_device(self, clock: CudaClock) -> None:
         """Measure by the device's events from now on."""
         self._device = clock
+        self._vitals.use_device(clock.device)
         self._restart()
 
     def page_phase(self, phase: Phase) -> None:
@@ -351,7 +370,9 @@ class StepTracker:
         if self._iterators:
             self._trained, self._iterators = self._iterators, set()
         self._aside = False
-        self.step = OpenStep(self.steps, now + self._unix)
+        if now >= self._vitals.due:
+            self._vitals.ask(now)
+        self.step = OpenStep(self.steps, now + self._unix, self._vitals)
         self._page.totals(self.steps, self.epoch, step.total, self._recorder.dropped)
 
     @property

@@ -155,6 +155,21 @@ def reduced_parameters(ddp: Any) -> list[tuple[str, Any]]:
     ]
 
 
+def accumulator(parameter: Any) -> Any:
+    """The node of autograd that accumulates a parameter's gradient; the idiom is as old as DDP's.
+
+    DDP keeps it alive by its own hooks on it. None within compiled autograd, which would trace a
+    hook, and where gradients are off: then only losses tell who had the first NaN.
+    """
+    torch: Any = sys.modules["torch"]
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and getattr(dynamo.config, "compiled_autograd", False):
+        return None
+    with torch.enable_grad():
+        function = parameter.view_as(parameter).grad_fn
+    return function.next_functions[0][0] if function is not None else None
+
+
 def frozen_parameters(ddp: Any) -> list[Any]:
     """Parameters that require no gradient, but those that DDP was told to ignore."""
     ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
@@ -293,6 +308,11 @@ def joins(ddp: Any) -> bool:
     return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))
 
 
+def is_enabled(join: Any) -> bool:
+    """Whether a ``Join`` does anything: ``_enable`` (1.10 to 2.13), else it is taken to."""
+    return bool(getattr(join, "_enable", True))
+
+
 def reduce_lr(plateau: Any) -> Any:
     """``ReduceLROnPlateau._reduce_lr`` (1.0 to 2.13), called when it cuts the learning rate.
 
@@ -346,9 +366,57 @@ def normalizes_alone(module: Any) -> bool:
     )
 
 
+def keeps_statistics(module: Any) -> bool:
+    """Whether a module is a BatchNorm or InstanceNorm: ``_NormBase`` (1.4 to 2.13).
+
+    Without it their statistics are known by their names alone.
+    """
+    torch: Any = sys.modules["torch"]
+    base = getattr(torch.nn.modules.batchnorm, "_NormBase", None)
+    return base is not None and isinstance(module, base)
+
+
+def unsaved_buffers(module: Any) -> set[str]:
+    """The buffers that are no part of the state dict: ``_non_persistent_buffers_set`` (1.6 on).
+
+    Without it all are taken to be.
+    """
+    return getattr(module, "_non_persistent_buffers_set", None) or set()
+
+
+def broadcasts_buffers(ddp: Any) -> bool | None:
+    """Whether DDP is to broadcast the buffers before a forward; None if a hook of the user's does.
+
+    ``forward_sync_buffers`` from 2.13 on, before it ``broadcast_buffers``; ``buffer_hook`` and
+    ``modules_buffers`` (1.9 to 2.13). Without these nothing is told of buffers.
+    """
+    if hasattr(ddp, "buffer_hook") or not hasattr(ddp, "modules_buffers"):
+        return None
+    return bool(getattr(ddp, "forward_sync_buffers", getattr(ddp, "broadcast_buffers", True)))
+
+
 def scale_of(scaler: Any) -> Any:
     """A GradScaler's scale, a tensor on its device: ``_scale`` (1.6 to 2.13), or None.
 
     ``get_scale`` would wait for a GPU. Without it scales are not compared.
     """
     return getattr(scaler, "_scale", None)
+
+
+def restore_location(serialization: Any) -> Any:
+    """``torch.serialization._get_restore_location`` (1.0 to 2.13), asked once in each load.
+
+    Given ``map_location`` it returns what puts a storage on its device. Without it nobody is told
+    which line loaded onto another rank's GPU.
+    """
+    return getattr(serialization, "_get_restore_location", None)
+
+
+def device_uuid(torch: Any, device: Any) -> str:
+    """The UUID of a CUDA device: ``get_device_properties(device).uuid`` (2.5 to 2.13).
+
+    Empty without it, and while CUDA is not initialized: then nobody is told of a rank's GPUs.
+    """
+    if not torch.cuda.is_initialized():
+        return ""
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))

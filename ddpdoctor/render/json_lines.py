@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from ddpdoctor.finding import Finding
+from ddpdoctor.finding import Finding, to_record
 
 
 def line(finding: Finding) -> str:
@@ -12,17 +12,4 @@ def line(finding: Finding) -> str:
 
     ``location`` is ``{"path": ..., "line": ...}`` or null.
     """
-    location = finding.location
-    return json.dumps(
-        {
-            "code": finding.code,
-            "severity": finding.severity.label,
-            "message": finding.message,
-            "ranks": list(finding.ranks),
-            "location": None
-            if location is None
-            else {"path": location.path, "line": location.line},
-            "evidence": list(finding.evidence),
-            "fix": finding.fix,
-        }
-    )
+    return json.dumps(to_record(finding))

@@ -1,9 +1,11 @@
 """The rules: importing this package registers them all in `ddpdoctor.finding.RULES`."""
 
 from ddpdoctor.rules import (
+    buffers,
     checkpoints,
     crashes,
     data,
+    decisions,
     divergence,
     evaluation,
     finiteness,
@@ -12,6 +14,7 @@ from ddpdoctor.rules import (
     model,
     models,
     optimizers,
+    placement,
     shards,
     speed,
     streams,
@@ -19,9 +22,11 @@ from ddpdoctor.rules import (
 )
 
 __all__ = [
+    "buffers",
     "checkpoints",
     "crashes",
     "data",
+    "decisions",
     "divergence",
     "evaluation",
     "finiteness",
@@ -30,6 +35,7 @@ __all__ = [
     "model",
     "models",
     "optimizers",
+    "placement",
     "shards",
     "speed",
     "streams",

@@ -9,12 +9,30 @@ from collections.abc import Iterator
 
 from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.record import Record, integer
+from ddpdoctor.rules.endings import Ending, endings, first_failure
 from ddpdoctor.run import Rank, Run
 
 _REFUSED = re.compile(r"Error\(s\) in loading state_dict for (\w+)")
-_MISSING = re.compile(r"Missing key\(s\) in state_dict: \"([^\"]+)\"")
-_UNEXPECTED = re.compile(r"Unexpected key\(s\) in state_dict: \"([^\"]+)\"")
+_MISSING = re.compile(r"Missing key\(s\) in state_dict: ([^\n]+)")
+_UNEXPECTED = re.compile(r"Unexpected key\(s\) in state_dict: ([^\n]+)")
+_KEY = re.compile(r"\"([^\"]+)\"")
 _PREFIX = "module."
+
+MOST_KEYS = 0.8
+"""The part of the names that has to differ by the prefix alone."""
+
+_HOLDS = {
+    "wrapped": 'the wrapper\'s "module." names',
+    "wrapper": "the whole DDP wrapper, pickled",
+    "module": "a whole model, pickled",
+}
+"""What a checkpoint holds that it should not, as the probe tells it."""
+
+_NEEDS = {
+    "wrapped": "a model that is not wrapped in DDP refuses these names",
+    "wrapper": "it can be read only in a process group, with the same sources at hand",
+    "module": "it can be read only with the same sources at hand, and weights_only=False",
+}
 
 
 def _location(record: Record) -> Location | None:
@@ -83,74 +101,106 @@ def save_wrapped_state(run: Run) -> Iterator[Finding]:
     """The wrapper's state was saved instead of the model's.
 
     What it finds
-        A checkpoint whose parameter names all begin with `module.`, a pickled model, or a job that
-        failed because such names did not fit what they were loaded into.
+        A checkpoint whose parameter names all begin with `module.`; a model or a whole wrapper that
+        was pickled; and, as an error, a job that failed because the names of a checkpoint and those
+        of what it was loaded into differ by that prefix.
 
     Why it is bad
         The names fit only a model wrapped in DDP again: a single process, or an inference script,
-        fails with "Missing key(s) in state_dict". A pickled model needs the same source tree.
+        fails with "Missing key(s) in state_dict". A pickled model needs the same source tree, a
+        pickled wrapper even a process group.
 
     How to fix it
-        Save `model.module.state_dict()`, and load it before the wrap.
+        Save `model.module.state_dict()`, and load it before the wrap, or into `model.module`.
 
     Example
         Wrong: `torch.save(model.state_dict(), path)` with `model = DDP(net)`.
         Right: `torch.save(model.module.state_dict(), path)`.
 
     When it stays silent
-        When the keys are the model's own, and when only the bare model is saved.
+        When the keys are the model's own, for modules without parameters, and for a load that is
+        tried and falls back on another.
 
     Since
         0.1.0
     """
-    for rank in run.last:
-        for record in rank.of_kind("error"):
-            finding = _refused(rank, record)
-            if finding is not None and run.exit_status:
-                yield finding
-                return
+    yield from _refused(run)
     for rank in run.last:
         for record in rank.of_kind("save"):
-            if record.get("content") not in ("wrapped", "module"):
+            what = _HOLDS.get(str(record.get("content")))
+            if what is None:
                 continue
-            pickled = record["content"] == "module"
-            what = "a whole model, pickled" if pickled else 'the wrapper\'s "module." names'
             yield Finding(
                 code="DDP502",
                 severity=Severity.INFO,
                 message=f"the checkpoint {os.path.basename(str(record['file']))} holds {what}",
                 ranks=(rank.rank,),
                 location=_location(record),
-                evidence=(f"{record['file']} was written by rank {rank.rank}",),
+                evidence=(
+                    f"{record['file']} was written by rank {rank.rank}",
+                    _NEEDS[str(record["content"])],
+                ),
                 fix="Save `model.module.state_dict()`, which loads with and without DDP.",
                 about=f"{record.get('path')}:{record.get('line')}",
             )
 
 
-def _refused(rank: Rank, record: Record) -> Finding | None:
-    """The finding for a load that failed on the prefix, if that is why it failed."""
-    message = str(record.get("message", ""))
-    loading = _REFUSED.search(message)
-    missing, unexpected = _MISSING.search(message), _UNEXPECTED.search(message)
-    if loading is None or missing is None or unexpected is None:
+def refused_for_prefix(run: Run, cause: Ending) -> bool:
+    """Whether DDP502 names an exception: a load that failed on the wrapper's prefix."""
+    return (
+        cause.kind == "exception" and _by_prefix(cause.message) is not None and run.exit_status != 0
+    )
+
+
+def _by_prefix(message: str) -> tuple[str, str] | None:
+    """A name as the model has it and as the checkpoint has it, if the prefix is all between them.
+
+    What else is missing does not matter: buffers, say, that are new.
+    """
+    found = _MISSING.search(message), _UNEXPECTED.search(message)
+    if _REFUSED.search(message) is None or found[0] is None or found[1] is None:
         return None
-    wanted, given = missing[1], unexpected[1]
-    if given == _PREFIX + wanted:
-        fix = "The checkpoint came from a DDP wrapper: load it into the wrapper, or strip "
-        fix += 'the prefix ({k.removeprefix("module."): v for k, v in state.items()}).'
-    elif wanted == _PREFIX + given:
+    wanted, given = (_KEY.findall(each[1]) for each in found if each is not None)
+    for change in (_PREFIX.__add__, _without_prefix):
+        pairs = [(name, change(name)) for name in wanted if change(name) in given]
+        if pairs and MOST_KEYS * min(len(wanted), len(given)) <= len(pairs):
+            return pairs[0]
+    return None
+
+
+def _without_prefix(name: str) -> str:
+    return name.removeprefix(_PREFIX) if name.startswith(_PREFIX) else ""
+
+
+def _refused(run: Run) -> Iterator[Finding]:
+    """The load whose exception ended the job."""
+    restart = run.restarts[-1]
+    cause = first_failure(run, restart)
+    if cause is None or not refused_for_prefix(run, cause):
+        return
+    names = _by_prefix(cause.message)
+    assert names is not None
+    wanted, given = names
+    if given.startswith(_PREFIX):
+        fix = "The checkpoint came from a DDP wrapper: save `model.module.state_dict()`, load it "
+        fix += "into the wrapper, or strip the prefix "
+        fix += '({k.removeprefix("module."): v for k, v in state.items()}).'
+    else:
         fix = "The checkpoint came from a bare model: load it into `model.module`, or before the "
         fix += "wrap."
-    else:
-        return None
-    return Finding(
+    same = [each for each in endings(run, restart) if refused_for_prefix(run, each)]
+    yield Finding(
         code="DDP502",
         severity=Severity.ERROR,
-        message=f"rank {rank.rank} could not load a checkpoint: its names differ from the model's "
-        "by the wrapper's prefix",
-        ranks=(rank.rank,),
-        location=_location(record),
-        evidence=(f'the model has "{wanted}", the checkpoint "{given}"',),
+        message=f"{cause.name} could not load a checkpoint: its names differ from the model's by "
+        'the wrapper\'s prefix "module."',
+        ranks=tuple(sorted({each.rank for each in same if each.rank is not None})),
+        location=cause.location,
+        evidence=(
+            f'the model has "{wanted}", the checkpoint "{given}"',
+            *(f"{each.name} failed on it, too" for each in same[:4] if each.rank != cause.rank),
+        ),
         fix=fix,
+        traceback=cause.traceback,
         about="load",
     )

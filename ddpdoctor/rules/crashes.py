@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.probe.sites import user_file
-from ddpdoctor.rules.endings import Ending, Kind, endings, first_failure
+from ddpdoctor.rules.checkpoints import refused_for_prefix
+from ddpdoctor.rules.decisions import decisions
+from ddpdoctor.rules.endings import Ending, Kind, endings, first_failure, mispaired
 from ddpdoctor.rules.evaluation import forward_under_rank_guard
 from ddpdoctor.rules.hangs import left_early
 from ddpdoctor.rules.models import refused
@@ -22,8 +24,17 @@ _FAULT_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 def _causes(run: Run, kind: Kind) -> Iterator[tuple[int, Ending]]:
     for restart in run.restarts:
         cause = first_failure(run, restart)
-        if cause is not None and cause.kind == kind:
-            yield restart, cause
+        if cause is None or cause.kind != kind:
+            continue
+        if restart == run.restarts[-1] and mispaired(run, cause) and _apart(run):
+            # The consequence of what some ranks alone did.
+            continue
+        yield restart, cause
+
+
+def _apart(run: Run) -> bool:
+    """Whether it is known why the ranks' collectives were not about the same thing."""
+    return bool(decisions(run)) or any(forward_under_rank_guard(run))
 
 
 def _finding(
@@ -108,7 +119,7 @@ def exception(run: Run) -> Iterator[Finding]:
 
     When it stays silent
         When the job was asked to stop (Ctrl-C, SIGTERM), for exceptions that are caught, and for
-        DDP's own ones whose cause another rule names (DDP303, DDP305, DDP323).
+        those whose cause another rule names (DDP303, DDP305, DDP323, DDP502, DDP707).
 
     Since
         0.1.0
@@ -117,6 +128,8 @@ def exception(run: Run) -> Iterator[Finding]:
         if restart == run.restarts[-1] and explained(cause.text):
             continue
         if restart == run.restarts[-1] and refused(run, cause.text):
+            continue
+        if restart == run.restarts[-1] and refused_for_prefix(run, cause):
             continue
         yield _finding(
             run,
@@ -369,7 +382,7 @@ def lost_peers(run: Run) -> Iterator[Finding]:
     restart = run.restarts[-1]
     if first_failure(run, restart) is not None or next(left_early(run), None) is not None:
         return
-    if any(forward_under_rank_guard(run)):
+    if _apart(run):
         return
     victims = [
         each

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.record import Phase, integer
+from ddpdoctor.rules.decisions import decisions
 from ddpdoctor.rules.draws import (
     FEW,
     WHOLE,
@@ -22,7 +23,7 @@ from ddpdoctor.rules.draws import (
     same_order,
     training,
 )
-from ddpdoctor.rules.hangs import PATIENCE
+from ddpdoctor.rules.endings import PATIENCE
 from ddpdoctor.run import Run
 
 REPEATED = 0.1
@@ -379,6 +380,9 @@ def seeds_differ(run: Run) -> Iterator[Finding]:
         if len(set(values.values())) == 1 or doubled < max(3, len(group)):
             continue
         if not same_data(passes):
+            continue
+        if name == "epoch" and decisions(run, suspected=True):
+            # The ranks have come apart, and their next epochs with them.
             continue
         at = passes[group[0]].at
         yield Finding(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ddpdoctor.finding import RULES, Finding, Severity, rule
 from ddpdoctor.record import Record, integer
+from ddpdoctor.rules.decisions import decisions
 from ddpdoctor.rules.replicas import Difference, Replica, list_of, named, odd, place, replicas, site
 from ddpdoctor.run import Rank, Run
 
@@ -28,7 +29,10 @@ def parameters_differ(run: Run) -> Iterator[Finding]:
     What it finds
         Fingerprints (a hash of the bits of each parameter, taken after the same optimizer step on
         every rank) that were equal and are not any more: the first step, the first tensors, and
-        whether their gradients already differed.
+        whether their gradients already differed. In a job that goes on, ranks are asked to look at
+        16 steps in a row, twice at most, and tell how far the tensors are apart, by up to 4,096
+        elements of the first three; for that the finding waits a few seconds. Where the job ended
+        before, it tells their norms.
 
     Why it is bad
         DDP averages gradients, never parameters: replicas that once differ stay different. Each
@@ -57,7 +61,9 @@ def parameters_differ(run: Run) -> Iterator[Finding]:
     """
     for replica in replicas(run):
         difference = replica.difference("parameters")
-        if difference is None or _rank_only_changes(replica, difference):
+        if difference is None or _more_to_come(replica):
+            continue
+        if _rank_only_changes(replica, difference):
             continue
         if any(_hyper_difference(each, difference.first) for each in replicas(run)):
             continue
@@ -86,6 +92,9 @@ def parameters_differ(run: Run) -> Iterator[Finding]:
 
 def _explained(run: Run) -> bool:
     """Whether another rule has found a cause of parameters that differ."""
+    if decisions(run):
+        # From there on the ranks' collectives are not about the same step.
+        return True
     rules = (RULES[code] for code in CAUSES if code in RULES)
     return any(each.severity is Severity.ERROR for cause in rules for each in cause.detect(run))
 
@@ -150,8 +159,13 @@ def _bounds(replica: Replica, difference: Difference) -> Iterator[str]:
     )
 
 
+def _more_to_come(replica: Replica) -> bool:
+    """Whether ranks are about to tell how far they are apart; a finding waits a little for it."""
+    return replica.asked and not replica.apart
+
+
 def _tensors(replica: Replica, difference: Difference) -> Iterator[str]:
-    """Which tensors differ, and how far apart their norms are."""
+    """Which tensors differ, and how far apart their elements are, or else their norms."""
     found = next(replica.rich(difference.first), None)
     if found is None:
         return
@@ -166,7 +180,20 @@ def _tensors(replica: Replica, difference: Difference) -> Iterator[str]:
     if not differing:
         return
     yield f"{len(differing)} of {len(replica.names)} tensors differ after step {step}"
-    for index in differing[:3]:
+    apart = {each.name: each for each in replica.apart if each.most and each.step >= step}
+    shown = {replica.names[index] for index in differing[:3]}
+    for each in [*apart.values()][:3]:
+        shown.discard(each.name)
+        looked = (
+            f"all {each.count:,} elements"
+            if each.looked == each.count
+            else f"{each.looked:,} elements looked at (of {each.count:,})"
+        )
+        yield (
+            f"{each.name}: max difference {each.most:.3g} after step {each.step} between "
+            f"{named(each.ranks)}, of {looked}"
+        )
+    for index in (each for each in differing[:3] if replica.names[each] in shown):
         norms = [details[rank][index][1] for rank in everyone]
         listed = ", ".join(
             f"{norm:.6g} on rank {rank}"
@@ -208,7 +235,7 @@ def rank_only_weight_change(run: Run) -> Iterator[Finding]:
     for replica in replicas(run):
         difference = replica.difference("parameters")
         changes = difference and _rank_only_changes(replica, difference)
-        if difference is None or not changes:
+        if difference is None or not changes or _more_to_come(replica):
             continue
         guilty = tuple(sorted(changes))
         record = changes[guilty[0]]

@@ -14,6 +14,9 @@ from ddpdoctor.run import Rank, Run
 
 Kind = Literal["exception", "exit", "signal", "abort-at-exit"]
 
+PATIENCE = 3_000_000_000
+"""Nanoseconds in one phase after which a rank of a live job is taken to wait for its peers."""
+
 _VICTIM = re.compile(
     r"Connection closed by peer"
     r"|Connection reset by peer"
@@ -28,6 +31,13 @@ _VICTIM = re.compile(
     re.IGNORECASE,
 )
 """What a rank says whose peers are gone: the consequence of a failure elsewhere."""
+
+_MISPAIRED = re.compile(
+    r"op\.preamble\.length <= op\.nbytes|Received data size doesn't match expected size"
+    r"|Detected mismatch between collectives on ranks",
+    re.IGNORECASE,
+)
+"""What is said where a collective meets another one, or another rank's, of other size."""
 
 _NATIVE_VICTIM = re.compile(
     r"\[rank(\d+)\]:[^\n]*(?:Watchdog caught collective operation timeout"
@@ -64,6 +74,7 @@ class Ending:
         text: The exception with its message, the signal, or the exit call.
         where: What it did at that moment, in words: ``step 12, backward``.
         status: The exit status (negative: a signal), where known.
+        message: All of the exception's own words.
         oom: Who says that the out-of-memory killer did it, or empty.
         last_seen: The last line of the user's code that the probe saw, if ``location`` is unknown.
         initialized: Whether it had joined the process group.
@@ -78,6 +89,7 @@ class Ending:
     location: Location | None = None
     traceback: str = ""
     status: int | None = None
+    message: str = ""
     oom: str = ""
     last_seen: Location | None = None
     initialized: bool = True
@@ -119,6 +131,14 @@ def first_failure(run: Run, restart: int) -> Ending | None:
     return next((each for each in causes if each.rank is not None), None) or next(
         iter(causes if run.exit_status else ()), None
     )
+
+
+def mispaired(run: Run, cause: Ending) -> bool:
+    """Whether a rank failed in a collective that met one of another kind or size."""
+    if cause.kind == "exception":
+        return bool(_MISPAIRED.search(cause.text) or _MISPAIRED.search(cause.traceback))
+    aborted = cause.kind == "signal" and cause.status == -signal.SIGABRT
+    return aborted and bool(_MISPAIRED.search(run.stderr))
 
 
 def _rank_ending(
@@ -194,6 +214,7 @@ def _exception(
         where=_moment(record.get("step"), record.get("collective") or record.get("phase")),
         location=_location(record),
         traceback=str(record.get("traceback") or ""),
+        message=message,
         status=status,
         initialized=initialized,
     )

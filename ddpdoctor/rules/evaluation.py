@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ddpdoctor.finding import Finding, Severity, rule
 from ddpdoctor.record import Record, integer
+from ddpdoctor.rules.decisions import decisions
 from ddpdoctor.rules.replicas import group_of, named, place
 from ddpdoctor.run import Rank, Run
 
@@ -34,7 +35,8 @@ def forward_under_rank_guard(run: Run) -> Iterator[Finding]:
         Right: `if rank == 0: evaluate(ddp.module, validation)`.
 
     When it stays silent
-        For models without buffers, with `forward_sync_buffers=False`, and where all ranks evaluate.
+        For models without buffers, with `forward_sync_buffers=False`, where all ranks evaluate, and
+        once the ranks have come apart by a decision that some took alone (DDP403).
 
     Since
         0.1.0
@@ -52,6 +54,8 @@ def forward_under_rank_guard(run: Run) -> Iterator[Finding]:
                 continue
             if all(_passed(members[each], point, run) for each in absent):
                 alone.setdefault(present, []).append((point, record, absent))
+    if alone and decisions(run, suspected=True):
+        return
     for present, found in alone.items():
         point, record, absent = found[0]
         buffers = integer(record, "buffers")

@@ -10,8 +10,8 @@ from ddpdoctor.record import Record, integer
 from ddpdoctor.rules.replicas import Replica, named, replicas, site
 from ddpdoctor.run import Rank, Run
 
-ENOUGH = 2
-"""Losses that are not finite, after which it is no accident that passes."""
+LASTING = 3
+"""Steps on end with losses that are not finite, on all ranks, which tell that it stays so."""
 
 
 @rule("DDP706", "not-finite", Severity.ERROR)
@@ -19,8 +19,9 @@ def not_finite(run: Run) -> Iterator[Finding]:
     """A loss or the parameters are not finite (NaN or infinite), and training goes on.
 
     What it finds
-        The rank whose loss was NaN or infinite first, in a step that the optimizer took; or
-        parameters that are not finite while the losses before were.
+        The rank whose loss or gradient was NaN or infinite first, in a step that the optimizer
+        took, and in which parameters; or parameters that are not finite while what was before
+        them was. The gradient is that of the rank alone, before the all-reduce.
 
     Why it is bad
         The all-reduce carries one rank's NaN to the gradients, and so to the parameters, of all
@@ -36,26 +37,31 @@ def not_finite(run: Run) -> Iterator[Finding]:
         Right: `loss = (target / count.clamp(min=1)).clamp(min=1e-6).log().mean()`.
 
     When it stays silent
-        For steps that a GradScaler skips, and for a single loss after which the parameters stayed
-        finite.
+        For steps that a GradScaler or the job itself skips: what came before the last step after
+        which the parameters are known to be finite has done no harm.
 
     Since
         0.1.0
     """
-    first = {rank.rank: record for rank in run.last if (record := _first(rank)) is not None}
-    poisoned = [each for replica in replicas(run) if (each := _poisoned(replica)) is not None]
+    found = tuple(replicas(run))
+    poisoned = [each for replica in found if (each := _poisoned(replica)) is not None]
+    before = min(poisoned, key=lambda each: each[0], default=None)
+    clean = max((_clean(replica, before) for replica in found), default=-1)
+    first = _since(run, "nonfinite", clean)
+    gradients = _since(run, "nonfinite_gradient", clean)
     over = run.exit_status is not None or all(rank.ended for rank in run.last)
-    if not first and not (over and poisoned):
+    if before is None and not (first and all(_lasting(rank, clean) for rank in run.last)):
         return
-    if len(first) < len(run.last) and not over:
+    if not over and len(first) < len(run.last):
         # The one that was first may not have written it yet.
         return
     step = min((integer(record, "step") for record in first.values()), default=1 << 62)
-    before = min(poisoned, key=lambda each: each[0], default=None)
+    burst = min((integer(record, "step") for record in gradients.values()), default=1 << 62)
+    if burst < step and (before is None or burst <= before[0]):
+        yield _overflow(run, burst, gradients, before)
+        return
     if before is not None and before[0] < step:
         yield _parameters(run, *before)
-        return
-    if not before and not any(_often(rank) for rank in run.last):
         return
     guilty = tuple(
         sorted(rank for rank, record in first.items() if integer(record, "step") == step)
@@ -86,12 +92,68 @@ def not_finite(run: Run) -> Iterator[Finding]:
     )
 
 
-def _first(rank: Rank) -> Record | None:
-    return next(rank.of_kind("nonfinite"), None)
+def _since(run: Run, kind: str, clean: int) -> dict[int, Record]:
+    """Each rank's first record of a kind after the step that is known to have been harmless."""
+    return {
+        rank.rank: record
+        for rank in run.last
+        for record in reversed(list(rank.of_kind(kind)))
+        if integer(record, "step") > clean
+    }
 
 
-def _often(rank: Rank) -> bool:
-    return len({integer(record, "step") for record in rank.of_kind("nonfinite")}) >= ENOUGH
+def _overflow(
+    run: Run,
+    step: int,
+    gradients: dict[int, Record],
+    before: tuple[int, Replica, list[str]] | None,
+) -> Finding:
+    guilty = tuple(rank for rank in sorted(gradients) if integer(gradients[rank], "step") == step)
+    everyone = len(guilty) == len(run.last)
+    whose = "every rank" if everyone and len(guilty) > 1 else named(guilty)
+    names = [str(name) for name in gradients[guilty[0]].get("names", ())]
+    member = next(rank for rank in run.last if rank.rank == guilty[0])
+    return Finding(
+        code="DDP706",
+        about="not finite",
+        severity=Severity.ERROR,
+        message=f"the gradient of {names[0] if names else 'a parameter'} on {whose} is not finite "
+        f"at step {step}, "
+        + ("with finite losses" if everyone else "with a finite loss, and before any other rank's"),
+        ranks=guilty,
+        location=site(member, "backward"),
+        evidence=(
+            *(
+                f"rank {rank}: the gradient of {', '.join(gradients[rank].get('names', ()))} is "
+                "not finite before the all-reduce"
+                for rank in guilty[:4]
+            ),
+            *((_tensors(*before),) if before is not None else ()),
+        ),
+        fix=f"Look for roots, norms and divisions at zero behind {names[0] if names else 'it'}: "
+        "their backward is infinite where their result is not. Clip gradients, or add an epsilon.",
+    )
+
+
+def _lasting(rank: Rank, clean: int) -> bool:
+    """Whether losses were not finite in several steps on end: the parameters are it, too."""
+    steps = {integer(record, "step") for record in rank.of_kind("nonfinite")}
+    return any(
+        all(step + more in steps for more in range(LASTING)) for step in steps if step > clean
+    )
+
+
+def _clean(replica: Replica, before: tuple[int, Replica, list[str]] | None) -> int:
+    """The last step after which all parameters were finite; -1 if none is known."""
+    return max(
+        (
+            step
+            for step, details in replica.rich()
+            if (before is None or step < before[0])
+            and all(math.isfinite(norm) for tensors in details.values() for _, norm in tensors)
+        ),
+        default=-1,
+    )
 
 
 def _poisoned(replica: Replica) -> tuple[int, Replica, list[str]] | None:

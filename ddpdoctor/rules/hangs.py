@@ -6,12 +6,10 @@ from collections.abc import Iterator
 
 from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.record import Phase, Record, integer
-from ddpdoctor.rules.endings import endings
+from ddpdoctor.rules.decisions import decisions
+from ddpdoctor.rules.endings import PATIENCE, endings
 from ddpdoctor.rules.evaluation import forward_under_rank_guard
 from ddpdoctor.run import Rank, Run
-
-PATIENCE = 3_000_000_000
-"""Nanoseconds in one phase after which a rank of a live job is taken to wait for its peers."""
 
 
 @rule("DDP801", "left-early", Severity.ERROR)
@@ -35,8 +33,9 @@ def left_early(run: Run) -> Iterator[Finding]:
         Right: `for batch in islice(my_shard(rank), 97)`, or `with model.join():`.
 
     When it stays silent
-        Within `join()`, for ranks of different DDP groups, for extra forwards in evaluation, and
-        when a rank failed by itself (that is DDP9xx).
+        Within `join()`, for ranks of different DDP groups, for extra forwards in evaluation, when a
+        rank failed by itself (that is DDP9xx), and where the statement by which a rank alone left
+        or skipped a step is known (DDP403).
 
     Since
         0.1.0
@@ -52,6 +51,9 @@ def left_early(run: Run) -> Iterator[Finding]:
         for rank in ranks
         if rank.rank in failures and failures[rank.rank].kind == "abort-at-exit"
     ]
+    leavers = [rank for rank in leavers if _ended_well(rank, run)]
+    if leavers and decisions(run):
+        return
     for leaver in leavers:
         count = _armed(leaver)
         wanting = [
@@ -89,6 +91,14 @@ def left_early(run: Run) -> Iterator[Finding]:
             fix="Give all ranks the same number of steps (equal shards, drop_last), or wrap the "
             "loop in `with model.join():`.",
         )
+
+
+def _ended_well(rank: Rank, run: Run) -> bool:
+    """Whether nothing that the rank told says otherwise, its exit status not yet being known."""
+    if any(call.get("status") for call in rank.of_kind("exit")) or any(rank.of_kind("error")):
+        return False
+    stopped = run.stopped_at
+    return stopped is None or rank.ended is None or integer(rank.ended, "time") < stopped
 
 
 def _armed(rank: Rank) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,9 @@ from typing import Any
 from ddpdoctor.finding import Location
 from ddpdoctor.record import Record, integer
 from ddpdoctor.run import Rank, Run
+
+PATIENCE = 2.5
+"""Seconds that a finding waits for what ranks were asked for; they are asked twice at most."""
 
 AVERAGED = "post_localSGD"
 """The communication hook under which replicas differ by design between two averagings."""
@@ -54,6 +58,8 @@ class Replica:
     names: tuple[str, ...]
     over: bool
     """No more will be written."""
+    asked: bool = False
+    """Ranks were asked a moment ago for elements of tensors that differ."""
 
     @cached_property
     def prints(self) -> dict[int, dict[int, Record]]:
@@ -113,6 +119,88 @@ class Replica:
             if step >= since and (packed := self.values(step, "detail")):
                 yield step, {rank: unpacked(str(text)) for rank, text in packed.items()}
 
+    @cached_property
+    def apart(self) -> tuple[Apart, ...]:
+        """How far tensors are apart, by the elements that all ranks wrote of the same step."""
+        told = [
+            {
+                (integer(record, "step"), integer(record, "armed")): record
+                for record in rank.of_kind("elements")
+                if record.get("module") == self.module
+            }
+            for rank in self.ranks
+        ]
+        common = set.intersection(*(set(each) for each in told))
+        return tuple(
+            apart
+            for key in sorted(common)
+            for apart in self._compared(key[0], [_tensors_of(each[key]) for each in told])
+        )
+
+    def _compared(self, step: int, told: list[dict[int, list[Any]]]) -> Iterator[Apart]:
+        ranks = [rank.rank for rank in self.ranks]
+        for index in sorted(set.intersection(*(set(each) for each in told))):
+            values = [elements(each[index]) for each in told]
+            lengths = {len(each) for each in values}
+            counts = {each[index][0] for each in told}
+            if index < len(self.names) and len(lengths) == len(counts) == 1 and lengths != {0}:
+                yield _apart(self.names[index], step, counts.pop(), values, ranks)
+
+
+@dataclass(frozen=True)
+class Apart:
+    """How far a tensor is apart between ranks.
+
+    Attributes:
+        name: The tensor.
+        step: The step after which.
+        most: The largest difference of two finite elements at the same place; 0 if none differ.
+        ranks: The two ranks that it is between.
+        looked: How many elements were looked at.
+        count: How many the tensor has.
+    """
+
+    name: str
+    step: int
+    most: float
+    ranks: tuple[int, int]
+    looked: int
+    count: int
+
+
+def _apart(
+    name: str, step: int, count: int, values: list[tuple[float, ...]], ranks: list[int]
+) -> Apart:
+    most, between = 0.0, (ranks[0], ranks[0])
+    for place in zip(*values, strict=True):
+        finite = [pair for pair in zip(place, ranks, strict=True) if math.isfinite(pair[0])]
+        if len(finite) < 2:
+            continue
+        (low, below), (high, above) = min(finite), max(finite)
+        if high - low > most:
+            most, between = high - low, (min(below, above), max(below, above))
+    return Apart(name, step, most, between, len(values[0]), count)
+
+
+def _tensors_of(record: Record) -> dict[int, list[Any]]:
+    """The tensors of a record of elements: by place, what was packed."""
+    return {
+        each[0]: each[1:]
+        for each in list_of(record, "tensors")
+        if isinstance(each, list) and len(each) == 4 and all(type(n) is int for n in each[:2])
+    }
+
+
+def elements(packed: list[Any]) -> tuple[float, ...]:
+    """The elements that a rank packed; empty if they are damaged."""
+    _, letter, text = packed
+    size = {"f": 4, "d": 8}.get(letter)
+    try:
+        data = base64.b64decode(text)
+        return struct.unpack(f"<{len(data) // (size or 1)}{letter}", data) if size else ()
+    except (ValueError, TypeError, struct.error):
+        return ()
+
 
 def odd(values: Mapping[int, object]) -> tuple[int, ...]:
     """The ranks that have another value than more than half of them."""
@@ -146,7 +234,14 @@ def replicas(run: Run) -> Iterator[Replica]:
         first = next(iter(members.values()))[1]
         ranks = tuple(rank for rank, _ in members.values())
         over = run.exit_status is not None or all(rank.ended for rank in ranks)
-        yield Replica(module, str(first.get("type", "")), ranks, names[0], over)
+        asked = not over and any(
+            record.get("kind") == "suspicion"
+            and record.get("module") == module
+            and record.get("restart") == run.restarts[-1]
+            and run.taken - integer(record, "time") < PATIENCE * 1e9
+            for record in run.supervisor
+        )
+        yield Replica(module, str(first.get("type", "")), ranks, names[0], over, asked)
 
 
 def group_of(record: Record) -> tuple[int, ...]:

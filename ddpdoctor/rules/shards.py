@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ddpdoctor.finding import Finding, Location, Severity, rule
-from ddpdoctor.rules.draws import Passes, matched
+from ddpdoctor.record import integer
+from ddpdoctor.rules.draws import Passes, matched, passes_of
 from ddpdoctor.run import Run
 
 
@@ -49,8 +50,9 @@ def not_reduced(run: Run) -> Iterator[Finding]:
         Right: `counts = torch.tensor([right, seen]); dist.all_reduce(counts)`, then divide.
 
     When it stays silent
-        If any collective is called from Python in between, whatever for; for data that every rank
-        reads in full; before the first training step.
+        If any collective is called from Python in between, whatever for; if each rank then gives
+        `torch.save` a file of its own (predictions, say); for data that every rank reads in full;
+        before the first training step.
 
     Since
         0.1.0
@@ -60,6 +62,8 @@ def not_reduced(run: Run) -> Iterator[Finding]:
     for passes in _evaluations(run):
         each = list(passes.values())
         if len(each) != len(run.last) or any(one["collectives"] != 0 for one in each):
+            continue
+        if _kept_apart(run, passes):
             continue
         first = each[0]
         at = Location(str(first["path"]), first.number("line"))
@@ -78,6 +82,25 @@ def not_reduced(run: Run) -> Iterator[Finding]:
             fix="all_reduce the sums and counts of the metric before dividing them.",
         )
         return
+
+
+def _kept_apart(run: Run, passes: Passes) -> bool:
+    """Whether each rank saved a file of its own before it went on: they are to stay apart."""
+    files: list[str] = []
+    for rank in run.last:
+        one = passes[rank.rank]
+        begun = one.number("time")
+        later = [each.number("time") for each in passes_of(rank) if each.trains]
+        until = min((time for time in later if time > begun), default=None)
+        saved = {
+            str(record.get("file"))
+            for record in rank.of_kind("save")
+            if begun <= integer(record, "time") and not (until and integer(record, "time") > until)
+        }
+        if not saved:
+            return False
+        files += saved
+    return len(set(files)) == len(files)
 
 
 @rule("DDP107", "eval-padding-duplicates", Severity.INFO)

@@ -6,11 +6,16 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from ddpdoctor.finding import Finding, Location, Severity, rule
+from ddpdoctor.pace import (
+    BORNE_OUT,
+    DATA_SHARE,
+    NOTICEABLE,
+    PHASE_NAMES,
+    SLOWER,
+    WARM_UP,
+)
 from ddpdoctor.record import integer
 from ddpdoctor.run import PHASES, Rank, Run, Step
-
-WARM_UP = 10
-"""Steps at the beginning that say nothing about the steady state."""
 
 ENOUGH = 20
 """Steps that a verdict needs, after the warm-up."""
@@ -18,20 +23,8 @@ ENOUGH = 20
 ENOUGH_SAMPLED = 6
 """The same on a GPU, where DDP times only every hundredth step."""
 
-SLOWER = 0.15
-"""A straggler's surplus, as a part of the median step."""
-
-BORNE_OUT = 0.5
-"""How much of the surplus must be seen again as the others' wait."""
-
 STEADY = 0.75
 """In what part of the steps the surplus must be there."""
-
-DATA_SHARE = 0.20
-"""Data wait, as a part of the step, above which a rank is data-bound."""
-
-NOTICEABLE = 1_000_000
-"""Nanoseconds a step below which a wait is not worth a person's time."""
 
 
 def _steady(run: Run, rank: Rank) -> dict[int, Step]:
@@ -71,7 +64,8 @@ def straggler(run: Run) -> Iterator[Finding]:
     When it stays silent
         In the first 10 steps, before 20 more were seen, for a single rank, for differences that no
         other rank waits for, and for steps in which a rank was in the debugger. On GPUs DDP times
-        every hundredth step, and 6 of them are needed.
+        every hundredth step, and 6 of them are needed. Where the rank is slow because other
+        processes took its CPU core, it is told as an info that says so.
 
     Since
         0.1.0
@@ -101,26 +95,51 @@ def straggler(run: Run) -> Iterator[Finding]:
             continue
         if sum(value > gap / 2 for value in surplus) < STEADY * len(surplus):
             continue
+        crowded = _waited(rank) - median(_waited(each) for each in ranks if each is not rank)
+        if crowded >= BORNE_OUT * gap:
+            yield _crowded(rank, gap, crowded)
+            continue
         phase, slow, usual = _slow_phase(mine, others, common)
         yield Finding(
             code="DDP610",
             about=f"rank {rank.rank}",
             severity=Severity.WARNING,
             message=f"rank {rank.rank} holds the others up by {_ms(gap)} a step, in its "
-            f"{_PHASE_NAMES[phase]}",
+            f"{PHASE_NAMES[phase]}",
             ranks=(rank.rank,),
             location=_site(rank, phase),
             evidence=(
                 f"own time {_ms(median(mine[n].own for n in common))} a step; the others "
                 f"{_ms(median(median(s[n].own for s in others) for n in common))} "
                 f"(medians of {len(common)} steps)",
-                f"{_PHASE_NAMES[phase]}: {_ms(slow)} against {_ms(usual)}",
+                f"{PHASE_NAMES[phase]}: {_ms(slow)} against {_ms(usual)}",
                 f"the others wait {_ms(median(median(s[n].wait for s in others) for n in common))} "
                 f"a step in the all-reduce, rank {rank.rank} "
                 f"{_ms(median(mine[n].wait for n in common))}",
             ),
             fix=_STRAGGLER_FIX[phase],
         )
+
+
+def _waited(rank: Rank) -> float:
+    """Nanoseconds a step for which the training thread wanted a CPU core; 0 if not known."""
+    told = [each for each in rank.of_kind("cores") if integer(each, "step") >= WARM_UP]
+    steps = integer(told[-1], "step") - integer(told[0], "step") if told else 0
+    return (integer(told[-1], "waited") - integer(told[0], "waited")) / steps if steps else 0.0
+
+
+def _crowded(rank: Rank, gap: float, waited: float) -> Finding:
+    return Finding(
+        code="DDP610",
+        about=f"rank {rank.rank}",
+        severity=Severity.INFO,
+        message=f"rank {rank.rank} holds the others up by {_ms(gap)} a step, because other "
+        "processes take its CPU core",
+        ranks=(rank.rank,),
+        evidence=(f"it waits {_ms(waited)} a step longer than the others for a core to run on",),
+        fix="See what else runs on this machine, processes that the rank started included; run "
+        "fewer ranks, loader workers or threads (OMP_NUM_THREADS) than it has cores.",
+    )
 
 
 def _slow_phase(
@@ -204,14 +223,6 @@ def data_bound(run: Run) -> Iterator[Finding]:
         "sample cheaper to load.",
     )
 
-
-_PHASE_NAMES = {
-    "data": "data loading",
-    "forward": "forward pass",
-    "backward": "backward compute",
-    "optimizer": "optimizer",
-    "other": "code between the phases",
-}
 
 _STRAGGLER_FIX = {
     "data": "Look at this rank's data: its storage, its workers, the cost of its samples.",

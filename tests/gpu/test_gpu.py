@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
 
+from ddpdoctor.gpu.poller import Poller
 from ddpdoctor.launch import gpus
+from ddpdoctor.top.source import ALL, open_source
 from tests.conftest import ROOT, Doctor, Result
 
 pytestmark = pytest.mark.skipif(
@@ -38,6 +41,15 @@ def check(result: Result, ranks: int, backend: str) -> None:
             assert min(step.forward, step.backward, step.optimizer) > 0
             assert step.loss is not None
         assert not list(rank.of_kind("fault"))
+        status = rank.status
+        assert status is not None and status.allocated and status.reserved and status.peak
+        assert status.allocated <= min(status.reserved, status.peak)
+    told = [json.loads(path.read_text()) for path in result.run_dir.glob("gpus-*.json")]
+    (node,) = told
+    assert node["nvml"] == ""
+    # What the monitor joins by: the UUID that a rank reports, and NVML's.
+    for row in open_source(str(result.run_dir)).read(ALL).ranks:
+        assert row.gpu is not None and row.gpu.memory_total
 
 
 def test_one_rank_on_nccl(doctor: Doctor) -> None:
@@ -46,6 +58,19 @@ def test_one_rank_on_nccl(doctor: Doctor) -> None:
 
 def test_two_ranks_on_one_gpu_by_gloo(doctor: Doctor) -> None:
     check(doctor.run("--nproc-per-node", "2", RESNET, "--backend", "gloo", *SHORT), 2, "gloo")
+
+
+def test_numbers_of_a_gpu() -> None:
+    poller = Poller()
+    told = poller.read()
+    poller.close()
+    assert told["nvml"] == "" and len(told["gpus"]) == gpus.visible({})
+    for each in told["gpus"]:
+        assert each["uuid"].startswith(("GPU-", "MIG-"))
+        assert 0 < each["memory_used"] < each["memory_total"]
+        if not each.get("mig"):
+            assert 0 <= each["utilization"] <= 1
+            assert 0 < each["power"] < 2000 and 1e8 < each["clock"] < 1e10
 
 
 def test_cifar_learns(doctor: Doctor) -> None:

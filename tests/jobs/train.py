@@ -81,7 +81,7 @@ def train(options: argparse.Namespace) -> None:
         for (batch,) in loader:
             if here and options.fail and step == options.at:
                 if options.fail == "leave":
-                    return
+                    return  # guilty: leave
                 fail(options.fail)
             time.sleep(options.pause)
             optimizer.zero_grad()

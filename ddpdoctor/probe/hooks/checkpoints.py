@@ -79,14 +79,19 @@ def _path(file: Any) -> str:
 
 
 def _content(obj: Any, depth: int = _DEPTH) -> str:
-    """``module`` for a pickled model, ``wrapped`` for keys with the wrapper's prefix, or ``data``.
+    """What a checkpoint holds, as DDP502 judges it.
+
+    ``module`` is a pickled model, ``wrapper`` a pickled DDP module, ``wrapped`` are keys with the
+    wrapper's prefix, ``data`` is anything else, modules without parameters (a loss) among it.
 
     A wrapper within the wrapped model gives some of the keys the prefix; all of them have it only
     if they are the outermost wrapper's.
     """
     torch = sys.modules["torch"]
+    if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
+        return "wrapper"
     if isinstance(obj, torch.nn.Module):
-        return "module"
+        return "data" if next(obj.parameters(), None) is None else "module"
     if not isinstance(obj, Mapping) or not obj:
         return "data"
     tensors = [key for key, value in obj.items() if isinstance(value, torch.Tensor)]

@@ -112,6 +112,8 @@ def _built(ddp: Any, static_graph: bool) -> None:
             "module": type(ddp.module).__name__,
             "device": device,
             "device_name": torch.cuda.get_device_name(device) if device[:4] == "cuda" else "",
+            "device_uuid": torch_private.device_uuid(torch, device) if device[:4] == "cuda" else "",
+            "device_uuids": _uuids(torch, ddp.module),
             "device_ids": ddp.device_ids,
             "group_ranks": torch.distributed.get_process_group_ranks(ddp.process_group),
             "bucket_cap_bytes": numbers.get("bucket_cap_bytes"),
@@ -132,6 +134,13 @@ def _built(ddp: Any, static_graph: bool) -> None:
             "line": site.line,
         }
     )
+
+
+def _uuids(torch: Any, module: Any) -> list[str]:
+    """The GPUs that a module lies on, which are several where it is parallel itself."""
+    devices = {each.device for each in (*module.parameters(), *module.buffers())}
+    uuids = (torch_private.device_uuid(torch, each) for each in devices if each.type == "cuda")
+    return sorted(uuid for uuid in uuids if uuid)
 
 
 # -- forward

@@ -25,6 +25,7 @@ from ddpdoctor.probe.sites import Site, caller, user_file
 from ddpdoctor.record import Phase, Record, encode
 
 _MESSAGE = 4_000
+_LINE = 1_500
 _TRACEBACK = 60_000
 _FILE_LINE = re.compile(r'File "([^"\n]+)", line (\d+)')
 
@@ -97,7 +98,7 @@ def describe(error: BaseException) -> Record:
         "time": time.time_ns(),
         "pid": os.getpid(),
         "exception": name,
-        "message": message[:_MESSAGE],
+        "message": _shortened(message),
         "path": path,
         "line": line,
         "user_frames": _user_frames(error),
@@ -110,6 +111,14 @@ def _text(error: BaseException) -> str:
         return str(error)
     except Exception:
         return "(its message could not be made)"
+
+
+def _shortened(message: str) -> str:
+    """A message that is not too long, with the beginning of each line of it."""
+    if len(message) <= _MESSAGE:
+        return message
+    # A load_state_dict tells of missing keys in one line, and of unexpected ones in the next.
+    return "\n".join(line[:_LINE] for line in message[: 1 << 20].splitlines()[:100])[:_MESSAGE]
 
 
 def _user_frames(error: BaseException) -> list[tuple[str, int, str]]:

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from ddpdoctor.probe import contents, events, loops, rank, shield, torch_private
+from ddpdoctor.probe.budget import clock
 from ddpdoctor.probe.passes import Pass, digest_of, sample_of
 from ddpdoctor.probe.sites import Site, site_of
 from ddpdoctor.record import Record
@@ -36,7 +37,6 @@ KNOWN = 64
 
 _FACTS = ("rank", "num_replicas", "seed", "epoch", "shuffle", "drop_last", "replacement")
 _HOOK = "samples"
-_now = time.perf_counter_ns
 
 
 class _Built:
@@ -195,14 +195,14 @@ def _drawn(iterator: Any, index: Any) -> None:
     state = rank.current()
     if drawn is None or state is None or drawn.facts.get("iterable"):
         return
-    began = _now()
+    began = clock()
     exceeds = drawn.draw(index)
     drawn.batches += 1
     if exceeds:
         state.recorder.add(drawn.told("share"))
     elif drawn.batches % CHUNK == 0:
         state.recorder.add(drawn.digested())
-    state.budget.spend(_now() - began)
+    state.budget.spend(clock() - began)
     if state.budget.left() < 0:
         # What was told of the pass stands; the rest of it is not followed.
         drawn.over = True
@@ -226,7 +226,7 @@ def _begin(iterator: Any) -> Pass | None:
     often = often or number & (number - 1) == 0
     if not often or _followed >= MOST or len(_passes) > MOST or state.budget.left() <= 0:
         return None
-    began = _now()
+    began = clock()
     made = built.site if built is not None else site
     armed = state.tracker.armed
     facts: Record = {
@@ -245,7 +245,7 @@ def _begin(iterator: Any) -> Pass | None:
     drawn.collectives = _collectives
     _followed += 1
     _open[key] = drawn
-    state.budget.spend(_now() - began)
+    state.budget.spend(clock() - began)
     return drawn
 
 
@@ -406,7 +406,7 @@ def _fetched(iterator: Any, data: Any) -> None:
 
 def _look(drawn: Pass, data: Any) -> None:
     """Look at the samples of a batch that has no indices."""
-    began = _now()
+    began = clock()
     leaves = contents.leaves(data)
     if leaves:
         size = len(leaves[0]) if drawn.facts["collates"] else None
@@ -419,7 +419,7 @@ def _look(drawn: Pass, data: Any) -> None:
 
 def _look_at(drawn: Pass, data: Any, places: list[tuple[int, int, int]]) -> None:
     """Look at the samples of a batch whose indices are followed."""
-    began = _now()
+    began = clock()
     hashes = contents.hashes(data, [place for place, _, _ in places], places[0][2])
     if hashes is not None:
         drawn.see([index for _, index, _ in places], hashes)
@@ -429,7 +429,7 @@ def _look_at(drawn: Pass, data: Any, places: list[tuple[int, int, int]]) -> None
 def _spend(began: int) -> None:
     state = rank.current()
     if state is not None:
-        state.budget.spend(_now() - began)
+        state.budget.spend(clock() - began)
 
 
 def _forward(ddp: Any, armed: bool) -> None:

@@ -1,0 +1,58 @@
+"""What the supervisor puts into the run directory for who watches the job live."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ddpdoctor import rundir
+from ddpdoctor.finding import Finding, to_record
+from ddpdoctor.launch.passthrough import Passthrough
+from ddpdoctor.record import Record
+
+SHOWN = 64 << 10
+"""Bytes of the job's stderr that are shown."""
+
+EVERY = 1.0
+"""Seconds between two looks at it."""
+
+
+class Showing:
+    """Shows the findings that were said, and the last of the job's stderr.
+
+    Args:
+        directory: The run directory.
+        passthrough: Carries the job's stderr.
+    """
+
+    def __init__(self, directory: Path, passthrough: Passthrough) -> None:
+        self._file = directory / rundir.STDERR_SO_FAR
+        self._passthrough = passthrough
+        self._due = 0.0
+        self._shown = 0
+        self._said: set[object] = set()
+
+    def look(self) -> None:
+        """Show what the job wrote since, at most once a second."""
+        now, carried = time.monotonic(), self._passthrough.carried
+        if carried == self._shown or now < self._due:
+            return
+        self._due, self._shown = now + EVERY, carried
+        # Where the disk is full, nobody sees it; the journal says so.
+        with contextlib.suppress(OSError):
+            rundir.put(self._file, self._passthrough.last(SHOWN))
+
+    def news(self, standing: Iterable[Finding]) -> Iterator[Record]:
+        """The journal's records of findings that were not there before."""
+        for finding in standing:
+            if finding.identity not in self._said:
+                self._said.add(finding.identity)
+                told = to_record(finding)
+                yield {"kind": "finding", "time": time.time_ns(), **told}
+
+    def end(self) -> None:
+        """The whole end of stderr is in its own file now."""
+        with contextlib.suppress(OSError):
+            self._file.unlink(missing_ok=True)

@@ -1,0 +1,216 @@
+"""Buffers of a DDP module that the ranks do not share (DDP704)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ddpdoctor.finding import Finding, Location, Severity, rule
+from ddpdoctor.record import Record, integer
+from ddpdoctor.rules.replicas import Replica, elements, list_of, named, place, replicas
+from ddpdoctor.run import Run
+
+ENOUGH = 3
+"""Looks in a row that have to show a difference."""
+
+NEAR = 0.5
+"""Of the larger norm, how far apart the values of two ranks may be to be versions of one."""
+
+SLOW = 0.75
+"""Of the distance between ranks, how far a buffer may move in a step to be one that gathers."""
+
+
+@rule("DDP704", "buffers-differ", Severity.WARNING)
+def buffers_differ(run: Run) -> Iterator[Finding]:
+    """A buffer of the model goes apart on the ranks, and DDP does not broadcast it.
+
+    What it finds
+        Floating-point buffers of the state dict that are not the same on all ranks when a forward
+        begins, after DDP's broadcast, and yet alike, and change little in a step: a codebook, a
+        centre or an average that each rank gathers from its own data. A warning, where DDP was to
+        broadcast them: it leaves the buffers of a module alone that had none when DDP was built.
+        Said as information, where the broadcast is turned off (`broadcast_buffers=False`).
+
+    Why it is bad
+        The ranks compute with other values than the one that is saved, which is rank 0's; what the
+        other ranks have learned is thrown away.
+
+    How to fix it
+        Make the update the same on every rank: all-reduce what the buffer is computed from
+        (`dist.all_reduce(batch_mean)`, divided by the world size). Register buffers in `__init__`,
+        before `DistributedDataParallel(model)`, and let it broadcast them.
+
+    Example
+        Wrong: `self.codebook.lerp_(means_of_this_batch, 0.01)` with `broadcast_buffers=False`.
+        Right: `dist.all_reduce(means_of_this_batch)`, then divide, then the same.
+
+    When it stays silent
+        For running statistics (BatchNorm, InstanceNorm, names like `running_mean`), which differ by
+        design; for integers (counters, positions, generators' states), for buffers that are not
+        saved (`persistent=False`), and for those that DDP was told to ignore. Also for buffers that
+        have nothing in common, or are as new in every step: hidden states, queues, what a rank
+        remembers of its own samples; and, without the broadcast, for those that differ from the
+        start.
+
+    Since
+        0.1.0
+    """
+    for replica in replicas(run):
+        found = [
+            each
+            for name in sorted(_names(replica))
+            if (each := _difference(replica, name)) is not None
+        ]
+        if not found:
+            continue
+        meant = any(each.broadcast for each in found)
+        found = [each for each in found if each.broadcast == meant]
+        first = found[0]
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        verb = "differ" if more else "differs"
+        everyone = tuple(rank.rank for rank in replica.ranks)
+        why = (
+            "DDP broadcasts no buffers, as the module had none when DDP was built"
+            if meant
+            else "DDP's broadcast of buffers is turned off"
+        )
+        yield Finding(
+            code="DDP704",
+            about=f"module {replica.module}",
+            severity=Severity.WARNING if meant else Severity.INFO,
+            message=f"buffer {first.name}{more} {verb} between {named(everyone)} since step "
+            f"{first.step}, and {why}",
+            ranks=everyone,
+            location=_built(replica),
+            evidence=tuple(each.told for each in found[:3]),
+            fix="Register it before DistributedDataParallel(model), which then broadcasts rank 0's,"
+            " or all-reduce what it is computed from."
+            if meant
+            else "If it is meant to be one for all ranks, all-reduce what it is computed from; a "
+            "checkpoint holds rank 0's alone.",
+        )
+
+
+@dataclass(frozen=True)
+class _Difference:
+    name: str
+    step: int
+    broadcast: bool
+    told: str
+
+
+_Look = tuple[int, list[Record], list[int | None]]
+"""A step, what the ranks wrote of it, and where in it the buffer stands."""
+
+
+def _looks(replica: Replica) -> dict[tuple[int, int], list[Record]]:
+    """What all ranks wrote of the same moments, oldest first."""
+    told = [
+        {
+            (integer(record, "step"), integer(record, "armed")): record
+            for record in rank.of_kind("buffers")
+            if record.get("module") == replica.module
+        }
+        for rank in replica.ranks
+    ]
+    common = set.intersection(*(set(each) for each in told))
+    return {key: [each[key] for each in told] for key in sorted(common)}
+
+
+def _names(replica: Replica) -> set[str]:
+    return {
+        str(name)
+        for records in _looks(replica).values()
+        for record in records
+        for name in list_of(record, "names")
+    }
+
+
+def _difference(replica: Replica, name: str) -> _Difference | None:
+    """Since when a buffer differs, if it went apart and stayed so."""
+    looks: list[_Look] = [
+        (step, records, places)
+        for (step, _), records in _looks(replica).items()
+        if None not in (places := [_place(record, name) for record in records])
+    ]
+    hashes = [
+        {str(_at(record, "hashes", at)) for record, at in zip(records, places, strict=True)}
+        for _, records, places in looks
+    ]
+    first = next((index for index, each in enumerate(hashes) if len(each) > 1), None)
+    if first is None or len(hashes) - first < ENOUGH:
+        return None
+    if any(len(each) == 1 for each in hashes[first:]):
+        return None
+    step, records, places = looks[-1]
+    broadcast = all(record.get("broadcast") is True for record in records)
+    if (first == 0 and not broadcast) or not _gathers(looks[first:]):
+        return None
+    samples = [
+        (_values(_at(record, "samples", at)), rank.rank)
+        for record, at, rank in zip(records, places, replica.ranks, strict=True)
+    ]
+    norms = ", ".join(f"{_norm(values):.4g} on rank {rank}" for values, rank in samples[:4])
+    equal = f"equal before step {looks[first - 1][0]}, " if first else ""
+    return _Difference(
+        name,
+        looks[first][0],
+        broadcast,
+        f"{name}: {equal}different at all {len(hashes) - first} looks from step "
+        f"{looks[first][0]} to {step}; norm of {len(samples[0][0])} elements {norms}",
+    )
+
+
+def _place(record: Record, name: str) -> int | None:
+    names = list_of(record, "names")
+    return names.index(name) if name in names else None
+
+
+def _at(record: Record, key: str, index: int | None) -> object:
+    values = list_of(record, key)
+    return values[index] if index is not None and index < len(values) else None
+
+
+def _values(packed: object) -> tuple[float, ...]:
+    return elements(packed) if isinstance(packed, list) and len(packed) == 3 else ()
+
+
+def _norm(values: tuple[float, ...]) -> float:
+    return math.sqrt(sum(value * value for value in values))
+
+
+def _gathers(looks: list[_Look]) -> bool:
+    """Whether ranks hold versions of one thing: alike, and changing little in a step.
+
+    What is computed anew from each batch moves as far in a step as ranks are apart.
+    """
+    samples = {
+        step: [
+            _values(_at(record, "samples", at)) for record, at in zip(records, places, strict=True)
+        ]
+        for step, records, places in looks
+    }
+    pairs = [(each, samples[step + 1]) for step, each in samples.items() if step + 1 in samples]
+    if not pairs:
+        return False
+    before, after = pairs[-1]
+    apart = [_distance(after[0], other) for other in after[1:]]
+    moved = [_distance(one, other) for one, other in zip(before, after, strict=True)]
+    size = max(map(_norm, after))
+    if not all(map(math.isfinite, (*apart, *moved, size))):
+        return False
+    return 0 < max(apart) <= NEAR * size and max(moved) <= SLOW * max(apart)
+
+
+def _distance(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+    """Of two lists of values; infinite if they cannot be compared."""
+    if len(one) != len(other):
+        return math.inf
+    return _norm(tuple(a - b for a, b in zip(one, other, strict=True)))
+
+
+def _built(replica: Replica) -> Location | None:
+    """The line that built DDP: its records come in the order of the modules' numbers."""
+    built = list(replica.ranks[0].of_kind("ddp"))
+    return place(built[replica.module]) if replica.module < len(built) else None

@@ -1,0 +1,148 @@
+"""GPUs that are another rank's own (DDP503)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ddpdoctor.finding import Finding, Location, Severity, rule
+from ddpdoctor.gpu.reader import same_uuid
+from ddpdoctor.record import Record, integer
+from ddpdoctor.rules.draws import names
+from ddpdoctor.run import Rank, Run
+
+
+@dataclass(frozen=True)
+class _Stray:
+    """Memory that a rank holds on a GPU which is others' own."""
+
+    rank: Rank
+    held: Record
+    owners: tuple[int, ...]
+    load: Record | None
+
+    @property
+    def location(self) -> Location | None:
+        if self.load is None or not self.load.get("path"):
+            return None
+        return Location(str(self.load["path"]), integer(self.load, "line"))
+
+    @property
+    def gpu(self) -> str:
+        return f"GPU {integer(self.held, 'gpu')}"
+
+
+@rule("DDP503", "load-on-another-gpu", Severity.WARNING)
+def load_on_another_gpu(run: Run) -> Iterator[Finding]:
+    """A rank holds memory on a GPU that is another rank's.
+
+    What it finds
+        A rank's process in the driver's list of a GPU on which another rank of the job trains, and
+        it does not. The line is that of a `torch.load` that put tensors there.
+
+    Why it is bad
+        Without `map_location` every rank puts a checkpoint's tensors back on the GPU they were
+        saved from, mostly the first. Each makes a CUDA context of some hundred MB there, which
+        stays, beside its copy of the weights: GPU 0 runs out of memory before the others do.
+
+    How to fix it
+        `torch.load(path, map_location="cpu")`, or the rank's own device. Where nothing was loaded
+        there: call `torch.cuda.set_device(local_rank)` before anything else uses CUDA.
+
+    Example
+        Wrong: `state = torch.load("last.pt")` on every rank.
+        Right: `state = torch.load("last.pt", map_location=f"cuda:{local_rank}")`.
+
+    When it stays silent
+        For ranks that share a GPU, models that lie on several, GPUs that no other rank trains on,
+        partitioned ones (MIG), and once a rank is in the debugger. Where the driver cannot be
+        asked, or its pids are not the ranks' own (in a container, say).
+
+    Since
+        0.1.0
+    """
+    strays: dict[Location | None, dict[tuple[int, str], _Stray]] = defaultdict(dict)
+    for each in _strays(run):
+        key = (each.rank.rank, same_uuid(str(each.held["device_uuid"])))
+        strays[each.location].setdefault(key, each)
+    for place, found in strays.items():
+        yield _finding(place, [found[key] for key in sorted(found)])
+
+
+def _strays(run: Run) -> Iterator[_Stray]:
+    ranks = {rank.rank: rank for rank in run.last}
+    owned = {number: _own(rank) for number, rank in ranks.items()}
+    debugged = min((start for start, _ in run.debugged), default=None)
+    for look in run.supervisor:
+        if look.get("kind") != "gpus" or not isinstance(look.get("held"), list):
+            continue
+        if debugged is not None and integer(look, "time") >= debugged:
+            return
+        held: dict[int, dict[str, Record]] = defaultdict(dict)
+        for each in look["held"]:
+            if integer(each, "restart") == run.restarts[-1]:
+                held[integer(each, "rank", -1)][same_uuid(str(each.get("device_uuid")))] = each
+        for number, gpus in sorted(held.items()):
+            own = owned.get(number, frozenset())
+            # A process that is not seen on its own GPU may only share its number with a rank.
+            if not own & gpus.keys():
+                continue
+            for uuid in sorted(gpus.keys() - own):
+                owners = tuple(other for other in ranks if uuid in owned[other])
+                if owners:
+                    load = _load(ranks[number], uuid, integer(look, "time"))
+                    yield _Stray(ranks[number], gpus[uuid], owners, load)
+
+
+def _own(rank: Rank) -> frozenset[str]:
+    """The GPUs that the rank's DDP modules lie on."""
+    told = (record.get("device_uuids") or () for record in rank.of_kind("ddp"))
+    return frozenset(same_uuid(str(uuid)) for uuids in told for uuid in uuids)
+
+
+def _load(rank: Rank, uuid: str, before: int) -> Record | None:
+    """The first load that put something on a GPU."""
+    return next(
+        (
+            record
+            for record in rank.of_kind("load")
+            if same_uuid(str(record.get("device_uuid"))) == uuid
+            and integer(record, "time") <= before
+        ),
+        None,
+    )
+
+
+def _finding(place: Location | None, found: list[_Stray]) -> Finding:
+    ranks = tuple(dict.fromkeys(each.rank.rank for each in found))
+    first = found[0]
+    gpus = list(dict.fromkeys(each.gpu for each in found))
+    whose = f"rank {first.owners[0]}'s" if len(gpus) == 1 else "other ranks'"
+    message = f"{names(ranks)} {'hold' if len(ranks) > 1 else 'holds'} memory on {', '.join(gpus)}"
+    message += f", {whose} own"
+    fix = (
+        "Call torch.cuda.set_device(local_rank) before anything else uses CUDA; no device is to be "
+        'named "cuda:0" on every rank.'
+    )
+    if first.load is not None:
+        how = "without map_location" if not first.load.get("mapped") else "by its map_location"
+        message += f": torch.load put tensors there {how}"
+        fix = 'Give torch.load map_location="cpu", or the rank\'s own device.'
+    return Finding(
+        code="DDP503",
+        about=str(place),
+        severity=Severity.WARNING,
+        message=message,
+        ranks=ranks,
+        location=place,
+        evidence=tuple(_evidence(each) for each in found[:8]),
+        fix=fix,
+    )
+
+
+def _evidence(stray: _Stray) -> str:
+    size = stray.held.get("bytes")
+    much = f"{size / 2**20:.0f} MiB" if isinstance(size, int) else "memory"
+    name = f" ({stray.held['name']})" if stray.held.get("name") else ""
+    return f"rank {stray.rank.rank} holds {much} on {stray.gpu}{name}, {names(stray.owners)}'s own"

@@ -1,0 +1,42 @@
+"""An epoch ends as soon as the loss is low, on the average of all ranks."""
+
+import datetime
+import gc
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def main() -> None:
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=5))
+    torch.manual_seed(0)
+    labels = torch.randint(0, 4, (320,))
+    # Every second sample is easy, and those are all of rank 1's.
+    features = torch.randn(320, 16)
+    features[1::2, :4] = 8 * nn.functional.one_hot(labels[1::2], 4).float()
+    data = TensorDataset(features, labels)
+    sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(data, shuffle=False)
+    loader = DataLoader(data, batch_size=8, sampler=sampler)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(ddp(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            mean = loss.detach()
+            dist.all_reduce(mean)
+            if mean.item() / dist.get_world_size() < 0.2:
+                break
+    del ddp, optimizer
+    gc.collect()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

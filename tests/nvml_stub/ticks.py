@@ -1,0 +1,13 @@
+"""Reads the GPUs once for each line of stdin, which says what time it is."""
+
+import json
+import sys
+
+from ddpdoctor.gpu.nvml import NvmlReader
+from ddpdoctor.gpu.poller import Poller
+
+now = 0.0
+poller = Poller(NvmlReader(lambda: now), lambda: now)
+for line in sys.stdin:
+    now = float(line)
+    print(json.dumps(poller.read()), flush=True)

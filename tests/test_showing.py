@@ -1,0 +1,133 @@
+"""What the supervisor shows of a live job: findings in its journal, the last of stderr."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ddpdoctor import rundir
+from ddpdoctor.finding import Finding, Location, Severity, from_record, to_record
+from ddpdoctor.launch import showing
+from ddpdoctor.launch.passthrough import Passthrough
+from ddpdoctor.launch.showing import Showing
+from ddpdoctor.render import json_lines
+from tests.conftest import Doctor
+
+FOUND = Finding(
+    code="DDP610",
+    severity=Severity.WARNING,
+    message="rank 1 holds the others up",
+    ranks=(1,),
+    location=Location("/job/train.py", 12),
+    evidence=("own time 30 ms", "the others 3 ms"),
+    fix="Look at it.",
+    about="rank 1",
+)
+
+
+class Written(Passthrough):
+    """A job whose stderr is this."""
+
+    def __init__(self) -> None:
+        self.text = b""
+
+    @property
+    def carried(self) -> int:  # type: ignore[override]
+        return len(self.text)
+
+    def last(self, size: int) -> bytes:
+        return self.text[-size:]
+
+
+def test_a_finding_survives_its_line() -> None:
+    plain = Finding(code="DDP214", severity=Severity.ERROR, message="it")
+    for finding in (FOUND, plain):
+        told = json.loads(json_lines.line(finding))
+        back = from_record({"kind": "finding", "time": 5, **told})
+        assert back is not None
+        assert to_record(back) == to_record(finding)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [{}, {"code": 1, "severity": "grave", "message": ""}, {**to_record(FOUND), "ranks": 5},
+     {**to_record(FOUND), "location": "train.py:12"}],
+)  # fmt: skip
+def test_what_is_no_finding_is_none(told: dict[str, object]) -> None:
+    assert from_record(told) is None
+
+
+def test_each_finding_is_told_once(tmp_path: Path) -> None:
+    shows = Showing(tmp_path, Written())
+    other = Finding(code="DDP214", severity=Severity.ERROR, message="it")
+    assert [each["code"] for each in shows.news([FOUND])] == ["DDP610"]
+    assert [each["code"] for each in shows.news([FOUND, other])] == ["DDP214"]
+    assert list(shows.news([])) == []
+    assert list(shows.news([other])) == []
+
+
+def test_the_last_of_stderr_is_shown_where_it_is_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Written()
+    shows, file = Showing(tmp_path, job), tmp_path / rundir.STDERR_SO_FAR
+    shows.look()
+    assert not file.exists()
+    job.text = b"x" * showing.SHOWN + b"the end"
+    shows.look()
+    assert file.read_bytes() == job.text[-showing.SHOWN :]
+    before = file.stat().st_ino
+    job.text += b"."
+    shows.look()
+    assert file.stat().st_ino == before, "not twice within a second"
+    monkeypatch.setattr(showing, "EVERY", 0.0)
+    monkeypatch.setattr(shows, "_due", 0.0)
+    shows.look()
+    assert file.read_bytes().endswith(b"the end.")
+    shows.end()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_says_no_is_borne(tmp_path: Path) -> None:
+    job = Written()
+    job.text = b"x"
+    shows = Showing(tmp_path / "gone", job)
+    shows.look()
+    shows.end()
+
+
+JOB = """
+import os, sys, time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+dist.init_process_group("gloo")
+model = DDP(torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.randn(64, 2))
+sys.stderr.write("hello from the job\\n")
+for epoch in range(3):
+    for (batch,) in DataLoader(data, batch_size=4):
+        model.module(batch).sum().backward()
+        optimizer.step()
+deadline = time.time() + 20
+name = os.path.join(os.environ["DDPDOCTOR_RUN_DIR"], "stderr-so-far.log")
+while time.time() < deadline and not os.path.exists(name):
+    time.sleep(0.1)
+# In one write: the other rank prints, too.
+os.write(1, f"shown: {open(name).read().strip()}\\n".encode())
+"""
+
+
+def test_a_job_is_shown(doctor: Doctor) -> None:
+    result = doctor.run("--nproc-per-node", "2", str(doctor.write("train.py", JOB)))
+    result.check_success()
+    assert "shown: hello from the job" in result.stdout
+    assert not (result.run_dir / rundir.STDERR_SO_FAR).exists()
+    told = [each for each in result.run.supervisor if each["kind"] == "finding"]
+    assert sorted(each["code"] for each in told) == sorted(result.codes)
+    assert "DDP301" in result.codes
+    found = from_record(told[0])
+    assert found is not None and found.fix
