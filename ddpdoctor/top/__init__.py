@@ -1,0 +1,1 @@
+"""The live monitor: what it shows, where it comes from, and the Textual application."""

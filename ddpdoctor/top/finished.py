@@ -1,0 +1,122 @@
+"""A run that is over, as a replay over the steps that its journals hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from ddpdoctor.record import Parts
+from ddpdoctor.top import gpus, steplog, times, verdict
+from ddpdoctor.top.live import LiveSource, series, steady
+from ddpdoctor.top.pages import Pages
+from ddpdoctor.top.snapshot import RankRow, Snapshot
+from ddpdoctor.top.source import Want
+from ddpdoctor.top.steplog import StepLine, StepLog
+
+
+class FinishedSource:
+    """A frame for each step of the newest attempt, and a last one that says how it ended.
+
+    It opens at the last one. Nothing is kept of the journals: each frame looks its steps up.
+
+    Args:
+        path: The run directory.
+        interval: Seconds between frames while it plays.
+
+    Raises:
+        DoctorError: It is no run directory, or of a newer version.
+    """
+
+    def __init__(self, path: Path, interval: float) -> None:
+        self.interval = interval
+        self._end = LiveSource(path, interval)
+        pages = Pages(path)
+        pages.look()
+        self._logs = {rank: StepLog(pages.path(rank, "jsonl")) for rank in pages.ranks}
+        spans = [span for log in self._logs.values() if (span := log.span()) is not None]
+        self._first = min((first for first, _ in spans), default=0)
+        last = max((last for _, last in spans), default=-1)
+        self._steps = max(0, last - self._first + 1)
+        self._position = self._steps
+        self._last: Snapshot | None = None
+
+    @property
+    def length(self) -> int:
+        """The steps there are, and the end."""
+        return self._steps + 1
+
+    @property
+    def position(self) -> int:
+        """The frame that is read."""
+        return self._position
+
+    def seek(self, position: int) -> None:
+        """Go to a frame; beyond the ends, to the nearest."""
+        self._position = min(max(position, 0), self._steps)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._end.close()
+
+    def read(self, want: Want) -> Snapshot:
+        """The frame at the position."""
+        if self._position == self._steps:
+            return self._end.read(want)
+        if self._last is None:
+            self._last = self._end.read(Want(frozenset()))
+        return self._at(self._first + self._position, self._last, want)
+
+    def _at(self, number: int, last: Snapshot, want: Want) -> Snapshot:
+        moment, seen = 0, times.WINDOW
+        rows = []
+        for row in last.ranks:
+            wanted = want.ranks is None or row.rank in want.ranks
+            count = max(times.WINDOW, want.history) if wanted else times.WINDOW
+            log = self._logs.get(row.rank)
+            steps = log.until(number, count) if log is not None else []
+            if steps and steps[-1].parts.number == number:
+                moment = max(moment, steps[-1].end)
+                seen = min(seen, len(steps))
+            rows.append(_row(row, number, steps, want.history if wanted else 0))
+        timed = [row.times for row in rows if row.times is not None]
+        now = moment / 1e9 if moment else last.time
+        found = tuple(each for each in last.findings if each.time is None or each.time <= now)
+        usual = times.of_ranks(timed)
+        facts = verdict.Facts(live=False, usual=usual, seen=seen, findings=found, whole=False)
+        judged = verdict.judge(rows, facts)
+        return replace(
+            last,
+            time=now,
+            verdict=judged,
+            exit_status=None,
+            ranks=times.ordered(rows, judged.rank),
+            median=usual,
+            skew=times.skew(timed),
+            gpus=tuple(gpus.silent(gpu, "") for gpu in last.gpus),
+            machine=None,
+            findings=found,
+        )
+
+
+def _row(last: RankRow, number: int, steps: list[StepLine], history: int) -> RankRow:
+    """A rank when step ``number`` was closed; what only its status page knew is not known."""
+    parts: list[Parts] = [step.parts for step in steps]
+    owns, totals = series([steplog.seconds(each) for each in parts], history)
+    reached = bool(parts) and parts[-1].number >= number
+    waits = not reached and last.state not in ("ended", "dead")
+    return RankRow(
+        rank=last.rank,
+        node=last.node,
+        local_rank=last.local_rank,
+        restart=last.restart,
+        pid=last.pid,
+        # A rank that has no such step had come to its end, or had not begun.
+        state="running" if reached else "starting" if waits or not parts else last.state,
+        said="" if reached or not parts else last.said,
+        step=parts[-1].number + 1 if parts else None,
+        epoch=steps[-1].epoch if steps else None,
+        times=times.of_steps(steady(parts)[-times.WINDOW :]),
+        owns=owns,
+        totals=totals,
+        gpu=None if last.gpu is None else gpus.silent(last.gpu, ""),
+    )

@@ -1,0 +1,159 @@
+"""The run in Prometheus' text format: what NVIDIA's DCGM exporter cannot know.
+
+Labels are named as that exporter names them (``gpu``, ``UUID``, ``device``, ``modelName``,
+``Hostname``), so that both join. What is not known has no sample.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from ddpdoctor.errors import DoctorError
+from ddpdoctor.top.snapshot import PHASES, RankRow, Snapshot
+
+LOOPBACK = "127.0.0.1"
+
+_RANK = ("rank", "local_rank", "run", "Hostname", "gpu", "UUID", "device", "modelName")
+
+
+def address(text: str) -> tuple[str, int]:
+    """``PORT``, on loopback, or ``HOST:PORT``; an IPv6 address in brackets.
+
+    Raises:
+        DoctorError: It is neither.
+    """
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not (port.isascii() and port.isdigit()) or int(port) > 65535 or (colon and not host):
+        raise DoctorError(f"--prometheus needs PORT or HOST:PORT, not {text!r}")
+    return host or LOOPBACK, int(port)
+
+
+class Exporter:
+    """Serves the newest snapshot.
+
+    Args:
+        place: Host and port; port 0 takes any.
+        latest: The newest snapshot, None while there is none.
+
+    Raises:
+        DoctorError: The port is taken.
+    """
+
+    def __init__(self, place: tuple[str, int], latest: Callable[[], Snapshot | None]) -> None:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Collector(latest))
+        host, port = place
+        try:
+            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+        except OSError as error:
+            raise DoctorError(
+                f"cannot serve metrics at {host}:{port}: {error.strerror}",
+                "name another port with --prometheus",
+            ) from None
+        self.port = int(self._server.server_address[1])
+        self.place = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        """Where it serves, as in an address."""
+
+    def close(self) -> None:
+        """Serve no more."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(5)
+
+
+class _Collector(Collector):
+    def __init__(self, latest: Callable[[], Snapshot | None]) -> None:
+        self._latest = latest
+
+    def collect(self) -> Iterator[Metric]:
+        snapshot = self._latest()
+        return families(snapshot) if snapshot is not None else iter(())
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+
+def families(snapshot: Snapshot) -> Iterator[Metric]:
+    """The metrics of a snapshot."""
+    if snapshot.kind == "machine":
+        return
+    run = snapshot.run
+    rows = [(row, _labels(row, run)) for row in snapshot.ranks]
+    phase = _gauge("rank_phase_seconds", "Where a step goes: medians.", (*_RANK, "phase", "split"))
+    for row, labels in rows:
+        for name in PHASES:
+            if row.times is not None:
+                # Of a backward that was not split the wait is a part, so neither is known.
+                split = "true" if row.times.split else "false"
+                phase.add_metric([*labels, name, split], getattr(row.times, name))
+    yield phase
+    numbers: Mapping[str, tuple[str, Callable[[RankRow], float | None]]] = {
+        "rank_own_seconds": (
+            "What a rank spends itself in a step: all but the wait for others.",
+            lambda row: row.times.own if row.times is not None else None,
+        ),
+        "rank_step": ("Steps that a rank has done.", lambda row: row.step),
+        "rank_heartbeat_age_seconds": (
+            "Time since a rank was last seen to move.",
+            lambda row: row.heartbeat,
+        ),
+        "rank_resident_memory_bytes": ("Memory of a rank's process.", lambda row: row.rss),
+        "rank_cuda_allocated_bytes": (
+            "What torch's CUDA allocator has given out.",
+            lambda row: row.allocated,
+        ),
+        "rank_cuda_reserved_bytes": (
+            "What torch's CUDA allocator has taken from the GPU.",
+            lambda row: row.reserved,
+        ),
+        "rank_dropped_records": ("Records that could not be written.", lambda row: row.dropped),
+    }
+    for name, (what, number) in numbers.items():
+        family = _gauge(name, what, _RANK)
+        for row, labels in rows:
+            value = number(row)
+            if value is not None:
+                family.add_metric(labels, value)
+        yield family
+    state = _gauge("rank_state", "1 for the state that a rank is in.", (*_RANK, "state"))
+    for row, labels in rows:
+        state.add_metric([*labels, row.state], 1)
+    yield state
+    whole = _gauge("step_seconds", "A step of the median rank.", ("run",))
+    if snapshot.median is not None:
+        whole.add_metric([run], snapshot.median.total)
+    yield whole
+    found = _gauge("findings", "Findings so far.", ("run", "code", "severity"))
+    counts = Counter((row.finding.code, row.finding.severity.label) for row in snapshot.findings)
+    for (code, severity), count in sorted(counts.items()):
+        found.add_metric([run, code, severity], count)
+    yield found
+    up = _gauge("run_up", "Whether the run lives.", ("run",))
+    up.add_metric([run], snapshot.live)
+    yield up
+
+
+def _gauge(name: str, what: str, labels: Sequence[str]) -> Any:
+    return GaugeMetricFamily(f"ddpdoctor_{name}", what, labels=labels)
+
+
+def _labels(row: RankRow, run: str) -> list[str]:
+    gpu = row.gpu
+    return [
+        str(row.rank),
+        "" if row.local_rank is None else str(row.local_rank),
+        run,
+        row.node,
+        "" if gpu is None else str(gpu.index),
+        "" if gpu is None else gpu.uuid,
+        "" if gpu is None else f"nvidia{gpu.index}",
+        "" if gpu is None else gpu.name,
+    ]

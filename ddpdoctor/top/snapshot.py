@@ -1,0 +1,165 @@
+"""What one frame of the monitor shows: immutable, without a trace of where it came from.
+
+Live runs, finished ones, recordings, a machine without a run, and the demonstration all become a
+`Snapshot`; everything that draws takes one. Units are base units: seconds, bytes, watts, hertz,
+degrees Celsius, and ratios from 0 to 1. What is not known is None and never 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ddpdoctor.finding import Finding
+
+PHASES = ("data", "forward", "backward", "optimizer", "other", "wait")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU, as NVML told it last."""
+
+    node: str
+    index: int
+    uuid: str
+    name: str = ""
+    utilization: float | None = None
+    """Share of the last second in which any kernel ran: NCCL's waiting counts, too."""
+    memory_used: int | None = None
+    memory_total: int | None = None
+    power: float | None = None
+    power_limit: float | None = None
+    temperature: float | None = None
+    clock: float | None = None
+    clock_max: float | None = None
+    throttle: tuple[str, ...] = ()
+    ecc_errors: int | None = None
+    mig: bool = False
+    problem: str = ""
+    """Why numbers are missing, in words; empty if none are."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Where a step goes: medians over the last steps, in seconds."""
+
+    data: float
+    forward: float
+    backward: float
+    optimizer: float
+    other: float
+    wait: float
+    total: float
+    split: bool
+    """Whether the backward is compute alone; if not, it holds the wait, and a ``~`` says so."""
+
+    @property
+    def own(self) -> float:
+        """What the rank spent itself: everything but the wait for others."""
+        return self.total - self.wait
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """One rank."""
+
+    rank: int
+    node: str
+    local_rank: int | None = None
+    restart: int = 0
+    pid: int | None = None
+    state: str = "running"
+    """``starting``, ``running``, ``stale``, ``debugger``, ``ended`` or ``dead``."""
+    said: str = ""
+    """The state in words where there is more to say: how it died, who holds it."""
+    phase: str = ""
+    since: float | None = None
+    """Seconds in the phase."""
+    site: str = ""
+    """``path:line`` of the user's code that entered the phase."""
+    collective: str = ""
+    step: int | None = None
+    epoch: int | None = None
+    times: Times | None = None
+    owns: tuple[float, ...] = ()
+    """Own time of the last steps, oldest first."""
+    totals: tuple[float, ...] = ()
+    """Duration of the last steps, oldest first."""
+    heartbeat: float | None = None
+    """Seconds since the rank was last seen to move."""
+    dropped: int = 0
+    rss: int | None = None
+    allocated: int | None = None
+    reserved: int | None = None
+    peak: int | None = None
+    """Bytes of torch's CUDA allocator."""
+    gpu: Gpu | None = None
+    debug_port: int | None = None
+    output: tuple[str, ...] = ()
+    """The last lines of its stderr, as far as they carry its mark."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The line above the board."""
+
+    text: str
+    level: str = "ok"
+    """``ok``, ``info``, ``warning`` or ``error``."""
+    rank: int | None = None
+    """The rank that is blamed."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine that the monitor runs on."""
+
+    node: str
+    cpu: float | None = None
+    cores: int | None = None
+    memory_used: int | None = None
+    memory_total: int | None = None
+
+
+@dataclass(frozen=True)
+class FindingRow:
+    """A finding, and when it was said."""
+
+    finding: Finding
+    time: float | None = None
+    """Unix seconds."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One frame."""
+
+    time: float
+    """Unix seconds."""
+    kind: str
+    """``run``, ``machine`` or ``demo``."""
+    verdict: Verdict
+    run: str = ""
+    """The run's id."""
+    path: str = ""
+    command: str = ""
+    started: float | None = None
+    live: bool = False
+    gone: bool = False
+    """The run directory was removed, so that it is not known whether the job lives."""
+    exit_status: int | None = None
+    world_size: int | None = None
+    ranks: tuple[RankRow, ...] = ()
+    """Blamed ones first: by own time, descending; ranks that run nothing, at the end."""
+    median: Times | None = None
+    skew: float | None = None
+    """The largest own time, as a ratio to the median one."""
+    gpus: tuple[Gpu, ...] = ()
+    machine: Machine | None = None
+    findings: tuple[FindingRow, ...] = ()
+    output: tuple[str, ...] = ()
+    nvml: str = ""
+    """NVML's state in words; empty when all is well."""
+    notes: tuple[str, ...] = ()
+    """What the person should know of the monitor itself: unreadable files, a run that is gone."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Versions and launch settings for the environment panel."""

@@ -1,0 +1,299 @@
+"""What ``top`` draws, for any size of terminal: the goldens, and what holds for all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import unicodedata
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddpdoctor.top import actions, bars, board, frame, rows, units
+from ddpdoctor.top.keys import KEYS
+from ddpdoctor.top.line import columns, plain, width
+from ddpdoctor.top.marks import ASCII, UNICODE
+from ddpdoctor.top.snapshot import FindingRow, Gpu, RankRow, Snapshot, Times, Verdict
+from ddpdoctor.top.styles import look
+from ddpdoctor.top.view import SORTS, Panel, View
+from tests import top_snapshots as made
+
+
+def text(snapshot: Snapshot, view: View = View(), size: tuple[int, int] = (80, 24)) -> list[str]:  # noqa: B008
+    return [plain(line) for line in frame.draw(snapshot, view, *size).lines]
+
+
+@pytest.mark.parametrize("name", made.CASES)
+def test_the_picture_is_the_golden_one(name: str) -> None:
+    golden = made.GOLDENS / f"{name}.txt"
+    assert made.picture(name) == golden.read_text("utf-8"), (
+        "if the change is meant: python -m tests.top_snapshots"
+    )
+
+
+def test_there_is_no_golden_without_a_case() -> None:
+    assert {path.stem for path in made.GOLDENS.iterdir()} == set(made.CASES)
+
+
+words = st.text(max_size=30)
+amounts = st.one_of(st.none(), st.floats(allow_nan=True, allow_infinity=True))
+times = st.builds(Times, *[st.floats(min_value=0, max_value=1e6)] * 7, st.booleans())
+sizes = st.one_of(st.none(), st.integers(0, 1 << 62))
+gpus = st.builds(
+    Gpu, words, st.integers(0, 99), words, words, amounts, sizes, sizes, amounts, amounts,
+    amounts, amounts, amounts, st.lists(words, max_size=2).map(tuple), sizes, st.booleans(), words,
+)  # fmt: skip
+states = st.sampled_from(["running", "starting", "stale", "debugger", "ended", "dead", "new one"])
+ranks = st.builds(
+    RankRow,
+    rank=st.integers(0, 99_999),
+    node=words,
+    pid=sizes,
+    state=states,
+    said=words,
+    phase=words,
+    since=amounts,
+    site=words,
+    collective=words,
+    step=sizes,
+    times=st.one_of(st.none(), times),
+    owns=st.lists(st.floats(), max_size=5).map(tuple),
+    totals=st.lists(st.floats(), max_size=5).map(tuple),
+    heartbeat=amounts,
+    dropped=st.integers(0, 1 << 40),
+    rss=sizes,
+    gpu=st.one_of(st.none(), gpus),
+    output=st.lists(words, max_size=2).map(tuple),
+)
+snapshots = st.builds(
+    Snapshot,
+    time=st.floats(0, 4e9),
+    kind=st.sampled_from(["run", "machine", "demo"]),
+    verdict=st.builds(
+        Verdict, words, st.sampled_from(["ok", "info", "warning", "error"]), st.integers(0, 3)
+    ),
+    run=words,
+    command=words,
+    live=st.booleans(),
+    exit_status=st.one_of(st.none(), st.integers(-64, 255)),
+    ranks=st.lists(ranks, max_size=6).map(tuple),
+    median=st.one_of(st.none(), times),
+    skew=st.one_of(st.none(), st.floats(0, 1e9)),
+    gpus=st.lists(gpus, max_size=3).map(tuple),
+    findings=st.lists(
+        st.builds(FindingRow, st.just(made.FINDING), st.floats(0, 4e9)), max_size=3
+    ).map(tuple),
+    notes=st.lists(words, max_size=2).map(tuple),
+    nvml=words,
+    environment=st.dictionaries(words, words, max_size=3),
+)
+views = st.builds(
+    View,
+    ascii_only=st.booleans(),
+    sort=st.sampled_from(SORTS),
+    reverse=st.booleans(),
+    filter=st.text("0123456789,- node", max_size=6),
+    typing=st.booleans(),
+    cursor=st.one_of(st.none(), st.integers(0, 3)),
+    top=st.integers(0, 99),
+    expanded=st.booleans(),
+    grouped=st.booleans(),
+    paused=st.booleans(),
+    panel=st.sampled_from(get_args(Panel)),
+    item=st.integers(0, 99),
+    opened=st.booleans(),
+    everyone=st.booleans(),
+    message=words,
+    trouble=words,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(snapshots, views, st.integers(1, 320), st.integers(1, 110))
+def test_every_line_is_as_wide_as_the_screen_and_harmless(
+    snapshot: Snapshot, view: View, room: int, height: int
+) -> None:
+    drawn = frame.draw(snapshot, view, room, height, frame.Material(asked=("one", "\x1b[2J two")))
+    assert len(drawn.lines) == height
+    for line in drawn.lines:
+        assert width(line) == room
+        for part, style in line:
+            look(style)
+            assert not any(unicodedata.category(each) in ("Cc", "Cf", "Cs") for each in part)
+            assert part.isascii() or not view.ascii_only
+    assert set(drawn.ranks) | set(drawn.entries) <= set(range(height))
+
+
+@pytest.mark.parametrize("room", range(20, 301, 7))
+@pytest.mark.parametrize("case", ["2-ranks", "1024-ranks", "dead", "no-gpu", "machine"])
+def test_numbers_are_never_cut(case: str, room: int) -> None:
+    """Columns go as a whole: what is shown of a rank is what a wide screen shows, too."""
+    snapshot, view = made.CASES[case]()
+    whole = set(" ".join(text(snapshot, view, (300, 100))).split())
+    for line in text(snapshot, view, (room, 100))[1:]:
+        if line.split()[:1] == ["!"]:
+            numbers = [word for word in line.split()[2:] if word.replace(".", "").isdigit()]
+            assert set(numbers) <= whole
+
+
+def test_columns_only_ever_go_as_the_screen_shrinks() -> None:
+    before: set[str] = set()
+    for room in range(20, 200):
+        header = set(text(made.run(8), View(), (room, 10))[1].partition("OWN,")[0].split())
+        header -= {"#", "rank"} | {word for word in header if word.startswith("<")} | {"ms", "0"}
+        assert before <= header, room
+        before = header
+
+
+def test_the_blamed_rank_comes_first_and_is_marked_without_colour() -> None:
+    lines = text(made.run(64))
+    assert "rank 1" in lines[0]
+    assert lines[2].split()[:2] == ["!", "1"]
+
+
+def test_a_dead_rank_among_thousands_is_in_sight() -> None:
+    whole = made.changed(made.run(1024), 700, state="dead", said="killed by SIGKILL")
+    assert any("dead: killed by SIGKILL" in line for line in text(whole, View(), (80, 10)))
+
+
+def test_what_is_not_known_is_a_dash_and_never_a_zero() -> None:
+    bare = made.changed(
+        made.run(2), 0, step=None, times=None, owns=(), gpu=None, rss=None, reserved=None,
+        heartbeat=None,
+    )  # fmt: skip
+    line = next(each for each in text(bare, View(), (160, 24)) if each.split()[:1] == ["0"])
+    assert set(line.split()[3:]) == {"-", "backward"}
+
+
+def test_an_unmeasured_split_is_marked() -> None:
+    line = next(each for each in text(made.run(4, split=False)) if each.split()[:1] == ["0"])
+    assert sum(word.startswith("~") for word in line.split()) == 2
+
+
+def test_all_trends_have_one_axis() -> None:
+    slow, quick = (line.split()[-1] for line in text(made.run(2))[2:4])
+    assert min(UNICODE.levels.index(each) for each in slow) > max(
+        UNICODE.levels.index(each) for each in quick
+    )
+
+
+@pytest.mark.parametrize("sort", SORTS)
+def test_sorting_puts_what_is_unknown_last_either_way(sort: str) -> None:
+    whole = made.changed(made.run(8), 3, times=None, step=None, gpu=None, rss=None, reserved=None)
+    for reverse in (False, True):
+        order = [row.rank for row in rows.selected(whole, View(sort=sort, reverse=reverse))]
+        assert sorted(order) == list(range(8))
+        if sort not in ("own", "rank"):
+            assert order[-1] == 3
+    first = rows.selected(made.run(8), View(sort="wait"))[0].rank
+    assert first != made.SLOW
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("", [0, 1, 2, 3]),
+        ("0,2-3", [0, 2, 3]),
+        ("rank 2", []),
+        ("rank2", [2]),
+        ("node0 1", [1]),
+        ("NODE1", []),
+        ("model.py", [1]),
+        ("all_reduce", [0, 2, 3]),
+        ("9-1", []),
+    ],
+)
+def test_filter(words: str, found: list[int]) -> None:
+    shown = rows.selected(made.run(4), View(filter=words))
+    assert sorted(row.rank for row in shown) == found
+
+
+def test_groups_of_ranks_that_do_the_same() -> None:
+    lines = [line.strip() for line in text(made.run(4), View(panel="stacks"))]
+    assert "[1] backward /work/model.py:17 for 12.0 ms" in lines
+    assert "[0,2-3] backward (all_reduce) /work/train.py:61 for 12.0 ms" in lines
+
+
+def test_the_cursor_stays_in_sight_and_on_its_rank() -> None:
+    snapshot, view = made.run(1024), View()
+    for _ in range(200):
+        view = actions.act(view, snapshot, "down")
+        drawn = frame.draw(snapshot, view, 80, 24)
+        assert view.cursor in drawn.ranks.values()
+        view = replace(view, top=drawn.top)
+    assert view.cursor == board.order(snapshot, View())[199]
+    view = replace(view, grouped=True)
+    assert view.cursor in frame.draw(snapshot, view, 80, 24).ranks.values()
+
+
+def test_ten_thousand_findings() -> None:
+    many = replace(
+        made.run(2),
+        findings=tuple(FindingRow(made.FINDING, made.NOW - n) for n in range(10_000)),
+    )
+    lines = text(many, View(panel="findings", item=9_999))
+    assert any(line.startswith("▸ ! DDP610") for line in lines)
+    assert "10000 findings (f)" in lines[-2]
+
+
+def test_the_keys_that_are_shown_are_those_of_the_table() -> None:
+    line = text(made.run(2), View(), (300, 24))[-1]
+    assert [f"{key.shown} {key.short}" for key in KEYS] == [
+        " ".join(part.split()) for part in line.split("  ") if part.strip()
+    ]
+    assert "x signal" not in text(made.run(2), View(readonly=True), (300, 24))[-1]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, "-"), (math.nan, "-"), (math.inf, "-"), (0.0, "0"), (0.5, "0.50"), (9.999, "10.0"),
+        (31.04, "31.0"), (99.97, "100"), (1234.4, "1234"), (12345.0, "12k"), (999_999.0, "1.0M"),
+    ],
+)  # fmt: skip
+def test_figures(value: float | None, shown: str) -> None:
+    assert units.figures(value) == shown
+
+
+@given(st.floats(min_value=0, max_value=1e17))
+def test_figures_fit_their_columns(value: float) -> None:
+    for shown in (units.figures(value), units.size(int(value)), units.age(min(value, 8e7))):
+        assert 1 <= len(shown) <= 4
+
+
+def test_sizes_and_durations() -> None:
+    assert units.size(71 << 30) == "71G"
+    assert units.size(0) == "0B"
+    assert units.size(None) == "-"
+    assert units.duration(0.031) == "31.0 ms"
+    assert units.duration(200) == "3 min"
+    assert units.percent(0.0) == "0%"
+
+
+@given(
+    times, st.integers(0, 200), st.floats(min_value=0, max_value=1e7), st.sampled_from([0.0, 1.0])
+)
+def test_a_stacked_bar_never_leaves_its_room(
+    step: Times, room: int, longest: float, scale: float
+) -> None:
+    assert width(bars.stacked(step, room, longest * scale, ASCII)) <= room
+
+
+def test_bars() -> None:
+    assert bars.sparkline((0.0, 0.5, 1.0, 2.0, math.nan), 1.0, 6, UNICODE) == " ▁▄█▲ "
+    assert bars.sparkline((1.0,), 0.0, 1, ASCII) == "_"
+    assert bars.chart((1.0, 2.0), 2.0, 2, 2, UNICODE) == [" █", "██"]
+    assert bars.axis((1.0, 1.0, 1.0, 100.0)) == 4.0
+
+
+@pytest.mark.parametrize("marks", [UNICODE, ASCII])
+def test_signs_are_one_column_wide(marks: object) -> None:
+    assert dataclasses.is_dataclass(marks)
+    for field in dataclasses.fields(marks):
+        sign = getattr(marks, field.name)
+        if field.name not in ("ascii_only", "ellipsis"):
+            assert all(columns(each) == 1 for each in sign), field.name
+            assert sign.isascii() or marks is UNICODE
