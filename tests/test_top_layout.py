@@ -213,8 +213,8 @@ def test_filter(words: str, found: list[int]) -> None:
 
 def test_groups_of_ranks_that_do_the_same() -> None:
     lines = [line.strip() for line in text(made.run(4), View(panel="stacks"))]
-    assert "[1] backward /work/model.py:17 for 12.0 ms" in lines
-    assert "[0,2-3] backward (all_reduce) /work/train.py:61 for 12.0 ms" in lines
+    assert "[1] backward /data/model.py:17 for 12.0 ms" in lines
+    assert "[0,2-3] backward (all_reduce) /data/train.py:61 for 12.0 ms" in lines
 
 
 def test_the_cursor_stays_in_sight_and_on_its_rank() -> None:

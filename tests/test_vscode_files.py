@@ -117,7 +117,7 @@ def test_a_workspace_that_is_not_there(tmp_path: Path) -> None:
 
 def test_every_entry_is_one_that_vs_code_knows(workspace: Path) -> None:
     files.edit(workspace, {"launch.json": lambda text: launch_json.installed(text, POINTS, [])})
-    mappings = [PathMapping("${workspaceFolder}", "/work")]
+    mappings = [PathMapping("${workspaceFolder}", "/srv/job")]
     launch_json.update(workspace, POINTS, label="a (b)", others=[""], mappings=mappings)
     written = load(workspace / ".vscode/launch.json")
     check(written, SCHEMA)

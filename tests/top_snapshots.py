@@ -61,7 +61,7 @@ def row(rank: int, *, per_node: int = 8, gpus: bool = True, split: bool = True) 
         pid=4000 + rank,
         phase="backward",
         since=0.012,
-        site="/work/train.py:61" if rank != SLOW else "/work/model.py:17",
+        site="/data/train.py:61" if rank != SLOW else "/data/model.py:17",
         collective="all_reduce" if rank != SLOW else "",
         step=1234,
         epoch=3,
@@ -84,7 +84,7 @@ FINDING = Finding(
     Severity.WARNING,
     "rank 1 is the straggler: 158 ms of its own per step against 88 ms, in backward",
     (SLOW,),
-    Location("/work/model.py", 17),
+    Location("/data/model.py", 17),
     ("rank 0 waits 112 ms of 200 ms",),
     "Give all ranks the same work, or look at what slows rank 1 down in backward.",
 )
