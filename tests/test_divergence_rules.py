@@ -583,6 +583,12 @@ def test_a_buffer_that_goes_apart(written: Written, broadcast: bool, severity: S
     assert ("turned off" in finding.message) is not broadcast
 
 
+def test_a_single_number_may_be_a_meter(written: Written) -> None:
+    values = [[[1 + 0.02 * rank * step] for step in range(8)] for rank in (0, 1)]
+    (finding,) = buffers_found(written, values, True)
+    assert (finding.code, finding.severity) == ("DDP704", Severity.INFO)
+
+
 ANEW = [[[1.0, (-1.0) ** (step + rank)] for step in range(8)] for rank in (0, 1)]
 HEALS = [gathered(0), [*gathered(1)[:7], gathered(0)[7]]]
 APART = [[[1.0 + step / 100, sign * 2.0] for step in range(8)] for sign in (1, -1)]

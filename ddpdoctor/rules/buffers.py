@@ -30,7 +30,8 @@ def buffers_differ(run: Run) -> Iterator[Finding]:
         begins, after DDP's broadcast, and yet alike, and change little in a step: a codebook, a
         centre or an average that each rank gathers from its own data. A warning, where DDP was to
         broadcast them: it leaves the buffers of a module alone that had none when DDP was built.
-        Said as information, where the broadcast is turned off (`broadcast_buffers=False`).
+        Said as information, where the broadcast is turned off (`broadcast_buffers=False`), and
+        where they are single numbers: a rank's own meters look so.
 
     Why it is bad
         The ranks compute with other values than the one that is saved, which is rank 0's; what the
@@ -78,7 +79,9 @@ def buffers_differ(run: Run) -> Iterator[Finding]:
         yield Finding(
             code="DDP704",
             about=f"module {replica.module}",
-            severity=Severity.WARNING if meant else Severity.INFO,
+            severity=Severity.WARNING
+            if meant and not all(each.alone for each in found)
+            else Severity.INFO,
             message=f"buffer {first.name}{more} {verb} between {named(everyone)} since step "
             f"{first.step}, and {why}",
             ranks=everyone,
@@ -97,6 +100,8 @@ class _Difference:
     name: str
     step: int
     broadcast: bool
+    alone: bool
+    """It is a single number, as a meter of the rank's own losses is."""
     told: str
 
 
@@ -157,6 +162,7 @@ def _difference(replica: Replica, name: str) -> _Difference | None:
         name,
         looks[first][0],
         broadcast,
+        len(samples[0][0]) == 1,
         f"{name}: {equal}different at all {len(hashes) - first} looks from step "
         f"{looks[first][0]} to {step}; norm of {len(samples[0][0])} elements {norms}",
     )
