@@ -501,6 +501,23 @@ def test_a_gradient_that_overflowed_is_told_by_its_parameters(written: Written) 
     assert "second.weight is not finite after step 2" in finding.message
 
 
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_nan_in_the_last_step_is_told_by_the_parameters(written: Written, spread: bool) -> None:
+    ranks(written, [*prints("aaaaaa")], [*prints("aaaaaa"), {**nonfinite(7), "spread": spread}])
+    assert [each.ranks for each in found(written)] == ([(1,)] if spread else [])
+
+
+def test_where_a_loss_became_nan_is_told(written: Written) -> None:
+    infinite = {"what": "operation", "operations": ["log"], "module": "fc", "within": False}
+    origin = {"what": "operation", "operations": ["mul"], "module": "head", "within": True}
+    mine = {**nonfinite(3), "origin": {**origin, "infinite": infinite}}
+    written.rank(0, [BACKWARD, tensors([0, 1]), *poisoned(3)])
+    written.rank(1, [BACKWARD, tensors([0, 1]), *poisoned(3), mine])
+    (finding,) = found(written)
+    assert finding.message.endswith("before any other rank's; it began behind module fc")
+    assert finding.evidence[0].endswith("the first infinite value came out of log behind module fc")
+
+
 def nonfinite_gradient(step: int) -> Record:
     return {"kind": "nonfinite_gradient", "time": T0, "step": step, "names": ["first.bias"]}
 

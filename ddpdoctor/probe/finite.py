@@ -7,16 +7,25 @@ some steps later, when it has come into pinned memory by itself.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import deque
 from typing import Any
 
-from ddpdoctor.probe import events, rank, shield
+from ddpdoctor.probe import events, norms, origins, rank, shield
+from ddpdoctor.probe.budget import clock
+from ddpdoctor.probe.replicas import watched
 from ddpdoctor.probe.steps import OpenStep
 from ddpdoctor.record import Record
 
 MOST = 8
 """Records that one rank writes."""
+
+LARGEST = 1 << 16
+"""Elements of a parameter that is looked at after the step."""
+
+MOST_ORIGINS = 2
+"""Losses whose origin is looked for: the second one in case that the step was skipped."""
 
 LATER = 16
 """Steps after which a GPU's loss is looked at; its slot of memory is used again after 64."""
@@ -36,6 +45,19 @@ class Losses:
         self.state = state
         self._waiting: _Waiting = deque(maxlen=64)
         self._told = {True: 0, False: 0}
+        self._origins: dict[int, Record | None] = {}
+        """By step, where its loss became what it is."""
+
+    def loss_began(self, loss: Any, value: float) -> None:
+        """Look where a loss that is not finite became so, while backward has not freed it."""
+        number = self.state.tracker.step.number
+        budget = self.state.budget
+        if not budget.enabled or len(self._origins) >= MOST_ORIGINS or number in self._origins:
+            return
+        self._origins[number] = None
+        began = clock()
+        self._origins[number] = origins.origin(loss, value)
+        budget.spend(clock() - began)
 
     def backward_ended(self) -> None:
         """Take the loss that the backward began with, if it is to be looked at."""
@@ -73,8 +95,29 @@ class Losses:
             return
         self._told[of_gradient] += 1
         told: Record = {"names": names} if names else {"loss": repr(value)}
+        if step.number == self.state.tracker.steps - 1 and not callable(number):
+            # The optimizer has just stepped with it.
+            told["spread"] = _spread(names)
+        where = self._origins.get(step.number)
+        if where is not None and not names:
+            told["origin"] = where
         kind = "nonfinite_gradient" if names else "nonfinite"
         self.state.recorder.add({"kind": kind, "time": time.time_ns(), "step": step.number, **told})
+
+
+def _spread(names: list[str]) -> bool:
+    """Whether small parameters on the CPU, those of these names if any, are not finite now."""
+    looked_at = [
+        parameter
+        for each in watched
+        for index in (map(each.names.index, set(names) & set(each.names)) if names else each.probes)
+        if (parameter := each.parameter(index)) is not None
+        and norms.plain(parameter)
+        and parameter.device.type == "cpu"
+        and parameter.numel() <= LARGEST
+    ]
+    with sys.modules["torch"].no_grad():
+        return any(not parameter.isfinite().all() for parameter in looked_at)
 
 
 _losses: Losses | None = None
@@ -89,6 +132,14 @@ def _mine() -> Losses | None:
     if _losses is None or _losses.state is not state:
         _losses = Losses(state)
     return _losses
+
+
+@shield.shielded
+def loss_began(loss: Any, value: float) -> None:
+    """A backward begins with a loss on the CPU that is not finite."""
+    mine = _mine()
+    if mine is not None:
+        mine.loss_began(loss, value)
 
 
 def local_gradient(value: Any, names: list[str]) -> None:

@@ -420,3 +420,37 @@ def device_uuid(torch: Any, device: Any) -> str:
     if not torch.cuda.is_initialized():
         return ""
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+
+
+def saved_tensors(node: Any) -> tuple[list[tuple[bool, Any]], bool]:
+    """What an operation keeps for its backward: whether it is its own result, and the tensor.
+
+    With it, whether that is all of it.
+
+    ``_raw_saved_*`` and ``_saved_*`` of a node (1.9 to 2.13); ``unpack_hook`` of a saved tensor
+    (2.13) tells that to unpack it is to call a hook of the job, such as checkpointing's, and then
+    it is left out. Without that, nothing is told of what operations keep.
+    """
+    found = []
+    complete = True
+    for name in dir(node):
+        if not name.startswith("_raw_saved_"):
+            continue
+        raw = getattr(node, name)
+        many = isinstance(raw, (tuple, list))
+        if any(getattr(each, "unpack_hook", raw) is not None for each in (raw if many else (raw,))):
+            complete = False
+            continue
+        # A function of the job's own keeps them as ``saved_tensors``.
+        plain = "saved_tensors" if name == "_raw_saved_tensors" else name.removeprefix("_raw")
+        try:
+            saved = getattr(node, plain)
+        except RuntimeError:
+            # Freed by an earlier backward, or changed in place since.
+            complete = False
+            continue
+        for tensor in saved if isinstance(saved, (tuple, list)) else (saved,):
+            if tensor is not None:
+                own = tensor.grad_fn is node or name.startswith("_raw_saved_result")
+                found.append((own, tensor))
+    return found, complete

@@ -21,7 +21,9 @@ def not_finite(run: Run) -> Iterator[Finding]:
     What it finds
         The rank whose loss or gradient was NaN or infinite first, in a step that the optimizer
         took, and in which parameters; or parameters that are not finite while what was before
-        them was. The gradient is that of the rank alone, before the all-reduce.
+        them was. The gradient is that of the rank alone, before the all-reduce. Of a loss on the
+        CPU it also finds the operation and the module out of which the first such value came, or
+        that it was in the batch already.
 
     Why it is bad
         The all-reduce carries one rank's NaN to the gradients, and so to the parameters, of all
@@ -50,7 +52,9 @@ def not_finite(run: Run) -> Iterator[Finding]:
     first = _since(run, "nonfinite", clean)
     gradients = _since(run, "nonfinite_gradient", clean)
     over = run.exit_status is not None or all(rank.ended for rank in run.last)
-    if before is None and not (first and all(_lasting(rank, clean) for rank in run.last)):
+    spread = any(record.get("spread") for record in (*first.values(), *gradients.values()))
+    lasting = first and all(_lasting(rank, clean) for rank in run.last)
+    if before is None and not (spread or lasting):
         return
     if not over and len(first) < len(run.last):
         # The one that was first may not have written it yet.
@@ -68,6 +72,8 @@ def not_finite(run: Run) -> Iterator[Finding]:
     )
     everyone = len(guilty) == len(run.last)
     value = first[guilty[0]].get("loss")
+    origin = first[guilty[0]].get("origin") or {}
+    root = origin.get("infinite") or origin
     later = [rank for rank in sorted(first) if rank not in guilty]
     member = next(rank for rank in run.last if rank.rank == guilty[0])
     whose = "every rank" if everyone and len(guilty) > 1 else named(guilty)
@@ -76,7 +82,8 @@ def not_finite(run: Run) -> Iterator[Finding]:
         about="not finite",
         severity=Severity.ERROR,
         message=f"the loss of {whose} is {value} at step {step}"
-        + ("" if everyone else ", before any other rank's"),
+        + ("" if everyone else ", before any other rank's")
+        + (f"; it began{_place(root)}" if root.get("module") else ""),
         ranks=guilty,
         location=site(member, "backward"),
         evidence=(
@@ -85,10 +92,46 @@ def not_finite(run: Run) -> Iterator[Finding]:
                 "on, after the all-reduce"
                 for rank in later[:4]
             ),
+            *((_origin(origin, str(value)),) if origin else ()),
             *((_tensors(*before),) if before is not None else ()),
         ),
-        fix="Look at this rank's samples of this step and at divisions, logarithms and roots in "
-        "the loss; skip a bad batch on all ranks together.",
+        fix=_mending(root),
+    )
+
+
+def _place(origin: Record) -> str:
+    """The module where it began: ``in module fc``."""
+    module = origin.get("module")
+    if module is None:
+        return ""
+    name = f"module {module}" if module else "the model itself"
+    return f" in {name}" if origin.get("within") else f" behind {name}"
+
+
+def _origin(origin: Record, value: str) -> str:
+    """Where in the forward pass the loss became what it is."""
+    names = [str(name) for name in origin.get("operations") or ["an operation"]]
+    if origin.get("what") == "input":
+        return f"what enters {names[0]}{_place(origin)} holds {value}: a batch, or a constant"
+    if origin.get("what") == "parameter":
+        return f"a parameter{_place(origin)} is not finite when {names[0]} uses it"
+    source = origin.get("infinite")
+    if source:
+        through = f"{value} came out of {names[0]}, and what entered it was infinite already"
+        return f"{through}: {_origin(source, 'infinite value')}"
+    ways = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+    return f"the first {value} came out of {ways}{_place(origin)}"
+
+
+def _mending(origin: Record) -> str:
+    if origin.get("what") == "input":
+        return (
+            "Look for it in this rank's samples of this step and in how they are loaded and "
+            "normalized; skip a bad batch on all ranks together."
+        )
+    return (
+        "Look at this rank's samples of this step and at divisions, logarithms and roots in "
+        "the loss; skip a bad batch on all ranks together."
     )
 
 

@@ -7,7 +7,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe import events, rank, shield, torch_private
+from ddpdoctor.probe import events, finite, rank, shield, torch_private
 from ddpdoctor.probe.hooks import amp, losses
 from ddpdoctor.probe.sites import site_of
 from ddpdoctor.record import Phase
@@ -60,6 +60,9 @@ def _before(tensors: Any) -> bool:
         step.backwards += 1
         if loss is not None:
             step.loss = loss
+            # NaN and infinite values are what is not equal to itself less itself.
+            if not callable(loss) and loss - loss != 0.0:
+                finite.loss_began(tensors[0], loss)
         for told in events.backward_begins:
             told()
     except Exception as error:
