@@ -1,5 +1,9 @@
 """What diagnosis may cost: a share of the time that the rank has trained.
 
+Looks at parameters, gradients and buffers count, and what it takes to follow the gradients from
+step to step (`ddpdoctor.probe.pacing`). To know where steps begin and end, and of which batches, is
+no diagnosis: that is what all the rest builds on, and costs the same each step.
+
 It starts with a credit, so that the first steps are looked at closely; afterwards a diagnosis has
 to wait until enough has been earned. A suspicion may add to it, so often and so much as its
 diagnosis says.
@@ -37,6 +41,11 @@ class Budget:
     def enabled(self) -> bool:
         """Whether anything may be spent at all."""
         return self._share > 0
+
+    @property
+    def share(self) -> float:
+        """What may be spent, as a part of the time."""
+        return self._share
 
     def left(self) -> int:
         """Nanoseconds that may be spent now; negative after a diagnosis that was too dear."""

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from ddpdoctor.probe import events, fingerprints, rank, shield, torch_private
+from ddpdoctor.probe import events, fingerprints, pacing, rank, torch_private
 from ddpdoctor.probe.budget import clock
 from ddpdoctor.probe.elements import Elements
 from ddpdoctor.probe.hashing import hash_of, hashable
@@ -126,7 +126,6 @@ def _own(ddp: Any) -> Iterator[tuple[str, Any]]:
 _looks: _Looks | None = None
 
 
-@shield.shielded
 def _forward_begins(ddp: Any, armed: bool) -> None:
     global _looks
     state = rank.current()
@@ -146,4 +145,4 @@ def _forward_begins(ddp: Any, armed: bool) -> None:
 
 def install() -> None:
     """Listen to the moments of training."""
-    events.forward_begins.append(_forward_begins)
+    events.forward_begins.append(pacing.paced(_forward_begins))

@@ -182,7 +182,8 @@ class Fingerprints:
     def step_ended(self, optimizer: Any, number: int) -> None:
         """An optimizer's step ended: take a fingerprint if it closed a training step."""
         self._remember(optimizer)
-        self._drain()
+        if self._pending:
+            self._drain()
         # After join() a rank may have taken fewer steps than others: numbers tell nothing any more.
         if self.state.tracker.steps == number or joins.seen:
             return
@@ -292,8 +293,10 @@ class Fingerprints:
         )
 
     def _remember(self, optimizer: Any) -> None:
-        known = any(each() is optimizer for each in self._optimizers)
-        if not known and len(self._optimizers) < MOST_OPTIMIZERS:
+        for each in self._optimizers:
+            if each() is optimizer:
+                return
+        if len(self._optimizers) < MOST_OPTIMIZERS:
             self._optimizers.append(weakref.ref(optimizer))
 
     def _take(self, number: int, rich: bool) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ddpdoctor.probe import events, norms, origins, rank, shield
 from ddpdoctor.probe.budget import clock
+from ddpdoctor.probe.hooks.losses import Loss
 from ddpdoctor.probe.replicas import watched
 from ddpdoctor.probe.steps import OpenStep
 from ddpdoctor.record import Record
@@ -43,27 +44,26 @@ class Losses:
 
     def __init__(self, state: rank.RankState) -> None:
         self.state = state
-        self._waiting: _Waiting = deque(maxlen=64)
+        self.waiting: _Waiting = deque(maxlen=64)
         self._told = {True: 0, False: 0}
         self._origins: dict[int, Record | None] = {}
         """By step, where its loss became what it is."""
 
-    def loss_began(self, loss: Any, value: float) -> None:
-        """Look where a loss that is not finite became so, while backward has not freed it."""
-        number = self.state.tracker.step.number
-        budget = self.state.budget
-        if not budget.enabled or len(self._origins) >= MOST_ORIGINS or number in self._origins:
-            return
-        self._origins[number] = None
-        began = clock()
-        self._origins[number] = origins.origin(loss, value)
-        budget.spend(clock() - began)
+    def loss_began(self, loss: Any, value: Loss | float) -> None:
+        """Take a loss that may not be finite, and look where it became so.
 
-    def backward_ended(self) -> None:
-        """Take the loss that the backward began with, if it is to be looked at."""
+        Backward has not freed the graph yet.
+        """
         step = self.state.tracker.step
-        if step.loss is not None:
-            self._take(step, step.loss, [])
+        self._take(step, value, [])
+        budget = self.state.budget
+        if callable(value) or not budget.enabled or step.number in self._origins:
+            return
+        if len(self._origins) < MOST_ORIGINS:
+            self._origins[step.number] = None
+            began = clock()
+            self._origins[step.number] = origins.origin(loss, value)
+            budget.spend(clock() - began)
 
     def gradient(self, value: Any, names: list[str]) -> None:
         """Take the sum of a gradient before the all-reduce, if it is to be looked at."""
@@ -72,21 +72,21 @@ class Losses:
     def _take(self, step: OpenStep, value: Any, names: list[str]) -> None:
         wanted = callable(value) or not math.isfinite(value)
         if wanted and self._told[bool(names)] < MOST:
-            self._waiting.append((step, value, names))
+            self.waiting.append((step, value, names))
 
     def step_ended(self, number: int) -> None:
         """Look at what has arrived."""
-        while self._waiting:
-            step, value, names = self._waiting[0]
+        while self.waiting:
+            step, value, names = self.waiting[0]
             if callable(value) and step.number > number - LATER:
                 return
-            self._waiting.popleft()
+            self.waiting.popleft()
             self._look(step, value, names)
 
     def rank_ends(self) -> None:
         """Look at the rest: the job has waited for its devices, or does not care any more."""
-        while self._waiting:
-            self._look(*self._waiting.popleft())
+        while self.waiting:
+            self._look(*self.waiting.popleft())
 
     def _look(self, step: OpenStep, number: Any, names: list[str]) -> None:
         value = number() if callable(number) else number
@@ -135,8 +135,8 @@ def _mine() -> Losses | None:
 
 
 @shield.shielded
-def loss_began(loss: Any, value: float) -> None:
-    """A backward begins with a loss on the CPU that is not finite."""
+def loss_began(loss: Any, value: Loss | float) -> None:
+    """A backward begins with a loss that is not finite, or on a GPU and to be read later."""
     mine = _mine()
     if mine is not None:
         mine.loss_began(loss, value)
@@ -150,15 +150,8 @@ def local_gradient(value: Any, names: list[str]) -> None:
 
 
 @shield.shielded
-def _backward_ended() -> None:
-    mine = _mine()
-    if mine is not None:
-        mine.backward_ended()
-
-
-@shield.shielded
 def _step_ended(optimizer: Any, number: int) -> None:
-    if _losses is not None and _losses.state is rank.current():
+    if _losses is not None and _losses.waiting and _losses.state is rank.current():
         _losses.step_ended(number)
 
 
@@ -170,6 +163,5 @@ def _rank_ends() -> None:
 
 def install() -> None:
     """Listen to the moments of training."""
-    events.backward_ended.append(_backward_ended)
     events.step_ended.append(_step_ended)
     events.rank_ends.append(_rank_ends)

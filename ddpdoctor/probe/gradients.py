@@ -12,7 +12,16 @@ import time
 import weakref
 from typing import Any
 
-from ddpdoctor.probe import events, norms, optimizers, rank, shield, sites, torch_private
+from ddpdoctor.probe import (
+    events,
+    norms,
+    optimizers,
+    pacing,
+    rank,
+    shield,
+    sites,
+    torch_private,
+)
 from ddpdoctor.probe.budget import clock
 from ddpdoctor.probe.readback import Readback
 from ddpdoctor.probe.replicas import Unreduced, Watched, built, watched
@@ -75,7 +84,7 @@ def backward_begins() -> None:
         each.cause = _cause(each, bool(ddp.require_backward_grad_sync))
         if not each.cause:
             # Whose backward it is needs no proof where there is one module, and it is known.
-            if len(watched) == 1 and each.reduced >= CLOSELY:
+            if each.reduced >= CLOSELY and len(watched) == 1:
                 each.sure = each.armed > 0
             else:
                 each.marks = each.take_marks(each.probes)
@@ -115,7 +124,7 @@ def backward_ended() -> None:
             changed = changed or _stirred(each, ddp)
         if not changed:
             continue
-        if each.cause == "backward in no_sync" and not each.unarmed:
+        if each.cause == "backward in no_sync" and not each.unarmed and not pacing.settling:
             _tell_vain(state, each)
         if each.armed:
             each.reduced += 1
@@ -155,6 +164,9 @@ def step_begins(optimizer: Any) -> None:
             if _worth_a_walk(each) and state.budget.left() >= 0:
                 _look_for_strangers(state, each, ddp)
         each.forwards = 0
+        if pacing.settling:
+            # Its forward may have come while nobody counted.
+            each.unreduced = None
         if each.unreduced is not None or each.strangers:
             _look_at_unreduced(state, each, optimizers.owned(optimizer))
 
@@ -182,8 +194,9 @@ def _look_at_unreduced(state: rank.RankState, each: Watched, owned: frozenset[in
 
 def _worth_a_walk(each: Watched) -> bool:
     count = each.reduced
-    due = not count & (count - 1) or count % WALK == 0
-    return due or (each.thawed and not each.strangers)
+    if not count & (count - 1) or count % WALK == 0:
+        return True
+    return bool(each.guards) and not each.strangers and each.thawed
 
 
 def _look_for_strangers(state: rank.RankState, each: Watched, ddp: Any) -> None:
@@ -380,8 +393,8 @@ def install() -> None:
     """Subscribe to the moments in which gradients come and go."""
     os.register_at_fork(after_in_child=watched.clear)
     events.ddp_built.append(shield.shielded(built))
-    events.forward_begins.append(shield.shielded(forward))
-    events.backward_begins.append(shield.shielded(backward_begins))
-    events.backward_ended.append(shield.shielded(backward_ended))
-    events.step_begins.append(shield.shielded(step_begins))
+    events.forward_begins.append(pacing.paced(forward))
+    events.backward_begins.append(pacing.paced(backward_begins))
+    events.backward_ended.append(pacing.paced(backward_ended))
+    events.step_begins.append(pacing.paced(step_begins))
     events.rank_fails.append(shield.shielded(rank_fails))

@@ -16,6 +16,7 @@ from ddpdoctor.probe import (
     gradients,
     local_gradients,
     optimizers,
+    pacing,
     rank,
 )
 from ddpdoctor.probe.hooks import (
@@ -58,6 +59,7 @@ def start() -> None:
     os.register_at_fork(after_in_child=samples.forget)
     os.register_at_fork(after_in_child=models.forget)
     os.register_at_fork(after_in_child=batches.forget)
+    os.register_at_fork(after_in_child=pacing.forget)
     errors.install()
     gradients.install()
     optimizers.install()
@@ -89,5 +91,6 @@ def start() -> None:
     evaluations.install()
     batches.install()
     cores.install()
+    pacing.install()
     # Last, since this may wait for a debugger before the user's first line.
     debugger.install()

@@ -60,8 +60,8 @@ def _before(tensors: Any) -> bool:
         step.backwards += 1
         if loss is not None:
             step.loss = loss
-            # NaN and infinite values are what is not equal to itself less itself.
-            if not callable(loss) and loss - loss != 0.0:
+            # What is finite is nothing, less itself.
+            if callable(loss) or loss - loss != 0.0:
                 finite.loss_began(tensors[0], loss)
         for told in events.backward_begins:
             told()

@@ -1,0 +1,87 @@
+"""Which steps are followed when following them is dear."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from ddpdoctor.probe import pacing, rank, shield
+from ddpdoctor.probe.budget import Budget
+
+MILLISECOND = 1_000_000
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    yield
+    pacing.forget()
+    pacing._estimate = 0
+
+
+def followed(
+    monkeypatch: pytest.MonkeyPatch, *, step: int, cost: int, steps: int = 4096
+) -> tuple[list[int], list[int], Budget]:
+    """The steps that are followed, those of them that are not judged, and what was paid."""
+    pacing.forget()
+    budget = Budget(0.5)
+    state = SimpleNamespace(tracker=SimpleNamespace(steps=0), budget=budget)
+    clock = [0]
+    monkeypatch.setattr(rank, "_state", state)
+    monkeypatch.setattr(pacing, "_now", lambda: clock[0])
+    seen, unjudged = [], []
+    for number in range(steps):
+        if pacing.awake:
+            seen.append(number)
+            if pacing.settling:
+                unjudged.append(number)
+            if pacing._measuring:
+                pacing._cost = cost
+        clock[0] += step
+        state.tracker.steps = number + 1
+        pacing._step_ended(None, number)
+    return seen, unjudged, budget
+
+
+def test_long_steps_are_all_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, unjudged, _ = followed(monkeypatch, step=10 * MILLISECOND, cost=20_000)
+    assert (seen, unjudged) == (list(range(4096)), [])
+
+
+def test_of_short_steps_some_windows_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, unjudged, budget = followed(monkeypatch, step=MILLISECOND, cost=20_000)
+    assert seen[: pacing.DENSE] == list(range(pacing.DENSE))
+    later = [number for number in seen if number >= pacing.DENSE]
+    # 20 us of a step of 1 ms are 2 %, which is eight times a half of the 0.5 % that are allowed.
+    assert {number // pacing.WINDOW % 8 for number in later} == {0}
+    assert len(later) == (4096 - pacing.DENSE) // 8
+    assert unjudged[:4] == [1152, 1153, 1280, 1281]
+    assert budget.account()[0] == pytest.approx(20_000 * len(seen), rel=0.05)
+
+
+def test_ranks_of_different_cost_share_their_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    often, _, _ = followed(monkeypatch, step=MILLISECOND, cost=8_000)
+    rarely, _, _ = followed(monkeypatch, step=MILLISECOND, cost=50_000)
+    assert len(rarely) < len(often) < 4096
+    assert set(rarely) <= set(often)
+
+
+def test_a_window_is_followed_however_dear(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, _, _ = followed(monkeypatch, step=1000, cost=MILLISECOND)
+    assert set(range(3072, 3072 + pacing.WINDOW)) <= set(seen)
+
+
+def test_a_subscriber_that_raises_goes_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def raises(number: int) -> None:
+        calls.append(number)
+        raise ValueError
+
+    monkeypatch.setattr(shield, "off", set())
+    monkeypatch.setattr(shield, "faults", [])
+    paced = pacing.paced(raises)
+    paced(1)
+    paced(2)
+    assert calls == [1]
