@@ -244,6 +244,31 @@ def test_a_batch_that_one_rank_skipped(job: Job) -> None:
     assert job.decided() == ((1,), SKIP)
 
 
+CAUGHT = """\
+def train(loader):
+    for epoch in range(2):
+        for number, batch in enumerate(loader):
+            try:
+                loss = model(batch)
+            except RuntimeError:
+                continue
+            loss.backward()
+"""
+
+
+def test_a_batch_whose_forward_failed_and_was_passed_over(written: Written) -> None:
+    """Behind the forward stands the `continue`, and yet there was none."""
+    job = Job(written, CAUGHT)
+    sites = [
+        {"kind": "site", "phase": phase, "path": job.path, "line": line}
+        for phase, line in (("forward", 5), ("backward", 8))
+    ]
+    skipped = job.over("ended", 20, 19, idle=[[5, 5, False]], idled=1)
+    job.waits(0, [job.loop()], reduced=20)
+    job.ends(1, [job.loop(), *sites, skipped], reduced=19)
+    assert job.decided() == ((1,), 7)
+
+
 def test_a_batch_that_all_ranks_skipped(job: Job) -> None:
     for rank in (0, 1):
         skipped = job.over("ended", 20, 19, idle=[[5, 5, False]], idled=1)

@@ -39,6 +39,23 @@ def test_a_prefix_that_does_not_fit(written: Written) -> None:
     assert "strip" in finding.fix
 
 
+def test_each_rank_that_was_refused_is_named_once(written: Written) -> None:
+    error = {
+        "kind": "error", "exception": "RuntimeError", "message": MISSING, "path": "/job/eval.py",
+        "line": 12,
+    }  # fmt: skip
+    for rank in (0, 1, 2):
+        written.rank(rank, [{**error, "time": 3 - rank}])
+        written.exit(rank, 1, 4)
+    finding = only(written.findings(status=1), "DDP502")
+    assert finding.ranks == (0, 1, 2)
+    assert finding.evidence == (
+        'the model has "weight", the checkpoint "module.weight"',
+        "rank 1 failed on it, too",
+        "rank 0 failed on it, too",
+    )
+
+
 def test_keys_that_differ_by_more_than_the_prefix(written: Written) -> None:
     found = failed(written, MISSING.replace("module.weight", "net.weight"))
     assert [each for each in found if each.code == "DDP502"] == []
