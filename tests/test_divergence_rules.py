@@ -692,12 +692,20 @@ def test_a_rank_that_has_not_come_to_the_evaluation_yet_is_waited_for(written: W
     assert found(written, over=False) == []
 
 
-def test_what_a_mispaired_collective_aborts_with_is_no_crash_of_its_own(written: Written) -> None:
+@pytest.mark.parametrize(
+    ("stderr", "codes"),
+    [
+        ("what(): [enforce fail] op.preamble.length <= op.nbytes. 40 vs 8", ["DDP402"]),
+        ("", ["DDP402", "DDP904"]),
+    ],
+)
+def test_the_abort_of_a_mispaired_collective(
+    written: Written, stderr: str, codes: list[str]
+) -> None:
+    """It is the consequence of what one rank alone did, and no crash of its own."""
     ranks(written, [*prints("aaaa"), evaluation(2)], [*prints("aaaa")])
     written.exit(1, -6, T0 + 1_000_000_000)
-    aborted = "what(): [enforce fail] op.preamble.length <= op.nbytes. 40 vs 8"
-    for stderr, codes in ((aborted, ["DDP402"]), ("", ["DDP402", "DDP904"])):
-        assert [each.code for each in written.findings(status=1, stderr=stderr)] == codes
+    assert [each.code for each in written.findings(status=1, stderr=stderr)] == codes
 
 
 def test_an_evaluation_of_all_ranks_is_left_alone(written: Written) -> None:
