@@ -27,7 +27,8 @@ from ddpdoctor.rules.replicas import unpacked
 from tests.written import T0, Written
 
 FAMILY = (
-    "DDP319", "DDP402", "DDP701", "DDP702", "DDP703", "DDP704", "DDP705", "DDP706", "DDP707",
+    "DDP319", "DDP402", "DDP403", "DDP701", "DDP702", "DDP703", "DDP704", "DDP705", "DDP706",
+    "DDP707",
 )  # fmt: skip
 
 
@@ -459,6 +460,38 @@ def test_scales_that_follow_other_parameters_are_not(written: Written) -> None:
     mine = [*prints("ab", scale=8.0), *prints("bb", start=2, scale=4.0)]
     ranks(written, list(prints("aaaa", scale=8.0)), mine)
     assert [each.code for each in found(written)] == ["DDP701"]
+
+
+def stepped(backwards: list[int], armed: list[int]) -> list[Record]:
+    """Steps with their backwards, and fingerprints that all differ from the second one on."""
+    step = dict.fromkeys(("data", "forward", "backward", "optimizer", "other", "wait"), 1)
+    steps: list[Record] = [
+        {"kind": "step", "step": number, "start": T0, **step, "total": 6, "split": True,
+         "backwards": count}
+        for number, count in enumerate(backwards)
+    ]  # fmt: skip
+    prints_of = zip(prints("a" * len(armed)), armed, strict=True)
+    return [*steps, *({**each, "armed": count} for each, count in prints_of)]
+
+
+@pytest.mark.parametrize(
+    ("mine", "armed", "codes"),
+    [
+        ([1, 1, 2, 1, 1], [1, 2, 4, 5, 6], ["DDP403"]),
+        # A backward of its own, which was not reduced.
+        ([1, 1, 2, 1, 1], [1, 2, 3, 4, 5], []),
+        ([1, 1, 1, 1, 1], [1, 2, 3, 4, 5], []),
+        # A step without a backward.
+        ([1, 1, 0, 1, 1], [1, 2, 2, 3, 4], []),
+    ],
+)
+def test_a_step_that_one_rank_left_out(
+    written: Written, mine: list[int], armed: list[int], codes: list[str]
+) -> None:
+    ranks(written, stepped([1] * 5, [1, 2, 3, 4, 5]), stepped(mine, armed))
+    findings = found(written)
+    assert [each.code for each in findings] == codes
+    assert not codes or findings[0].ranks == (1,)
 
 
 def nonfinite(step: int) -> Record:

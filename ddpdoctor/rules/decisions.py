@@ -15,6 +15,7 @@ from typing import Literal
 from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.probe.hooks.ddp import BUFFERS
 from ddpdoctor.record import Phase, Record, integer
+from ddpdoctor.rules import updates
 from ddpdoctor.rules.draws import names
 from ddpdoctor.rules.endings import PATIENCE, Ending, endings, first_failure, mispaired
 from ddpdoctor.rules.sources import Loop, Source, endless, holds, source_of
@@ -157,12 +158,14 @@ def rank_local_decision(run: Run) -> Iterator[Finding]:
     What it finds
         A batch without a backward on some ranks of a DDP group, a training loop that some ranks
         left before its loader's end, or epochs that some ranks no more began, where the others
-        went on and needed them. The statement is named: the `break`, `return`, `continue` or `if`.
+        went on and needed them; and an `optimizer.step()` that some ranks left out after a backward
+        that all had. The statement is named: the `break`, `return`, `continue` or `if`.
 
     Why it is bad
         Every backward pass is a collective. What the rank does next pairs with another step of the
         others, and in the end one of them waits for a partner that never comes: the job hangs, or
-        fails with "Connection closed by peer", far from the line that is to blame.
+        fails with "Connection closed by peer", far from the line that is to blame. Without its step
+        a rank has other parameters from then on, and nothing fails at all.
 
     How to fix it
         Decide on all ranks together: reduce the value over the ranks before it is compared.
@@ -179,8 +182,11 @@ def rank_local_decision(run: Run) -> Iterator[Finding]:
     Since
         0.1.0
     """
-    for decision in decisions(run):
+    made = decisions(run)
+    for decision in made:
         yield _finding(decision)
+    if not made:
+        yield from map(updates.finding, updates.left_out(run))
 
 
 def decisions(run: Run, *, suspected: bool = False) -> list[Decision]:

@@ -8,6 +8,7 @@ from ddpdoctor.finding import RULES, Finding, Severity, rule
 from ddpdoctor.record import Record, integer
 from ddpdoctor.rules.decisions import decisions
 from ddpdoctor.rules.replicas import Difference, Replica, list_of, named, odd, place, replicas, site
+from ddpdoctor.rules.updates import left_out
 from ddpdoctor.run import Rank, Run
 
 CAUSES = ("DDP301", "DDP302", "DDP303", "DDP305", "DDP306", "DDP308", "DDP314")
@@ -92,7 +93,7 @@ def parameters_differ(run: Run) -> Iterator[Finding]:
 
 def _explained(run: Run) -> bool:
     """Whether another rule has found a cause of parameters that differ."""
-    if decisions(run):
+    if decisions(run) or any(left_out(run)):
         # From there on the ranks' collectives are not about the same step.
         return True
     rules = (RULES[code] for code in CAUSES if code in RULES)
