@@ -217,7 +217,8 @@ def _monitor(options: _Options) -> int:
 
     if not terminal.is_interactive():
         raise DoctorError(
-            "top needs a terminal", "--once prints one frame, --json --watch is for machines"
+            "top needs a terminal" + (" (TERM is dumb)" if terminal.is_dumb() else ""),
+            "--once prints one frame, --json --watch is for machines",
         )
     _ = options.interval
     # What a person named wrong is said before the screen is taken.

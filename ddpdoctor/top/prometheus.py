@@ -100,6 +100,10 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
             "What a rank spends itself in a step: all but the wait for others.",
             lambda row: row.times.own if row.times is not None else None,
         ),
+        "rank_step_seconds": (
+            "A step of a rank, waits included.",
+            lambda row: row.times.total if row.times is not None else None,
+        ),
         "rank_step": ("Steps that a rank has done.", lambda row: row.step),
         "rank_heartbeat_age_seconds": (
             "Time since a rank was last seen to move.",

@@ -53,4 +53,9 @@ def size() -> tuple[int, int]:
 
 def is_interactive() -> bool:
     """Whether there is a terminal to draw on and to read keys from."""
-    return os.isatty(0) and os.isatty(1) and os.environ.get("TERM") != "dumb"
+    return os.isatty(0) and os.isatty(1) and not is_dumb()
+
+
+def is_dumb() -> bool:
+    """Whether the terminal says that it can do nothing but print lines."""
+    return os.environ.get("TERM") == "dumb"
