@@ -533,6 +533,21 @@ class Journal:
         self._file.close()
 
 
+STACKS_SUFFIX = ".txt"
+"""Ends the name of the file in which a process says how it is asked for its stacks, in a first line
+of JSON, and to which its answers are appended (`ddpdoctor.probe.stacks`)."""
+
+
+def stacks_stem(pid: int, start: int) -> str:
+    """The beginning of the name of that file.
+
+    Args:
+        pid: Its process id.
+        start: When it started, in the kernel's ticks: together they name one process of this boot.
+    """
+    return f"stacks-{pid}-{start}"
+
+
 def rank_stem(rank: int, restart: int) -> str:
     """The common beginning of a rank's file names: ``rank-0003.r0``."""
     return f"rank-{rank:04d}.r{restart}"

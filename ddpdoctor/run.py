@@ -11,13 +11,14 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ddpdoctor.errors import DoctorError
+from ddpdoctor.probe.ring import Ring, read_ring
 from ddpdoctor.record import (
     FORMAT,
     SEGMENT_SIZE,
@@ -28,13 +29,16 @@ from ddpdoctor.record import (
     read_status,
     segment_number,
 )
-from ddpdoctor.rundir import MANIFEST, STDERR
+from ddpdoctor.rundir import MANIFEST, STDERR, STDERR_SO_FAR
 
 WINDOW = 512
 """Step records a snapshot keeps per rank; the newest ones."""
 
 SPLIT_WINDOW = 128
 """Split step records a snapshot keeps per rank."""
+
+HANG = "hang-*.json"
+"""The files with what was gathered while a job stood still, in alphabetical order."""
 
 _STATUS_NAME = re.compile(r"rank-(\d{4,})\.r(\d+)\.status$")
 _STEP_LINE = b'{"kind":"step"'
@@ -95,6 +99,8 @@ class Rank:
     """The supervisor's word on how the process ended, if it saw it."""
     fault: str = ""
     """What ``faulthandler`` wrote on a fatal signal."""
+    ring_file: Path | None = None
+    """Where the collectives stand that it called from Python; :attr:`ring` reads them."""
 
     def of_kind(self, kind: str) -> Iterator[Record]:
         """The records of one kind, oldest first."""
@@ -109,6 +115,16 @@ class Rank:
     def split_steps(self) -> tuple[Step, ...]:
         """The newest steps whose backward was split into compute and wait."""
         return tuple(step for line in self.split_lines if (step := _step(line)) is not None)
+
+    @cached_property
+    def ring(self) -> Ring | None:
+        """The newest collectives called from Python, read when first asked for."""
+        if self.ring_file is None:
+            return None
+        try:
+            return read_ring(str(self.ring_file))
+        except (OSError, UnreadableError):
+            return None
 
     @property
     def ended(self) -> Record | None:
@@ -131,7 +147,7 @@ class Run:
     taken: int = 0
     """Unix nanoseconds at which the snapshot was taken."""
     stderr: str = ""
-    """The end of the job's stderr; only once the job has ended."""
+    """The end of the job's stderr, a megabyte; while the job lives, the last 64 KB."""
     unreadable: tuple[str, ...] = ()
     """What could not be read, in words."""
 
@@ -159,6 +175,36 @@ class Run:
     def stopped_at(self) -> int | None:
         """Unix nanoseconds at which a person or a scheduler asked the job to stop, if one did."""
         return self._told("signal", "time")
+
+    @property
+    def ended_for_hang(self) -> bool:
+        """Whether ddpdoctor ended the job because it hung."""
+        return any(
+            record.get("kind") == "signal" and record.get("hang") for record in self.supervisor
+        )
+
+    @cached_property
+    def hang(self) -> Record | None:
+        """The newest examination of a job that stands still, or stood still to its end.
+
+        None if it moves, or went on. What was seen of each rank is under ``ranks``.
+        """
+        newest: Record | None = None
+        for record in self.supervisor:
+            if record.get("kind") == "hang":
+                newest = record
+            elif record.get("kind") == "hang_over":
+                newest = None
+        if newest is None or integer(newest, "restart") != self.restarts[-1]:
+            return None
+        name = newest.get("file")
+        if not isinstance(name, str) or os.path.basename(name) != name:
+            return newest
+        try:
+            told = json.loads((self.path / name).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return newest
+        return told if isinstance(told, dict) else newest
 
     @cached_property
     def debug_states(self) -> dict[int, Record]:
@@ -320,15 +366,34 @@ def _parse(line: bytes) -> Record | None:
 class RunReader:
     """Makes one snapshot after another of a run directory, reading each byte once.
 
+    Args:
+        path: The directory.
+        window: Step records that are kept per rank.
+        lenient: Read what is left of a directory whose ``run.json`` is missing or damaged.
+
     Raises:
         DoctorError: The directory is no run, is damaged, or has a newer format.
     """
 
-    def __init__(self, path: Path, window: int = WINDOW) -> None:
+    def __init__(self, path: Path, window: int = WINDOW, *, lenient: bool = False) -> None:
         self.path = path
         self._window = window
+        self._lenient = lenient
+        self._damage: tuple[str, ...] = ()
         self._journals: dict[Path, JournalReader] = {}
-        self.manifest = read_manifest(path)
+        self._stderr_seen: tuple[str, int, int, int] | None = None
+        self._stderr_text = ""
+        self.manifest = self._read_manifest()
+
+    def _read_manifest(self) -> Record:
+        self._damage = ()
+        try:
+            return read_manifest(self.path)
+        except DamagedError as error:
+            if not self._lenient:
+                raise
+            self._damage = (error.message,)
+            return {"format": FORMAT}
 
     def _journal(self, name: str) -> JournalReader:
         path = self.path / name
@@ -337,6 +402,19 @@ class RunReader:
             reader = self._journals[path] = JournalReader(path, self._window)
         reader.poll()
         return reader
+
+    def _stderr(self, names: Collection[str]) -> str:
+        """The end of stderr, read again only when it has changed."""
+        name = STDERR if STDERR in names else STDERR_SO_FAR
+        path = self.path / name
+        try:
+            facts = path.stat()
+        except OSError:
+            return ""
+        seen = (name, facts.st_ino, facts.st_mtime_ns, facts.st_size)
+        if seen != self._stderr_seen:
+            self._stderr_seen, self._stderr_text = seen, _text(path)
+        return self._stderr_text
 
     def snapshot(self) -> Run:
         """Read what is new and return the whole picture."""
@@ -378,6 +456,7 @@ class RunReader:
                     records=tuple(journal.records),
                     exit=exits.get((number, restart)),
                     fault=_text(self.path / (name.removesuffix("status") + "fault")),
+                    ring_file=self.path / (name.removesuffix("status") + "collectives"),
                 )
             )
         strays = [
@@ -386,7 +465,7 @@ class RunReader:
             if name.startswith("process-") and name.endswith(".jsonl")
             for record in self._journal(name).records
         ]
-        self.manifest = read_manifest(self.path)
+        self.manifest = self._read_manifest()
         return Run(
             path=self.path,
             manifest=self.manifest,
@@ -394,9 +473,36 @@ class RunReader:
             strays=tuple(sorted(strays, key=lambda record: integer(record, "time"))),
             supervisor=supervisor,
             taken=time.time_ns(),
-            stderr=_text(self.path / STDERR),
-            unreadable=tuple(unreadable),
+            stderr=self._stderr(names),
+            unreadable=(*self._damage, *unreadable),
         )
+
+
+def glance(path: Path) -> Run:
+    """A snapshot of the status pages alone: no journal is read, and those of a long job are long.
+
+    Raises:
+        DoctorError: The directory is no run, is damaged, or has a newer format.
+        OSError: It cannot be listed.
+    """
+    ranks: list[Rank] = []
+    unreadable: list[str] = []
+    for name in os.listdir(path):
+        match = _STATUS_NAME.match(name)
+        if match is None:
+            continue
+        try:
+            status = read_status(str(path / name))
+            ranks.append(Rank(rank=int(match[1]), restart=int(match[2]), status=status))
+        except (UnreadableError, OSError) as error:
+            unreadable.append(str(error))
+    return Run(
+        path=path,
+        manifest=read_manifest(path),
+        ranks=tuple(sorted(ranks, key=lambda rank: (rank.restart, rank.rank))),
+        taken=time.time_ns(),
+        unreadable=tuple(unreadable),
+    )
 
 
 def _text(path: Path) -> str:
@@ -407,20 +513,25 @@ def _text(path: Path) -> str:
         return ""
 
 
+class DamagedError(DoctorError):
+    """``run.json`` is missing or cannot be understood."""
+
+
 def read_manifest(path: Path) -> Record:
     """The contents of ``run.json``.
 
     Raises:
-        DoctorError: It is missing, damaged, or of a newer format.
+        DamagedError: It is missing or damaged.
+        DoctorError: It is of a newer format.
     """
     file = path / MANIFEST
     try:
         manifest = json.loads(file.read_bytes())
         version = int(manifest["format"])
     except OSError as error:
-        raise DoctorError(f"{path} is not a run directory: {error.strerror}") from None
+        raise DamagedError(f"{path} is not a run directory: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise DoctorError(
+        raise DamagedError(
             f"{file} is damaged", "the run cannot be read; name another run directory"
         ) from None
     if version > FORMAT:

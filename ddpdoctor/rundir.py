@@ -134,6 +134,34 @@ def live() -> list[Path]:
     return [entry.resolve() for entry in entries if is_live(entry)]
 
 
+def some_live() -> list[Path]:
+    """As :func:`live`, for a command that needs one.
+
+    Raises:
+        DoctorError: There is none, or they cannot be listed.
+    """
+    try:
+        paths = live()
+    except OSError as error:
+        raise DoctorError(f"the runs cannot be listed: {error}") from None
+    if not paths:
+        raise DoctorError(
+            "no run is live", "start one: ddpdoctor run --nproc-per-node 2 -- train.py"
+        )
+    return paths
+
+
+def finished() -> list[Path]:
+    """The directories of this user's runs that are over, the newest first.
+
+    Raises:
+        DoctorError: The base directory is not this user's own.
+        OSError: It cannot be read.
+    """
+    entries = sorted(_entries(private_base()), reverse=True)
+    return [entry.resolve() for entry in entries if not is_live(entry)]
+
+
 def _entries(base: Path) -> Iterator[Path]:
     """Runs in the base directory, and links to those elsewhere."""
     for entry in base.iterdir():

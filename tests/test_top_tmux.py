@@ -141,6 +141,10 @@ def test_in_the_locale_c_only_ascii_is_drawn(tmux: Tmux, job: Live) -> None:
     for key, text in (("Enter", "rank 1 on"), ("Escape", "OWN, 0 to"), ("d", "what the ranks do")):
         tmux.keys(key)
         assert "\n".join(tmux.wait_for_text(text)).isascii()
+    # The stacks of the ranks themselves, merged.
+    screen = tmux.wait_for(lambda screen: any("train.py:" in line for line in screen[4:]))
+    assert "\n".join(tmux.wait_for_text("stacks at ")).isascii()
+    assert any(line.strip().startswith("[0-1]") for line in tmux.wait_for_text("<module>"))
 
 
 def test_sizes_signals_and_the_end(tmux: Tmux, job: Live) -> None:

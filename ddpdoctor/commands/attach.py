@@ -126,16 +126,9 @@ def _parse(words: Sequence[str]) -> _Options:
 
 def _runs(name: str | None) -> list[Run]:
     """Live runs with debug ports, the newest first."""
-    try:
-        paths = [rundir.find(name)] if name is not None else rundir.live()
-    except OSError as error:
-        raise DoctorError(f"the runs cannot be listed: {error}") from None
+    paths = [rundir.find(name)] if name is not None else rundir.some_live()
     if name is not None and not rundir.is_live(paths[0]):
         raise DoctorError(f"{name} has ended", "`ddpdoctor attach` lists the live runs")
-    if not paths:
-        raise DoctorError(
-            "no run is live", "start one: ddpdoctor run --nproc-per-node 2 -- train.py"
-        )
     runs = [RunReader(path).snapshot() for path in paths]
     debugged = [run for run in runs if attach_points.is_debugged(run)]
     if not debugged:

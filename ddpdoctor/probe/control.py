@@ -46,6 +46,11 @@ def is_worker() -> bool:
     return worker and os.environ.get(_CLAIM, str(os.getpid())) == str(os.getpid())
 
 
+def claim() -> None:
+    """This process is the rank that its environment speaks of; its children are not."""
+    os.environ[_CLAIM] = str(os.getpid())
+
+
 def join(hello: Message) -> None:
     """Say hello to the supervisor, or more about this process once more is known.
 
@@ -58,7 +63,7 @@ def join(hello: Message) -> None:
         if place != namespace():
             return
         _socket = _connect(os.path.join(os.environ["DDPDOCTOR_RUN_DIR"], NAME))
-        os.environ[_CLAIM] = str(os.getpid())
+        claim()
         ended.clear()
         background("control", _serve, _socket).start()
     say("hello", pid=os.getpid(), **hello)

@@ -28,12 +28,13 @@ _sites: dict[tuple[int, int], Site] = {}
 class Site:
     """A line of the user's code, ready for the status page."""
 
-    __slots__ = ("line", "page", "path", "told")
+    __slots__ = ("line", "page", "path", "text", "told")
 
     def __init__(self, path: str, line: int) -> None:
         self.path = path
         self.line = line
-        self.page = page_text(f"{path}:{line}" if path else "")
+        self.text = f"{path}:{line}" if path else ""
+        self.page = page_text(self.text)
         self.told = 0
         """The phases, as bits, that were recorded as entered here."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from threading import Thread
 from typing import TYPE_CHECKING, ClassVar
 
 from textual import events
@@ -41,6 +42,7 @@ MESSAGE = 10.0
 
 if TYPE_CHECKING:
     from ddpdoctor.top.signals import Choice
+    from ddpdoctor.top.taken import Taken
 
 
 class _Arrived(Message):
@@ -57,6 +59,14 @@ class _Answer(Message):
         self.panel = panel
         self.lines = lines
         self.choices = choices
+
+
+class _Stacks(Message):
+    """Stacks were taken."""
+
+    def __init__(self, taken: Taken) -> None:
+        super().__init__()
+        self.taken = taken
 
 
 class _Runs(Message):
@@ -122,6 +132,7 @@ class TopApp(App[None]):
         self._slot: tuple[Snapshot, Position] | None = None
         self._newest = self.shown
         self._asked: tuple[str, ...] = ()
+        self._taken: Taken | None = None
         self._choices: tuple[Choice, ...] = ()
         self._frozen = False
         self._replayed = False
@@ -243,7 +254,7 @@ class TopApp(App[None]):
         width, height = self.size
         row = frame.chosen(self.shown, self.view)
         rank = None if row is None else row.rank
-        material = Material(self._past.series(rank), self._asked)
+        material = Material(self._past.series(rank), self._asked, self._taken)
         try:
             self.drawn = frame.draw(self.shown, self.view, width, height, material)
         except Exception as error:
@@ -302,8 +313,8 @@ class TopApp(App[None]):
         elif name in actions.PURE:
             before = self.view
             self.view = self._within(actions.act(before, self.shown, name))
-            if name == "stacks" and self.view.panel == "stacks" and not self.view.everyone:
-                self._ask_below()
+            if name == "stacks" and self.view.panel == "stacks":
+                self._take_stacks()
             if before.panel == "signal" and self.view.panel != "signal":
                 self._frozen = False
                 self.shown = self.shown if self.view.paused else self._newest
@@ -389,14 +400,29 @@ class TopApp(App[None]):
 
         self._reader.ask(task)
 
-    def _ask_below(self) -> None:
+    def _take_stacks(self) -> None:
         # Here, and not at the top: a first paint has no use for it.
-        from ddpdoctor.top import questions
+        from ddpdoctor.top import questions, taken
 
-        row = frame.chosen(self.shown, self.view)
-        self._asked = ("looking ...",)
+        snapshot, replayed = self.shown, self._replayed
+        row = None if self.view.everyone else frame.chosen(snapshot, self.view)
+        ranks = None if row is None else (row.rank,)
+        self._taken = None
+        # Not the reader's thread: a rank that does not answer is waited for.
+        Thread(
+            target=lambda: self.post_message(_Stacks(taken.take(snapshot, replayed, ranks))),
+            name="stacks",
+            daemon=True,
+        ).start()
         if row is not None:
+            self._asked = ("looking ...",)
             self._ask("stacks", lambda: questions.below(row))
+
+    def on__stacks(self, message: _Stacks) -> None:
+        """The stacks are there."""
+        self._taken = message.taken
+        if self.view.panel == "stacks":
+            self._draw()
 
     def _ask_attach(self) -> None:
         if self.view.panel == "attach":

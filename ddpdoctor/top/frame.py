@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ddpdoctor.top import board, expanded, rows, series, status
 from ddpdoctor.top.groups import merged
@@ -14,6 +15,9 @@ from ddpdoctor.top.panels import help as help_panel
 from ddpdoctor.top.snapshot import RankRow, Snapshot
 from ddpdoctor.top.view import View
 from ddpdoctor.top.wrapping import wrapped
+
+if TYPE_CHECKING:
+    from ddpdoctor.top.taken import Taken
 
 TALL = 40
 """Lines from which a full board leaves room for more than the board."""
@@ -61,6 +65,8 @@ class Material:
     """Memory of each rank while the monitor looked on, oldest first."""
     asked: tuple[str, ...] = ()
     """The lines that a key asked for: processes below a rank, how to attach, live runs."""
+    taken: Taken | None = None
+    """The stacks; None until they were taken."""
 
 
 NOTHING = Material()
@@ -220,8 +226,13 @@ def _text(
         return environment.draw(snapshot, room)
     if view.panel == "stacks":
         if view.everyone or row is None:
-            return doing.everyone(snapshot, room, marks)
-        return doing.one(row, material.asked, room)
+            lines, rank = doing.everyone(snapshot, room, marks), None
+        else:
+            lines, rank = doing.one(row, material.asked, room), row.rank
+        # Here, and not at the top: a first paint has no use for it.
+        from ddpdoctor.top.panels import stacks
+
+        return [*lines, (), *stacks.draw(material.taken, rank, room, marks)]
     return [line for text in material.asked for line in wrapped(text, room)]
 
 

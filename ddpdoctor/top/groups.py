@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -66,14 +66,3 @@ def short_site(site: str) -> str:
     except (OSError, ValueError):
         return site
     return f"{path if relative.startswith('..') else relative}{colon}{line}"
-
-
-def span(ranks: Iterable[int]) -> str:
-    """Ranks in brackets: ``[0,2-3]``."""
-    spans: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return "[" + ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans) + "]"

@@ -27,8 +27,8 @@ KEYS = (
     Key(
         ("d",),
         "d",
-        "doing",
-        "where the ranks are in the code, equal ones merged; again: of the selected rank alone",
+        "stacks",
+        "what the ranks do and their stacks, equal ones merged; again: the selected rank alone",
         "stacks",
         88,
     ),

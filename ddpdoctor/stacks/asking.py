@@ -1,0 +1,236 @@
+"""Asks one process for the stacks of its threads.
+
+First a thread of ours in it, in Python. If that waits for the GIL and does not get it, native code
+holds it, so that no Python runs and ``faulthandler`` can be asked, by a real-time signal. Such a
+signal kills a process that does not handle it, so before it is sent everything is looked at that
+the process told: that it is the same process still, that it handles this signal, and that the file
+to which it will write is ours.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import fcntl
+import json
+import os
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ddpdoctor.record import Record
+from ddpdoctor.stacks.declared import Declared
+from ddpdoctor.stacks.model import CUT, MAIN, Frame, Thread
+from ddpdoctor.stacks.parse import at, parse
+from ddpdoctor.stacks.process_state import (
+    ENDED,
+    is_open,
+    read_signals,
+    read_stat,
+    read_wait,
+)
+
+GIL_HELD = 1.0
+"""Seconds for which it waits for the GIL. Python itself hands that over every 5 milliseconds."""
+
+_TGKILL = {"x86_64": 234, "aarch64": 131}
+"""Numbers of a system call for which C libraries have no name before glibc 2.30."""
+
+OTHER_PROGRAM = "does not answer any more: its program was replaced (exec), or closed our files"
+ENDING = "its interpreter is shutting down"
+
+
+class Asking:
+    """The questions to one process and what it answered so far."""
+
+    def __init__(self, declared: Declared) -> None:
+        self._declared = declared
+        self._bit = 1 << (declared.signal - 1) if declared.signal else 0
+        self.threads: tuple[Thread, ...] = ()
+        self.gil_held = False
+        self.trouble = ""
+        """Why there are no stacks, in a few words."""
+
+    def turns(self) -> Iterator[None]:
+        """Ask; yields where the process has to be waited for, so that others get their turn."""
+        try:
+            with open(self._declared.path, "r+b") as file:
+                while not _locked(file.fileno()):
+                    # Somebody else is asking, and two answers in one file are hard to tell apart.
+                    yield
+                self.trouble = self._obstacle()
+                if self.trouble:
+                    return
+                os.ftruncate(file.fileno(), self._declared.head)
+                yield from self._ask(file.fileno())
+        except OSError as error:
+            self.trouble = f"cannot be asked: {error.strerror}"
+
+    def _obstacle(self) -> str:
+        declared = self._declared
+        stat = read_stat(declared.pid)
+        if stat is None or stat.start != declared.start or stat.letter in ENDED:
+            return "has ended"
+        if stat.letter == "T":
+            return "stopped (SIGSTOP)"
+        if stat.letter == "t":
+            return "held by a tracer such as gdb"
+        return ""
+
+    def _ask(self, file: int) -> Iterator[None]:
+        declared = self._declared
+        try:
+            pipe = os.open(f"/proc/{declared.pid}/fd/{declared.pipe}", os.O_WRONLY | os.O_NONBLOCK)
+        except FileNotFoundError:
+            self.trouble = OTHER_PROGRAM
+            return
+        try:
+            if os.fstat(pipe).st_ino != declared.pipe_inode:
+                self.trouble = OTHER_PROGRAM
+                return
+            yield from self._wait(file, pipe)
+        finally:
+            os.close(pipe)
+        if self.gil_held:
+            yield from self._ask_faulthandler(file)
+
+    def _wait(self, file: int, pipe: int) -> Iterator[None]:
+        """Ask, and wait for the answer, or until it is known that there will be none."""
+        declared = self._declared
+        asked = False
+        waits_since: float | None = None
+        while not self._answered(file):
+            thread = read_wait(declared.pid, declared.thread)
+            if thread is None:
+                self.trouble = ENDING
+                return
+            if not _unread(pipe):
+                if asked:
+                    # It takes the request when it has written the answer.
+                    if not self._answered(file):
+                        self.trouble = "could not write its answer: is the disk full?"
+                    return
+                # Not before an earlier request is out of the pipe: it may be answered already.
+                os.write(pipe, b"\n")
+                asked = True
+            # It sleeps although there is a request, so it waits for the GIL. If all it wanted were
+            # a core, it would not sleep; if it waited for the disk, that is told.
+            if thread.letter == "S" and thread.wchan in ("", "futex"):
+                now = time.monotonic()
+                waits_since = waits_since or now
+                if now - waits_since >= GIL_HELD:
+                    self.gil_held = True
+                    return
+            yield
+
+    def _answered(self, file: int) -> bool:
+        """Take what the process's thread wrote; whether it has."""
+        head = self._declared.head
+        written = os.pread(file, os.fstat(file).st_size - head, head)
+        if not (written.startswith(b"{") and written.endswith(b"\n")):
+            return False
+        try:
+            told = json.loads(written.splitlines()[-1])["threads"]
+            threads = [self._thread(each) for each in told]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            return False
+        self.threads = _main_first(threads)
+        return True
+
+    def _thread(self, told: Record) -> Thread:
+        frames = [
+            Frame(at(str(path), self._declared.cwd), int(line), str(function))
+            for path, line, function in reversed(told["frames"])
+        ]
+        name = MAIN if told["main"] else str(told["name"])
+        return Thread(int(told["ident"]), name, False, (*((CUT,) if told["cut"] else ()), *frames))
+
+    def _ask_faulthandler(self, file: int) -> Iterator[None]:
+        declared = self._declared
+        signals = read_signals(declared.pid, declared.main_thread)
+        self.trouble = self._obstacle()
+        if self.trouble:
+            return
+        if signals is None or not declared.signal or signals.blocked & self._bit:
+            self.trouble = "native code holds the GIL, and signals are blocked"
+            return
+        if not signals.caught & self._bit:
+            self.trouble = ENDING
+            return
+        if not is_open(declared.pid, declared.file, str(declared.path)):
+            self.trouble = OTHER_PROGRAM
+            return
+        if not signals.pending & self._bit:
+            # One that was sent before and not handled yet will do.
+            _send(declared.pid, declared.main_thread, declared.signal)
+        # The kernel takes a signal off the pending ones a moment before it blocks it for its
+        # handler; once something is written, the handler is at work until that ends.
+        while os.fstat(file).st_size == declared.head or self._is_handling():
+            yield
+        if self._answered(file):
+            # It was a long call that has just returned.
+            self.gil_held = False
+            return
+        written = os.pread(file, os.fstat(file).st_size - declared.head, declared.head)
+        found = parse(written.decode("ascii", "replace"), declared.cwd)
+        self.threads = _main_first(
+            replace(thread, name=MAIN) if thread.ident == declared.main_ident else thread
+            for thread in found
+            if thread.frames and not _is_ours(thread)
+        )
+        if not any(thread.name == MAIN for thread in self.threads):
+            self.trouble = "wrote no stack of its main thread"
+
+    def _is_handling(self) -> bool:
+        """Whether the main thread has not handled the signal yet, or is at it."""
+        signals = read_signals(self._declared.pid, self._declared.main_thread)
+        return signals is not None and bool((signals.pending | signals.blocked) & self._bit)
+
+
+def _main_first(threads: Iterator[Thread] | list[Thread]) -> tuple[Thread, ...]:
+    return tuple(sorted(threads, key=lambda thread: thread.name != MAIN))
+
+
+def _is_ours(thread: Thread) -> bool:
+    """Whether a thread is the probe's or the debugger's, which have no names here."""
+    start = [frame.path for frame in thread.frames if not frame.path.endswith("/threading.py")][:1]
+    return any("/ddpdoctor/probe/" in path or "pydevd" in path for path in start)
+
+
+def _unread(pipe: int) -> int:
+    """Bytes in a pipe that nobody has read."""
+    count = array.array("i", [0])
+    fcntl.ioctl(pipe, termios.FIONREAD, count)
+    return count[0]
+
+
+def _locked(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+def _send(pid: int, thread: int, number: int) -> None:
+    """Send a signal to one thread.
+
+    Raises:
+        OSError: It cannot be sent.
+    """
+    if _libc is None:
+        raise OSError(0, "not on this system")
+    if hasattr(_libc, "tgkill"):
+        failed = _libc.tgkill(pid, thread, number)
+    elif os.uname().machine in _TGKILL:
+        failed = _libc.syscall(_TGKILL[os.uname().machine], pid, thread, number)
+    else:
+        raise OSError(0, "the C library has no tgkill")
+    if failed:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))

@@ -1,0 +1,153 @@
+"""Takes the stacks of a live run's ranks, those of one host at a time and all in parallel."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+
+from ddpdoctor.probe.watch import namespace
+from ddpdoctor.run import Rank, Run
+from ddpdoctor.stacks import native as native_frames
+from ddpdoctor.stacks.asking import Asking
+from ddpdoctor.stacks.declared import Declared, read_declared
+from ddpdoctor.stacks.model import ProcessState, RankStacks
+from ddpdoctor.stacks.process_state import ENDED, read_stat, read_state
+
+PATIENCE = 3.0
+"""Seconds that all ranks together are waited for."""
+
+_POLLS = (0.001, 0.02)
+"""Seconds between two looks whether ranks have answered: at first, and at most."""
+
+
+def capture(
+    run: Run,
+    ranks: Collection[int] | None = None,
+    patience: float = PATIENCE,
+    *,
+    native: bool = False,
+) -> tuple[RankStacks, ...]:
+    """The stacks of the ranks of the newest attempt, ascending by rank.
+
+    Processes that torchrun started, and those that are in ``init_process_group``, are among them:
+    a rank that never gets so far is one that somebody looks for. A rank that cannot be asked
+    (on another host, dead, stopped) says so in its ``trouble``. Nothing is raised.
+
+    Args:
+        run: A snapshot of the run.
+        ranks: Only these.
+        patience: Seconds after which a rank that has not answered is given up. With ``native``,
+            py-spy gets so much time again.
+        native: Also ask py-spy for native frames. It stops the rank for some milliseconds.
+    """
+    here = namespace()
+    sought = [target for target in _targets(run) if ranks is None or target.rank in ranks]
+    for target in sought:
+        target.look(here)
+    dialogues: dict[int, tuple[Asking, Iterator[None]]] = {}
+    for number, target in enumerate(sought):
+        if target.declared is not None and not target.trouble:
+            asking = Asking(target.declared)
+            dialogues[number] = asking, asking.turns()
+    askings = {number: asking for number, (asking, _) in dialogues.items()}
+    deadline = time.monotonic() + patience
+    poll, slowest = _POLLS
+    while dialogues:
+        for number, (_, turns) in list(dialogues.items()):
+            try:
+                next(turns)
+            except StopIteration:
+                del dialogues[number]
+        if dialogues:
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(poll)
+            poll = min(poll * 1.5, slowest)
+    for _, turns in dialogues.values():
+        turns.close()  # type: ignore[attr-defined]
+    found = [target.stacks(askings.get(number), patience) for number, target in enumerate(sought)]
+    if native:
+        found = native_frames.added(found, patience)
+    return tuple(found)
+
+
+@dataclass
+class _Target:
+    """A process that is a rank, or is to become one."""
+
+    rank: int
+    restart: int
+    pid: int
+    host: str
+    namespace: str
+    declared: Declared | None
+    trouble: str = ""
+    state: ProcessState = field(default_factory=ProcessState)
+
+    def look(self, here: str) -> None:
+        """See from outside whether it can be asked."""
+        if self.namespace and self.namespace != here:
+            self.trouble = f"on another host or in another container: {self.host or 'unknown'}"
+            return
+        stat = read_stat(self.pid)
+        reused = (
+            self.declared is not None and stat is not None and stat.start != self.declared.start
+        )
+        if stat is None or reused or stat.letter in ENDED:
+            self.trouble = "has ended"
+            return
+        self.state = read_state(self.pid)
+        if self.declared is None:
+            self.trouble = "takes no stack requests: not on Linux, or without a free signal"
+
+    def stacks(self, asking: Asking | None, patience: float) -> RankStacks:
+        """What is known now."""
+        found = RankStacks(
+            self.rank, self.restart, self.pid, self.host, state=self.state, trouble=self.trouble
+        )
+        if asking is None:
+            return found
+        trouble = asking.trouble
+        if not trouble and not asking.threads:
+            waits = ", in disk sleep" if self.state.letter == "D" else ""
+            trouble = f"did not answer within {patience:g} s{waits}"
+        return replace(found, threads=asking.threads, gil_held=asking.gil_held, trouble=trouble)
+
+
+def _targets(run: Run) -> list[_Target]:
+    """The processes of the newest attempt, ascending by rank."""
+    every = read_declared(run.path)
+    by_pid = {(declared.namespace, declared.pid): declared for declared in every}
+    attempt = max([run.restarts[-1], *(declared.restart for declared in every)])
+    found: dict[int, _Target] = {}
+    for declared in every:
+        # Not yet a rank: its environment says which one it is to be.
+        if declared.rank is not None and declared.restart == attempt:
+            found[declared.rank] = _Target(
+                declared.rank,
+                attempt,
+                declared.pid,
+                declared.host,
+                declared.namespace,
+                declared,
+            )
+    for rank in run.attempt(attempt):
+        target = _of_rank(rank, by_pid)
+        if target is not None:
+            found[rank.rank] = target
+    return [found[number] for number in sorted(found)]
+
+
+def _of_rank(rank: Rank, by_pid: dict[tuple[str, int], Declared]) -> _Target | None:
+    pid = rank.status.pid if rank.status is not None else rank.opened.get("pid")
+    if not isinstance(pid, int):
+        return None
+    place, host = str(rank.opened.get("namespace", "")), str(rank.opened.get("host", ""))
+    declared = by_pid.get((place, pid))
+    if declared is None and not place:
+        # Its journal has not been written yet.
+        declared = next((each for (_, known), each in by_pid.items() if known == pid), None)
+    if declared is not None:
+        place, host = declared.namespace, declared.host
+    return _Target(rank.rank, rank.restart, pid, host, place, declared)

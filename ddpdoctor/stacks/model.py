@@ -1,0 +1,196 @@
+"""Stacks of ranks, and the state of their processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ddpdoctor.record import Record, integer
+
+MAIN = "MainThread"
+"""The name of a process's main thread, as ``threading`` has it."""
+
+
+class Frame(NamedTuple):
+    """One frame of Python code."""
+
+    path: str
+    """The file, absolute where that is known; ``<string>`` and the like for code without one."""
+    line: int
+    """0 if it is not known."""
+    function: str
+
+
+CUT = Frame("...", 0, "...")
+"""Stands for the outer frames of a stack of which only the innermost 100 are known."""
+
+
+@dataclass(frozen=True)
+class Thread:
+    """The stack of one thread."""
+
+    ident: int
+    """``threading.get_ident()`` of the thread; 0 if it is not known."""
+    name: str
+    """Its name, empty if it is not known."""
+    current: bool
+    """Whether ``faulthandler`` said that this thread wrote the stacks; False in all others."""
+    frames: tuple[Frame, ...]
+    """Outermost first."""
+
+
+@dataclass(frozen=True)
+class ChildState:
+    """A child process of a rank: a DataLoader's worker, say."""
+
+    pid: int
+    letter: str
+    """As :attr:`ProcessState.letter`."""
+    cpu_seconds: float
+    command: str
+    """The beginning of its command line."""
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """What the kernel tells about the process of a rank."""
+
+    letter: str = ""
+    """The main thread's state as in ``/proc/PID/stat``: R runs, S sleeps, D waits for a device or
+    disk, T is stopped, t is held by a tracer, Z has ended; empty if there is no such process."""
+    cpu_seconds: float = 0.0
+    """CPU time of the process so far, user and system."""
+    wchan: str = ""
+    """The function of the kernel that the main thread sleeps in; empty if that is not told."""
+    children: tuple[ChildState, ...] = ()
+    """Its child processes, ascending by pid."""
+
+
+@dataclass(frozen=True)
+class RankStacks:
+    """The stacks of one rank, or why there are none."""
+
+    rank: int
+    restart: int
+    pid: int
+    """0 if it is not known."""
+    host: str
+    threads: tuple[Thread, ...] = ()
+    """The main thread first, if it is known."""
+    native: tuple[str, ...] = ()
+    """Native frames of the main thread below its innermost Python frame, outermost first, from
+    py-spy; empty if it was not asked for or could not be had."""
+    state: ProcessState = ProcessState()
+    gil_held: bool = False
+    """Whether native code held the GIL for so long that no Python could run in the rank."""
+    trouble: str = ""
+    """Why there are no stacks, in a few words: ``stopped (SIGSTOP)``. Empty where there are."""
+    note: str = ""
+    """What is missing although there are stacks, in a few words: why there are no native frames."""
+
+    @property
+    def main(self) -> Thread | None:
+        """The main thread, which is the one that trains."""
+        return next((thread for thread in self.threads if thread.name == MAIN), None)
+
+
+def to_record(stacks: RankStacks) -> Record:
+    """Stacks as JSON."""
+    state = stacks.state
+    return {
+        "rank": stacks.rank,
+        "restart": stacks.restart,
+        "pid": stacks.pid,
+        "host": stacks.host,
+        "gil_held": stacks.gil_held,
+        "trouble": stacks.trouble,
+        "note": stacks.note,
+        "state": {
+            "letter": state.letter,
+            "cpu_seconds": state.cpu_seconds,
+            "wchan": state.wchan,
+            "children": [
+                {
+                    "pid": child.pid,
+                    "letter": child.letter,
+                    "cpu_seconds": child.cpu_seconds,
+                    "command": child.command,
+                }
+                for child in state.children
+            ],
+        },
+        "native": list(stacks.native),
+        "threads": [
+            {
+                "ident": thread.ident,
+                "name": thread.name,
+                "current": thread.current,
+                "frames": [frame._asdict() for frame in thread.frames],
+            }
+            for thread in stacks.threads
+        ],
+    }
+
+
+def from_record(record: Record) -> RankStacks:
+    """Stacks from their JSON; what is missing or damaged in it is left out."""
+    state = _mapping(record.get("state"))
+    return RankStacks(
+        rank=integer(record, "rank", -1),
+        restart=integer(record, "restart"),
+        pid=integer(record, "pid"),
+        host=_text(record, "host"),
+        gil_held=record.get("gil_held") is True,
+        trouble=_text(record, "trouble"),
+        note=_text(record, "note"),
+        native=tuple(each for each in _list(record.get("native")) if isinstance(each, str)),
+        state=ProcessState(
+            letter=_text(state, "letter"),
+            cpu_seconds=_number(state, "cpu_seconds"),
+            wchan=_text(state, "wchan"),
+            children=tuple(
+                ChildState(
+                    integer(child, "pid"),
+                    _text(child, "letter"),
+                    _number(child, "cpu_seconds"),
+                    _text(child, "command"),
+                )
+                for child in _mappings(state.get("children"))
+            ),
+        ),
+        threads=tuple(
+            Thread(
+                integer(thread, "ident"),
+                _text(thread, "name"),
+                thread.get("current") is True,
+                tuple(
+                    Frame(_text(frame, "path"), integer(frame, "line"), _text(frame, "function"))
+                    for frame in _mappings(thread.get("frames"))
+                ),
+            )
+            for thread in _mappings(record.get("threads"))
+        ),
+    )
+
+
+def _mapping(value: Any) -> Record:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, list) else ()
+
+
+def _mappings(value: Any) -> Iterable[Record]:
+    return (each for each in _list(value) if isinstance(each, dict))
+
+
+def _text(record: Record, key: str) -> str:
+    value = record.get(key)
+    return value if isinstance(value, str) else ""
+
+
+def _number(record: Record, key: str) -> float:
+    value = record.get(key)
+    return float(value) if isinstance(value, (int, float)) else 0.0
