@@ -34,10 +34,10 @@ class Showing:
         self._shown = 0
         self._said: set[object] = set()
 
-    def look(self) -> None:
-        """Show what the job wrote since, at most once a second."""
+    def look(self, *, at_once: bool = False) -> None:
+        """Show what the job wrote since, at most once a second unless it matters ``at_once``."""
         now, carried = time.monotonic(), self._passthrough.carried
-        if carried == self._shown or now < self._due:
+        if carried == self._shown or (now < self._due and not at_once):
             return
         self._due, self._shown = now + EVERY, carried
         # Where the disk is full, nobody sees it; the journal says so.

@@ -6,20 +6,22 @@ import io
 import linecache
 import os
 import re
+import socket
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
+from ddpdoctor.failures.lines import users_file
 from ddpdoctor.finding import Finding, Location, Severity
-from ddpdoctor.probe.sites import user_file
+from ddpdoctor.run import Run
 
 _STYLE = {
     Severity.ERROR: "bold red",
     Severity.WARNING: "bold yellow",
     Severity.INFO: "bold cyan",
 }
-_CONTEXT = 1
+_CONTEXT = 2
 """Lines of code shown above and below the guilty one."""
 
 _MAX_FRAMES = 6
@@ -30,13 +32,23 @@ _CAUSE = (
 )
 
 
-def render(finding: Finding, *, colour: bool, width: int) -> str:
-    """A finding as text: headline, code frame, evidence, fix.
+def render(
+    finding: Finding,
+    *,
+    colour: bool,
+    width: int,
+    written: float | None = None,
+    kept: Path | None = None,
+) -> str:
+    """A finding as text: headline, code frame, evidence, fix, a line to paste.
 
     Args:
         finding: What to say.
         colour: Whether to use ANSI colours.
         width: Columns to wrap at.
+        written: Unix seconds; a source file that was written after it is not shown, unless the
+            traceback tells the same line. None: files are as the job read them.
+        kept: The file that has the whole traceback, if one has.
     """
     buffer = io.StringIO()
     console = Console(
@@ -57,13 +69,18 @@ def render(finding: Finding, *, colour: bool, width: int) -> str:
     head.append(finding.message, "bold")
     console.print(head)
     if finding.location is not None:
-        _code_frame(console, finding.location, style)
+        _code_frame(console, finding, finding.location, style, written)
     for frame in _calls(finding):
         console.print(Text(f"  {frame}", "dim"), soft_wrap=True)
     for line in finding.evidence:
         _bullet(console, "evidence:", line)
+    if kept is not None:
+        _bullet(console, "in full:", shown_path(str(kept)))
     if finding.fix:
         _bullet(console, "fix:", finding.fix, "green")
+    if finding.paste:
+        # In one piece, however long: it is there to be copied.
+        console.print(Text(f"  {'paste:':<10}{finding.paste}"), soft_wrap=True)
     return buffer.getvalue()
 
 
@@ -76,15 +93,46 @@ def _bullet(console: Console, label: str, text: str, style: str = "") -> None:
         console.print(lead + line, soft_wrap=True)
 
 
-def _code_frame(console: Console, location: Location, style: str) -> None:
+def written_before(run: Run) -> float:
+    """When a source file must have been written for the run to have read it as it is now.
+
+    Of a run on another machine no file here is known to be the same.
+    """
+    here = run.manifest.get("host") == socket.gethostname()
+    started = run.manifest.get("started")
+    return started / 1e9 if here and isinstance(started, int) else 0.0
+
+
+def _as_it_was(finding: Finding, location: Location, line: str, written: float | None) -> bool:
+    """Whether a line of a source file is still what the job ran."""
+    head = re.compile(
+        rf'^\s*File "{re.escape(location.path)}", line {location.line}(?:, in .*)?\n +(\S.*)$',
+        re.MULTILINE,
+    )
+    told = head.findall(finding.traceback)
+    if told:
+        return line.strip() in (each.strip() for each in told)
+    if written is None:
+        return True
+    try:
+        return os.stat(location.path).st_mtime <= written
+    except OSError:
+        return False
+
+
+def _code_frame(
+    console: Console, finding: Finding, location: Location, style: str, written: float | None
+) -> None:
     path = shown_path(location.path)
     console.print(Text(f"  --> {path}:{location.line}", "cyan"), soft_wrap=True)
+    linecache.checkcache(location.path)
     first = max(1, location.line - _CONTEXT)
     lines = [
         (number, linecache.getline(location.path, number).rstrip())
         for number in range(first, location.line + _CONTEXT + 1)
     ]
-    if not any(text for number, text in lines if number == location.line):
+    guilty_line = next(text for number, text in lines if number == location.line)
+    if not guilty_line or not _as_it_was(finding, location, guilty_line, written):
         return
     digits = len(str(lines[-1][0]))
     for number, text in lines:
@@ -109,7 +157,7 @@ def _calls(finding: Finding) -> list[str]:
     frames = []
     for row in text.splitlines():
         match = _FRAME.match(row)
-        if match and user_file(match["path"]):
+        if match and users_file(match["path"]):
             name = f" in {match['name']}" if match["name"] else ""
             frames.append(f"{shown_path(match['path'])}:{match['line']}{name}")
     if newest_first:
@@ -129,6 +177,10 @@ def shown_path(path: str) -> str:
         return path
 
 
-def wants_colour() -> bool:
-    """Whether stderr is a terminal that wants colour (``NO_COLOR``, ``TERM=dumb`` say no)."""
-    return os.isatty(2) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+def wants_colour(descriptor: int = 2) -> bool:
+    """Whether a terminal is there that wants colour (``NO_COLOR``, ``TERM=dumb`` say no)."""
+    return (
+        os.isatty(descriptor)
+        and not os.environ.get("NO_COLOR")
+        and os.environ.get("TERM") != "dumb"
+    )

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.record import Record, integer
 from ddpdoctor.rules.endings import Ending, endings, first_failure
+from ddpdoctor.rules.files import torn
 from ddpdoctor.run import Rank, Run
 
 _REFUSED = re.compile(r"Error\(s\) in loading state_dict for (\w+)")
@@ -44,7 +45,10 @@ def save_on_every_rank(run: Run) -> Iterator[Finding]:
     """Several ranks write the same checkpoint file.
 
     What it finds
-        The same path, on the same machine, given to `torch.save` by more than one rank.
+        The same path, on the same machine, given to `torch.save` by more than one rank; as an
+        error, when a rank then could not read it. What torch says of such a file differs from time
+        to time ("legacy .tar format", "failed finding central directory", "Weights only load
+        failed"), and its advice to load it unsafely is wrong.
 
     Why it is bad
         The writes run into each other. A reader, or a job that is stopped meanwhile, finds a file
@@ -73,22 +77,40 @@ def save_on_every_rank(run: Run) -> Iterator[Finding]:
         if len({rank.rank for rank, _ in found}) > 1:
             _, first = min(found, key=lambda each: integer(each[1], "time"))
             guilty[_location(first)].append((file, found))
+    reader = torn(run)
     for place, files in guilty.items():
         assert place is None or isinstance(place, Location)
         ranks = tuple(sorted({rank.rank for _, found in files for rank, _ in found}))
         name = os.path.basename(files[0][0])
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+        message = f"{len(ranks)} ranks write the same checkpoint, {name}{more}"
+        evidence = [_wrote(file, found) for file, found in files[:3]]
+        severity, traceback = Severity.WARNING, ""
+        if reader is not None and str(reader.file["path"]) in [file for file, _ in files]:
+            severity, traceback = Severity.ERROR, reader.traceback
+            broken = os.path.basename(str(reader.file["path"]))
+            message = f"{reader.name} could not read {broken}: {len(ranks)} ranks write it at once"
+            evidence += [
+                f"it says: {_short(reader.text)}",
+                f"it was read at {reader.location}",
+                "what torch advises (weights_only=False) does not help here, and is unsafe",
+            ]
         yield Finding(
             code="DDP501",
-            severity=Severity.WARNING,
-            message=f"{len(ranks)} ranks write the same checkpoint, {name}{more}",
+            severity=severity,
+            message=message,
             ranks=ranks,
             location=place,
-            evidence=tuple(_wrote(file, found) for file, found in files[:3]),
+            evidence=tuple(evidence),
+            traceback=traceback,
             fix="Save on rank 0 alone (`if dist.get_rank() == 0:`), then a barrier before anybody "
             "reads it; or put the rank into the file's name.",
             about=str(place),
         )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 120 else text[:117] + "..."
 
 
 def _wrote(file: str, found: list[tuple[Rank, Record]]) -> str:

@@ -6,12 +6,14 @@ import re
 import signal
 from collections.abc import Iterator
 
+from ddpdoctor.failures import recognise
 from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.probe.sites import user_file
+from ddpdoctor.rules.attempts import attempt_finding, moment, short
 from ddpdoctor.rules.checkpoints import refused_for_prefix
-from ddpdoctor.rules.decisions import decisions
-from ddpdoctor.rules.endings import Ending, Kind, endings, first_failure, mispaired
-from ddpdoctor.rules.evaluation import forward_under_rank_guard
+from ddpdoctor.rules.consequences import apart, follows
+from ddpdoctor.rules.endings import Ending, Kind, endings, first_failure
+from ddpdoctor.rules.failures import recognised
 from ddpdoctor.rules.hangs import left_early
 from ddpdoctor.rules.models import refused
 from ddpdoctor.rules.reduction import explained
@@ -26,74 +28,11 @@ def _causes(run: Run, kind: Kind) -> Iterator[tuple[int, Ending]]:
         cause = first_failure(run, restart)
         if cause is None or cause.kind != kind:
             continue
-        if restart == run.restarts[-1] and mispaired(run, cause) and _apart(run):
-            # The consequence of what some ranks alone did.
+        if follows(run, restart, cause):
+            continue
+        if recognised(run, restart):
             continue
         yield restart, cause
-
-
-def _apart(run: Run) -> bool:
-    """Whether it is known why the ranks' collectives were not about the same thing."""
-    return bool(decisions(run)) or any(forward_under_rank_guard(run))
-
-
-def _finding(
-    run: Run,
-    code: str,
-    restart: int,
-    cause: Ending,
-    message: str,
-    fix: str,
-    *,
-    evidence: tuple[str, ...] = (),
-    location: Location | None = None,
-    traceback: str = "",
-) -> Finding:
-    severity = Severity.ERROR
-    # torchrun ends with 0 only if its last attempt succeeded, on every rank.
-    torchrun_succeeded = run.exit_status == 0 and run.manifest.get("launcher") == "torchrun"
-    if restart != run.restarts[-1] or torchrun_succeeded:
-        severity = Severity.WARNING
-        message = f"attempt {restart + 1}: {message}"
-        evidence += ("another attempt followed it",)
-    location = location or cause.location
-    if location is None and cause.last_seen is not None:
-        evidence = (f"the last line seen before it was {cause.last_seen}", *evidence)
-    return Finding(
-        code=code,
-        severity=severity,
-        message=message,
-        ranks=() if cause.rank is None else (cause.rank,),
-        location=location,
-        evidence=evidence + tuple(_consequences(run, restart, cause)),
-        fix=fix,
-        traceback=traceback,
-    )
-
-
-def _consequences(run: Run, restart: int, cause: Ending) -> Iterator[str]:
-    # A victim may tell of its end before anybody has seen the end of the rank that it lost.
-    later = [
-        each
-        for each in endings(run, restart)
-        if each is not cause and (each.victim or each.time > cause.time)
-    ]
-    for each in later[:3]:
-        delay = max(0.0, (each.time - cause.time) / 1e9)
-        why = "as a consequence" if each.victim else "too"
-        text = each.text.partition(". ")[0] if each.victim else _short(each.text)
-        yield f"{each.name} failed {delay:.1f} s later, {why}: {text}"
-    if len(later) > 3:
-        yield f"{len(later) - 3} more ranks failed after it"
-
-
-def _short(text: str, width: int = 120) -> str:
-    return text if len(text) <= width else text[: width - 3] + "..."
-
-
-def _in(cause: Ending) -> str:
-    place = f" in {cause.where}" if cause.where else ""
-    return place if cause.initialized else f"{place} before it joined the process group"
 
 
 @rule("DDP901", "exception", Severity.ERROR)
@@ -131,12 +70,12 @@ def exception(run: Run) -> Iterator[Finding]:
             continue
         if restart == run.restarts[-1] and refused_for_prefix(run, cause):
             continue
-        yield _finding(
+        yield attempt_finding(
             run,
             "DDP901",
             restart,
             cause,
-            f"{cause.name} raised {_short(cause.text, 200)}{_in(cause)}",
+            f"{cause.name} raised {short(cause.text, 200)}{moment(cause)}",
             "Mend this exception first; failures of other ranks after it are its consequence.",
             traceback=cause.traceback,
         )
@@ -168,12 +107,12 @@ def killed(run: Run) -> Iterator[Finding]:
     for restart, cause in _causes(run, "signal"):
         if cause.oom or -(cause.status or 0) in _NATIVE:
             continue
-        yield _finding(
+        yield attempt_finding(
             run,
             "DDP902",
             restart,
             cause,
-            f"{cause.name} was killed by {cause.text}{_in(cause)}",
+            f"{cause.name} was killed by {cause.text}{moment(cause)}",
             "Find out who sent it: a scheduler's limit, a person, or the kernel (see dmesg).",
         )
 
@@ -210,12 +149,12 @@ def out_of_memory(run: Run) -> Iterator[Finding]:
             "cgroup": "the memory cgroup counted an out-of-memory kill at that moment",
         }[cause.oom]
         likely = "" if cause.oom == "kernel" else "very likely "
-        yield _finding(
+        yield attempt_finding(
             run,
             "DDP903",
             restart,
             cause,
-            f"{cause.name} was {likely}killed by the out-of-memory killer{_in(cause)}",
+            f"{cause.name} was {likely}killed by the out-of-memory killer{moment(cause)}",
             "Host memory ran out: use fewer DataLoader workers, load less per rank, or raise the "
             "job's memory limit.",
             evidence=(source,),
@@ -250,12 +189,12 @@ def native_crash(run: Run) -> Iterator[Finding]:
         if -(cause.status or 0) not in _NATIVE or cause.oom:
             continue
         stack = _fault_stack(run, restart, cause)
-        yield _finding(
+        yield attempt_finding(
             run,
             "DDP904",
             restart,
             cause,
-            f"{cause.name} crashed in native code with {cause.text}{_in(cause)}",
+            f"{cause.name} crashed in native code with {cause.text}{moment(cause)}",
             "The line named entered the native code that crashed; suspect the extension or library "
             "it calls.",
             location=_fault_location(stack),
@@ -303,12 +242,12 @@ def silent_exit(run: Run) -> Iterator[Finding]:
         0.1.0
     """
     for restart, cause in _causes(run, "exit"):
-        yield _finding(
+        yield attempt_finding(
             run,
             "DDP905",
             restart,
             cause,
-            f"{cause.name} ended itself: {cause.text}{_in(cause)}",
+            f"{cause.name} ended itself: {cause.text}{moment(cause)}",
             "The script refused its options (argparse ends with status 2): see its message above."
             if cause.status == 2 and not cause.initialized
             else "Raise an exception that says why, or agree on leaving with all ranks.",
@@ -382,7 +321,7 @@ def lost_peers(run: Run) -> Iterator[Finding]:
     restart = run.restarts[-1]
     if first_failure(run, restart) is not None or next(left_early(run), None) is not None:
         return
-    if _apart(run):
+    if apart(run) or recognised(run, restart):
         return
     victims = [
         each
@@ -391,15 +330,28 @@ def lost_peers(run: Run) -> Iterator[Finding]:
     ]
     if victims:
         first = victims[0]
+        known = recognise(first.printed)
+        absent = known[1].get("rank", "") if known is not None else ""
+        if known is not None and absent:
+            yield Finding(
+                code="DDP907",
+                severity=Severity.ERROR,
+                message=f"rank {absent} {known[0].said(known[1])}, where {first.name} waited",
+                ranks=(int(absent),),
+                location=first.location,
+                fix=known[0].fix,
+                traceback=first.traceback,
+            )
+            return
         yield Finding(
             code="DDP907",
             severity=Severity.ERROR,
-            message=f"{first.name} likely lost a peer{_in(first)}: {_short(first.text)}",
+            message=f"{first.name} likely lost a peer{moment(first)}: {short(first.text)}",
             ranks=() if first.rank is None else (first.rank,),
             location=first.location,
             evidence=(
                 "no rank of this node failed by itself",
-                *(f"{each.name}: {_short(each.text)}" for each in victims[1:4]),
+                *(f"{each.name}: {short(each.text)}" for each in victims[1:4]),
             ),
             fix="Look for the cause on the other ranks or nodes: one that ended, hangs, or never "
             "called this collective.",

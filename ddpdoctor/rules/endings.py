@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ddpdoctor.finding import Location
@@ -55,8 +55,18 @@ _WRAPPERS = (
 """Exceptions of launchers: they only say that a child failed."""
 
 _NOISE = re.compile(
-    r"\[/[^\]]*\.(?:cc|cpp|h):\d+\]\s*|\s*\[[\da-fA-F.:]+\](?::\d+)?|^\[[^\]]*\.cpp:\d+\]\s*"
+    r"\x1b\[[\d;]*m|\[/[^\]]*\.(?:cc|cpp|h):\d+\]\s*|\s*\[[\da-fA-F.:]+\](?::\d+)?|^\[[^\]]*\.cpp:\d+\]\s*"
 )
+
+_FATAL = re.compile(r"Fatal Python error: ([A-Z][a-z ]+)")
+_FATAL_SIGNALS = {
+    "Segmentation fault": signal.SIGSEGV,
+    "Bus error": signal.SIGBUS,
+    "Aborted": signal.SIGABRT,
+    "Floating point exception": signal.SIGFPE,
+    "Illegal instruction": signal.SIGILL,
+}
+"""What ``faulthandler`` writes for which signal."""
 
 _TORCHRUN_EXIT = re.compile(r"exitcode\s*: (-?\d+)\s*\(pid: (\d+)\)")
 _TORCHRUN_LOG = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
@@ -76,6 +86,7 @@ class Ending:
         status: The exit status (negative: a signal), where known.
         message: All of the exception's own words.
         oom: Who says that the out-of-memory killer did it, or empty.
+        file: What is known of the file that an exception is about.
         last_seen: The last line of the user's code that the probe saw, if ``location`` is unknown.
         initialized: Whether it had joined the process group.
     """
@@ -91,6 +102,7 @@ class Ending:
     status: int | None = None
     message: str = ""
     oom: str = ""
+    file: Record = field(default_factory=dict)
     last_seen: Location | None = None
     initialized: bool = True
 
@@ -98,6 +110,11 @@ class Ending:
     def name(self) -> str:
         """Whose end it is, as the subject of a sentence."""
         return f"rank {self.rank}" if self.rank is not None else "a process of the job"
+
+    @property
+    def printed(self) -> str:
+        """An exception with all of its message, as Python prints it."""
+        return f"{self.text.partition(': ')[0]}: {self.message}"
 
 
 def endings(run: Run, restart: int) -> list[Ending]:
@@ -113,6 +130,7 @@ def endings(run: Run, restart: int) -> list[Ending]:
         ending = _rank_ending(rank, told, bool(run.exit_status), aborted)
         if ending is not None:
             found.append(ending)
+    found += _unseen_endings(run, ranks, told, found)
     joined = {rank.rank for rank in ranks}
     found += _stray_endings(run, restart, joined)
     limit = run.stopped_at
@@ -183,6 +201,40 @@ def _rank_ending(
     )
 
 
+def _unseen_endings(
+    run: Run, ranks: tuple[Rank, ...], told: dict[int, int], found: list[Ending]
+) -> Iterator[Ending]:
+    """Ranks of a live job that ended first and without a word.
+
+    Their launcher took the exit status before it was seen, and tells it only once the others have
+    ended, too, which may hang.
+    """
+    if run.exit_status is not None or all(rank.exit is not None for rank in ranks):
+        return
+    for rank in ranks:
+        spoke = any(rank.of_kind("end")) or any(rank.of_kind("error")) or any(rank.of_kind("exit"))
+        if rank.exit is None or rank.status is None or spoke or _status(rank, told) is not None:
+            continue
+        when = integer(rank.exit, "time")
+        stopped = f"Sending process {rank.status.pid} closing signal" in run.stderr
+        if stopped or any(each.time <= when for each in found):
+            continue
+        native = _FATAL.search(rank.fault)
+        number = _FATAL_SIGNALS.get(native[1]) if native is not None else None
+        text = "a signal, most likely SIGKILL (its exit status was not seen)"
+        yield Ending(
+            rank=rank.rank,
+            time=when,
+            kind="signal",
+            victim=False,
+            text=text if number is None else signal_name(number),
+            where=_where(rank),
+            location=_site(rank),
+            status=None if number is None else -number,
+            last_seen=last_line(rank),
+        )
+
+
 def _stray_endings(run: Run, restart: int, joined: set[int]) -> Iterator[Ending]:
     for record in run.strays:
         if integer(record, "restart") != restart or record.get("rank") in joined:
@@ -216,6 +268,7 @@ def _exception(
         traceback=str(record.get("traceback") or ""),
         message=message,
         status=status,
+        file=file if isinstance(file := record.get("file"), dict) else {},
         initialized=initialized,
     )
 

@@ -11,6 +11,9 @@ from ddpdoctor.run import Rank, Run
 UNFINISHED = "Expected to have finished reduction in the prior iteration"
 """Some parameter got no gradient."""
 
+STATIC = "training graph has changed in this iteration"
+"""What it says instead under static_graph=True, in the same sentence (DDP306)."""
+
 TWICE = "Expected to mark a variable ready only once"
 """Some parameter's gradient was ready a second time in one backward."""
 
@@ -22,13 +25,14 @@ def complaints(run: Run, what: str) -> Iterator[tuple[Rank, Record]]:
     """The ranks of the last attempt that ended with that exception, and its record."""
     for rank in run.last:
         for error in rank.of_kind("error"):
-            if what in str(error.get("message")):
+            message = str(error.get("message"))
+            if what in message and STATIC not in message:
                 yield rank, error
 
 
 def explained(error: str) -> bool:
     """Whether a rule of the DDP3xx family names the cause of an exception that says this."""
-    return UNFINISHED in error or TWICE in error
+    return (UNFINISHED in error and STATIC not in error) or TWICE in error
 
 
 def ddp_record(rank: Rank, number: int) -> Record | None:

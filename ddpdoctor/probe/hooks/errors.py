@@ -19,7 +19,7 @@ from collections.abc import Callable
 from types import FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from ddpdoctor.probe import debugger, events, rank, shield
+from ddpdoctor.probe import debugger, events, file_facts, rank, shield
 from ddpdoctor.probe.imports import when_imported
 from ddpdoctor.probe.sites import Site, caller, user_file
 from ddpdoctor.record import Phase, Record, encode
@@ -93,7 +93,7 @@ def describe(error: BaseException) -> Record:
     message = _text(error)
     path, line = _guilty_line(error, message)
     formatted = "".join(traceback.format_exception(kind, error, error.__traceback__))
-    return {
+    record: Record = {
         "kind": "error",
         "time": time.time_ns(),
         "pid": os.getpid(),
@@ -104,6 +104,13 @@ def describe(error: BaseException) -> Record:
         "user_frames": _user_frames(error),
         "traceback": formatted[-_TRACEBACK:],
     }
+    try:
+        file = file_facts.facts(error)
+    except Exception as fault:
+        shield.fault("file_facts", fault)
+    else:
+        record.update({} if file is None else {"file": file})
+    return record
 
 
 def _text(error: BaseException) -> str:

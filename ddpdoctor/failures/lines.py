@@ -1,0 +1,117 @@
+"""Lines of a job's output: whose they are, when they were written, what they say."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import PurePath
+from typing import NamedTuple
+
+from ddpdoctor.probe.sites import user_file
+
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+_MARK = re.compile(
+    r"\[rank(?P<rank>\d+)\]:[ ]?"  # torch's own, of an uncaught exception or a log line
+    r"|\[[A-Za-z_]+(?P<role>\d+)\]:[ ]?"  # torchrun --tee: role and local rank
+    r"|\[\d+,(?P<mpi>\d+)\]<std(?:err|out)>:[ ]?"  # mpirun --tag-output
+    r"|(?P<task>\d{1,5}): "  # srun --label
+)
+_RANK_WORD = re.compile(r"\[Rank (\d+)\]")
+_GLOG = re.compile(r"\b[IWEF](\d\d)(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})")
+_ISO = re.compile(r"\b(\d{4})-(\d\d)-(\d\d)[T _](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")
+_OF_FILE = re.compile(r"(?:^|[^a-z])rank[-_ ]?(\d{1,5})(?!\d)", re.IGNORECASE)
+_TORCHRUN_FILE = re.compile(r"^(?:stderr|stdout)\.log$|^error\.json$")
+_LIBRARY = re.compile(r"[/\\]lib(?:64)?[/\\]python\d|[/\\](?:site|dist)-packages[/\\]")
+_SOURCE = re.compile(
+    r"\[enforce fail at [^\]]*\][\s.]*|"
+    r"\[/[^\]]*\.(?:cc|cpp|h):\d+\]\s*|\s*\[(?=[^\]]*[.:])[\da-fA-F.:]+\](?::\d+)?(?=[\s.:]|$)"
+    r"|\[?[IWEF]\d{4} [\d:.]+ \S+\]\s*"
+)
+
+
+class Line(NamedTuple):
+    """A line of output, taken apart.
+
+    Attributes:
+        rank: Whose it is, None if it does not say.
+        uncaught: torch's own mark stands before it, as before each line of an uncaught exception.
+        text: What is left without marks and control characters.
+    """
+
+    rank: int | None
+    uncaught: bool
+    text: str
+
+
+def clean(raw: bytes) -> str:
+    """A raw line as a terminal would leave it: without colours, and what a progress bar drew last.
+
+    Invalid UTF-8 becomes replacement characters.
+    """
+    text = raw.decode("utf-8", "replace").rstrip("\r\n").rpartition("\r")[2]
+    return _CONTROL.sub("", text)
+
+
+def taken_apart(text: str) -> Line:
+    """A clean line without the marks that torch, torchrun, srun or mpirun put before it."""
+    rank: int | None = None
+    uncaught = False
+    while (mark := _MARK.match(text)) is not None:
+        text = text[mark.end() :]
+        number = next(int(value) for value in mark.groups() if value is not None)
+        if mark["rank"] is not None:
+            # The global rank; the others may count per node.
+            return Line(number, True, text)
+        rank = number if rank is None else rank
+    word = _RANK_WORD.search(text)
+    if word is not None and rank is None:
+        rank = int(word[1])
+    return Line(rank, uncaught, text)
+
+
+def rank_of_file(path: str) -> int | None:
+    """The rank that a file name tells: ``rank3.log``, or torchrun's ``attempt_0/3/stderr.log``."""
+    parts = PurePath(path).parts
+    if len(parts) > 1 and _TORCHRUN_FILE.match(parts[-1]) and parts[-2].isdigit():
+        return int(parts[-2])
+    match = _OF_FILE.search(os.path.basename(path))
+    return int(match[1]) if match else None
+
+
+def time_of(text: str) -> float | None:
+    """When a line was written, in seconds; only differences count, as zones are not known."""
+    iso = _ISO.search(text)
+    if iso is not None:
+        year, month, day, hour, minute, second = (int(each) for each in iso.groups()[:6])
+        return _seconds((year, month, day, hour, minute, second), iso[7])
+    glog = _GLOG.search(text)
+    if glog is None:
+        return None
+    month, day, hour, minute, second = (int(each) for each in glog.groups()[:5])
+    # It names no year, and a log is of the past.
+    now = time.gmtime()
+    year = now.tm_year if month <= now.tm_mon + 1 else now.tm_year - 1
+    return _seconds((year, month, day, hour, minute, second), glog[6])
+
+
+def _seconds(moment: tuple[int, int, int, int, int, int], fraction: str | None) -> float | None:
+    try:
+        whole = time.mktime((*moment, 0, 0, -1))
+    except (ValueError, OverflowError):
+        return None
+    return whole + (float(f"0.{fraction}") if fraction else 0.0)
+
+
+def users_file(path: str) -> bool:
+    """Whether a file of a traceback is the user's, also where it was printed elsewhere."""
+    return user_file(path) and _LIBRARY.search(path) is None
+
+
+def shortened(text: str, width: int = 160) -> str:
+    """A line as evidence: without C++ source lines and socket addresses, and not too long.
+
+    The addresses are wrong besides: gloo prints ports byte-swapped.
+    """
+    text = _SOURCE.sub("", _CONTROL.sub("", text)).strip()
+    return text if len(text) <= width else text[: width - 3] + "..."

@@ -1,0 +1,278 @@
+"""A plain log, searched for known failures and for tracebacks, at tens of megabytes a second."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ddpdoctor.failures import Failure, Weight, recognise
+from ddpdoctor.failures.lines import clean, rank_of_file, taken_apart, time_of
+from ddpdoctor.failures.tracebacks import HEAD, Printed, Tracebacks
+from ddpdoctor.finding import Location
+
+ANCHORS = tuple(
+    text.encode()
+    for text in (
+        HEAD, "Error: ", "error: ", "what():", "exitcode", "terminate called", "bus error",
+        "Watchdog caught", "monitoredBarrier", "NCCL WARN", "NCCL error", "no socket interface",
+        "NET/IB", "libibverbs", "NCCL_IB_DISABLE", "Duplicate GPU", "Multiple Ranks",
+        "willRetry=0", "unexpected pos", "find_unused_parameters=True was", "to perform barrier",
+        "launch is deprecated", "TCPStore", "should dump", "failed to recv", "ibv_",
+        "communicator is aborted", "communicator was aborted", "remote process exited",
+    )
+)  # fmt: skip
+"""A line outside of tracebacks is looked at only if it holds one of these."""
+
+MOST = 500
+"""Lines that one anchor may bring: a log that repeats itself for hours says nothing new."""
+
+LATER = 4
+"""Lines of each block that it may bring from then on, the last ones."""
+
+WENT_ON = 3
+"""Plain lines of the same rank after a failure, by which it is known to have been caught."""
+
+PATIENCE = 3_000
+"""Lines that are read one by one to see that."""
+
+_BLOCK = 1 << 18
+_LONGEST = 1 << 22
+"""Bytes of a line; a longer one is cut."""
+
+_EARLIER = 1_500
+"""Bytes before a line in which its time and its rank are looked for."""
+
+_SUMMARY_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
+_STATUS = re.compile(r"exitcode\s*:")
+_LOCAL_RANK = re.compile(r"local_rank: (\d+)")
+_COMPLAINT = re.compile(
+    r"^\s|^$|[Ee]rror|[Ww]arn|[Ff]ailed|[Ff]ailure|Traceback|Exception|terminate called|srun|slurm"
+    r"|destroy_process_group|resource_tracker|^[=\-]{4}|^\[\d+\]:$|[Kk]illed|[Aa]bort|core dumped"
+    r"|Root Cause|FAILED|^\[?[IWEF]\d{4} |SIG[A-Z]{3}|exited|Current thread|frame #|leaked"
+)
+"""What is written where a job ends, beside what a healthy one writes."""
+
+
+_REPORTED = re.compile(
+    r"^(?:[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Warning)\b|\s*what\(\)|terminate called"
+    r"|slurmstepd|srun:|ERROR:|\s*exitcode\s*:|\[?[IWEF]\d{4} |\[Rank \d)|: error: |NCCL WARN"
+    r"|NCCL INFO|Warning: |\(exitcode: "
+)
+"""How a failure reports itself; other lines that speak of one are the job's own remarks."""
+
+
+@dataclass
+class Sighting:
+    """A known failure, or an unknown exception, at its place in a log.
+
+    Attributes:
+        failure: None for an exception that the table does not know.
+        groups: What the pattern's groups matched.
+        text: The line, or the exception with its message.
+        source: The log's name.
+        line: The line's number there, from 1.
+        order: The log's place among the logs, and the line's offset in it.
+        rank: Whose it is, if it is known.
+        time: Seconds, if the line or one shortly before it tells.
+        final: It ended its process, as far as can be seen: nothing plain was written after it.
+        location: The innermost line of the user's code, for exceptions.
+        traceback: The whole text of it.
+    """
+
+    failure: Failure | None
+    groups: Mapping[str, str]
+    text: str
+    source: str
+    line: int
+    order: tuple[int, int]
+    rank: int | None = None
+    time: float | None = None
+    final: bool = True
+    location: Location | None = None
+    traceback: str = ""
+    plain_after: int = 0
+    lines_after: int = 0
+
+    @property
+    def weight(self) -> Weight:
+        """How much it explains; an exception that is not known is a cause."""
+        return Weight.CAUSE if self.failure is None else self.failure.weight
+
+
+class LogReader:
+    """Takes a log in as it is read.
+
+    Args:
+        source: The log's name, for people.
+        place: Its place among the logs that belong together.
+    """
+
+    def __init__(self, source: str, place: int = 0) -> None:
+        self.source = source
+        self._place = place
+        self._rank = rank_of_file(source)
+        self._sightings: list[Sighting] = []
+        self._undecided: list[Sighting] = []
+        self._tracebacks = Tracebacks()
+        self._counts = dict.fromkeys(ANCHORS, 0)
+        self._before: deque[str] = deque(maxlen=8)
+        self._rest = b""
+        self._offset = 0
+        self._number = 1
+
+    def feed(self, data: bytes) -> None:
+        """Take a piece in, of any size."""
+        data = self._rest + data
+        end = data.rfind(b"\n") + 1
+        if not end and len(data) > _LONGEST:
+            end = len(data)
+        self._rest = data[end:]
+        start = 0
+        while start < end:
+            stop = data.find(b"\n", start + _BLOCK, end) + 1 or end
+            self._block(data[start:stop])
+            start = stop
+
+    def close(self) -> list[Sighting]:
+        """All that was found, in the order of the lines, once the log is at its end."""
+        if self._rest:
+            self._block(self._rest + b"\n")
+            self._rest = b""
+        for printed in self._tracebacks.rest():
+            self._exception(printed)
+        return sorted(self._sightings, key=lambda each: each.order)
+
+    def _block(self, block: bytes) -> None:
+        """A piece of whole lines, most of which no Python code has to look at."""
+        size = len(block)
+        starts = [] if self._tracebacks or self._undecided else self._starts(block)
+        if self._tracebacks or self._undecided:
+            starts = [0]
+        at, number = 0, self._number
+        for start in starts:
+            if start < at:
+                continue
+            number += block.count(b"\n", at, start)
+            at = start
+            first = block.find(b"\n", start - _EARLIER) + 1 if start > _EARLIER else 0
+            earlier = block[first:start].split(b"\n")[:-1]
+            self._before.extend(clean(each) for each in earlier)
+            # One by one until nothing is under way any more.
+            while at < size:
+                end = block.find(b"\n", at) + 1 or size
+                self._line(clean(block[at:end]), self._offset + at, number)
+                at, number = end, number + 1
+                if not (self._tracebacks or self._undecided):
+                    break
+        self._number = number + block.count(b"\n", at)
+        self._offset += size
+
+    def _starts(self, block: bytes) -> list[int]:
+        """Where the lines begin that hold an anchor."""
+        starts = set()
+        for anchor in ANCHORS:
+            at = block.find(anchor)
+            while at >= 0 and self._counts[anchor] < MOST:
+                self._counts[anchor] += 1
+                starts.add(block.rfind(b"\n", 0, at) + 1)
+                end = block.find(b"\n", at)
+                at = block.find(anchor, end) if end >= 0 else -1
+            # What ends a job comes last.
+            last = len(block)
+            for _ in range(LATER if at >= 0 else 0):
+                last = block.rfind(anchor, at, last)
+                if last < 0:
+                    break
+                last = block.rfind(b"\n", 0, last) + 1
+                starts.add(last)
+        return sorted(starts)
+
+    def _line(self, text: str, offset: int, number: int) -> None:
+        line = taken_apart(text)
+        belongs, ended = self._tracebacks.take(line, offset, number, self._time)
+        for printed in ended:
+            self._exception(printed)
+        known = None if belongs else recognise(line.text)
+        if known is not None:
+            failure, groups = known
+            rank = self._rank_in_summary(text) if _STATUS.search(text) else line.rank
+            self._add(
+                Sighting(
+                    failure=failure,
+                    groups=groups,
+                    text=line.text.strip(),
+                    source=self.source,
+                    line=number,
+                    order=(self._place, offset),
+                    rank=self._rank if rank is None else rank,
+                    time=self._time(text),
+                    final=_REPORTED.search(line.text) is not None,
+                )
+            )
+        elif not belongs:
+            plain = _COMPLAINT.search(line.text) is None
+            for each in self._undecided:
+                each.lines_after += 1
+                # A line without a rank may be anybody's, but not if others have theirs.
+                each.plain_after += plain and each.rank in (line.rank, self._rank)
+                if each.plain_after >= WENT_ON or each.lines_after > PATIENCE:
+                    each.final = each.lines_after > PATIENCE and each.plain_after == 0
+                    each.lines_after = -1
+            self._undecided = [each for each in self._undecided if each.lines_after >= 0]
+        if text.strip():
+            self._before.append(text)
+
+    def _exception(self, printed: Printed) -> None:
+        """A traceback has come to its end."""
+        message = printed.message
+        if not message:
+            return
+        failure, groups = printed.known
+        self._add(
+            Sighting(
+                failure=failure,
+                groups=groups,
+                text=message,
+                source=self.source,
+                line=printed.number,
+                order=(self._place, printed.start),
+                rank=printed.rank if printed.rank is not None else self._rank,
+                time=printed.time,
+                location=printed.location,
+                traceback=printed.text,
+            ),
+            decided=printed.uncaught,
+        )
+
+    def _add(self, sighting: Sighting, decided: bool = False) -> None:
+        self._sightings.append(sighting)
+        if (
+            not decided
+            and sighting.final
+            and sighting.weight >= Weight.SYMPTOM
+            and not _STATUS.search(sighting.text)
+        ):
+            self._undecided.append(sighting)
+
+    def _rank_in_summary(self, text: str) -> int | None:
+        """Whose exit torchrun tells: it says the rank some lines before the status."""
+        for each in list(self._before)[-4:]:
+            match = _SUMMARY_RANK.match(each)
+            if match:
+                return int(match[1])
+        local = _LOCAL_RANK.search(text)
+        return int(local[1]) if local else None
+
+    def _time(self, *texts: str) -> float | None:
+        times = (time_of(each) for each in (*texts, *reversed(self._before)))
+        return next((each for each in times if each is not None), None)
+
+
+def read(source: str, chunks: Iterable[bytes], place: int = 0) -> list[Sighting]:
+    """Everything that a log tells of failures, in the order of its lines."""
+    reader = LogReader(source, place)
+    for chunk in chunks:
+        reader.feed(chunk)
+    return reader.close()

@@ -1,0 +1,346 @@
+"""Failures that a script brings about: how it is started, what it does with torch."""
+
+from __future__ import annotations
+
+from ddpdoctor.failures.model import Failure, Page, Weight
+from ddpdoctor.finding import Severity
+
+FAILURES = (
+    Failure(
+        code="DDP305",
+        name="unused-parameters",
+        weight=Weight.CAUSE,
+        anchors=("Expected to have finished reduction",),
+        pattern=r"Expected to have finished reduction in the prior iteration"
+        r"(?![^\n]{0,160}training graph has changed)",
+        says="has parameters that got no gradient in the last backward",
+        fix="Use them in the loss, freeze them before DDP(...), or set "
+        "find_unused_parameters=True; `ddpdoctor run` names them.",
+        torch="1.13, 2.6, 2.13; pytorch#83074",
+    ),
+    Failure(
+        code="DDP306",
+        name="static-graph",
+        weight=Weight.CAUSE,
+        anchors=("training graph has changed",),
+        pattern=r"training graph has changed in this iteration",
+        says="used other parameters than in the first step, under static_graph=True",
+        fix="Drop static_graph=True, or use the same parameters in every step.",
+        page=Page(
+            "The graph changed under static_graph=True.",
+            "DDP's exception that the set of parameters with a gradient is not that of the first "
+            "iteration.",
+            "static_graph promises DDP that it never changes; the job ends where it does.",
+            "Leave static_graph out; for a part that is used now and then, "
+            "find_unused_parameters=True.",
+            "Wrong: `DDP(model, static_graph=True)` with a head that starts in epoch 2. "
+            "Right: without it, or all heads from the start.",
+            "Where the graph stays the same.",
+        ),
+        torch="1.13, 2.6, 2.13",
+    ),
+    Failure(
+        code="DDP323",
+        name="ready-twice",
+        weight=Weight.CAUSE,
+        anchors=("Expected to mark a variable ready only once",),
+        pattern=r"Expected to mark a variable ready only once",
+        says="had a parameter's gradient ready twice in one backward",
+        fix="Use checkpoint(..., use_reentrant=False); else a module that is used outside of "
+        "forward(), or twice: then static_graph=True.",
+        likely=True,
+        torch="1.13, 2.6, 2.13; pytorch#46166",
+    ),
+    Failure(
+        code="DDP304",
+        name="find-unused-in-vain",
+        weight=Weight.NOTE,
+        anchors=("find_unused_parameters=True was specified",),
+        pattern=r"find_unused_parameters=True was specified in DDP constructor, but did not find",
+        says="looks for unused parameters in every step, and there are none",
+        fix="Drop find_unused_parameters=True: it walks the graph in every step.",
+        severity=Severity.INFO,
+        torch="1.13, 2.6, 2.13",
+    ),
+    Failure(
+        code="DDP707",
+        name="models-differ",
+        weight=Weight.CAUSE,
+        anchors=("DDP expects same model", "appears not to match sizes"),
+        pattern=r"DDP expects same model across all ranks(?:[^\n]*?Rank (?P<peer>\d+) has"
+        r" (?P<many>\d+) params, while rank (?P<other>\d+) has inconsistent (?P<fewer>\d+))?"
+        r"|appears not to match sizes of the same param in process",
+        says="gave DDP another model than the other ranks[: rank {peer} has {many} parameters, "
+        "rank {other} has {fewer}]",
+        fix="Build the model from the same configuration on every rank; count classes and "
+        "vocabularies in all of the data, or broadcast them.",
+        torch="1.13, 2.6, 2.13",
+    ),
+    Failure(
+        code="DDP803",
+        name="collectives-differ",
+        weight=Weight.SYMPTOM,
+        anchors=(
+            "mismatch between collectives",
+            "op.preamble.length",
+            "Mismatched collective",
+            "Received data size doesn't match",
+        ),
+        pattern=r"Detected mismatch between collectives|op\.preamble\.length <= op\.nbytes"
+        r"|Received data size doesn't match expected size|Mismatched collective",
+        says="was in another collective than its peers, or in one of another shape or dtype",
+        fix="Find where the ranks part: an if on the rank, batches of unequal number or shape. "
+        "`ddpdoctor run` names the lines.",
+        page=Page(
+            "Ranks called different collectives at the same time.",
+            "The exceptions of gloo and of torch's checks when what arrives does not fit what a "
+            "rank expects: another shape, dtype, or operation.",
+            "Without those checks NCCL would hang, or mix the data up silently.",
+            "All ranks must call the same collectives in the same order, with the same shapes and "
+            "dtypes. Look for conditions on the rank or on a local value.",
+            "Wrong: `if loss > 10: dist.all_reduce(flag)`. "
+            "Right: all-reduce the flag on every rank, then decide.",
+            "Where ddpdoctor saw how the ranks came apart (DDP402, DDP403).",
+        ),
+        torch="1.13, 2.6, 2.13; nccl#1417",
+    ),
+    Failure(
+        code="DDP206",
+        name="local-rank-option",
+        weight=Weight.CAUSE,
+        anchors=("unrecognized arguments:",),
+        pattern=r"(?<!torchrun: )error: unrecognized arguments: [^\n]*--local[-_]rank",
+        says="does not know the option --local-rank that its launcher passes",
+        fix="Start with torchrun, which sets LOCAL_RANK instead; or add_argument("
+        '"--local-rank", "--local_rank", type=int).',
+        torch="1.13, 2.6, 2.13; timm#1724",
+    ),
+    Failure(
+        code="DDP943",
+        name="torchrun-too-old",
+        weight=Weight.CAUSE,
+        anchors=("torchrun: error: unrecognized arguments",),
+        pattern=r"torchrun: error: unrecognized arguments: [^\n]*--(?P<option>[\w]+-[\w-]+)",
+        says="is a torchrun that does not know the option --{option}",
+        fix="An older torch is first on this node's PATH: use the same environment on every node "
+        "(`which torchrun`). torch before 2.0 spells options with underscores.",
+        page=Page(
+            "The torchrun of this node is too old.",
+            "torchrun that refuses one of its own newer options.",
+            "A node runs another torch than the others: before 2.0, --nproc-per-node was "
+            "--nproc_per_node.",
+            "The same environment or image on every node; `python -m torch.distributed.run` takes "
+            "that of the Python you name.",
+            "Wrong: a torchrun of the system's. Right: `python -m torch.distributed.run ...`.",
+            "For options of the script.",
+        ),
+        torch="1.13",
+    ),
+    Failure(
+        code="DDP208",
+        name="deprecated-launcher",
+        weight=Weight.NOTE,
+        anchors=("torch.distributed.launch is deprecated",),
+        pattern=r"torch\.distributed\.launch is deprecated",
+        says="is started by torch.distributed.launch, which is deprecated",
+        fix="Use torchrun; read LOCAL_RANK from the environment.",
+        page=Page(
+            "The job is started by a deprecated launcher.",
+            "The warning of `torch.distributed.launch`.",
+            "It passes --local-rank to the script (torch before 2: --local_rank), which torchrun "
+            "does not, and will be removed.",
+            "`torchrun --nproc-per-node ...`, and LOCAL_RANK from the environment.",
+            "Wrong: `python -m torch.distributed.launch train.py`. Right: `torchrun train.py`.",
+            "Under torchrun.",
+        ),
+        severity=Severity.INFO,
+        torch="1.13, 2.6, 2.13",
+    ),
+    Failure(
+        code="DDP001",
+        name="environment-missing",
+        weight=Weight.CAUSE,
+        anchors=("expected, but not set",),
+        pattern=r"environment variable (?P<name>\w+) expected, but not set",
+        says="was not started by a launcher: {name} is not set",
+        fix="Start it with torchrun (or ddpdoctor run), or let the script do without a process "
+        "group when it runs alone.",
+        page=Page(
+            "The script was not started by a launcher.",
+            "`init_process_group` that misses RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT.",
+            "torchrun sets them for each rank; python alone does not.",
+            "`torchrun --nproc-per-node N train.py`; for a single process, "
+            '`if "RANK" in os.environ:` around the distributed part.',
+            "Wrong: `python train.py`. Right: `torchrun train.py`.",
+            "When rank and world size are given to `init_process_group` itself.",
+        ),
+        torch="1.13, 2.6, 2.13",
+    ),
+    Failure(
+        code="DDP213",
+        name="used-before-init",
+        weight=Weight.CAUSE,
+        anchors=("Default process group has not been initialized",),
+        pattern=r"Default process group has not been initialized",
+        says="used torch.distributed before init_process_group",
+        fix="Call init_process_group() first; DDP, DistributedSampler and get_rank() need it.",
+        page=Page(
+            "torch.distributed is used before it was initialized.",
+            'The exception "Default process group has not been initialized".',
+            "DDP, DistributedSampler and every collective need the process group.",
+            "`dist.init_process_group()` at the very start of the script.",
+            "Wrong: `DistributedSampler(data)` above `init_process_group`. Right: below it.",
+            "When the script asks `is_initialized()` first.",
+        ),
+        torch="1.13, 2.6, 2.13",
+    ),
+    Failure(
+        code="DDP942",
+        name="initialized-twice",
+        weight=Weight.CAUSE,
+        anchors=("initialize the default process group twice",),
+        pattern=r"trying to initialize the default process group twice",
+        says="called init_process_group a second time",
+        fix="A framework has done it already: `if not dist.is_initialized():` around the call.",
+        page=Page(
+            "The process group is initialized twice.",
+            "torch's exception at the second `init_process_group`.",
+            "Lightning, Accelerate and others call it themselves.",
+            "`if not dist.is_initialized(): dist.init_process_group(...)`, or leave it to the "
+            "framework.",
+            "Wrong: both the Trainer and the script. Right: one of them.",
+            "After `destroy_process_group()`.",
+        ),
+        torch="2.13",
+    ),
+    Failure(
+        code="DDP211",
+        name="no-main-guard",
+        weight=Weight.CAUSE,
+        anchors=("start a new process before the",),
+        pattern=r"start a new process before the",
+        says="starts processes when it is imported: the main guard is missing",
+        fix='Put the start into `if __name__ == "__main__":`.',
+        page=Page(
+            "Processes are started without a main guard.",
+            "multiprocessing's exception about a process that was not ready to start others.",
+            "A spawned process imports the script anew, and would start processes again.",
+            'Everything that starts processes goes under `if __name__ == "__main__":`.',
+            "Wrong: `mp.spawn(main, nprocs=8)` at the top level. Right: under the guard.",
+            "With the fork start method.",
+        ),
+        torch="any",
+    ),
+    Failure(
+        code="DDP212",
+        name="unpicklable",
+        weight=Weight.CAUSE,
+        anchors=("an't pickle", "annot pickle", "an't get local object"),
+        pattern=r"(?:AttributeError|TypeError|PicklingError): (?:[^\n]*: )?"
+        r"(?:Can't (?:pickle|get) local object|[Cc]an(?:no|')t pickle) ?(?P<what>[^\n]{0,60})",
+        says="could not send[ {what}] to another process: it cannot be pickled",
+        fix="Use functions and classes of the module's top level; no lambdas, open files, locks or "
+        "generators in a dataset or in the arguments of spawn.",
+        page=Page(
+            "Something cannot be sent to a process that is started.",
+            "Pickle's refusal when processes are started by spawn, or an object is gathered.",
+            "Lambdas, nested functions, locks, open files and generators have no pickled form.",
+            "Top-level functions, `functools.partial`; open files in the worker, not before.",
+            "Wrong: `DataLoader(data, collate_fn=lambda batch: batch)` with spawned workers. "
+            "Right: a function of the module.",
+            "With forked workers, which copy everything.",
+        ),
+        torch="any",
+    ),
+    Failure(
+        code="DDP502",
+        name="wrapper-prefix",
+        weight=Weight.CAUSE,
+        anchors=('key(s) in state_dict: "',),
+        pattern=r'(?:Missing|Unexpected) key\(s\) in state_dict: "module\.',
+        says='could not load a checkpoint: the names differ by the wrapper\'s prefix "module."',
+        fix="Save model.module.state_dict(), and load it before the wrap or into model.module.",
+        torch="any",
+    ),
+    Failure(
+        code="DDP503",
+        name="no-map-location",
+        weight=Weight.CAUSE,
+        anchors=("Attempting to deserialize object on",),
+        pattern=r"Attempting to deserialize object on (?:a )?CUDA device"
+        r"(?: (?P<device>\d+))?(?: but torch\.cuda\.(?:is_available\(\) is False"
+        r"|device_count\(\) is (?P<count>\d+)))?",
+        says="loads a checkpoint onto the GPU that it was saved from[ ({device})], which is not "
+        "here",
+        fix='torch.load(path, map_location="cpu"), then move the model.',
+        torch="1.13, 2.6, 2.13; pytorch#23138",
+    ),
+    Failure(
+        code="DDP945",
+        name="checkpoint-damaged",
+        weight=Weight.CAUSE,
+        anchors=(
+            "PytorchStreamReader failed",
+            "legacy .tar format",
+            "not a ZIP archive",
+            "unexpected EOF",
+            "Weights only load failed",
+            "invalid load key",
+            "pickle data was truncated",
+        ),
+        pattern=r"PytorchStreamReader failed (?:reading|locating)|in the legacy \.tar format"
+        r"|not a ZIP archive|unexpected EOF, expected \d+ more bytes"
+        r"|Weights only load failed[\s\S]*(?:Unsupported operand \d|invalid load key"
+        r"|Ran out of input|persistent_load)"
+        r"|UnpicklingError: (?:invalid load key|pickle data was truncated)",
+        says="could not read a checkpoint: the file is damaged",
+        fix="It was cut short, or several ranks wrote it at once. Do not set weights_only=False; "
+        "save on rank 0 alone to a temporary name, os.replace, then a barrier.",
+        page=Page(
+            "A checkpoint is damaged.",
+            "torch's reader that finds no whole archive, in all its words: \"failed reading zip "
+            'archive", "legacy .tar format", "not a ZIP archive".',
+            "A job was stopped while it wrote, the disk was full, or all ranks wrote to one path. "
+            "torch's advice (weights_only=False) is wrong here, and unsafe.",
+            "Save on rank 0 alone, to a temporary name, then `os.replace` and a barrier; load an "
+            "older checkpoint.",
+            'Wrong: `torch.save(state, "last.pt")` on every rank. '
+            "Right: on rank 0, to `last.pt.tmp`, renamed when it is whole.",
+            "When the file is of an old format in fact, and whole.",
+        ),
+        torch="1.13, 2.6, 2.13",
+    ),
+    Failure(
+        code="DDP945",
+        name="checkpoint-cut",
+        weight=Weight.CAUSE,
+        anchors=("Invalid argument", "Ran out of input"),
+        pattern=r"OSError: \[Errno 22\] Invalid argument|EOFError: Ran out of input",
+        within=r"torch[/\\]serialization\.py",
+        says="could not read a checkpoint: the file is cut short",
+        fix="A job was stopped while it wrote, the disk was full, or several ranks wrote it at "
+        "once: load an older one. Save on rank 0 alone to a temporary name, then os.replace.",
+        torch="2.13",
+    ),
+    Failure(
+        code="DDP944",
+        name="weights-only",
+        weight=Weight.CAUSE,
+        anchors=("Weights only load failed",),
+        pattern=r"Weights only load failed(?:[^\n]*?Unsupported (?:global|class):? (?P<what>\S+))?",
+        says="may not unpickle[ {what} from] a checkpoint: torch.load reads weights only since 2.6",
+        fix="For a file that you trust: torch.serialization.add_safe_globals([...]) or "
+        "weights_only=False; better, save plain state_dicts.",
+        page=Page(
+            "A checkpoint holds more than weights.",
+            '"Weights only load failed".',
+            "Since torch 2.6 `torch.load` refuses arbitrary pickled objects, which can run code.",
+            "Save state_dicts and plain data. For files that you trust: `add_safe_globals`, or "
+            "`weights_only=False`.",
+            "Wrong: `torch.save(args_namespace, path)`. Right: `torch.save(vars(args), path)`.",
+            "When the file is damaged, or several ranks wrote it at once (DDP945, DDP501): then "
+            "torch's advice to load unsafely is wrong.",
+        ),
+        torch="2.6, 2.13",
+    ),
+)

@@ -1,0 +1,86 @@
+"""A run in a few lines: what ran, how fast, how it ended, what was found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+from ddpdoctor.finding import Finding
+from ddpdoctor.run import PHASES, Run
+
+
+def lines(run: Run) -> Iterator[str]:
+    """What ran, how it ended, how fast it was, and what could not be read."""
+    yield f"{_size(run)}{_ending(run)}"
+    pace = _pace(run)
+    if pace:
+        yield pace
+    lost = sum(rank.status.dropped for rank in run.last if rank.status is not None)
+    if lost:
+        yield f"{lost} records could not be written and are missing"
+    for line in run.unreadable[:3]:
+        yield f"not read: {line}"
+
+
+def count(standing: Sequence[Finding]) -> str:
+    """How many findings there are: ``findings: 1 error, 2 warnings``."""
+    counts = Counter(finding.severity.label for finding in standing)
+    said = ", ".join(
+        f"{counts[label]} {label}{'s' if counts[label] > 1 and label != 'info' else ''}"
+        for label in ("error", "warning", "info")
+        if counts[label]
+    )
+    return f"findings: {said or 'none'}"
+
+
+def _size(run: Run) -> str:
+    ranks = run.last
+    if not ranks:
+        return "no rank joined a process group"
+    seen = {rank.rank for rank in ranks}
+    world = max((rank.status.world_size for rank in ranks if rank.status is not None), default=0)
+    of = f" of {world}" if world > len(seen) else ""
+    text = f"{len(seen)}{of} rank{'' if len(seen) == 1 and not of else 's'}"
+    steps = max((rank.status.step for rank in ranks if rank.status is not None), default=0)
+    return f"{text}, {steps} step{'' if steps == 1 else 's'}"
+
+
+def _pace(run: Run) -> str:
+    """The median step and its parts, empty without steps."""
+    timed = [step for rank in run.last for step in rank.steps if step.total > 0]
+    timed = [step for step in timed if step.split] or timed
+    if not timed:
+        return ""
+    text = f"median step {_duration(median(step.total for step in timed))}"
+    shares = []
+    for name in (*PHASES, "wait"):
+        share = median(getattr(step, name) / step.total for step in timed)
+        if share >= 0.01:
+            shares.append(f"{name} {100 * share:.0f} %")
+    return f"{text}: {', '.join(shares)}" if shares else text
+
+
+def _ending(run: Run) -> str:
+    status = run.exit_status
+    if status is None:
+        return ""
+    if status == 0:
+        return "; the job succeeded"
+    if run.ended_for_hang:
+        return "; the job hung and was ended"
+    from ddpdoctor.rules.endings import signal_name
+
+    how = f"ended by {signal_name(-status)}" if status < 0 else f"failed with exit status {status}"
+    asked = " after it was asked to stop" if run.stopped_at is not None else ""
+    return f"; the job {how}{asked}"
+
+
+def _duration(nanoseconds: float) -> str:
+    seconds = nanoseconds / 1e9
+    if seconds >= 10:
+        return f"{seconds:.0f} s"
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    milliseconds = seconds * 1e3
+    return f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.1f} ms"

@@ -1,0 +1,71 @@
+"""Findings about the end of an attempt: the cause, and what came of it on other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ddpdoctor.finding import Finding, Location, Severity
+from ddpdoctor.rules.endings import Ending, endings
+from ddpdoctor.run import Run
+
+
+def attempt_finding(
+    run: Run,
+    code: str,
+    restart: int,
+    cause: Ending,
+    message: str,
+    fix: str,
+    *,
+    evidence: tuple[str, ...] = (),
+    location: Location | None = None,
+    traceback: str = "",
+) -> Finding:
+    """A finding about an attempt that failed; a warning if another attempt followed it."""
+    severity = Severity.ERROR
+    # torchrun ends with 0 only if its last attempt succeeded, on every rank.
+    torchrun_succeeded = run.exit_status == 0 and run.manifest.get("launcher") == "torchrun"
+    if restart != run.restarts[-1] or torchrun_succeeded:
+        severity = Severity.WARNING
+        message = f"attempt {restart + 1}: {message}"
+        evidence += ("another attempt followed it",)
+    location = location or cause.location
+    if location is None and cause.last_seen is not None:
+        evidence = (f"the last line seen before it was {cause.last_seen}", *evidence)
+    return Finding(
+        code=code,
+        severity=severity,
+        message=message,
+        ranks=() if cause.rank is None else (cause.rank,),
+        location=location,
+        evidence=evidence + tuple(_consequences(run, restart, cause)),
+        fix=fix,
+        traceback=traceback,
+    )
+
+
+def _consequences(run: Run, restart: int, cause: Ending) -> Iterator[str]:
+    # A victim may tell of its end before anybody has seen the end of the rank that it lost.
+    later = [
+        each
+        for each in endings(run, restart)
+        if each is not cause and (each.victim or each.time > cause.time)
+    ]
+    for each in later[:3]:
+        delay = max(0.0, (each.time - cause.time) / 1e9)
+        why = "as a consequence" if each.victim else "too"
+        text = each.text.partition(". ")[0] if each.victim else short(each.text)
+        yield f"{each.name} failed {delay:.1f} s later, {why}: {text}"
+    if len(later) > 3:
+        yield f"{len(later) - 3} more ranks failed after it"
+
+
+def short(text: str, width: int = 120) -> str:
+    """A text of at most so many characters."""
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def moment(cause: Ending) -> str:
+    """What it did at that moment, as the end of a sentence."""
+    place = f" in {cause.where}" if cause.where else ""
+    return place if cause.initialized else f"{place} before it joined the process group"

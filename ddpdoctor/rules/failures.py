@@ -1,0 +1,211 @@
+"""Known failures (`ddpdoctor.failures`) in what ranks raised and printed: a rule for each code."""
+
+from __future__ import annotations
+
+import functools
+import re
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from ddpdoctor.failures import TABLE, Failure, Weight, recognise, telling_line
+from ddpdoctor.failures.lines import shortened
+from ddpdoctor.failures.log import Sighting, read
+from ddpdoctor.failures.tracebacks import parse
+from ddpdoctor.failures.verdict import causes
+from ddpdoctor.finding import RULES, Detect, Finding, Rule
+from ddpdoctor.rules import models
+from ddpdoctor.rules.attempts import attempt_finding
+from ddpdoctor.rules.checkpoints import refused_for_prefix
+from ddpdoctor.rules.consequences import follows
+from ddpdoctor.rules.endings import Ending, endings, first_failure
+from ddpdoctor.rules.files import described, torn
+from ddpdoctor.rules.reduction import explained
+from ddpdoctor.run import Run
+
+OF_ENDINGS = frozenset({"DDP902", "DDP903", "DDP904", "DDP905", "DDP906", "DDP907"})
+"""Codes of the ways in which a process ends: of a run they are known without any text."""
+
+
+_REFUSED = 2
+"""The exit status of argparse."""
+
+_NATIVE = re.compile(r"what\(\)|NCCL WARN|: error: unrecognized")
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The known failure behind the end of an attempt.
+
+    Attributes:
+        restart: The attempt.
+        cause: The end that it explains.
+        failure: The table's row.
+        groups: What its pattern's groups matched.
+        line: The line by which it is known.
+        likely: It follows from what others say.
+        code: The code of a rule that knows more, if one does.
+    """
+
+    restart: int
+    cause: Ending
+    failure: Failure
+    groups: Mapping[str, str]
+    line: str
+    likely: bool = False
+    code: str = ""
+
+
+_last: tuple[weakref.ref[Run], tuple[Diagnosis, ...]] | None = None
+
+
+def diagnoses(run: Run) -> tuple[Diagnosis, ...]:
+    """The known failures of a run, one per attempt at most; made once for each snapshot."""
+    global _last
+    if _last is None or _last[0]() is not run:
+        found = (_diagnosis(run, restart) for restart in run.restarts)
+        _last = weakref.ref(run), tuple(each for each in found if each is not None)
+    return _last[1]
+
+
+def recognised(run: Run, restart: int) -> bool:
+    """Whether one of the rules here says why an attempt failed."""
+    return any(each.restart == restart for each in diagnoses(run))
+
+
+def _diagnosis(run: Run, restart: int) -> Diagnosis | None:
+    cause = first_failure(run, restart)
+    if cause is None:
+        return _of_victims(run, restart)
+    if follows(run, restart, cause):
+        return None
+    if cause.kind == "exception":
+        if restart == run.restarts[-1] and _named_elsewhere(run, cause):
+            return None
+        failure, groups = _known(cause)
+        if failure is None or failure.weight <= Weight.CONSEQUENCE or failure.code in OF_ENDINGS:
+            return None
+        if failure.weight == Weight.GENERIC:
+            # NCCL's own warnings tell what its exception leaves open.
+            told = next(_in_stderr(run, restart, cause, Weight.CAUSE), None)
+            if told is not None:
+                return told
+        line = telling_line(failure, cause.printed)
+        code = "DDP501" if torn(run) == cause else ""
+        return Diagnosis(restart, cause, failure, groups, line, code=code)
+    if cause.oom or restart != run.restarts[-1]:
+        return None
+    if cause.kind == "exit":
+        refused = cause.status == _REFUSED and not cause.initialized
+        return next(_in_stderr(run, restart, cause, Weight.CAUSE), None) if refused else None
+    return next(_in_stderr(run, restart, cause, Weight.SYMPTOM), None)
+
+
+def _named_elsewhere(run: Run, cause: Ending) -> bool:
+    """Whether a rule that saw more than the exception's text names its cause."""
+    return (
+        explained(cause.text) or models.refused(run, cause.text) or refused_for_prefix(run, cause)
+    )
+
+
+def _known(ending: Ending) -> tuple[Failure | None, Mapping[str, str]]:
+    """The failure that an exception tells of."""
+    found = recognise(ending.printed, ending.traceback)
+    printed = parse(ending.traceback)
+    chained = printed.known if printed is not None else (None, {})
+    if found is None:
+        return chained
+    better = chained[0] is found[0] and len(chained[1]) > len(found[1])
+    heavier = chained[0] is not None and chained[0].weight > found[0].weight
+    return chained if better or heavier else found
+
+
+def _of_victims(run: Run, restart: int) -> Diagnosis | None:
+    """What all ranks' complaints have in common, where none has a cause of its own."""
+    if not run.exit_status or restart != run.restarts[-1]:
+        return None
+    victims = [each for each in endings(run, restart) if each.victim and each.kind == "exception"]
+    for ending in victims:
+        failure, groups = _known(ending)
+        if failure is not None and failure.weight == Weight.SYMPTOM:
+            if failure.code in OF_ENDINGS:
+                return None
+            line = telling_line(failure, ending.printed)
+            return Diagnosis(restart, ending, failure, groups, line, likely=True)
+    return None if victims else next(_of_nobody(run, restart), None)
+
+
+def _of_nobody(run: Run, restart: int) -> Iterator[Diagnosis]:
+    """What stands in stderr where no rank told of anything: the launcher's own failure, say."""
+    if endings(run, restart):
+        return
+    for each in causes(_sightings(run)):
+        failure = each.failure
+        if failure is None or failure.weight < Weight.SYMPTOM or failure.code in OF_ENDINGS:
+            return
+        line = telling_line(failure, each.text)
+        ending = Ending(
+            rank=each.rank,
+            time=run.taken,
+            kind="exception",
+            victim=False,
+            text=line,
+            location=each.location,
+            traceback=each.traceback,
+            message=each.text,
+        )
+        yield Diagnosis(restart, ending, failure, each.groups, line)
+
+
+def _in_stderr(run: Run, restart: int, cause: Ending, least: Weight) -> Iterator[Diagnosis]:
+    """What native code, or argparse, printed for the rank that ended or for nobody."""
+    for each in _sightings(run):
+        failure = each.failure
+        if failure is None or failure.weight < least or failure.code in OF_ENDINGS:
+            continue
+        if each.rank in (None, cause.rank) and _NATIVE.search(each.text):
+            yield Diagnosis(restart, cause, failure, each.groups, each.text)
+
+
+def _sightings(run: Run) -> list[Sighting]:
+    """The known failures in the job's stderr, which belong to its last attempt."""
+    return read("stderr", [run.stderr.encode("utf-8", "replace")])
+
+
+def _found(code: str, run: Run) -> Iterator[Finding]:
+    for each in diagnoses(run):
+        failure = each.failure
+        if (each.code or failure.code) != code:
+            continue
+        facts = described(each.cause, failure)
+        likely = "likely " if each.likely or failure.likely else ""
+        said = facts.said or failure.said(each.groups)
+        yield attempt_finding(
+            run,
+            code,
+            each.restart,
+            each.cause,
+            f"{each.cause.name} {likely}{said}",
+            facts.fix or failure.fix,
+            evidence=(f"it says: {shortened(each.line)}", *facts.evidence),
+            traceback=each.cause.traceback,
+        )
+
+
+def _beside(first: Detect, second: Detect, run: Run) -> Iterator[Finding]:
+    yield from first(run)
+    yield from second(run)
+
+
+def register() -> None:
+    """Add the table's codes to the rules; a code that a rule has already is found in both ways."""
+    for code in dict.fromkeys(failure.code for failure in TABLE):
+        rows = [failure for failure in TABLE if failure.code == code]
+        page = next((str(each.page) for each in rows if each.page is not None), "")
+        detect: Detect = functools.partial(_found, code)
+        known = RULES.get(code)
+        if known is None:
+            RULES[code] = Rule(code, rows[0].name, rows[0].severity, detect, page)
+        elif code not in OF_ENDINGS:
+            both = functools.partial(_beside, known.detect, detect)
+            RULES[code] = replace(known, detect=both, text=known.page)

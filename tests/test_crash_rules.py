@@ -1,0 +1,194 @@
+"""Known failures in run directories written by hand: what no machine without a GPU can stage."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddpdoctor.finding import Severity
+from ddpdoctor.record import Phase, Record
+from tests.written import MS, SECOND, T0, Written
+
+HEAD = "Traceback (most recent call last):\n"
+
+
+def error(exception: str, message: str, time: int = T0, **more: object) -> Record:
+    return {
+        "kind": "error", "time": time, "exception": exception, "message": message,
+        "path": "/job/train.py", "line": 7, **more,
+        "traceback": f'{HEAD}  File "/job/train.py", line 7, in main\n{exception}: {message}\n',
+    }  # fmt: skip
+
+
+def save(time: int, file: str = "/data/last.pt") -> Record:
+    return {
+        "kind": "save", "time": time, "file": file, "content": "data", "step": 3,
+        "path": "/job/train.py", "line": 5,
+    }  # fmt: skip
+
+
+LEGACY = "Cannot use ``weights_only=True`` with files saved in the legacy .tar format."
+
+
+def test_a_checkpoint_that_all_ranks_wrote_is_no_legacy_file(written: Written) -> None:
+    read = {"path": "/data/last.pt", "access": "read", "size": 9}
+    written.rank(0, [save(T0)])
+    written.rank(1, [save(T0), error("RuntimeError", LEGACY, T0 + SECOND, file=read)])
+    written.exit(1, 1, T0 + 2 * SECOND)
+    (finding,) = written.findings(status=1)
+    assert (finding.code, finding.severity, finding.ranks) == ("DDP501", Severity.ERROR, (0, 1))
+    assert finding.message == "rank 1 could not read last.pt: 2 ranks write it at once"
+    assert finding.location is not None
+    assert finding.location.line == 5, "the line that saves, not the one that loads"
+    assert any("unsafe" in line for line in finding.evidence)
+
+
+def test_another_file_than_the_shared_one_is_just_damaged(written: Written) -> None:
+    read = {"path": "/data/first.pt", "access": "read", "size": 9}
+    written.rank(0, [save(T0)])
+    written.rank(1, [save(T0), error("RuntimeError", LEGACY, T0 + SECOND, file=read)])
+    written.exit(1, 1, T0 + 2 * SECOND)
+    found = {finding.code: finding.severity for finding in written.findings(status=1)}
+    assert found == {"DDP945": Severity.ERROR, "DDP501": Severity.WARNING}
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ({"free": 0, "total": 10**9}, "could not write /data/last.pt: the disk is full"),
+        (
+            {"free": 10**8, "total": 10**9},
+            "could not write /data/last.pt: a quota is reached, or the disk was full",
+        ),
+        (
+            {"free": 10**8, "total": 10**9, "limit": 10**6, "size": 10**6},
+            "files may be 1.0 MB at most",
+        ),
+        ({}, "could not write /data/last.pt: no room is left for it"),
+    ],
+)
+def test_a_full_disk_in_disguise(written: Written, file: Record, said: str) -> None:
+    words = "[enforce fail at inline_container.cc:672] . unexpected pos 640 vs 534"
+    record = error("RuntimeError", words, file={"path": "/data/last.pt", "access": "write", **file})
+    written.rank(0, [record])
+    written.exit(0, 1, T0 + SECOND)
+    (finding,) = written.findings(status=1)
+    assert finding.code == "DDP935"
+    assert said in finding.message
+
+
+def test_the_first_in_time_is_the_cause_not_whom_torchrun_saw_first(written: Written) -> None:
+    stderr = "Root Cause (first observed failure):\n  rank : 0\n  exitcode : 1 (pid: 5)\n"
+    written.rank(0, [error("RuntimeError", "Connection closed by peer [10.0.0.1]:1", T0 + SECOND)])
+    written.rank(1, [error("torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate "
+                           "2.00 GiB.", T0)])  # fmt: skip
+    written.exit(0, 1, T0 + SECOND)
+    written.exit(1, 1, T0 + 3 * SECOND)
+    (finding,) = written.findings(status=1, stderr=stderr)
+    assert (finding.code, finding.ranks) == ("DDP928", (1,))
+    assert "ran out of GPU memory when it wanted 2.00 GiB" in finding.message
+
+
+def test_what_nccl_printed_tells_more_than_its_exception(written: Written) -> None:
+    generic = "NCCL error in: x.cpp:1, unhandled system error, NCCL version 2.21.5\nncclSystemError"
+    stderr = (
+        "node0:55:99 [0] misc/shmutils.cc:87 NCCL WARN Error: failed to extend /dev/shm/nccl-x\n"
+    )
+    written.rank(0, [error("torch.distributed.DistBackendError", generic)])
+    written.exit(0, 1, T0 + SECOND)
+    (finding,) = written.findings(status=1, stderr=stderr)
+    assert finding.code == "DDP005"
+    assert finding.location is not None
+
+
+def test_without_such_a_line_the_exception_says_what_is_missing(written: Written) -> None:
+    generic = "NCCL error in: x.cpp:1, unhandled system error, NCCL version 2.21.5\nncclSystemError"
+    written.rank(0, [error("torch.distributed.DistBackendError", generic)])
+    written.exit(0, 1, T0 + SECOND)
+    (finding,) = written.findings(status=1)
+    assert finding.code == "DDP922"
+    assert "NCCL_DEBUG=WARN" in finding.fix
+
+
+def test_a_native_abort_is_told_by_what_it_printed(written: Written) -> None:
+    stderr = (
+        "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
+        "  what():  [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4\n"
+    )
+    written.rank(0, [], phase=Phase.WAIT)
+    written.rank(1, [error("RuntimeError", "Connection reset by peer", T0 + MS)])
+    written.exit(0, -6, T0)
+    written.exit(1, 1, T0 + SECOND)
+    (finding,) = written.findings(status=1, stderr=stderr)
+    assert (finding.code, finding.ranks) == ("DDP803", (0,))
+
+
+def test_words_of_a_failure_that_was_survived_explain_no_later_exit(written: Written) -> None:
+    call = {"kind": "exit", "time": T0, "how": "os._exit", "status": 7, "path": "/a.py", "line": 1}
+    written.rank(0, [call])
+    written.exit(0, 7, T0)
+    stderr = "skipping a batch: CUDA out of memory. Tried to allocate 20.00 MiB.\n"
+    (finding,) = written.findings(status=1, stderr=stderr)
+    assert finding.code == "DDP905"
+
+
+def test_an_earlier_attempt_is_a_warning(written: Written) -> None:
+    """A known failure of a job that succeeded in the end."""
+    written.rank(0, [error("RuntimeError", "CUDA out of memory. Tried to allocate 1.00 GiB")])
+    written.exit(0, 1, T0)
+    (finding,) = written.findings(status=0)
+    assert (finding.code, finding.severity) == ("DDP928", Severity.WARNING)
+
+
+def test_an_absent_rank_of_a_monitored_barrier_is_the_guilty_one(written: Written) -> None:
+    words = (
+        "[Rank 0]: Rank 1 failed to pass monitoredBarrier in 2000 ms\n Original exception: \n"
+        "[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation"
+    )
+    written.rank(0, [error("RuntimeError", words)])
+    written.exit(0, 1, T0 + SECOND)
+    (finding,) = written.findings(status=1)
+    assert (finding.code, finding.ranks) == ("DDP907", (1,))
+    assert finding.message == "rank 1 never came to monitored_barrier, where rank 0 waited"
+
+
+def test_launchers_own_failure_is_named(written: Written) -> None:
+    stderr = (
+        f'{HEAD}  File "/opt/venv/bin/torchrun", line 8, in <module>\n    sys.exit(main())\n'
+        "torch.distributed.DistNetworkError: The server socket has failed to listen on any local "
+        "network address. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE\n"
+    )
+    (finding,) = written.findings(status=1, stderr=stderr)
+    assert finding.code == "DDP002"
+    assert "port 29500" in finding.message
+
+
+def unseen(written: Written, rank: int, time: int) -> None:
+    written.supervisor.append(
+        {"kind": "rank_exit", "rank": rank, "restart": 0, "status": None, "time": time}
+    )
+
+
+def test_a_rank_whose_status_the_launcher_took_is_named_while_others_hang(
+    written: Written,
+) -> None:
+    written.rank(0, [], phase=Phase.WAIT)
+    written.rank(1, [], phase=Phase.BACKWARD, steps=3)
+    unseen(written, 1, T0)
+    (finding,) = written.findings()
+    assert (finding.code, finding.ranks) == ("DDP902", (1,))
+    assert "most likely SIGKILL (its exit status was not seen)" in finding.message
+
+
+@pytest.mark.parametrize("why", ["ended well", "all ended", "stopped by torchrun", "later"])
+def test_an_end_that_was_not_seen_is_no_crash(written: Written, why: str) -> None:
+    import os
+
+    end = {"kind": "end", "time": T0, "steps": 4, "armed": 0}
+    lost = error("RuntimeError", "Connection closed by peer [10.0.0.1]:1", T0 - SECOND)
+    written.rank(0, [lost] if why == "later" else [], phase=Phase.FORWARD)
+    written.rank(1, [end] if why == "ended well" else [], phase=Phase.WAIT)
+    unseen(written, 1, T0)
+    if why in ("all ended", "later"):
+        unseen(written, 0, T0 - MS)
+    stderr = f"Sending process {os.getpid()} closing signal SIGTERM\n"
+    assert written.findings(stderr=stderr if why == "stopped by torchrun" else "") == []

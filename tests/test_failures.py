@@ -1,0 +1,208 @@
+"""Plain logs are named as their first line says; the table is whole, and silent on health.
+
+``tests/logs/NAME.log`` begins with ``# expect: DDP901 rank 1``, or ``ranks 0,1``, or without ranks;
+``# expect: info DDP304`` where it is no error. Those of CPU failures were printed by torch 2.13,
+shortened; those of CUDA and NCCL are in the words of public reports.
+"""
+
+from __future__ import annotations
+
+import gzip
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from ddpdoctor.commands import report
+from ddpdoctor.failures import TABLE, Weight, recognise
+from ddpdoctor.failures.lines import clean, rank_of_file, taken_apart, time_of
+from ddpdoctor.failures.log import read
+from ddpdoctor.failures.verdict import findings
+from ddpdoctor.finding import Finding
+
+LOGS = Path(__file__).parent / "logs"
+SICK = sorted(LOGS.glob("*.log"))
+_EXPECT = re.compile(rb"# expect: (?:(info|warning) )?(DDP\d+)(?: ranks? ([\d,]+))?\n")
+
+
+def found(path: Path) -> list[Finding]:
+    return findings(read(path.name, [path.read_bytes()]))
+
+
+@pytest.mark.parametrize("path", SICK, ids=lambda path: path.stem)
+def test_a_log_is_named(path: Path) -> None:
+    head = _EXPECT.match(path.read_bytes())
+    assert head is not None
+    (finding,) = found(path)
+    severity = head[1].decode() if head[1] else "error"
+    assert (finding.code, finding.severity.label) == (head[2].decode(), severity), finding
+    if head[3]:
+        assert finding.ranks == tuple(map(int, head[3].split(b","))), finding
+    assert finding.evidence
+    assert finding.fix
+
+
+def test_every_row_of_the_table_has_a_log() -> None:
+    seen = {
+        sighting.failure.name
+        for path in SICK
+        for sighting in read(path.name, [path.read_bytes()])
+        if sighting.failure is not None
+    }
+    # Noise is not even searched for.
+    lines = (LOGS / "healthy" / "training.log").read_text().splitlines()
+    seen |= {known[0].name for line in lines if (known := recognise(line)) is not None}
+    assert {failure.name for failure in TABLE} - seen == set()
+
+
+def test_names_are_unique_and_each_anchor_is_in_the_pattern() -> None:
+    names = [failure.name for failure in TABLE]
+    assert len(set(names)) == len(names)
+    for failure in TABLE:
+        assert failure.said(dict.fromkeys(failure.regex.groupindex, "7"))
+        assert "{" not in failure.said(dict.fromkeys(failure.regex.groupindex, "7"))
+        assert failure.torch, failure.name
+    pages = [failure.code for failure in TABLE if failure.page is not None]
+    assert len(set(pages)) == len(pages), "one page per code"
+
+
+@pytest.mark.parametrize("repeat", [1, 200])
+def test_a_healthy_log_is_met_with_silence(repeat: int) -> None:
+    log = (LOGS / "healthy" / "training.log").read_bytes() * repeat
+    assert findings(read("healthy.log", [log])) == []
+
+
+def test_secondary_rows_are_never_the_verdict_beside_a_cause() -> None:
+    """Whatever other ranks complain of, before or after, the cause stays the verdict."""
+    lines = (LOGS / "exception.log").read_bytes().splitlines(True)
+    cause = [line for line in lines if line.startswith(b"[rank1]")]
+    victims = [
+        b"[rank%d]: Traceback (most recent call last):\n[rank%d]: RuntimeError: %s\n" % (n, n, text)
+        for n, text in enumerate(
+            (
+                b"Connection closed by peer [10.0.0.1]:99",
+                b"Read error [10.0.0.1]:99: Connection reset by peer",
+                b"Timed out waiting 1800000ms for recv operation to complete",
+                b"NCCL communicator was aborted on rank 4",
+                b"failed to recv, got 0 bytes",
+            ),
+            start=2,
+        )
+    ]
+    for log in (b"".join([*victims, *cause]), b"".join([*cause, *victims])):
+        (finding,) = findings(read("job.log", [log]))
+        assert (finding.code, finding.ranks) == ("DDP901", (1,))
+        assert finding.message == "rank 1 raised ValueError: the wrong sort of batch"
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 4096])
+def test_a_log_may_come_in_any_pieces(size: int) -> None:
+    for name in ("exception", "sigkill", "collectives_differ"):
+        data = (LOGS / f"{name}.log").read_bytes()
+        pieces = [data[at : at + size] for at in range(0, len(data), size)]
+        assert read("x", pieces) == read("x", [data])
+
+
+def test_far_into_a_large_log() -> None:
+    filler = (LOGS / "healthy" / "training.log").read_bytes()[-200:].replace(b"Trace", b"trace")
+    sick = (LOGS / "exception.log").read_bytes()
+    data = filler * 5_000 + sick
+    (finding,) = findings(read("x.log", [data]))
+    number = data[: data.index(b"[rank1]: Traceback")].count(b"\n") + 1
+    assert finding.evidence[0].startswith(f"x.log:{number}: ValueError")
+
+
+def test_the_end_is_read_however_often_something_was_caught_before() -> None:
+    caught = (
+        b"Traceback (most recent call last):\nValueError: caught\n"
+        + b"going on, step 1 of many, loss 0.1\n" * 4
+    )
+    sick = (LOGS / "disk_full.log").read_bytes()
+    (finding,) = findings(read("x.log", [caught * 3_000 + sick]))
+    assert (finding.code, finding.ranks) == ("DDP935", (0, 1))
+
+
+def test_garbage_is_no_failure() -> None:
+    """Invalid UTF-8, no newline, and lines of any bytes."""
+    rng = random.Random(7)
+    for _ in range(50):
+        assert findings(read("x", [rng.randbytes(5_000)])) == []
+    assert findings(read("x", [b"\xff\xfe\x00" * 2_000_000])) == []
+    torn = (LOGS / "exception.log").read_bytes()
+    for cut in range(0, len(torn), 37):
+        findings(read("x", [torn[:cut] + rng.randbytes(9) + torn[cut:]]))
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_the_clock_orders_the_ranks_of_several_files(tmp_path: Path, early: int) -> None:
+    """torchrun names the first exit it saw; here the times of the lines decide."""
+    for rank in (0, 1):
+        hour = 3 if rank == early else 4
+        (tmp_path / f"rank{rank}.log").write_text(
+            f"2026-11-22 0{hour}:10:00,500 INFO step 3\n"
+            "Traceback (most recent call last):\n"
+            f'  File "/job/train.py", line {rank + 1}, in <module>\n    go()\n'
+            f"ValueError: of rank {rank}\n"
+        )
+    (finding,) = findings(
+        [s for n in (0, 1) for s in read(f"rank{n}.log", [_bytes(tmp_path, n)], n)]
+    )
+    assert finding.ranks == (early,)
+    assert f"of rank {early}" in finding.message
+    assert "likely" not in finding.message
+
+
+def _bytes(folder: Path, rank: int) -> bytes:
+    return (folder / f"rank{rank}.log").read_bytes()
+
+
+def test_without_times_the_order_of_files_is_said_to_be_unknown() -> None:
+    text = b"Traceback (most recent call last):\nValueError: of %d\n"
+    sightings = [s for n in (0, 1) for s in read(f"rank{n}.log", [text % n], n)]
+    (finding,) = findings(sightings)
+    assert "likely" in finding.message
+    assert any("no times" in line for line in finding.evidence)
+
+
+def test_marks_of_lines() -> None:
+    assert taken_apart("[rank3]: x")[:2] == (3, True)
+    assert taken_apart("[default2]:[rank10]: x")[:3] == (10, True, "x")
+    assert taken_apart("7: x")[:3] == (7, False, "x")
+    assert taken_apart("[1,5]<stderr>: x")[:3] == (5, False, "x")
+    assert taken_apart("[E1122 10:30:21 x.cpp:1] [Rank 4] y").rank == 4
+    assert taken_apart("12:30:01 x").rank is None
+    assert rank_of_file("/logs/attempt_0/3/stderr.log") == 3
+    assert rank_of_file("train_rank12.log") == 12
+    assert rank_of_file("frank3.log") is None
+    assert clean(b"10%\r20%\r\x1b[31mred\x1b[0m\r\n") == "red"
+    one = time_of("[rank0]:[E1122 03:09:37.250 x.cpp:1]")
+    two = time_of("E1122 03:09:38.500000 1 x")
+    assert one is not None
+    assert two is not None
+    assert two - one == pytest.approx(1.25)
+    assert time_of("no time") is None
+
+
+@pytest.mark.parametrize("kind", ["plain", "gz", "cut gz", "directory"])
+def test_the_command_reads_logs(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = (LOGS / "exception.log").read_bytes()
+    path = tmp_path / "job.log"
+    path.write_bytes(data)
+    if "gz" in kind:
+        path = tmp_path / "job.log.gz"
+        packed = gzip.compress(data * 50)
+        path.write_bytes(packed[: len(packed) - 20] if kind == "cut gz" else packed)
+    elif kind == "directory":
+        path = tmp_path
+    assert report.main(["--log", str(path)]) == 2
+    said = capsys.readouterr().out
+    assert said.startswith("error DDP901: rank 1 raised ValueError: the wrong sort of batch\n")
+    assert "findings: 1 error in 1 file" in said
+
+
+def test_weights_say_what_the_issue_calls_secondary() -> None:
+    secondary = {f.name for f in TABLE if f.weight in (Weight.CONSEQUENCE, Weight.WRAPPER)}
+    assert secondary >= {"peer-closed", "store-gone", "stopped-by-torchrun", "child-failed"}
