@@ -51,6 +51,7 @@ class Finding:
         traceback: The user's part of a traceback or stack, if there is one.
         about: What makes it the same finding when ranks or lines shift while the job runs; empty
             where the ranks and the line do.
+        paste: A line to type that does what the fix says, if there is one.
     """
 
     code: str
@@ -62,6 +63,7 @@ class Finding:
     fix: str = ""
     traceback: str = ""
     about: str = ""
+    paste: str = ""
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -70,9 +72,12 @@ class Finding:
 
 
 def to_record(finding: Finding) -> dict[str, Any]:
-    """A finding in the words of JSON; identity and traceback are not among them."""
+    """A finding in the words of JSON; identity and traceback are not among them.
+
+    ``paste`` is there only when there is such a line.
+    """
     location = finding.location
-    return {
+    record: dict[str, Any] = {
         "code": finding.code,
         "severity": finding.severity.label,
         "message": finding.message,
@@ -81,6 +86,9 @@ def to_record(finding: Finding) -> dict[str, Any]:
         "evidence": list(finding.evidence),
         "fix": finding.fix,
     }
+    if finding.paste:
+        record["paste"] = finding.paste
+    return record
 
 
 def from_record(told: Mapping[str, Any]) -> Finding | None:
@@ -97,6 +105,7 @@ def from_record(told: Mapping[str, Any]) -> Finding | None:
             else Location(str(location["path"]), int(location["line"])),
             evidence=tuple(str(fact) for fact in told.get("evidence") or ()),
             fix=str(told.get("fix") or ""),
+            paste=str(told.get("paste") or ""),
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
@@ -113,11 +122,13 @@ class Rule:
     name: str
     severity: Severity
     detect: Detect
+    text: str = ""
+    """The page of a rule that is a row of a table; empty where the function's docstring is."""
 
     @property
     def page(self) -> str:
-        """The documentation page: the function's docstring."""
-        return inspect.getdoc(self.detect) or ""
+        """The documentation page."""
+        return self.text or inspect.getdoc(self.detect) or ""
 
     @property
     def summary(self) -> str:
@@ -145,10 +156,26 @@ def rule(code: str, name: str, severity: Severity) -> Callable[[Detect], Detect]
     return register
 
 
-def examine(run: Run, rules: Iterable[Rule]) -> list[Finding]:
-    """All findings of a run, the worst first, each identity once."""
+def examine(
+    run: Run,
+    rules: Iterable[Rule],
+    *,
+    failed: Callable[[Rule, Exception], None] | None = None,
+) -> list[Finding]:
+    """All findings of a run, the worst first, each identity once.
+
+    Args:
+        run: The snapshot.
+        rules: What to look for.
+        failed: Told of a rule that cannot read the run; without it its exception is raised.
+    """
     found: dict[object, Finding] = {}
     for each in rules:
-        for finding in each.detect(run):
-            found.setdefault(finding.identity, finding)
+        try:
+            for finding in each.detect(run):
+                found.setdefault(finding.identity, finding)
+        except Exception as error:
+            if failed is None:
+                raise
+            failed(each, error)
     return sorted(found.values(), key=lambda f: (-f.severity, f.code, f.ranks))

@@ -26,6 +26,9 @@ STRIKES = 3
 _NEVER = frozenset({3, 4, 13, 25})
 """NVML's codes for: not supported, no permission, no such function, other version of a struct."""
 
+_FORBIDDEN = 4
+"""NVML's code for: no permission."""
+
 _GONE = frozenset({15, 16})
 """NVML's codes for a GPU that fell off the bus, or needs a reset."""
 
@@ -80,6 +83,8 @@ class NvmlReader:
         self._strikes: dict[str, int] = {}
         self._shunned: dict[str, float] = {}
         self._trouble = ""
+        self._code = 0
+        self._absent: dict[int, str] = {}
         self._failures = 0
         self._retry = float("-inf")
 
@@ -158,6 +163,44 @@ class NvmlReader:
         )
 
     @property
+    def absent(self) -> dict[int, str]:
+        """Why a GPU that the driver counts does not answer, by its index."""
+        return dict(self._absent) if self._opened() else {}
+
+    def query(self, device: Device, what: str, *arguments: Any) -> Any:
+        """What ``nvmlDeviceGet<what>`` says of a GPU, None if nothing."""
+        handle = self._handle(device)
+        return None if handle is None else self._ask(device, what, handle, *arguments)
+
+    def between(self, device: Device, other: Device, what: str, *arguments: Any) -> Any:
+        """What ``nvmlDeviceGet<what>`` says of two GPUs, None if nothing."""
+        first, second = self._handle(device), self._handle(other)
+        if first is None or second is None:
+            return None
+        return self._ask(device, what, first, second, *arguments)
+
+    def instance_uuid(self, device: Device, index: int) -> str:
+        """The UUID of a MIG instance; empty where there is none."""
+        handle = self._handle(device)
+        with contextlib.suppress(Exception):
+            instance = self._nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+            return _text(self._nvml.nvmlDeviceGetUUID(instance))
+        return ""
+
+    def system(self, what: str) -> Any:
+        """What ``nvmlSystemGet<what>`` says, None if nothing."""
+        if not self._opened():
+            return None
+        with contextlib.suppress(Exception):
+            return getattr(self._nvml, f"nvmlSystemGet{what}")()
+        return None
+
+    @property
+    def code(self) -> int:
+        """NVML's code for `trouble`; 0 without trouble, and where it is none of NVML's."""
+        return self._code
+
+    @property
     def trouble(self) -> str:
         """Why no GPUs can be read, in words; empty if they can."""
         return self._trouble
@@ -199,10 +242,12 @@ class NvmlReader:
             self._failed(error)
             return False
         self._trouble = ""
+        self._code = 0
         self._handles = {}
+        self._absent = {}
         for index in range(count):
             # One that a container may not use, or that is lost, is not there.
-            with contextlib.suppress(Exception):
+            try:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(index)
                 device = Device(
                     index=index,
@@ -211,6 +256,12 @@ class NvmlReader:
                     bus_id=self._bus_id(handle),
                     mig=self._mig(handle),
                 )
+            except Exception as error:
+                if getattr(error, "value", 0) == _FORBIDDEN:
+                    # Another container's, or another batch job's.
+                    continue
+                self._absent[index] = _WORDS.get(getattr(error, "value", 0), f"NVML: {error}")
+            else:
                 self._handles[device] = handle
         return True
 
@@ -231,7 +282,8 @@ class NvmlReader:
 
     def _failed(self, error: Exception) -> None:
         self.close()
-        self._trouble = _WORDS.get(getattr(error, "value", 0), f"NVML: {error}")
+        self._code = int(getattr(error, "value", 0) or 0)
+        self._trouble = _WORDS.get(self._code, f"NVML: {error}")
         self._retry = self._clock() + min(LONGEST, 2.0**self._failures)
         self._failures = min(self._failures + 1, 10)
 

@@ -8,12 +8,12 @@ import os
 import pytest
 
 from ddpdoctor.gpu.poller import Poller
-from ddpdoctor.launch import gpus
+from ddpdoctor.gpu.visible import visible
 from ddpdoctor.top.source import ALL, open_source
 from tests.conftest import ROOT, Doctor, Result
 
 pytestmark = pytest.mark.skipif(
-    gpus.visible(os.environ) == 0, reason="no NVIDIA GPU is visible on this machine"
+    visible(os.environ) == 0, reason="no NVIDIA GPU is visible on this machine"
 )
 
 RESNET = str(ROOT / "sample_jobs" / "resnet50_synthetic.py")
@@ -64,7 +64,7 @@ def test_numbers_of_a_gpu() -> None:
     poller = Poller()
     told = poller.read()
     poller.close()
-    assert told["nvml"] == "" and len(told["gpus"]) == gpus.visible({})
+    assert told["nvml"] == "" and len(told["gpus"]) == visible({})
     for each in told["gpus"]:
         assert each["uuid"].startswith(("GPU-", "MIG-"))
         assert 0 < each["memory_used"] < each["memory_total"]
@@ -79,6 +79,6 @@ def test_cifar_learns(doctor: Doctor) -> None:
 
 def test_without_nproc_there_is_one_rank_per_gpu(doctor: Doctor) -> None:
     result = doctor.run(RESNET, "--backend", "gloo", *SHORT)
-    count = gpus.visible(os.environ)
+    count = visible(os.environ)
     assert f"one per visible GPU ({count})" in result.ours
     assert len(result.run.ranks) == count

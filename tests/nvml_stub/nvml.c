@@ -1,13 +1,18 @@
 /* NVML as the binding calls it, for machines without a GPU: eight GPUs, and the faults that the file
  * named by NVML_STUB asks for, which is read at each call. Its lines:
  *   gpus COUNT
- *   FUNCTION GPU CODE      fail with CODE; GPU is an index, or * for all and for what has no GPU
- *   mig GPU 1
+ *   FUNCTION GPU CODE      fail with CODE, or take -CODE seconds; GPU is an index, or * for all and for what has no GPU
+ *   mig GPU 1, instances GPU COUNT
+ *   memory GPU GIB, used GPU GIB, process GPU PID
+ *   ecc GPU COUNT, rows GPU (1: one waits for a reset, 2: none left), throttle GPU BITS
+ *   width GPU LANES, generation GPU NUMBER, links GPU COUNT (of 18, if any), peers GPU 0
+ *   persistence GPU 0, mode GPU NUMBER, driver * CUDA
  */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 static int opened = 0;
 static long generation = 1;
@@ -45,7 +50,7 @@ static long index_of(void *handle) {
 
 #define ENTER(name, gpu) \
     do { int code; if (!opened) return 1; if ((gpu) == -2) return 2; \
-         if (lookup(name, gpu, &code)) return code; } while (0)
+         if (lookup(name, gpu, &code)) { if (code >= 0) return code; sleep((unsigned)-code); } } while (0)
 #define DEVICE(name) long gpu = index_of(device); ENTER(name, gpu)
 
 int nvmlInitWithFlags(unsigned flags) {
@@ -55,7 +60,7 @@ int nvmlInitWithFlags(unsigned flags) {
     opened++;
     return 0;
 }
-int nvmlShutdown(void) { if (!opened) return 1; opened--; generation++; return 0; }
+int nvmlShutdown(void) { if (!opened) return 1; if (--opened == 0) generation++; return 0; }
 const char *nvmlErrorString(int code) { (void)code; return "an error of the stub"; }
 int nvmlDeviceGetCount_v2(unsigned *number) { ENTER("nvmlDeviceGetCount", -1L); *number = (unsigned)count(); return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) {
@@ -64,6 +69,11 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) {
     return 0;
 }
 int nvmlDeviceGetUUID(void *device, char *text, unsigned size) {
+    intptr_t instance = -(intptr_t)device;
+    if (instance > 0) {
+        snprintf(text, size, "MIG-%08lx-0000-0000-0000-%012lx", (long)instance / 10, (long)instance % 10);
+        return 0;
+    }
     DEVICE("nvmlDeviceGetUUID");
     snprintf(text, size, "GPU-%08lx-0000-0000-0000-000000000000", gpu + 1);
     return 0;
@@ -98,6 +108,9 @@ int nvmlDeviceGetMemoryInfo_v2(void *device, struct memory2 *info) {
     DEVICE("nvmlDeviceGetMemoryInfo_v2");
     if (info->version != (sizeof *info | 2u << 24)) return 25;
     info->total = 80000; info->reserved = 512; info->used = 1000 + gpu; info->free = 0;
+    int gib;
+    if (lookup("memory", gpu, &gib)) info->total = (unsigned long long)gib << 30;
+    if (lookup("used", gpu, &gib)) info->used = (unsigned long long)gib << 30;
     return 0;
 }
 struct rates { unsigned gpu, memory; };
@@ -110,7 +123,62 @@ int nvmlDeviceGetUtilizationRates(void *device, struct rates *rates) {
     int name(void *device, type *number) { DEVICE(#name); *number = (value); return 0; }
 NUMBER(nvmlDeviceGetPowerUsage, unsigned, 400000 + (unsigned)gpu)
 NUMBER(nvmlDeviceGetEnforcedPowerLimit, unsigned, 700000)
-NUMBER(nvmlDeviceGetCurrentClocksEventReasons, unsigned long long, 0x44)
+static int value(const char *name, long gpu, int usual) {
+    int number;
+    return lookup(name, gpu, &number) ? number : usual;
+}
+NUMBER(nvmlDeviceGetCurrentClocksEventReasons, unsigned long long, (unsigned long long)value("throttle", gpu, 0x44))
+NUMBER(nvmlDeviceGetCurrPcieLinkWidth, unsigned, (unsigned)value("width", gpu, 16))
+NUMBER(nvmlDeviceGetMaxPcieLinkWidth, unsigned, 16)
+NUMBER(nvmlDeviceGetCurrPcieLinkGeneration, unsigned, (unsigned)value("generation", gpu, 5))
+NUMBER(nvmlDeviceGetMaxPcieLinkGeneration, unsigned, 5)
+NUMBER(nvmlDeviceGetPerformanceState, unsigned, 0)
+NUMBER(nvmlDeviceGetPersistenceMode, unsigned, (unsigned)value("persistence", gpu, 1))
+NUMBER(nvmlDeviceGetComputeMode, unsigned, (unsigned)value("mode", gpu, 0))
+NUMBER(nvmlDeviceGetRetiredPagesPendingStatus, unsigned, 0)
+NUMBER(nvmlDeviceGetMaxMigDeviceCount, unsigned, 7)
+int nvmlDeviceGetRemappedRows(void *device, unsigned *corrected, unsigned *uncorrected, unsigned *pending, unsigned *failed) {
+    DEVICE("nvmlDeviceGetRemappedRows");
+    int rows = value("rows", gpu, 0);
+    *corrected = 1; *uncorrected = rows != 0; *pending = rows == 1; *failed = rows == 2;
+    return 0;
+}
+int nvmlDeviceGetNvLinkState(void *device, unsigned link, unsigned *state) {
+    int up = 0;
+    DEVICE("nvmlDeviceGetNvLinkState");
+    if (!lookup("links", gpu, &up) || link >= 18) return 3;
+    *state = link < (unsigned)up;
+    return 0;
+}
+int nvmlDeviceGetP2PStatus(void *device, void *other, int what, unsigned *status) {
+    DEVICE("nvmlDeviceGetP2PStatus");
+    (void)what;
+    *status = value("peers", gpu, 1) && value("peers", index_of(other), 1) ? 0 : 3;
+    return 0;
+}
+struct process { unsigned pid; unsigned long long used; unsigned instance, compute; };
+int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count, struct process *list) {
+    int pid = 0;
+    unsigned room = *count;
+    DEVICE("nvmlDeviceGetComputeRunningProcesses");
+    *count = (unsigned)lookup("process", gpu, &pid);
+    if (*count > room) return 7;
+    if (*count) list[0] = (struct process){(unsigned)pid, (unsigned long long)value("used", gpu, 1) << 30, 0, 0};
+    return 0;
+}
+/* The handle of an instance is that of its GPU with its number in front. */
+int nvmlDeviceGetMigDeviceHandleByIndex(void *device, unsigned index, void **instance) {
+    DEVICE("nvmlDeviceGetMigDeviceHandleByIndex");
+    if ((int)index >= value("instances", gpu, 0)) return 6;
+    *instance = (void *)(intptr_t)(-(intptr_t)((gpu + 1) * 10 + index));
+    return 0;
+}
+int nvmlSystemGetDriverVersion(char *text, unsigned size) { ENTER("nvmlSystemGetDriverVersion", -1L); snprintf(text, size, "570.86.15"); return 0; }
+int nvmlSystemGetCudaDriverVersion_v2(int *number) {
+    ENTER("nvmlSystemGetCudaDriverVersion", -1L);
+    *number = value("driver", -1, 12080);
+    return 0;
+}
 #define CHOICE(name, type, value) \
     int name(void *device, unsigned what, type *number) { DEVICE(#name); *number = (value); return 0; }
 CHOICE(nvmlDeviceGetTemperature, unsigned, what == 0 ? 60 + (unsigned)gpu : 0)
@@ -118,6 +186,6 @@ CHOICE(nvmlDeviceGetClockInfo, unsigned, what == 1 ? 1500 : 2600)
 CHOICE(nvmlDeviceGetMaxClockInfo, unsigned, what == 1 ? 1980 : 2619)
 int nvmlDeviceGetTotalEccErrors(void *device, unsigned kind, unsigned counter, unsigned long long *number) {
     DEVICE("nvmlDeviceGetTotalEccErrors");
-    *number = kind == 1 && counter == 0 ? 3 : 0;
+    *number = kind == 1 && counter == 0 ? (unsigned long long)value("ecc", gpu, 3) : 0;
     return 0;
 }

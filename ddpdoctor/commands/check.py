@@ -1,0 +1,175 @@
+"""``ddpdoctor check``: can a job start, talk and run here?"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+import ddpdoctor.preflight  # noqa: F401 (registers the checks)
+from ddpdoctor.errors import DoctorError
+from ddpdoctor.preflight import arguments, orphans
+from ddpdoctor.preflight.check import CHECKS, Check, Outcome, Status
+from ddpdoctor.preflight.deadline import Deadline
+from ddpdoctor.preflight.launchers import places
+from ddpdoctor.preflight.nodes.next_line import next_line
+from ddpdoctor.preflight.running import run_checks
+from ddpdoctor.preflight.situation import Situation
+from ddpdoctor.render import checks as render
+from ddpdoctor.render import console
+
+HELP = """\
+Usage: ddpdoctor check [OPTIONS] [TORCHRUN OPTIONS] [[--] SCRIPT [ARGS...]]
+
+Find out before a job starts whether it can start, talk and run on this machine,
+and, when the same command runs on every node, between the nodes. Nothing is
+changed, and nothing stays behind.
+
+Options:
+  --nproc-per-node N  Ranks of this node [default: one per visible GPU, or 2].
+  --nnodes N          Nodes of the job.
+  --node-rank R       This node's number; 0 is the one that all others reach.
+  --rdzv-endpoint HOST[:PORT]
+                      Where node 0 listens [default: MASTER_ADDR, MASTER_PORT].
+  --rdzv-id ID        The job's id, the same on every node.
+  --checkpoint-dir D  Where the job writes its checkpoints.
+  --only A,B          These checks alone.
+  --skip A,B          All but these.
+  --list              List the checks.
+  --json              Print one JSON object in place of the table.
+  --timeout SECONDS   Most seconds for everything [default: 60].
+  --kill-orphans      Offer to end the ranks that a dead job left behind.
+  -h, --help          Show this text.
+
+Other options of torchrun are accepted, so that its line can be tried with
+`ddpdoctor check` in its place. SCRIPT is read and its imports are looked up; it
+is not run. Under srun or mpirun, nodes and ranks come from their variables.
+
+Exit status: 0 healthy; 1 warnings; 2 failures; 3 a check itself could not run,
+or the command line is wrong.
+"""
+
+COULD_NOT_RUN = 3
+
+
+def main(words: Sequence[str]) -> int:
+    """Check this machine, and the other nodes if there are any.
+
+    Raises:
+        DoctorError: The command line cannot work.
+    """
+    try:
+        asked = arguments.parse(words)
+        chosen = arguments.choose(asked, CHECKS)
+    except DoctorError as error:
+        raise DoctorError(error.message, error.hint, status=COULD_NOT_RUN) from None
+    if asked.help:
+        sys.stdout.write(HELP)
+        return 0
+    if asked.list:
+        for check in chosen:
+            print(f"{check.name:<20} {check.code}  {check.summary}")
+        return 0
+    if any(place.local_rank for place in places(os.environ) if place.launcher != "torchrun"):
+        print("left to the first task of this node")
+        return 0
+    return _check(asked, chosen)
+
+
+def _check(asked: arguments.Arguments, chosen: list[Check]) -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A path may have letters that the terminal's encoding has not.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGHUP, _stop)
+    began = time.monotonic()
+    situation = Situation(
+        asked.options,
+        deadline=Deadline(asked.options.timeout),
+        chosen=frozenset(check.name for check in chosen),
+    )
+    if asked.options.kill_orphans:
+        _end_orphans(situation)
+    progress = render.Progress([check.name for check in chosen])
+    try:
+        outcomes = run_checks(chosen, situation, progress.seen)
+    finally:
+        progress.close()
+    status = exit_status(outcomes)
+    seconds = time.monotonic() - began
+    host = socket.gethostname()
+    if asked.json:
+        print(render.document(outcomes, host, status, seconds))
+        return status
+    on_terminal = sys.stdout.isatty()
+    colour = on_terminal and console.wants_colour()
+    width = min(shutil.get_terminal_size((80, 24)).columns, 100)
+    sys.stdout.write(_heading(situation, host))
+    sys.stdout.write(render.table(outcomes, colour=colour, width=width))
+    sys.stdout.write(render.findings(outcomes, colour=colour, width=width))
+    print(f"\n{render.summary(outcomes, seconds)}")
+    line = next_line(situation, outcomes)
+    if line:
+        print(f"\nstart the job on this node with:\n{line}")
+    return status
+
+
+def _end_orphans(situation: Situation) -> None:
+    """Ask whether the ranks that a dead job left behind are to be ended, and do it.
+
+    Raises:
+        DoctorError: There is nobody to ask.
+    """
+    found = orphans.find(situation)
+    if not found:
+        print("no rank of an earlier job is left\n")
+        return
+    for orphan in found:
+        print(orphans.describe(orphan))
+    if not sys.stdin.isatty():
+        pids = " ".join(str(orphan.process.pid) for orphan in found)
+        raise DoctorError(
+            "--kill-orphans asks before it ends anything, and there is no terminal to ask on",
+            f"kill -9 {pids}",
+            status=COULD_NOT_RUN,
+        )
+    try:
+        answer = input(f"End {'these' if len(found) > 1 else 'this'}? [y/N] ")
+    except EOFError:
+        answer = ""
+    if answer.strip().lower() not in ("y", "yes"):
+        print("nothing was ended\n")
+        return
+    left = orphans.kill(found)
+    print(f"{len(found) - len(left)} of {len(found)} ended\n")
+
+
+def _heading(situation: Situation, host: str) -> str:
+    nodes, ranks = situation.options.nnodes, situation.nproc
+    words = f"{ranks} rank{'s' if ranks != 1 else ''}"
+    if nodes > 1:
+        rank = situation.options.node_rank
+        words = f"{'a node' if rank is None else f'node {rank}'} of {nodes}, {words} here"
+    return f"{host}: {words}\n\n"
+
+
+def exit_status(outcomes: Sequence[Outcome]) -> int:
+    """0 healthy, 1 warnings, 2 failures, 3 a check could not run; a failure outweighs the rest."""
+    statuses = {outcome.status for outcome in outcomes}
+    if Status.FAIL in statuses:
+        return 2
+    if Status.COULD_NOT_RUN in statuses:
+        return COULD_NOT_RUN
+    return 1 if Status.WARN in statuses else 0
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """SIGTERM and SIGHUP clean up as Ctrl-C does."""
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(128 + number)

@@ -1,0 +1,248 @@
+"""A small job of real ranks: do the collectives give the right results here?"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ddpdoctor.finding import Finding, Severity
+from ddpdoctor.preflight import torch_files
+from ddpdoctor.preflight.check import Outcome, check, could_not_run, judged, skipped
+from ddpdoctor.preflight.deadline import Deadline, ended
+from ddpdoctor.preflight.situation import Situation, visible_gpus
+
+PROGRAM = Path(__file__).with_name("collective_ranks.py")
+
+MOST_RANKS = 16
+"""More are not started: every rank costs memory and, on few cores, time."""
+
+TIMEOUT = 20.0
+"""Seconds until a collective gives up."""
+
+LIMIT = 45.0
+
+_LEFT_OUT = ("TORCHELASTIC_", "PET_", "DDPDOCTOR_RUN_", "DDPDOCTOR_SUPERVISOR")
+_NOT_PASSED = frozenset(
+    {
+        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
+        "MASTER_PORT", "TORCH_DISTRIBUTED_DEBUG",
+    }
+)  # fmt: skip
+"""The place in a job that this is not; and the debug level, of which DDP007 tells."""
+
+
+@dataclass
+class Answers:
+    """What the ranks of one backend told."""
+
+    backend: str
+    ranks: int
+    done: set[int] = field(default_factory=set)
+    last: dict[int, str] = field(default_factory=dict)
+    """The last thing that a rank did."""
+    wrong: dict[int, list[str]] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+    status: int | None = None
+    """The exit status of rank 0's process; None if it had to be ended."""
+    stderr: str = ""
+    seconds: float = 0.0
+
+    @property
+    def silent(self) -> bool:
+        """Whether the time was over before any rank had even begun."""
+        return self.status is None and not (self.last or self.wrong or self.errors)
+
+    @property
+    def right(self) -> int:
+        """How many ranks ended with every result right."""
+        return len(self.done - self.wrong.keys() - self.errors.keys())
+
+    def hear(self, line: str) -> None:
+        """Take in a line that a rank wrote; anything else is not ours."""
+        try:
+            told = json.loads(line)
+            rank = int(told["rank"])
+        except (ValueError, TypeError, KeyError):
+            return
+        if "did" in told:
+            self.last[rank] = str(told["did"])
+        if "wrong" in told:
+            self.wrong.setdefault(rank, []).append(str(told["wrong"]))
+        if "error" in told:
+            self.errors[rank] = str(told["error"])
+        if told.get("done"):
+            self.done.add(rank)
+
+
+@check("collectives", "DDP015", needs_torch=True, limit=LIMIT)
+def collectives(situation: Situation) -> Outcome:
+    """The collectives fail, or give wrong results, between ranks of this machine.
+
+    What it finds
+        Ranks of a small real job, one process each, in which all_reduce, broadcast, all_gather,
+        barrier or the gradient of a DDP step failed, hung, or had a wrong result; with gloo, and
+        with NCCL where there are GPUs.
+
+    Why it is bad
+        The job itself cannot do better: it would fail, wait for its timeout, or train on wrong
+        gradients.
+
+    How to fix it
+        As the message of torch says, which is shown. If the results of NCCL are wrong or it hangs
+        between GPUs of one machine, try `NCCL_P2P_DISABLE=1`: peer-to-peer transfers are broken
+        by an IOMMU or by PCIe access control (ACS) then, which DDP025 looks at.
+
+    Example
+        Wrong: "rank 1 had a wrong result: all_reduce: element 0 is 0.0 instead of 1.0".
+        Right: "8 of 8 ranks reduced correctly with gloo, 8 of 8 with NCCL".
+
+    When it stays silent
+        When all ranks had every result right. More than 16 ranks are not started, which is said.
+
+    Since
+        0.1.0
+    """
+    torch = torch_files.torch()
+    if torch is None:
+        return skipped("torch is not installed")
+    chosen = situation.chosen
+    if situation.options.nnodes > 1 and (chosen is None or "gloo-nodes" in chosen):
+        return skipped("the ranks of all nodes reduce together: gloo-nodes")
+    gpus = situation.shared(visible_gpus)
+    wanted = [("gloo", min(situation.nproc, MOST_RANKS))]
+    without = "no GPU" if not gpus else "" if torch.cuda or torch.hip else "torch without CUDA"
+    if not without:
+        wanted.append(("nccl", min(situation.nproc, gpus, MOST_RANKS)))
+    answers = [run_ranks(situation, backend, ranks) for backend, ranks in wanted]
+    late = next((each for each in answers if each.silent), None)
+    if late is not None:
+        return could_not_run(
+            f"torch was not ready within {late.seconds:.0f} s on {late.ranks} ranks: give it more "
+            "time with --timeout"
+        )
+    told = [
+        f"{each.right} of {each.ranks} ranks reduced correctly with gloo" for each in answers[:1]
+    ]
+    told += [f"{each.right} of {each.ranks} with NCCL" for each in answers[1:]]
+    if without:
+        told.append(f"NCCL skipped: {without}")
+    if situation.nproc > MOST_RANKS:
+        told.append(f"the other {situation.nproc - MOST_RANKS} were not started")
+    return judged("; ".join(told), (finding for each in answers for finding in _findings(each)))
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """What the ranks inherit: the job's environment, less the place in a job."""
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if name not in _NOT_PASSED and not name.startswith(_LEFT_OUT)
+    }
+    # Counting GPUs must not open CUDA in the process that the ranks are forked from.
+    kept["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return {**kept, **threads, "PYTHONWARNINGS": "ignore"}
+
+
+def run_ranks(situation: Situation, backend: str, ranks: int) -> Answers:
+    """Run the ranks of one backend to their end, or to the deadline of the check."""
+    answers = Answers(backend, ranks)
+    began = time.monotonic()
+    seconds = min(TIMEOUT, max(1.0, situation.deadline.left() - 5))
+    with (
+        # torch makes folders for its caches, which are not to stay.
+        tempfile.TemporaryDirectory(prefix="ddpdoctor-check-") as folder,
+        tempfile.TemporaryFile() as stderr,
+    ):
+        process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), backend, str(ranks), str(seconds)],
+            env={**environment(situation.environ), "TMPDIR": folder},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            start_new_session=True,
+        )
+        with ended(process):
+            _listen(process, answers, Deadline(situation.deadline.left() - 1, situation.deadline))
+            answers.status = process.poll()
+            answers.seconds = time.monotonic() - began
+        stderr.seek(0)
+        answers.stderr = stderr.read().decode("utf-8", "replace")
+    return answers
+
+
+def _listen(process: subprocess.Popen[bytes], answers: Answers, deadline: Deadline) -> None:
+    """Hear all ranks until their pipe is closed, one has failed, or the deadline is over."""
+    assert process.stdout is not None
+    descriptor = process.stdout.fileno()
+    os.set_blocking(descriptor, False)
+    buffer = b""
+    until = float("inf")
+    with selectors.DefaultSelector() as selector:
+        selector.register(descriptor, selectors.EVENT_READ)
+        while deadline.left() > 0 and time.monotonic() < until:
+            if not selector.select(min(0.1, deadline.left())):
+                continue
+            chunk = os.read(descriptor, 65536)
+            if not chunk:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.1, min(2.0, deadline.left())))
+                return
+            buffer += chunk
+            *lines, buffer = buffer.split(b"\n")
+            for line in lines:
+                answers.hear(line.decode("utf-8", "replace"))
+            if answers.errors:
+                # What the others will say a timeout later is a consequence.
+                until = min(until, time.monotonic() + 1.0)
+
+
+def _findings(answers: Answers) -> Iterator[Finding]:
+    name = "NCCL" if answers.backend == "nccl" else answers.backend
+    if answers.right == answers.ranks:
+        return
+    missing = sorted(set(range(answers.ranks)) - answers.done)
+    if answers.wrong:
+        rank, problems = min(answers.wrong.items())
+        message = f"{name} gives wrong results: rank {rank}, {problems[0]}"
+        evidence = [
+            f"rank {each}: {', '.join(told)}" for each, told in sorted(answers.wrong.items())[:4]
+        ]
+        ranks = tuple(sorted(answers.wrong))
+    elif answers.errors:
+        rank, error = next(iter(answers.errors.items()))
+        message = f"{name} fails between ranks of this machine: rank {rank}: {error}"
+        evidence = []
+        ranks = tuple(sorted(answers.errors))
+    else:
+        message = (
+            f"{name} does not get through: {len(missing)} of {answers.ranks} ranks did not end"
+        )
+        evidence = [
+            f"the last thing that rank {rank} did: {answers.last.get(rank, 'it started')}"
+            for rank in missing[:4]
+        ]
+        ranks = tuple(missing)
+    evidence += [line[:200] for line in answers.stderr.splitlines() if line.strip()][-3:]
+    yield Finding(
+        "DDP015",
+        Severity.ERROR,
+        message,
+        ranks=ranks,
+        evidence=tuple(evidence),
+        fix="Correct what the message names; the other checks may have found the cause."
+        if name != "NCCL"
+        else "Correct what the message names. Where transfers between GPUs are broken, NCCL works "
+        "without them, more slowly.",
+        paste="" if name != "NCCL" else "export NCCL_P2P_DISABLE=1",
+        about=answers.backend,
+    )

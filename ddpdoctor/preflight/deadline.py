@@ -1,0 +1,95 @@
+"""Time limits: of a check, and of a call that may never come back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Deadline:
+    """Until when a check may run, and whether it has been told to stop.
+
+    Args:
+        seconds: From now on.
+        parent: What also ends this one when it is cancelled.
+    """
+
+    def __init__(self, seconds: float, parent: Deadline | None = None) -> None:
+        self._until = time.monotonic() + seconds
+        self._cancelled: threading.Event
+        self._cancelled = threading.Event() if parent is None else parent._cancelled
+        if parent is not None:
+            self._until = min(self._until, parent._until)
+
+    def left(self) -> float:
+        """Seconds that are left; 0 when it is over or cancelled."""
+        return 0.0 if self.cancelled else max(0.0, self._until - time.monotonic())
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether somebody pressed Ctrl-C, or the like."""
+        return self._cancelled.is_set()
+
+    def cancel(self) -> None:
+        """Stop: this deadline and all that share its parent are over."""
+        self._cancelled.set()
+
+    def sleep(self, seconds: float) -> bool:
+        """Let time pass; False once it is over or cancelled."""
+        self._cancelled.wait(min(seconds, self.left()))
+        return self.left() > 0
+
+
+@contextlib.contextmanager
+def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """See to it that a process, and all that it started, does not outlive the block.
+
+    It must have been started with ``start_new_session=True``.
+    """
+    try:
+        yield
+    finally:
+        # The group may have members left when its leader has ended.
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for file in (process.stdin, process.stdout, process.stderr):
+            if file is not None:
+                with contextlib.suppress(OSError):
+                    file.close()
+
+
+def bounded(call: Callable[[], T], seconds: float) -> T:
+    """What a call returns that cannot be interrupted: a name lookup, a file on a dead server.
+
+    It runs on a thread that is left behind if it does not come back.
+
+    Raises:
+        TimeoutError: It did not come back in time.
+        Exception: Whatever the call raised.
+    """
+    answers: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            answers.append(call())
+        except BaseException as error:  # handed to the caller
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if answers:
+        return answers[0]
+    if errors:
+        raise errors[0]
+    raise TimeoutError

@@ -1,0 +1,66 @@
+"""Which GPUs a job would use, and why there are none."""
+
+from __future__ import annotations
+
+import contextlib
+
+from ddpdoctor.gpu.health import Health
+from ddpdoctor.gpu.reader import same_uuid
+from ddpdoctor.preflight.situation import Situation, gpu_facts
+
+NVIDIA = "0x10de"
+NO_DRIVER = (0, 9, 12)
+"""NVML's codes where there is no library, no kernel module, or no driver at all."""
+
+_DISPLAY = "0x03"
+"""The PCI class of graphics cards and of GPUs without an output."""
+
+
+def chosen(situation: Situation) -> tuple[Health, ...]:
+    """The GPUs that answer and that a job would use, as far as ``CUDA_VISIBLE_DEVICES`` tells.
+
+    Its numbers are CUDA's; where all GPUs are alike they are those of the PCI bus.
+    """
+    gpus = tuple(gpu for gpu in situation.shared(gpu_facts).gpus if not gpu.lost)
+    wanted = situation.environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None:
+        return gpus
+    names = [each.strip() for each in wanted.split(",")]
+    return tuple(
+        gpu
+        for gpu in gpus
+        if str(gpu.device.index) in names
+        or any(
+            each.startswith(("GPU-", "MIG-"))
+            and (gpu.device.key.startswith(same_uuid(each)) or each in gpu.instances)
+            for each in names
+        )
+    )
+
+
+def on_the_bus(situation: Situation) -> int:
+    """How many NVIDIA GPUs the PCI bus has, whatever the driver says."""
+    count = 0
+    with contextlib.suppress(OSError):
+        for device in (situation.sys / "bus" / "pci" / "devices").iterdir():
+            with contextlib.suppress(OSError):
+                vendor = (device / "vendor").read_text().strip()
+                kind = (device / "class").read_text().strip()
+                count += vendor == NVIDIA and kind.startswith(_DISPLAY)
+    return count
+
+
+def none_here(situation: Situation) -> str:
+    """Why GPU checks are skipped; empty if there are GPUs that answer."""
+    facts = situation.shared(gpu_facts)
+    if facts.gpus:
+        return ""
+    return "no GPU" if driverless(situation) else f"the GPUs cannot be read: {facts.trouble}"
+
+
+def driverless(situation: Situation) -> bool:
+    """Whether there is no driver because there is no GPU, or neither of it can be seen."""
+    facts = situation.shared(gpu_facts)
+    if not facts.trouble:
+        return not facts.absent and not facts.gpus
+    return facts.code in NO_DRIVER and not on_the_bus(situation)

@@ -1,0 +1,180 @@
+"""Whether the launcher's variables are complete and agree with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ddpdoctor.finding import Finding, Severity
+from ddpdoctor.preflight.check import Outcome, check, judged, passed
+from ddpdoctor.preflight.launchers import Place, number, places
+from ddpdoctor.preflight.situation import Situation
+
+_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_LOOPBACK = ("localhost", "127.", "::1")
+
+
+@check("launch-environment", "DDP001")
+def launch_environment(situation: Situation) -> Outcome:
+    """The variables that place a process in a job are incomplete, or contradict each other.
+
+    What it finds
+        RANK, WORLD_SIZE, LOCAL_RANK or MASTER_PORT that are no numbers or out of range; RANK
+        without WORLD_SIZE, or without MASTER_ADDR and MASTER_PORT; a RANK that differs from that of
+        Slurm or MPI; several Slurm tasks on a node that would each start torchrun; a job of several
+        nodes whose rendezvous is on localhost, or nowhere.
+
+    Why it is bad
+        init_process_group raises, or waits for ranks that will never come: `export
+        RANK=$SLURM_PROCID` in a batch script gives all tasks the rank 0, and each waits for the
+        others until the timeout. On localhost each node waits for itself.
+
+    How to fix it
+        Let the launcher set the variables, or take all of them from it within the task.
+
+    Example
+        Wrong: `export RANK=$SLURM_PROCID; srun python train.py`.
+        Right: `srun bash -c 'RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS python train.py'`.
+
+    When it stays silent
+        Without such variables, when they are torchrun's own, and when MASTER_ADDR and MASTER_PORT
+        alone are set, as batch scripts do.
+
+    Since
+        0.1.0
+    """
+    environ = situation.environ
+    findings = list(_findings(situation, environ))
+    found = [name for name in _TORCH if environ.get(name)]
+    launched = [place for place in places(environ) if place.launcher != "torchrun"]
+    if not found and not launched and not findings:
+        return passed("no launcher's variables: torchrun will set them")
+    told = [f"{name}={environ[name]}" for name in found]
+    told += [
+        f"{place.launcher}: rank {place.rank} of {place.world_size}"
+        for place in launched
+        if place.rank is not None
+    ]
+    return judged(", ".join(told) or "no launcher's variables", findings)
+
+
+def _wrong(message: str, fix: str, paste: str, *, about: str, warning: bool = False) -> Finding:
+    severity = Severity.WARNING if warning else Severity.ERROR
+    return Finding("DDP001", severity, message, fix=fix, paste=paste, about=about)
+
+
+def _findings(situation: Situation, environ: Mapping[str, str]) -> Iterator[Finding]:
+    yield from _numbers(environ)
+    yield from _incomplete(environ)
+    mine = [place for place in places(environ) if place.launcher != "torchrun"]
+    if mine and "TORCHELASTIC_RUN_ID" not in environ:
+        yield from _contradicting(environ, mine[0])
+        yield from _launched_twice(situation, mine[0])
+    yield from _rendezvous(situation)
+
+
+def _numbers(environ: Mapping[str, str]) -> Iterator[Finding]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        if environ.get(name) and number(environ, name) is None:
+            yield _wrong(
+                f"{name} is {environ[name]!r}, which is no number",
+                "Leave it to the launcher.",
+                f"unset {name}",
+                about=name,
+            )
+    for name, of in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        rank, size = number(environ, name), number(environ, of)
+        if rank is not None and size is not None and rank >= size:
+            yield _wrong(
+                f"{name} is {rank}, but {of} is {size}: ranks count from 0",
+                "Leave them to the launcher.",
+                f"unset {name} {of}",
+                about=f"{name} range",
+            )
+    port = number(environ, "MASTER_PORT")
+    if port is not None and not 0 < port < 65536:
+        yield _wrong(
+            f"MASTER_PORT is {port}, which is no port",
+            "Choose a port from 1024 to 65535.",
+            "export MASTER_PORT=29500",
+            about="MASTER_PORT",
+        )
+    address = environ.get("MASTER_ADDR", "")
+    if "/" in address or address.count(":") == 1:
+        yield _wrong(
+            f"MASTER_ADDR is {address!r}: it takes a name or an address, without scheme and port",
+            "Put the port into MASTER_PORT.",
+            f"export MASTER_ADDR={address.rpartition('/')[2].partition(':')[0]}",
+            about="MASTER_ADDR",
+        )
+
+
+def _incomplete(environ: Mapping[str, str]) -> Iterator[Finding]:
+    has = {name for name in _TORCH if environ.get(name)}
+    placed = {"RANK", "WORLD_SIZE"} & has
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+               if name not in has]  # fmt: skip
+    if placed and missing:
+        there = " and ".join(sorted(placed))
+        yield _wrong(
+            f"{there} {'are' if len(placed) > 1 else 'is'} set, but not {', '.join(missing)}",
+            "init_process_group wants all of them. torchrun sets them itself; if a job is started "
+            "without it, set the others, too.",
+            f"unset {' '.join(sorted(placed))}",
+            about="incomplete",
+            warning=True,
+        )
+
+
+def _contradicting(environ: Mapping[str, str], place: Place) -> Iterator[Finding]:
+    rank, size = number(environ, "RANK"), number(environ, "WORLD_SIZE")
+    several = (place.world_size or 1) > 1
+    if rank is not None and place.rank is not None and rank != place.rank and several:
+        if size is not None and size != place.world_size:
+            return
+        yield _wrong(
+            f"RANK is {rank}, but {place.launcher} says that this is task {place.rank} of "
+            f"{place.world_size}",
+            "RANK was set before the tasks were started, so all have the same: set it within the "
+            "task.",
+            "unset RANK",
+            about="contradicting",
+        )
+
+
+def _launched_twice(situation: Situation, place: Place) -> Iterator[Finding]:
+    asked = situation.options.nproc
+    tasks = place.local_size
+    if tasks is None and place.launcher == "Slurm":
+        tasks = number(situation.environ, "SLURM_NTASKS_PER_NODE")
+    if tasks and tasks > 1 and asked and asked > 1:
+        yield _wrong(
+            f"{place.launcher} starts {tasks} tasks on this node, and each would start {asked} "
+            "ranks",
+            "Start torchrun once a node, or one rank a task.",
+            "srun --ntasks-per-node=1 ..." if place.launcher == "Slurm" else "",
+            about="twice",
+        )
+
+
+def _rendezvous(situation: Situation) -> Iterator[Finding]:
+    options, endpoint = situation.options, situation.endpoint
+    if options.nnodes < 2:
+        return
+    hosts = next((each.hosts for each in places(situation.environ) if each.hosts), ())
+    first = hosts[0] if hosts else "NODE0"
+    if endpoint is None and not hosts:
+        yield _wrong(
+            f"{options.nnodes} nodes, but no rendezvous endpoint: each would wait for the others "
+            "on its own localhost",
+            "Give the first node's name and a port, the same on every node.",
+            f"ddpdoctor check --nnodes {options.nnodes} --node-rank R --rdzv-endpoint {first}",
+            about="rendezvous",
+        )
+    elif endpoint is not None and endpoint[0].startswith(_LOOPBACK):
+        yield _wrong(
+            f"the rendezvous of {options.nnodes} nodes is on {endpoint[0]}: each would wait for "
+            "the others on its own",
+            "Give the first node's name, the same on every node.",
+            f"ddpdoctor check --nnodes {options.nnodes} --rdzv-endpoint {first}:{endpoint[1]} ...",
+            about="rendezvous",
+        )

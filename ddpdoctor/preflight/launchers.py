@@ -1,0 +1,113 @@
+"""The place in a job that a launcher's environment variables give a process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a launcher says of a process; None where it says nothing, or no number.
+
+    Attributes:
+        launcher: ``torchrun``, ``Slurm``, ``Open MPI``, ``MPICH`` or ``MVAPICH``.
+        hosts: The nodes' names in the order of their ranks, if they are told.
+    """
+
+    launcher: str
+    rank: int | None = None
+    world_size: int | None = None
+    local_rank: int | None = None
+    local_size: int | None = None
+    node_rank: int | None = None
+    nnodes: int | None = None
+    hosts: tuple[str, ...] = ()
+
+
+_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+
+_VARIABLES = {
+    "torchrun": _TORCH,
+    "Slurm": (
+        "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "", "SLURM_NODEID", "SLURM_NNODES",
+    ),
+    "Open MPI": (
+        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_NODE_RANK", "",
+    ),
+    "MVAPICH": (
+        "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE", "", "",
+    ),
+    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "", ""),
+}  # fmt: skip
+"""By launcher: rank, world size, local rank, ranks of the node, node rank, nodes.
+
+Sources: torchrun's documentation, "Environment Variables"; srun(1), "OUTPUT ENVIRONMENT VARIABLES";
+Open MPI's FAQ on OMPI_COMM_WORLD_*; MPICH's Hydra and Intel MPI (PMI_*, MPI_LOCALRANKID).
+Open MPI's NODE_RANK is a rank within the node across jobs, so it is not a node's rank.
+"""
+
+
+def number(environ: Mapping[str, str], name: str) -> int | None:
+    """A variable as a number; None if it is not there, or is none."""
+    text = environ.get(name, "") if name else ""
+    return int(text) if text.strip().isdigit() else None
+
+
+def places(environ: Mapping[str, str]) -> tuple[Place, ...]:
+    """What each launcher that left its variables says, torch's own first."""
+    found = []
+    for launcher, names in _VARIABLES.items():
+        present = any(name in environ for name in names[:2])
+        if launcher == "Slurm":
+            # In a batch script or an `salloc` shell there is a job, but no task yet.
+            present = "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ
+        if not present:
+            continue
+        rank, world, local, size, node, nodes = (number(environ, name) for name in names)
+        if launcher == "Open MPI":
+            node = None
+        if size == 1 and nodes is None and world is not None:
+            # One process on each node: its rank is the node's.
+            node, nodes = rank, world
+        hosts: tuple[str, ...] = ()
+        if launcher == "Slurm":
+            nodes = nodes if nodes is not None else number(environ, "SLURM_JOB_NUM_NODES")
+            listed = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+            hosts = expand(listed)
+        found.append(Place(launcher, rank, world, local, size, node, nodes, hosts))
+    return tuple(found)
+
+
+def expand(nodelist: str) -> tuple[str, ...]:
+    """The names in a Slurm node list such as ``gpu[01-03,7],login``; empty if it is damaged."""
+    names: list[str] = []
+    if nodelist.count("[") != nodelist.count("]"):
+        return ()
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
+        expanded = [""]
+        for text, ranges in re.findall(r"([^\[]*)(?:\[([^\]]*)\])?", part):
+            if not text and not ranges:
+                continue
+            choices = _choices(ranges) if ranges else [""]
+            if choices is None or len(expanded) * len(choices) > 100_000:
+                return ()
+            expanded = [f"{head}{text}{tail}" for head in expanded for tail in choices]
+        names += expanded
+    return tuple(names)
+
+
+def _choices(ranges: str) -> list[str] | None:
+    choices: list[str] = []
+    for each in ranges.split(","):
+        first, dash, last = each.partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            return None
+        end = int(last) if dash else int(first)
+        if end - int(first) > 100_000:
+            return None
+        choices += [str(value).zfill(len(first)) for value in range(int(first), end + 1)]
+    return choices

@@ -1,0 +1,198 @@
+"""A node on its way to the coordinator: find it, prove the id, compare clocks; or know why not."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ddpdoctor.preflight.meeting import wire
+from ddpdoctor.preflight.meeting.wire import Link, WireError
+from ddpdoctor.preflight.names import lookup
+
+CONNECT_LIMIT = 3.5
+ARP_S = 2.0
+GREETING_LIMIT = 3.0
+RETRY_AFTER = 0.25
+CLOCK_QUESTIONS = 8
+
+Kind = Literal[
+    "unresolved",  # the endpoint's name is not known here
+    "refused",  # nothing listens on the port, or a firewall says so
+    "dropped",  # no answer at all
+    "unreachable",  # no way there, or prohibited
+    "nobody",  # no machine has that address
+    "silent",  # connected, but nothing was said
+    "other service",  # connected to something that is no check
+    "other id",  # a check with another rendezvous id
+    "late",  # a check that went on without this node
+    "full",  # a check that has all its nodes
+    "gone",  # the connection was lost
+]
+
+FINAL: frozenset[Kind] = frozenset({"other id", "late", "full"})
+"""What trying again does not change."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a node is not connected to the coordinator.
+
+    Attributes:
+        address: Which address of the endpoint it is about; empty if there is none.
+        words: More, for a person: the kernel's words, or who is there already.
+    """
+
+    kind: Kind
+    address: str = ""
+    words: str = ""
+
+
+class CallError(Exception):
+    """The coordinator was not reached."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.kind)
+        self.problem = problem
+
+
+@dataclass
+class Call:
+    """A connection to the coordinator.
+
+    Attributes:
+        identity: Which coordinator it is.
+        local: This machine's address on it.
+        offset: What the coordinator's clock is ahead, in seconds.
+        uncertainty: Half the round trip of that estimate, in seconds.
+    """
+
+    link: Link
+    identity: str
+    local: str
+    offset: float
+    uncertainty: float
+
+
+async def call(host: str, port: int, key: bytes, hostname: str, until: float) -> Call:
+    """Reach the coordinator, trying again until it is there.
+
+    Args:
+        host: Of the endpoint.
+        port: Of the endpoint.
+        key: Of :func:`wire.key_of`.
+        hostname: This node's.
+        until: Monotonic time to give up at.
+
+    Raises:
+        CallError: It was not reached; with the most frequent problem.
+    """
+    loop = asyncio.get_running_loop()
+    seen: list[Problem] = []
+    while True:
+        found = await loop.run_in_executor(None, lookup, host)
+        problem = Problem("unresolved")
+        for address in found.addresses:
+            try:
+                return await call_once(address, port, key, hostname)
+            except CallError as error:
+                problem = error.problem
+                if problem.kind in FINAL:
+                    raise
+        seen.append(problem)
+        if time.monotonic() + RETRY_AFTER >= until:
+            # How it mostly was says more than how it was last.
+            raise CallError(Counter(reversed(seen)).most_common(1)[0][0])
+        await asyncio.sleep(RETRY_AFTER)
+
+
+async def call_once(address: str, port: int, key: bytes, hostname: str) -> Call:
+    """One attempt.
+
+    Raises:
+        CallError: It failed.
+    """
+    began = time.monotonic()
+    try:
+        reader, writer = await asyncio.wait_for(
+            asyncio.open_connection(address, port), CONNECT_LIMIT
+        )
+    except asyncio.TimeoutError:
+        raise CallError(Problem("dropped", address)) from None
+    except OSError as error:
+        kind = _kind(error, time.monotonic() - began)
+        words = os.strerror(error.errno) if error.errno else ""
+        raise CallError(Problem(kind, address, words)) from None
+    link = Link(reader, writer)
+    try:
+        return await _introduce(link, address, key, hostname)
+    except BaseException:
+        await link.close()
+        raise
+
+
+async def _introduce(link: Link, address: str, key: bytes, hostname: str) -> Call:
+    try:
+        line = await asyncio.wait_for(link.reader.readexactly(wire.GREETING_BYTES), GREETING_LIMIT)
+    except asyncio.TimeoutError:
+        raise CallError(Problem("silent", address)) from None
+    except (OSError, asyncio.IncompleteReadError):
+        raise CallError(Problem("other service", address)) from None
+    challenge = wire.challenge_in(line)
+    if challenge is None:
+        raise CallError(Problem("other service", address))
+    own = wire.nonce()
+    try:
+        await link.send(
+            {"proof": wire.proof(key, "node", challenge), "nonce": own, "host": hostname}
+        )
+        welcome = await link.receive(GREETING_LIMIT)
+        if welcome.get("refused") == "id":
+            raise CallError(Problem("other id", address))
+        if not wire.proves(welcome.get("proof"), key, "coordinator", own):
+            raise CallError(Problem("other service", address))
+        if "refused" in welcome:
+            raise refused(welcome, address)
+        offset, uncertainty = await _compare_clocks(link)
+    except WireError as error:
+        raise CallError(Problem("gone", address, str(error))) from None
+    local = str(link.writer.get_extra_info("sockname")[0])
+    return Call(link, str(welcome.get("identity")), local, offset, uncertainty)
+
+
+async def _compare_clocks(link: Link) -> tuple[float, float]:
+    """How far the coordinator's clock is ahead, by the fastest of several questions, as in NTP."""
+    best = (0.0, float("inf"))
+    for _ in range(CLOCK_QUESTIONS):
+        wall, began = time.time(), time.monotonic()
+        await link.send({"clock": True})
+        answer = await link.receive(GREETING_LIMIT)
+        took = time.monotonic() - began
+        if took / 2 < best[1]:
+            best = (float(answer["time"]) - (wall + took / 2), took / 2)
+    return best
+
+
+def refused(message: Mapping[str, Any], address: str = "") -> CallError:
+    """That the coordinator goes on without this node, in its words."""
+    here = [str(each) for each in message.get("here", [])]
+    words = f"{len(here)} of {message.get('nnodes')} nodes are there: {', '.join(here)}"
+    return CallError(Problem("full" if message["refused"] == "full" else "late", address, words))
+
+
+def _kind(error: OSError, seconds: float) -> Kind:
+    if isinstance(error, socket.gaierror):
+        return "unresolved"
+    if error.errno == errno.ECONNREFUSED:
+        return "refused"
+    if error.errno == errno.ETIMEDOUT:
+        return "dropped"
+    if error.errno == errno.EHOSTUNREACH and seconds > ARP_S:
+        return "nobody"
+    return "unreachable"

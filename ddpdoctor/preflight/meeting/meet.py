@@ -1,0 +1,286 @@
+"""The nodes of a job meet at the rendezvous endpoint; all checks across nodes go by that meeting.
+
+Node rank 0, or without node ranks the machine that the endpoint names, coordinates. The others call
+it until it is there. Everything has a deadline, and Ctrl-C ends all of it at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddpdoctor.preflight.interfaces import interfaces
+from ddpdoctor.preflight.meeting import caller, coordinator, wire
+from ddpdoctor.preflight.meeting.addresses import mine
+from ddpdoctor.preflight.meeting.attending import Attendance
+from ddpdoctor.preflight.meeting.caller import Call, CallError, Problem
+from ddpdoctor.preflight.meeting.coordinator import Coordinator
+from ddpdoctor.preflight.meeting.facts import Facts, gather, unpack
+from ddpdoctor.preflight.meeting.leading import Lead
+from ddpdoctor.preflight.meeting.pairs import Listener
+from ddpdoctor.preflight.meeting.place import Seat, seat
+from ddpdoctor.preflight.meeting.ranks import Ranks
+from ddpdoctor.preflight.meeting.wire import WireError
+from ddpdoctor.preflight.names import lookup
+from ddpdoctor.preflight.situation import Situation
+
+GATHER_LIMIT = 30.0
+"""Most seconds to wait for nodes that are not there; half of ``--timeout`` at most."""
+
+CANCEL_LATENCY = 0.1
+SCOUT_EVERY = 1.0
+
+REDUCING = frozenset({"gloo-nodes", "nccl-nodes"})
+"""The checks that need ranks with torch."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node that came.
+
+    Attributes:
+        facts: What it told of itself.
+        address: Where it came from.
+        offset: What the coordinator's clock is ahead of its own, in seconds.
+        uncertainty: How far that may be off, in seconds.
+        lost: In which phase it went away; empty if it stayed.
+    """
+
+    facts: Facts
+    address: str
+    offset: float
+    uncertainty: float
+    lost: str
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What came of it, the same on every node except for the first three.
+
+    Attributes:
+        seat: This node's place.
+        own: The index of this node in ``nodes``; -1 if it was not among them.
+        problem: Why this node did not come together with the others; None if it did.
+        holder: Whether this node was to coordinate.
+        foreign: The endpoint's addresses, if this node has node rank 0 and they are not its own.
+        expected: How many nodes were to come, as the coordinator was told.
+        nodes: Those that came, by node rank.
+        blob: The rest of what the coordinator told.
+    """
+
+    seat: Seat
+    own: int = -1
+    problem: Problem | None = None
+    holder: bool = False
+    foreign: tuple[str, ...] = ()
+    expected: int = 0
+    nodes: tuple[Node, ...] = ()
+    blob: Mapping[str, Any] = field(default_factory=dict)
+
+    def name(self, index: int) -> str:
+        """A node for a person: its host name, and its rank where host names are not enough."""
+        facts = self.nodes[index].facts
+        rank = index if facts.rank is None else facts.rank
+        return f"{facts.host} (node {rank}{', this one' if index == self.own else ''})"
+
+    def hosts(self, chosen: list[int]) -> str:
+        """Several nodes for a person."""
+        names = [self.name(index) for index in chosen[:4]]
+        more = f" and {len(chosen) - 4} more" if len(chosen) > 4 else ""
+        return ", ".join(names) + more
+
+
+def meeting_of(situation: Situation) -> Meeting:
+    """The meeting of this check, which takes place once, for whoever asks first.
+
+    Raises:
+        Exception: A fault of the check itself.
+    """
+    came = situation.shared(_meet_or_fail)
+    if isinstance(came, Exception):
+        raise came
+    return came
+
+
+def _meet_or_fail(situation: Situation) -> Meeting | Exception:
+    try:
+        return asyncio.run(_until_cancelled(situation))
+    except Exception as error:  # for every check that asks, not for the first alone
+        return error
+
+
+async def _until_cancelled(situation: Situation) -> Meeting:
+    meeting = asyncio.ensure_future(_meet(situation))
+    try:
+        while not meeting.done():
+            await asyncio.wait({meeting}, timeout=CANCEL_LATENCY)
+            if situation.deadline.left() <= 0:
+                break
+    finally:
+        if not meeting.done():
+            meeting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await meeting
+    if meeting.cancelled():
+        return Meeting(seat(situation), problem=Problem("gone", words="the time was over"))
+    return meeting.result()
+
+
+async def _meet(situation: Situation) -> Meeting:
+    began = time.monotonic()
+    deadline = began + situation.deadline.left()
+    gather_until = began + min(GATHER_LIMIT, situation.options.timeout / 2)
+    own_seat = seat(situation)
+    listener = Listener()
+    ranks = Ranks(situation.environ)
+    reduces = wants_reduction(situation)
+    try:
+        port = await listener.open()
+        if reduces:
+            await ranks.start(situation.nproc)
+        facts = await asyncio.to_thread(gather, situation, own_seat, port, reduces=reduces)
+        party = Party(situation, own_seat, facts, listener, ranks, gather_until, deadline)
+        return await party.meet()
+    finally:
+        await listener.close()
+        await ranks.stop()
+
+
+def wants_reduction(situation: Situation) -> bool:
+    """Whether the collective test is among the checks that run."""
+    chosen = situation.chosen
+    return chosen is None or bool(chosen & REDUCING)
+
+
+class Party:
+    """This node on its way to the others: as the coordinator, or as a caller."""
+
+    def __init__(
+        self,
+        situation: Situation,
+        seat: Seat,
+        facts: Facts,
+        listener: Listener,
+        ranks: Ranks,
+        gather_until: float,
+        deadline: float,
+    ) -> None:
+        self.situation = situation
+        self.seat = seat
+        self.facts = facts
+        self.listener = listener
+        self.ranks = ranks
+        self.gather_until = gather_until
+        self.deadline = deadline
+        self.key = wire.key_of(seat.rdzv_id)
+
+    async def meet(self) -> Meeting:
+        """Meet the others in the role that this node has."""
+        if not self.seat.host:
+            return Meeting(self.seat, problem=Problem("unresolved"))
+        found = await asyncio.to_thread(lookup, self.seat.host)
+        addresses = found.addresses
+        at_home = mine(addresses, self.situation.shared(interfaces))
+        if self.seat.rank == 0 or (self.seat.rank is None and at_home):
+            return await self._coordinate(at_home, addresses)
+        return await self._join()
+
+    async def _coordinate(self, at_home: bool, addresses: tuple[str, ...]) -> Meeting:
+        try:
+            listening = coordinator.listen(self.seat.port)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and self.seat.rank is None:
+                # As torchrun does: another process of this machine holds the store.
+                return await self._join()
+            words = os.strerror(error.errno) if error.errno else str(error)
+            return Meeting(self.seat, problem=Problem("refused", words=words), holder=True)
+        here = Coordinator(listening, self.key, self.seat.nnodes)
+        await here.open()
+        lead = asyncio.ensure_future(Lead(here, self.seat, self.deadline).run(self.gather_until))
+        attend = asyncio.ensure_future(self._attend_own())
+        scout = asyncio.ensure_future(self._scout(here.identity, at_home))
+        try:
+            await asyncio.wait({attend, scout, lead}, return_when=asyncio.FIRST_COMPLETED)
+            if lead.done():
+                # Whatever broke there is a fault of the check, to be told as such.
+                lead.result()
+            if scout.done() and (call := scout.result()) is not None:
+                return await self._attend(call)
+            meeting = await attend
+            foreign = () if at_home else addresses
+            return Meeting(**{**vars(meeting), "holder": True, "foreign": foreign})
+        finally:
+            for task in (lead, attend, scout):
+                task.cancel()
+            await asyncio.gather(lead, attend, scout, return_exceptions=True)
+            await here.close()
+
+    async def _attend_own(self) -> Meeting:
+        call = await caller.call_once(
+            "127.0.0.1", self.seat.port, self.key, self.situation.hostname
+        )
+        return await self._attend(call)
+
+    async def _scout(self, identity: str, at_home: bool) -> Call | None:
+        """Look whether another node coordinates where the endpoint leads; None if it is this one.
+
+        Node rank 0 may be behind a forwarded port, so that the endpoint's address is not its own.
+        """
+        while not at_home:
+            with contextlib.suppress(CallError):
+                call = await caller.call(
+                    self.seat.host, self.seat.port, self.key, self.situation.hostname, 0.0
+                )
+                if call.identity != identity:
+                    return call
+                await call.link.close()
+            await asyncio.sleep(SCOUT_EVERY)
+        await asyncio.Event().wait()
+        return None
+
+    async def _join(self) -> Meeting:
+        try:
+            call = await caller.call(
+                self.seat.host,
+                self.seat.port,
+                self.key,
+                self.situation.hostname,
+                self.gather_until,
+            )
+        except CallError as error:
+            return Meeting(self.seat, problem=error.problem)
+        return await self._attend(call)
+
+    async def _attend(self, call: Call) -> Meeting:
+        attendance = Attendance(call, self.seat, self.facts, self.listener, self.ranks)
+        try:
+            blob = await attendance.run(self.deadline)
+        except WireError as error:
+            return Meeting(self.seat, problem=Problem("gone", words=str(error)))
+        except CallError as error:
+            return Meeting(self.seat, problem=error.problem)
+        finally:
+            await call.link.close()
+        nodes = tuple(
+            Node(
+                unpack(told["facts"]),
+                str(told["address"]),
+                float(told["offset"]),
+                float(told["uncertainty"]),
+                str(told["lost"]),
+            )
+            for told in blob.pop("nodes")
+        )
+        return Meeting(
+            self.seat,
+            own=attendance.index,
+            expected=int(blob.pop("expected")),
+            nodes=nodes,
+            blob=blob,
+        )

@@ -1,0 +1,104 @@
+"""This node's ranks of the collective test: processes with torch, started early, used once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from ddpdoctor.preflight.collectives import environment
+from ddpdoctor.preflight.meeting import reduction
+
+
+class Ranks:
+    """Processes that import torch while the network is tested, and then reduce together."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environment(environ)
+        self._processes: list[asyncio.subprocess.Process] = []
+        self._unready: dict[int, str] = {}
+
+    async def start(self, count: int) -> None:
+        """Start so many."""
+        for _ in range(count):
+            self._processes.append(
+                await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    reduction.__name__,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.DEVNULL,
+                    env=self._environ,
+                )
+            )
+
+    async def ready(self, limit: float) -> None:
+        """Wait until all have imported torch, or have failed to.
+
+        Args:
+            limit: Seconds.
+        """
+        await asyncio.gather(*(self._import(process, limit) for process in self._processes))
+
+    async def _import(self, process: asyncio.subprocess.Process, limit: float) -> None:
+        assert process.stdout is not None
+        try:
+            line = await asyncio.wait_for(process.stdout.readline(), limit)
+        except asyncio.TimeoutError:
+            self._unready[process.pid] = f"torch was not imported within {limit:.0f} s"
+            return
+        if not line:
+            self._unready[process.pid] = "torch cannot be imported"
+
+    async def reduce(self, orders: list[dict[str, Any]], limit: float) -> list[dict[str, Any]]:
+        """Give each its order; what each answered, in their order.
+
+        Args:
+            orders: One for each process.
+            limit: Seconds for the collectives.
+        """
+        return list(
+            await asyncio.gather(
+                *(
+                    self._one(process, order, limit)
+                    for process, order in zip(self._processes, orders, strict=True)
+                )
+            )
+        )
+
+    async def _one(
+        self, process: asyncio.subprocess.Process, order: dict[str, Any], limit: float
+    ) -> dict[str, Any]:
+        assert process.stdin is not None and process.stdout is not None
+
+        def failed(words: str) -> dict[str, Any]:
+            return {"rank": order["rank"], "ok": False, "error": words}
+
+        if process.pid in self._unready:
+            return failed(self._unready[process.pid])
+        try:
+            process.stdin.write(json.dumps(order).encode() + b"\n")
+            await process.stdin.drain()
+            line = await asyncio.wait_for(process.stdout.readline(), limit)
+            answer = json.loads(line) if line else None
+        except asyncio.TimeoutError:
+            return failed(f"no result within {limit:.0f} s")
+        except (OSError, ValueError):
+            answer = None
+        if not isinstance(answer, dict):
+            return failed("the rank ended without a result")
+        return answer
+
+    async def stop(self) -> None:
+        """End them all."""
+        for process in self._processes:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+        for process in self._processes:
+            await process.wait()
+        self._processes.clear()

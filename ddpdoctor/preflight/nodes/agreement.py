@@ -1,0 +1,109 @@
+"""Whether all nodes were told the same of the job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ddpdoctor.finding import Finding, Severity
+from ddpdoctor.preflight.check import Outcome, check, judged
+from ddpdoctor.preflight.meeting.meet import Meeting
+from ddpdoctor.preflight.nodes.judging import LIMIT, judge, of_all
+from ddpdoctor.preflight.situation import Situation
+
+CODE = "DDP051"
+
+
+@check("same-job", CODE, scope="nodes", limit=LIMIT)
+def agreement(situation: Situation) -> Outcome:
+    """The nodes were told different things of the job.
+
+    What it finds
+        Two nodes with one node rank, or nodes with different `--nnodes` (errors); nodes with
+        different numbers of ranks (a warning: it works, and is seldom meant).
+
+    Why it is bad
+        torchrun takes the second node of a rank for the first, or waits for a node that will never
+        come: silence, on every node.
+
+    How to fix it
+        The same command on every node, with nothing but `--node-rank` changed. Under Slurm,
+        `--node-rank $SLURM_NODEID`.
+
+    Example
+        Wrong: `--nnodes 2 --node-rank 0` on both machines.
+        Right: `--node-rank 0` on the first, `--node-rank 1` on the second.
+
+    When it stays silent
+        When they agree.
+
+    Since
+        0.1.0
+    """
+    return judge(situation, _judge)
+
+
+def _judge(meeting: Meeting) -> Outcome:
+    ranks = sum(node.facts.nproc for node in meeting.nodes)
+    return judged(f"{of_all(meeting)}, {ranks} ranks", _findings(meeting))
+
+
+def _findings(meeting: Meeting) -> Iterator[Finding]:
+    by_rank: dict[int, list[int]] = {}
+    for index, node in enumerate(meeting.nodes):
+        if node.facts.rank is not None:
+            by_rank.setdefault(node.facts.rank, []).append(index)
+    for rank, indices in by_rank.items():
+        if len(indices) > 1:
+            hosts = [meeting.nodes[index].facts.host for index in indices]
+            free = next(r for r in range(len(meeting.nodes) + 1) if r not in by_rank)
+            yield Finding(
+                CODE,
+                Severity.ERROR,
+                f"{len(indices)} nodes have --node-rank {rank}: {', '.join(hosts[:8])}",
+                evidence=tuple(
+                    f"{meeting.nodes[index].facts.host} is at {meeting.nodes[index].address}"
+                    for index in indices[:8]
+                ),
+                fix="Give every node a rank of its own, counted from 0.",
+                paste=f"--node-rank {free}",
+                about=f"rank {rank}",
+            )
+    if by_rank and any(node.facts.rank is None for node in meeting.nodes):
+        without = [i for i, node in enumerate(meeting.nodes) if node.facts.rank is None]
+        yield Finding(
+            CODE,
+            Severity.ERROR,
+            f"{meeting.hosts(without)} came without --node-rank, the others with one",
+            fix="Give --node-rank on every node, or (with --rdzv-backend c10d) on none.",
+            about="ranks",
+        )
+    told = {node.facts.nnodes for node in meeting.nodes}
+    if len(told) > 1:
+        yield Finding(
+            CODE,
+            Severity.ERROR,
+            f"the nodes do not agree on --nnodes: {', '.join(map(str, sorted(told)))}",
+            evidence=_each(meeting, [node.facts.nnodes for node in meeting.nodes], "--nnodes"),
+            fix="Give --nnodes the same value on every node.",
+            about="nnodes",
+        )
+    counts = {node.facts.nproc for node in meeting.nodes}
+    if len(counts) > 1:
+        yield Finding(
+            CODE,
+            Severity.WARNING,
+            f"the nodes have different numbers of ranks: {', '.join(map(str, sorted(counts)))}",
+            evidence=_each(
+                meeting, [node.facts.nproc for node in meeting.nodes], "--nproc-per-node"
+            ),
+            fix="Give --nproc-per-node the same value on every node, unless it is meant so.",
+            about="nproc",
+        )
+
+
+def _each(meeting: Meeting, values: list[int], option: str) -> tuple[str, ...]:
+    return tuple(
+        f"{option} {value}: "
+        + meeting.hosts([index for index, other in enumerate(values) if other == value])
+        for value in sorted(set(values))[:8]
+    )

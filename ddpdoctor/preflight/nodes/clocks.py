@@ -1,0 +1,96 @@
+"""Whether the nodes' clocks agree."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+from ddpdoctor.finding import Finding, Severity
+from ddpdoctor.preflight.check import Outcome, check, judged
+from ddpdoctor.preflight.meeting.meet import Meeting
+from ddpdoctor.preflight.nodes.judging import LIMIT, judge, of_all
+from ddpdoctor.preflight.situation import Situation
+
+CODE = "DDP052"
+WARN_S = 1.0
+FAIL_S = 10.0
+
+
+@check("clocks", CODE, scope="nodes", limit=LIMIT)
+def clocks(situation: Situation) -> Outcome:
+    """The clocks of the nodes differ.
+
+    What it finds
+        A node whose wall clock is over 1 s (warning) or over 10 s (error) away from the others'.
+        The error of the measurement, half a round trip, is taken off before.
+
+    Why it is bad
+        torchrun's rendezvous tells by the clock who is still alive. A node some 20 s behind is
+        taken for dead: the others go on without it, and a job of two nodes trains on one, with
+        exit status 0. Logs of the nodes cannot be put side by side.
+
+    How to fix it
+        Let a time service run on every node: `sudo timedatectl set-ntp true`, or `sudo chronyc
+        makestep` where chrony runs.
+
+    Example
+        Wrong: a machine that slept, without NTP.
+        Right: chrony or systemd-timesyncd on every node.
+
+    When it stays silent
+        When all clocks are within 1 s.
+
+    Since
+        0.1.0
+    """
+    return judge(situation, _judge)
+
+
+def _judge(meeting: Meeting) -> Outcome:
+    # How far a node's clock is ahead of the coordinator's.
+    ahead = [-node.offset for node in meeting.nodes]
+    spread = max(ahead) - min(ahead)
+    detail = f"{of_all(meeting)}, at most {spread:.3f} s apart"
+    return judged(detail, _findings(meeting, ahead))
+
+
+def _findings(meeting: Meeting, ahead: list[float]) -> Iterator[Finding]:
+    fix = "Let a time service run on every node (chrony, systemd-timesyncd)."
+    paste = "sudo timedatectl set-ntp true"
+    if len(ahead) == 2:
+        apart = abs(ahead[0] - ahead[1])
+        unsure = sum(node.uncertainty for node in meeting.nodes)
+        first, second = (0, 1) if ahead[0] > ahead[1] else (1, 0)
+        severity = _severity(apart - unsure)
+        if severity is not None:
+            yield Finding(
+                CODE,
+                severity,
+                f"the clock of {meeting.name(second)} is {apart:.1f} s behind that of "
+                f"{meeting.name(first)}",
+                evidence=("which of the two is wrong cannot be told from here",),
+                fix=fix,
+                paste=paste,
+                about="clocks",
+            )
+        return
+    median = statistics.median(ahead)
+    for index, node in enumerate(meeting.nodes):
+        away = ahead[index] - median
+        severity = _severity(abs(away) - node.uncertainty)
+        if severity is not None:
+            side = "ahead of" if away > 0 else "behind"
+            yield Finding(
+                CODE,
+                severity,
+                f"the clock of {meeting.name(index)} is {abs(away):.1f} s {side} the others",
+                fix=fix,
+                paste=paste,
+                about=f"clock {index}",
+            )
+
+
+def _severity(seconds: float) -> Severity | None:
+    if seconds > FAIL_S:
+        return Severity.ERROR
+    return Severity.WARNING if seconds > WARN_S else None

@@ -1,0 +1,145 @@
+"""Whether the address that gloo gives to the other nodes is one they can reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ddpdoctor.finding import Finding, Severity
+from ddpdoctor.preflight.check import Outcome, check, judged
+from ddpdoctor.preflight.meeting.addresses import gloo_dials, is_loopback
+from ddpdoctor.preflight.meeting.meet import Meeting
+from ddpdoctor.preflight.nodes.judging import (
+    LIMIT,
+    bad_ways,
+    interface_name,
+    judge,
+    reached_at,
+)
+from ddpdoctor.preflight.situation import Situation
+
+CODE = "DDP055"
+
+LUCK = (
+    "it works while no other node's gloo has a higher address, since the higher one dials: with a "
+    "second node like this it hangs"
+)
+
+
+@check("gloo-addresses", CODE, scope="nodes", limit=LIMIT)
+def gloo_addresses(situation: Situation) -> Outcome:
+    """The address that gloo gives to the other nodes leads them nowhere.
+
+    What it finds
+        For every node the address that torch's gloo will listen on: that of `GLOO_SOCKET_IFNAME`,
+        else what the own host name resolves to. It is loopback while other nodes are elsewhere
+        (Debian's `127.0.1.1` line), the same on several nodes (a container bridge), closed for the
+        others though another of the node's addresses is open, or there is none because the
+        interface does not exist.
+
+    Why it is bad
+        The others dial an address that leads to themselves or to nobody, and time out after
+        minutes, naming a peer that did nothing wrong.
+
+    How to fix it
+        Name the interface that the nodes share, on that node (the names may differ between nodes):
+        `export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0`. Or correct the line with the own
+        host name in /etc/hosts.
+
+    Example
+        Wrong: `127.0.1.1 node1` in /etc/hosts of node1.
+        Right: `10.0.0.12 node1`.
+
+    When it stays silent
+        When the others reach every node at gloo's address. Of two nodes the one with the higher
+        address dials, so a loopback address that all others are below is a warning only. A job that
+        only uses NCCL needs none of this, but most also make a gloo group (for barriers,
+        checkpoints, objects).
+
+    Since
+        0.1.0
+    """
+    return judge(situation, _judge)
+
+
+def _judge(meeting: Meeting) -> Outcome:
+    findings = list(_findings(meeting))
+    guilty = {finding.about for finding in findings}
+    good = len(meeting.nodes) - len(guilty)
+    detail = f"{good} of {meeting.expected} nodes are reached where gloo listens"
+    return judged(detail, findings)
+
+
+def _findings(meeting: Meeting) -> Iterator[Finding]:
+    unreached = {way for way, _ in bad_ways(meeting, "route")}
+    closed: dict[int, list[int]] = {}
+    for (i, j), _ in bad_ways(meeting, "gloo"):
+        if (i, j) not in unreached:
+            closed.setdefault(j, []).append(i)
+    for index, node in enumerate(meeting.nodes):
+        address, why = node.facts.gloo_address, node.facts.gloo_why
+        name = meeting.name(index)
+        apart = [other for other in meeting.nodes if other.facts.machine != node.facts.machine]
+        dialled = any(gloo_dials(other.facts.gloo_address, address) for other in apart)
+        if not address:
+            yield _finding(meeting, index, f"gloo would not start on {name}: {why}", ())
+        elif is_loopback(address) and apart:
+            yield _finding(
+                meeting,
+                index,
+                f"gloo on {name} listens on {address}, where no other node reaches it",
+                (why,) if dialled else (why, LUCK),
+                Severity.ERROR if dialled else Severity.WARNING,
+            )
+        elif index in closed:
+            same = [
+                other
+                for other, each in enumerate(meeting.nodes)
+                if other != index and address in _addresses(meeting, other)
+            ]
+            evidence = [why, f"dialled from {meeting.hosts(closed[index])}, twice"]
+            if same:
+                evidence.append(f"{meeting.hosts(same)} has the same address")
+            yield _finding(
+                meeting,
+                index,
+                f"gloo on {name} listens on {address}{_called(meeting, index, address)}, where "
+                "other nodes do not reach it",
+                tuple(evidence),
+            )
+
+
+def _finding(
+    meeting: Meeting,
+    index: int,
+    message: str,
+    evidence: tuple[str, ...],
+    severity: Severity = Severity.ERROR,
+) -> Finding:
+    node = meeting.nodes[index]
+    interface = interface_name(meeting, index)
+    reached = reached_at(meeting, index)
+    told = f"the others do reach it at {reached}"
+    return Finding(
+        CODE,
+        severity,
+        message,
+        evidence=(*evidence, f"{told} ({interface})" if interface else told),
+        fix=f"Name the interface, or correct the line of {node.facts.host} in /etc/hosts. On "
+        f"{node.facts.host}, in the job's environment:",
+        paste=f"export GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}"
+        if interface
+        else f"echo '{reached} {node.facts.host}' | sudo tee -a /etc/hosts",
+        about=f"gloo {index}",
+    )
+
+
+def _addresses(meeting: Meeting, index: int) -> list[str]:
+    interfaces = meeting.nodes[index].facts.interfaces
+    return [address for _, _, addresses in interfaces for address in addresses]
+
+
+def _called(meeting: Meeting, index: int, address: str) -> str:
+    for name, _, addresses in meeting.nodes[index].facts.interfaces:
+        if address in addresses:
+            return f" ({name})"
+    return ""

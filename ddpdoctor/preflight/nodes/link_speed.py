@@ -1,0 +1,91 @@
+"""Whether a link between nodes is slower than the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ddpdoctor.finding import Finding, Severity
+from ddpdoctor.preflight.check import Outcome, check, judged, skipped
+from ddpdoctor.preflight.meeting.meet import Meeting
+from ddpdoctor.preflight.nodes.judging import LIMIT, Way, blame, counted, judge
+from ddpdoctor.preflight.situation import Situation
+
+CODE = "DDP056"
+MOST_FINDINGS = 6
+
+
+@check("link-speed", CODE, scope="nodes", limit=LIMIT)
+def link_speed(situation: Situation) -> Outcome:
+    """A link between nodes is much slower than the others.
+
+    What it finds
+        A link with less than half the median bandwidth, or with more than twice the median round
+        trip (and 1 ms more). It was measured again, alone and several times, before it is told. Up
+        to eight nodes, every way is measured; with more, log2(n) from each node.
+
+    Why it is bad
+        An all_reduce goes as fast as its slowest link: one cable at 1 Gbit/s holds all nodes.
+
+    How to fix it
+        Look at the link's speed (`ethtool eth0 | grep Speed`), its cable and switch port, and
+        whether the node uses another interface than the others.
+
+    Example
+        Wrong: one node on the management network.
+        Right: all nodes on the fast one, by `NCCL_SOCKET_IFNAME` and `GLOO_SOCKET_IFNAME`.
+
+    When it stays silent
+        When all links are alike. One connection of TCP through Python is measured, which does not
+        fill the fastest links: it tells slow links from others, not what the network is capable of.
+
+    Since
+        0.1.0
+    """
+    return judge(situation, _judge)
+
+
+def _judge(meeting: Meeting) -> Outcome:
+    speed = meeting.blob["speed"]
+    if not speed["measured"]:
+        return skipped("no link could be measured")
+    detail = (
+        f"{counted(speed['measured'], 'way')}: median {shown(speed['bandwidth'])}, round trip "
+        f"{1e3 * speed['rtt']:.2f} ms"
+    )
+    return judged(detail, list(_findings(meeting))[:MOST_FINDINGS])
+
+
+def _findings(meeting: Meeting) -> Iterator[Finding]:
+    speed = meeting.blob["speed"]
+    slow: dict[Way, tuple[float, float]] = {
+        (i, j): (rtt, bandwidth) for i, j, rtt, bandwidth in speed["slow"]
+    }
+    for each in blame(slow, [(i, j) for i, j in speed["cells"]]):
+        source, target = each.ways[0]
+        rtt = min(slow[way][0] for way in each.ways)
+        bandwidth = max(slow[way][1] for way in each.ways)
+        between = {
+            "into": f"every link to {meeting.name(each.node)}",
+            "out of": f"every link from {meeting.name(each.node)}",
+            "both": f"every link of {meeting.name(each.node)}",
+            "between": f"the link between {meeting.name(source)} and {meeting.name(target)}",
+            "way": f"the link from {meeting.name(source)} to {meeting.name(target)}",
+        }[each.kind]
+        yield Finding(
+            CODE,
+            Severity.WARNING,
+            f"{between} is slow: {shown(bandwidth)}, round trip {1e3 * rtt:.2f} ms",
+            evidence=(
+                f"the median link has {shown(speed['bandwidth'])} and {1e3 * speed['rtt']:.2f} ms",
+                "it was measured again alone, and the best counts",
+            ),
+            fix=f"Look at the cable, the switch port and the chosen interface of "
+            f"{meeting.nodes[each.node].facts.host}.",
+            about=f"{each.kind} {each.ways[0]}",
+        )
+
+
+def shown(bandwidth: float) -> str:
+    """Bytes per second for a person, in the unit that links are sold in."""
+    bits = bandwidth * 8
+    return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.0f} Mbit/s"

@@ -1,0 +1,106 @@
+"""Whether the checkpoint folder is one folder on all nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ddpdoctor.finding import Finding, Severity
+from ddpdoctor.preflight.check import Outcome, check, judged, skipped
+from ddpdoctor.preflight.meeting.meet import Meeting
+from ddpdoctor.preflight.nodes.judging import LIMIT, judge
+from ddpdoctor.preflight.situation import Situation
+
+CODE = "DDP059"
+
+
+@check("shared-folder", CODE, scope="nodes", limit=LIMIT)
+def shared_folder(situation: Situation) -> Outcome:
+    """The checkpoint folder is not the same folder on all nodes.
+
+    What it finds
+        With `--checkpoint-dir`: one node writes a file there, and all others look for it for a few
+        seconds. A node that does not see it has a folder of its own. Where all see it, a sample of
+        names and sizes is compared as well.
+
+    Why it is bad
+        Rank 0 writes its checkpoints on node 0. After a restart the other nodes find none, or an
+        old one, and the ranks go on from different states.
+
+    How to fix it
+        Mount the same file system at that path on every node, or copy the checkpoints before a
+        resume.
+
+    Example
+        Wrong: `--checkpoint-dir /tmp/run7` on two machines.
+        Right: a folder on NFS, Lustre or the like.
+
+    When it stays silent
+        When all nodes see the file, and when no folder was named. It is a warning, no error: a job
+        that never resumes, or sends the weights from rank 0, does without.
+
+    Since
+        0.1.0
+    """
+    return judge(situation, _judge)
+
+
+def _judge(meeting: Meeting) -> Outcome:
+    told = meeting.blob["folder"]
+    asked = told["asked"]
+    if not asked:
+        return skipped("no --checkpoint-dir was named")
+    folder = meeting.nodes[asked[0]].facts.folder
+    if told["error"]:
+        return judged(
+            f"{folder} cannot be written on {meeting.name(told['writer'])}",
+            [
+                Finding(
+                    CODE,
+                    Severity.ERROR,
+                    f"{folder} cannot be written on {meeting.name(told['writer'])}: "
+                    f"{told['error']}",
+                    fix="Make the folder, or let this user write there.",
+                    paste=f"mkdir -p {folder}",
+                    about="write",
+                )
+            ],
+        )
+    seen = len(told["seen"]) + 1
+    return judged(
+        f"{seen} of {meeting.expected} nodes see the same {folder}", _findings(meeting, folder)
+    )
+
+
+def _findings(meeting: Meeting, folder: str) -> Iterator[Finding]:
+    told = meeting.blob["folder"]
+    asked, writer = told["asked"], told["writer"]
+    blind = [index for index in asked if index != writer and index not in told["seen"]]
+    if blind:
+        yield Finding(
+            CODE,
+            Severity.WARNING,
+            f"{folder} is another folder on {meeting.hosts(blind)} than on {meeting.name(writer)}",
+            evidence=(f"a file that {meeting.nodes[writer].facts.host} wrote there was not seen",),
+            fix="Mount the same file system there on every node, or copy checkpoints before a "
+            "resume.",
+            paste=f"findmnt -T {folder}",
+            about="blind",
+        )
+    else:
+        listings = {listing for index, listing in told["listings"] if listing}
+        if len(listings) > 1:
+            yield Finding(
+                CODE,
+                Severity.WARNING,
+                f"the nodes see the same {folder}, but not the same files in it",
+                fix="Something writes there now, or a node's view is old: wait, and check again.",
+                about="listing",
+            )
+    unasked = [index for index in range(len(meeting.nodes)) if index not in asked]
+    if unasked:
+        yield Finding(
+            CODE,
+            Severity.INFO,
+            f"{meeting.hosts(unasked)} came without --checkpoint-dir, and did not look",
+            about="unasked",
+        )

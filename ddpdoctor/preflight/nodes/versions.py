@@ -1,0 +1,138 @@
+"""Whether all nodes have the same software and the same settings of NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ddpdoctor.finding import Finding, Severity
+from ddpdoctor.preflight.check import Outcome, check, judged
+from ddpdoctor.preflight.meeting.facts import Facts
+from ddpdoctor.preflight.meeting.meet import Meeting
+from ddpdoctor.preflight.nodes.judging import LIMIT, grouped, judge, of_all, usual_of
+from ddpdoctor.preflight.situation import Situation
+
+CODE = "DDP057"
+
+OF_EACH_NODE = (
+    "_IFNAME",
+    "_IB_HCA",
+    "_DEBUG",
+    "_DEBUG_FILE",
+    "_TOPO_FILE",
+    "_HOSTID",
+    "_IB_GID_INDEX",
+)
+"""Endings of variables that rightly differ between nodes: names of devices and files."""
+
+
+@check("node-versions", CODE, scope="nodes", limit=LIMIT)
+def versions(situation: Situation) -> Outcome:
+    """The nodes have different versions of torch, NCCL, the driver or Python, or NCCL settings.
+
+    What it finds
+        Different torch or NCCL (errors; a warning where torch differs in its last number alone),
+        different NVIDIA drivers or Python 3.x (warnings), and variables of NCCL that are not set
+        alike on every node (warning), except for those that name devices or files.
+
+    Why it is bad
+        NCCL refuses other versions of itself with an "unhandled system error", or hangs. Two
+        torches may split gradients into other buckets: wrong sums or a hang. An algorithm that NCCL
+        is told to use on one node alone is a hang.
+
+    How to fix it
+        The same environment on every node: one container image, or one lock file.
+
+    Example
+        Wrong: `pip install torch` on each node, a month apart.
+        Right: `pip install -r requirements.lock` on each.
+
+    When it stays silent
+        When they are equal, and where a node has none of it (no GPU, no driver).
+
+    Since
+        0.1.0
+    """
+    return judge(situation, _judge)
+
+
+def _judge(meeting: Meeting) -> Outcome:
+    detail = f"{of_all(meeting)}, torch {_first(meeting, lambda facts: facts.torch)}"
+    return judged(detail, [*_software(meeting), *_settings(meeting)])
+
+
+def _first(meeting: Meeting, of: Callable[[Facts], str]) -> str:
+    return next(filter(None, (of(node.facts) for node in meeting.nodes)), "not installed")
+
+
+def _software(meeting: Meeting) -> Iterator[Finding]:
+    torch = grouped(meeting, lambda facts: facts.torch or "none")
+    if len(torch) > 1:
+        minor = {_minor(version) for version in torch}
+        severity = Severity.ERROR if len(minor) > 1 else Severity.WARNING
+        usual = usual_of(torch)
+        paste = f"pip install torch=={usual}" if usual != "none" else ""
+        yield _differ(meeting, "torch", torch, severity, paste)
+    nccl = grouped(meeting, lambda facts: facts.nccl)
+    if len(nccl) > 1:
+        yield _differ(meeting, "NCCL", nccl, Severity.ERROR)
+    driver = grouped(meeting, lambda facts: facts.driver)
+    if len(driver) > 1:
+        yield _differ(meeting, "the NVIDIA driver", driver, Severity.WARNING)
+    python = grouped(meeting, lambda facts: _minor(facts.python))
+    if len(python) > 1:
+        yield _differ(meeting, "Python", python, Severity.WARNING)
+    own = grouped(meeting, lambda facts: facts.ddpdoctor)
+    if len(own) > 1:
+        yield _differ(meeting, "ddpdoctor", own, Severity.WARNING)
+
+
+def _differ(
+    meeting: Meeting,
+    what: str,
+    groups: dict[str, list[int]],
+    severity: Severity,
+    paste: str = "",
+) -> Finding:
+    usual = usual_of(groups)
+    odd = [index for version, indices in groups.items() if version != usual for index in indices]
+    odd_versions = ", ".join(sorted(version for version in groups if version != usual))
+    return Finding(
+        CODE,
+        severity,
+        f"{what} is {odd_versions} on {meeting.hosts(sorted(odd))}, and {usual} on "
+        f"{meeting.hosts(groups[usual])}",
+        fix="Use the same environment on every node.",
+        paste=paste,
+        about=what,
+    )
+
+
+def _settings(meeting: Meeting) -> Iterator[Finding]:
+    names = sorted(
+        {
+            name
+            for node in meeting.nodes
+            for name in node.facts.variables
+            if name.startswith("NCCL_") and not name.endswith(OF_EACH_NODE)
+        }
+    )
+    for name in names:
+        groups = grouped(meeting, lambda facts, name=name: facts.variables.get(name, "not set"))  # type: ignore[misc]
+        if len(groups) < 2:
+            continue
+        usual = usual_of(groups)
+        yield Finding(
+            CODE,
+            Severity.WARNING,
+            f"{name} is not the same on all nodes",
+            evidence=tuple(
+                f"{value}: {meeting.hosts(indices)}" for value, indices in sorted(groups.items())
+            )[:8],
+            fix="Set it alike on every node, or on none.",
+            paste=f"export {name}={usual}" if usual != "not set" else f"unset {name}",
+            about=name,
+        )
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])

@@ -1,0 +1,168 @@
+"""What the checks go by: the options, the environment and the machine, gathered once."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ddpdoctor.gpu.health import GpuFacts, read_health
+from ddpdoctor.gpu.visible import seen
+from ddpdoctor.preflight.deadline import Deadline, bounded
+
+T = TypeVar("T")
+
+CPU_RANKS = 2
+"""How many ranks `ddpdoctor run` starts where there is no GPU."""
+
+DRIVER_PATIENCE = 6.0
+"""Seconds that the NVIDIA driver has; without persistence mode it takes one or two to wake up."""
+
+DEFAULT_PORT = 29500
+"""torchrun's, for ``--rdzv-endpoint HOST`` and for ``MASTER_PORT``."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for on the command line; None or empty where nothing was.
+
+    Attributes:
+        nproc: Ranks of this node.
+        nnodes: Nodes of the job.
+        node_rank: This node's number.
+        endpoint: ``HOST[:PORT]`` of the rendezvous.
+        rdzv_id: The rendezvous id.
+        script: The script and its arguments.
+        module: Whether the script is a module's name (``-m``).
+        checkpoint_dir: Where the job writes checkpoints.
+        timeout: Seconds that everything may take.
+        kill_orphans: Whether orphan ranks are offered to be ended.
+    """
+
+    nproc: int | None = None
+    nnodes: int = 1
+    node_rank: int | None = None
+    endpoint: str = ""
+    rdzv_id: str = ""
+    script: tuple[str, ...] = ()
+    module: bool = False
+    checkpoint_dir: Path | None = None
+    timeout: float = 60.0
+    kill_orphans: bool = False
+
+
+class Once:
+    """Values that several checks need and that are gathered once, by whoever comes first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._locks: dict[object, threading.Lock] = {}
+        self._values: dict[object, Any] = {}
+
+    def get(self, gather: Callable[[Situation], T], situation: Situation) -> T:
+        """What ``gather(situation)`` returns, from its first caller."""
+        with self._lock:
+            lock = self._locks.setdefault(gather, threading.Lock())
+        with lock:
+            if gather not in self._values:
+                self._values[gather] = gather(situation)
+            value: T = self._values[gather]
+            return value
+
+    def put(self, gather: Callable[[Situation], T], value: T) -> None:
+        """Let ``gather`` have this value: for tests, and for what is known already."""
+        self._values[gather] = value
+
+
+@dataclass(frozen=True)
+class Situation:
+    """The facts that all checks share. Sources of facts can be replaced in tests.
+
+    Attributes:
+        options: The command line's.
+        environ: The environment that the job would inherit.
+        hostname: As the kernel tells it.
+        proc: Root of the process file system.
+        sys: Root of sysfs.
+        shm: Where POSIX shared memory is mounted.
+        deadline: Until when the check that holds this may run.
+        once: Facts that are gathered when they are first needed.
+        chosen: The names of the checks that run; None for all.
+    """
+
+    options: Options = field(default_factory=Options)
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    hostname: str = field(default_factory=socket.gethostname)
+    proc: Path = Path("/proc")
+    sys: Path = Path("/sys")
+    shm: Path = Path("/dev/shm")
+    deadline: Deadline = field(default_factory=lambda: Deadline(60.0))
+    once: Once = field(default_factory=Once)
+    chosen: frozenset[str] | None = None
+
+    def within(self, seconds: float) -> Situation:
+        """The same for a check that may take so many seconds."""
+        return replace(self, deadline=Deadline(seconds, self.deadline))
+
+    def shared(self, gather: Callable[[Situation], T]) -> T:
+        """What ``gather`` returns of this situation, gathered once for all checks."""
+        return self.once.get(gather, self)
+
+    @property
+    def nproc(self) -> int:
+        """How many ranks this node will have: as asked for, else as `ddpdoctor run` would start."""
+        if self.options.nproc is not None:
+            return self.options.nproc
+        return self.shared(default_ranks)
+
+    @property
+    def endpoint(self) -> tuple[str, int] | None:
+        """Host and port of the rendezvous, from the options or ``MASTER_ADDR``; None if neither.
+
+        A port of 0, or none, is torchrun's own default.
+        """
+        if self.options.endpoint:
+            return split_endpoint(self.options.endpoint)
+        address = self.environ.get("MASTER_ADDR", "")
+        if not address:
+            return None
+        port = self.environ.get("MASTER_PORT", "")
+        return address, int(port) if port.isdigit() and 0 < int(port) < 65536 else DEFAULT_PORT
+
+
+def gpu_facts(situation: Situation) -> GpuFacts:
+    """All that NVML tells of the GPUs of this machine."""
+    try:
+        return bounded(read_health, DRIVER_PATIENCE)
+    except TimeoutError:
+        trouble = f"the NVIDIA driver does not answer within {DRIVER_PATIENCE:.0f} s"
+        return GpuFacts(trouble=trouble, code=-1)
+
+
+def visible_gpus(situation: Situation) -> int:
+    """How many GPUs a job would see."""
+    return seen(situation.environ, len(situation.shared(gpu_facts).gpus))
+
+
+def default_ranks(situation: Situation) -> int:
+    """One rank per GPU that the job would see, or two without a GPU."""
+    return situation.shared(visible_gpus) or CPU_RANKS
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """Host and port of ``HOST``, ``HOST:PORT`` or ``[IPv6]:PORT``, the port torchrun's by default.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    host, colon, port = endpoint.rpartition(":")
+    if not colon or endpoint.endswith("]") or (":" in host and not host.startswith("[")):
+        host, port = endpoint, str(DEFAULT_PORT)
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(endpoint)
+    return host, int(port) or DEFAULT_PORT

@@ -1,0 +1,128 @@
+"""The outcomes of preflight checks for a person: progress, table, findings, summary."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import TextIO
+
+from ddpdoctor.preflight.check import Outcome, Status, outcome_record
+from ddpdoctor.render import console
+
+_STYLE = {
+    Status.PASS: "32",
+    Status.WARN: "1;33",
+    Status.FAIL: "1;31",
+    Status.SKIPPED: "2",
+    Status.COULD_NOT_RUN: "1;35",
+}
+_NAME = 18
+"""Columns of a check's name."""
+
+_WORD = 7
+"""Columns of how it ended."""
+
+_SHORT = {Status.COULD_NOT_RUN: "unknown"}
+"""What the table has no room for."""
+
+_LEAST = 24
+"""Columns that the details get at least."""
+
+
+def table(outcomes: Sequence[Outcome], *, colour: bool, width: int) -> str:
+    """A line for each check: its name, how it ended, and what was really tested."""
+    lines = []
+    room = max(_LEAST, width - _NAME - _WORD - 2)
+    for outcome in outcomes:
+        word = _SHORT.get(outcome.status, outcome.status.value).ljust(_WORD)
+        if colour:
+            word = f"\x1b[{_STYLE[outcome.status]}m{word}\x1b[0m"
+        details = textwrap.wrap(outcome.detail, room, break_on_hyphens=False) or [""]
+        lines.append(f"{outcome.check:<{_NAME}} {word} {details[0]}".rstrip())
+        lines += [f"{'':<{_NAME + _WORD + 2}}{each}" for each in details[1:]]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def findings(outcomes: Sequence[Outcome], *, colour: bool, width: int) -> str:
+    """All findings, the worst first, with an empty line before each."""
+    found = [finding for outcome in outcomes for finding in outcome.findings]
+    found.sort(key=lambda finding: (-finding.severity, finding.code))
+    return "".join("\n" + console.render(finding, colour=colour, width=width) for finding in found)
+
+
+def summary(outcomes: Sequence[Outcome], seconds: float) -> str:
+    """How many checks ended how, in a line: ``12 checks in 1.4 s: 11 passed, 1 skipped``."""
+    words = {
+        Status.FAIL: "failed",
+        Status.WARN: "warned",
+        Status.COULD_NOT_RUN: "could not run",
+        Status.SKIPPED: "skipped",
+        Status.PASS: "passed",
+    }
+    counts = [
+        f"{count} {word}"
+        for status, word in words.items()
+        if (count := sum(outcome.status is status for outcome in outcomes))
+    ]
+    checks = f"{len(outcomes)} check{'s' if len(outcomes) != 1 else ''}"
+    return f"{checks} in {seconds:.1f} s: {', '.join(counts)}"
+
+
+def document(outcomes: Sequence[Outcome], host: str, exit_status: int, seconds: float) -> str:
+    """All outcomes as one JSON object."""
+    return json.dumps(
+        {
+            "host": host,
+            "exit_status": exit_status,
+            "seconds": round(seconds, 3),
+            "checks": [outcome_record(outcome) for outcome in outcomes],
+        },
+        indent=2,
+    )
+
+
+class Progress:
+    """A line on a terminal that says what is still running; nothing anywhere else.
+
+    Args:
+        names: The checks that were started.
+        stream: Where the line stands.
+    """
+
+    def __init__(self, names: Sequence[str], stream: TextIO | None = None) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._running = list(names)
+        self._total = len(self._running)
+        terminal = self._stream is not None and self._stream.isatty()
+        self._shows = terminal and os.environ.get("TERM") != "dumb"
+        self._show()
+
+    def seen(self, outcome: Outcome) -> None:
+        """A check ended."""
+        if outcome.check in self._running:
+            self._running.remove(outcome.check)
+        self._show()
+
+    def close(self) -> None:
+        """Take the line away."""
+        if self._shows:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+            self._shows = False
+
+    def _show(self) -> None:
+        if not self._shows:
+            return
+        try:
+            width = os.get_terminal_size(self._stream.fileno()).columns or 80
+        except OSError:
+            width = 80
+        done = self._total - len(self._running)
+        text = f"{done} of {self._total} checks done; running: {', '.join(self._running)}"
+        if len(text) >= width:
+            text = text[: max(0, width - 4)] + "..."
+        self._stream.write(f"\r\x1b[K{text}")
+        self._stream.flush()

@@ -1,0 +1,142 @@
+"""`ddpdoctor check` on every host of a lab, and what it said there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.lab.network import Host, Lab
+
+PORT = 29500
+WITHOUT_TORCH = ("--skip", "collectives,gloo-nodes,nccl-nodes")
+
+
+@dataclass
+class Said:
+    """What the check said on a host.
+
+    Attributes:
+        status: Its exit status.
+        document: Its JSON.
+        seconds: From the start of all checks to the end of this one.
+    """
+
+    host: Host
+    status: int
+    document: dict[str, Any]
+    stderr: str
+    seconds: float
+
+    def outcome(self, check: str) -> dict[str, Any]:
+        """What came of one check."""
+        found: dict[str, Any] = next(
+            each for each in self.document["checks"] if each["check"] == check
+        )
+        return found
+
+    def findings(self, *checks: str) -> list[dict[str, Any]]:
+        """The findings, of these checks or of all."""
+        return [
+            finding
+            for each in self.document["checks"]
+            if not checks or each["check"] in checks
+            for finding in each["findings"]
+        ]
+
+    @property
+    def codes(self) -> list[str]:
+        """The codes of all findings above information, each once, in order."""
+        return sorted({each["code"] for each in self.findings() if each["severity"] != "info"})
+
+    @property
+    def messages(self) -> str:
+        """All messages, one a line, without what marks this node."""
+        lines = [str(each["message"]) for each in self.findings()]
+        return "\n".join(lines).replace(", this one", "")
+
+
+class Checks:
+    """Starts the check on hosts of a lab.
+
+    Args:
+        lab: The lab.
+        directory: Where output goes; the working directory of the checks.
+        environment: Of every process.
+    """
+
+    def __init__(self, lab: Lab, directory: Path, environment: Mapping[str, str]) -> None:
+        self.lab = lab
+        self.directory = directory
+        self.environment = environment
+        self.started: list[subprocess.Popen[bytes]] = []
+        self._count = 0
+
+    def words(self, host: Host, *more: str) -> list[str]:
+        """The command on a host; options in ``more`` come last and win."""
+        return [
+            sys.executable, "-m", "ddpdoctor", "check",
+            "--nnodes", str(len(self.lab.hosts)),
+            "--node-rank", str(host.rank),
+            "--rdzv-endpoint", f"{self.lab.hosts[0].name}:{PORT}",
+            "--nproc-per-node", "1",
+            *more,
+        ]  # fmt: skip
+
+    def start(
+        self, host: Host, words: Sequence[str], env: Mapping[str, str] | None = None
+    ) -> tuple[subprocess.Popen[bytes], Path, Path]:
+        """Start a command on a host; the process, and the files of its output and errors."""
+        self._count += 1
+        out = self.directory / f"{host.name}-{self._count}.out"
+        err = out.with_suffix(".err")
+        environment = {**self.environment, **(env or {})}
+        process = host.start(*words, cwd=self.directory, env=environment, out=out, err=err)
+        self.started.append(process)
+        return process, out, err
+
+    def run(
+        self,
+        *more: str,
+        each: Mapping[int, Sequence[str]] | None = None,
+        env: Mapping[int, Mapping[str, str]] | None = None,
+        hosts: Sequence[Host] | None = None,
+        timeout: float = 100,
+    ) -> list[Said]:
+        """Run the check on all hosts at once.
+
+        Args:
+            more: Options on every host.
+            each: More options, by node rank.
+            env: More variables, by node rank.
+            hosts: Where; all hosts if not given.
+            timeout: Most seconds.
+        """
+        began = time.monotonic()
+        running = []
+        for host in hosts if hosts is not None else self.lab.hosts:
+            words = self.words(host, "--json", *more, *(each or {}).get(host.rank, ()))
+            running.append((host, *self.start(host, words, (env or {}).get(host.rank))))
+        said = []
+        for host, process, out, err in running:
+            status = process.wait(max(1.0, timeout - (time.monotonic() - began)))
+            text = out.read_text()
+            assert text, err.read_text()
+            seconds = time.monotonic() - began
+            said.append(Said(host, status, json.loads(text), err.read_text(), seconds))
+        return said
+
+    def close(self) -> None:
+        """End what still runs."""
+        for process in self.started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

@@ -1,0 +1,154 @@
+"""Faults of a lab's network and hosts. They end with the lab."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+from tests.lab.network import INTERFACE, Host, Lab
+
+EPHEMERAL = "ephemeral"
+"""Ports from 32768 on, which the kernel hands out."""
+
+SHIM = Path(__file__).parent / "clock_shift.c"
+
+
+def firewall(
+    lab: Lab,
+    target: Host,
+    *,
+    source: Host | None = None,
+    ports: int | str | None = None,
+    reject: bool = False,
+    connections_only: bool = True,
+) -> None:
+    """A firewall in front of ``target``, inside the switch.
+
+    Args:
+        lab: The lab.
+        target: The host behind it.
+        source: Whose packets it stops; None for everybody's.
+        ports: A port of the target, :data:`EPHEMERAL`, or None for all.
+        reject: Answer with an ICMP "administratively prohibited", as REJECT does, instead of
+            dropping silently.
+        connections_only: Stop the first packet of new connections only, as a stateful firewall
+            does; else all of TCP.
+    """
+    lane = _lane(lab, target, reject)
+    match = ["match", "ip", "protocol", "6", "0xff"]
+    if source is not None:
+        match += ["match", "ip", "src", f"{source.address}/32"]
+    if isinstance(ports, int):
+        match += ["match", "ip", "dport", str(ports), "0xffff"]
+    elif ports == EPHEMERAL:
+        match += ["match", "ip", "dport", "0x8000", "0x8000"]
+    if connections_only:
+        # SYN without ACK; byte 33 holds the flags, behind an IP header without options.
+        match += ["match", "u8", "0x02", "0x12", "at", "33"]
+    redirect = ["action", "mirred", "egress", "redirect", "dev", lane]
+    where = ["dev", target.port, "egress", "protocol", "ip", "prio", "10"]
+    lab.at_switch("tc", "filter", "add", *where, "u32", *match, *redirect)
+
+
+def _lane(lab: Lab, target: Host, reject: bool) -> str:
+    """The interface of the switch that leads into the firewall's own namespace."""
+    kind = "rej" if reject else "drop"
+    lane = f"{kind}{target.rank}"
+    if lane in lab.lanes:
+        return lane
+    if not any(name.endswith(str(target.rank)) for name in lab.lanes):
+        lab.at_switch("tc", "qdisc", "add", "dev", target.port, "clsact")
+    wall = lab.firewall()
+    lab.at_switch(
+        "ip", "link", "add", lane, "type", "veth", "peer", "name", f"in{lane}", "netns",
+        str(wall.pid),
+    )  # fmt: skip
+    # The packets keep the target's address, and are for the firewall only if it has the same.
+    mac = target.run("cat", f"/sys/class/net/{INTERFACE}/address").strip()
+    lab.in_firewall("ip", "link", "set", f"in{lane}", "address", mac, "up")
+    lab.at_switch("ip", "link", "set", lane, "up")
+    route = "prohibit" if reject else "blackhole"
+    lab.in_firewall("ip", "rule", "add", "iif", f"in{lane}", "lookup", "7" if reject else "8")
+    lab.in_firewall("ip", "route", "replace", route, "default", "table", "7" if reject else "8")
+    lab.lanes.add(lane)
+    return lane
+
+
+def packet_size_limit(lab: Lab, host: Host, largest: int = 1400) -> None:
+    """Packets to ``host`` above ``largest`` bytes vanish, unsaid: a tunnel without ICMP."""
+    for each in lab.hosts:
+        # Virtual cables carry many packets as one; on a real one each is by itself.
+        each.run("ip", "link", "set", INTERFACE, "gso_max_segs", "1")
+    lab.at_switch("ip", "link", "set", host.port, "mtu", str(largest))
+
+
+def slow_cable(lab: Lab, host: Host, megabits: int) -> None:
+    """Limit what reaches ``host`` to a rate."""
+    lab.at_switch(
+        "tc", "qdisc", "replace", "dev", host.port, "root", "tbf",
+        "rate", f"{megabits}mbit", "burst", "32kb", "latency", "50ms",
+    )  # fmt: skip
+
+
+def cable_pulled(lab: Lab, host: Host) -> None:
+    """The host's switch port goes down."""
+    lab.at_switch("ip", "link", "set", host.port, "down")
+
+
+def own_name_is_loopback(host: Host) -> None:
+    """What Debian's installer writes: the own name on 127.0.1.1."""
+    lines = [line for line in host.hosts_lines() if not line.endswith(f" {host.name}")]
+    host.write_hosts(["127.0.0.1 localhost", f"127.0.1.1 {host.name}", *lines[1:]])
+
+
+def name_unknown(host: Host, other: Host) -> None:
+    """The host cannot resolve the other's name."""
+    host.write_hosts([line for line in host.hosts_lines() if not line.endswith(f" {other.name}")])
+
+
+def name_wrong(host: Host, other: Host, address: str) -> None:
+    """The host resolves the other's name to a wrong address."""
+    name_unknown(host, other)
+    host.write_hosts([*host.hosts_lines(), f"{address} {other.name}"])
+
+
+def container_bridge(host: Host, address: str = "172.17.0.1", *, named: bool = False) -> None:
+    """A bridge as Docker makes one, the same on every host.
+
+    Args:
+        host: Where.
+        address: Its address.
+        named: The host's own name resolves to it.
+    """
+    host.run("ip", "link", "add", "docker0", "type", "bridge")
+    host.run("ip", "address", "add", f"{address}/16", "dev", "docker0")
+    host.run("ip", "link", "set", "docker0", "up")
+    if named:
+        name_wrong(host, host, address)
+
+
+def rename_interface(host: Host, name: str) -> None:
+    """Give the host's interface another name."""
+    host.run("ip", "link", "set", INTERFACE, "down")
+    host.run("ip", "link", "set", INTERFACE, "name", name)
+    host.run("ip", "link", "set", name, "up")
+
+
+def clock_shifted(host: Host, seconds: float, directory: Path) -> None:
+    """The host's wall clock is off by ``seconds``, for all that is started there from now on."""
+    library = directory / "clock_shift.so"
+    if not library.exists():
+        compiler = shutil.which("cc") or "gcc"
+        subprocess.run(
+            [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(SHIM), "-ldl"],
+            check=True,
+            timeout=60,
+        )
+    host.environment.update(LD_PRELOAD=str(library), CLOCK_SHIFT_S=str(seconds))
+
+
+def folder_of_its_own(host: Host, folder: Path, private: Path) -> None:
+    """The host sees another folder at ``folder`` than the others do."""
+    private.mkdir(parents=True, exist_ok=True)
+    host.run("mount", "--bind", str(private), str(folder))

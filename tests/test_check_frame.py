@@ -1,0 +1,269 @@
+"""``ddpdoctor check`` as a command: choosing, running and showing checks, and its exit status."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+import ddpdoctor.preflight  # noqa: F401 (registers the checks)
+from ddpdoctor.commands.check import COULD_NOT_RUN, exit_status
+from ddpdoctor.errors import DoctorError
+from ddpdoctor.finding import Finding, Severity
+from ddpdoctor.preflight import arguments
+from ddpdoctor.preflight.check import (
+    CHECKS,
+    Check,
+    Outcome,
+    Run,
+    Status,
+    judged,
+    passed,
+    skipped,
+)
+from ddpdoctor.preflight.deadline import Deadline
+from ddpdoctor.preflight.launchers import expand, places
+from ddpdoctor.preflight.running import GRACE, run_checks
+from ddpdoctor.preflight.situation import Options, Situation, split_endpoint
+from ddpdoctor.render import checks as render
+from tests.conftest import Doctor
+
+
+def made(name: str, run: Run, limit: float = 5.0) -> Check:
+    return Check(name, "DDP001", False, "machine", limit, run)
+
+
+def outcomes_of(*checks: Check, timeout: float = 30.0) -> list[Outcome]:
+    return run_checks(checks, Situation(deadline=Deadline(timeout)), lambda outcome: None)
+
+
+def broken(situation: Situation) -> Outcome:
+    raise RuntimeError("no such\nthing")
+
+
+def endless(situation: Situation) -> Outcome:
+    while True:
+        time.sleep(0.05)
+
+
+def test_a_check_that_breaks_or_does_not_end_is_told_and_the_others_go_on() -> None:
+    seen: list[str] = []
+    began = time.monotonic()
+    checks = (
+        made("endless", endless, limit=0.3),
+        made("broken", broken),
+        made("well", lambda situation: passed("2 of 2")),
+    )
+    outcomes = run_checks(
+        checks, Situation(deadline=Deadline(30)), lambda outcome: seen.append(outcome.check)
+    )
+    assert time.monotonic() - began < 0.3 + GRACE + 5
+    assert [outcome.check for outcome in outcomes] == ["endless", "broken", "well"]
+    assert [outcome.status for outcome in outcomes] == [
+        Status.COULD_NOT_RUN, Status.COULD_NOT_RUN, Status.PASS,
+    ]  # fmt: skip
+    assert outcomes[0].detail == "no answer within 0 s"
+    assert outcomes[1].detail == "RuntimeError: no such thing"
+    assert sorted(seen) == ["broken", "endless", "well"]
+    assert exit_status(outcomes) == COULD_NOT_RUN
+
+
+def test_an_interrupt_tells_the_checks_to_stop() -> None:
+    stopped: list[float] = []
+
+    def waits(situation: Situation) -> Outcome:
+        while situation.deadline.sleep(10):
+            pass
+        stopped.append(situation.deadline.left())
+        return skipped("stopped")
+
+    def interrupt(outcome: Outcome) -> None:
+        raise KeyboardInterrupt
+
+    checks = [made("waits", waits), made("well", lambda situation: passed("2 of 2"))]
+    with pytest.raises(KeyboardInterrupt):
+        run_checks(checks, Situation(deadline=Deadline(30)), interrupt)
+    assert stopped == [0.0]
+
+
+def finding(severity: Severity) -> Finding:
+    return Finding("DDP001", severity, "something is wrong", fix="Change it.", paste="export A=1")
+
+
+@pytest.mark.parametrize(
+    ("severities", "status", "code"),
+    [
+        ([], Status.PASS, 0),
+        ([Severity.INFO], Status.PASS, 0),
+        ([Severity.INFO, Severity.WARNING], Status.WARN, 1),
+        ([Severity.WARNING, Severity.ERROR], Status.FAIL, 2),
+    ],
+)
+def test_the_worst_finding_decides(severities: list[Severity], status: Status, code: int) -> None:
+    outcome = judged("looked", [finding(severity) for severity in severities])
+    assert outcome.status is status
+    assert exit_status([outcome, skipped("no GPU")]) == code
+
+
+def test_a_failure_outweighs_a_check_that_could_not_run() -> None:
+    outcomes = outcomes_of(
+        made("broken", broken), made("bad", lambda s: judged("", [finding(Severity.ERROR)]))
+    )
+    assert exit_status(outcomes) == 2
+
+
+def test_the_table_fits_eighty_columns_and_names_everything() -> None:
+    outcomes = outcomes_of(
+        made("a-check", lambda s: passed("a detail " * 20)),
+        made("another", lambda s: judged("looked", [finding(Severity.ERROR)])),
+        made("third", lambda s: skipped("no GPU")),
+    )
+    text = render.table(outcomes, colour=False, width=80)
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert "third              skipped no GPU" in text
+    assert "\x1b" not in text
+    coloured = render.table(outcomes, colour=True, width=80)
+    assert "\x1b[1;31mfail" in coloured
+    assert "  paste:    export A=1\n" in render.findings(outcomes, colour=False, width=80)
+    assert render.summary(outcomes, 1.23) == "3 checks in 1.2 s: 1 failed, 1 skipped, 1 passed"
+
+
+@pytest.fixture
+def few() -> dict[str, Check]:
+    return {
+        "port": Check("port", "DDP002", False, "machine", 1, lambda s: passed("")),
+        "between": Check("between", "DDP050", False, "nodes", 1, lambda s: passed("")),
+    }
+
+
+def test_choosing_checks(few: dict[str, Check]) -> None:
+    def names(*words: str) -> list[str]:
+        return [check.name for check in arguments.choose(arguments.parse(words, {}), few)]
+
+    assert names() == ["port"]
+    assert names("--nnodes", "2", "--node-rank=0") == ["port", "between"]
+    assert names("--nnodes", "2", "--skip", "ddp002") == ["between"]
+    assert names("--only", "between") == ["between"]
+    with pytest.raises(DoctorError, match="did you mean port"):
+        names("--only", "pord")
+    with pytest.raises(DoctorError, match="no check is left"):
+        names("--skip", "port")
+
+
+def test_torchruns_own_line_is_understood() -> None:
+    line = (
+        "--nproc_per_node=4 --nnodes 1:2 --node_rank 1 --rdzv_backend c10d --rdzv_id job7 "
+        "--rdzv-endpoint node0:29501 --max-restarts 3 -m pkg.train --lr 0.1"
+    )
+    options = arguments.parse(tuple(line.split(" ")), {}).options  # fmt: skip
+    assert (options.nproc, options.nnodes, options.node_rank) == (4, 2, 1)
+    assert (options.endpoint, options.rdzv_id) == ("node0:29501", "job7")
+    assert options.module and options.script == ("pkg.train", "--lr", "0.1")
+
+
+def test_the_old_names_of_the_endpoint_are_understood() -> None:
+    words = ["--master_addr", "10.0.0.1", "--master-port", "1234", "--", "-x.py"]
+    options = arguments.parse(words, {}).options
+    assert (options.endpoint, options.script) == ("10.0.0.1:1234", ("-x.py",))
+
+
+def test_slurm_says_which_node_this_is() -> None:
+    environ = {
+        "SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "2",
+        "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "gpu[07-08]",
+    }  # fmt: skip
+    options = arguments.parse([], environ).options
+    assert (options.nnodes, options.node_rank) == (2, 1)
+    assert places(environ)[0].hosts == ("gpu07", "gpu08")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nnodes", "0"], "nodes, 1 or more"),
+        (["--nnodes", "2", "--node-rank", "2"], "no node 2 among 2"),
+        (["--nproc-per-node", "two"], "number of ranks"),
+        (["--rdzv-endpoint", "node0:http"], "no HOST:PORT"),
+        (["--timeout", "soon"], "seconds"),
+        (["--timeout"], "needs a value"),
+        (["--jsn"], "did you mean --json"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(DoctorError, match=message):
+        arguments.parse(words, {})
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "names"),
+    [
+        ("node1", ("node1",)),
+        ("a1,b2", ("a1", "b2")),
+        ("gpu[01-03,07],login", ("gpu01", "gpu02", "gpu03", "gpu07", "login")),
+        ("r[1-2]n[1-2]", ("r1n1", "r1n2", "r2n1", "r2n2")),
+        ("gpu[1-", ()),
+        ("", ()),
+    ],
+)
+def test_slurms_node_lists(nodelist: str, names: tuple[str, ...]) -> None:
+    assert expand(nodelist) == names
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("node0", "node0", 29500),
+        ("node0:0", "node0", 29500),
+        ("node0:1234", "node0", 1234),
+        ("[fd00::1]:1234", "fd00::1", 1234),
+        ("[fd00::1]", "fd00::1", 29500),
+        ("fd00::1", "fd00::1", 29500),
+    ],
+)
+def test_endpoints(text: str, host: str, port: int) -> None:
+    assert split_endpoint(text) == (host, port)
+
+
+def test_facts_are_gathered_once() -> None:
+    gathered: list[str] = []
+
+    def gather(situation: Situation) -> str:
+        gathered.append("x")
+        return "fact"
+
+    situation = Situation(Options())
+    assert [situation.shared(gather), situation.within(1).shared(gather)] == ["fact", "fact"]
+    assert gathered == ["x"]
+
+
+def test_every_check_has_a_whole_page_and_a_name_to_type() -> None:
+    sections = (
+        "What it finds", "Why it is bad", "How to fix it", "Example", "When it stays silent",
+        "Since",
+    )  # fmt: skip
+    for check in CHECKS.values():
+        assert check.summary.endswith(".") and len(check.summary) < 100
+        assert check.name == check.name.lower().replace(" ", "-")
+        for section in sections:
+            assert f"\n{section}\n    " in check.page, (check.code, section)
+
+
+def test_the_commands_words(doctor: Doctor) -> None:
+    listed = doctor.cli("check", "--list").stdout
+    assert [line.split()[0] for line in listed.splitlines()] == [
+        name for name, check in CHECKS.items() if check.scope == "machine"
+    ]
+    page = doctor.cli("explain", "ddp005").stdout
+    assert page.startswith("DDP005 shared-memory (check)\n")
+    wrong = doctor.cli("check", "--only", "shared-memry")
+    assert wrong.status == COULD_NOT_RUN
+    assert wrong.stderr.splitlines() == [
+        "ddpdoctor: error: there is no check 'shared-memry'",
+        "ddpdoctor: did you mean shared-memory? `ddpdoctor check --list` lists them",
+    ]
+    told = doctor.cli("check", "--only", "shared-memory", "--json")
+    assert (told.status, told.stderr) == (0, "")
+    record = json.loads(told.stdout)
+    assert record["exit_status"] == 0
+    assert [each["check"] for each in record["checks"]] == ["shared-memory"]

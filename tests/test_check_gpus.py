@@ -1,0 +1,319 @@
+"""``ddpdoctor check`` on GPUs: the real binding on the stub of the driver's library."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpdoctor.gpu.health import GpuFacts, Health
+from ddpdoctor.gpu.reader import Device
+from ddpdoctor.preflight import gpu_health, gpu_links, gpu_peers, torch_files
+from ddpdoctor.preflight.check import CHECKS, Status
+from ddpdoctor.preflight.situation import Once, Options, Situation, gpu_facts
+from ddpdoctor.preflight.versions import Versions, judge
+from tests.conftest import Doctor
+from tests.nvml_stub import build
+
+GPU_CHECKS = [name for name in CHECKS if name.startswith("gpu-")]
+HEALTHY = ("ecc * 0", "throttle * 0", "memory * 80", "used * 0", "links * 18")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("nvml"))
+
+
+class Gpus:
+    """A machine with eight GPUs that have faults."""
+
+    def __init__(self, doctor: Doctor, library: Path) -> None:
+        self._doctor = doctor
+        self._control = doctor.directory / "control"
+        self._env = {"LD_LIBRARY_PATH": str(library), "NVML_STUB": str(self._control)}
+
+    def check(self, *faults: str, words: tuple[str, ...] = (), **env: str) -> dict[str, Any]:
+        """Each check's record, by name, with these faults before the healthy values."""
+        self._control.write_text("".join(f"{line}\n" for line in (*faults, *HEALTHY)))
+        only = ("--only", ",".join(GPU_CHECKS))
+        result = self._doctor.cli("check", "--json", *only, *words, env={**self._env, **env})
+        assert result.stderr == ""
+        told = json.loads(result.stdout)
+        assert told["exit_status"] == result.status
+        return {each["check"]: each for each in told["checks"]}
+
+
+@pytest.fixture
+def gpus(doctor: Doctor, library: Path) -> Gpus:
+    return Gpus(doctor, library)
+
+
+def messages(told: dict[str, Any], check: str) -> list[str]:
+    return [finding["message"] for finding in told[check]["findings"]]
+
+
+def test_eight_healthy_gpus_are_silent(gpus: Gpus) -> None:
+    told = gpus.check()
+    assert {each["status"] for each in told.values()} == {"pass"}
+    assert {name: each["detail"] for name, each in told.items()} | {"gpu-health": ""} == {
+        "gpu-driver": "8 of 8 GPUs answer, driver 570.86.15",
+        "gpu-count": "8 of 8 GPUs visible, for 8 ranks",
+        "gpu-memory": "8 GPUs: 80 GiB free, or more",
+        "gpu-health": "",
+        "gpu-links": "8 GPUs: PCIe x16, 144 NVLinks up",
+        "gpu-peers": "28 of 28 pairs of GPUs have peer-to-peer access",
+    }
+    assert all(not each["findings"] for each in told.values())
+
+
+def test_faults_of_different_gpus_are_each_told_once(gpus: Gpus) -> None:
+    told = gpus.check(
+        "ecc 3 2", "rows 2 1", "rows 4 2", "throttle 6 64", "width 5 4", "generation 7 3",
+        "links 1 17", "peers 0 0", "mode 5 2", "persistence 0 0",
+        "used 1 30", f"process 1 {os.getpid()}",
+    )  # fmt: skip
+    assert messages(told, "gpu-health") == [
+        "GPU 3: 2 memory errors that ECC could not correct since the driver was loaded",
+        "GPU 4 has no spare memory rows left for a faulty one",
+        "GPU 2 has a faulty memory row that waits for a reset to be replaced",
+        "GPU 6 is held down at 66 degrees Celsius: hardware thermal slowdown",
+    ]
+    assert messages(told, "gpu-links") == [
+        "GPU 1 has 17 of 18 NVLinks up, fewer than its peers",
+        "GPU 5 has 4 of 16 PCIe lanes: the slowest link sets the pace of all ranks",
+        "GPU 7 runs PCIe generation 3 of 5 though it is busy: the slowest link sets the pace of "
+        "all ranks",
+    ]
+    assert messages(told, "gpu-count") == [
+        "GPU 5 is in compute mode Prohibited: no process may use it"
+    ]
+    assert messages(told, "gpu-memory") == [
+        "30 GiB of 80 GiB of GPU 1 are in use before the job starts"
+    ]
+    (evidence,) = told["gpu-memory"]["findings"][0]["evidence"]
+    assert f"(pid {os.getpid()}) holds 30 GiB" in evidence
+    assert told["gpu-peers"]["status"] == "pass"
+    assert messages(told, "gpu-peers")[0].startswith(
+        "7 of 28 pairs of GPUs have no peer-to-peer access: 0-1, 0-2"
+    )
+    assert messages(told, "gpu-driver") == [
+        "persistence mode is off on GPU 0: after a pause the driver takes seconds to come back"
+    ]
+    for each in told.values():
+        assert all(finding["paste"] for finding in each["findings"])
+
+
+def test_what_cuda_visible_devices_leaves_out_is_not_blamed(gpus: Gpus) -> None:
+    faults = ("ecc 3 2", "used 1 30", "width 5 4")
+    told = gpus.check(*faults, CUDA_VISIBLE_DEVICES="6,7")
+    assert {each["status"] for each in told.values()} == {"pass"}
+    assert told["gpu-count"]["detail"] == "2 of 8 GPUs visible, for 2 ranks"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        ("0,9,1", "there is no GPU 9, so that CUDA sees 1 of 8 GPUs"),
+        ("0,1,1", "1 stands there twice, so that CUDA sees 2 of 8 GPUs"),
+        ("GPU-99", "this machine has no GPU-99"),
+        ("0,one", "'one' is no number or UUID"),
+    ],
+)
+def test_a_wrong_choice_of_gpus(gpus: Gpus, chosen: str, said: str) -> None:
+    told = gpus.check(CUDA_VISIBLE_DEVICES=chosen)["gpu-count"]
+    assert told["status"] == "fail"
+    (finding,) = told["findings"]
+    assert said in finding["message"]
+    assert finding["paste"] == "export CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7"
+
+
+def test_more_ranks_than_gpus(gpus: Gpus) -> None:
+    told = gpus.check("gpus 4", words=("--nproc-per-node", "8"))["gpu-count"]
+    assert told["status"] == "warn"
+    assert told["findings"][0]["paste"] == "ddpdoctor run --nproc-per-node 4 ..."
+
+
+def test_no_gpu_is_asked_for(gpus: Gpus) -> None:
+    told = gpus.check(CUDA_VISIBLE_DEVICES="")["gpu-count"]
+    assert told["status"] == "skipped"
+    assert told["detail"] == "CUDA_VISIBLE_DEVICES hides all 8 GPUs"
+
+
+def test_partitioned_gpus(gpus: Gpus) -> None:
+    told = gpus.check("mig * 1", "instances * 2")
+    assert told["gpu-memory"]["status"] == "skipped"
+    assert told["gpu-count"]["status"] == "warn"
+    assert "a process sees one instance" in messages(told, "gpu-count")[0]
+    empty = gpus.check("mig 0 1", words=("--nproc-per-node", "1"))
+    assert "GPU 0 is partitioned (MIG) and has no instances" in messages(empty, "gpu-count")[0]
+    instance = "MIG-00000001-0000-0000-0000-000000000001"
+    one = gpus.check(
+        "mig 0 1", "instances 0 2", words=("--nproc-per-node", "1"), CUDA_VISIBLE_DEVICES=instance
+    )
+    assert one["gpu-count"]["status"] == "pass"
+
+
+@pytest.mark.parametrize(
+    ("fault", "said", "paste"),
+    [
+        ("nvmlInit * 18", "its library and kernel module differ", "sudo reboot"),
+        ("nvmlInit * 4", "no permission", "ls -l /dev/nvidia*; id"),
+        ("nvmlDeviceGetCount * 999", "unknown error", "sudo dmesg | grep -i nvrm"),
+    ],
+)
+def test_a_driver_that_does_not_answer(gpus: Gpus, fault: str, said: str, paste: str) -> None:
+    told = gpus.check(fault)
+    assert told["gpu-driver"]["status"] == "fail"
+    (finding,) = told["gpu-driver"]["findings"]
+    assert said in finding["message"]
+    assert finding["paste"] == paste
+    others = [each for name, each in told.items() if name != "gpu-driver"]
+    assert {each["status"] for each in others} == {"skipped"}
+    assert all(said in each["detail"] for each in others)
+
+
+def test_a_torch_without_cuda_has_no_nccl_to_test(doctor: Doctor, library: Path) -> None:
+    torch = torch_files.torch()
+    if torch is None or torch.cuda or torch.hip:
+        pytest.skip("this torch has CUDA")
+    (doctor.directory / "control").write_text("\n".join(HEALTHY))
+    env = {"LD_LIBRARY_PATH": str(library), "NVML_STUB": str(doctor.directory / "control")}
+    words = ("--nproc-per-node", "2", "--only", "collectives,versions", "--json")
+    result = doctor.cli("check", *words, env=env)
+    versions, collectives = json.loads(result.stdout)["checks"]
+    assert "is built without CUDA, and 8 GPUs stay unused" in versions["findings"][0]["message"]
+    assert collectives["detail"] == (
+        "2 of 2 ranks reduced correctly with gloo; NCCL skipped: torch without CUDA"
+    )
+    assert result.status == 1
+
+
+@pytest.mark.slow
+def test_a_driver_that_hangs_holds_nothing_up(gpus: Gpus) -> None:
+    told = gpus.check("nvmlDeviceGetCount * -60")
+    said = "the NVIDIA driver does not answer within 6 s"
+    assert messages(told, "gpu-driver") == [f"no GPU can be used: {said}"]
+    others = {each["detail"] for name, each in told.items() if name != "gpu-driver"}
+    assert others == {f"the GPUs cannot be read: {said}"}
+
+
+def test_lost_gpus_are_named_and_the_others_are_tested(gpus: Gpus) -> None:
+    told = gpus.check("nvmlDeviceGetHandleByIndex 2 15", "nvmlDeviceGetMemoryInfo_v2 5 15")
+    assert told["gpu-driver"]["detail"] == "6 of 8 GPUs answer, driver 570.86.15"
+    assert messages(told, "gpu-driver") == [
+        "GPU 2 does not answer: the GPU is lost: it fell off the bus",
+        "GPU 5 does not answer: the GPU is lost: it fell off the bus",
+    ]
+    assert told["gpu-links"]["status"] == "pass"
+    forbidden = gpus.check("nvmlDeviceGetHandleByIndex 2 4")
+    assert forbidden["gpu-driver"]["detail"] == "7 of 7 GPUs answer, driver 570.86.15"
+    assert {each["status"] for each in forbidden.values()} == {"pass"}
+
+
+@pytest.mark.parametrize("code", [3, 4, 13])
+def test_what_a_gpu_does_not_tell_is_no_fault(gpus: Gpus, code: int) -> None:
+    """Not supported, no permission, a driver that is too old: for all that may be asked."""
+    asked = (
+        "TotalEccErrors", "RemappedRows", "RetiredPagesPendingStatus", "CurrPcieLinkWidth",
+        "MaxPcieLinkWidth", "CurrPcieLinkGeneration", "MaxPcieLinkGeneration", "NvLinkState",
+        "PersistenceMode", "ComputeMode", "PerformanceState", "P2PStatus", "MemoryInfo_v2",
+        "MemoryInfo", "ComputeRunningProcesses", "CurrentClocksEventReasons", "Temperature",
+    )  # fmt: skip
+    told = gpus.check(*(f"nvmlDeviceGet{each} * {code}" for each in asked))
+    assert {each["status"] for each in told.values()} <= {"pass", "skipped"}
+    assert all(not each["findings"] for each in told.values())
+    assert told["gpu-memory"]["detail"] == "the driver does not tell how much is in use"
+    assert told["gpu-peers"]["detail"] == "the driver does not tell"
+
+
+def device(index: int, name: str = "NVIDIA H100") -> Device:
+    return Device(index, f"GPU-{index}", name, f"00000000:{index:02X}:00.0", False)
+
+
+def situation(root: Path, *gpus: Health, peers: bool = True) -> Situation:
+    """A machine of which NVML tells this, with a file system below ``root``."""
+    pairs = [(a.device.index, b.device.index, peers) for a in gpus for b in gpus if a is not b]
+    once = Once()
+    once.put(gpu_facts, GpuFacts(gpus=gpus, peers=tuple(p for p in pairs if p[0] < p[1])))
+    return Situation(Options(), environ={}, proc=root / "proc", sys=root / "sys", once=once)
+
+
+def test_bridges_of_some_gpus_are_no_fault(tmp_path: Path) -> None:
+    pair = [Health(device(i), links=(True,) * 4) for i in (0, 1)]
+    alone = Health(device(2), links=(False,) * 4)
+    assert gpu_links.gpu_links(situation(tmp_path, *pair, alone)).status is Status.WARN
+    without = [Health(device(i), links=(False,) * 4) for i in (2, 3)]
+    assert gpu_links.gpu_links(situation(tmp_path, *pair, *without)).status is Status.PASS
+
+
+def test_the_generation_of_an_idle_gpu_is_no_fault(tmp_path: Path) -> None:
+    idle = Health(device(0), width=16, width_most=16, generation=1, generation_most=5, busy=False)
+    assert gpu_links.gpu_links(situation(tmp_path, idle)).status is Status.PASS
+
+
+def test_an_iommu_between_gpus_without_nvlink(tmp_path: Path) -> None:
+    gpus = [Health(device(i)) for i in (0, 1)]
+    for mode, status in (("identity", Status.PASS), ("DMA-FQ", Status.WARN)):
+        for index in (0, 1):
+            group = tmp_path / f"sys/bus/pci/devices/0000:{index:02x}:00.0/iommu_group"
+            group.mkdir(parents=True, exist_ok=True)
+            (group / "type").write_text(f"{mode}\n")
+        assert gpu_peers.gpu_peers(situation(tmp_path, *gpus)).status is status
+    linked = [Health(device(i), links=(True,) * 18) for i in (0, 1)]
+    assert gpu_peers.gpu_peers(situation(tmp_path, *linked)).status is Status.PASS
+    assert gpu_peers.gpu_peers(situation(tmp_path, *gpus, peers=False)).status is Status.PASS
+
+
+RECORDS = """\
+3,900,{now},-;NVRM: Xid (PCI:0000:01:00): 79, pid=1234, GPU has fallen off the bus.
+ SUBSYSTEM=pci
+3,901,{now},-;NVRM: Xid (PCI:0000:00:00): 13, pid=77, Graphics Exception
+3,902,{now},-;NVRM: Xid (PCI:0000:07:00): 79, pid=1234, a GPU that is not this job's
+6,903,{now},-;eth0: link up
+"""
+
+
+def test_hardware_errors_in_the_kernels_log(tmp_path: Path) -> None:
+    import time
+
+    (tmp_path / "dev").mkdir()
+    log = tmp_path / "dev/kmsg"
+    now = int(time.clock_gettime(time.CLOCK_MONOTONIC) * 1e6)
+    log.write_text(RECORDS.format(now=now))
+    machine = situation(tmp_path, Health(device(0)), Health(device(1)))
+    outcome = gpu_health.gpu_health(machine)
+    assert [finding.message for finding in outcome.findings] == [
+        "GPU 1 logged the GPU fell off the bus (XID 79) 0 min ago"
+    ]
+    log.unlink()
+    assert gpu_health.gpu_health(machine).detail.endswith("the kernel log may not be read")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "gpus", "codes"),
+    [
+        ("12.8", "12.4", 8, []),
+        ("13.0", "12.4", 8, ["driver"]),
+        ("13.0", "12.4", 0, []),
+        ("11.8", "12.4", 8, []),
+        ("", "12.4", 8, ["no CUDA"]),
+        ("", "", 0, []),
+    ],
+)
+def test_torch_and_the_driver(cuda: str, driver: str, gpus: int, codes: list[str]) -> None:
+    found = Versions("3.11.7", "2.13.0", cuda, "", "550.54", driver, "")
+    assert [finding.about for finding in judge(found, gpus)] == codes
+
+
+@pytest.mark.parametrize(("version", "codes"), [("11.5.3", ["pynvml"]), ("13.0.1", []), ("", [])])
+def test_the_deprecated_binding(version: str, codes: list[str]) -> None:
+    found = Versions("3.11.7", "2.13.0", "12.8", "", "", "", version)
+    assert [finding.about for finding in judge(found, 8)] == codes
+
+
+def test_no_torch(tmp_path: Path) -> None:
+    (finding,) = judge(Versions("3.11.7", "", "", "", "", "", ""), 0)
+    assert finding.paste == "pip install torch"

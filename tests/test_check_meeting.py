@@ -1,0 +1,270 @@
+"""How nodes meet and judge each other, without a lab: what can be seen in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddpdoctor.preflight.meeting import reduction, speeds, wire
+from ddpdoctor.preflight.meeting.facts import Facts, unpack
+from ddpdoctor.preflight.meeting.pairs import Listener, Target, dial_all, speed
+from ddpdoctor.preflight.meeting.place import seat
+from ddpdoctor.preflight.nodes.judging import Blame, blame
+from ddpdoctor.preflight.situation import Options, Situation
+from tests.conftest import TOKEN
+
+
+def everybody(nodes: int) -> list[tuple[int, int]]:
+    return [(i, j) for i in range(nodes) for j in range(nodes) if i != j]
+
+
+# Whom to blame.
+
+
+@pytest.mark.parametrize("nodes", [3, 4, 9])
+def test_a_bad_column_is_a_node_that_nobody_reaches(nodes: int) -> None:
+    bad = [(i, j) for i, j in everybody(nodes) if j == 1]
+    assert blame(bad, everybody(nodes)) == [Blame("into", 1, tuple(sorted(bad)))]
+
+
+@pytest.mark.parametrize("nodes", [3, 4, 9])
+def test_a_bad_row_is_a_node_that_reaches_nobody(nodes: int) -> None:
+    bad = [(i, j) for i, j in everybody(nodes) if i == 2]
+    assert blame(bad, everybody(nodes)) == [Blame("out of", 2, tuple(sorted(bad)))]
+
+
+def test_a_bad_row_and_column_is_a_node_cut_off() -> None:
+    bad = [(i, j) for i, j in everybody(4) if 3 in (i, j)]
+    assert blame(bad, everybody(4)) == [Blame("both", 3, tuple(sorted(bad)))]
+
+
+def test_a_bad_cell_is_a_way_with_its_direction() -> None:
+    assert blame([(0, 2)], everybody(4)) == [Blame("way", 2, ((0, 2),))]
+    assert blame([(1, 0)], everybody(2)) == [Blame("way", 0, ((1, 0),))]
+    both = blame([(2, 0), (0, 2)], everybody(4))
+    assert both == [Blame("between", 2, ((0, 2), (2, 0)))]
+
+
+def test_two_nodes_that_nobody_reaches_leave_the_third_without_blame() -> None:
+    bad = [(i, j) for i, j in everybody(3) if j in (1, 2)]
+    assert {(each.kind, each.node) for each in blame(bad, everybody(3))} == {
+        ("into", 1),
+        ("into", 2),
+    }
+
+
+@given(st.integers(2, 7), st.randoms(use_true_random=False))
+def test_every_bad_way_is_explained_once(nodes: int, random: Any) -> None:
+    ways = everybody(nodes)
+    bad = {way for way in ways if random.random() < 0.4}
+    told = [way for each in blame(bad, ways) for way in each.ways]
+    assert sorted(told) == sorted(bad)
+    for each in blame(bad, ways):
+        if each.kind == "into":
+            assert all((i, each.node) in bad for i in range(nodes) if i != each.node)
+
+
+# Speeds.
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 8, 9, 64, 1024])
+def test_each_node_measures_one_other_in_a_round(nodes: int) -> None:
+    shifts = speeds.shifts(nodes)
+    assert all(0 < shift < nodes for shift in shifts)
+    assert len(set(shifts)) == len(shifts)
+    if nodes > speeds.ALL_PAIRS_UP_TO:
+        assert len(shifts) == (nodes - 1).bit_length()
+    else:
+        assert len(shifts) == nodes - 1
+
+
+def test_an_outlier_has_half_the_bandwidth_or_twice_the_round_trip() -> None:
+    usual = speeds.Speed(rtt=1e-4, bandwidth=1e9)
+    measured = dict.fromkeys(everybody(4), usual)
+    assert speeds.outliers(measured) == []
+    measured[0, 1] = speeds.Speed(rtt=1e-4, bandwidth=0.4e9)
+    measured[2, 1] = speeds.Speed(rtt=2e-3, bandwidth=1e9)
+    # Three times as long, and still nothing that DDP would feel.
+    measured[3, 1] = speeds.Speed(rtt=3e-4, bandwidth=0.6e9)
+    assert speeds.outliers(measured) == [(0, 1), (2, 1)]
+
+
+# The wire.
+
+
+def test_the_proof_depends_on_the_id_the_role_and_the_nonce() -> None:
+    key, challenge = wire.key_of("job7"), wire.nonce()
+    answer = wire.proof(key, "node", challenge)
+    assert wire.proves(answer, key, "node", challenge)
+    assert not wire.proves(answer, wire.key_of("job8"), "node", challenge)
+    assert not wire.proves(answer, key, "coordinator", challenge)
+    assert not wire.proves(answer, key, "node", wire.nonce())
+    assert not wire.proves(None, key, "node", challenge)
+
+
+@given(st.binary(max_size=80))
+def test_no_other_line_is_taken_for_the_greeting(line: bytes) -> None:
+    assert wire.challenge_in(line) is None
+    told = wire.greeting("a" * 32)
+    assert wire.challenge_in(told) == "a" * 32
+    assert len(told) == wire.GREETING_BYTES
+
+
+@given(st.dictionaries(st.text(), st.integers() | st.text() | st.none() | st.lists(st.text())))
+def test_damaged_facts_are_refused_and_do_not_break_anything(told: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="damaged"):
+        unpack(told)
+
+
+def test_facts_survive_the_wire() -> None:
+    facts = Facts(
+        host="node0", rank=0, nnodes=2, nproc=8, endpoint="node0:29500",
+        endpoint_addresses=("10.0.0.1",), machine="m", gloo_address="10.0.0.1", gloo_why="w",
+        interfaces=(("eth0", 1500, ("10.0.0.1",)),), pair_port=4000, reduces=True, gpus=8,
+        torch="2.13.0", nccl="2.27.3", driver="550.54.15", python="3.11.7", ddpdoctor="0.1.0",
+        variables={"NCCL_DEBUG": "INFO"}, script="train.py", script_hash="ab", commit="cd",
+        changes="", folder="/data",
+    )  # fmt: skip
+    assert unpack(json.loads(json.dumps(facts.packed()))) == facts
+
+
+# Dialling.
+
+
+async def listening(token: bytes, index: int) -> tuple[Listener, int]:
+    listener = Listener()
+    port = await listener.open()
+    listener.admit(index, token)
+    return listener, port
+
+
+def test_a_node_answers_those_of_its_own_check_alone() -> None:
+    async def talk() -> list[str]:
+        listener, port = await listening(b"t" * 16, 3)
+        right = Target(3, "127.0.0.1", port)
+        results = await dial_all([right] * 20, b"t" * 16)
+        assert {result.outcome for result in results} == {"ok"}
+        found = await speed(right, b"t" * 16)
+        assert found is not None and found.bandwidth > 1e6 and 0 < found.rtt < 1
+        others = await dial_all([Target(4, "127.0.0.1", port)], b"t" * 16)
+        others += await dial_all([right], b"x" * 16)
+        await listener.close()
+        others += await dial_all([right], b"t" * 16)
+        return [result.outcome for result in others]
+
+    assert asyncio.run(talk()) == ["stranger", "stranger", "refused"]
+
+
+# Places.
+
+
+def test_slurm_fills_in_what_was_not_typed() -> None:
+    slurm = {
+        "SLURM_JOB_ID": "9", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4",
+        "SLURM_LOCALID": "0", "SLURM_NODEID": "3", "SLURM_NNODES": "4",
+        "SLURM_STEP_NODELIST": "gpu[07-10]",
+    }  # fmt: skip
+    found = seat(Situation(Options(nnodes=4), environ=slurm))
+    assert (found.nnodes, found.rank, found.host, found.rdzv_id) == (4, 3, "gpu07", "9")
+    assert found.name(1) == "gpu08 (node rank 1)"
+    typed = Options(nnodes=4, node_rank=1, endpoint="head:1234", rdzv_id="x")
+    found = seat(Situation(typed, environ=slurm))
+    assert (found.rank, found.host, found.port, found.rdzv_id) == (1, "head", 1234, "x")
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "local", "size"),
+    [
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+         "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ],
+)  # fmt: skip
+def test_mpi_with_a_process_on_each_node_says_which_node_it_is(
+    rank: str, world: str, local: str, size: str
+) -> None:
+    environ = {rank: "2", world: "3", local: "0", size: "1", "MASTER_ADDR": "head"}
+    found = seat(Situation(Options(nnodes=3), environ=environ))
+    assert (found.nnodes, found.rank, found.host) == (3, 2, "head")
+    several = {**environ, size: "8", world: "24"}
+    assert seat(Situation(Options(nnodes=3), environ=several)).rank is None
+
+
+# The ranks of the collective test.
+
+
+def reduced(orders: list[dict[str, Any]], token: str) -> list[dict[str, Any]]:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", reduction.__name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, TOKEN: token, "OMP_NUM_THREADS": "1"},
+        )
+        for _ in orders
+    ]
+    answers = []
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert json.loads(process.stdout.readline()) == {"ready": True}
+        for process, order in zip(processes, orders, strict=True):
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(order) + "\n")
+            process.stdin.flush()
+        for process in processes:
+            assert process.stdout is not None
+            answers.append(json.loads(process.stdout.readline()))
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    return answers
+
+
+def order(rank: int, node_of: list[int], port: int, **more: Any) -> dict[str, Any]:
+    return {
+        "host": "127.0.0.1", "port": port, "rank": rank, "local_rank": 0, "world": len(node_of),
+        "limit": 20, "stages": "", "node_of": node_of, **more,
+    }  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.mark.slow
+def test_the_stages_go_from_nodes_over_pairs_to_all(token: str) -> None:
+    """By gloo on the CPU: the order of the groups is the same with NCCL, which needs GPUs."""
+    node_of, port = [0, 0, 1, 2], free_port()
+    answers = reduced([order(r, node_of, port, stages="gloo") for r in range(4)], token)
+    assert all(answer["ok"] for answer in answers), answers
+    assert all(answer["stages"]["ok"] for answer in answers), answers
+    names = [
+        [(stage["name"], stage["nodes"]) for stage in answer["stages"]["stages"]]
+        for answer in answers
+    ]
+    inside, one, two, everyone = (
+        "inside the node", "between nodes 1 apart", "between nodes 2 apart", "of all nodes",
+    )  # fmt: skip
+    assert names[0] == [(inside, [0]), (one, [0, 1]), (two, [0, 2]), (everyone, [0, 1, 2])]
+    assert names[2] == [(inside, [1]), (one, [0, 1]), (everyone, [0, 1, 2])]
+    assert answers[0]["stages"]["stages"][-1]["bus"] > 0
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_in_vain_says_so_at_its_limit(token: str) -> None:
+    answers = reduced([order(0, [0, 1], free_port(), limit=3)], token)
+    assert answers[0]["ok"] is False
+    assert answers[0]["error"]

@@ -1,0 +1,714 @@
+"""``ddpdoctor check`` across nodes, in a lab of network namespaces: healthy and with faults."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+import pytest
+
+from tests.conftest import ROOT, Doctor
+from tests.lab import faults
+from tests.lab.checking import PORT, WITHOUT_TORCH, Checks, Said
+from tests.lab.network import INTERFACE, NETWORK, Host, Lab, lab, why_not
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "a lab can be made")
+
+ABOVE_LOOPBACK = "192.168.77"
+"""Addresses higher than 127.0.1.1, so that gloo there dials it; those of 10.0.0.0/8 are lower."""
+
+
+class Make(Protocol):
+    """Makes a lab of so many hosts."""
+
+    def __call__(self, size: int, network: str = NETWORK) -> Checks: ...
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, doctor: Doctor) -> Iterator[Make]:
+    """Makes a lab of so many hosts."""
+    made: list[Checks] = []
+    labs: list[contextlib.AbstractContextManager[Lab]] = []
+
+    def make(size: int, network: str = NETWORK) -> Checks:
+        holder = lab(size, tmp_path / f"lab{len(labs)}", network)
+        made.append(Checks(holder.__enter__(), tmp_path, doctor.environment()))
+        labs.append(holder)
+        return made[-1]
+
+    before = set(psutil.net_if_addrs())
+    yield make
+    for checks in made:
+        checks.close()
+    for holder in labs:
+        holder.__exit__(None, None, None)
+    assert set(psutil.net_if_addrs()) == before
+
+
+def silent(said: list[Said]) -> None:
+    """Nothing is wrong on any node."""
+    for each in said:
+        assert each.findings() == [], each.host.name
+        assert each.status == 0, (each.host.name, each.document, each.stderr)
+
+
+def agreeing(said: list[Said], code: str) -> str:
+    """The messages of one code, which have to be the same on every node."""
+    told = {
+        "\n".join(
+            finding["message"].replace(", this one", "")
+            for finding in each.findings()
+            if finding["code"] == code
+        )
+        for each in said
+    }
+    assert len(told) == 1, told
+    return told.pop()
+
+
+# Healthy nodes.
+
+
+def test_two_healthy_nodes_reduce_and_are_given_the_line_that_starts_the_job(nodes: Make) -> None:
+    checks = nodes(2)
+    said = checks.run()
+    silent(said)
+    for each in said:
+        assert each.outcome("nodes")["detail"] == "2 of 2 nodes are here"
+        told = each.outcome("gloo-nodes")["detail"]
+        assert told == "2 of 2 nodes, 2 of 2 ranks reduced correctly"
+        assert each.outcome("nccl-nodes")["detail"] == "no GPU"
+    # The rendezvous port is free again at once.
+    host = checks.lab.hosts[0]
+    host.run(sys.executable, "-c", f"import socket; socket.create_server(('', {PORT}))")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [4, 8])
+def test_more_healthy_nodes(nodes: Make, size: int) -> None:
+    said = nodes(size).run()
+    silent(said)
+    for each in said:
+        assert each.outcome("links")["detail"] == (
+            f"{size * (size - 1)} of {size * (size - 1)} ways between nodes are open"
+        )
+        assert f"{size} of {size} ranks" in each.outcome("gloo-nodes")["detail"]
+
+
+def test_a_container_bridge_that_nothing_uses_is_no_fault(nodes: Make) -> None:
+    checks = nodes(2)
+    for host in checks.lab.hosts:
+        faults.container_bridge(host)
+    silent(checks.run(*WITHOUT_TORCH))
+
+
+@pytest.mark.slow
+def test_a_fraction_of_a_second_between_clocks_is_no_fault(nodes: Make, tmp_path: Path) -> None:
+    checks = nodes(2)
+    faults.clock_shifted(checks.lab.hosts[1], 0.6, tmp_path)
+    silent(checks.run(*WITHOUT_TORCH))
+
+
+@pytest.mark.slow
+def test_nodes_without_node_ranks_find_each_other(nodes: Make) -> None:
+    checks = nodes(3)
+    running = []
+    for host in checks.lab.hosts:
+        words = checks.words(host, "--json", *WITHOUT_TORCH)
+        at = words.index("--node-rank")
+        running.append(checks.start(host, [*words[:at], *words[at + 2 :]]))
+    for process, out, err in running:
+        assert process.wait(60) == 0, out.read_text() + err.read_text()
+        assert "3 of 3 nodes are here" in out.read_text()
+
+
+def test_slurm_says_it_all(nodes: Make) -> None:
+    checks = nodes(2)
+    running = []
+    for host in checks.lab.hosts:
+        slurm = {
+            "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_PROCID": str(host.rank),
+            "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": str(host.rank),
+            "SLURM_NNODES": "2", "SLURM_STEP_NODELIST": "node[0-1]",
+        }  # fmt: skip
+        words = [sys.executable, "-m", "ddpdoctor", "check", "--nproc-per-node", "1"]
+        running.append(checks.start(host, [*words, *WITHOUT_TORCH], slurm))
+    for rank, (process, out, err) in enumerate(running):
+        assert process.wait(60) == 0, out.read_text() + err.read_text()
+        assert out.read_text().splitlines()[-1] == (
+            f"ddpdoctor run --nnodes 2 --node-rank {rank} --nproc-per-node 1 "
+            "--rdzv-endpoint node0:29500 --rdzv-id 77 -- train.py"
+        )
+
+
+def test_of_several_tasks_on_a_node_one_checks(doctor: Doctor) -> None:
+    slurm = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
+    done = doctor.cli("check", env=slurm)
+    assert (done.status, done.stdout) == (0, "left to the first task of this node\n")
+
+
+@pytest.mark.slow
+def test_without_an_endpoint_a_node_asks_for_one(nodes: Make) -> None:
+    checks = nodes(1)
+    words = [sys.executable, "-m", "ddpdoctor", "check", "--nnodes", "2", "--node-rank", "1"]
+    process, out, err = checks.start(checks.lab.hosts[0], [*words, *WITHOUT_TORCH])
+    assert process.wait(30) == 2, err.read_text()
+    assert "nobody said where the nodes meet" in out.read_text()
+
+
+# Nodes that do not come together.
+
+
+def test_an_absent_node_is_named_by_its_rank(nodes: Make) -> None:
+    checks = nodes(3)
+    said = checks.run("--timeout", "8", *WITHOUT_TORCH, hosts=checks.lab.hosts[:2])
+    for each in said:
+        assert each.status == 2
+        assert "node rank 2 did not come within 4 s" in each.messages
+        assert each.outcome("links")["detail"] == "2 of 6 ways between nodes are open"
+
+
+@pytest.mark.slow
+def test_under_slurm_an_absent_node_is_named_by_its_name(nodes: Make) -> None:
+    checks = nodes(2)
+    slurm = {
+        "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2",
+        "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NNODES": "2",
+        "SLURM_STEP_NODELIST": "node0,gpu17",
+    }  # fmt: skip
+    said = checks.run("--timeout", "6", hosts=checks.lab.hosts[:1], env={0: slurm})
+    assert "gpu17 (node rank 1) did not come within 3 s" in said[0].messages
+
+
+@pytest.mark.slow
+def test_an_absent_node_is_named_within_half_a_minute(nodes: Make) -> None:
+    checks = nodes(2)
+    said = checks.run(hosts=checks.lab.hosts[:1])
+    assert "node rank 1 did not come within 30 s" in said[0].messages
+
+
+@pytest.mark.slow
+def test_an_endpoint_that_cannot_be_reached_is_told_where_it_is_not(nodes: Make) -> None:
+    """Four nodes, each with another reason not to reach the endpoint, at once."""
+    checks = nodes(5)
+    first, dropped, rejected, nameless, elsewhere = checks.lab.hosts
+    faults.firewall(checks.lab, first, source=dropped, ports=PORT)
+    faults.firewall(checks.lab, first, source=rejected, ports=PORT, reject=True)
+    faults.name_unknown(nameless, first)
+    faults.name_wrong(elsewhere, first, "10.77.0.99")
+    said = checks.run("--timeout", "16", *WITHOUT_TORCH)
+    assert [each.status for each in said] == [2] * 5
+    told = [each.findings("nodes")[0]["message"] for each in said]
+    assert told[0] == "node rank 1, node rank 2, node rank 3, node rank 4 did not come within 8 s"
+    assert "does not answer: packets to that port are dropped" in told[1]
+    assert "cannot be reached: No route to host" in told[2]
+    assert told[3] == "the name node0 is not known on this node"
+    assert told[4].startswith("no machine answers at 10.77.0.99")
+    pastes = [each.findings("nodes")[0].get("paste", "") for each in said]
+    assert f"--dport {PORT} -j ACCEPT" in pastes[1]
+    assert "/etc/hosts" in pastes[3]
+
+
+@pytest.mark.slow
+def test_something_else_at_the_endpoint_is_told_apart(nodes: Make) -> None:
+    checks = nodes(2)
+    first = checks.lab.hosts[0]
+    served = (
+        "import socket\n"
+        "server = socket.create_server(('', 29500))\n"
+        "while True:\n"
+        "    server.accept()[0].send(b'hi' * 99)\n"
+    )
+    process, _, _ = checks.start(first, [sys.executable, "-c", served])
+    said = checks.run("--timeout", "6", *WITHOUT_TORCH)
+    assert "port 29500 cannot be listened on here: Address already in use" in said[0].messages
+    assert "something else answers at node0:29500 (10.77.0.1)" in said[1].messages
+    process.kill()
+
+
+@pytest.mark.slow
+def test_the_endpoint_of_another_node_is_told_on_node_0(nodes: Make) -> None:
+    checks = nodes(2)
+    endpoint = ("--rdzv-endpoint", f"node1:{PORT}")
+    said = checks.run("--timeout", "6", *WITHOUT_TORCH, each={0: endpoint, 1: endpoint})
+    evidence = " ".join(said[0].findings("nodes")[0]["evidence"])
+    assert "look for node rank 0 at node1 (10.77.0.2), which is no address of this" in evidence
+    assert "node1:29500 (10.77.0.2) refuses connections" in said[1].messages
+
+
+# Nodes that were told different things.
+
+
+def test_two_nodes_with_one_rank(nodes: Make) -> None:
+    said = nodes(3).run(*WITHOUT_TORCH, each={2: ("--node-rank", "1")})
+    assert agreeing(said, "DDP051") == "2 nodes have --node-rank 1: node1, node2"
+
+
+def test_two_nodes_with_rank_0(nodes: Make) -> None:
+    said = nodes(2).run(*WITHOUT_TORCH, each={1: ("--node-rank", "0")})
+    assert agreeing(said, "DDP051") == "2 nodes have --node-rank 0: node0, node1"
+
+
+@pytest.mark.slow
+def test_different_nnodes(nodes: Make) -> None:
+    said = nodes(2).run(*WITHOUT_TORCH, each={1: ("--nnodes", "3")})
+    assert agreeing(said, "DDP051") == "the nodes do not agree on --nnodes: 2, 3"
+
+
+@pytest.mark.slow
+def test_a_node_too_many(nodes: Make) -> None:
+    checks = nodes(3)
+    # Two are busy for some seconds, so that the third finds them.
+    for host in checks.lab.hosts:
+        faults.firewall(checks.lab, host, ports=faults.EPHEMERAL)
+    said = checks.run("--nnodes", "2", *WITHOUT_TORCH, each={2: ("--node-rank", "1")})
+    last = [each for each in said if "all its nodes already" in each.messages]
+    assert len(last) == 1
+
+
+@pytest.mark.slow
+def test_another_rendezvous_id(nodes: Make) -> None:
+    said = nodes(2).run("--timeout", "8", *WITHOUT_TORCH, each={1: ("--rdzv-id", "other")})
+    assert "node1 (10.77.0.2) came with another rendezvous id" in said[0].messages
+    assert "has another rendezvous id than 'other'" in said[1].messages
+
+
+# Ways between nodes.
+
+
+def test_a_one_way_firewall_is_named_with_its_direction(nodes: Make) -> None:
+    """Between three nodes: one way is dropped, another one rejected."""
+    checks = nodes(4)
+    first, second, third, _ = checks.lab.hosts
+    faults.firewall(checks.lab, second, source=first, ports=faults.EPHEMERAL)
+    faults.firewall(checks.lab, first, source=third, ports=faults.EPHEMERAL, reject=True)
+    said = checks.run(*WITHOUT_TORCH)
+    assert agreeing(said, "DDP053").splitlines() == [
+        "node2 (node 2) cannot open a connection to node0 (node 0): it is rejected on the way",
+        "node0 (node 0) cannot open a connection to node1 (node 1): the packets are dropped "
+        "without a word",
+    ]
+    # Of the two ways gloo uses the first alone.
+    found = said[0].findings("links")
+    assert [each["severity"] for each in found] == ["error", "warning"]
+    assert found[1]["evidence"][1] == "the way back, from node1, is open"
+    assert all(each.codes == ["DDP053"] for each in said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reject", [False, True], ids=["dropped", "rejected"])
+@pytest.mark.parametrize("closed", [0, 1])
+def test_a_blocked_port_between_two_nodes(nodes: Make, closed: int, reject: bool) -> None:
+    checks = nodes(2)
+    faults.firewall(checks.lab, checks.lab.hosts[closed], ports=faults.EPHEMERAL, reject=reject)
+    said = checks.run()
+    other = 1 - closed
+    # gloo dials from the higher address to the lower one.
+    used = closed == 0
+    assert {each.findings("links")[0]["severity"] for each in said} == {
+        "error" if used else "warning"
+    }
+    assert agreeing(said, "DDP053").startswith(
+        f"node{other} (node {other}) cannot open a connection to node{closed} (node {closed}): "
+        + ("it is rejected" if reject else "the packets are dropped")
+    )
+    told = "skipped" if used else "pass"
+    assert all(each.outcome("gloo-nodes")["status"] == told for each in said)
+    assert all(each.status == (2 if used else 1) for each in said)
+
+
+@pytest.mark.slow
+def test_a_node_that_nobody_reaches_is_blamed_as_a_node(nodes: Make) -> None:
+    checks = nodes(4)
+    faults.firewall(checks.lab, checks.lab.hosts[2], ports=faults.EPHEMERAL)
+    said = checks.run(*WITHOUT_TORCH)
+    assert agreeing(said, "DDP053") == (
+        "no other node can open a connection to node2 (node 2): the packets are dropped without "
+        "a word"
+    )
+    assert "-s 10.77.0.1,10.77.0.2,10.77.0.4" in said[0].findings("links")[0]["paste"]
+
+
+@pytest.mark.slow
+def test_a_node_that_reaches_nobody_is_blamed_as_a_node(nodes: Make) -> None:
+    checks = nodes(4)
+    blocked = checks.lab.hosts[1]
+    for host in checks.lab.hosts:
+        if host is not blocked:
+            faults.firewall(checks.lab, host, source=blocked, ports=faults.EPHEMERAL)
+    said = checks.run(*WITHOUT_TORCH)
+    assert agreeing(said, "DDP053") == (
+        "node1 (node 1) can open a connection to no other node: the packets are dropped without "
+        "a word"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_large_packets_that_vanish(nodes: Make, size: int) -> None:
+    checks = nodes(size)
+    faults.packet_size_limit(checks.lab, checks.lab.hosts[1], largest=1400)
+    said = checks.run(*WITHOUT_TORCH)
+    where = "between node0 (node 0) and node1 (node 1)" if size == 2 else "to and from node1"
+    assert f"packets of 1500 bytes vanish {where}" in agreeing(said, "DDP054")
+    assert said[0].findings("packet-size")[0]["paste"] == "sudo ip link set dev eth0 mtu 1400"
+    assert all(each.codes == ["DDP054"] for each in said)
+
+
+def test_different_mtu(nodes: Make) -> None:
+    checks = nodes(3)
+    checks.lab.hosts[2].run("ip", "link", "set", "dev", INTERFACE, "mtu", "1400")
+    said = checks.run(*WITHOUT_TORCH)
+    assert agreeing(said, "DDP054") == (
+        "the largest packet (MTU) is 1400 bytes on node2 (node 2) and 1500 bytes on others"
+    )
+    assert all(each.status == 1 for each in said)
+
+
+@pytest.mark.slow
+def test_a_slow_cable(nodes: Make) -> None:
+    checks = nodes(4)
+    faults.slow_cable(checks.lab, checks.lab.hosts[1], megabits=20)
+    said = checks.run(*WITHOUT_TORCH)
+    assert agreeing(said, "DDP056").startswith("every link to node1 (node 1) is slow: ")
+
+
+# The address that gloo gives to others.
+
+
+@pytest.mark.slow
+def test_an_own_name_on_loopback_that_nobody_dials_is_a_warning(nodes: Make) -> None:
+    """The node with 127.0.1.1 dials those at 10.77.0.x: the job works."""
+    checks = nodes(2)
+    faults.own_name_is_loopback(checks.lab.hosts[1])
+    said = checks.run()
+    for each in said:
+        assert [one["severity"] for one in each.findings("gloo-addresses")] == ["warning"]
+        assert "2 of 2 ranks" in each.outcome("gloo-nodes")["detail"]
+        assert each.status == 1
+
+
+@pytest.mark.slow
+def test_two_own_names_on_loopback(nodes: Make) -> None:
+    checks = nodes(3)
+    for host in checks.lab.hosts[1:]:
+        faults.own_name_is_loopback(host)
+    said = checks.run(*WITHOUT_TORCH)
+    assert {one["severity"] for one in said[0].findings("gloo-addresses")} == {"error"}
+    assert len(said[0].findings("gloo-addresses")) == 2
+
+
+def test_an_own_name_on_loopback(nodes: Make) -> None:
+    checks = nodes(2, ABOVE_LOOPBACK)
+    faults.own_name_is_loopback(checks.lab.hosts[1])
+    said = checks.run()
+    assert agreeing(said, "DDP055") == (
+        "gloo on node1 (node 1) listens on 127.0.1.1, where no other node reaches it"
+    )
+    for each in said:
+        finding = each.findings("gloo-addresses")[0]
+        assert finding["paste"] == "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
+        assert each.outcome("gloo-nodes")["status"] == "skipped"
+
+
+def test_an_interface_that_is_not_there_on_one_node(nodes: Make) -> None:
+    checks = nodes(2)
+    faults.rename_interface(checks.lab.hosts[1], "ens5")
+    named = {"GLOO_SOCKET_IFNAME": INTERFACE}
+    said = checks.run(*WITHOUT_TORCH, env={0: named, 1: named})
+    assert agreeing(said, "DDP055") == (
+        "gloo would not start on node1 (node 1): GLOO_SOCKET_IFNAME: 'eth0' does not exist"
+    )
+    paste = said[0].findings("gloo-addresses")[0]["paste"]
+    assert paste == "export GLOO_SOCKET_IFNAME=ens5 NCCL_SOCKET_IFNAME=ens5"
+
+
+def test_a_container_bridge_that_gloo_takes(nodes: Make) -> None:
+    checks = nodes(2)
+    for host in checks.lab.hosts:
+        faults.container_bridge(host, named=True)
+    said = checks.run("--rdzv-endpoint", f"10.77.0.1:{PORT}", *WITHOUT_TORCH)
+    told = agreeing(said, "DDP055").splitlines()
+    assert [line.partition(",")[0] for line in told] == [
+        f"gloo on node{rank} (node {rank}) listens on 172.17.0.1 (docker0)" for rank in (0, 1)
+    ]
+
+
+# What the nodes have.
+
+
+@pytest.mark.parametrize(
+    ("shift", "severity", "status"), [(-20.0, "error", 2), (3.0, "warning", 1)]
+)
+def test_a_clock_that_is_wrong(
+    nodes: Make, tmp_path: Path, shift: float, severity: str, status: int
+) -> None:
+    checks = nodes(3)
+    faults.clock_shifted(checks.lab.hosts[1], shift, tmp_path)
+    said = checks.run(*WITHOUT_TORCH)
+    side = "behind" if shift < 0 else "ahead of"
+    assert agreeing(said, "DDP052") == (
+        f"the clock of node1 (node 1) is {abs(shift):.1f} s {side} the others"
+    )
+    assert {each.findings("clocks")[0]["severity"] for each in said} == {severity}
+    assert {each.status for each in said} == {status}
+
+
+def test_another_torch_and_other_settings(nodes: Make, tmp_path: Path) -> None:
+    """The other torch is a shim: the version is read from the file that torch keeps it in."""
+    checks = nodes(3)
+    shim = tmp_path / "other" / "torch"
+    shim.mkdir(parents=True)
+    (shim / "__init__.py").write_text("")
+    (shim / "version.py").write_text("__version__ = '2.4.1'\n")
+    other = {"PYTHONPATH": str(shim.parent), "NCCL_ALGO": "Ring"}
+    said = checks.run(*WITHOUT_TORCH, env={2: other})
+    told = agreeing(said, "DDP057").splitlines()
+    assert told[0].startswith("torch is 2.4.1 on node2 (node 2), and 2.")
+    assert told[1] == "NCCL_ALGO is not the same on all nodes"
+
+
+@pytest.mark.slow
+def test_another_commit_and_other_changes(nodes: Make, tmp_path: Path) -> None:
+    checks = nodes(4)
+    repository = tmp_path / "code"
+    repository.mkdir()
+    git = ["git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    (repository / "train.py").write_text("print(1)\n")
+    (repository / "model.py").write_text("width = 1\n")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *words], check=True)
+    for name in ("later", "changed"):
+        subprocess.run(["cp", "-r", str(repository), str(tmp_path / name)], check=True)
+    (tmp_path / "later" / "model.py").write_text("width = 2\n")
+    later = ["git", "-C", str(tmp_path / "later"), *git[3:]]
+    subprocess.run([*later, "commit", "-qam", "two"], check=True)
+    (tmp_path / "changed" / "model.py").write_text("width = 3\n")
+    script = ("--", str(repository / "train.py"))
+    faults.folder_of_its_own(checks.lab.hosts[2], repository, tmp_path / "changed")
+    said = checks.run(*WITHOUT_TORCH, *script)
+    assert agreeing(said, "DDP058") == (
+        "the uncommitted changes are not the same: node2 (node 2) differs from the others"
+    )
+    faults.folder_of_its_own(checks.lab.hosts[1], repository, tmp_path / "later")
+    said = checks.run(*WITHOUT_TORCH, *script)
+    assert agreeing(said, "DDP058").startswith(f"the commit of {script[1]} differs: node1 (node 1)")
+
+
+@pytest.mark.slow
+def test_a_folder_that_is_not_shared(nodes: Make, tmp_path: Path) -> None:
+    checks = nodes(3)
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    silent(checks.run(*WITHOUT_TORCH, "--checkpoint-dir", str(folder)))
+    faults.folder_of_its_own(checks.lab.hosts[2], folder, tmp_path / "private")
+    said = checks.run(*WITHOUT_TORCH, "--checkpoint-dir", str(folder))
+    assert agreeing(said, "DDP059") == (
+        f"{folder} is another folder on node2 (node 2) than on node0 (node 0)"
+    )
+    assert list(folder.iterdir()) == []
+
+
+# Two faults at once.
+
+
+@pytest.mark.slow
+def test_two_faults_at_once_are_both_named(nodes: Make, tmp_path: Path) -> None:
+    checks = nodes(4)
+    faults.firewall(checks.lab, checks.lab.hosts[1], ports=faults.EPHEMERAL)
+    faults.clock_shifted(checks.lab.hosts[3], -20, tmp_path)
+    said = checks.run()
+    assert "no other node can open a connection to node1 (node 1)" in agreeing(said, "DDP053")
+    assert "the clock of node3 (node 3) is 20.0 s behind" in agreeing(said, "DDP052")
+
+
+@pytest.mark.slow
+def test_two_faults_of_one_kind_are_both_named(nodes: Make) -> None:
+    checks = nodes(4)
+    faults.firewall(checks.lab, checks.lab.hosts[1], ports=faults.EPHEMERAL)
+    faults.packet_size_limit(checks.lab, checks.lab.hosts[3], largest=1300)
+    said = checks.run(*WITHOUT_TORCH)
+    assert agreeing(said, "DDP053").startswith("no other node can open a connection to node1")
+    assert "vanish to and from node3 (node 3)" in agreeing(said, "DDP054")
+
+
+# The job itself, after the check.
+
+
+def line_of(checks: Checks, rank: int) -> str:
+    """The line that the check prints on a node."""
+    out = checks.directory / f"table{rank}.out"
+    return out.read_text().splitlines()[-1]
+
+
+def print_tables(checks: Checks, script: list[str]) -> list[int]:
+    """Run the check for people on all nodes; the exit statuses."""
+    running = []
+    for host in checks.lab.hosts:
+        words = checks.words(host, "--", *script)
+        process, out, _ = checks.start(host, words)
+        running.append((host, process, out))
+    statuses = []
+    for host, process, out in running:
+        statuses.append(process.wait(100))
+        out.rename(checks.directory / f"table{host.rank}.out")
+    return statuses
+
+
+def train(
+    checks: Checks, lines: list[str], env: dict[str, str] | None = None
+) -> list[tuple[subprocess.Popen[bytes], Path, Path]]:
+    running = []
+    for host, line in zip(checks.lab.hosts, lines, strict=True):
+        words = shlex.split(line)
+        assert words[:2] == ["ddpdoctor", "run"]
+        own = ["--no-debug", "--no-vscode", "--run-dir", str(checks.directory / f"run{host.rank}")]
+        command = [sys.executable, "-m", "ddpdoctor", "run", *own, *words[2:]]
+        running.append(checks.start(host, command))
+    return running
+
+
+SCRIPT = [
+    str(ROOT / "sample_jobs" / "cifar10.py"),
+    "--train-size", "256", "--test-size", "64", "--epochs", "1",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_after_a_green_check_the_line_trains(nodes: Make, size: int) -> None:
+    checks = nodes(size)
+    assert print_tables(checks, SCRIPT) == [0] * size
+    lines = [line_of(checks, rank) for rank in range(size)]
+    running = train(checks, lines)
+    for process, _out, err in running:
+        assert process.wait(120) == 0, err.read_text()
+    told = running[0][1].read_text()
+    assert f"ranks {size}, device " in told
+    assert "summary: 1 epochs, test accuracy" in told
+
+
+def blocked(checks: Checks) -> None:
+    faults.firewall(checks.lab, checks.lab.hosts[0], ports=faults.EPHEMERAL)
+
+
+def shrunk(checks: Checks) -> None:
+    faults.packet_size_limit(checks.lab, checks.lab.hosts[1])
+
+
+def misnamed(checks: Checks) -> None:
+    faults.own_name_is_loopback(checks.lab.hosts[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [blocked, shrunk, misnamed])
+def test_after_a_red_check_the_line_fails(nodes: Make, fault: Callable[[Checks], None]) -> None:
+    checks = nodes(2, ABOVE_LOOPBACK)
+    fault(checks)
+    assert print_tables(checks, SCRIPT) == [2, 2]
+    assert "ddpdoctor run" not in (checks.directory / "table0.out").read_text()
+    lines = [
+        shlex.join(
+            [
+                *("ddpdoctor", "run", "--nnodes", "2", "--node-rank", str(rank)),
+                *("--nproc-per-node", "1", "--rdzv-endpoint", f"node0:{PORT}", "--", *SCRIPT),
+            ]
+        )
+        for rank in (0, 1)
+    ]
+    running = train(checks, lines)
+    until = time.monotonic() + 40
+    while time.monotonic() < until and all(process.poll() is None for process, _, _ in running):
+        time.sleep(0.5)
+    # A healthy one has ended by now; torch may be silent for 40 minutes, which is not waited for.
+    assert not any(process.poll() == 0 for process, _, _ in running)
+    assert "train loss" not in running[0][1].read_text()
+    for process, _, _ in running:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+    for process, _, _ in running:
+        process.wait(45)
+
+
+# Ctrl-C, and what is left of it.
+
+
+def running_on(host: Host) -> list[str]:
+    """The command lines of ddpdoctor's processes on a host."""
+    return [line for line in host.run("ps", "-eo", "args").splitlines() if "ddpdoctor" in line]
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        pytest.param(0.4, marks=pytest.mark.slow),
+        1.2,
+        pytest.param(2.5, marks=pytest.mark.slow),
+    ],
+)
+def test_ctrl_c_leaves_nothing_behind(nodes: Make, after: float) -> None:
+    checks = nodes(2)
+    running = [checks.start(host, checks.words(host)) for host in checks.lab.hosts]
+    time.sleep(after)
+    for process, _, _ in running:
+        os.killpg(process.pid, signal.SIGINT)
+    for process, _, err in running:
+        process.wait(20)
+        assert "Traceback" not in err.read_text()
+    # What had to be entered a namespace by ends at once, and the check inside a moment later.
+    until = time.monotonic() + 5
+    while any(running_on(host) for host in checks.lab.hosts) and time.monotonic() < until:
+        time.sleep(0.1)
+    for host in checks.lab.hosts:
+        assert running_on(host) == []
+
+
+@pytest.mark.slow
+def test_a_node_that_goes_away_in_the_middle_is_named(nodes: Make) -> None:
+    checks = nodes(3)
+    faults.firewall(checks.lab, checks.lab.hosts[0], ports=faults.EPHEMERAL)
+    running = [
+        checks.start(host, checks.words(host, "--json", *WITHOUT_TORCH))
+        for host in checks.lab.hosts
+    ]
+    time.sleep(3)
+    os.killpg(running[2][0].pid, signal.SIGKILL)
+    for process, out, err in running[:2]:
+        assert process.wait(60) == 2, err.read_text()
+        assert "node2 (node 2) went away during dialling" in out.read_text()
+
+
+@pytest.mark.slow
+def test_whoever_does_not_know_the_id_learns_nothing(nodes: Make, tmp_path: Path) -> None:
+    """A caller from elsewhere is not let in, and does not disturb the nodes."""
+    checks = nodes(2)
+    first, second = checks.lab.hosts
+    knock = (
+        "import socket, struct, json, time\n"
+        "time.sleep(1)\n"
+        "for data in (b'GET / HTTP/1.1\\r\\n\\r\\n', struct.pack('!I', 2**31), b''):\n"
+        "    s = socket.create_connection(('node0', 29500), 5)\n"
+        "    s.recv(100); s.sendall(data)\n"
+        "m = json.dumps({'proof': '0' * 64, 'nonce': '0', 'host': 'x'}).encode()\n"
+        "s = socket.create_connection(('node0', 29500), 5)\n"
+        "s.recv(100); s.sendall(struct.pack('!I', len(m)) + m)\n"
+        "print(s.recv(1000))\n"
+    )
+    process, out, err = checks.start(first, [sys.executable, "-c", knock])
+    began, _, _ = checks.start(first, checks.words(first, *WITHOUT_TORCH))
+    time.sleep(3)
+    ended, table, _ = checks.start(second, checks.words(second, *WITHOUT_TORCH))
+    assert process.wait(20) == 0, err.read_text()
+    assert b'"refused":"id"' in out.read_bytes()
+    assert began.wait(60) == 2
+    assert ended.wait(60) == 2
+    assert "2 of 2 nodes are here" in table.read_text()
