@@ -86,11 +86,13 @@ def hooks(directory: str, runs: int = 5) -> None:
         "1",
     ]
     job = str(HERE / "jobs" / "hooks.py")
-    found = [number(r"extra ([\d.-]+)", run([*command, job], directory)[1]) for _ in range(runs)]
-    print(
-        f"hooks: {median(found):.1f} us a step (from {min(found):.1f} to {max(found):.1f}); "
-        f"{runs} runs"
-    )
+    outputs = [run([*command, job], directory)[1] for _ in range(runs)]
+    for what, pattern in (("a step", r"extra ([\d.-]+)"), ("a collective", r"ctive ([\d.-]+)")):
+        found = [number(pattern, output) for output in outputs]
+        print(
+            f"hooks: {median(found):.1f} us {what} (from {min(found):.1f} to {max(found):.1f}); "
+            f"{runs} runs"
+        )
 
 
 def fingerprints(pairs: int, directory: str) -> None:

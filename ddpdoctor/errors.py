@@ -8,6 +8,9 @@ USAGE = 2
 STRICT = 3
 """Exit status of ``run --strict`` when the job succeeded and an error-level finding stands."""
 
+HANG = 4
+"""Exit status of ``run --kill-on-hang`` when it ended a job that hung."""
+
 
 class DoctorError(Exception):
     """Something a person has to know, said in one line, with one line on what to do.

@@ -13,12 +13,16 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
 from ddpdoctor.run import Run, RunReader
 from tests.written import Written
+
+if TYPE_CHECKING:
+    from tests.candidates import Candidates
 
 ROOT = Path(__file__).parent.parent
 JOBS = Path(__file__).parent / "jobs"
@@ -241,6 +245,16 @@ def doctor(tmp_path: Path, token: str) -> Iterator[Doctor]:
         if process.poll() is None:
             process.kill()
             process.wait()
+
+
+@pytest.fixture
+def candidates(doctor: Doctor) -> Iterator[Candidates]:
+    """Processes that are to become ranks."""
+    from tests.candidates import Candidates
+
+    made = Candidates(doctor)
+    yield made
+    made.end()
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ddpdoctor.errors import DoctorError
-from ddpdoctor.launch import gpus
+from ddpdoctor.gpu.visible import visible
 from ddpdoctor.launch.command import Command, build
 from ddpdoctor.launch.torchrun_options import read_options, torchrun_source
 from tests.fake_nvml import Machine
@@ -347,7 +347,7 @@ def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 )
 def test_visible_gpus(chosen: str | None, count: int, four_gpus: None) -> None:
     environ = {} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}
-    assert gpus.visible(environ) == count
+    assert visible(environ) == count
 
 
 def test_one_rank_per_visible_gpu(four_gpus: None) -> None:

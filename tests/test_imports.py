@@ -24,7 +24,9 @@ LAYERS = (
     ("vscode",),
     ("preflight",),
     ("rules",),
+    ("failures",),
     ("finding",),
+    ("stacks",),
     ("run",),
     ("rundir", "gpu"),
     ("record", "errors", "pace"),
@@ -186,7 +188,10 @@ def test_the_command_line_is_light() -> None:
     assert not roots & {"torch", "textual", "debugpy", "pynvml", "rich", "psutil"}
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["run", "--help"]])
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["--version"], ["run", "--help"], ["check", "--help"], ["check", "--list"]],
+)
 def test_help_is_light(words: list[str]) -> None:
     statement = (
         "from ddpdoctor.cli import main\nimport contextlib, io\n"

@@ -2,8 +2,9 @@
 
 A mark stands on the guilty line: ``# expect: DDP305`` for a finding of the job as a whole or on any
 rank, ``# expect: DDP305 rank 1`` or ``ranks 0,2`` for exactly these. The head of a job may say
-``# ranks: 3`` and ``# status: 1`` (the exit status that the job itself has, 0 unless said), and
-``# needs: gpu`` or ``# needs: 2 gpus``: it is skipped where fewer are visible.
+``# ranks: 3``, ``# status: 1`` (the exit status that the job itself has, 0 unless said),
+``# run: --hang-after 3`` (options of ``ddpdoctor run``), and ``# needs: gpu`` or
+``# needs: 2 gpus``: it is skipped where fewer are visible.
 The twin of ``sick/NAME.py`` is ``sick/NAME_healed.py``.
 """
 
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.launch import gpus
+from ddpdoctor.gpu.visible import visible
 from tests.conftest import ROOT, Doctor
 
 SICK = sorted(
@@ -30,6 +31,7 @@ SAMPLE = {
     "data_validation_in_full",
     "gan",
     "ddp102_no_sampler",
+    "ddp401_barrier_on_rank_0",
     "ddp305_unused_head",
     "ddp501_save_on_every_rank",
     "ddp701_gradient_noise",
@@ -81,6 +83,11 @@ def head(path: Path, word: str, default: int) -> int:
     return int(match[1]) if match is not None else default
 
 
+def options(path: Path) -> list[str]:
+    match = re.search(r"^# run: (.+)$", path.read_text(), re.MULTILINE)
+    return match[1].split() if match is not None else []
+
+
 def needed_gpus(path: Path) -> int:
     match = re.search(r"^# needs: (?:(\d+) )?gpus?$", path.read_text(), re.MULTILINE)
     return int(match[1] or 1) if match is not None else 0
@@ -89,12 +96,12 @@ def needed_gpus(path: Path) -> int:
 def findings(doctor: Doctor, path: Path) -> list[dict[str, object]]:
     """What is said of a job, less than nothing if the job did not end as it says it does."""
     needed = needed_gpus(path)
-    if needed and needed > gpus.visible(os.environ):
-        pytest.skip(f"needs {needed} NVIDIA GPU(s), {gpus.visible(os.environ)} visible here")
+    if needed and needed > visible(os.environ):
+        pytest.skip(f"needs {needed} NVIDIA GPU(s), {visible(os.environ)} visible here")
     report = doctor.directory / "findings.json"
     ranks = str(head(path, "ranks", 2))
-    words = ("--json", str(report), "--quiet", "--nproc-per-node", ranks, "--", str(path))
-    result = doctor.run(*words)
+    words = ("--json", str(report), "--quiet", *options(path), "--nproc-per-node", ranks)
+    result = doctor.run(*words, "--", str(path))
     expected = head(path, "status", 0)
     if expected:
         assert result.status == expected, result.stderr

@@ -140,11 +140,11 @@ def test_a_fault_in_a_round_is_written_and_ends_the_rounds(tmp_path: Path) -> No
         calls.append(1)
         raise ValueError
 
-    recorder.each_round = broken
+    recorder.each_round.append(broken)
     recorder.start()
     deadline = time.monotonic() + 10
-    while b"vitals" not in (tmp_path / "journal").read_bytes() and time.monotonic() < deadline:
+    while b"test_vitals" not in (tmp_path / "journal").read_bytes() and time.monotonic() < deadline:
         time.sleep(0.05)
     recorder.close(5)
     assert calls == [1]
-    assert b'"hook":"vitals","error":"ValueError"' in (tmp_path / "journal").read_bytes()
+    assert b'"hook":"test_vitals","error":"ValueError"' in (tmp_path / "journal").read_bytes()

@@ -50,11 +50,36 @@ def measure() -> float:
     return median(extra)
 
 
+def measure_collective() -> float:
+    """The median extra time of a collective that is called from Python, in seconds."""
+    tensor = torch.ones(64)
+
+    def block() -> float:
+        seconds = []
+        for _ in range(STEPS):
+            start = time.perf_counter()
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+            seconds.append(time.perf_counter() - start)
+        return median(seconds)
+
+    rank: Any = sys.modules["ddpdoctor.probe.rank"]
+    tracker = rank.active
+    extra = []
+    for _ in range(PAIRS):
+        rank.active = tracker
+        awake = block()
+        rank.active = None
+        extra.append(awake - block())
+    rank.active = tracker
+    return median(extra)
+
+
 def main() -> None:
-    """Print what :func:`measure` finds, in microseconds."""
+    """Print what the functions above find, in microseconds."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     print(f"extra {measure() * 1e6:.2f}")
+    print(f"collective {measure_collective() * 1e6:.2f}")
     gc.collect()
     dist.destroy_process_group()
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from ddpdoctor import rundir
 from ddpdoctor.launch import command as job_command
+from ddpdoctor.launch import tracebacks
 from ddpdoctor.launch.debugging import Debugging
 from ddpdoctor.launch.passthrough import Passthrough
 from ddpdoctor.launch.supervisor import Supervisor, end_like
@@ -32,6 +33,11 @@ Options of ddpdoctor:
                     matcher understands (path:line:col: severity CODE message).
   --grace SECONDS   Time the job has to end after SIGINT, SIGTERM or SIGHUP
                     [default: 30].
+  --hang-after SECONDS
+                    Look into a job that gave no sign of life for so long
+                    [default: 30, or 20 median steps if that is longer; the
+                    first step may take 10 times as long while it works].
+  --kill-on-hang    End a job that hangs for sure, once the cause is said.
   --run-dir DIR     Keep the records in DIR, new or empty
                     [default: a directory below <tmp>/ddpdoctor-<uid>/].
   --journal-mb N    Most megabytes of records per rank [default: 64].
@@ -61,7 +67,8 @@ Every option of torchrun is passed on: --nproc-per-node, --nnodes, --node-rank,
 --rdzv-endpoint, --standalone, --max-restarts, -m, ... (torchrun --help).
 Without --nproc-per-node: one rank per visible GPU, or 2 without a GPU.
 
-Exit status: the job's own; 2 for bad input; 3 with --strict (see above).
+Exit status: the job's own; 2 for bad input; 3 with --strict and 4 with
+--kill-on-hang (see above).
 """
 
 
@@ -77,7 +84,7 @@ def main(words: Sequence[str]) -> int:
         sys.stdout.write(HELP)
         return 0
     passthrough = Passthrough()
-    reporter = Reporter(passthrough.say, command.own)
+    reporter = Reporter(passthrough.say, command.own, tracebacks.keep)
     debugging = None if command.own.no_debug else Debugging(command, reporter)
     try:
         directory = rundir.create(command.own.run_dir)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddpdoctor.errors import DoctorError
-from ddpdoctor.launch import gpus, rank_sets
+from ddpdoctor.gpu.visible import visible
+from ddpdoctor.launch import rank_sets
 from ddpdoctor.launch.debug_ports import DEFAULT_PORT, LOOPBACK
 from ddpdoctor.launch.torchrun_options import TorchrunOptions, read_options, torchrun_source
 
@@ -30,6 +31,9 @@ class OwnOptions:
     quiet: bool = False
     strict: bool = False
     grace: float = 30.0
+    hang_after: float | None = None
+    """Seconds; None: as long as seems right for the job's steps."""
+    kill_on_hang: bool = False
     run_dir: str | None = None
     json: str | None = None
     output: str = "text"
@@ -109,6 +113,13 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _positive_seconds(text: str) -> float:
+    value = _seconds(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
 def _megabytes(text: str) -> int:
     value = int(text)
     if not 1 <= value <= 100_000:
@@ -153,6 +164,8 @@ _OWN: dict[str, tuple[str, Callable[[str], object], str]] = {
     "--quiet": ("quiet", _flag, ""),
     "--strict": ("strict", _flag, ""),
     "--grace": ("grace", _seconds, "a number of seconds, 0 or more"),
+    "--hang-after": ("hang_after", _positive_seconds, "a number of seconds, 1 or more"),
+    "--kill-on-hang": ("kill_on_hang", _flag, ""),
     "--run-dir": ("run_dir", str, "a directory"),
     "--json": ("json", str, "a file name"),
     "--output": ("output", _output, "text or problems"),
@@ -220,7 +233,7 @@ def build(words: Sequence[str], environ: Mapping[str, str]) -> Command | None:
     extra: list[str] = []
     ranks = _local_ranks(nproc, environ)
     if nproc is None:
-        count = gpus.visible(environ)
+        count = visible(environ)
         ranks = count or DEFAULT_CPU_RANKS
         extra = ["--nproc-per-node", str(ranks)]
         what = f"one per visible GPU ({count})" if count else "no GPU here"
@@ -358,7 +371,7 @@ def _local_ranks(nproc: str | None, environ: Mapping[str, str]) -> int | None:
         return int(nproc)
     if nproc == "cpu":
         return os.cpu_count()
-    return gpus.visible(environ) or (os.cpu_count() if nproc == "auto" else None)
+    return visible(environ) or (os.cpu_count() if nproc == "auto" else None)
 
 
 def _nodes(parts: _Words, environ: Mapping[str, str]) -> str:

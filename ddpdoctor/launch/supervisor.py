@@ -13,13 +13,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
 from typing import Protocol, TypeVar
 
 from ddpdoctor import __version__, rundir
-from ddpdoctor.errors import STRICT, DoctorError
+from ddpdoctor.errors import HANG, STRICT, DoctorError
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.launch import kernel, processes
 from ddpdoctor.launch.command import Command
@@ -27,6 +28,7 @@ from ddpdoctor.launch.debugging import Debugging
 from ddpdoctor.launch.gpu_poll import GpuPoll
 from ddpdoctor.launch.gpu_watch import GpuWatch
 from ddpdoctor.launch.guards import GuardPost
+from ddpdoctor.launch.hangs.watch import HangWatch
 from ddpdoctor.launch.oom import OomWatch
 from ddpdoctor.launch.passthrough import Passthrough
 from ddpdoctor.launch.ranks import RankWatch
@@ -48,6 +50,12 @@ SETTLE = 0.7
 
 HANGUP_GRACE = 4.0
 """Most seconds of grace when the terminal is gone."""
+
+FLIGHT_ENTRIES = "2000"
+"""Collectives that torch's Flight Recorder keeps, as later versions do by default."""
+
+KILL_GRACE = 5.0
+"""Most seconds that a job which hangs has to end."""
 
 LEFT_BEHIND = 2.0
 """Seconds for processes that are still there when the job's command has ended."""
@@ -114,6 +122,9 @@ class Supervisor:
         self._showing: Showing | None = None
         self._reader: RunReader | None = None
         self._suspicions: Suspicions | None = None
+        self._hangs: HangWatch | None = None
+        self._killed = False
+        """The job hung and was ended for it."""
         self._journal: Journal | None = None
         self._lock: rundir.Lock | None = None
         self._reporter = reporter
@@ -139,8 +150,8 @@ class Supervisor:
         """Run the job to its end.
 
         Returns:
-            The exit status of the job; negative for a signal that ended it. `STRICT` as its option
-            says.
+            The exit status of the job; negative for a signal that ended it. `STRICT` and `HANG` as
+            their options say.
         """
         kernel.become_subreaper()
         self._prepare()
@@ -170,7 +181,7 @@ class Supervisor:
                 self._gpu_poll.stop()
             if self._debugging is not None:
                 self._debugging.stop()
-            for held in (self._journal, self._lock, self._suspicions):
+            for held in (self._journal, self._lock, self._suspicions, self._hangs):
                 if held is not None:
                     held.close()
 
@@ -187,6 +198,13 @@ class Supervisor:
             self._reader = RunReader(self._directory)
             self._suspicions = Suspicions(self._directory, self._write)
             self._showing = Showing(self._directory, self._passthrough)
+            self._hangs = HangWatch(
+                self._directory,
+                self._command.own.hang_after,
+                self._write,
+                self._reporter,
+                self._wake,
+            )
         except (OSError, DoctorError) as error:
             self._reporter.warn(f"the run directory cannot be written ({error}); not watching")
             self._directory = self._reader = self._journal = self._showing = None
@@ -225,6 +243,10 @@ class Supervisor:
             environment["DDPDOCTOR_RUN_DIR"] = str(self._directory)
             environment["DDPDOCTOR_JOURNAL_MB"] = str(self._command.own.journal_mb)
             environment[budget.PERCENT] = str(self._command.own.overhead_budget)
+            if _version("torch") < (2, 12):
+                # Later versions record by themselves which collectives a rank called.
+                environment.setdefault("TORCH_FR_BUFFER_SIZE", FLIGHT_ENTRIES)
+                environment.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", FLIGHT_ENTRIES)
             environment["DDPDOCTOR_SUPERVISOR"] = f"{os.getpid()}@{namespace()}"
             if self._debugging is not None:
                 environment.update(self._debugging.environment())
@@ -256,6 +278,8 @@ class Supervisor:
         if self._debugging is not None:
             self._debugging.start(self._wake)
         self._guards.tell(self._child.pid)
+        if self._hangs is not None:
+            self._hangs.begin(self._child.pid)
         for number in tuple(self._signals):
             # It came while there was no child yet.
             self._send(number)
@@ -287,7 +311,7 @@ class Supervisor:
             for record in self._debugging.look():
                 self._write(record)
         if self._showing is not None:
-            self._showing.look()
+            self._showing.look(at_once=self._happened is not None)
         for descriptor in ended:
             self._write(self._ranks.ended(descriptor))
             self._happened = self._happened or now
@@ -312,6 +336,10 @@ class Supervisor:
             self._happened = self._happened or now
         if self._suspicions is not None and self._suspicions.look(run):
             self._happened = now - SETTLE
+        if self._hangs is not None and self._hangs.look(run):
+            # With the record that was just written.
+            run = self._look() or run
+            self._happened = now - SETTLE
         if self._new_trouble(run):
             self._happened = self._happened or now
         due = self._examined + EXAMINE if self._happened is None else self._happened + SETTLE
@@ -324,6 +352,19 @@ class Supervisor:
         if self._showing is not None:
             for record in self._showing.news(self._reporter.standing):
                 self._write(record)
+        self._end_hung_job()
+
+    def _end_hung_job(self) -> None:
+        """With ``--kill-on-hang``: end a job that hangs for sure, all that is known being saved."""
+        own, hangs = self._command.own, self._hangs
+        hung = hangs is not None and hangs.judged(self._reporter.standing)
+        if hung and own.kill_on_hang and self._status is None and self._deadline is None:
+            self._killed = True
+            self._reporter.note("ending the job, which hangs (--kill-on-hang)")
+            now = time.time_ns()
+            self._write({"kind": "signal", "time": now, "signal": signal.SIGTERM, "hang": True})
+            self._deadline = time.monotonic() + min(own.grace, KILL_GRACE)
+            self._send(signal.SIGTERM)
 
     def _finish(self) -> int:
         assert self._status is not None
@@ -335,6 +376,9 @@ class Supervisor:
             self._debugging.stop()
         self._passthrough.finish(1.0)
         self._save_stderr()
+        run = self._look()
+        if run is not None and self._hangs is not None:
+            self._guarded(partial(self._hangs.end, status=self._status), run)
         self._write({"kind": "job", "time": time.time_ns(), "status": self._status})
         run = self._look()
         if run is not None:
@@ -344,6 +388,8 @@ class Supervisor:
         if run is not None:
             self._guarded(self._reporter.summary, run)
         self._passthrough.finish(patience)
+        if self._killed:
+            return HANG
         if (
             self._command.own.strict
             and self._status == 0
@@ -516,6 +562,13 @@ def _installed(distribution: str) -> str:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return ""
+
+
+def _version(distribution: str) -> tuple[int, int]:
+    """Major and minor version, (0, 0) if it is not installed here."""
+    words = _installed(distribution).split(".")[:2]
+    major, minor = (int(each) if each.isdigit() else 0 for each in (*words, "", "")[:2])
+    return major, minor
 
 
 def _count(number: int, one: str, many: str) -> str:

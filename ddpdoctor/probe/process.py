@@ -18,6 +18,7 @@ from ddpdoctor.probe import (
     optimizers,
     pacing,
     rank,
+    stacks,
 )
 from ddpdoctor.probe.hooks import (
     amp,
@@ -52,6 +53,7 @@ def start() -> None:
     if is_launcher():
         return
     os.register_at_fork(after_in_child=rank.forget)
+    os.register_at_fork(after_in_child=stacks.forget)
     os.register_at_fork(after_in_child=debugger.forget)
     os.register_at_fork(after_in_child=checkpoints.forget)
     os.register_at_fork(after_in_child=loads.forget)
@@ -60,6 +62,7 @@ def start() -> None:
     os.register_at_fork(after_in_child=models.forget)
     os.register_at_fork(after_in_child=batches.forget)
     os.register_at_fork(after_in_child=pacing.forget)
+    stacks.declare_worker()
     errors.install()
     gradients.install()
     optimizers.install()

@@ -8,6 +8,7 @@ its own becomes a rank of its own.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import platform
 import socket
@@ -17,7 +18,10 @@ from collections.abc import Callable
 from typing import Any
 
 from ddpdoctor.probe import budget, events, shield, sites, watch
+from ddpdoctor.probe.flight import Flight
+from ddpdoctor.probe.ledger import Ledger
 from ddpdoctor.probe.recorder import Recorder
+from ddpdoctor.probe.ring import RingWriter
 from ddpdoctor.probe.steps import StepTracker
 from ddpdoctor.record import FORMAT, Journal, Phase, Record, StatusPage, rank_stem
 
@@ -33,6 +37,8 @@ class RankState:
         self.restart = restart
         """The attempt that this rank's files belong to."""
         self.budget = budget.from_environment()
+        self.ledger: Ledger | None = None
+        """Where collectives are written down; None if the disk refused the file."""
         self.error_told = False
         self.closed = False
 
@@ -119,7 +125,16 @@ def become(torch: Any) -> None:
         }
     )
     shield.report_to(_report)
-    errors.watch_fatal_signals(os.path.join(run_directory(), rank_stem(rank, restart) + ".fault"))
+    stem = os.path.join(run_directory(), rank_stem(rank, restart))
+    try:
+        _state.ledger = Ledger(RingWriter(stem + ".collectives"))
+        recorder.each_round.append(_state.ledger.look)
+    except OSError as error:
+        shield.fault("ring", error)
+    # In a run directory of another version, nobody asks.
+    with contextlib.suppress(OSError, ValueError):
+        recorder.each_round.append(Flight(run_directory(), stem + ".flight.json").look)
+    errors.watch_fatal_signals(stem + ".fault")
     tracker.page_phase(Phase.STARTING)
     recorder.start()
     watch.start()

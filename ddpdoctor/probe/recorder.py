@@ -38,7 +38,7 @@ class Recorder:
     def __init__(self, page: StatusPage, journal: Journal) -> None:
         self.page = page
         self.dropped = 0
-        self.each_round: Callable[[], None] | None = None
+        self.each_round: list[Callable[[], None]] = []
         """Called by the writing thread every `FLUSH_EVERY` seconds, and once at the end."""
         self._journal = journal
         self._queue: deque[Record | Lazy] = deque()
@@ -84,12 +84,13 @@ class Recorder:
             self._round()
 
     def _round(self) -> None:
-        if self.each_round is not None:
+        for call in tuple(self.each_round):
             try:
-                self.each_round()
+                call()
             except Exception as error:
-                self.each_round = None
-                self.add({"kind": "fault", "hook": "vitals", "error": type(error).__name__})
+                self.each_round.remove(call)
+                hook = call.__module__.rpartition(".")[2]
+                self.add({"kind": "fault", "hook": hook, "error": type(error).__name__})
 
     def _drain(self, last: bool) -> None:
         batch: list[Record | bytes] = []

@@ -165,7 +165,7 @@ class StepTracker:
         self.armed = 0
         """Forwards so far whose backward is all-reduced."""
         self._vitals = Vitals(recorder.page)
-        recorder.each_round = self._vitals.store
+        recorder.each_round.append(self._vitals.store)
         self.step = OpenStep(0, self._began + self._unix, self._vitals)
         self.optimizer_steps = 0
         """Steps of any optimizer, skipped ones included."""

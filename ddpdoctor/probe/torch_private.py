@@ -454,3 +454,14 @@ def saved_tensors(node: Any) -> tuple[list[tuple[bool, Any]], bool]:
                 own = tensor.grad_fn is node or name.startswith("_raw_saved_result")
                 found.append((own, tensor))
     return found, complete
+
+
+def flight_recorder(torch: Any) -> Callable[[], bytes] | None:
+    """What dumps torch's Flight Recorder as a pickle of our own process, or None.
+
+    ``_dump_fr_trace`` (2.9 to 2.13) for all backends, ``_dump_nccl_trace`` (2.3 to 2.8) where torch
+    was built with NCCL. Without it DDP's own collectives are known by their number alone.
+    """
+    c10d = torch._C._distributed_c10d
+    dump: Callable[[], bytes] | None = getattr(c10d, "_dump_fr_trace", None)
+    return dump or getattr(c10d, "_dump_nccl_trace", None)

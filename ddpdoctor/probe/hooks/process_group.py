@@ -10,7 +10,7 @@ from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe import debugger, rank, shield, timeouts, torch_private
+from ddpdoctor.probe import debugger, rank, shield, stacks, timeouts, torch_private
 
 _become = shield.shielded(rank.become)
 
@@ -20,10 +20,10 @@ def install(c10d: ModuleType) -> None:
 
     Runs before ``torch.distributed`` copies the names, so every way to reach them is wrapped.
     """
-    _wrap(c10d, "init_process_group", _joined)
+    _wrap(c10d, "init_process_group", _joined, before=stacks.declare)
     for name in ("new_group", "split_group"):
         if hasattr(c10d, name):
-            _wrap(c10d, name, lambda: None)
+            _wrap(c10d, name, _nothing)
 
 
 def _joined() -> None:
@@ -44,12 +44,19 @@ def _offer(distributed: Any) -> None:
     )
 
 
-def _wrap(c10d: ModuleType, name: str, after: Callable[[], None]) -> None:
+def _nothing() -> None:
+    pass
+
+
+def _wrap(
+    c10d: ModuleType, name: str, after: Callable[[], None], before: Callable[[], None] = _nothing
+) -> None:
     original = getattr(c10d, name)
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def make_group(*args: Any, **kwargs: Any) -> Any:
+        before()
         asked: object = None
         if timeouts.least():
             args, kwargs, asked = _without_timeout(signature, args, kwargs)

@@ -1,0 +1,103 @@
+"""What processes did within a second, as the kernel counts it: CPU time, bytes read and written."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from ddpdoctor.launch import kernel
+from ddpdoctor.record import Record
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The kernel's counters of one process at one moment."""
+
+    letter: str
+    """Its state as in ``/proc/PID/stat``, empty if there is no such process."""
+    cpu: float = 0.0
+    """Seconds, user and system."""
+    children_cpu: float = 0.0
+    """Seconds of its living children and theirs."""
+    characters: int = 0
+    """Bytes that went through ``read`` and ``write``: files, pipes, terminals."""
+    disk: int = 0
+    """Bytes that devices moved for it."""
+    input: bool = False
+    """It sleeps in ``read`` on its standard input."""
+
+
+def sample(pid: int) -> Sample:
+    """Look at a process."""
+    letter, cpu = _stat(pid)
+    if not letter:
+        return Sample("")
+    characters, disk = _io(pid)
+    below = _below(pid)
+    return Sample(
+        letter, cpu, sum(_stat(child)[1] for child in below), characters, disk, _reads_input(pid)
+    )
+
+
+def compared(before: Sample, after: Sample, seconds: float) -> Record:
+    """What happened between two samples, as a record: shares of a core, bytes, the last state."""
+    return {
+        "seconds": round(seconds, 2),
+        "letters": before.letter + after.letter,
+        "cpu": round(max(0.0, after.cpu - before.cpu) / seconds, 3),
+        "children_cpu": round(max(0.0, after.children_cpu - before.children_cpu) / seconds, 3),
+        "characters": max(0, after.characters - before.characters),
+        "disk": max(0, after.disk - before.disk),
+        "input": before.input and after.input,
+    }
+
+
+def cpu_of_tree(pid: int) -> float:
+    """Seconds of CPU time of a process and of all below it."""
+    return _stat(pid)[1] + sum(_stat(each)[1] for each in _below(pid))
+
+
+def _below(pid: int) -> set[int]:
+    """The living descendants of a process."""
+    found: set[int] = set()
+    fresh = kernel.children(pid)
+    while fresh:
+        found |= fresh
+        fresh = {child for each in fresh for child in kernel.children(each)} - found
+    return found
+
+
+def _stat(pid: int) -> tuple[str, float]:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return fields[0], (int(fields[11]) + int(fields[12])) / _TICKS
+    except (OSError, ValueError, IndexError):
+        return "", 0.0
+
+
+def _io(pid: int) -> tuple[int, int]:
+    try:
+        with open(f"/proc/{pid}/io") as file:
+            told = dict(line.split(": ") for line in file.read().splitlines())
+        return (
+            int(told["rchar"]) + int(told["wchar"]),
+            int(told["read_bytes"]) + int(told["write_bytes"]),
+        )
+    except (OSError, ValueError, KeyError):
+        return 0, 0
+
+
+_READ = {"x86_64": "0", "aarch64": "63"}
+
+
+def _reads_input(pid: int) -> bool:
+    """Whether the main thread waits in ``read(0, ...)``; False where the kernel does not tell."""
+    try:
+        with open(f"/proc/{pid}/syscall") as file:
+            words = file.read().split()
+    except OSError:
+        return False
+    return words[:2] == [_READ.get(os.uname().machine, ""), "0x0"]

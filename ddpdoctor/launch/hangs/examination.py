@@ -1,0 +1,171 @@
+"""Gathers, from outside of ranks that may be stuck, what tells why a job stands still.
+
+Runs in a thread of its own and takes a few seconds at most, whatever the ranks do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from ddpdoctor.launch.hangs import activity
+from ddpdoctor.probe.watch import namespace
+from ddpdoctor.record import Record, UnreadableError, rank_stem, read_status
+from ddpdoctor.run import Rank, Run
+from ddpdoctor.stacks.capture import capture
+from ddpdoctor.stacks.model import RankStacks, Thread, to_record
+
+BETWEEN = 1.0
+"""Seconds over which CPU time and bytes are compared."""
+
+PATIENCE = 2.0
+"""Seconds that stacks are waited for, and the Flight Recorder's answer after that second."""
+
+NEWEST = 24
+"""Collectives of a ring that are kept."""
+
+MOST_FRAMES = 48
+"""Frames of a main thread that are kept, the innermost ones."""
+
+OTHER_FRAMES = 8
+"""Frames of any other thread."""
+
+MOST_THREADS = 24
+AGAIN = 16
+"""Ranks whose stacks are taken twice, so that a loop can be told from a wait."""
+
+
+def examine(
+    run: Run, number: int, waiting: Collection[int], before: Mapping[int, Record]
+) -> list[Record]:
+    """What each rank of this host is doing, one record a rank.
+
+    Args:
+        run: A snapshot of the run.
+        number: What ranks were asked with: their Flight Recorder's answer names it.
+        waiting: Ranks that are in a collective and only wait.
+        before: What the examination before this one told of each rank.
+    """
+    here = namespace()
+    began = time.monotonic()
+    local = [rank for rank in run.last if rank.opened.get("namespace", here) == here]
+    samples = {
+        rank.rank: activity.sample(rank.status.pid) for rank in local if rank.status is not None
+    }
+    first = {each.rank: each for each in capture(run, patience=PATIENCE)}
+    for each in first.values():
+        # A process that is not yet a rank.
+        samples.setdefault(each.rank, activity.sample(each.pid))
+    time.sleep(max(0.0, began + BETWEEN - time.monotonic()))
+    suspects = [rank for rank in first if rank not in waiting][:AGAIN]
+    later = {each.rank: each for each in capture(run, suspects, PATIENCE)} if suspects else {}
+    seconds = time.monotonic() - began
+    records = {rank.rank: _of_rank(run, rank) for rank in run.last}
+    flights = _flights(run, local, number, began + BETWEEN + PATIENCE)
+    for rank, record in records.items():
+        record.update(flights.get(rank, {}))
+    for rank, stacks in first.items():
+        record = records.setdefault(rank, {"rank": rank, "restart": stacks.restart})
+        record["stacks"] = to_record(_shortened(stacks))
+        known = before.get(rank, {})
+        if not stacks.threads and known.get("since") == record.get("since"):
+            # It has not moved, so that its stack of then is the one of now.
+            record["stacks"]["threads"] = known.get("stacks", {}).get("threads", [])
+        if rank in later:
+            record["later"] = to_record(_shortened(later[rank], threads=1))
+        record["pid"] = stacks.pid
+    for rank, record in records.items():
+        if rank in samples and "pid" in record:
+            after = activity.sample(record["pid"])
+            record["activity"] = activity.compared(samples[rank], after, seconds)
+    return [records[rank] for rank in sorted(records)]
+
+
+def _of_rank(run: Run, rank: Rank) -> Record:
+    record: Record = {"rank": rank.rank, "restart": rank.restart}
+    status = rank.status
+    # As it is now: the snapshot is some seconds old.
+    with contextlib.suppress(OSError, UnreadableError):
+        status = read_status(str(run.path / f"{rank_stem(rank.rank, rank.restart)}.status"))
+    now = time.time_ns()
+    if rank.exit is not None:
+        record["exit"] = rank.exit
+    if rank.ended is not None:
+        record["ended"] = True
+    if status is None:
+        return record
+    return {
+        **record,
+        "pid": status.pid,
+        "host": rank.opened.get("host", ""),
+        "world_size": status.world_size,
+        "phase": status.phase.label,
+        "since": status.since,
+        "step": status.step,
+        "armed": status.armed,
+        "reduced": status.reduced,
+        "collective": status.collective,
+        "site": status.site,
+        # How long ago its writing thread was last awake, in nanoseconds.
+        "silent": now - status.beat if status.beat is not None else None,
+        **ring_record(rank),
+    }
+
+
+def ring_record(rank: Rank) -> Record:
+    """The newest collectives that a rank called from Python."""
+    ring = rank.ring
+    if ring is None:
+        return {}
+    return {
+        "calls": ring.calls,
+        "waited": ring.waited,
+        "partial": ring.partial,
+        "collectives": [each._asdict() for each in ring.collectives[-NEWEST:]],
+    }
+
+
+def _flights(run: Run, ranks: Iterable[Rank], number: int, deadline: float) -> dict[int, Record]:
+    """What the Flight Recorders told, as far as they answer in time (monotonic seconds)."""
+    found: dict[int, Record] = {}
+    open_ = [rank for rank in ranks if rank.exit is None]
+    while True:
+        for rank in list(open_):
+            told = _read(run.path / f"{rank_stem(rank.rank, rank.restart)}.flight.json")
+            if told is not None and told.get("asked", 0) >= number:
+                found[rank.rank] = {
+                    "flight": told.get("entries"),
+                    "flight_trouble": told.get("trouble", ""),
+                }
+                open_.remove(rank)
+        if not open_ or time.monotonic() >= deadline:
+            break
+        time.sleep(0.05)
+    for rank in open_:
+        found[rank.rank] = {"flight": None, "flight_trouble": "did not answer"}
+    return found
+
+
+def _read(path: Path) -> Record | None:
+    with contextlib.suppress(OSError, ValueError):
+        told = json.loads(path.read_bytes())
+        if isinstance(told, dict):
+            return told
+    return None
+
+
+def _shortened(stacks: RankStacks, threads: int = MOST_THREADS) -> RankStacks:
+    """Stacks with the frames that matter."""
+    main = stacks.main
+    kept = [replace(main, frames=main.frames[-MOST_FRAMES:])] if main is not None else []
+    others = [thread for thread in stacks.threads if thread is not main]
+    kept += [_short(thread) for thread in others[: threads - 1]]
+    return replace(stacks, threads=tuple(kept))
+
+
+def _short(thread: Thread) -> Thread:
+    return replace(thread, frames=thread.frames[-OTHER_FRAMES:])

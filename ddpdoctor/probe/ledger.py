@@ -1,0 +1,164 @@
+"""Writes the rank's calls of collectives into its ring: the numbers that they have in their groups.
+
+All ranks of a group call its collectives in one order, so the same number has to be the same call
+on each of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from typing import Any
+
+from ddpdoctor.probe import torch_private
+from ddpdoctor.probe.calls import Call
+from ddpdoctor.probe.ring import POINT_TO_POINT, RingWriter
+from ddpdoctor.probe.sites import Site
+
+DEFAULT_GROUP = ""
+_MOST_WORKS = 256
+"""Asynchronous calls that nobody has waited for, of which is known which they are."""
+
+_now = time.time_ns
+
+
+class _Group:
+    __slots__ = ("calls", "text")
+
+    def __init__(self, text: int) -> None:
+        self.text = text
+        self.calls = 0
+
+
+class Ledger:
+    """The calls of one rank.
+
+    Args:
+        ring: Where they are written.
+    """
+
+    def __init__(self, ring: RingWriter) -> None:
+        self._ring = ring
+        self._distributed: Any = sys.modules["torch"].distributed
+        self._sum = ring.text("SUM")
+        self._groups: dict[str, _Group] = {}
+        self._names: dict[str, int] = {}
+        self._dtypes: dict[Any, int] = {None: 0}
+        self._ops: dict[Any, int] = {}
+        self._sites: dict[Site, int] = {}
+        self._works: dict[int, int] = {}
+        self._waited = 0
+
+    @property
+    def count(self) -> int:
+        """Calls so far."""
+        return self._ring.count
+
+    def begin(self, name: str, call: Call, site: Site) -> int:
+        """Write down a call that begins; its order, 0 if this rank is not in its group."""
+        tensor, op, root, group_root, group, flags = call
+        # The default group's name is looked up once: it may be made anew, but not renamed.
+        known = self._groups.get(DEFAULT_GROUP if group is None else group.group_name)
+        if known is None:
+            known = self._meet(group)
+            if known is None:
+                return 0
+        number = self._names.get(name)
+        if number is None:
+            number = self._names[name] = self._ring.text(name)
+        place = self._sites.get(site)
+        if place is None:
+            place = self._sites[site] = self._ring.text(site.text)
+        if tensor is None:
+            dtype, shape, numel = 0, (), -1
+        else:
+            shape, numel = tensor.shape, tensor.numel()
+            dtype = self._dtypes.get(tensor.dtype, -1)
+            if dtype < 0:
+                dtype = self._ring.text(str(tensor.dtype).removeprefix("torch."))
+                self._dtypes[tensor.dtype] = dtype
+        if group_root is not None:
+            root = self._distributed.get_global_rank(
+                group or self._distributed.group.WORLD, group_root
+            )
+        if flags & POINT_TO_POINT:
+            sequence = 0
+        else:
+            sequence = known.calls = known.calls + 1
+        texts = (number, known.text, dtype, self._reduce(name, op), place)
+        return self._ring.begin(
+            _now(), sequence, texts, shape, numel, -1 if root is None else root, flags
+        )
+
+    def _reduce(self, name: str, op: Any) -> int:
+        if op is None:
+            return self._sum if "reduce" in name else 0
+        try:
+            return self._ops[op]
+        except (KeyError, TypeError):
+            # Operations with a factor of their own are no keys.
+            text = str(op)
+        number = self._ops.get(text)
+        if number is None:
+            number = self._ops[text] = self._ring.text(text.rpartition(".")[2])
+        with contextlib.suppress(TypeError):
+            self._ops[op] = number
+        return number
+
+    def _meet(self, group: Any) -> _Group | None:
+        """A group that is used for the first time; None if this rank is not in it."""
+        world = self._distributed.group.WORLD
+        actual = world if group is None else group
+        name = getattr(actual, "group_name", None)
+        if name is None:
+            return None
+        ranks = ranges(self._distributed.get_process_group_ranks(actual))
+        made = self._groups.get(name)
+        if made is None:
+            made = self._groups[name] = _Group(self._ring.text(f"{name}|{ranks}"))
+        if actual is world:
+            # Under both names it is one group.
+            self._groups[DEFAULT_GROUP] = made
+        return made
+
+    def returned(self, order: int, result: object) -> None:
+        """The call returned; an asynchronous one goes on."""
+        if result is None or not hasattr(result, "is_completed"):
+            self._ring.end(order, _now())
+            return
+        if len(self._works) >= _MOST_WORKS:
+            self._works.clear()
+        self._works[id(result)] = order
+
+    def waits_for(self, work: object) -> bool:
+        """Somebody waits for an asynchronous call; False if it is none of these."""
+        self._waited = self._works.pop(id(work), 0)
+        if self._waited:
+            self._ring.waits_for(self._waited)
+        return bool(self._waited)
+
+    def waited(self, now: int) -> None:
+        """The wait is over."""
+        self._ring.waits_for(0)
+        self._ring.end(self._waited, now)
+
+    def set_partial(self) -> None:
+        """Say that calls may be missing."""
+        self._ring.set_partial()
+
+    def look(self) -> None:
+        """From the writing thread: compiled code calls its collectives itself."""
+        if torch_private.has_compiled():
+            self._ring.set_partial()
+
+
+def ranges(ranks: list[int]) -> str:
+    """Ranks in few words: ``0-2,5``."""
+    found: list[list[int]] = []
+    for number in sorted(ranks):
+        if found and found[-1][1] == number - 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in found)

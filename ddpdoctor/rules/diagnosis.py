@@ -1,0 +1,329 @@
+"""Why a job stands still: what was seen of its ranks, judged once for all the rules."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from ddpdoctor.finding import Finding, Severity
+from ddpdoctor.record import integer
+from ddpdoctor.rules import apart
+from ddpdoctor.rules.decisions import decisions
+from ddpdoctor.rules.evaluation import forward_under_rank_guard
+from ddpdoctor.rules.hangs import left_early
+from ddpdoctor.rules.out_of_step import guarded, mismatch, named, order, same_number, waiting_line
+from ddpdoctor.rules.standing import Standing, Standstill, brief, quoted, standstill
+from ddpdoctor.rules.waits import Blocked, blocked
+from ddpdoctor.rules.whereabouts import Whereabouts, state_of, whereabouts
+from ddpdoctor.run import Run
+from ddpdoctor.stacks.user_frames import user_frames
+
+_memo: tuple[Run, list[Finding]] | None = None
+
+
+def diagnosed(run: Run, code: str) -> Iterator[Finding]:
+    """The findings with a code about a job that stands still."""
+    global _memo
+    if _memo is None or _memo[0] is not run:
+        _memo = run, list(_diagnose(run))
+    yield from (finding for finding in _memo[1] if finding.code == code)
+
+
+def _diagnose(run: Run) -> Iterator[Finding]:
+    still = standstill(run)
+    if still is None:
+        return
+    found = list(_explained(run, still))
+    yield from found
+    if not found and still.everybody and any(rank.in_collective for rank in still.ranks):
+        yield from _unexplained(run, still)
+
+
+def _explained(run: Run, still: Standstill) -> Iterator[Finding]:
+    if _known(run):
+        # What the ranks did before says it better.
+        return
+    if not any(rank.joined for rank in still.ranks):
+        yield from _before_joining(run, still)
+        return
+    waits = blocked(still)
+    states = [(rank, told) for rank in still.ranks if (told := state_of(rank)) is not None]
+    if states:
+        # What such a rank was in before says nothing any more.
+        yield from _whereabouts(still, states, waits[0] if waits else None)
+    elif waits:
+        yield from _of_waits(run, still, waits)
+    elif still.everybody:
+        yield from _nobody_waits(still)
+
+
+def _unexplained(run: Run, still: Standstill) -> Iterator[Finding]:
+    """The facts, where nobody can be blamed for sure."""
+    if apart.first_apart(apart.rings(run), _gloo(run)) is not None or _known(run):
+        return
+    ranks = [rank for rank in still.ranks if rank.joined and not rank.ended]
+    yield Finding(
+        code="DDP814",
+        about="unexplained",
+        severity=Severity.WARNING,
+        message=f"the job stands still since {still.seconds:.0f} s: "
+        + "; ".join(
+            f"rank {rank.rank} {_doing(rank)} at {quoted(rank.site)}" for rank in ranks[:3]
+        ),
+        ranks=tuple(rank.rank for rank in ranks),
+        location=ranks[0].site if ranks else None,
+        evidence=(
+            *(f"rank {rank.rank} {_doing(rank)} at {brief(rank.site)}" for rank in ranks[3:8]),
+            *_untold(still),
+        ),
+        fix="Compare the lines that the ranks are at: `ddpdoctor stacks` shows them in full.",
+    )
+
+
+def _doing(rank: Standing) -> str:
+    return (
+        f"waits in {rank.waits_in}" if rank.in_collective else f"is in {rank.phase or 'start-up'}"
+    )
+
+
+def _known(run: Run) -> bool:
+    """Whether another rule says why."""
+    return bool(decisions(run) or any(left_early(run)) or any(forward_under_rank_guard(run)))
+
+
+# -- some wait in a collective
+
+
+def _of_waits(run: Run, still: Standstill, waits: Sequence[Blocked]) -> Iterator[Finding]:
+    first = waits[0]
+    alone = guarded(waits)
+    if alone is not None:
+        yield alone
+        return
+    if apart.first_apart(apart.rings(run), _gloo(run)) is not None:
+        # Said by itself, from the rings, whether or not the job stands still.
+        return
+    elsewhere = [rank for rank in first.absent if rank.in_collective]
+    gone = [rank for rank in first.absent if not rank.in_collective]
+    if gone:
+        starting = all(not rank.step for rank in still.ranks)
+        yield from _whereabouts(
+            still, [(rank, whereabouts(rank, starting)) for rank in gone], first
+        )
+    elif elsewhere:
+        yield order(waits)
+    else:
+        yield from _all_there(still, first)
+
+
+def _whereabouts(
+    still: Standstill, told: Sequence[tuple[Standing, Whereabouts]], wait: Blocked | None
+) -> Iterator[Finding]:
+    """A finding for each thing that ranks do instead of joining the others."""
+    kinds: dict[object, list[tuple[Standing, Whereabouts]]] = defaultdict(list)
+    for rank, each in told:
+        kinds[each.code, each.location, each.severity].append((rank, each))
+    culprits = {rank.rank for rank, _ in told}
+    for found in kinds.values():
+        ranks = [rank for rank, _ in found]
+        each = found[0][1]
+        severity = each.severity
+        if not still.everybody and each.code in ("DDP802", "DDP807", "DDP811"):
+            severity = min(severity, Severity.WARNING)
+        waiting = [r for r in (wait.waiting if wait is not None else ()) if r.rank not in culprits]
+        yield Finding(
+            code=each.code,
+            about=_about(ranks, severity),
+            severity=severity,
+            message=_sentence(ranks, each, wait if waiting else None, waiting),
+            ranks=tuple(rank.rank for rank in ranks),
+            location=each.location,
+            evidence=(
+                *each.evidence,
+                *(waiting_line(rank) for rank in waiting[:3]),
+                *_untold(still),
+            ),
+            fix=each.fix
+            or "Let every rank call the same collectives in the same order; work that "
+            "one rank does alone has to be shorter than the collectives' timeout.",
+            traceback=_traceback(ranks[0]),
+        )
+
+
+def _about(ranks: list[Standing], severity: Severity) -> str:
+    """One standstill of the same ranks, wherever they are seen meanwhile."""
+    since = max(integer(rank.record, "since") for rank in ranks)
+    return f"{severity.label} {[rank.rank for rank in ranks]} {since}"
+
+
+def _sentence(
+    ranks: list[Standing], each: Whereabouts, wait: Blocked | None, waiting: list[Standing]
+) -> str:
+    who = named([rank.rank for rank in ranks])
+    plural = len(ranks) > 1
+    text = f"are {each.text[3:]}" if plural and each.text.startswith("is ") else each.text
+    if wait is None:
+        return f"{who} {text}"
+    others = named([rank.rank for rank in waiting])
+    verb = "wait" if len(waiting) > 1 else "waits"
+    if each.code == "DDP802":
+        again = "they" if plural else who
+        return (
+            f"{who} never joined {wait.what}, where {others} {verb} in {quoted(waiting[0].site)}; "
+            f"{again} {text}"
+        )
+    return (
+        f"{who} {text}; {others} {verb} for {'them' if plural else 'it'} in {wait.what} at "
+        f"{quoted(waiting[0].site)}"
+    )
+
+
+def _all_there(still: Standstill, one: Blocked) -> Iterator[Finding]:
+    """Nobody is missing who could be seen."""
+    same = same_number([one])
+    if same is not None:
+        yield mismatch(same)
+        return
+    waiting = one.waiting
+    if one.unseen:
+        yield Finding(
+            code="DDP802",
+            about="other nodes",
+            severity=Severity.WARNING,
+            message=f"all ranks of this node wait in {one.what}; {named(one.unseen)} of other "
+            "nodes did not join it, or cannot be reached",
+            ranks=one.unseen,
+            location=waiting[0].site,
+            evidence=tuple(waiting_line(rank) for rank in waiting[:4]),
+            fix="Look at what ddpdoctor says on the other nodes.",
+        )
+        return
+    if len(waiting) < len(still.ranks) or not still.everybody:
+        # The others are in a later one, which these may yet come to.
+        return
+    yield Finding(
+        code="DDP814",
+        about="all there",
+        severity=Severity.WARNING,
+        message=f"all ranks are in {one.what} since {waiting[0].seconds} s and it does not end: "
+        "the network between them, or the backend",
+        ranks=tuple(rank.rank for rank in waiting),
+        location=waiting[0].site,
+        evidence=(*(waiting_line(rank) for rank in waiting[:4]), *_untold(still)),
+        fix="Check the network and the interface that the backend took "
+        "(NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME; NCCL_DEBUG=INFO says).",
+    )
+
+
+# -- nobody waits in a collective
+
+
+def _nobody_waits(still: Standstill) -> Iterator[Finding]:
+    starting = all(not rank.step for rank in still.ranks)
+    told = [(rank, whereabouts(rank, starting)) for rank in still.ranks if rank.looked_at]
+    named_ = [(rank, each) for rank, each in told if each.code not in ("DDP802", "DDP811")]
+    if named_:
+        yield from _whereabouts(still, named_, None)
+        return
+    idle = [
+        (rank, each)
+        for rank, each in told
+        if each.severity >= Severity.ERROR and rank.joined and rank.frame is not None
+    ]
+    if not idle or len(idle) < len(told):
+        return
+    rank, each = idle[0]
+    yield Finding(
+        code="DDP814",
+        about="nobody waits",
+        severity=Severity.WARNING,
+        message=f"no rank has moved since {min(r.seconds for r, _ in idle)} s and none waits in a "
+        f"collective: {named([rank.rank])} {each.text}",
+        ranks=tuple(rank.rank for rank, _ in idle),
+        location=each.location,
+        evidence=tuple(f"rank {r.rank} {e.text}" for r, e in idle[1:5]),
+        fix="If they wait for something outside (a file, a server, a queue), look there.",
+        traceback=_traceback(rank),
+    )
+
+
+def _before_joining(run: Run, still: Standstill) -> Iterator[Finding]:
+    """No rank has come out of ``init_process_group``."""
+    joining = [
+        (rank, each) for rank in still.ranks if (each := whereabouts(rank, False)).code == "DDP813"
+    ]
+    if joining:
+        rank, each = joining[0]
+        who = named([rank.rank for rank, _ in joining])
+        verb = "wait" if len(joining) > 1 else "waits"
+        yield Finding(
+            code="DDP813",
+            about="rendezvous",
+            severity=Severity.ERROR,
+            message=f"{who} {verb} in init_process_group at {quoted(each.location)} since "
+            f"{still.seconds:.0f} s for ranks that never came",
+            ranks=tuple(rank.rank for rank, _ in joining),
+            location=each.location,
+            evidence=_launched(run),
+            fix="Start the missing ranks, or correct the world size; all need the same address "
+            "and port, and a network that lets them through.",
+            traceback=_traceback(rank),
+        )
+    elif (
+        not still.ranks
+        and run.manifest.get("launcher") == "torchrun"
+        and _option(run, "--nnodes") not in (None, "1")
+    ):
+        nodes = _option(run, "--nnodes")
+        yield Finding(
+            code="DDP813",
+            about="rendezvous",
+            severity=Severity.ERROR,
+            message=f"torchrun waits in rendezvous since {still.seconds:.0f} s: of {nodes} nodes, "
+            "not all have come",
+            evidence=_launched(run),
+            fix="Start the command on every node, with the same --nnodes, --rdzv-id and "
+            "--rdzv-endpoint (or --master-addr), each with its own --node-rank; check that the "
+            "endpoint can be reached from there.",
+        )
+
+
+def _launched(run: Run) -> tuple[str, ...]:
+    words = ("--nnodes", "--nproc-per-node", "--node-rank", "--rdzv-endpoint", "--master-addr")
+    told = [f"{word} {value}" for word in words if (value := _option(run, word)) is not None]
+    return (f"started with {' '.join(told)}",) if told else ()
+
+
+def _option(run: Run, name: str) -> str | None:
+    """The value of torchrun's option, in either spelling."""
+    words = [str(word) for word in run.manifest.get("command") or ()]
+    for spelling in (name, name[:2] + name[2:].replace("-", "_")):
+        for at, word in enumerate(words):
+            if word == spelling and at + 1 < len(words):
+                return words[at + 1]
+            if word.startswith(f"{spelling}="):
+                return word.partition("=")[2]
+    return None
+
+
+# -- in words
+
+
+def _untold(still: Standstill) -> tuple[str, ...]:
+    """Ranks whose evidence could not be had."""
+    found = [
+        f"no stack of rank {rank.rank}: {rank.stacks.trouble}"
+        for rank in still.ranks
+        if rank.stacks is not None and rank.stacks.trouble
+    ]
+    return tuple(found[:3])
+
+
+def _traceback(rank: Standing) -> str:
+    """The user's part of a rank's stack, as a traceback is written."""
+    frames = user_frames(rank.frames)
+    return "".join(f'  File "{f.path}", line {f.line}, in {f.function}\n' for f in frames)
+
+
+def _gloo(run: Run) -> bool:
+    return all("nccl" not in str(rank.opened.get("backend", "")) for rank in run.last)

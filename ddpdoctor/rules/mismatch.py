@@ -1,0 +1,236 @@
+"""Collectives that do not fit together (DDP401, DDP803, DDP804), in a hang, a crash or neither."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ddpdoctor.finding import Finding, Severity, rule
+from ddpdoctor.probe.hooks.ddp import BUFFERS
+from ddpdoctor.record import Phase
+from ddpdoctor.rules import apart
+from ddpdoctor.rules.diagnosis import diagnosed
+from ddpdoctor.rules.endings import PATIENCE, endings, first_failure, mispaired
+from ddpdoctor.rules.guards import rank_guard
+from ddpdoctor.rules.out_of_step import guarded_finding, mismatch, named
+from ddpdoctor.rules.standing import Call, quoted
+from ddpdoctor.run import Rank, Run
+
+
+@rule("DDP401", "collective-under-rank-guard", Severity.ERROR)
+def collective_under_rank_guard(run: Run) -> Iterator[Finding]:
+    """A collective is called under a condition on the rank, by some ranks alone.
+
+    What it finds
+        A rank that waits in a barrier, all-reduce or broadcast that stands under `if rank == 0:`
+        (or behind `if rank != 0: return`) while the ranks it waits for wait in another collective,
+        or failed because theirs met it.
+
+    Why it is bad
+        A collective ends when all ranks of its group have called it. The job hangs until the
+        timeout, or the call pairs with another collective and mixes up their data.
+
+    How to fix it
+        Move the call out of the branch, so that every rank makes it.
+
+    Example
+        Wrong: `if rank == 0: save(); dist.barrier()`.
+        Right: `if rank == 0: save()`, and `dist.barrier()` for all.
+
+    When it stays silent
+        When every branch calls the same collective; for `if rank != 0: barrier()` before and
+        `if rank == 0: barrier()` behind the work of rank 0, which fit together; in groups whose
+        ranks all call it; while the ranks that are missing are at work (DDP802).
+
+    Since
+        0.1.0
+    """
+    hung = list(diagnosed(run, "DDP401"))
+    yield from hung
+    if not hung:
+        yield from _different(run, "DDP401")
+        yield from _failed(run, "DDP401")
+
+
+@rule("DDP803", "different-collectives", Severity.ERROR)
+def different_collectives(run: Run) -> Iterator[Finding]:
+    """Ranks call different collectives where they ought to call the same one.
+
+    What it finds
+        The n-th collective of a process group is another one on some ranks: another operation,
+        tensor size, dtype, reduce operation (SUM against MAX) or root.
+
+    Why it is bad
+        Some of these hang, some fail with a message about sizes, and some go unnoticed: ranks that
+        reduce with different operations all get wrong numbers, and nothing else checks that.
+
+    How to fix it
+        Make the call the same on all ranks. Where the operations differ, one rank usually made one
+        call more, or one less, some lines before.
+
+    Example
+        Wrong: `dist.all_reduce(x, dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)`.
+        Right: one operation on all ranks.
+
+    When it stays silent
+        For the same call at different lines (`if`/`else` with the same collective); for tensors of
+        one size but another shape; for `all_to_all`, and with NCCL `all_gather` and
+        `reduce_scatter`, whose sizes may differ; where some calls were compiled and cannot be seen.
+        Collectives called in other threads are not compared.
+
+    Since
+        0.1.0
+    """
+    hung = list(diagnosed(run, "DDP803"))
+    yield from hung
+    if not hung:
+        told = list(_different(run, "DDP803"))
+        yield from told or _failed(run, "DDP803")
+
+
+@rule("DDP804", "groups-in-different-order", Severity.ERROR)
+def groups_in_different_order(run: Run) -> Iterator[Finding]:
+    """Ranks use two process groups in different order and wait for each other.
+
+    What it finds
+        A rank waits in a collective of one group for a rank that waits in a collective of another
+        group for the first.
+
+    Why it is bad
+        Neither call can end: the job hangs until the timeout.
+
+    How to fix it
+        Call the collectives of all groups in one order on every rank.
+
+    Example
+        Wrong: rank 0 reduces in group A, then in B; rank 1 in B, then in A.
+        Right: A, then B, on both.
+
+    When it stays silent
+        While one of the two is at work and may yet come.
+
+    Since
+        0.1.0
+    """
+    yield from diagnosed(run, "DDP804")
+
+
+def come_apart(run: Run) -> bool:
+    """Whether it is known which collectives did not fit together."""
+    known = (collective_under_rank_guard, different_collectives, groups_in_different_order)
+    return any(True for detect in known for _ in detect(run))
+
+
+def _different(run: Run, code: str) -> Iterator[Finding]:
+    """The first collective that the rings tell to be another one on some ranks."""
+    calls = apart.rings(run)
+    if len(calls) < 2:
+        return
+    backends = {str(rank.opened.get("backend", "")) for rank in run.last}
+    found = apart.first_apart(calls, gloo=not any("nccl" in each for each in backends))
+    if found is None:
+        return
+    by_guard = found.guard is not None and len(found.guilty) < len(found.calls)
+    if by_guard and "operation" in found.differences:
+        if code == "DDP401":
+            assert found.guard is not None
+            evidence = apart.evidence(found.calls)
+            yield guarded_finding(found.guilty, found.odd, found.guard, evidence)
+    elif code == "DDP803":
+        yield mismatch(found)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """A job that failed while its ranks were in different collectives."""
+
+    inside: dict[int, Call]
+    """Ranks that had called one from Python, and which."""
+    elsewhere: tuple[int, ...]
+    """Ranks that had not, and were in one of DDP's own."""
+
+
+def _failure(run: Run) -> _Failure | None:
+    restart = run.restarts[-1]
+    ends = endings(run, restart)
+    cause = first_failure(run, restart)
+    abrupt = cause is not None and (mispaired(run, cause) or cause.status == -signal.SIGABRT)
+    if not ends or (cause is not None and not abrupt):
+        return None
+    calls = {
+        rank: [apart.call_of(each) for each in told if not each.point_to_point]
+        for rank, told in apart.rings(run).items()
+    }
+    last = {rank: told[-1] for rank, told in calls.items() if told}
+    inside = {rank: call for rank, call in last.items() if not call.done and call.site is not None}
+    if cause is None:
+        # Lost for another reason, ranks may have been a moment apart.
+        late = ends[0].time - PATIENCE
+        inside = {rank: call for rank, call in inside.items() if call.began < late}
+    if not inside:
+        return None
+    first = min(inside.values(), key=lambda call: call.began)
+    same = {
+        rank: call
+        for rank, call in inside.items()
+        if (call.group, call.sequence) == (first.group, first.sequence)
+    }
+    elsewhere = tuple(
+        rank.rank
+        for rank in run.last
+        if rank.rank in calls
+        and rank.rank not in inside
+        and _count(calls[rank.rank], first) < first.sequence
+        and _was_in(rank) in (Phase.BACKWARD.label, BUFFERS)
+    )
+    return _Failure(same, elsewhere) if elsewhere else None
+
+
+def _failed(run: Run, code: str) -> Iterator[Finding]:
+    found = _failure(run)
+    if found is None:
+        return
+    inside, elsewhere = sorted(found.inside), found.elsewhere
+    call = found.inside[inside[0]]
+    assert call.site is not None
+    guard = rank_guard(call.site.path, call.site.line)
+    evidence = (
+        *apart.evidence(found.inside),
+        *(f"rank {rank} was in a collective of DDP's own" for rank in elsewhere[:3]),
+    )
+    if guard is not None and len(inside) <= len(elsewhere):
+        if code == "DDP401":
+            yield guarded_finding(inside, call, guard, evidence)
+    elif code == "DDP803":
+        many = len(inside) > len(elsewhere)
+        few = elsewhere if many else (inside if len(inside) < len(elsewhere) else ())
+        who, others = (elsewhere, inside) if many else (inside, elsewhere)
+        did = "passed over" if many else "called"
+        then = "in which" if many else "while"
+        yield Finding(
+            code="DDP803",
+            about=f"{call.site}",
+            severity=Severity.ERROR,
+            message=f"{named(who)} {did} {call.what} at {quoted(call.site)}, {then} "
+            f"{named(others)} {'were' if len(others) > 1 else 'was'}"
+            + (" when the job failed" if many else " in DDP's own all-reduce, and the job failed"),
+            ranks=tuple(sorted(few or (*inside, *elsewhere))),
+            location=call.site,
+            evidence=evidence,
+            fix="Let every rank make the call: what decides on it has to be the same on all ranks.",
+        )
+
+
+def _count(calls: list[Call], wanted: Call) -> int:
+    """How many collectives of a group a rank has called."""
+    return max((each.sequence for each in calls if each.group == wanted.group), default=0)
+
+
+def _was_in(rank: Rank) -> str:
+    """What a rank was in when it failed or was ended."""
+    error = next(rank.of_kind("error"), None)
+    if error is not None:
+        return str(error.get("collective") or error.get("phase") or "")
+    status = rank.status
+    return (status.collective or status.phase.label) if status is not None else ""

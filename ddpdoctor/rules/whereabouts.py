@@ -1,0 +1,326 @@
+"""What a rank does instead of what the others wait for: read off its process and its stack."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ddpdoctor.finding import Location, Severity
+from ddpdoctor.rules.guards import constant_while, statement
+from ddpdoctor.rules.standing import Standing, brief, quoted
+from ddpdoctor.stacks.model import Frame
+from ddpdoctor.stacks.user_frames import is_user_path
+
+BUSY = 0.2
+"""Share of a core above which a process is at work; ranks may have to share their cores."""
+
+NOTICED = 5.0
+"""Seconds within which a launcher notices that a rank has died."""
+
+MOVING = 1 << 20
+"""Bytes within a second above which a process visibly reads or writes."""
+
+_LOADER = "torch/utils/data/dataloader.py"
+_PROMPT = ("input(", "pdb.", "breakpoint(", "sys.stdin", "getpass(")
+_DEBUGGERS = ("/pdb.py", "/bdb.py", "/cmd.py", "/ipdb/", "/pudb/")
+_JOINING = ("init_process_group", "new_group", "rendezvous", "_store_based_barrier")
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """What a rank does.
+
+    Attributes:
+        code: The rule that it is the business of.
+        text: What it does, as the end of a sentence that begins with the rank:
+            ``is stopped (SIGSTOP)``.
+        severity: An error if it does not go on by itself.
+        location: Where.
+        fix: What to do about it.
+        evidence: More facts.
+    """
+
+    code: str
+    text: str
+    severity: Severity
+    location: Location | None
+    fix: str = ""
+    evidence: tuple[str, ...] = ()
+
+
+def state_of(rank: Standing) -> Whereabouts | None:
+    """What its process's state tells, whatever its code does; None if it may simply be at work."""
+    letters, place = rank.letters, rank.site
+    at = f"at {quoted(place)}" if rank.frame is not None else f"last seen at {quoted(place)}"
+    since = f"since {rank.seconds} s"
+    if rank.ended:
+        return None
+    if rank.dead_for is not None:
+        if rank.dead_for < NOTICED:
+            return None
+        return Whereabouts(
+            "DDP812",
+            f"died at {brief(place)} and its launcher has not noticed",
+            Severity.ERROR,
+            place,
+            "Start the ranks with torchrun, which ends a job when a rank dies; or join the "
+            "processes and look at their exit codes.",
+        )
+    if letters and set(letters) == {"T"}:
+        return Whereabouts(
+            "DDP805",
+            f"is stopped (SIGSTOP, SIGTSTP or Ctrl-Z) {since}, {at}",
+            Severity.ERROR,
+            place,
+            f"Continue it with `kill -CONT {rank.record.get('pid')}`, and find out who stopped it.",
+        )
+    if letters and set(letters) == {"t"}:
+        return Whereabouts(
+            "DDP805",
+            f"is held by a tracer (gdb, strace) {since}, {at}",
+            Severity.WARNING,
+            place,
+            "Let the tracer go on, or detach it.",
+        )
+    if letters == "DD":
+        moving = rank.activity("disk") >= MOVING
+        stacks = rank.stacks
+        where = f" in {stacks.state.wchan}" if stacks is not None and stacks.state.wchan else ""
+        return Whereabouts(
+            "DDP806",
+            f"waits for a disk or device{where} {since}, {at}",
+            Severity.WARNING if moving else Severity.ERROR,
+            place,
+            "Look at the file system that it reads or writes (a hanging NFS server, a full or "
+            "failing disk): `dmesg`, `df`.",
+            (f"moved {_bytes(rank.activity('disk'))} to or from a device within a second",),
+        )
+    if rank.silent and rank.looked_at:
+        return _native(rank, place, since, at)
+    return None
+
+
+def _native(rank: Standing, place: Location | None, since: str, at: str) -> Whereabouts:
+    stacks = rank.stacks
+    native = tuple(stacks.native[-4:]) if stacks is not None else ()
+    cpu = rank.activity("cpu")
+    doing = f"busy, {_percent(cpu)} of a core" if cpu >= BUSY else "idle"
+    return Whereabouts(
+        "DDP810",
+        f"holds the GIL in native code {since}, {at} ({doing}), so that none of its Python threads "
+        "can run",
+        Severity.ERROR,
+        place,
+        "The extension that is called there has to release the GIL while it works or waits "
+        "(Py_BEGIN_ALLOW_THREADS, pybind11's gil_scoped_release, ctypes.CDLL not PyDLL).",
+        (f"native frames: {' > '.join(native)}",) if native else (),
+    )
+
+
+def whereabouts(rank: Standing, starting: bool) -> Whereabouts:
+    """What a rank does that is not in a collective.
+
+    Args:
+        rank: The rank.
+        starting: Whether no rank has closed its first step yet.
+    """
+    told = state_of(rank)
+    if told is not None:
+        return told
+    if rank.ended or rank.dead_for is not None:
+        text = "has ended" if rank.ended else "has died"
+        return Whereabouts("DDP802", text, Severity.ERROR, rank.site)
+    frames, place = rank.frames, rank.site
+    since = f" since {rank.seconds} s" if rank.seconds else ""
+    if _prompts(rank, frames):
+        debugger = any(part in frame.path for frame in frames for part in _DEBUGGERS)
+        return Whereabouts(
+            "DDP808",
+            f"waits for {'a command in the debugger (pdb)' if debugger else 'input'} at "
+            f"{quoted(place)}{since}",
+            Severity.ERROR,
+            place,
+            "Take it out, or use `breakpoint()` with the debugger attached: then the ranks wait "
+            "for each other without timing out."
+            if debugger
+            else "Read answers on no rank, or on rank 0 and broadcast them; a job has no keyboard.",
+        )
+    if any(_LOADER in frame.path for frame in frames[-12:]):
+        return _loader(rank, place, since)
+    joining = next((f.function for f in reversed(frames) if f.function in _JOINING), None)
+    if joining is not None or (frames and not rank.joined and _in_store(frames)):
+        return Whereabouts(
+            "DDP813",
+            f"waits in {joining or 'rendezvous'} at {quoted(place)} for ranks that have not come",
+            Severity.ERROR,
+            place,
+        )
+    doing = _doing(rank)
+    if starting and not rank.step and _works(rank):
+        return Whereabouts(
+            "DDP811",
+            f"is still starting up: in {_place(rank)}, {doing}{since}",
+            Severity.WARNING,
+            place,
+        )
+    loop = _loop(rank)
+    if loop is not None and rank.activity("cpu") >= BUSY:
+        return loop
+    working = _works(rank)
+    return Whereabouts(
+        "DDP802",
+        f"is in {_place(rank)}, {doing}{since}",
+        Severity.WARNING if working else Severity.ERROR,
+        place,
+    )
+
+
+def _place(rank: Standing) -> str:
+    """``save_checkpoint` train.py:88``, or the line's own code where it stands in no function."""
+    frame, site = rank.frame, rank.site
+    if frame is None or site is None:
+        return f"phase {rank.phase}, last seen at {brief(site)}" if site else "an unknown place"
+    name = frame.function.rpartition(".")[2]
+    if name in ("<module>", "main", "train", "<lambda>"):
+        return quoted(site)
+    return f"`{name}` {brief(site)}"
+
+
+def _doing(rank: Standing) -> str:
+    told = []
+    if rank.activity("characters") >= MOVING or rank.activity("disk") >= MOVING:
+        amount = max(rank.activity("characters"), rank.activity("disk"))
+        told.append(f"reading or writing {_bytes(amount)}/s")
+    cpu, below = rank.activity("cpu"), rank.activity("children_cpu")
+    if cpu >= BUSY:
+        told.append(f"computing ({_percent(cpu)} of a core)")
+    elif below >= BUSY:
+        told.append(f"waiting for its child processes, which compute ({_percent(below)} of a core)")
+    return ", ".join(told) or "idle"
+
+
+def _works(rank: Standing) -> bool:
+    """Whether it makes progress that can be seen from outside."""
+    return (
+        rank.activity("cpu") >= BUSY
+        or rank.activity("children_cpu") >= BUSY
+        or rank.activity("characters") >= MOVING
+        or rank.activity("disk") >= MOVING
+    )
+
+
+def _loop(rank: Standing) -> Whereabouts | None:
+    """An endless loop: at two moments within one ``while`` that cannot end."""
+    frame = rank.frame
+    if frame is None:
+        return None
+    head = constant_while(frame.path, frame.line)
+    if head is None:
+        return None
+    later = [each for each in rank.later_frames if each.path == frame.path]
+    if not any(constant_while(each.path, each.line) == head for each in later):
+        return None
+    lines = sorted({frame.line, *(each.line for each in later if each.function == frame.function)})
+    place = Location(frame.path, head)
+    return Whereabouts(
+        "DDP807",
+        f"runs in an endless loop, {quoted(place)}, since {rank.seconds} s "
+        f"({_percent(rank.activity('cpu'))} of a core)",
+        Severity.ERROR,
+        place,
+        "Nothing in the loop changes what its condition tests: give it a way to end.",
+        (f"seen at lines {', '.join(map(str, lines))} within a second",),
+    )
+
+
+def _prompts(rank: Standing, frames: tuple[Frame, ...]) -> bool:
+    if any(part in frame.path for frame in frames[-6:] for part in _DEBUGGERS):
+        return True
+    last = frames[-1] if frames else None
+    asks = (
+        last is not None
+        and is_user_path(last.path)
+        and any(word in statement(last.path, last.line) for word in _PROMPT)
+    )
+    reading = bool((rank.record.get("activity") or {}).get("input"))
+    return (reading and rank.activity("cpu") < BUSY) or (asks and not _works(rank))
+
+
+def _in_store(frames: tuple[Frame, ...]) -> bool:
+    return any("torch/distributed/" in frame.path for frame in frames[-6:])
+
+
+def _loader(rank: Standing, place: Location | None, since: str) -> Whereabouts:
+    """It waits for a DataLoader, with or without workers."""
+    stacks = rank.stacks
+    children = [
+        child
+        for child in (stacks.state.children if stacks is not None else ())
+        if "resource_tracker" not in child.command
+    ]
+    dead = [child for child in children if child.letter in ("Z", "X")]
+    stopped = [child for child in children if child.letter in ("T", "t")]
+    waits_for_workers = any(
+        frame.function in ("_try_get_data", "_get_data") for frame in rank.frames[-12:]
+    )
+    if not waits_for_workers:
+        working = _works(rank)
+        return Whereabouts(
+            "DDP809",
+            f"loads its data itself at {_place(rank)}, {_doing(rank)}{since}",
+            Severity.WARNING if working else Severity.ERROR,
+            place,
+        )
+    number = len(children)
+    states = tuple(f"worker {each.pid} is in state {each.letter}" for each in children[:6])
+    if dead:
+        what, fix = f"{_count(len(dead))} of which died", "See the worker's own output for why."
+    elif stopped:
+        what = f"{_count(len(stopped))} of which {_is(len(stopped))} stopped (SIGSTOP)"
+        fix = f"Continue it: `kill -CONT {stopped[0].pid}`."
+    elif not number:
+        what, fix = "which are gone", "See the workers' own output for why."
+    elif rank.activity("children_cpu") >= BUSY:
+        what = f"which compute ({_percent(rank.activity('children_cpu'))} of a core)"
+        return Whereabouts(
+            "DDP809",
+            f"waits for the {number} workers of its DataLoader at {quoted(place)}{since}, {what}",
+            Severity.WARNING,
+            place,
+            "Make loading faster, or use more workers.",
+            states,
+        )
+    else:
+        what = "which sleep, too: deadlocked"
+        fix = (
+            "A worker waits for a lock, a queue or a file: a lock that was held when it was forked "
+            "(threads, a library with a pool) never opens. Try `multiprocessing_context='spawn'` "
+            "or num_workers=0."
+        )
+    return Whereabouts(
+        "DDP809",
+        f"waits for the {number} worker{'' if number == 1 else 's'} of its DataLoader at "
+        f"{quoted(place)}{since}, {what}",
+        Severity.ERROR,
+        place,
+        fix,
+        states,
+    )
+
+
+def _count(number: int) -> str:
+    return "one" if number == 1 else str(number)
+
+
+def _is(number: int) -> str:
+    return "is" if number == 1 else "are"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _bytes(number: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f} bytes"

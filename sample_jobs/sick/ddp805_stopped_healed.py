@@ -1,0 +1,38 @@
+"""Somebody stops rank 1 and soon continues it."""
+
+# run: --hang-after 5
+
+import gc
+import os
+import signal
+import subprocess
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    for step in range(12):
+        torch.manual_seed(1000 * step + rank)
+        loss = ddp(torch.randn(32, 16)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step == 5 and rank == 1:
+            command = f"sleep 1; kill -CONT {os.getpid()}"
+            with subprocess.Popen(["sh", "-c", command]):
+                os.kill(os.getpid(), signal.SIGSTOP)
+    del ddp, optimizer
+    gc.collect()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""Jobs that stand still: when they are looked at, and what is said of them.
+
+The sick jobs (`tests/test_sick_jobs.py`) are the real ones; here is what they do not reach.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ddpdoctor.rules  # noqa: F401 (registers the rules)
+from ddpdoctor.finding import RULES, Finding, Severity, examine
+from ddpdoctor.launch.hangs.signs import FIRST, PATIENCE, STEPS, Signs
+from ddpdoctor.record import Phase, Status
+from ddpdoctor.rules.guards import constant_while, rank_guard
+from ddpdoctor.rules.waits import parsed
+from ddpdoctor.run import Rank, Run
+from tests.conftest import Doctor
+
+NOW = 1_800_000_000_000_000_000
+
+
+def status(rank: int, phase: Phase, step: int = 3, since: int = 0) -> Status:
+    return Status(
+        1000 + rank, rank, 4, rank, 0, 1, phase, since, step, None, step, 10, 0, False, "", ""
+    )
+
+
+def job(*ranks: Status, line: bytes = b"") -> Run:
+    told = tuple(
+        Rank(each.rank, 0, each, step_lines=(line,) * 20 if line else ()) for each in ranks
+    )
+    return Run(Path("/data/run"), {}, told)
+
+
+# -- when
+
+
+def test_a_job_that_moves_is_left_alone() -> None:
+    signs = Signs(5.0)
+    for second in range(60):
+        moving = job(status(0, Phase.WAIT, since=1), status(1, Phase.DATA, since=second))
+        found = signs.look(moving, float(second))
+        if second < PATIENCE * 5:
+            assert found is None
+    # One rank moves, and the other has waited for it for very long.
+    assert found is not None
+    assert (found.everybody, found.ranks) == (False, (0,))
+
+
+def test_nobody_moves() -> None:
+    signs = Signs(5.0)
+    still = job(status(0, Phase.WAIT), status(1, Phase.OTHER))
+    assert [signs.look(still, second) for second in (0.0, 2.5, 4.9)] == [None] * 3
+    found = signs.look(still, 5.5)
+    assert found is not None
+    assert (found.seconds, found.everybody, found.ranks, found.fresh) == (5.5, True, (0, 1), False)
+
+
+def test_long_steps_get_more_time() -> None:
+    signs = Signs(None)
+    line = b'{"kind":"step","step":1,"start":1,"total":10000000000}'
+    still = job(status(0, Phase.BACKWARD), line=line)
+    signs.look(still, 0.0)
+    assert signs.look(still, STEPS * 10 - 1.0) is None
+    assert signs.look(still, STEPS * 10 + 1.0) is not None
+
+
+def test_the_first_step_is_told_apart() -> None:
+    signs = Signs(5.0)
+    still = job(status(0, Phase.WAIT, step=0))
+    signs.look(still, 0.0)
+    found = signs.look(still, 6.0)
+    assert found is not None and found.fresh and FIRST > 1
+
+
+# -- the source
+
+
+def test_conditions_on_the_rank(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "def save(rank):\n"
+        "    if rank == 0:\n"
+        "        write()\n"
+        "        barrier()\n"
+        "    else:\n"
+        "        barrier()\n"
+        "    barrier()\n"
+        "def log(loss):\n"
+        "    if not is_main_process():\n"
+        "        return\n"
+        "    reduce(loss)\n"
+        "if step == 5:\n"
+        "    barrier()\n"
+    )
+    lines = range(1, 14)
+    assert {line: rank_guard(str(path), line) for line in lines} == {
+        **dict.fromkeys(lines),
+        **dict.fromkeys((3, 4, 6), 2),
+        10: 9,
+        11: 9,
+    }
+    assert rank_guard("/nowhere/train.py", 3) is None
+
+
+@pytest.mark.parametrize(
+    ("loop", "endless"),
+    [
+        ("while True:\n    x()", True),
+        ("while not done:\n    x()", True),
+        ("while not done:\n    done = x()", False),
+        ("while True:\n    if x(): break", False),
+        ("while x():\n    pass", False),
+        ("while self.more:\n    pass", False),
+        ("for each in x:\n    pass", False),
+    ],
+)
+def test_loops_that_cannot_end(tmp_path: Path, loop: str, endless: bool) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(loop + "\n")
+    assert constant_while(str(path), 2) == (1 if endless else None)
+
+
+def test_ranks_of_a_group() -> None:
+    assert parsed("0-2,5") == {0, 1, 2, 5}
+    assert parsed("") == set()
+
+
+# -- the verdict
+
+
+def rank(number: int, phase: str, **more: Any) -> dict[str, Any]:
+    return {
+        "rank": number,
+        "restart": 0,
+        "pid": 1000 + number,
+        "world_size": 4,
+        "phase": phase,
+        "since": NOW - 41_000_000_000,
+        "step": 3,
+        "site": "/job/train.py:61",
+        "activity": {"seconds": 1.0, "letters": "SS", "cpu": 0.0},
+        **more,
+    }
+
+
+def call(sequence: int, done: bool, name: str = "all_reduce") -> dict[str, Any]:
+    return {
+        "group": "0",
+        "sequence": sequence,
+        "id": sequence,
+        "name": name,
+        "shapes": [[64]],
+        "dtypes": ["Float"],
+        "created": sequence,
+        "retired": done,
+        "frames": [["/job/train.py", 61, "main"]],
+    }
+
+
+def stacks(number: int, *frames: tuple[str, int, str], **more: Any) -> dict[str, Any]:
+    told = [{"path": path, "line": line, "function": name} for path, line, name in frames]
+    thread = {"ident": 1, "name": "MainThread", "current": True, "frames": told}
+    return {"rank": number, "restart": 0, "pid": 1000 + number, "threads": [thread], **more}
+
+
+IN_TORCH = ("/lib/python3.11/site-packages/torch/autograd/graph.py", 8, "_engine_run_backward")
+TRAIN = ("/job/train.py", 61, "main")
+
+
+def waiting(number: int, sequence: int = 9) -> dict[str, Any]:
+    return rank(
+        number,
+        "backward",
+        flight=[call(sequence - 1, True), call(sequence, False)],
+        stacks=stacks(number, TRAIN, IN_TORCH),
+    )
+
+
+def findings(path: Path, *ranks: dict[str, Any], **more: Any) -> list[Finding]:
+    told = {"kind": "hang", "time": NOW, "number": 1, "restart": 0, "seconds": 41.0, **more}
+    (path / "hang-0001.json").write_text(json.dumps({**told, "ranks": ranks}))
+    record = {**told, "file": "hang-0001.json"}
+    run = Run(path, {"launcher": "torchrun"}, (), supervisor=(record,), taken=NOW)
+    return examine(run, RULES.values())
+
+
+def test_the_absent_rank_is_named(tmp_path: Path) -> None:
+    absent = rank(
+        1,
+        "other",
+        flight=[call(8, True)],
+        stacks=stacks(1, ("/job/train.py", 70, "main"), ("/job/train.py", 88, "save_checkpoint")),
+        activity={"seconds": 1.0, "letters": "SS", "cpu": 0.05, "characters": 120_000_000},
+    )
+    (found,) = findings(tmp_path, waiting(0), absent, waiting(2), waiting(3))
+    assert (found.code, found.ranks, found.severity) == ("DDP802", (1,), Severity.WARNING)
+    assert str(found.location) == "/job/train.py:88"
+    assert found.message == (
+        "rank 1 never joined DDP's all_reduce #9 (64 floats, default group), where ranks 0, 2, 3 "
+        "wait in train.py:61; rank 1 is in `save_checkpoint` train.py:88, reading or writing "
+        "120.0 MB/s since 41 s"
+    )
+
+
+def test_an_idle_rank_is_an_error(tmp_path: Path) -> None:
+    absent = rank(
+        1, "other", flight=[call(8, True)], stacks=stacks(1, ("/job/train.py", 88, "get"))
+    )
+    (found,) = findings(tmp_path, waiting(0), absent)
+    assert (found.code, found.severity) == ("DDP802", Severity.ERROR)
+    # Others waited long for a rank that gives signs: that may be work.
+    (found,) = findings(tmp_path, waiting(0), absent, everybody=False)
+    assert (found.code, found.severity) == ("DDP802", Severity.WARNING)
+
+
+def test_a_rank_that_waits_in_another_collective(tmp_path: Path) -> None:
+    other = waiting(1)
+    other["flight"][-1] = call(9, False, "broadcast")
+    third = waiting(2)
+    (found,) = findings(tmp_path, waiting(0), other, third)
+    assert (found.code, found.ranks) == ("DDP803", (1,))
+    assert "rank 1 called broadcast" in found.message
+
+
+def test_everybody_is_there(tmp_path: Path) -> None:
+    (found,) = findings(tmp_path, *(waiting(number) for number in range(4)))
+    assert (found.code, found.severity) == ("DDP814", Severity.WARNING)
+    # Two of the four ranks are on another node.
+    (found,) = findings(tmp_path, waiting(0), waiting(1))
+    assert (found.code, found.ranks) == ("DDP802", (2, 3))
+    assert "ranks 2, 3 of other nodes" in found.message
+
+
+def test_a_rank_whose_evidence_cannot_be_had(tmp_path: Path) -> None:
+    hidden = rank(1, "other", flight=None, activity={})
+    hidden["stacks"] = stacks(1, trouble="on another host or in another container: n2")
+    hidden["stacks"]["threads"] = []
+    (found,) = findings(tmp_path, waiting(0), hidden, waiting(2), waiting(3))
+    assert (found.code, found.ranks) == ("DDP802", (1,))
+    assert "no stack of rank 1: on another host or in another container: n2" in found.evidence
+
+
+def test_a_job_that_goes_on_has_no_finding(tmp_path: Path) -> None:
+    record = {"kind": "hang", "time": NOW, "number": 1, "restart": 0, "file": "hang-0001.json"}
+    over = {"kind": "hang_over", "time": NOW, "number": 1}
+    (tmp_path / "hang-0001.json").write_text(json.dumps({**record, "ranks": [waiting(0)]}))
+    assert Run(tmp_path, {}, (), supervisor=(record,)).hang is not None
+    assert Run(tmp_path, {}, (), supervisor=(record, over)).hang is None
+    for damaged in ("", "{", "[]"):
+        (tmp_path / "hang-0001.json").write_text(damaged)
+        assert examine(Run(tmp_path, {}, (), supervisor=(record,)), RULES.values()) == []
+
+
+def test_a_node_that_never_came(tmp_path: Path) -> None:
+    told = {"kind": "hang", "time": NOW, "number": 1, "restart": 0, "seconds": 41.0}
+    command = ["python", "-m", "torch.distributed.run", "--nnodes=2", "--node-rank", "0"]
+    manifest = {"launcher": "torchrun", "command": command}
+    run = Run(tmp_path, manifest, (), supervisor=(told,))
+    (found,) = examine(run, RULES.values())
+    assert found.code == "DDP813" and "of 2 nodes" in found.message
+
+
+# -- a real one
+
+
+def test_a_stall_is_said_and_so_is_that_it_is_over(doctor: Doctor) -> None:
+    script = doctor.write(
+        "train.py",
+        """\
+        import time
+        import torch
+        import torch.distributed as dist
+        from torch import nn
+        from torch.nn.parallel import DistributedDataParallel
+
+
+        def save_checkpoint():
+            time.sleep(9)  # guilty
+
+
+        dist.init_process_group("gloo")
+        ddp = DistributedDataParallel(nn.Linear(4, 4))
+        for step in range(14):
+            time.sleep(0.4 if step > 4 else 0)
+            if step == 4 and dist.get_rank() == 1:
+                save_checkpoint()
+            ddp(torch.randn(2, 4)).sum().backward()
+        del ddp
+        dist.destroy_process_group()
+        """,
+    )
+    began = time.monotonic()
+    result = doctor.run("--hang-after", "3", "--nproc-per-node", "2", "--", str(script))
+    result.check_success()
+    assert result.codes == ["DDP802"], result.stderr
+    assert "the job goes on again after it stood still for" in result.ours
+    assert "findings: none" in result.ours
+    (found,) = [each for each in result.run.supervisor if each["kind"] == "finding"]
+    assert found["ranks"] == [1]
+    assert found["location"] == {"path": str(script), "line": 9}
+    told = json.loads((result.run_dir / "hang-0001.json").read_text())
+    assert [each["rank"] for each in told["ranks"]] == [0, 1]
+    assert all(each["flight"] and each["stacks"]["threads"] for each in told["ranks"])
+    assert time.monotonic() - began < 90
