@@ -177,6 +177,7 @@ def test_a_launch_json_that_cannot_be_edited(doctor: Doctor, content: str, said:
     assert file.read_bytes() == content.encode(errors="surrogateescape")
 
 
+@pytest.mark.slow
 def test_no_vscode_and_a_workspace_that_is_named(doctor: Doctor) -> None:
     words = ("--nproc-per-node", "3", "--no-python", "--", "true")
     assert doctor.run("--no-vscode", *words).status == 0
@@ -197,6 +198,7 @@ def test_no_vscode_and_a_workspace_that_is_named(doctor: Doctor) -> None:
 # -- the Problems panel
 
 
+@pytest.mark.slow
 def test_findings_as_lines_for_a_problem_matcher(doctor: Doctor) -> None:
     job = JOBS / "train.py"
     words = ("--nproc-per-node", "2", "--", str(job), "--fail=exception")

@@ -53,6 +53,7 @@ def test_workers_of_torchrun(doctor: Doctor) -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_module_of_torchrun(doctor: Doctor) -> None:
     package = doctor.directory / "project"
     package.mkdir()

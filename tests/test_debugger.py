@@ -174,6 +174,7 @@ def test_two_ranks_from_attach_to_attach_again(job: Job) -> None:
     assert result.codes == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_another(job: Job) -> None:
     job.start("--at", "3", "--how", "away", "--seconds", "8")
     job.live.wait_for_steps(3)
@@ -189,6 +190,7 @@ def test_a_rank_that_waits_for_another(job: Job) -> None:
     job.end().check_success()
 
 
+@pytest.mark.slow
 def test_a_rank_that_holds_the_lock_of_python(job: Job) -> None:
     job.start("--at", "3", "--how", "gil", "--seconds", "8")
     job.live.wait_for_steps(3)
@@ -198,6 +200,7 @@ def test_a_rank_that_holds_the_lock_of_python(job: Job) -> None:
     job.end().check_success()
 
 
+@pytest.mark.slow
 def test_every_rank_is_held_until_one_is_attached(job: Job) -> None:
     job.start("--steps", "3", options=("--wait-for-attach", "1"))
     job.wait_for_state("listening")
@@ -297,6 +300,7 @@ def test_a_rank_that_torchrun_starts_again(job: Job) -> None:
     job.end().check_success()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_data_loader_workers_are_left_alone(job: Job, context: str) -> None:
     words = ["--steps", "4", "--workers", "2", "--context", context]
@@ -309,6 +313,7 @@ def test_data_loader_workers_are_left_alone(job: Job, context: str) -> None:
     result.check_success()
 
 
+@pytest.mark.slow
 def test_breakpoint_in_the_code_waits_for_a_client(job: Job) -> None:
     job.start(job=PAUSING)
     line = mark("breakpoint", PAUSING)

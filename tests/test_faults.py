@@ -134,7 +134,13 @@ AT_INSTALL = [
 ]
 
 
-@pytest.mark.parametrize("name", AT_INSTALL)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == AT_INSTALL[0] else pytest.mark.slow)
+        for name in AT_INSTALL
+    ],
+)
 def test_a_hook_that_cannot_be_installed_does_not_keep_torch_from_being_imported(
     doctor: Doctor, name: str
 ) -> None:
@@ -231,6 +237,7 @@ ODD = """
 """
 
 
+@pytest.mark.slow
 def test_odd_batches_and_losses_of_a_job_are_left_alone(doctor: Doctor) -> None:
     script = doctor.write("odd.py", ODD)
     words = ["--nproc-per-node=1", str(script)]
@@ -281,6 +288,7 @@ def plain_run(doctor: Doctor, place: Path, *words: str, ranks: int = 2) -> Resul
     return doctor.run(*command, f"--nproc-per-node={ranks}", *words, watch=False)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_costs_the_record_and_nothing_else(
     doctor: Doctor, small_disk: Path
 ) -> None:
@@ -372,6 +380,7 @@ def test_a_run_directory_that_vanishes(doctor: Doctor, early: bool) -> None:
     assert result.codes == []
 
 
+@pytest.mark.slow
 def test_a_journal_of_a_long_job_stays_within_its_limit(doctor: Doctor) -> None:
     """One megabyte, which 6000 steps exceed; the newest steps and how the model was built stay."""
     script = doctor.write(

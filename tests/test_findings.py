@@ -46,7 +46,7 @@ def only(result: Result, code: str) -> Finding:
     [
         ("exception", "DDP901", "ValueError: the wrong sort of batch"),
         ("segv", "DDP904", "SIGSEGV"),
-        ("os-exit", "DDP905", "os._exit(7)"),
+        pytest.param("os-exit", "DDP905", "os._exit(7)", marks=pytest.mark.slow),
         ("sys-exit", "DDP905", "sys.exit(4)"),
     ],
 )
@@ -102,6 +102,7 @@ def test_leaving_early_by_sys_exit_names_the_call(doctor: Doctor) -> None:
     assert finding.location.line == 9
 
 
+@pytest.mark.slow
 def test_earlier_victim_output_does_not_hide_the_cause(doctor: Doctor) -> None:
     """Rank 1 dies of its own error only after rank 0 has given up waiting for it."""
     script = doctor.write(
@@ -179,6 +180,7 @@ def test_mp_spawn_exception(doctor: Doctor) -> None:
     assert "spawned and broken" in finding.message
 
 
+@pytest.mark.slow
 def test_restarted_attempt_is_a_warning(doctor: Doctor) -> None:
     script = doctor.write(
         "again.py",
@@ -217,6 +219,7 @@ def test_straggler_is_found_by_its_own_time(doctor: Doctor, slow: str) -> None:
     assert "DDP610" in result.codes
 
 
+@pytest.mark.slow
 def test_a_rank_whose_core_others_use_is_no_slow_rank(doctor: Doctor) -> None:
     """Three processes spin on the core of rank 1."""
     script = doctor.write(
@@ -273,7 +276,7 @@ def test_data_bound_on_all_ranks(doctor: Doctor) -> None:
     "options",
     [
         ("--steps", "60"),
-        ("--steps", "25", "--epochs", "3", "--workers", "1"),
+        pytest.param(("--steps", "25", "--epochs", "3", "--workers", "1"), marks=pytest.mark.slow),
         pytest.param(("--steps", "40", "--pause", "0.01"), marks=pytest.mark.slow),
     ],
 )
@@ -370,6 +373,7 @@ def test_json_and_strict(doctor: Doctor) -> None:
     assert result.status == 1, "the job's own failure counts before --strict"
 
 
+@pytest.mark.slow
 def test_strict_fails_a_job_that_hides_its_failure(doctor: Doctor) -> None:
     words = ("--", "bash", "-c")
     hidden = f"{sys.executable} -m torch.distributed.run {' '.join(TWO)} {TRAIN} --fail exception"
@@ -427,7 +431,10 @@ def memory_limit(token: str) -> Iterator[Path]:
         cgroup.rmdir()
 
 
-@pytest.mark.parametrize("delay", [0, 3], ids=["at-once", "later"])
+@pytest.mark.parametrize(
+    "delay",
+    [pytest.param(0, id="at-once"), pytest.param(3, id="later", marks=pytest.mark.slow)],
+)
 def test_out_of_memory_killer(doctor: Doctor, memory_limit: Path, delay: int) -> None:
     script = doctor.write(
         "hog.py",

@@ -493,6 +493,7 @@ for _ in range(80):
 """
 
 
+@pytest.mark.slow
 def test_the_supervisor_looks_and_the_finding_is_said(doctor: Doctor) -> None:
     job = doctor.write("train.py", JOB)
     path = doctor.directory / "machine.json"

@@ -219,6 +219,7 @@ def test_kill_a_worker(doctor: Doctor) -> None:
     assert processes(doctor) == []
 
 
+@pytest.mark.slow
 def test_the_guard_is_started_again(doctor: Doctor) -> None:
     live = start_stuck(doctor, "stubborn")
     for _ in range(2):
@@ -290,6 +291,7 @@ def test_the_supervisor_is_killed_in_the_grace_period(doctor: Doctor) -> None:
 # -- while the job goes on
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", [pytest.param("later", marks=pytest.mark.slow), "at once"])
 def test_workers_of_a_killed_rank_are_gone_while_the_restarted_job_goes_on(
     when: str, doctor: Doctor
@@ -310,6 +312,7 @@ def test_workers_of_a_killed_rank_are_gone_while_the_restarted_job_goes_on(
     live.finish().check_success()
 
 
+@pytest.mark.slow
 def test_a_rank_that_no_torchrun_started_leaves_no_workers(doctor: Doctor) -> None:
     # The shell that started the rank goes on.
     doctor.write("stuck.py", STUCK)

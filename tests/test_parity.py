@@ -54,6 +54,7 @@ def same_text(text: str) -> str:
     return re.sub(r"time \d+\.\d+|\d+:\d\d", "time #", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -102,6 +103,7 @@ LOOPS = [
 ]
 
 
+@pytest.mark.slow
 def test_loops_of_many_kinds_print_the_same(doctor: Doctor) -> None:
     words = ["--nproc-per-node=1", str(JOBS / "loops.py"), str(doctor.directory), *LOOPS]
     bare, watched = doctor.torchrun(*words), doctor.run(*words)
@@ -287,6 +289,7 @@ def test_what_an_uncaught_error_prints_is_the_same(doctor: Doctor, place: str) -
     assert len(watched.codes) == 1
 
 
+@pytest.mark.slow
 @NEEDS_CLEAN_RERAISE
 def test_what_an_error_in_a_spawned_rank_prints_is_the_same(doctor: Doctor) -> None:
     words = [sys.executable, str(JOBS / "spawn.py")]

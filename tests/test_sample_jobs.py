@@ -150,6 +150,7 @@ def test_resnet50_reports_every_iteration_on_two_ranks(tmp_path: Path) -> None:
     assert re.fullmatch(numbers, summary)
 
 
+@pytest.mark.slow
 def test_resnet50_alone_prints_the_same_losses_twice(tmp_path: Path) -> None:
     first, second = (run_alone(tmp_path, RESNET, *SMALL_RESNET) for _ in range(2))
     assert "2 iterations after 1 of warm-up" in summary_of(first)
@@ -187,6 +188,7 @@ def test_wrong_options_are_refused(
     assert reason in error_of_single(run_alone(tmp_path, job, *options), job)
 
 
+@pytest.mark.slow
 def test_cifar10_learns_the_generated_images(tmp_path: Path) -> None:
     done = run_ranks(tmp_path, 2, CIFAR)
     accuracy = re.search(r"3 epochs, test accuracy (\S+) \(\d+ of 1000", summary_of(done))
@@ -195,6 +197,7 @@ def test_cifar10_learns_the_generated_images(tmp_path: Path) -> None:
     assert re.findall(r"epoch (\d)/3 \[#{30}\]", done.stderr) == ["1", "2", "3"]
 
 
+@pytest.mark.slow
 def test_cifar10_resumes_exactly_where_it_stopped(tmp_path: Path) -> None:
     options = (*SMALL_CIFAR, "--test-size", "21", "--checkpoint", "state.pt")
     whole = run_ranks(tmp_path, 2, CIFAR, *options, "--epochs", "2")
@@ -209,7 +212,14 @@ def test_cifar10_resumes_exactly_where_it_stopped(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["state.pt"]
 
 
-@pytest.mark.parametrize(("ranks", "workers"), [(1, 1), (2, 0), (3, 0)])
+@pytest.mark.parametrize(
+    ("ranks", "workers"),
+    [
+        pytest.param(1, 1, marks=pytest.mark.slow),
+        (2, 0),
+        pytest.param(3, 0, marks=pytest.mark.slow),
+    ],
+)
 def test_cifar10_tests_every_image_once(tmp_path: Path, ranks: int, workers: int) -> None:
     options = (*SMALL_CIFAR, "--test-size", "67", "--epochs", "1", "--workers", str(workers))
     done = run_ranks(tmp_path, ranks, CIFAR, *options)
@@ -217,6 +227,7 @@ def test_cifar10_tests_every_image_once(tmp_path: Path, ranks: int, workers: int
     assert f"ranks {ranks}," in done.stdout
 
 
+@pytest.mark.slow
 def test_cifar10_refuses_a_missing_folder_once_for_all_ranks(tmp_path: Path) -> None:
     done = run_ranks(tmp_path, 2, CIFAR, "--data", "absent")
     error = error_of(done, CIFAR)

@@ -28,12 +28,10 @@ SICK = sorted(
 )
 HEALTHY = sorted((ROOT / "sample_jobs" / "healthy").glob("*.py"))
 SAMPLE = {
-    "data_validation_in_full",
     "gan",
     "ddp102_no_sampler",
     "ddp401_barrier_on_rank_0",
     "ddp305_unused_head",
-    "ddp501_save_on_every_rank",
     "ddp701_gradient_noise",
 }
 """Jobs that are run every time; the others are slow, all of them together."""

@@ -482,6 +482,7 @@ COMPILED = """
 """
 
 
+@pytest.mark.slow
 def test_compiled_ddp_has_the_same_graphs_and_its_forward_is_timed(doctor: Doctor) -> None:
     script = doctor.write("compiled.py", COMPILED)
     bare = doctor.torchrun("--nproc-per-node=1", str(script))

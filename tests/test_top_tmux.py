@@ -131,6 +131,7 @@ def test_the_slowed_rank_comes_first_at_every_size(tmux: Tmux, job: Live) -> Non
     job.wait_for_steps(before + 10)
 
 
+@pytest.mark.slow
 def test_in_the_locale_c_only_ascii_is_drawn(tmux: Tmux, job: Live) -> None:
     tmux.open(TOP, 80, 24, {"LANG": "C"})
     screen = tmux.wait_for(blames_the_slow_rank)
@@ -182,6 +183,7 @@ def test_sizes_signals_and_the_end(tmux: Tmux, job: Live) -> None:
     tmux.wait_for_text("ended with 0")
 
 
+@pytest.mark.slow
 def test_one_frame_as_text(doctor: Doctor, job: Live) -> None:
     result = doctor.cli("top", "--once", str(job.run_dir), env=UTF_8)
     assert result.status == 0

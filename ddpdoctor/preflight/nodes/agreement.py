@@ -54,6 +54,8 @@ def _findings(meeting: Meeting) -> Iterator[Finding]:
             by_rank.setdefault(node.facts.rank, []).append(index)
     for rank, indices in by_rank.items():
         if len(indices) > 1:
+            # Whoever came first: every node says the same, every time.
+            indices.sort(key=lambda index: meeting.nodes[index].facts.host)
             hosts = [meeting.nodes[index].facts.host for index in indices]
             free = next(r for r in range(len(meeting.nodes) + 1) if r not in by_rank)
             yield Finding(
