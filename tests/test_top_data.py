@@ -7,6 +7,8 @@ import json
 import os
 import random
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -647,6 +649,25 @@ def test_a_failed_run_names_the_rank(make: Make) -> None:
     source.seek(23)
     states = {row.rank: row.state for row in source.read(ALL).ranks}
     assert states == {0: "running", 1: "dead", 2: "running"}
+
+
+def test_a_run_whose_supervisor_is_stopped(make: Make) -> None:
+    run = make(2)
+    source = living(run)
+    stopped = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        manifest = json.loads((run.path / "run.json").read_text())
+        manifest |= {"supervisor": stopped.pid, "host": socket.gethostname()}
+        (run.path / "run.json").write_text(json.dumps(manifest))
+        source = LiveSource(run.path, 1.0)
+        assert source.read(ALL).notes == ()
+        stopped.send_signal(signal.SIGSTOP)
+        os.waitpid(stopped.pid, os.WUNTRACED)
+        (note,) = source.read(ALL).notes
+        assert f"kill -CONT {stopped.pid}" in note
+    finally:
+        stopped.kill()
+        stopped.communicate()
 
 
 def test_a_run_whose_supervisor_was_killed(make: Make) -> None:

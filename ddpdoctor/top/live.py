@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Sequence
 from functools import lru_cache
@@ -345,6 +346,11 @@ class LiveSource:
             notes.append(f"{self.path} is gone")
         if not self._manifest:
             notes.append("run.json cannot be read")
+        supervisor = integer(self._manifest, "supervisor", -1)
+        if self.live and supervisor > 0 and self._manifest.get("host") == socket.gethostname():
+            why = self._silent(supervisor)[1]
+            if why.endswith("(SIGSTOP)"):
+                notes.append(f"ddpdoctor is stopped: kill -CONT {supervisor}; findings stand still")
         bad = self._pages.unreadable
         if bad and not self._gone:
             rank, why = next(iter(bad.items()))
