@@ -8,6 +8,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,6 +132,16 @@ def stop_together(clients: list[DapClient]) -> None:
             client.continue_(client.wait_for_stop())
 
 
+def states_in_top(job: Job) -> list[str]:
+    """What ``ddpdoctor top`` shows of each rank."""
+    command = [sys.executable, "-m", "ddpdoctor", "top", str(job.live.run_dir), "--json"]
+    shown = subprocess.run(
+        command, env=job.doctor.environment(), capture_output=True, text=True, check=True
+    )
+    ranks = sorted(json.loads(shown.stdout)["ranks"], key=lambda row: int(row["rank"]))
+    return [str(row["state"]) for row in ranks]
+
+
 def test_two_ranks_from_attach_to_attach_again(job: Job) -> None:
     job.start()
     job.live.wait_for_steps(5)
@@ -147,6 +159,7 @@ def test_two_ranks_from_attach_to_attach_again(job: Job) -> None:
         assert client.locals(frame)["rank"] == str(rank)
         # Ours are none of a person's threads.
         assert not any("ddpdoctor" in name for name in client.threads().values())
+    assert states_in_top(job) == ["debugger", "debugger"]
     # Over a collective: one rank alone waits for the other.
     both[0].next(1)
     time.sleep(0.5)
