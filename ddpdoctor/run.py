@@ -187,12 +187,21 @@ class Run:
     def hang(self) -> Record | None:
         """The newest examination of a job that stands still, or stood still to its end.
 
-        None if it moves, or went on. What was seen of each rank is under ``ranks``.
+        None if it moves, or went on. What was seen of each rank is under ``ranks``. What is seen
+        while ranks give up, one by one, tells less than what was seen before.
         """
         newest: Record | None = None
+        ends = [
+            integer(record, "time")
+            for rank in self.last
+            for record in (*rank.of_kind("error"), *([rank.exit] if rank.exit else ()))
+        ]
         for record in self.supervisor:
             if record.get("kind") == "hang":
-                newest = record
+                before = integer(newest, "time") if newest is not None else 0
+                now = integer(record, "time")
+                if newest is None or not any(before < end <= now for end in ends):
+                    newest = record
             elif record.get("kind") == "hang_over":
                 newest = None
         if newest is None or integer(newest, "restart") != self.restarts[-1]:

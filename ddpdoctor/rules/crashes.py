@@ -12,6 +12,7 @@ from ddpdoctor.probe.sites import user_file
 from ddpdoctor.rules.attempts import attempt_finding, moment, short
 from ddpdoctor.rules.checkpoints import refused_for_prefix
 from ddpdoctor.rules.consequences import apart, follows
+from ddpdoctor.rules.diagnosis import blamed
 from ddpdoctor.rules.endings import Ending, Kind, endings, first_failure
 from ddpdoctor.rules.failures import recognised
 from ddpdoctor.rules.hangs import left_early
@@ -321,7 +322,7 @@ def lost_peers(run: Run) -> Iterator[Finding]:
     restart = run.restarts[-1]
     if first_failure(run, restart) is not None or next(left_early(run), None) is not None:
         return
-    if apart(run) or recognised(run, restart):
+    if apart(run) or recognised(run, restart) or blamed(run):
         return
     victims = [
         each

@@ -21,12 +21,21 @@ from ddpdoctor.stacks.user_frames import user_frames
 _memo: tuple[Run, list[Finding]] | None = None
 
 
+def blamed(run: Run) -> bool:
+    """Whether it is known who kept the others waiting: what they say of it later says less."""
+    return any(finding.severity is Severity.ERROR for finding in _all(run))
+
+
 def diagnosed(run: Run, code: str) -> Iterator[Finding]:
     """The findings with a code about a job that stands still."""
+    yield from (finding for finding in _all(run) if finding.code == code)
+
+
+def _all(run: Run) -> list[Finding]:
     global _memo
     if _memo is None or _memo[0] is not run:
         _memo = run, list(_diagnose(run))
-    yield from (finding for finding in _memo[1] if finding.code == code)
+    return _memo[1]
 
 
 def _diagnose(run: Run) -> Iterator[Finding]:

@@ -18,6 +18,7 @@ from ddpdoctor.rules import models
 from ddpdoctor.rules.attempts import attempt_finding
 from ddpdoctor.rules.checkpoints import refused_for_prefix
 from ddpdoctor.rules.consequences import follows
+from ddpdoctor.rules.diagnosis import blamed
 from ddpdoctor.rules.endings import Ending, endings, first_failure
 from ddpdoctor.rules.files import described, torn
 from ddpdoctor.rules.reduction import explained
@@ -122,7 +123,7 @@ def _known(ending: Ending) -> tuple[Failure | None, Mapping[str, str]]:
 
 def _of_victims(run: Run, restart: int) -> Diagnosis | None:
     """What all ranks' complaints have in common, where none has a cause of its own."""
-    if not run.exit_status or restart != run.restarts[-1]:
+    if not run.exit_status or restart != run.restarts[-1] or blamed(run):
         return None
     victims = [each for each in endings(run, restart) if each.victim and each.kind == "exception"]
     for ending in victims:
