@@ -18,8 +18,9 @@ from ddpdoctor.launch.hangs.signs import FIRST, PATIENCE, STEPS, Signs
 from ddpdoctor.record import Phase, Status
 from ddpdoctor.rules.guards import constant_while, rank_guard
 from ddpdoctor.rules.waits import parsed
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.run import Rank, Run, RunReader
 from tests.conftest import Doctor
+from tests.written import SECOND, T0, Written
 
 NOW = 1_800_000_000_000_000_000
 
@@ -308,3 +309,22 @@ def test_a_stall_is_said_and_so_is_that_it_is_over(doctor: Doctor) -> None:
     assert [each["rank"] for each in told["ranks"]] == [0, 1]
     assert all(each["flight"] and each["stacks"]["threads"] for each in told["ranks"])
     assert time.monotonic() - began < 90
+
+
+@pytest.mark.parametrize(
+    ("gave_up", "number"),
+    [(None, 2), (15, 1), (5, 2)],
+    ids=["nobody", "in between", "before both"],
+)
+def test_what_is_seen_while_ranks_give_up_tells_less(
+    written: Written, gave_up: int | None, number: int
+) -> None:
+    records = [] if gave_up is None else [{"kind": "error", "time": T0 + gave_up * SECOND}]
+    written.rank(0, records)
+    for count in (1, 2):
+        written.supervisor.append(
+            {"kind": "hang", "time": T0 + 10 * count * SECOND, "number": count, "restart": 0}
+        )
+    written.findings(status=1)
+    hang = RunReader(written.path).snapshot().hang
+    assert hang is not None and hang["number"] == number
