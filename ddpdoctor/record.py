@@ -11,6 +11,7 @@ format version; a reader refuses a newer one.
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -156,19 +157,32 @@ PAGE_SIZE = 1024
 NO_EPOCH = -1
 
 
+def mapped(path: str, size: int) -> mmap.mmap:
+    """A new file of so many zeros, mapped.
+
+    Raises:
+        OSError: It exists, or there is no room for all of it; then there is none of it.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        # Real blocks, not a sparse file: a store into a hole on a full disk is a SIGBUS.
+        if os.write(descriptor, bytes(size)) < size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        return mmap.mmap(descriptor, size)
+    except BaseException:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(descriptor)
+
+
 class StatusPage:
     """The writing end of a status page: a few stores into mapped memory, which survive SIGKILL."""
 
     def __init__(
         self, path: str, *, rank: int, world_size: int, local_rank: int, restart: int, started: int
     ) -> None:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            # Real blocks, not a sparse file: a store into a hole on a full disk is a SIGBUS.
-            os.write(descriptor, bytes(PAGE_SIZE))
-            self._memory = mmap.mmap(descriptor, PAGE_SIZE)
-        finally:
-            os.close(descriptor)
+        self._memory = mapped(path, PAGE_SIZE)
         _HEAD.pack_into(
             self._memory, 0, _MAGIC, FORMAT, PAGE_SIZE,
             os.getpid(), rank, world_size, local_rank, restart, started,
@@ -276,13 +290,7 @@ class SuspicionWriter:
     """
 
     def __init__(self, path: str) -> None:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            # Real blocks: see `StatusPage`.
-            os.write(descriptor, bytes(_SUSPECT_SIZE))
-            self._memory = mmap.mmap(descriptor, _SUSPECT_SIZE)
-        finally:
-            os.close(descriptor)
+        self._memory = mapped(path, _SUSPECT_SIZE)
         _SUSPECT_HEAD.pack_into(self._memory, 0, _SUSPECT_MAGIC, FORMAT, _SUSPECT_SIZE)
         self._sequence = 0
 

@@ -10,6 +10,8 @@ import mmap
 import os
 import struct
 
+from ddpdoctor.record import mapped
+
 NAME = "examination"
 """The file in the run directory."""
 
@@ -27,14 +29,7 @@ class Asking:
     """
 
     def __init__(self, directory: str) -> None:
-        path = os.path.join(directory, NAME)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            # Real blocks, not a sparse file: a store into a hole on a full disk is a SIGBUS.
-            os.write(descriptor, bytes(_NUMBER.size))
-            self._memory = mmap.mmap(descriptor, _NUMBER.size)
-        finally:
-            os.close(descriptor)
+        self._memory = mapped(os.path.join(directory, NAME), _NUMBER.size)
 
     def ask(self, number: int) -> None:
         """Ask; who answers names the number, greater than all before."""

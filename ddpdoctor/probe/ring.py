@@ -7,15 +7,12 @@ and nowhere else; standard library only.
 
 from __future__ import annotations
 
-import errno
-import mmap
-import os
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from ddpdoctor.record import UnreadableError
+from ddpdoctor.record import UnreadableError, mapped
 
 FORMAT = 1
 ENTRIES = 64
@@ -104,17 +101,7 @@ class RingWriter:
     """
 
     def __init__(self, path: str) -> None:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            # Real blocks, not a sparse file: a store into a hole on a full disk is a SIGBUS.
-            if os.write(descriptor, bytes(SIZE)) < SIZE:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-            self._memory = mmap.mmap(descriptor, SIZE)
-        except BaseException:
-            os.unlink(path)
-            raise
-        finally:
-            os.close(descriptor)
+        self._memory = mapped(path, SIZE)
         _HEAD.pack_into(self._memory, 0, _MAGIC, FORMAT, ENTRIES, _ENTRY.size, _TEXT_AT)
         self._store: Callable[..., None] = partial(_ENTRY.pack_into, self._memory)
         self._count: Callable[[int], None] = partial(_COUNT.pack_into, self._memory, _COUNT_AT)
