@@ -70,8 +70,15 @@ BATCH = torch.tensor([[1.0, 0.0, 2.0, 3.0], [1.0, 1.0, 1.0, 1.0]])
 
 
 def told(loss: Any) -> Record:
+    """What is told at once, and the same from a trace whose graph is gone."""
     found = origins.origin(loss, loss.item())
     assert found is not None
+    traced = origins.trace(loss)
+    assert traced is not None
+    trace, size = traced
+    loss.backward()
+    assert trace.ready and not trace.finite and size > 0
+    assert trace.origin(loss.item()) == found
     return found
 
 
@@ -149,6 +156,24 @@ def test_hooks_of_the_job_are_not_called(watch: Callable[[nn.Module], None]) -> 
     assert len(calls) == before == 1
     loss.backward()
     assert len(calls) > before
+
+
+def test_of_a_finite_loss_everything_is_finite() -> None:
+    traced = origins.trace(Net(torch.tanh)(BATCH).mean())
+    assert traced is not None and traced[0].ready and traced[0].finite
+
+
+def test_what_several_operations_keep_is_read_once() -> None:
+    net = Net(functional.relu)
+    traced = origins.trace(net(BATCH).mean())
+    assert traced is not None
+    # The batch, two weights, and what came out of relu, which the last layer took.
+    assert traced[1] == 4 * (BATCH.numel() + 16 + 8 + 8)
+
+
+def test_a_large_graph_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(origins, "MOST_TRACED", 4)
+    assert origins.trace(Net(torch.tanh)(BATCH).mean()) is None
 
 
 def test_a_graph_that_was_freed_tells_nothing_and_nothing_is_raised() -> None:

@@ -17,7 +17,7 @@ from ddpdoctor.probe.budget import clock
 from ddpdoctor.probe.elements import Elements
 from ddpdoctor.probe.hashing import hash_of, hashable
 from ddpdoctor.probe.hooks import joins
-from ddpdoctor.probe.readback import Readback
+from ddpdoctor.probe.readback import Readback, capturing
 from ddpdoctor.probe.recorder import NotYet
 from ddpdoctor.record import Record
 
@@ -61,7 +61,7 @@ class _Looks:
         if broadcasts is None or (broadcasts and ddp.modules_buffers):
             return
         torch: Any = sys.modules["torch"]
-        if fingerprints.capturing(torch):
+        if capturing(torch):
             return
         self.last[module] = step
         start = clock()

@@ -30,7 +30,7 @@ from ddpdoctor.probe.budget import clock
 from ddpdoctor.probe.elements import Elements
 from ddpdoctor.probe.hashing import hash_of, hashable
 from ddpdoctor.probe.hooks import amp, joins
-from ddpdoctor.probe.readback import Readback
+from ddpdoctor.probe.readback import Readback, capturing
 from ddpdoctor.record import SUSPICION, Record, Suspicion, SuspicionReader, UnreadableError
 
 DENSE = 64
@@ -467,12 +467,6 @@ def _state(optimizer: Any) -> list[Any]:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, sys.modules["torch"].Tensor)
-
-
-def capturing(torch: Any) -> bool:
-    """Whether a CUDA graph is being captured on this thread."""
-    # Not is_available(), which would initialize the driver before the job forks its workers.
-    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def _reader() -> SuspicionReader | None:

@@ -1,7 +1,8 @@
 """Losses and gradients that are not finite and yet were stepped with: the first few of a rank.
 
 A step that a GradScaler skipped has done no harm and is passed over. A loss on a GPU is looked at
-some steps later, when it has come into pinned memory by itself.
+some steps later, when it has come into pinned memory by itself; what it came out of is asked for
+before, as often as the budget allows.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import math
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from ddpdoctor.probe import events, norms, origins, rank, shield
 from ddpdoctor.probe.budget import clock
 from ddpdoctor.probe.hooks.losses import Loss
+from ddpdoctor.probe.readback import capturing
 from ddpdoctor.probe.replicas import watched
 from ddpdoctor.probe.steps import OpenStep
 from ddpdoctor.record import Record
@@ -31,8 +34,21 @@ MOST_ORIGINS = 2
 LATER = 16
 """Steps after which a GPU's loss is looked at; its slot of memory is used again after 64."""
 
-_Waiting = deque[tuple[OpenStep, Any, list[str]]]
-"""The step, the number or what reads it, and whose gradient it is; no name for a loss."""
+MOST_TRACES = 4
+"""Traces of losses that are on their way or hold a value that is not finite."""
+
+SHARE = 4
+"""Of what diagnosis may cost, a quarter at most goes into traces of losses that are mostly fine."""
+
+FIRST_TRACE = 5_000_000
+"""Nanoseconds that the first one may cost."""
+
+BANDWIDTH = 1_000
+"""Bytes in a nanosecond that a GPU reads, at least while it is needed for something."""
+
+Names = Callable[[], "list[str]"]
+_Waiting = deque[tuple[OpenStep, Any, "Names | None"]]
+"""The step, the number or what reads it, and whose gradient it is; None for a loss."""
 
 
 class Losses:
@@ -48,6 +64,9 @@ class Losses:
         self._told = {True: 0, False: 0}
         self._origins: dict[int, Record | None] = {}
         """By step, where its loss became what it is."""
+        self._traces: dict[int, origins.Trace] = {}
+        self._traced = 0
+        """Nanoseconds spent on traces."""
 
     def loss_began(self, loss: Any, value: Loss | float) -> None:
         """Take a loss that may not be finite, and look where it became so.
@@ -55,23 +74,48 @@ class Losses:
         Backward has not freed the graph yet.
         """
         step = self.state.tracker.step
-        self._take(step, value, [])
-        budget = self.state.budget
-        if callable(value) or not budget.enabled or step.number in self._origins:
+        self._take(step, value, None)
+        if not self.state.budget.enabled:
             return
-        if len(self._origins) < MOST_ORIGINS:
+        if callable(value):
+            self._trace(step.number, loss)
+        elif step.number not in self._origins and len(self._origins) < MOST_ORIGINS:
             self._origins[step.number] = None
             began = clock()
             self._origins[step.number] = origins.origin(loss, value)
-            budget.spend(clock() - began)
+            self.state.budget.spend(clock() - began)
 
-    def gradient(self, value: Any, names: list[str]) -> None:
-        """Take the sum of a gradient before the all-reduce, if it is to be looked at."""
+    def _trace(self, step: int, loss: Any) -> None:
+        """Ask the device for what a loss came out of, if it can be paid for."""
+        budget = self.state.budget
+        paid = (
+            budget.left() >= FIRST_TRACE
+            if not self._traced
+            else SHARE * self._traced <= budget.earned()
+        )
+        if not paid or step in self._traces or len(self._traces) >= MOST_TRACES:
+            return
+        began = clock()
+        found = origins.trace(loss)
+        cost = clock() - began
+        if found is not None:
+            self._traces[step], size = found
+            cost += size // BANDWIDTH
+        self._traced += cost
+        budget.spend(cost)
+
+    def gradient(self, value: Any, names: Names) -> None:
+        """Take the sum of a gradient before the all-reduce, if it is to be looked at.
+
+        Args:
+            value: The sum, or what reads it.
+            names: Tells the parameters to name.
+        """
         self._take(self.state.tracker.step, value, names)
 
-    def _take(self, step: OpenStep, value: Any, names: list[str]) -> None:
+    def _take(self, step: OpenStep, value: Any, names: Names | None) -> None:
         wanted = callable(value) or not math.isfinite(value)
-        if wanted and self._told[bool(names)] < MOST:
+        if wanted and self._told[names is not None] < MOST:
             self.waiting.append((step, value, names))
 
     def step_ended(self, number: int) -> None:
@@ -79,29 +123,37 @@ class Losses:
         while self.waiting:
             step, value, names = self.waiting[0]
             if callable(value) and step.number > number - LATER:
-                return
+                break
             self.waiting.popleft()
             self._look(step, value, names)
+        if self._traces and not capturing(sys.modules["torch"]):
+            for step_number, trace in list(self._traces.items()):
+                if trace.ready and trace.finite:
+                    del self._traces[step_number]
 
     def rank_ends(self) -> None:
         """Look at the rest: the job has waited for its devices, or does not care any more."""
         while self.waiting:
             self._look(*self.waiting.popleft())
 
-    def _look(self, step: OpenStep, number: Any, names: list[str]) -> None:
+    def _look(self, step: OpenStep, number: Any, names: Names | None) -> None:
         value = number() if callable(number) else number
-        of_gradient = bool(names)
+        trace = None if names else self._traces.pop(step.number, None)
+        of_gradient = names is not None
         if value is None or math.isfinite(value) or step.skipped or self._told[of_gradient] >= MOST:
             return
         self._told[of_gradient] += 1
-        told: Record = {"names": names} if names else {"loss": repr(value)}
-        if step.number == self.state.tracker.steps - 1 and not callable(number):
+        told: Record = {"loss": repr(value)} if names is None else {"names": names()}
+        if step.number == self.state.tracker.steps - 1:
             # The optimizer has just stepped with it.
-            told["spread"] = _spread(names)
-        where = self._origins.get(step.number)
-        if where is not None and not names:
-            told["origin"] = where
-        kind = "nonfinite_gradient" if names else "nonfinite"
+            told["spread"] = _spread(told.get("names", []))
+        if names is None:
+            where = self._origins.get(step.number)
+            if trace is not None and trace.ready:
+                where = trace.origin(value)
+            if where is not None:
+                told["origin"] = where
+        kind = "nonfinite_gradient" if of_gradient else "nonfinite"
         self.state.recorder.add({"kind": kind, "time": time.time_ns(), "step": step.number, **told})
 
 
@@ -142,8 +194,8 @@ def loss_began(loss: Any, value: Loss | float) -> None:
         mine.loss_began(loss, value)
 
 
-def local_gradient(value: Any, names: list[str]) -> None:
-    """The sum of a gradient of this rank's own, or what reads it, and the parameters to name."""
+def local_gradient(value: Any, names: Names) -> None:
+    """The sum of a gradient of this rank's own, or what reads it, and what names parameters."""
     mine = _mine()
     if mine is not None:
         mine.gradient(value, names)

@@ -2,7 +2,8 @@
 
 One small parameter of each DDP module is watched, the first one: its gradient comes out of nearly
 all of the backward pass, so what is NaN or infinite anywhere in it arrives there. Its sum is looked
-at just before autograd accumulates it, and only then are the other parameters searched.
+at just before autograd accumulates it, and only then are the other parameters searched. On a GPU
+the sum comes later: there the others are asked for as often as the budget allows.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import weakref
 from typing import Any
 
-from ddpdoctor.probe import events, finite, norms, rank, shield, torch_private
+from ddpdoctor.probe import events, finite, graphs, norms, rank, shield, torch_private
 from ddpdoctor.probe.budget import clock
 from ddpdoctor.probe.hooks import losses
 
@@ -69,32 +70,56 @@ def _look(module: weakref.ref[Any], name: str, gradient: Any) -> None:
     began = clock()
     with torch.no_grad():
         value = losses.reader(gradient.sum(dtype=torch.float32))
-        if value is not None and (callable(value) or not math.isfinite(value)):
-            names = [name]
-            if not callable(value):
-                _found += 1
-                names = _search(torch, module, name)
-            finite.local_gradient(value, names)
+        if callable(value):
+            # To search costs more than to look: it is done half as often.
+            search = 2 * SHARE * _spent <= state.budget.earned()
+            finite.local_gradient(value, _ask(module, name, search))
+        elif value is not None and not math.isfinite(value):
+            _found += 1
+            names = _search(module, name)
+            finite.local_gradient(value, lambda: names)
     cost = clock() - began
     _spent += cost
     state.budget.spend(cost)
 
 
-def _search(torch: Any, module: weakref.ref[Any], name: str) -> list[str]:
+def _search(module: weakref.ref[Any], name: str) -> list[str]:
     """The parameters on the CPU whose gradient so far is not finite."""
+    named = _arrived(module)
+    sizes = graphs.at_once([gradient for _, gradient in named])
+    return _named([(each, sizes(place)) for place, (each, _) in enumerate(named)], name)
+
+
+def _ask(module: weakref.ref[Any], name: str, search: bool) -> finite.Names:
+    """Ask the devices which gradients so far are not finite; what names them when they told."""
+    named = _arrived(module) if search else []
+    found = norms.largest([gradient for _, gradient in named])
+    names = [each for each, _ in named]
+
+    def tell() -> list[str]:
+        if found is None or not found.ready:
+            return [name]
+        return _named(list(zip(names, found.numbers(), strict=True)), name)
+
+    return tell
+
+
+def _named(sizes: list[tuple[str, float]], name: str) -> list[str]:
+    """The parameters whose gradients are not finite, those that backward came to first."""
+    return [each for each, size in sizes if not math.isfinite(size)][: -NAMED - 1 : -1] or [name]
+
+
+def _arrived(module: weakref.ref[Any]) -> list[tuple[str, Any]]:
+    """The gradients of this rank's own that have arrived so far, with their parameters' names."""
     ddp = module()
     # In a view of a bucket there may already be what the all-reduce left.
     if ddp is None or ddp.gradient_as_bucket_view:
-        return [name]
-    found = [
-        each
+        return []
+    return [
+        (each, parameter.grad)
         for each, parameter in torch_private.reduced_parameters(ddp)
-        if parameter.grad is not None
-        and norms.plain(parameter.grad)
-        and parameter.grad.device.type == "cpu"
-        and not torch.isfinite(parameter.grad).all()
+        if parameter.grad is not None and graphs.measurable(parameter.grad)
     ]
-    return found[: -NAMED - 1 : -1] or [name]
 
 
 def install() -> None:

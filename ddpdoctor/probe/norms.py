@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ddpdoctor.probe.readback import Readback
+from ddpdoctor.probe import torch_private
+from ddpdoctor.probe.readback import Readback, capturing
 from ddpdoctor.probe.recorder import Lazy, NotYet
 from ddpdoctor.record import Record
 
@@ -25,8 +26,7 @@ def plain(tensor: Any) -> bool:
 def norms(tensors: Sequence[Any]) -> Readback | None:
     """The 2-norms of plain tensors, in double precision; None if they cannot be had now."""
     torch: Any = sys.modules["torch"]
-    cuda = any(tensor.is_cuda for tensor in tensors)
-    if not tensors or (cuda and torch.cuda.is_current_stream_capturing()):
+    if not tensors or capturing(torch):
         return None
     with torch.no_grad():
         return Readback([_norm(torch, tensor) for tensor in tensors])
@@ -37,6 +37,27 @@ def _norm(torch: Any, tensor: Any) -> Any:
     if dense.layout is not torch.strided:
         dense = dense.coalesce().values()
     return torch.linalg.vector_norm(dense, dtype=torch.float64)
+
+
+def largest(tensors: Sequence[Any]) -> Readback | None:
+    """The greatest magnitude in each of strided tensors that are plain and not empty.
+
+    In double precision: NaN where an element is. None if they cannot be had now.
+    """
+    torch: Any = sys.modules["torch"]
+    if not tensors or capturing(torch):
+        return None
+    kinds: dict[tuple[Any, Any], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(index)
+    with torch.no_grad():
+        return Readback.gathered(
+            len(tensors),
+            [
+                (indices, torch_private.largest(torch, [tensors[index] for index in indices]))
+                for indices in kinds.values()
+            ],
+        )
 
 
 def lazy(numbers: Sequence[Readback], record: Callable[[list[float]], Record]) -> Lazy:

@@ -1,8 +1,9 @@
 """Where in the forward pass a loss stopped being finite, read from the graph of its backward.
 
-Autograd keeps what an operation needs for its backward, mostly its inputs or its result. So from
-the loss downwards those that are not finite are followed to the first one, before backward frees
-them. Nothing is computed again, and no hook of the job is called.
+From the loss downwards those results that are not finite are followed to the first one: what
+autograd keeps for backward tells it. Nothing is computed again. A loss on the CPU is followed when
+it is not finite; that of a GPU is read some steps later, when its graph is gone, so that sizes are
+asked for beforehand.
 """
 
 from __future__ import annotations
@@ -10,15 +11,20 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ddpdoctor.probe import norms, torch_private
+from ddpdoctor.probe import graphs, norms
+from ddpdoctor.probe.graphs import UNKNOWN, Kept, Operation, Sizes
+from ddpdoctor.probe.readback import Readback
 from ddpdoctor.probe.replicas import watched
 from ddpdoctor.record import Record
 
-MOST_NODES = 20_000
+MOST = 20_000
 """Operations that are looked at; a larger graph is given up."""
+
+MOST_TRACED = 4096
+"""The same where nothing is known to be wrong yet."""
 
 NAMED = 4
 """Operations that are named where what they gave was not kept."""
@@ -47,135 +53,179 @@ def origin(loss: Any, value: float) -> Record | None:
         operation uses them itself; ``infinite``: the same of an infinite value that entered the
         operation, if NaN came out of it. None if the graph does not tell.
     """
-    names = {
+    with sys.modules["torch"].no_grad():
+        found = graphs.read(loss, _names(), MOST)
+        if found is None:
+            return None
+        operations, tensors = found
+        return _Search(operations, graphs.at_once(tensors), math.isnan(value)).run()
+
+
+class Trace:
+    """The sizes of all that a loss came out of, on their way from a device.
+
+    Nothing of the graph is held: only names and numbers.
+
+    Args:
+        operations: The operations of the graph.
+        readback: The sizes of what they keep.
+    """
+
+    def __init__(self, operations: list[Operation], readback: Readback) -> None:
+        self._operations = operations
+        self._readback = readback
+
+    @property
+    def ready(self) -> bool:
+        """Whether the device has told all sizes; never waits."""
+        return self._readback.ready
+
+    @property
+    def finite(self) -> bool:
+        """Whether all of them are finite, once they are there."""
+        return all(map(math.isfinite, self._readback.numbers()))
+
+    def origin(self, value: float) -> Record | None:
+        """Where the loss became what it is, once the sizes are there; as `origin` tells it."""
+        sizes = graphs.told(self._readback.numbers())
+        return _Search(self._operations, sizes, math.isnan(value)).run()
+
+
+def trace(loss: Any) -> tuple[Trace, int] | None:
+    """Ask the device for the sizes of what a loss came out of.
+
+    Returns:
+        The trace, and how many bytes the device reads for it; None if the graph tells nothing.
+    """
+    with sys.modules["torch"].no_grad():
+        found = graphs.read(loss, _names(), MOST_TRACED)
+        if found is None or not found[1]:
+            return None
+        operations, tensors = found
+        readback = norms.largest(tensors)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return None if readback is None else (Trace(operations, readback), size)
+
+
+def _names() -> dict[int, str]:
+    """The names of DDP's parameters by their ``id``."""
+    return {
         id(parameter): name
         for each in watched
         for index, name in enumerate(each.names)
         if (parameter := each.parameter(index)) is not None
     }
-    with sys.modules["torch"].no_grad():
-        return _Search(names, math.isnan(value)).run(loss.grad_fn)
 
 
 class _Search:
     """One walk from a loss downwards.
 
     Args:
-        names: The parameters' names by ``id``.
+        operations: The operations behind the loss, its own one first.
+        sizes: How large what they keep is.
         nan: Whether NaN is looked for, or infinite values as well: those may be meant as a mask.
     """
 
-    def __init__(self, names: dict[int, str], nan: bool) -> None:
-        self._names = names
+    def __init__(self, operations: Sequence[Operation], sizes: Sizes, nan: bool) -> None:
+        self._operations = operations
+        self._sizes = sizes
         self._nan = nan
-        self._left = MOST_NODES
 
-    def run(self, node: Any) -> Record | None:
-        while node is not None:
-            below, found = self._region(node)
+    def run(self, start: int = 0) -> Record | None:
+        at: int | None = start if self._operations else None
+        while at is not None:
+            at, found = self._region(at)
             if found is not None:
                 return found
-            node = below
         return None
 
-    def _region(self, bad: Any) -> tuple[Any, Record | None]:
-        """From a node whose result is bad to the next one below it; or what is found instead."""
+    def _region(self, bad: int) -> tuple[int | None, Record | None]:
+        """From one whose result is bad to the next one below it; or what is found instead."""
         queue, known = [bad], {bad}
-        tellers: list[Any] = []
+        tellers: list[int] = []
         blind = False
-        for node in queue:
-            self._left -= 1
-            if self._left < 0:
-                return None, None
-            children = [child for child, _ in node.next_functions if child is not None]
-            saved, complete = torch_private.saved_tensors(node)
-            blind |= not complete
-            inputs = [tensor for own, tensor in saved if not own]
+        for number in queue:
+            operation = self._operations[number]
+            blind |= not operation.complete
+            inputs = [kept for kept in operation.kept if not kept.own]
             fine = set()
-            for tensor in inputs:
-                if not self._bad(tensor):
-                    fine.add(tensor.grad_fn)
-                elif tensor.grad_fn in children:
-                    return tensor.grad_fn, None
-                elif tensor.grad_fn is None and not tensor.requires_grad:
-                    return None, self._told("input", [node], node)
-            infinite = next((each for each in inputs if self._nan and _infinite(each)), None)
+            for kept in inputs:
+                if not self._bad(kept.size):
+                    fine.add(kept.maker)
+                elif kept.maker in operation.below:
+                    return kept.maker, None
+                elif not kept.trained:
+                    return None, self._told("input", [number], number)
+            infinite = next((each for each in inputs if self._nan and self._infinite(each)), None)
             if infinite is not None:
-                return None, self._from_infinite(node, infinite)
-            if inputs and node is not bad:
-                tellers.append(node)
-            for child in children:
+                return None, self._from_infinite(number, infinite)
+            if inputs and number != bad:
+                tellers.append(number)
+            for child in operation.below:
                 if child in known or child in fine:
                     continue
                 known.add(child)
-                parameter = getattr(child, "variable", None)
-                if parameter is not None:
-                    if self._bad(parameter):
-                        return None, self._told("parameter", [node], node)
+                below = self._operations[child]
+                if below.size != UNKNOWN:
+                    if self._bad(below.size):
+                        return None, self._told("parameter", [number], number)
                     continue
-                results = [tensor for own, tensor in torch_private.saved_tensors(child)[0] if own]
-                if any(self._bad(each) for each in results):
+                results = [kept for kept in below.kept if kept.own]
+                if any(self._bad(each.size) for each in results):
                     return child, None
                 if not results:
                     queue.append(child)
         if blind:
             return None, None
-        suspects = [each for each in (*tellers, bad) if _words(each.name()) in SINGULAR]
-        nodes = (suspects or [*tellers, bad])[-NAMED:]
-        return None, self._told("operation", nodes, nodes[0])
+        suspects = [each for each in (*tellers, bad) if self._word(each) in SINGULAR]
+        numbers = (suspects or [*tellers, bad])[-NAMED:]
+        return None, self._told("operation", numbers, numbers[0])
 
-    def _from_infinite(self, node: Any, tensor: Any) -> Record:
+    def _from_infinite(self, number: int, kept: Kept) -> Record:
         """NaN came out of an operation that an infinite value went into: where that began."""
-        found = self._told("operation", [node], node)
-        if tensor.grad_fn is not None:
-            further = _Search(self._names, nan=False)
-            further._left = self._left
-            found["infinite"] = further.run(tensor.grad_fn)
+        found = self._told("operation", [number], number)
+        if kept.maker != UNKNOWN:
+            further = _Search(self._operations, self._sizes, nan=False)
+            found["infinite"] = further.run(kept.maker)
         return found
 
-    def _bad(self, tensor: Any) -> bool:
-        least, most = _range(tensor)
-        return math.isnan(least) if self._nan else not math.isfinite(most - least)
+    def _bad(self, place: int) -> bool:
+        size = self._sizes(place)
+        return math.isnan(size) if self._nan else not math.isfinite(size)
 
-    def _told(self, what: str, nodes: list[Any], at: Any) -> Record:
+    def _infinite(self, kept: Kept) -> bool:
+        return math.isinf(self._sizes(kept.size))
+
+    def _word(self, number: int) -> str:
+        return _words(self._operations[number].name)
+
+    def _told(self, what: str, numbers: list[int], at: int) -> Record:
         distance, names = next(self._parameters(at), (0, []))
         # Between a layer's operation and its weight there is at most a transposition.
         return {
             "what": what,
-            "operations": [_words(each.name()) for each in nodes],
+            "operations": [self._word(each) for each in numbers],
             "module": names[0].rpartition(".")[0] if names else None,
             "within": bool(names) and distance <= 2,
         }
 
-    def _parameters(self, node: Any) -> Iterator[tuple[int, list[str]]]:
+    def _parameters(self, number: int) -> Iterator[tuple[int, list[str]]]:
         """The named parameters nearest to an operation, with their distance."""
-        level, known, distance = [node], {node}, 0
-        while level and len(known) < MOST_NODES:
+        level, known, distance = [number], {number}, 0
+        while level:
             below = []
             names = []
             for each in level:
-                name = self._names.get(id(getattr(each, "variable", None)))
-                if name is not None:
-                    names.append(name)
-                for child, _ in each.next_functions:
-                    if child is not None and child not in known:
+                operation = self._operations[each]
+                if operation.parameter is not None:
+                    names.append(operation.parameter)
+                for child in operation.below:
+                    if child not in known:
                         known.add(child)
                         below.append(child)
             if names:
                 yield distance, names
             level, distance = below, distance + 1
-
-
-def _range(tensor: Any) -> tuple[float, float]:
-    """The least and the greatest element, both NaN where any element is; zeros if unknown."""
-    if not norms.plain(tensor) or not tensor.numel() or tensor.device.type != "cpu":
-        return 0.0, 0.0
-    least, most = tensor.detach().aminmax()
-    return least.item(), most.item()
-
-
-def _infinite(tensor: Any) -> bool:
-    return any(map(math.isinf, _range(tensor)))
 
 
 def _words(name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -25,12 +25,18 @@ class Readback:
             self._take(indices, torch.stack([scalars[index] for index in indices]))
 
     @classmethod
+    def gathered(cls, count: int, parts: Iterable[tuple[list[int], Any]]) -> Readback:
+        """The numbers of 1-dimensional tensors, each with its place among so many."""
+        made = cls([])
+        made._count = count
+        for indices, vector in parts:
+            made._take(indices, vector)
+        return made
+
+    @classmethod
     def of(cls, vector: Any) -> Readback:
         """The numbers of a 1-dimensional tensor."""
-        made = cls([])
-        made._count = len(vector)
-        made._take(list(range(len(vector))), vector)
-        return made
+        return cls.gathered(len(vector), [(list(range(len(vector))), vector)])
 
     def _take(self, indices: list[int], found: Any) -> None:
         """Fetch the numbers of a 1-dimensional tensor, each with its place."""
@@ -58,3 +64,9 @@ class Readback:
             for index, value in zip(indices, listed, strict=True):
                 found[index] = value
         return found
+
+
+def capturing(torch: Any) -> bool:
+    """Whether a CUDA graph is being captured on this thread."""
+    # Not is_available(), which would initialize the driver before the job forks its workers.
+    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())

@@ -7,11 +7,15 @@ are used directly by their hooks.
 
 from __future__ import annotations
 
+import math
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
+
+_saved: weakref.WeakKeyDictionary[type[Any], tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
 def loader_iterator_classes(dataloader: Any) -> list[Any]:
@@ -433,9 +437,7 @@ def saved_tensors(node: Any) -> tuple[list[tuple[bool, Any]], bool]:
     """
     found = []
     complete = True
-    for name in dir(node):
-        if not name.startswith("_raw_saved_"):
-            continue
+    for name in _saved_names(type(node)):
         raw = getattr(node, name)
         many = isinstance(raw, (tuple, list))
         if any(getattr(each, "unpack_hook", raw) is not None for each in (raw if many else (raw,))):
@@ -454,6 +456,27 @@ def saved_tensors(node: Any) -> tuple[list[tuple[bool, Any]], bool]:
                 own = tensor.grad_fn is node or name.startswith("_raw_saved_result")
                 found.append((own, tensor))
     return found, complete
+
+
+def _saved_names(operation: type[Any]) -> tuple[str, ...]:
+    """The attributes under which an operation keeps tensors: to list them takes the most time."""
+    found = _saved.get(operation)
+    if found is None:
+        found = tuple(name for name in dir(operation) if name.startswith("_raw_saved_"))
+        _saved[operation] = found
+    return found
+
+
+def largest(torch: Any, tensors: list[Any]) -> Any:
+    """The greatest magnitude in each tensor, as one vector in double precision.
+
+    ``_foreach_norm`` (1.13 to 2.13) launches few kernels for many tensors of a device and dtype;
+    without it there is one for each.
+    """
+    together = getattr(torch, "_foreach_norm", None)
+    if together is not None:
+        return torch.stack(together(tensors, math.inf)).double()
+    return torch.stack([torch.linalg.vector_norm(each, ord=math.inf) for each in tensors]).double()
 
 
 def flight_recorder(torch: Any) -> Callable[[], bytes] | None:

@@ -21,9 +21,10 @@ def not_finite(run: Run) -> Iterator[Finding]:
     What it finds
         The rank whose loss or gradient was NaN or infinite first, in a step that the optimizer
         took, and in which parameters; or parameters that are not finite while what was before
-        them was. The gradient is that of the rank alone, before the all-reduce. Of a loss on the
-        CPU it also finds the operation and the module out of which the first such value came, or
-        that it was in the batch already.
+        them was. The gradient is that of the rank alone, before the all-reduce. Of a loss it also
+        finds the operation and the module out of which the first such value came, or that it was
+        in the batch already. On a GPU that has to be asked for before the loss is known: it is
+        told for the steps in which the overhead budget allowed to ask (torch 2.13 or newer).
 
     Why it is bad
         The all-reduce carries one rank's NaN to the gradients, and so to the parameters, of all

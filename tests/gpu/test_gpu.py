@@ -82,3 +82,13 @@ def test_without_nproc_there_is_one_rank_per_gpu(doctor: Doctor) -> None:
     count = visible(os.environ)
     assert f"one per visible GPU ({count})" in result.ours
     assert len(result.run.ranks) == count
+
+
+def test_of_a_loss_the_operation_and_the_module_are_told(doctor: Doctor) -> None:
+    job = str(ROOT / "tests" / "jobs" / "entropy_on_gpu.py")
+    result = doctor.run("--nproc-per-node", "1", "--overhead-budget", "50", job)
+    assert result.codes == ["DDP706"]
+    told = next(result.run.ranks[0].of_kind("nonfinite"))
+    assert told["step"] == 12
+    source = told["origin"].get("infinite") or told["origin"]
+    assert (source["operations"], source["module"]) == (["log"], "scores")

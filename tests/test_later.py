@@ -1,0 +1,37 @@
+"""Losses and gradients that are read some steps after their graph is gone, as a GPU's are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.conftest import ROOT, Doctor
+
+SICK = ROOT / "sample_jobs" / "sick"
+LATER = str(ROOT / "tests" / "jobs" / "later.py")
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"),
+    reason="this torch does not tell whether a saved tensor has hooks: nothing is looked at",
+)
+def test_the_operation_and_the_module_are_told_of_a_loss(doctor: Doctor) -> None:
+    job = str(SICK / "ddp706_entropy_of_certainty.py")
+    result = doctor.run("--nproc-per-node", "2", "--overhead-budget", "50", LATER, job)
+    result.check_success()
+    (told,) = result.run.ranks[1].of_kind("nonfinite")
+    assert told["step"] == 23
+    source = told["origin"]["infinite"]
+    assert (source["operations"], source["module"]) == (["log"], "scores")
+    assert not [*result.run.ranks[0].of_kind("nonfinite"), *result.run.ranks[0].of_kind("fault")]
+
+
+def test_the_parameters_are_told_of_a_gradient(doctor: Doctor) -> None:
+    job = str(SICK / "ddp706_norm_of_nothing.py")
+    result = doctor.run("--nproc-per-node", "2", "--overhead-budget", "50", LATER, job)
+    assert result.codes == ["DDP706"]
+    said = " ".join(result.ours.split())
+    assert "the gradient of encoder.2.bias on rank 1 is not finite at step 3" in said
+    told = next(result.run.ranks[1].of_kind("nonfinite_gradient"))
+    assert told["step"] == 3
+    assert told["names"] == ["encoder.2.bias", "encoder.2.weight", "encoder.0.bias"]
