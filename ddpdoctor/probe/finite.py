@@ -158,18 +158,26 @@ class Losses:
 
 
 def _spread(names: list[str]) -> bool:
-    """Whether small parameters on the CPU, those of these names if any, are not finite now."""
+    """Whether small parameters, those of these names if any, are not finite now.
+
+    A GPU is asked if it has nothing left to do, as at the end of a job: it is not waited for.
+    """
+    torch: Any = sys.modules["torch"]
     looked_at = [
         parameter
         for each in watched
         for index in (map(each.names.index, set(names) & set(each.names)) if names else each.probes)
         if (parameter := each.parameter(index)) is not None
         and norms.plain(parameter)
-        and parameter.device.type == "cpu"
         and parameter.numel() <= LARGEST
+        and (parameter.device.type == "cpu" or _idle(torch, parameter.device))
     ]
-    with sys.modules["torch"].no_grad():
+    with torch.no_grad():
         return any(not parameter.isfinite().all() for parameter in looked_at)
+
+
+def _idle(torch: Any, device: Any) -> bool:
+    return bool(not capturing(torch) and torch.cuda.current_stream(device).query())
 
 
 _losses: Losses | None = None
