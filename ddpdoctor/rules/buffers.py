@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.record import Record, integer
-from ddpdoctor.rules.replicas import Replica, elements, list_of, named, place, replicas
+from ddpdoctor.rules.ranks import named
+from ddpdoctor.rules.replicas import Replica, elements, list_of, place, replicas
 from ddpdoctor.run import Run
 
 ENOUGH = 3

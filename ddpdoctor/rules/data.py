@@ -16,7 +16,6 @@ from ddpdoctor.rules.draws import (
     Passes,
     location,
     matched,
-    names,
     overlap,
     passes_of,
     same_data,
@@ -24,6 +23,7 @@ from ddpdoctor.rules.draws import (
     training,
 )
 from ddpdoctor.rules.endings import PATIENCE
+from ddpdoctor.rules.ranks import named
 from ddpdoctor.run import Run
 
 REPEATED = 0.1
@@ -235,7 +235,7 @@ def order_repeated(run: Run) -> Iterator[Finding]:
         ]
         if isinstance(epoch, int):
             evidence.append(f"its epoch was {before.sampler.get('epoch')}, then {epoch}")
-        whose = "every rank" if len(sick) == len(run.last) else names(sorted(sick))
+        whose = "every rank" if len(sick) == len(run.last) else named(sick)
         yield Finding(
             code="DDP103",
             about=str(at),
@@ -313,7 +313,7 @@ def wrong_shard(run: Run) -> Iterator[Finding]:
         if first is None:
             continue
         if shared[1] > 1 and same_order(twins) and same_data(twins):
-            what = f"{names(sorted(twins))} draw the same samples"
+            what = f"{named(twins)} draw the same samples"
         elif len(of) == 1 and max(of) > _world(run) == len(group) == len(set(shards.values())):
             of_all = max(of)
             what = f"{of_all - len(group)} of {of_all} shards are drawn by no rank"
@@ -324,7 +324,7 @@ def wrong_shard(run: Run) -> Iterator[Finding]:
             about=str(first.at),
             severity=Severity.ERROR,
             message=f"{what}: the sampler built at {first.at} has a wrong "
-            f"{'rank' if of == {len(group)} else 'num_replicas'} on {names(wrong)}",
+            f"{'rank' if of == {len(group)} else 'num_replicas'} on {named(wrong)}",
             ranks=tuple(wrong),
             location=first.at,
             evidence=tuple(
@@ -451,8 +451,8 @@ def uneven(run: Run) -> Iterator[Finding]:
             code="DDP109",
             about=str(first.made),
             severity=Severity.ERROR,
-            message=f"{names(short)} will run out of batches before the others: the loader built "
-            f"at {first.made} has {few} batches on {names([r for r in short if counts[r] == few])}"
+            message=f"{named(short)} will run out of batches before the others: the loader built "
+            f"at {first.made} has {few} batches on {named([r for r in short if counts[r] == few])}"
             f" and {many} elsewhere",
             ranks=tuple(short),
             location=first.made,

@@ -16,8 +16,8 @@ from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.probe.hooks.ddp import BUFFERS
 from ddpdoctor.record import Phase, Record, integer
 from ddpdoctor.rules import updates
-from ddpdoctor.rules.draws import names
 from ddpdoctor.rules.endings import PATIENCE, Ending, endings, first_failure, mispaired
+from ddpdoctor.rules.ranks import named
 from ddpdoctor.rules.sources import Loop, Source, endless, holds, source_of
 from ddpdoctor.run import Rank, Run
 
@@ -582,7 +582,7 @@ def _lines(rank: Rank, phase: str, place: Place) -> list[int]:
 
 
 def _finding(decision: Decision) -> Finding:
-    who, others = names(decision.ranks), names([each.rank.rank for each in decision.others])
+    who, others = named(decision.ranks), named(each.rank.rank for each in decision.others)
     loop = decision.place.location
     if decision.kind == "skipped":
         what = f"skipped batch {decision.batch} of the training loop (step {decision.step})"

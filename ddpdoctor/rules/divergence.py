@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from ddpdoctor.finding import RULES, Finding, Severity, rule
 from ddpdoctor.record import Record, integer
 from ddpdoctor.rules.decisions import decisions
-from ddpdoctor.rules.replicas import Difference, Replica, list_of, named, odd, place, replicas, site
+from ddpdoctor.rules.ranks import named
+from ddpdoctor.rules.replicas import Difference, Replica, list_of, odd, place, replicas, site
 from ddpdoctor.rules.updates import left_out
 from ddpdoctor.run import Rank, Run
 

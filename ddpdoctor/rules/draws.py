@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -216,9 +216,3 @@ def overlap(passes: Passes) -> tuple[int, int]:
     union = frozenset[int]().union(*(each.hits for each in passes.values()))
     total = sum(len(each.hits) for each in passes.values())
     return total - len(union), total
-
-
-def names(numbers: Sequence[int]) -> str:
-    """Ranks as a sentence says them: ``ranks 1, 2``."""
-    many = ", ".join(map(str, numbers))
-    return f"rank{'' if len(numbers) == 1 else 's'} {many}"

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from ddpdoctor.finding import Finding, Severity, rule
 from ddpdoctor.record import Record, integer
 from ddpdoctor.rules.decisions import decisions
-from ddpdoctor.rules.replicas import group_of, named, place
+from ddpdoctor.rules.ranks import named
+from ddpdoctor.rules.replicas import group_of, place
 from ddpdoctor.run import Rank, Run
 
 MOST = 64

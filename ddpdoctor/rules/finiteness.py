@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from ddpdoctor.finding import Finding, Severity, rule
 from ddpdoctor.record import Record, integer
-from ddpdoctor.rules.replicas import Replica, named, replicas, site
+from ddpdoctor.rules.ranks import named
+from ddpdoctor.rules.replicas import Replica, replicas, site
 from ddpdoctor.run import Rank, Run
 
 LASTING = 3

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.record import Record, integer
+from ddpdoctor.rules.ranks import named
 from ddpdoctor.run import Rank, Run
 
 
@@ -49,11 +50,10 @@ def local_rank_never_filled(run: Run) -> Iterator[Finding]:
     _, record = found[0]
     told = integer(record, "parsed")
     ranks = tuple(sorted(rank.rank for rank, _ in found))
-    names = ", ".join(str(rank) for rank in ranks)
     yield Finding(
         code="DDP206",
         severity=Severity.WARNING,
-        message=f"rank{'s' if len(ranks) > 1 else ''} {names} parsed local rank {told}: torchrun "
+        message=f"{named(ranks)} parsed local rank {told}: torchrun "
         "fills LOCAL_RANK, not an option",
         ranks=ranks,
         location=_location(record),

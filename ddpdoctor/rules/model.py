@@ -9,6 +9,7 @@ from statistics import median
 from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.record import Record, integer
 from ddpdoctor.rules import reduction
+from ddpdoctor.rules.ranks import named
 from ddpdoctor.run import Rank, Run
 
 PATIENCE = 3_000_000_000
@@ -28,14 +29,6 @@ def listed(names: Sequence[str], count: int | None = None) -> str:
     """The first few names, and how many more there are."""
     rest = (len(names) if count is None else count) - min(SHOWN, len(names))
     return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def ranks_named(ranks: Sequence[int]) -> str:
-    """Some ranks as the subject of a sentence: ``ranks 0 and 2``."""
-    words = [str(rank) for rank in ranks]
-    if len(words) == 1:
-        return f"rank {words[0]}"
-    return f"ranks {', '.join(words[:-1])} and {words[-1]}"
 
 
 def plural(count: int, word: str = "parameter") -> str:
@@ -173,7 +166,7 @@ def _unused(run: Run, missing: Missing) -> Finding:
         count = len(names)
         total = len(reduction.parameter_names(reduction.ddp_record(rank, 0)))
     some = bool(missing.silent)
-    who = f"on {ranks_named(missing.ranks)} only" if some else "on any rank"
+    who = f"on {named(missing.ranks)} only" if some else "on any rank"
     if len(run.last) == 1:
         who = f"on rank {missing.ranks[0]}"
     what = plural(count) if count else "some parameters"
@@ -186,7 +179,7 @@ def _unused(run: Run, missing: Missing) -> Finding:
             f"(step {first.get('step')})"
         )
     if some:
-        evidence.append(f"{ranks_named(missing.silent)} missed none in that backward")
+        evidence.append(f"{named(missing.silent)} missed none in that backward")
     evidence += missing.fate()
     finds = error is not None and "`find_unused_parameters=True` is enabled" in str(
         error.get("message")
@@ -253,7 +246,7 @@ def ready_twice(run: Run) -> Iterator[Finding]:
     yield Finding(
         code="DDP323",
         severity=Severity.ERROR,
-        message=f"{what} was ready twice in one backward on {ranks_named(ranks)}{why}",
+        message=f"{what} was ready twice in one backward on {named(ranks)}{why}",
         ranks=tuple(ranks),
         location=place(error),
         evidence=(

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from ddpdoctor.finding import Finding, Severity, rule
 from ddpdoctor.record import Record, integer
-from ddpdoctor.rules.replicas import group_of, list_of, named, place
+from ddpdoctor.rules.ranks import named
+from ddpdoctor.rules.replicas import group_of, list_of, place
 from ddpdoctor.run import Run
 
 _REFUSALS = ("DDP expects same model across all ranks", "appears not to match")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.gpu.reader import same_uuid
 from ddpdoctor.record import Record, integer
-from ddpdoctor.rules.draws import names
+from ddpdoctor.rules.ranks import named
 from ddpdoctor.run import Rank, Run
 
 
@@ -119,7 +119,7 @@ def _finding(place: Location | None, found: list[_Stray]) -> Finding:
     first = found[0]
     gpus = list(dict.fromkeys(each.gpu for each in found))
     whose = f"rank {first.owners[0]}'s" if len(gpus) == 1 else "other ranks'"
-    message = f"{names(ranks)} {'hold' if len(ranks) > 1 else 'holds'} memory on {', '.join(gpus)}"
+    message = f"{named(ranks)} {'hold' if len(ranks) > 1 else 'holds'} memory on {', '.join(gpus)}"
     message += f", {whose} own"
     fix = (
         "Call torch.cuda.set_device(local_rank) before anything else uses CUDA; no device is to be "
@@ -145,4 +145,4 @@ def _evidence(stray: _Stray) -> str:
     size = stray.held.get("bytes")
     much = f"{size / 2**20:.0f} MiB" if isinstance(size, int) else "memory"
     name = f" ({stray.held['name']})" if stray.held.get("name") else ""
-    return f"rank {stray.rank.rank} holds {much} on {stray.gpu}{name}, {names(stray.owners)}'s own"
+    return f"rank {stray.rank.rank} holds {much} on {stray.gpu}{name}, {named(stray.owners)}'s own"

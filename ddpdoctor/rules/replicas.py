@@ -6,7 +6,7 @@ import base64
 import math
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -267,11 +267,3 @@ def place(record: Record) -> Location | None:
     """The line that a record names."""
     path = record.get("path")
     return Location(str(path), integer(record, "line")) if path else None
-
-
-def named(numbers: Sequence[int]) -> str:
-    """Ranks in words: ``rank 1``, ``ranks 0 and 2``."""
-    words = [str(number) for number in sorted(numbers)]
-    if len(words) == 1:
-        return f"rank {words[0]}"
-    return f"ranks {', '.join(words[:-1])} and {words[-1]}"

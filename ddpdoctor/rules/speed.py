@@ -15,6 +15,7 @@ from ddpdoctor.pace import (
     WARM_UP,
 )
 from ddpdoctor.record import integer
+from ddpdoctor.rules.ranks import named
 from ddpdoctor.run import PHASES, Rank, Run, Step
 
 ENOUGH = 20
@@ -241,9 +242,7 @@ def _on_gpu(rank: Rank) -> bool:
 def _ranks(numbers: Sequence[int], of: int) -> str:
     if len(numbers) == of > 1:
         return "both ranks wait" if of == 2 else f"all {of} ranks wait"
-    if len(numbers) == 1:
-        return f"rank {numbers[0]} waits"
-    return f"ranks {', '.join(map(str, sorted(numbers)))} wait"
+    return f"{named(numbers)} {'waits' if len(numbers) == 1 else 'wait'}"
 
 
 def _ms(nanoseconds: float) -> str:

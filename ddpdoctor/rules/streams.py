@@ -11,9 +11,9 @@ from ddpdoctor.rules.draws import (
     WHOLE,
     Pass,
     matched,
-    names,
     passes_of,
 )
+from ddpdoctor.rules.ranks import named
 from ddpdoctor.run import Run
 
 
@@ -149,7 +149,7 @@ def same_workers(run: Run) -> Iterator[Finding]:
             about=str(first.made),
             severity=Severity.ERROR,
             message=f"the {first['workers']} workers of the loader built at {first.made} all give "
-            f"the same samples, on {names(ranks)}",
+            f"the same samples, on {named(ranks)}",
             ranks=ranks,
             location=first.made,
             evidence=(

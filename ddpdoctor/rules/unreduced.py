@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.record import Record, integer
-from ddpdoctor.rules.model import Missing, listed, missing_gradients, place, plural, ranks_named
-from ddpdoctor.rules.model import shown as named
+from ddpdoctor.rules.model import Missing, listed, missing_gradients, place, plural, shown
+from ddpdoctor.rules.ranks import named
 from ddpdoctor.rules.reduction import ddp_record
 from ddpdoctor.run import Rank, Run
 
@@ -195,7 +195,7 @@ def forward_around_ddp(run: Run) -> Iterator[Finding]:
             yield _finding(
                 "DDP301",
                 found,
-                f"{ranks_named(found.ranks)} train apart: this backward's forward went around DDP, "
+                f"{named(found.ranks)} train apart: this backward's forward went around DDP, "
                 "so its gradients were not averaged",
                 "Call the DDP object in training, not .module or the model that was wrapped.",
             )
@@ -233,7 +233,7 @@ def second_backward(run: Run) -> Iterator[Finding]:
             yield _finding(
                 "DDP302",
                 found,
-                f"{ranks_named(found.ranks)} train apart: this is a second backward after the one "
+                f"{named(found.ranks)} train apart: this is a second backward after the one "
                 "that DDP reduced, and its gradients were not averaged",
                 "Add the losses and call backward once, or call forward and backward in turn.",
             )
@@ -271,7 +271,7 @@ def no_sync_scope(run: Run) -> Iterator[Finding]:
             yield _finding(
                 "DDP308",
                 found,
-                f"{ranks_named(found.ranks)} train apart: this backward's forward stood within "
+                f"{named(found.ranks)} train apart: this backward's forward stood within "
                 "no_sync(), so its gradients were not averaged",
                 "Put forward and backward into no_sync() while accumulating, and both outside of "
                 "it before the optimizer's step.",
@@ -335,7 +335,7 @@ def changed_after_wrap(run: Run) -> Iterator[Finding]:
             yield _finding(
                 "DDP303",
                 found,
-                f"{ranks_named(found.ranks)} train apart: {listed(found.names)} "
+                f"{named(found.ranks)} train apart: {listed(found.names)} "
                 f"{'was' if len(found.names) == 1 else 'were'} {found.cause} after DDP was built "
                 "here, so that DDP does not average the gradients",
                 "Change the model before it is wrapped, or wrap it anew after the change.",
@@ -350,9 +350,9 @@ def _altered(run: Run, missing: Missing) -> Finding:
     record = next(
         record
         for record in missing.records.values()
-        if any(why != "unused" for _, _, why in named(record))
+        if any(why != "unused" for _, _, why in shown(record))
     )
-    changes = [(name, why) for name, _, why in named(record) if why != "unused"]
+    changes = [(name, why) for name, _, why in shown(record) if why != "unused"]
     how = " or ".join(sorted({why for _, why in changes}))
     built = next((each for rank in run.last if (each := ddp_record(rank, missing.ddp))), None)
     error = next((missing.errors[rank] for rank in sorted(missing.errors)), None)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ddpdoctor.finding import Finding, Location, Severity
 from ddpdoctor.record import integer
-from ddpdoctor.rules.draws import names
+from ddpdoctor.rules.ranks import named
 from ddpdoctor.rules.replicas import Replica, replicas, site
 from ddpdoctor.rules.sources import source_of
 from ddpdoctor.run import Rank, Run
@@ -87,7 +87,7 @@ def _armed(replica: Replica, rank: int, step: int) -> int:
 
 def finding(found: LeftOut) -> Finding:
     """DDP403, in words."""
-    who, others = names(found.ranks), names(found.others)
+    who, others = named(found.ranks), named(found.others)
     many = len(found.ranks) > 1
     return Finding(
         code="DDP403",
