@@ -6,129 +6,23 @@ it began there. The source is read only to name the statement.
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 from ddpdoctor.finding import Finding, Location, Severity, rule
-from ddpdoctor.probe.hooks.ddp import BUFFERS
-from ddpdoctor.record import Phase, Record, integer
+from ddpdoctor.record import integer
 from ddpdoctor.rules import updates
-from ddpdoctor.rules.endings import PATIENCE, Ending, endings, first_failure, mispaired
+from ddpdoctor.rules.deciding import call_to_exit, exit_location, skip_location, stop_location
+from ddpdoctor.rules.endings import Ending, endings, first_failure, mispaired
 from ddpdoctor.rules.ranks import named
-from ddpdoctor.rules.sources import Loop, Source, endless, holds, source_of
+from ddpdoctor.rules.training_loops import Place, Trace, place_of, same_loop, traces_of, trained_on
 from ddpdoctor.run import Rank, Run
 
 SOON = 3
 """Batches after a skipped one within which ranks fail whose collectives no more fit."""
 
 FOREVER = 1 << 63
-
-
-@dataclass(frozen=True)
-class Trace:
-    """What one rank did in one training loop, as far as it told."""
-
-    rank: Rank
-    record: Record
-    stuck: bool
-    """The rank is, or was when it died, in a collective that does not end."""
-
-    @cached_property
-    def state(self) -> str:
-        """``ended``, ``left`` or ``failed``; else the loop goes on."""
-        told = str(self.record.get("state"))
-        error = next(self.rank.of_kind("error"), None)
-        if error is None or told not in ("left", "failed"):
-            return told
-        lines = [Location(str(each[0]), each[1]) for each in error.get("user_frames") or ()]
-        left_at = _places(self.record.get("left_at"))
-        if left_at:
-            # An exception lets go of the iterator, too, and is told when it has come to the top.
-            return "failed" if _contains(lines, left_at[::-1]) else "left"
-        place = _place(self.frames)
-        # The iterator may have outlived its loop, as that of persistent workers does.
-        inside = place is None or any(
-            each.path == place.path and place.runs_at(each.line) for each in lines
-        )
-        return "failed" if told == "failed" and inside else "left"
-
-    @property
-    def closed(self) -> bool:
-        """Whether the loop is over."""
-        return self.state in ("ended", "left", "failed")
-
-    @property
-    def before(self) -> int:
-        """Reduced backwards that the rank had begun before the loop."""
-        return integer(self.record, "before")
-
-    @property
-    def fetched(self) -> int | None:
-        """Batches that it took, once the loop is over."""
-        return integer(self.record, "fetched") if self.closed else None
-
-    @property
-    def reached(self) -> int | None:
-        """Reduced backwards begun in the loop, or on their way; None if not known for sure."""
-        status = self.rank.status
-        if self.state in ("ended", "left"):
-            return integer(self.record, "after") - self.before
-        if self.closed:
-            error = next(self.rank.of_kind("error"), {})
-            return integer(self.record, "after") - self.before + _in_broadcast(error)
-        if not self.stuck or status is None:
-            return None
-        return status.reduced - self.before + (status.collective == BUFFERS)
-
-    @property
-    def idle(self) -> dict[int, tuple[int, bool]]:
-        """Batches without a backward: in which step, and whether there was a forward."""
-        told = self.record.get("idle")
-        return {each[0]: (each[1], each[2]) for each in told} if isinstance(told, list) else {}
-
-    @property
-    def time(self) -> int:
-        """Unix nanoseconds of what was told last."""
-        return integer(self.record, "time")
-
-    @property
-    def frames(self) -> list[Location]:
-        """The lines that led to the first batch, innermost first."""
-        return _places(self.record.get("frames"))
-
-
-@dataclass(frozen=True)
-class Place:
-    """The ``for`` that took the batches, and the loops around it, in its function or a caller's."""
-
-    path: str
-    source: Source
-    loop: ast.For
-    outer: tuple[tuple[str, Source, Loop], ...]
-
-    @property
-    def location(self) -> Location:
-        """The line of the loop."""
-        return Location(self.path, self.loop.lineno)
-
-    def runs_at(self, line: int) -> bool:
-        """Whether a line is in the loop, or takes its next batch."""
-        return self.loop.lineno <= line <= (self.loop.end_lineno or 0)
-
-    def counts_on(self, location: Location) -> bool:
-        """Whether nothing but a statement, and the ends of loops, says how many steps there are."""
-        loops = [(self.path, self.source, self.loop), *self.outer]
-        exits = [
-            Location(path, each.lineno)
-            for path, source, loop in loops
-            for each in source.exits(loop)
-        ]
-        return all(each == location for each in exits) and not any(
-            isinstance(loop, ast.While) for _, _, loop in loops
-        )
 
 
 @dataclass(frozen=True)
@@ -244,7 +138,7 @@ class _Case:
         self._limit = limit
         self._suspected = suspected
         self._group = group
-        self._traces = {rank.rank: list(_traces(rank, run)) for rank in group}
+        self._traces = {rank.rank: list(traces_of(rank, run)) for rank in group}
 
     # -- within a loop
 
@@ -260,7 +154,7 @@ class _Case:
                 continue
             if len({(each.reached, tuple(each.idle)) for each in members}) == 1:
                 continue
-            place = _place(members[0].frames)
+            place = place_of(members[0].frames)
             if place is not None:
                 decision = self._skipped(members, place) or self._left(members, place)
                 if decision is not None:
@@ -270,7 +164,7 @@ class _Case:
         top = max((each.reached or 0 for each in members), default=0)
         for trace in members:
             others = [each for each in members if each is not trace]
-            alone = [batch for batch in trace.idle if _trained_on(batch, others)]
+            alone = [batch for batch in trace.idle if trained_on(batch, others)]
             if not trace.closed or not alone:
                 continue
             reached, fetched = trace.reached or 0, trace.fetched or 0
@@ -284,7 +178,7 @@ class _Case:
             wanting = [each for each in others if (each.reached or 0) > reached]
             if trace.state == "failed":
                 wanting = [each for each in others if each.state == "failed"]
-            location = _skip_location(trace.rank, place, forward)
+            location = skip_location(trace.rank, place, forward)
             if not wanting or not self._harms([trace], wanting, place, location):
                 continue
             sick = [each for each in members if alone[0] in each.idle]
@@ -311,7 +205,7 @@ class _Case:
         if not leavers:
             return None
         first = min(leavers, key=lambda each: each.reached or 0)
-        location = _exit_location(first, place)
+        location = exit_location(first, place)
         if location is None or not self._harms(leavers, wanting, place, location):
             return None
         return Decision(
@@ -336,21 +230,21 @@ class _Case:
         for last in over:
             total = integer(last.record, "after")
             alone = [
-                each for each in over if _same_loop(each, last) and each.reached == last.reached
+                each for each in over if same_loop(each, last) and each.reached == last.reached
             ]
             ranks = {each.rank.rank for each in alone}
             wanting = [
                 each
                 for number, traces in self._traces.items()
                 if number not in ranks
-                and any(_same_loop(each, last) and each.reached == last.reached for each in traces)
+                and any(same_loop(each, last) and each.reached == last.reached for each in traces)
                 for each in traces
                 if each.before == total and each.frames == last.frames and (each.reached or 0) > 0
             ]
             if not wanting or any(each.record.get("joins") for each in (*alone, *wanting)):
                 continue
-            place = _place(last.frames)
-            location = _stop_location(last.rank, place) if place is not None else None
+            place = place_of(last.frames)
+            location = stop_location(last.rank, place) if place is not None else None
             if place is None or location is None or not self._collapsed(alone, wanting):
                 continue
             step, batches = integer(last.record, "step"), last.fetched or 0
@@ -374,7 +268,7 @@ class _Case:
         ending = self._ends.get(trace.rank.rank)
         if ending is not None and not ending.victim and ending.kind != "abort-at-exit":
             return not mispaired(self._run, ending)
-        call = _call_to_exit(trace.rank)
+        call = call_to_exit(trace.rank)
         return call is not None and trace.state == "left" and integer(call, "time") <= trace.time
 
     def _harms(
@@ -403,182 +297,6 @@ class _Case:
         ending, ended = self._ends.get(trace.rank.rank), trace.rank.ended
         regular = ending is None or ending.kind == "abort-at-exit"
         return ended is not None and regular and integer(ended, "time") <= self._limit
-
-
-def _traces(rank: Rank, run: Run) -> Iterator[Trace]:
-    told: dict[int, Record] = {}
-    for record in rank.of_kind("loop"):
-        number = integer(record, "loop", -1)
-        told[number] = {**told.get(number, {}), **record}
-    for record in told.values():
-        if isinstance(record.get("before"), int) and record.get("frames"):
-            yield Trace(rank, record, _stuck(rank, run))
-
-
-def _contains(lines: Sequence[Location], part: Sequence[Location]) -> bool:
-    """Whether some lines follow each other in a traceback."""
-    return any(lines[at : at + len(part)] == part for at in range(len(lines)))
-
-
-def _in_broadcast(error: Record) -> bool:
-    """Whether a rank failed in DDP's broadcast in front of a forward."""
-    return error.get("collective") == BUFFERS
-
-
-def _stuck(rank: Rank, run: Run) -> bool:
-    """Whether a rank is in one collective for long, or was when it died."""
-    status = rank.status
-    if status is None or status.phase not in (Phase.BACKWARD, Phase.WAIT):
-        return False
-    until = run.taken if run.exit_status is None else status.since
-    if rank.exit is not None:
-        until = integer(rank.exit, "time")
-    return until - status.since > PATIENCE
-
-
-def _trained_on(batch: int, others: Sequence[Trace]) -> bool:
-    """Whether some rank trained on the batch, as far as that is known."""
-    return any(
-        batch not in each.idle
-        and (each.fetched is None or each.fetched > batch)
-        and (each.state == "ended" or (each.reached or 0) > 0)
-        for each in others
-    )
-
-
-def _same_loop(one: Trace, other: Trace) -> bool:
-    """Whether two ranks came to a loop after as many steps."""
-    return one.frames == other.frames and one.before == other.before
-
-
-def _call_to_exit(rank: Rank) -> Record | None:
-    return next((call for call in rank.of_kind("exit") if call.get("path")), None)
-
-
-def _line(record: Record) -> int:
-    return integer(record, "line")
-
-
-def _places(told: object) -> list[Location]:
-    """Lines of code from a record."""
-    if not isinstance(told, list):
-        return []
-    return [Location(str(path), int(line)) for path, line in told]
-
-
-# -- which statement
-
-
-def _place(frames: Sequence[Location]) -> Place | None:
-    """The loop that took the batches: that of the innermost line which drives one."""
-    for depth, at in enumerate(frames):
-        source = source_of(at.path)
-        loop = source.driven_at(at.line) if source is not None else None
-        if source is None or loop is None:
-            continue
-        outer = [(at.path, source, each) for each in source.around(at.line)]
-        for caller in frames[depth + 1 :]:
-            above = source_of(caller.path)
-            if above is not None:
-                outer += [(caller.path, above, each) for each in above.around(caller.line)]
-        return Place(at.path, source, loop, tuple(outer))
-    return None
-
-
-def _exit_location(trace: Trace, place: Place) -> Location | None:
-    """The statement by which a rank left a loop; None if that was none of the loop's own."""
-    told = trace.record.get("left_at")
-    if told is not None:
-        for at in _places(told):
-            if at.path == place.path and place.source.leaves(at.line, place.loop):
-                return at
-        return None
-    # The iterator outlived the loop.
-    exits = place.source.exits(place.loop)
-    only = place.source.only(exits)
-    if only is not None:
-        return Location(place.path, only.lineno)
-    return place.location if exits else None
-
-
-def _skip_location(rank: Rank, place: Place, forward: bool) -> Location:
-    """The statement that passes a batch over, behind the ``forward`` or in front of it."""
-    forwards = _lines(rank, "forward", place)
-    backwards = _lines(rank, "backward", place)
-    after = min(forwards, default=0) if forward else 0
-    until = min(backwards if forward else forwards or backwards, default=FOREVER)
-    skips = place.source.skips(place.loop)
-    only = place.source.only([each for each in skips if after < each.lineno < until])
-    if only is None and not forward and len(skips) == 1:
-        # It stands behind a forward that failed: in an `except`.
-        only = skips[0]
-    if only is not None:
-        return Location(place.path, only.lineno)
-    if backwards and not skips:
-        for condition in place.source.conditions(max(backwards), place.loop):
-            if not forward or not condition.lineno < after <= (condition.end_lineno or 0):
-                return Location(place.path, condition.lineno)
-    return _return_location(rank, place, forward) or place.location
-
-
-def _return_location(rank: Rank, place: Place, forward: bool) -> Location | None:
-    """The ``return`` in front of the backward of a function that the loop calls."""
-    if _lines(rank, "backward", place) or place.source.skips(place.loop):
-        return None
-    at = {each: _sites(rank, each) for each in ("forward", "backward")}
-    for backward in at["backward"]:
-        source = source_of(backward.path)
-        if source is None:
-            continue
-        lines = [each.line for each in at["forward"] if each.path == backward.path]
-        after = max((each for each in lines if each < backward.line), default=0)
-        stop = backward.line if forward or not after else after
-        returns = source.returns_before(stop, after if forward else 0)
-        only = source.only(returns)
-        if only is not None:
-            return Location(backward.path, only.lineno)
-    return None
-
-
-def _stop_location(rank: Rank, place: Place) -> Location | None:
-    """The statement by which the loop around the training loop was left, if there may be one."""
-    if not place.outer:
-        return None
-    path, source, outer = place.outer[0]
-    call = _call_to_exit(rank)
-    if call is not None and call.get("path") == path and holds(outer, _line(call)):
-        return None
-    ways: list[ast.stmt] = source.exits(outer)
-    if isinstance(outer, ast.While) and not endless(outer):
-        ways.append(outer)
-    # A `for` ends by itself, too: after another number of epochs, say.
-    deciding = [each for each in ways if not source.counts(each)]
-    if isinstance(outer, ast.While):
-        deciding = deciding or ways
-    if not deciding:
-        return None
-    return Location(path, deciding[0].lineno if len(deciding) == 1 else outer.lineno)
-
-
-def _sites(rank: Rank, phase: str) -> list[Location]:
-    """The lines at which a rank entered a phase."""
-    return [
-        Location(str(record["path"]), _line(record))
-        for record in rank.of_kind("site")
-        if record.get("phase") == phase and record.get("path")
-    ]
-
-
-def _lines(rank: Rank, phase: str, place: Place) -> list[int]:
-    """Those of them that are in the training loop."""
-    return [
-        at.line
-        for at in _sites(rank, phase)
-        if at.path == place.path and holds(place.loop, at.line)
-    ]
-
-
-# -- in words
 
 
 def _finding(decision: Decision) -> Finding:
