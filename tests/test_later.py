@@ -26,6 +26,7 @@ def test_the_operation_and_the_module_are_told_of_a_loss(doctor: Doctor) -> None
     assert not [*result.run.ranks[0].of_kind("nonfinite"), *result.run.ranks[0].of_kind("fault")]
 
 
+@pytest.mark.slow
 def test_the_parameters_are_told_of_a_gradient(doctor: Doctor) -> None:
     job = str(SICK / "ddp706_norm_of_nothing.py")
     result = doctor.run("--nproc-per-node", "2", "--overhead-budget", "50", LATER, job)
@@ -35,3 +36,14 @@ def test_the_parameters_are_told_of_a_gradient(doctor: Doctor) -> None:
     told = next(result.run.ranks[1].of_kind("nonfinite_gradient"))
     assert told["step"] == 3
     assert told["names"] == ["encoder.2.bias", "encoder.2.weight", "encoder.0.bias"]
+
+
+def test_where_sizes_cannot_be_had_the_rank_and_the_step_are_told(doctor: Doctor) -> None:
+    job = str(SICK / "ddp706_norm_of_nothing.py")
+    result = doctor.run("--nproc-per-node", "2", "--overhead-budget", "50", LATER, "--broken", job)
+    result.check_success()
+    assert result.codes == ["DDP706"]
+    assert "on rank 1 is not finite at step 3" in " ".join(result.ours.split())
+    for rank in result.run.ranks:
+        faults = {str(each["hook"]).rpartition(".")[2] for each in rank.of_kind("fault")}
+        assert faults == {"_look_into", "search"}

@@ -68,13 +68,13 @@ class Losses:
         self._traced = 0
         """Nanoseconds spent on traces."""
 
-    def loss_began(self, loss: Any, value: Loss | float) -> None:
-        """Take a loss that may not be finite, and look where it became so.
+    def loss_began(self, value: Loss | float) -> None:
+        """Take a loss that may not be finite."""
+        self._take(self.state.tracker.step, value, None)
 
-        Backward has not freed the graph yet.
-        """
+    def look_into(self, loss: Any, value: Loss | float) -> None:
+        """Look where such a loss became what it is, before backward frees its graph."""
         step = self.state.tracker.step
-        self._take(step, value, None)
         if not self.state.budget.enabled:
             return
         if callable(value):
@@ -199,7 +199,14 @@ def loss_began(loss: Any, value: Loss | float) -> None:
     """A backward begins with a loss that is not finite, or on a GPU and to be read later."""
     mine = _mine()
     if mine is not None:
-        mine.loss_began(loss, value)
+        mine.loss_began(value)
+        _look_into(mine, loss, value)
+
+
+@shield.shielded
+def _look_into(losses: Losses, loss: Any, value: Loss | float) -> None:
+    """Apart, as it goes through all kinds of graphs: if that fails, losses are told as before."""
+    losses.look_into(loss, value)
 
 
 def local_gradient(value: Any, names: Names) -> None:

@@ -30,6 +30,7 @@ NAMED = 4
 """Parameters that are named: the last ones, through which the backward came first."""
 
 _HOOK = "local_gradients"
+_SEARCH = "local_gradients.search"
 _found = 0
 _spent = 0
 
@@ -92,9 +93,15 @@ def _search(module: weakref.ref[Any], name: str) -> list[str]:
 
 def _ask(module: weakref.ref[Any], name: str, search: bool) -> finite.Names:
     """Ask the devices which gradients so far are not finite; what names them when they told."""
-    named = _arrived(module) if search else []
-    found = norms.largest([gradient for _, gradient in named])
-    names = [each for each, _ in named]
+    found, names = None, []
+    if search and _SEARCH not in shield.off:
+        try:
+            named = _arrived(module)
+            names = [each for each, _ in named]
+            found = norms.largest([gradient for _, gradient in named])
+        except Exception as error:
+            # The sum is told without it.
+            shield.fault(_SEARCH, error)
 
     def tell() -> list[str]:
         if found is None or not found.ready:

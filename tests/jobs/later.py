@@ -1,4 +1,7 @@
-"""Runs a job whose losses and gradients are read some steps later, as a GPU's are."""
+"""Runs a job whose losses and gradients are read some steps later, as a GPU's are.
+
+With ``--broken`` the sizes of tensors cannot be had.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import runpy
 import sys
 from typing import Any
 
+from ddpdoctor.probe import torch_private
 from ddpdoctor.probe.hooks import losses
 
 at_once = losses.reader
@@ -16,6 +20,13 @@ def later(loss: Any) -> Any:
     return None if value is None else lambda: value
 
 
+def broken(torch: Any, tensors: Any) -> Any:
+    raise RuntimeError("broken")
+
+
 losses.reader = later
+if sys.argv[1] == "--broken":
+    torch_private.largest = broken
+    del sys.argv[1]
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
