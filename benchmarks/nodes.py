@@ -25,13 +25,20 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.lab import faults
-from tests.lab.checking import Checks
+from tests.lab.checking import PORT, Checks
 from tests.lab.network import Lab, lab, why_not
 
 NETWORK = (
     "nodes,same-job,clocks,links,packet-size,gloo-addresses,link-speed,node-versions,same-code,"
     "shared-folder"
 )
+
+
+def only_low_ports(made: Lab) -> None:
+    """Node 0 answers at ports that nobody needs."""
+    for ports in (PORT, faults.EPHEMERAL):
+        faults.firewall(made, made.hosts[0], ports=ports)
+
 
 FAULTS: dict[str, Callable[[Lab], None]] = {
     "healthy": lambda _: None,
@@ -45,6 +52,12 @@ FAULTS: dict[str, Callable[[Lab], None]] = {
         made, made.hosts[1], source=made.hosts[0], ports=faults.EPHEMERAL
     ),
     "large packets vanish": lambda made: faults.packet_size_limit(made, made.hosts[1]),
+    "rendezvous port dropped": lambda made: faults.firewall(made, made.hosts[0], ports=PORT),
+    "rendezvous port rejected": lambda made: faults.firewall(
+        made, made.hosts[0], ports=PORT, reject=True
+    ),
+    "rendezvous and high ports dropped": lambda made: only_low_ports(made),
+    "every port dropped": lambda made: faults.firewall(made, made.hosts[0]),
     "own name on loopback": lambda made: faults.own_name_is_loopback(made.hosts[1]),
     "slow cable (20 Mbit/s)": lambda made: faults.slow_cable(made, made.hosts[1], 20),
 }
@@ -56,8 +69,8 @@ def cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def timed(size: int, fault: Callable[[Lab], None]) -> tuple[float, set[int]]:
-    """Seconds until the check has ended on all nodes of a new lab, and its exit statuses."""
+def timed(size: int, fault: Callable[[Lab], None]) -> tuple[float, list[float], set[int]]:
+    """Seconds until the check has ended on all nodes of a new lab, on each, and exit statuses."""
     with tempfile.TemporaryDirectory() as directory, lab(size, Path(directory)) as made:
         fault(made)
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -66,7 +79,8 @@ def timed(size: int, fault: Callable[[Lab], None]) -> tuple[float, set[int]]:
             said = checks.run()
         finally:
             checks.close()
-        return max(each.seconds for each in said), {each.status for each in said}
+        each_took = [float(each.document["seconds"]) for each in said]
+        return max(each.seconds for each in said), each_took, {each.status for each in said}
 
 
 def tell(what: str, seconds: float, before: float, statuses: set[int]) -> None:
@@ -81,7 +95,7 @@ def healthy(times: int) -> None:
     for size in (2, 4, 8):
         for _ in range(times):
             before = cpu_seconds()
-            seconds, statuses = timed(size, FAULTS["healthy"])
+            seconds, _, statuses = timed(size, FAULTS["healthy"])
             tell(f"{size} nodes", seconds, before, statuses)
 
 
@@ -89,8 +103,9 @@ def with_faults(times: int) -> None:
     for name, fault in FAULTS.items():
         for _ in range(times):
             before = cpu_seconds()
-            seconds, statuses = timed(3, fault)
-            tell(name, seconds, before, statuses)
+            seconds, each_took, statuses = timed(3, fault)
+            shown = ", ".join(f"{took:.1f}" for took in each_took)
+            tell(f"{name} (nodes by themselves {shown} s)", seconds, before, statuses)
 
 
 def many(nodes: int, times: int) -> None:

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpdoctor.preflight.meeting import reduction, speeds, wire
+from ddpdoctor.preflight.meeting.caller import CallError, Problem
+from ddpdoctor.preflight.meeting.coordinator import Coordinator, listen
 from ddpdoctor.preflight.meeting.facts import Facts, unpack
+from ddpdoctor.preflight.meeting.joining import Goal, join, side_doors
 from ddpdoctor.preflight.meeting.pairs import Listener, Target, dial_all, speed
 from ddpdoctor.preflight.meeting.place import seat
 from ddpdoctor.preflight.nodes.judging import Blame, blame
@@ -162,6 +166,67 @@ def test_a_node_answers_those_of_its_own_check_alone() -> None:
         return [result.outcome for result in others]
 
     assert asyncio.run(talk()) == ["stranger", "stranger", "refused"]
+
+
+# Joining.
+
+
+def test_a_closed_port_is_known_by_the_side_door_that_is_open() -> None:
+    """The coordinator is there, and its port refuses, as behind a firewall that rejects."""
+
+    async def meet() -> tuple[Problem, int, list[dict[str, Any]]]:
+        key = wire.key_of("job7")
+        # At another address of this machine than the one that is dialled.
+        listening = socket.create_server(("127.0.0.2", 0))
+        port = listening.getsockname()[1]
+        here = Coordinator(listening, key, 2)
+        await here.open()
+        goal = Goal("127.0.0.1", port, key, "node1", 1)
+        with pytest.raises(CallError) as caught:
+            await join(goal, time.monotonic() + 20, print)
+        # It told the coordinator, who need not wait any longer.
+        await asyncio.sleep(0.1)
+        await here.close()
+        return caught.value.problem, port, here.blocked
+
+    problem, port, blocked = asyncio.run(meet())
+    assert (problem.kind, problem.address) == ("refused", "127.0.0.1")
+    assert problem.door in side_doors(wire.key_of("job7"), port)
+    assert [(each["host"], each["rank"], each["kind"]) for each in blocked] == [
+        ("node1", 1, "refused")
+    ]
+
+
+def test_an_endpoint_where_nobody_listens_yet_is_waited_for() -> None:
+    said: list[str] = []
+
+    async def meet() -> str:
+        key = wire.key_of("job8")
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        goal = Goal("127.0.0.1", port, key, "node1", 1)
+        joining = asyncio.ensure_future(join(goal, time.monotonic() + 20, said.append))
+        await asyncio.sleep(0.6)
+        here = Coordinator(listen(port), key, 2)
+        await here.open()
+        call = await joining
+        await call.link.close()
+        await here.close()
+        return call.identity + here.identity
+
+    identities = asyncio.run(meet())
+    assert identities[: len(identities) // 2] == identities[len(identities) // 2 :]
+    assert said == []
+
+
+def test_side_doors_follow_from_the_id_and_the_port() -> None:
+    doors = side_doors(wire.key_of("job7"), 29500)
+    assert doors == side_doors(wire.key_of("job7"), 29500)
+    assert len(doors) == 3 and all(32768 <= door <= 60999 for door in doors)
+    assert not set(doors) & {
+        *side_doors(wire.key_of("job8"), 29500),
+        *side_doors(wire.key_of("job7"), 29501),
+    }
 
 
 # Places.

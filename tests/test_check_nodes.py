@@ -205,17 +205,78 @@ def test_an_endpoint_that_cannot_be_reached_is_told_where_it_is_not(nodes: Make)
     faults.firewall(checks.lab, first, source=rejected, ports=PORT, reject=True)
     faults.name_unknown(nameless, first)
     faults.name_wrong(elsewhere, first, "10.77.0.99")
-    said = checks.run("--timeout", "16", *WITHOUT_TORCH)
+    said = checks.run("--timeout", "24", *WITHOUT_TORCH)
     assert [each.status for each in said] == [2] * 5
     told = [each.findings("nodes")[0]["message"] for each in said]
-    assert told[0] == "node rank 1, node rank 2, node rank 3, node rank 4 did not come within 8 s"
+    assert said[0].messages.splitlines()[:3] == [
+        "node rank 3, node rank 4 did not come within 12 s",
+        "node2 (node 2, 10.77.0.3) cannot connect to port 29500 of node 0: a firewall rejects it",
+        "node1 (node 1, 10.77.0.2) cannot connect to port 29500 of node 0: the packets are dropped "
+        "without a word",
+    ]
     assert "does not answer: packets to that port are dropped" in told[1]
-    assert "cannot be reached: No route to host" in told[2]
+    assert "cannot be reached: a firewall rejects it (No route to host)" in told[2]
+    assert "10.77.0.254 says so by ICMP" in said[2].findings("nodes")[0]["evidence"]
     assert told[3] == "the name node0 is not known on this node"
     assert told[4].startswith("no machine answers at 10.77.0.99")
     pastes = [each.findings("nodes")[0].get("paste", "") for each in said]
     assert f"--dport {PORT} -j ACCEPT" in pastes[1]
     assert "/etc/hosts" in pastes[3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", ["and high ports", "alone"])
+def test_a_blocked_endpoint_is_told_by_its_cause_while_node_0_still_waits(
+    nodes: Make, closed: str
+) -> None:
+    """What refuses at another port is up; what answers there itself tells node 0 as well."""
+    checks = nodes(2)
+    first, second = checks.lab.hosts
+    faults.firewall(checks.lab, first, ports=PORT)
+    if closed == "and high ports":
+        faults.firewall(checks.lab, first, ports=faults.EPHEMERAL)
+    waiting, out, err = checks.start(first, checks.words(first, "--json", *WITHOUT_TORCH))
+    (said,) = checks.run(*WITHOUT_TORCH, hosts=[second])
+    (finding,) = said.findings("nodes")
+    assert finding["message"] == (
+        "node0:29500 (10.77.0.1) does not answer: packets to that port are dropped without a word"
+    )
+    up = "the machine is up: it answers at port 22"
+    if closed == "and high ports":
+        assert finding["evidence"] == [up]
+        assert waiting.poll() is None
+        assert waiting.wait(60) == 2
+        assert "waiting for node rank 1; nobody has called port 29500 yet" in err.read_text()
+        assert "node rank 1 did not come" in out.read_text()
+    else:
+        assert finding["evidence"][0].startswith("the check runs there: it answers at port ")
+        assert waiting.wait(60) == 2
+        assert "node1 (node 1, 10.77.0.2) cannot connect to port 29500" in out.read_text()
+
+
+@pytest.mark.slow
+def test_a_machine_that_answers_nowhere_may_still_come_up(nodes: Make) -> None:
+    checks = nodes(2)
+    faults.firewall(checks.lab, checks.lab.hosts[0])
+    (said,) = checks.run("--timeout", "40", *WITHOUT_TORCH, hosts=checks.lab.hosts[1:])
+    assert "no answer, at other ports neither: it is down, or a firewall" in said.stderr
+    assert "at no port that was tried" in said.messages
+    assert said.findings("nodes")[0]["paste"].endswith(f"--dport {PORT} -j ACCEPT")
+
+
+@pytest.mark.slow
+def test_whoever_is_early_waits_for_node_0(nodes: Make) -> None:
+    """Longer than it takes to know that a port is blocked."""
+    checks = nodes(3)
+    early = [
+        (host, *checks.start(host, checks.words(host, "--json", *WITHOUT_TORCH)))
+        for host in checks.lab.hosts[1:]
+    ]
+    time.sleep(11)
+    silent(checks.run(*WITHOUT_TORCH, hosts=checks.lab.hosts[:1]))
+    for _, process, out, err in early:
+        assert process.wait(30) == 0, out.read_text() + err.read_text()
+        assert "(10.77.0.1): nothing listens there yet; " in err.read_text()
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from types import FrameType
 
 import ddpdoctor.preflight  # noqa: F401 (registers the checks)
@@ -89,14 +90,13 @@ def _check(asked: arguments.Arguments, chosen: list[Check]) -> int:
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGHUP, _stop)
     began = time.monotonic()
-    situation = Situation(
-        asked.options,
-        deadline=Deadline(asked.options.timeout),
-        chosen=frozenset(check.name for check in chosen),
-    )
+    deadline = Deadline(asked.options.timeout)
+    names = [check.name for check in chosen]
+    situation = Situation(asked.options, deadline=deadline, chosen=frozenset(names))
     if asked.options.kill_orphans:
         _end_orphans(situation)
-    progress = render.Progress([check.name for check in chosen])
+    progress = render.Progress(names)
+    situation = replace(situation, say=progress.say)
     try:
         outcomes = run_checks(chosen, situation, progress.seen)
     finally:

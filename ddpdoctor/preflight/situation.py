@@ -92,6 +92,7 @@ class Situation:
         deadline: Until when the check that holds this may run.
         once: Facts that are gathered when they are first needed.
         chosen: The names of the checks that run; None for all.
+        say: Takes a line for a person who waits; it does not change any outcome.
     """
 
     options: Options = field(default_factory=Options)
@@ -103,6 +104,7 @@ class Situation:
     deadline: Deadline = field(default_factory=lambda: Deadline(60.0))
     once: Once = field(default_factory=Once)
     chosen: frozenset[str] | None = None
+    say: Callable[[str], None] = lambda _: None
 
     def within(self, seconds: float) -> Situation:
         """The same for a check that may take so many seconds."""

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import textwrap
+import threading
 from collections.abc import Sequence
 from typing import TextIO
 
@@ -98,20 +99,32 @@ class Progress:
         self._total = len(self._running)
         terminal = self._stream is not None and self._stream.isatty()
         self._shows = terminal and os.environ.get("TERM") != "dumb"
+        self._lock = threading.Lock()
         self._show()
 
     def seen(self, outcome: Outcome) -> None:
         """A check ended."""
-        if outcome.check in self._running:
-            self._running.remove(outcome.check)
-        self._show()
+        with self._lock:
+            if outcome.check in self._running:
+                self._running.remove(outcome.check)
+            self._show()
+
+    def say(self, text: str) -> None:
+        """A line for somebody who waits, on a terminal or in a log; from any thread."""
+        with self._lock:
+            if self._stream is None:
+                return
+            self._stream.write(f"\r\x1b[K{text}\n" if self._shows else f"{text}\n")
+            self._stream.flush()
+            self._show()
 
     def close(self) -> None:
         """Take the line away."""
-        if self._shows:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
-            self._shows = False
+        with self._lock:
+            if self._shows:
+                self._stream.write("\r\x1b[K")
+                self._stream.flush()
+                self._shows = False
 
     def _show(self) -> None:
         if not self._shows:

@@ -1,33 +1,23 @@
-"""A node on its way to the coordinator: find it, prove the id, compare clocks; or know why not."""
+"""A call to the coordinator: connect, prove the id, compare clocks; or know why not."""
 
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
-import socket
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ddpdoctor.preflight.meeting import wire
+from ddpdoctor.preflight.meeting.connecting import Closed, ConnectError, connect
 from ddpdoctor.preflight.meeting.wire import Link, WireError
-from ddpdoctor.preflight.names import lookup
 
-CONNECT_LIMIT = 3.5
-ARP_S = 2.0
 GREETING_LIMIT = 3.0
-RETRY_AFTER = 0.25
 CLOCK_QUESTIONS = 8
 
 Kind = Literal[
+    Closed,
     "unresolved",  # the endpoint's name is not known here
-    "refused",  # nothing listens on the port, or a firewall says so
-    "dropped",  # no answer at all
-    "unreachable",  # no way there, or prohibited
-    "nobody",  # no machine has that address
     "silent",  # connected, but nothing was said
     "other service",  # connected to something that is no check
     "other id",  # a check with another rendezvous id
@@ -47,11 +37,19 @@ class Problem:
     Attributes:
         address: Which address of the endpoint it is about; empty if there is none.
         words: More, for a person: the kernel's words, or who is there already.
+        sender: Who rejects it by ICMP; empty if nobody did.
+        answering: A port at which that machine does answer; 0 if none is known.
+        door: The other port at which the coordinator itself answers; 0 if it does not.
+        waited: Seconds until this was settled.
     """
 
     kind: Kind
     address: str = ""
     words: str = ""
+    sender: str = ""
+    answering: int = 0
+    door: int = 0
+    waited: float = 0.0
 
 
 class CallError(Exception):
@@ -80,55 +78,23 @@ class Call:
     uncertainty: float
 
 
-async def call(host: str, port: int, key: bytes, hostname: str, until: float) -> Call:
-    """Reach the coordinator, trying again until it is there.
+async def call_once(address: str, port: int, key: bytes, hostname: str) -> Call:
+    """One attempt to reach the coordinator.
 
     Args:
-        host: Of the endpoint.
+        address: Of the endpoint.
         port: Of the endpoint.
         key: Of :func:`wire.key_of`.
         hostname: This node's.
-        until: Monotonic time to give up at.
-
-    Raises:
-        CallError: It was not reached; with the most frequent problem.
-    """
-    loop = asyncio.get_running_loop()
-    seen: list[Problem] = []
-    while True:
-        found = await loop.run_in_executor(None, lookup, host)
-        problem = Problem("unresolved")
-        for address in found.addresses:
-            try:
-                return await call_once(address, port, key, hostname)
-            except CallError as error:
-                problem = error.problem
-                if problem.kind in FINAL:
-                    raise
-        seen.append(problem)
-        if time.monotonic() + RETRY_AFTER >= until:
-            # How it mostly was says more than how it was last.
-            raise CallError(Counter(reversed(seen)).most_common(1)[0][0])
-        await asyncio.sleep(RETRY_AFTER)
-
-
-async def call_once(address: str, port: int, key: bytes, hostname: str) -> Call:
-    """One attempt.
 
     Raises:
         CallError: It failed.
     """
-    began = time.monotonic()
     try:
-        reader, writer = await asyncio.wait_for(
-            asyncio.open_connection(address, port), CONNECT_LIMIT
-        )
-    except asyncio.TimeoutError:
-        raise CallError(Problem("dropped", address)) from None
-    except OSError as error:
-        kind = _kind(error, time.monotonic() - began)
-        words = os.strerror(error.errno) if error.errno else ""
-        raise CallError(Problem(kind, address, words)) from None
+        reader, writer = await connect(address, port)
+    except ConnectError as error:
+        failure = error.failure
+        raise CallError(Problem(failure.kind, address, failure.words, failure.sender)) from None
     link = Link(reader, writer)
     try:
         return await _introduce(link, address, key, hostname)
@@ -184,15 +150,3 @@ def refused(message: Mapping[str, Any], address: str = "") -> CallError:
     here = [str(each) for each in message.get("here", [])]
     words = f"{len(here)} of {message.get('nnodes')} nodes are there: {', '.join(here)}"
     return CallError(Problem("full" if message["refused"] == "full" else "late", address, words))
-
-
-def _kind(error: OSError, seconds: float) -> Kind:
-    if isinstance(error, socket.gaierror):
-        return "unresolved"
-    if error.errno == errno.ECONNREFUSED:
-        return "refused"
-    if error.errno == errno.ETIMEDOUT:
-        return "dropped"
-    if error.errno == errno.EHOSTUNREACH and seconds > ARP_S:
-        return "nobody"
-    return "unreachable"

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpdoctor.preflight.meeting import wire
+from ddpdoctor.preflight.meeting.addresses import is_loopback
 from ddpdoctor.preflight.meeting.facts import Facts, unpack
+from ddpdoctor.preflight.meeting.joining import side_doors
 from ddpdoctor.preflight.meeting.wire import Link, WireError
 
 KNOCK_LIMIT = 10.0
@@ -24,6 +26,8 @@ MOST_CLOCK_QUESTIONS = 64
 TOKEN_BYTES = 16
 LOOK_EVERY = 0.5
 STRANGERS_WAIT = 3.0
+"""Seconds for more nodes, once those that are missing were here with another id."""
+
 SEGMENT = 536
 """Bytes of payload per packet between the coordinator and the nodes."""
 
@@ -66,17 +70,37 @@ class Coordinator:
         self.members: list[Member] = []
         self.strangers: list[dict[str, Any]] = []
         self.surplus: list[dict[str, Any]] = []
+        self.blocked: list[dict[str, Any]] = []
+        self.callers = False
+        """Whether anybody but this machine has called."""
         self._listening = listening
         self._key = key
         self._nnodes = nnodes
         self._gathered = asyncio.Event()
         self._complete = asyncio.Event()
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self._watches: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
-        """Begin to listen."""
-        self._server = await asyncio.start_server(self._arrive, sock=self._listening, backlog=1024)
+        """Begin to listen, at a side door as well where one is free."""
+        port = self._listening.getsockname()[1]
+        await self._serve(self._listening)
+        for door in side_doors(self._key, port):
+            try:
+                listening = listen(door)
+            except OSError:
+                continue
+            await self._serve(listening)
+            break
+
+    async def _serve(self, listening: socket.socket) -> None:
+        server = await asyncio.start_server(self._arrive, sock=listening, backlog=1024)
+        self._servers.append(server)
+
+    @property
+    def gathering(self) -> bool:
+        """Whether nodes are still waited for."""
+        return not self._gathered.is_set() and len(self.members) < self._nnodes
 
     async def gather(self, until: float) -> list[Member]:
         """Wait for all nodes, or for the time (monotonic) until which they may come.
@@ -87,7 +111,11 @@ class Coordinator:
         while not self._complete.is_set() and time.monotonic() < until:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._complete.wait(), LOOK_EVERY)
-            if self.strangers and len(self.members) + len(self.strangers) >= self._nnodes:
+            known = len(self.members) + len(self.blocked)
+            if known >= self._nnodes:
+                # The missing ones do not get through: they have said so.
+                break
+            if self.strangers and known + len(self.strangers) >= self._nnodes:
                 # The missing ones were here, with another id: they will not come again.
                 until = min(until, self.strangers[-1]["at"] + STRANGERS_WAIT)
         self._gathered.set()
@@ -102,9 +130,9 @@ class Coordinator:
 
     def free_port(self) -> None:
         """Stop listening; the nodes that are here stay connected."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        for server in self._servers:
+            server.close()
+        self._servers.clear()
 
     async def close(self) -> None:
         """Stop listening, and let all nodes go."""
@@ -173,6 +201,8 @@ class Coordinator:
             await link.close()
             return
         self.members.append(member)
+        own = {"host": member.facts.host, "address": member.address}
+        self.blocked = [each for each in self.blocked if not _is_same(each, own)]
         if len(self.members) >= self._nnodes:
             self._complete.set()
         self._watches.append(asyncio.ensure_future(self._watch(member)))
@@ -182,6 +212,7 @@ class Coordinator:
         link.writer.write(wire.greeting(challenge))
         knock = await link.receive(KNOCK_LIMIT)
         address = _plain(link.writer.get_extra_info("peername")[0])
+        self.callers = self.callers or not is_loopback(address)
         caller = {"host": str(knock.get("host"))[:255], "address": address}
         if not wire.proves(knock.get("proof"), self._key, "node", challenge):
             self.strangers.append({**caller, "at": time.monotonic()})
@@ -197,6 +228,9 @@ class Coordinator:
         await link.send(welcome)
         for _ in range(MOST_CLOCK_QUESTIONS):
             message = await link.receive(KNOCK_LIMIT)
+            if "blocked" in message:
+                self._note_blocked(caller, message)
+                return None
             if "facts" in message:
                 return Member(
                     link,
@@ -208,6 +242,15 @@ class Coordinator:
                 )
             await link.send({"time": time.time()})
         return None
+
+    def _note_blocked(self, caller: dict[str, Any], message: Mapping[str, Any]) -> None:
+        """A node that came by the side door, because it finds the rendezvous port closed."""
+        rank = message.get("rank")
+        rank = rank if isinstance(rank, int) else None
+        told = {**caller, "rank": rank, "kind": str(message["blocked"]), "at": time.monotonic()}
+        # It may be started again.
+        self.blocked = [each for each in self.blocked if not _is_same(each, told)]
+        self.blocked.append(told)
 
     def _is_closed(self) -> bool:
         return self._gathered.is_set() or len(self.members) >= self._nnodes
@@ -236,6 +279,11 @@ class Coordinator:
             gathered.cancel()
             with contextlib.suppress(asyncio.CancelledError, OSError):
                 await gone
+
+
+def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two callers are one machine."""
+    return bool(one["host"] == other["host"] and one["address"] == other["address"])
 
 
 def listen(port: int) -> socket.socket:

@@ -8,8 +8,9 @@ from typing import Any
 
 from ddpdoctor.preflight.meeting import speeds
 from ddpdoctor.preflight.meeting.addresses import gloo_dials, is_loopback
+from ddpdoctor.preflight.meeting.connecting import CONNECT_LIMIT
 from ddpdoctor.preflight.meeting.coordinator import Coordinator, Member, packed_token
-from ddpdoctor.preflight.meeting.pairs import CONNECT_LIMIT, STALL_LIMIT, STALLS
+from ddpdoctor.preflight.meeting.pairs import STALL_LIMIT, STALLS
 from ddpdoctor.preflight.meeting.place import Seat
 
 SMALL_SEGMENTS = (536, 1160, 1240, 1360, 1410)
@@ -64,6 +65,7 @@ class Lead:
             "nodes": [_told(member, members) for member in members],
             "strangers": self.coordinator.strangers[:32],
             "surplus": self.coordinator.surplus[:32],
+            "blocked": self.coordinator.blocked[:256],
             "bad": [[*cell, dials[cell]] for cell in sorted(dials)],
             "speed": speed,
             "folder": folder,

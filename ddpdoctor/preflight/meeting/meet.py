@@ -22,6 +22,7 @@ from ddpdoctor.preflight.meeting.attending import Attendance
 from ddpdoctor.preflight.meeting.caller import Call, CallError, Problem
 from ddpdoctor.preflight.meeting.coordinator import Coordinator
 from ddpdoctor.preflight.meeting.facts import Facts, gather, unpack
+from ddpdoctor.preflight.meeting.joining import SPEAK_AFTER, Goal, call_any, join
 from ddpdoctor.preflight.meeting.leading import Lead
 from ddpdoctor.preflight.meeting.pairs import Listener
 from ddpdoctor.preflight.meeting.place import Seat, seat
@@ -35,6 +36,9 @@ GATHER_LIMIT = 30.0
 
 CANCEL_LATENCY = 0.1
 SCOUT_EVERY = 1.0
+SAID_NODES = 4
+"""Of more absent nodes the number is told while they are waited for."""
+
 
 REDUCING = frozenset({"gloo-nodes", "nccl-nodes"})
 """The checks that need ranks with torch."""
@@ -179,6 +183,7 @@ class Party:
         self.gather_until = gather_until
         self.deadline = deadline
         self.key = wire.key_of(seat.rdzv_id)
+        self.goal = Goal(seat.host, seat.port, self.key, situation.hostname, seat.rank)
 
     async def meet(self) -> Meeting:
         """Meet the others in the role that this node has."""
@@ -205,6 +210,7 @@ class Party:
         lead = asyncio.ensure_future(Lead(here, self.seat, self.deadline).run(self.gather_until))
         attend = asyncio.ensure_future(self._attend_own())
         scout = asyncio.ensure_future(self._scout(here.identity, at_home))
+        speaker = asyncio.ensure_future(self._say_who_is_missing(here))
         try:
             await asyncio.wait({attend, scout, lead}, return_when=asyncio.FIRST_COMPLETED)
             if lead.done():
@@ -216,9 +222,9 @@ class Party:
             foreign = () if at_home else addresses
             return Meeting(**{**vars(meeting), "holder": True, "foreign": foreign})
         finally:
-            for task in (lead, attend, scout):
+            for task in (lead, attend, scout, speaker):
                 task.cancel()
-            await asyncio.gather(lead, attend, scout, return_exceptions=True)
+            await asyncio.gather(lead, attend, scout, speaker, return_exceptions=True)
             await here.close()
 
     async def _attend_own(self) -> Meeting:
@@ -227,6 +233,23 @@ class Party:
         )
         return await self._attend(call)
 
+    async def _say_who_is_missing(self, here: Coordinator) -> None:
+        """Who waits for others is told after a while that it does, and for whom."""
+        await asyncio.sleep(SPEAK_AFTER)
+        if here.gathering:
+            left = max(0.0, self.gather_until - time.monotonic())
+            known = {member.facts.rank for member in here.members}
+            missing = [
+                self.seat.name(rank) for rank in range(self.seat.nnodes) if rank not in known
+            ]
+            if None in known or len(missing) > SAID_NODES:
+                missing = [f"{self.seat.nnodes - len(here.members)} more"]
+            callers = "" if here.callers else f"; nobody has called port {self.seat.port} yet"
+            self.situation.say(
+                f"{len(here.members)} of {self.seat.nnodes} nodes are here, waiting for "
+                f"{', '.join(missing)}{callers}; {left:.0f} s more"
+            )
+
     async def _scout(self, identity: str, at_home: bool) -> Call | None:
         """Look whether another node coordinates where the endpoint leads; None if it is this one.
 
@@ -234,9 +257,7 @@ class Party:
         """
         while not at_home:
             with contextlib.suppress(CallError):
-                call = await caller.call(
-                    self.seat.host, self.seat.port, self.key, self.situation.hostname, 0.0
-                )
+                call = await call_any(self.goal)
                 if call.identity != identity:
                     return call
                 await call.link.close()
@@ -246,13 +267,7 @@ class Party:
 
     async def _join(self) -> Meeting:
         try:
-            call = await caller.call(
-                self.seat.host,
-                self.seat.port,
-                self.key,
-                self.situation.hostname,
-                self.gather_until,
-            )
+            call = await join(self.goal, self.gather_until, self.situation.say)
         except CallError as error:
             return Meeting(self.seat, problem=error.problem)
         return await self._attend(call)

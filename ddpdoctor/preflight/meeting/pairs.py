@@ -18,16 +18,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ddpdoctor.preflight.meeting import speeds
+from ddpdoctor.preflight.meeting.connecting import ARP_S, CONNECT_LIMIT
 from ddpdoctor.preflight.meeting.patience import Patience
 
 BLOCK = 64 * 1024
 """Bytes sent each way: enough for packets of the largest size."""
-
-CONNECT_LIMIT = 3.5
-"""Seconds. Lost SYNs are sent again after 1 and 3; that nobody answers ARP is known after 3."""
-
-ARP_S = 2.0
-"""A host is called unreachable sooner if a router says so, later if nobody answered ARP."""
 
 STALL_LIMIT = 3.0
 """Seconds for 64 KiB that arrive in milliseconds where they arrive at all."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ddpdoctor.preflight.check import Outcome, Status
 from ddpdoctor.preflight.meeting.meet import meeting_of
+from ddpdoctor.preflight.nodes.command import words
 from ddpdoctor.preflight.situation import Situation
 
 PLACEHOLDER = "train.py"
@@ -22,17 +23,10 @@ def next_line(situation: Situation, outcomes: Sequence[Outcome]) -> str:
     seat, options = meeting.seat, situation.options
     if meeting.problem is not None or len(meeting.nodes) != seat.nnodes:
         return ""
-    host = f"[{seat.host}]" if ":" in seat.host else seat.host
-    words = ["ddpdoctor", "run", "--nnodes", str(seat.nnodes)]
+    line = ["ddpdoctor", "run", *words(seat, situation.nproc)]
     if seat.rank is None:
-        words += ["--rdzv-backend", "c10d"]
-    else:
-        words += ["--node-rank", str(seat.rank)]
-    words += ["--nproc-per-node", str(situation.nproc)]
-    words += ["--rdzv-endpoint", f"{host}:{seat.port}"]
-    if seat.rdzv_id != "none":
-        words += ["--rdzv-id", seat.rdzv_id]
+        line += ["--rdzv-backend", "c10d"]
     if options.module:
-        words.append("-m")
-    words += ["--", *(options.script or (PLACEHOLDER,))]
-    return shlex.join(words)
+        line.append("-m")
+    line += ["--", *(options.script or (PLACEHOLDER,))]
+    return shlex.join(line)

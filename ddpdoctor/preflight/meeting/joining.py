@@ -1,0 +1,259 @@
+"""A node on its way to the coordinator: calls until it is there, or until it is known why not.
+
+Nodes are started seconds apart, so that nothing listens at the endpoint is no fault for half a
+minute; nor is a machine that gives no sign of life. A port that a firewall closes is known sooner:
+
+- The coordinator also listens at a *side door*, another port that follows from the rendezvous id.
+  Whoever reaches it there, and then not at the endpoint, knows that the endpoint's port is closed
+  on the way.
+- A machine whose port nobody listens on refuses at once. If it answers at another port (open or
+  refused), but at the endpoint's not at all, that port is filtered, whether the coordinator has
+  started or not.
+- Who says by ICMP that it is prohibited is a firewall. A plain "port unreachable" proves nothing:
+  Kubernetes says it of a service that has not started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ddpdoctor.preflight.meeting.caller import FINAL, Call, CallError, Kind, Problem, call_once
+from ddpdoctor.preflight.meeting.connecting import ConnectError, connect
+from ddpdoctor.preflight.meeting.wire import WireError
+from ddpdoctor.preflight.names import lookup
+
+RETRY_AFTER = 0.25
+
+SETTLED_AFTER = 7.0
+"""Seconds of nothing but the same failure after which waiting longer will not change it: two
+connections, each with three lost SYNs."""
+
+SPEAK_AFTER = 8.0
+"""Seconds after which somebody who waits is told for what."""
+
+DOORS = 3
+"""Side doors that are tried: the first that was free is open."""
+
+DOOR_LIMIT = 1.2
+"""Seconds for a side door to answer: a lost SYN is sent again after 1."""
+
+DOORS_EVERY = 2.0
+
+SSH = 22
+"""The port that a machine most likely answers at."""
+
+_EPHEMERAL = (32768, 60999)
+"""Ports that nodes have to reach each other at anyway (net.ipv4.ip_local_port_range)."""
+
+_BEHIND: frozenset[Kind] = frozenset({"refused", "dropped", "prohibited", "unreachable"})
+"""Problems of which the other ports of the machine tell more."""
+
+_LASTING: frozenset[Kind] = frozenset({"prohibited", "no route"})
+"""Problems that do not end by the coordinator being started."""
+
+_FAR: dict[Kind, int] = {
+    "gone": 0, "other service": 1, "silent": 2, "refused": 3, "dropped": 4, "prohibited": 5
+}  # fmt: skip
+"""How far an attempt came; whatever is not here, no further."""
+
+_SO_FAR: dict[Kind, str] = {
+    "refused": "nothing listens there yet",
+    "dropped": "no answer",
+    "nobody": "no machine has that address yet",
+    "unresolved": "the name is not known here yet",
+    "no route": "this machine knows no way there",
+    "silent": "something else answers there",
+    "other service": "something else answers there",
+}
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Whom to reach, and as whom.
+
+    Attributes:
+        host: Of the endpoint.
+        port: Of the endpoint.
+        key: Of :func:`wire.key_of`.
+        hostname: This node's.
+        rank: This node's; None if torchrun is to choose.
+    """
+
+    host: str
+    port: int
+    key: bytes
+    hostname: str
+    rank: int | None
+
+
+def side_doors(key: bytes, port: int) -> tuple[int, ...]:
+    """The ports at which the coordinator of an endpoint may also be reached."""
+    first, last = _EPHEMERAL
+    digest = hashlib.sha256(key + port.to_bytes(2, "big")).digest()
+    numbers = (int.from_bytes(digest[at : at + 4], "big") for at in range(0, 4 * DOORS, 4))
+    doors = (first + number % (last - first + 1) for number in numbers)
+    return tuple(dict.fromkeys(door for door in doors if door != port))
+
+
+async def call_any(goal: Goal) -> Call:
+    """Try each address of the endpoint once.
+
+    Raises:
+        CallError: It was not reached; about the address that tells most.
+    """
+    found = await asyncio.get_running_loop().run_in_executor(None, lookup, goal.host)
+    problems = []
+    for address in found.addresses:
+        try:
+            return await call_once(address, goal.port, goal.key, goal.hostname)
+        except CallError as error:
+            if error.problem.kind in FINAL:
+                raise
+            problems.append(error.problem)
+    raise CallError(_telling(problems))
+
+
+def _telling(problems: list[Problem]) -> Problem:
+    """Of the addresses of one name the one that got furthest: the others may be out of reach."""
+    if not problems:
+        return Problem("unresolved")
+    return min(problems, key=lambda problem: _FAR.get(problem.kind, len(_FAR)))
+
+
+async def join(goal: Goal, until: float, say: Callable[[str], None]) -> Call:
+    """Reach the coordinator, trying again until it is there, or until it is clear why it is not.
+
+    Args:
+        goal: Whom.
+        until: Monotonic time to give up at.
+        say: Told once, in a line for a person, what is being waited for.
+
+    Raises:
+        CallError: It was not reached; with what it mostly was.
+    """
+    return await _Way(goal, until, say).walk()
+
+
+class _Way:
+    """The attempts of one node, and what they show."""
+
+    def __init__(self, goal: Goal, until: float, say: Callable[[str], None]) -> None:
+        self._goal = goal
+        self._until = until
+        self._say = say
+        self._began = time.monotonic()
+        self._said = False
+        self._looked = float("-inf")
+        self._seen: list[Problem] = []
+        self._answering: dict[str, int] = {}
+        """Ports at which the endpoint's machines answer, by address."""
+
+    async def walk(self) -> Call:
+        while True:
+            try:
+                return await call_any(self._goal)
+            except CallError as error:
+                problem = error.problem
+                if problem.kind in FINAL:
+                    raise
+            self._seen.append(problem)
+            if problem.kind in _BEHIND and time.monotonic() - self._looked > DOORS_EVERY:
+                self._looked = time.monotonic()
+                call = await self._by_the_side(problem)
+                if call is not None:
+                    return call
+            waited = time.monotonic() - self._began
+            if self._is_settled(waited):
+                raise CallError(self._most())
+            if time.monotonic() + RETRY_AFTER >= self._until:
+                raise CallError(self._most())
+            if waited > SPEAK_AFTER and not self._said:
+                self._said = True
+                self._say(self._so_far(problem))
+            await asyncio.sleep(RETRY_AFTER)
+
+    def _is_settled(self, waited: float) -> bool:
+        kinds = {problem.kind for problem in self._seen}
+        if waited < SETTLED_AFTER or len(self._seen) < 2 or len(kinds) > 1:
+            return False
+        (kind,) = kinds
+        answers = self._answering.get(self._seen[-1].address)
+        return kind in _LASTING or (kind == "dropped" and bool(answers))
+
+    def _most(self) -> Problem:
+        """How it mostly was says more than how it was last."""
+        problem = Counter(reversed(self._seen)).most_common(1)[0][0]
+        return replace(
+            problem,
+            answering=self._answering.get(problem.address, 0),
+            waited=time.monotonic() - self._began,
+        )
+
+    def _so_far(self, problem: Problem) -> str:
+        goal = self._goal
+        what = _SO_FAR.get(problem.kind) or problem.words or problem.kind
+        if problem.kind == "dropped" and problem.address not in self._answering:
+            what = "no answer, at other ports neither: it is down, or a firewall drops everything"
+        at = f" ({problem.address})" if problem.address not in ("", goal.host) else ""
+        left = max(0.0, self._until - time.monotonic())
+        return f"waiting for {goal.host}:{goal.port}{at}: {what}; {left:.0f} s more"
+
+    async def _by_the_side(self, problem: Problem) -> Call | None:
+        """See whether the coordinator, or at least its machine, answers at another port.
+
+        Returns:
+            The coordinator, if it came to the endpoint in the meantime.
+
+        Raises:
+            CallError: It is there, and the endpoint is closed.
+        """
+        goal, address = self._goal, problem.address
+        doors = side_doors(goal.key, goal.port)
+        tried = await asyncio.gather(*(self._try(address, port) for port in (*doors, SSH)))
+        answering = [port for port, answers in zip((*doors, SSH), tried, strict=True) if answers]
+        if answering:
+            # SSH says more to a person than a number that nobody knows.
+            self._answering[address] = SSH if SSH in answering else answering[0]
+        for door in doors:
+            if door not in answering:
+                continue
+            side = None
+            try:
+                side = await call_once(address, door, goal.key, goal.hostname)
+            except CallError as error:
+                if error.problem.kind not in ("late", "full"):
+                    # Something else has that port.
+                    continue
+            try:
+                # It may have begun a moment ago; now that it is there, this one counts.
+                return await call_once(address, goal.port, goal.key, goal.hostname)
+            except CallError as error:
+                again = error.problem
+                if again.kind in FINAL:
+                    raise
+                if again.kind in _BEHIND:
+                    waited = time.monotonic() - self._began
+                    if side is not None:
+                        with contextlib.suppress(WireError):
+                            await side.link.send({"blocked": again.kind, "rank": goal.rank})
+                    raise CallError(replace(again, door=door, waited=waited)) from None
+            finally:
+                if side is not None:
+                    await side.link.close()
+        return None
+
+    async def _try(self, address: str, port: int) -> bool:
+        """Whether the machine answers at a port: it takes the connection, or refuses it itself."""
+        try:
+            _, writer = await connect(address, port, DOOR_LIMIT)
+        except ConnectError as error:
+            failure = error.failure
+            return failure.kind == "refused" and failure.sender in ("", address)
+        writer.transport.abort()
+        return True

@@ -1,0 +1,172 @@
+"""Why this node did not come together with the others: what it saw of the endpoint, and the fix."""
+
+from __future__ import annotations
+
+from ddpdoctor.finding import Finding, Severity
+from ddpdoctor.preflight.meeting.caller import Problem
+from ddpdoctor.preflight.meeting.meet import Meeting
+from ddpdoctor.preflight.nodes.command import NO_ID, check_line
+from ddpdoctor.preflight.situation import Situation
+
+CODE = "DDP050"
+
+CLOSED = {
+    "dropped": "the packets are dropped without a word",
+    "refused": "it is refused, though it is open there",
+    "prohibited": "a firewall rejects it",
+    "unreachable": "it is rejected on the way",
+}
+"""What a node that is blocked says of the port, by the kind of its problem."""
+
+
+def open_port(port: int) -> str:
+    """The line that opens a port in a machine's own firewall."""
+    return f"sudo iptables -I INPUT -p tcp --dport {port} -j ACCEPT"
+
+
+def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Finding:
+    """The finding of a node that did not meet the others."""
+    host, port = meeting.seat.host, meeting.seat.port
+    if not host:
+        return _finding(
+            "nobody said where the nodes meet",
+            "Name node 0 and a free port of it, the same on every node. There `hostname` tells the "
+            "name:",
+            f"export MASTER_ADDR=$(hostname) MASTER_PORT={port}",
+        )
+    if meeting.holder:
+        return _finding(
+            f"port {port} cannot be listened on here: {problem.words}",
+            "Node rank 0 needs it: end what holds the port, or choose another one in "
+            "--rdzv-endpoint on every node.",
+            f"ss -tlnp 'sport = :{port}'",
+        )
+    if problem.kind in ("refused", "dropped", "prohibited", "unreachable", "no route", "nobody"):
+        return _closed(meeting, problem)
+    where = f"{host}:{port}"
+    at = _at(meeting, problem)
+    again = check_line(meeting.seat, situation)
+    if problem.kind == "unresolved":
+        return _finding(
+            f"the name {host} is not known on this node",
+            "Let --rdzv-endpoint be the address of node 0, or make the name known here.",
+            f"echo '<address of {host}> {host}' | sudo tee -a /etc/hosts",
+        )
+    if problem.kind in ("silent", "other service"):
+        return _finding(
+            f"something else answers at {at}: it is no `ddpdoctor check`",
+            f"End what holds port {port} on {host} (a job that still runs?), or choose another "
+            "port in --rdzv-endpoint on every node.",
+            f"ss -tlnp 'sport = :{port}'",
+        )
+    if problem.kind == "other id":
+        return _finding(
+            f"the check at {at} has another rendezvous id than {meeting.seat.rdzv_id!r}",
+            "Give --rdzv-id the same value on every node, or leave it out on all of them:",
+            check_line(meeting.seat, situation, rdzv_id=NO_ID),
+        )
+    if problem.kind == "late":
+        return _finding(
+            f"the check at {at} went on without this node",
+            "Start it on all nodes at about the same time.",
+            again,
+            problem.words,
+        )
+    if problem.kind == "full":
+        return _finding(
+            f"the check at {at} had all its nodes already",
+            "Give --nnodes the number of all nodes, on each of them:",
+            check_line(meeting.seat, situation, nnodes=meeting.seat.nnodes + 1),
+            problem.words,
+        )
+    return _finding(
+        f"the connection to node 0 at {where} was lost: {problem.words}",
+        "See what the check on node 0 says; it may have been interrupted. Then start it again:",
+        again,
+    )
+
+
+def _closed(meeting: Meeting, problem: Problem) -> Finding:
+    """There is no connection to the endpoint."""
+    host, port = meeting.seat.host, meeting.seat.port
+    at = _at(meeting, problem)
+    door = f"the check runs there: it answers at port {problem.door}" if problem.door else ""
+    sender = f"{problem.sender} says so by ICMP" if problem.sender else ""
+    in_firewall = f"Open TCP port {port} in the firewall of {host}, or of the network (a security "
+    in_firewall += f"group). On {host}:"
+    if problem.kind == "refused" and door:
+        return _finding(
+            f"{at} refuses connections, though the check listens there: a firewall rejects it",
+            in_firewall,
+            open_port(port),
+            door,
+            sender,
+        )
+    if problem.kind == "refused":
+        return _finding(
+            f"{at} refuses connections: within {problem.waited:.0f} s nobody listened there",
+            "Start the same command on node 0. If it runs there, a firewall rejects the port: open "
+            f"it on {host}:",
+            open_port(port),
+            sender,
+        )
+    if problem.kind == "dropped":
+        up = f"the machine is up: it answers at port {problem.answering}"
+        if door or problem.answering:
+            what = "packets to that port are dropped without a word"
+            return _finding(
+                f"{at} does not answer: {what}", in_firewall, open_port(port), door or up
+            )
+        return _finding(
+            f"{at} does not answer, at no port that was tried: packets are dropped without a word",
+            f"See whether {host} is up and has that address. If it is, open TCP port {port} in its "
+            "firewall, or in the network's (a security group). There:",
+            open_port(port),
+        )
+    if problem.kind == "nobody":
+        return _finding(
+            f"no machine answers at {problem.address}, the address of {host} on this node",
+            "Check the address: an old line in /etc/hosts, or a machine that is down.",
+            f"getent ahosts {host}",
+        )
+    if problem.kind == "no route":
+        return _finding(
+            f"{at} cannot be reached: {problem.words}",
+            "This machine knows no way there: name an endpoint in a network that both have.",
+            f"ip route get {problem.address}",
+        )
+    if problem.kind == "prohibited":
+        return _finding(
+            f"{at} cannot be reached: a firewall rejects it ({problem.words})",
+            in_firewall,
+            open_port(port),
+            sender or "it is rejected on this machine: see its routes and its outgoing rules",
+            door,
+        )
+    return _finding(
+        f"{at} cannot be reached: {problem.words}",
+        f"A router or a firewall on the way rejects it, or {host} is down. Open TCP port {port} on "
+        f"{host}, or choose an endpoint in a network that both have.",
+        open_port(port),
+        sender,
+        door,
+        f"the route from here: ip route get {problem.address}",
+    )
+
+
+def _at(meeting: Meeting, problem: Problem) -> str:
+    where = f"{meeting.seat.host}:{meeting.seat.port}"
+    named = problem.address not in ("", meeting.seat.host)
+    return f"{where} ({problem.address})" if named else where
+
+
+def _finding(message: str, fix: str, paste: str, *evidence: str) -> Finding:
+    return Finding(
+        CODE,
+        Severity.ERROR,
+        message,
+        evidence=tuple(filter(None, evidence)),
+        fix=fix,
+        paste=paste,
+        about="own",
+    )
