@@ -56,7 +56,7 @@ FAULTS: dict[str, Callable[[Lab], None]] = {
     "rendezvous port rejected": lambda made: faults.firewall(
         made, made.hosts[0], ports=PORT, reject=True
     ),
-    "rendezvous and high ports dropped": lambda made: only_low_ports(made),
+    "rendezvous and high ports dropped": only_low_ports,
     "every port dropped": lambda made: faults.firewall(made, made.hosts[0]),
     "own name on loopback": lambda made: faults.own_name_is_loopback(made.hosts[1]),
     "slow cable (20 Mbit/s)": lambda made: faults.slow_cable(made, made.hosts[1], 20),
@@ -109,6 +109,14 @@ def with_faults(times: int) -> None:
 
 
 def many(nodes: int, times: int) -> None:
+    # As pip installs a package: compiled. Else each process compiles all of it for itself.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    subprocess.run(
+        [sys.executable, "-m", "ddpdoctor", "check", "--list"],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        check=True,
+    )
     for _ in range(times):
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
@@ -123,6 +131,7 @@ def many(nodes: int, times: int) -> None:
                             *("--rdzv-endpoint", f"127.0.0.1:{port}", "--nproc-per-node", "1"),
                             *("--only", NETWORK),
                         ],
+                        env=environment,
                         stdout=subprocess.DEVNULL,
                     )
                 )

@@ -23,7 +23,6 @@ from ddpdoctor.preflight.nodes.next_line import next_line
 from ddpdoctor.preflight.running import run_checks
 from ddpdoctor.preflight.situation import Situation
 from ddpdoctor.render import checks as render
-from ddpdoctor.render import console
 
 HELP = """\
 Usage: ddpdoctor check [OPTIONS] [TORCHRUN OPTIONS] [[--] SCRIPT [ARGS...]]
@@ -107,8 +106,7 @@ def _check(asked: arguments.Arguments, chosen: list[Check]) -> int:
     if asked.json:
         print(render.document(outcomes, host, status, seconds))
         return status
-    on_terminal = sys.stdout.isatty()
-    colour = on_terminal and console.wants_colour()
+    colour = sys.stdout.isatty() and _wants_colour()
     width = min(shutil.get_terminal_size((80, 24)).columns, 100)
     sys.stdout.write(_heading(situation, host))
     sys.stdout.write(render.table(outcomes, colour=colour, width=width))
@@ -148,6 +146,12 @@ def _end_orphans(situation: Situation) -> None:
         return
     left = orphans.kill(found)
     print(f"{len(found) - len(left)} of {len(found)} ended\n")
+
+
+def _wants_colour() -> bool:
+    from ddpdoctor.render import console
+
+    return console.wants_colour()
 
 
 def _heading(situation: Situation, host: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -99,6 +98,8 @@ def choose(asked: Arguments, checks: Mapping[str, Check]) -> list[Check]:
     by_code = {check.code: name for name, check in checks.items()}
     for name in (*asked.only, *asked.skip):
         if name not in checks and name.upper() not in by_code:
+            import difflib
+
             close = difflib.get_close_matches(name, checks, n=1)
             hint = f"did you mean {close[0]}? " if close else ""
             raise DoctorError(
@@ -201,5 +202,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _suggestion(name: str) -> str:
     known = [*_OWN_FLAGS, *_OWN_VALUES, *_TORCHRUN_FLAGS, *_TORCHRUN_VALUES]
+    import difflib
+
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]}?" if close else "`ddpdoctor check --help` lists them"

@@ -11,6 +11,9 @@ from dataclasses import replace
 from ddpdoctor.preflight.check import Check, Outcome, could_not_run
 from ddpdoctor.preflight.situation import Situation
 
+LOOK_EVERY = 1.0
+"""Most seconds between looks at the limits of the checks that run."""
+
 GRACE = 1.0
 """Seconds that a check has after its limit to say what it found by then."""
 
@@ -52,7 +55,9 @@ def run_checks(
         for thread in threads.values():
             thread.start()
         while len(outcomes) < len(wanted):
-            for outcome in _next(answers):
+            passed = time.monotonic() - began
+            open_limits = [limit for name, limit in limits.items() if name not in outcomes]
+            for outcome in _next(answers, max(0.05, min(open_limits) - passed)):
                 if outcome.check not in outcomes:
                     outcomes[outcome.check] = outcome
                     seen(outcome)
@@ -72,11 +77,11 @@ def run_checks(
     return [outcomes[each.name] for each in wanted]
 
 
-def _next(answers: queue.SimpleQueue[Outcome]) -> list[Outcome]:
-    """What has come within a moment."""
+def _next(answers: queue.SimpleQueue[Outcome], seconds: float) -> list[Outcome]:
+    """What comes next, within so many seconds; a signal interrupts the waiting."""
     found = []
     try:
-        found.append(answers.get(timeout=0.05))
+        found.append(answers.get(timeout=min(seconds, LOOK_EVERY)))
         while True:
             found.append(answers.get_nowait())
     except queue.Empty:

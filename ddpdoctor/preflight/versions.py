@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import platform
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
+from functools import cache
 
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.preflight import torch_files
@@ -44,10 +47,27 @@ def versions(situation: Situation) -> Versions:
 
 
 def _installed(package: str) -> str:
+    """The version of an installed package; empty if it is not there."""
+    prefix = package.replace("-", "_") + "-"
+    if not any(name.startswith(prefix) for name in _folders()):
+        return ""
+    # With it comes the parser of e-mail headers, which most machines need not wait for.
+    from importlib import metadata
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
+
+
+@cache
+def _folders() -> frozenset[str]:
+    """The names of what lies in the folders that Python imports from, in lower case."""
+    found: set[str] = set()
+    for folder in sys.path:
+        with contextlib.suppress(OSError):
+            found.update(name.lower() for name in os.listdir(folder or "."))
+    return frozenset(found)
 
 
 @check("versions", "DDP014")

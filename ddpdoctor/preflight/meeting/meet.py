@@ -34,7 +34,7 @@ from ddpdoctor.preflight.situation import Situation
 GATHER_LIMIT = 30.0
 """Most seconds to wait for nodes that are not there; half of ``--timeout`` at most."""
 
-CANCEL_LATENCY = 0.1
+CANCEL_LATENCY = 0.2
 SCOUT_EVERY = 1.0
 SAID_NODES = 4
 """Of more absent nodes the number is told while they are waited for."""

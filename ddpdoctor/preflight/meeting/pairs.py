@@ -33,7 +33,6 @@ HOLD_S = 0.5
 """Seconds after which an exchange that goes on no longer counts among those."""
 
 _SESSION_LIMIT = 60.0
-_PINGS = 5
 _HELLO = struct.Struct("!16sIc")
 _EXCHANGE = b"E"
 _SPEED = b"S"
@@ -77,13 +76,11 @@ class Result:
 
     Attributes:
         seconds: Until the outcome was known.
-        rtt: Least round trip of a byte, where connected.
         error: The kernel's words, where it said any.
     """
 
     outcome: Outcome
     seconds: float = 0.0
-    rtt: float = 0.0
     error: str = ""
 
     def packed(self) -> dict[str, Any]:
@@ -137,9 +134,6 @@ class Listener:
         if what == _SPEED:
             await speeds.serve(reader, writer)
             return
-        for _ in range(_PINGS):
-            writer.write(await reader.readexactly(1))
-            await writer.drain()
         await reader.readexactly(BLOCK)
         writer.write(_OK)
         await writer.drain()
@@ -162,7 +156,6 @@ class _Stage:
     """How far an exchange has come."""
 
     name: Outcome = "silent"
-    rtt: float = 0.0
 
 
 async def dial_all(targets: list[Target], token: bytes) -> list[Result]:
@@ -193,7 +186,7 @@ class _Dialler:
                 return _result("dropped", began)
             except OSError as error:
                 outcome = _connect_outcome(error, time.monotonic() - began)
-                return _result(outcome, began, error=_words(error))
+                return _result(outcome, began, _words(error))
         try:
             return await self._exchange(target, reader, writer)
         finally:
@@ -215,12 +208,12 @@ class _Dialler:
                 self._exchanging.release()
             outcome = await self._patience.within(work, STALL_LIMIT)
         except TimeoutError:
-            return _result(stage.name, began, stage.rtt)
+            return _result(stage.name, began)
         except (OSError, asyncio.IncompleteReadError) as error:
-            return _result(stage.name, began, stage.rtt, _words(error))
+            return _result(stage.name, began, _words(error))
         finally:
             work.cancel()
-        return _result(outcome, began, stage.rtt)
+        return _result(outcome, began)
 
 
 async def _talk(
@@ -239,7 +232,6 @@ async def _talk(
     writer.write(_HELLO.pack(token, target.index, _EXCHANGE))
     if await reader.read(1) != _OK:
         return "stranger"
-    stage.rtt = await _ping(reader, writer)
     stage.name = "forth"
     writer.write(bytes(BLOCK))
     await reader.readexactly(1)
@@ -249,8 +241,8 @@ async def _talk(
     return "ok"
 
 
-def _result(outcome: Outcome, began: float, rtt: float = 0.0, error: str = "") -> Result:
-    return Result(outcome, round(time.monotonic() - began, 4), round(rtt, 7), error)
+def _result(outcome: Outcome, began: float, error: str = "") -> Result:
+    return Result(outcome, round(time.monotonic() - began, 4), error)
 
 
 async def speed(target: Target, token: bytes) -> speeds.Speed | None:
@@ -283,16 +275,6 @@ async def _connect(target: Target) -> tuple[asyncio.StreamReader, asyncio.Stream
     except BaseException:
         made.close()
         raise
-
-
-async def _ping(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> float:
-    least = float("inf")
-    for _ in range(_PINGS):
-        began = time.monotonic()
-        writer.write(_OK)
-        await reader.readexactly(1)
-        least = min(least, time.monotonic() - began)
-    return least
 
 
 def _connect_outcome(error: OSError, seconds: float) -> Outcome:

@@ -14,7 +14,7 @@ MEASURE_S = 0.05
 
 MOST_BYTES = 8 * 2**20
 CHUNK = bytes(256 * 1024)
-PINGS = 20
+PINGS = 10
 LIMIT = 10.0
 """Seconds for one measurement, after which the link is as slow as can be."""
 
