@@ -134,6 +134,7 @@ def test_facts_survive_the_wire() -> None:
         host="node0", rank=0, nnodes=2, nproc=8, endpoint="node0:29500",
         endpoint_addresses=("10.0.0.1",), machine="m", gloo_address="10.0.0.1", gloo_why="w",
         interfaces=(("eth0", 1500, ("10.0.0.1",)),), pair_port=4000, reduces=True, gpus=8,
+        inside=("18 NVLinks", 4e11), outside=("eth0, 100 Gbit/s", 1.25e10),
         torch="2.13.0", nccl="2.27.3", driver="550.54.15", python="3.11.7", ddpdoctor="0.1.0",
         variables={"NCCL_DEBUG": "INFO"}, script="train.py", script_hash="ab", commit="cd",
         changes="", folder="/data",

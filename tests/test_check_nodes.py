@@ -85,7 +85,7 @@ def test_two_healthy_nodes_reduce_and_are_given_the_line_that_starts_the_job(nod
     for each in said:
         assert each.outcome("nodes")["detail"] == "2 of 2 nodes are here"
         told = each.outcome("gloo-nodes")["detail"]
-        assert told == "2 of 2 nodes, 2 of 2 ranks reduced correctly"
+        assert told.startswith("2 of 2 nodes, 2 of 2 ranks reduced correctly; bus bandwidth ")
         assert each.outcome("nccl-nodes")["detail"] == "no GPU"
     # The rendezvous port is free again at once.
     host = checks.lab.hosts[0]
@@ -441,6 +441,26 @@ def test_a_slow_cable(nodes: Make) -> None:
     faults.slow_cable(checks.lab, checks.lab.hosts[1], megabits=20)
     said = checks.run(*WITHOUT_TORCH)
     assert agreeing(said, "DDP056").startswith("every link to node1 (node 1) is slow: ")
+
+
+@pytest.mark.slow
+def test_a_slow_network_that_gloo_was_given(nodes: Make) -> None:
+    """What the nodes reach each other by is fast: only gloo's own speed tells."""
+    checks = nodes(2)
+    named = {"GLOO_SOCKET_IFNAME": faults.second_network(checks.lab, megabits=20)}
+    said = checks.run(env={0: named, 1: named})
+    for each in said:
+        outcome = each.outcome("gloo-nodes")
+        assert "2 of 2 ranks reduced correctly; bus bandwidth " in outcome["detail"]
+        if outcome["detail"].endswith("not compared: the cores were busy"):
+            # Other work on this machine: nothing is said of the network.
+            assert outcome["findings"] == []
+            continue
+        (finding,) = outcome["findings"]
+        assert finding["message"].startswith("gloo moves 2.")
+        assert finding["severity"] == "warning"
+        assert finding["evidence"][0].startswith("node0: gloo 10.88.0.1 (GLOO_SOCKET_IFNAME=eth1)")
+        assert finding["paste"] == "export GLOO_SOCKET_IFNAME=eth0"
 
 
 # The address that gloo gives to others.

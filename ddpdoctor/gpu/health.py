@@ -12,6 +12,7 @@ MOST_LINKS = 18
 """NVLinks of the largest GPUs so far."""
 
 _PEER_READ = 0
+_PEER_NVLINK = 2
 _PERSISTENT = 1
 
 
@@ -67,6 +68,7 @@ class GpuFacts:
         driver: The driver's version.
         cuda: The newest CUDA that the driver runs, such as ``12.8``.
         peers: For pairs of indices, whether one can read the other's memory directly.
+        nvlinked: The pairs that reach each other by NVLink, directly or through a switch.
     """
 
     gpus: tuple[Health, ...] = ()
@@ -76,6 +78,7 @@ class GpuFacts:
     driver: str = ""
     cuda: str = ""
     peers: tuple[tuple[int, int, bool], ...] = ()
+    nvlinked: tuple[tuple[int, int], ...] = ()
 
     @property
     def held_by(self) -> dict[int, int]:
@@ -102,7 +105,10 @@ def read_health() -> GpuFacts:
             code=code if not devices else 0,
             driver=_text(reader.system("DriverVersion")),
             cuda=_cuda(reader.system("CudaDriverVersion_v2")),
-            peers=tuple(_peers(reader, devices)),
+            peers=tuple(_peers(reader, devices, _PEER_READ)),
+            nvlinked=tuple(
+                (one, other) for one, other, works in _peers(reader, devices, _PEER_NVLINK) if works
+            ),
         )
     finally:
         reader.close()
@@ -157,11 +163,13 @@ def _instances(reader: NvmlReader, device: Device) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _peers(reader: NvmlReader, devices: tuple[Device, ...]) -> list[tuple[int, int, bool]]:
+def _peers(
+    reader: NvmlReader, devices: tuple[Device, ...], what: int
+) -> list[tuple[int, int, bool]]:
     found = []
     for number, one in enumerate(devices):
         for other in devices[number + 1 :]:
-            status = reader.between(one, other, "P2PStatus", _PEER_READ)
+            status = reader.between(one, other, "P2PStatus", what)
             if isinstance(status, int):
                 found.append((one.index, other.index, status == 0))
     return found

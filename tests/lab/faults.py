@@ -91,6 +91,26 @@ def slow_cable(lab: Lab, host: Host, megabits: int) -> None:
     )  # fmt: skip
 
 
+def second_network(lab: Lab, megabits: int) -> str:
+    """Give every host a slow interface on a network of its own; its name."""
+    name = "eth1"
+    lab.at_switch("ip", "-batch", "-", text="link add br1 type bridge\nlink set br1 up\n")
+    for host in lab.hosts:
+        port = f"slow{host.rank}"
+        lab.at_switch(
+            "ip", "-batch", "-",
+            text=f"link add {port} type veth peer name {name} netns {host.namespace.pid}\n"
+            f"link set {port} master br1 up\n",
+        )  # fmt: skip
+        lab.at_switch(
+            "tc", "qdisc", "replace", "dev", port, "root", "tbf",
+            "rate", f"{megabits}mbit", "burst", "32kb", "latency", "50ms",
+        )  # fmt: skip
+        host.run("ip", "address", "add", f"10.88.0.{host.rank + 1}/24", "dev", name)
+        host.run("ip", "link", "set", name, "up")
+    return name
+
+
 def cable_pulled(lab: Lab, host: Host) -> None:
     """The host's switch port goes down."""
     lab.at_switch("ip", "link", "set", host.port, "down")

@@ -152,7 +152,12 @@ int nvmlDeviceGetNvLinkState(void *device, unsigned link, unsigned *state) {
 }
 int nvmlDeviceGetP2PStatus(void *device, void *other, int what, unsigned *status) {
     DEVICE("nvmlDeviceGetP2PStatus");
-    (void)what;
+    int up = 0, others = 0;
+    if (what == 2) {
+        /* By NVLink, where both have any. */
+        *status = lookup("links", gpu, &up) && lookup("links", index_of(other), &others) && up && others ? 0 : 3;
+        return 0;
+    }
     *status = value("peers", gpu, 1) && value("peers", index_of(other), 1) ? 0 : 3;
     return 0;
 }

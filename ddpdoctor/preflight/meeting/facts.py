@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ddpdoctor import __version__
 from ddpdoctor.preflight.interfaces import interfaces
+from ddpdoctor.preflight.link_capacity import Capacity, inside, outside
 from ddpdoctor.preflight.meeting.addresses import advertised, is_loopback
 from ddpdoctor.preflight.meeting.code import code
 from ddpdoctor.preflight.meeting.place import Seat
 from ddpdoctor.preflight.names import endpoint_name
 from ddpdoctor.preflight.situation import Situation, visible_gpus
 from ddpdoctor.preflight.versions import versions
+
+NO_LINK = ("no GPU", 0.0)
+"""Of a node without GPUs: the links are those of NCCL."""
 
 _PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "TORCH_CPP_LOG_LEVEL")
 
@@ -37,6 +41,8 @@ class Facts:
         pair_port: Where its listener of this check is.
         reduces: Whether it takes part in the collective test.
         gpus: Visible GPUs.
+        inside: What connects them, and its bytes per second one way; 0 if that is not known.
+        outside: The same of the network that NCCL will use.
         torch: Version; likewise the next four. Empty where there is none.
         variables: Of NCCL, gloo and torch's distributed part.
         script: Name of the script, if one was given, and what its code is.
@@ -56,6 +62,8 @@ class Facts:
     pair_port: int
     reduces: bool
     gpus: int
+    inside: tuple[str, float]
+    outside: tuple[str, float]
     torch: str
     nccl: str
     driver: str
@@ -87,6 +95,9 @@ def unpack(told: Mapping[str, Any]) -> Facts:
             for name, mtu, addresses in known["interfaces"]
         )
         known["variables"] = {str(k): str(v) for k, v in dict(known["variables"]).items()}
+        for name in ("inside", "outside"):
+            link, speed = known[name]
+            known[name] = (str(link), float(speed))
         for name in ("nnodes", "nproc", "pair_port", "gpus"):
             known[name] = int(known[name])
         return Facts(**known)
@@ -101,6 +112,7 @@ def gather(situation: Situation, seat: Seat, pair_port: int, *, reduces: bool) -
     own_code = code(situation)
     installed = situation.shared(versions)
     folder = situation.options.checkpoint_dir
+    gpus = situation.shared(visible_gpus)
     return Facts(
         host=situation.hostname,
         rank=seat.rank,
@@ -118,7 +130,9 @@ def gather(situation: Situation, seat: Seat, pair_port: int, *, reduces: bool) -
         ),
         pair_port=pair_port,
         reduces=reduces,
-        gpus=situation.shared(visible_gpus),
+        gpus=gpus,
+        inside=_link(inside, situation) if gpus else NO_LINK,
+        outside=_link(outside, situation) if gpus else NO_LINK,
         torch=installed.torch,
         nccl=installed.nccl,
         driver=installed.driver,
@@ -135,6 +149,12 @@ def gather(situation: Situation, seat: Seat, pair_port: int, *, reduces: bool) -
         changes=own_code.changes,
         folder=str(folder) if folder else "",
     )
+
+
+def _link(of: Callable[[Situation], Capacity], situation: Situation) -> tuple[str, float]:
+    """A link for a message."""
+    capacity = of(situation)
+    return capacity.link, capacity.speed
 
 
 def _machine(situation: Situation) -> str:

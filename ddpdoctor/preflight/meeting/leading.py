@@ -26,6 +26,9 @@ REDUCTION_LIMIT = 20.0
 
 IMPORT_LIMIT = 25.0
 
+MOST_SETS = 64
+"""Sets of nodes of one stage whose bus bandwidth is told: the slowest."""
+
 Cell = tuple[int, int, str]
 """The dialling node, the dialled node, and which of its addresses: ``route`` or ``gloo``."""
 
@@ -177,6 +180,7 @@ class Lead:
             "measured": len(measured),
             "rtt": rtts[len(rtts) // 2] if rtts else 0.0,
             "bandwidth": bandwidths[len(bandwidths) // 2] if bandwidths else 0.0,
+            "least": bandwidths[0] if bandwidths else 0.0,
             "slow": [[*cell, measured[cell].rtt, measured[cell].bandwidth] for cell in slow[:256]],
             "cells": [list(cell) for cell in measured] if len(slow) else [],
         }
@@ -279,31 +283,39 @@ class Lead:
                 all(result.get("ok") for result in answer["results"]) for answer in answers.values()
             ),
             "seconds": max((result.get("seconds", 0.0) for result in results), default=0.0),
+            "bus": min((result.get("bus", 0.0) for result in results), default=0.0),
+            "idle": min((result.get("idle") or 0.0 for result in results), default=0.0),
             "wrong": [result for result in results if not result.get("ok")][:64],
             "nccl": _nccl(results) if nccl else None,
         }
 
 
 def _nccl(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The stages of the NCCL test over all ranks."""
-    stages: dict[str, dict[str, Any]] = {}
+    """The stages of the NCCL test over all ranks: errors, and bus bandwidths by set of nodes."""
+    errors: dict[str, list[list[Any]]] = {}
+    bus: dict[str, dict[tuple[int, ...], float]] = {}
     correct = 0
     for result in results:
         told = result.get("stages") or {}
         correct += bool(told.get("ok"))
         for stage in told.get("stages", []):
-            entry = stages.setdefault(stage["name"], {"errors": [], "bus": []})
+            failed = errors.setdefault(stage["name"], [])
+            measured = bus.setdefault(stage["name"], {})
             if stage["error"]:
-                entry["errors"].append([result["node"], stage["nodes"], stage["error"]])
+                failed.append([result["node"], stage["nodes"], stage["error"]])
             elif stage["bus"]:
-                entry["bus"].append(stage["bus"])
+                # A set is as fast as its slowest rank.
+                nodes = tuple(stage["nodes"])
+                measured[nodes] = min(stage["bus"], measured.get(nodes, stage["bus"]))
     return {
         "correct": correct,
-        "stages": [
-            [name, entry["errors"][:16], min(entry["bus"], default=0.0)]
-            for name, entry in stages.items()
-        ],
+        "stages": [[name, errors[name][:16], _slowest(bus[name])] for name in errors],
     }
+
+
+def _slowest(bus: Mapping[tuple[int, ...], float]) -> list[list[Any]]:
+    chosen = sorted(bus, key=lambda nodes: bus[nodes])[:MOST_SETS]
+    return [[list(nodes), bus[nodes]] for nodes in chosen]
 
 
 def _targets(members: list[Member], source: int, target: int) -> dict[str, dict[str, Any]]:

@@ -6,6 +6,7 @@ input and output. It ends when its input does.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -17,12 +18,19 @@ from typing import Any
 ELEMENTS = 2**16
 """Of each all_reduce; 512 KiB of float64."""
 
-BANDWIDTH_ELEMENTS = 2**24
-"""Of the all_reduce that measures NCCL's bus bandwidth; 64 MiB of float32."""
+BANDWIDTH_ELEMENTS = {"nccl": (2**20, 2**24), "gloo": (2**16, 2**20, 2**22)}
+"""Of the all_reduces that measure the bus bandwidth, in float32; the last are 64 and 16 MiB."""
 
+BATCHES = 3
+"""Of each size; the best counts: other work makes a link look slow, and nothing makes it fast."""
 
-TIMES = 5
-"""That all_reduce is repeated so often."""
+BATCH_S = 0.05
+"""Seconds that a batch is to take."""
+
+MOST_IN_BATCH = 20
+
+SLOW_S = 0.4
+"""An all_reduce that takes so many seconds is not repeated, nor tried with a larger size."""
 
 
 def main() -> None:
@@ -56,6 +64,7 @@ def _end_with_input() -> None:
 
 
 def _gloo(order: dict[str, Any]) -> dict[str, Any]:
+    import torch
     import torch.distributed as dist
 
     limit = timedelta(seconds=order["limit"])
@@ -67,8 +76,13 @@ def _gloo(order: dict[str, Any]) -> dict[str, Any]:
     )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
     wrong = _wrong(rank, world, "cpu")
+    result = {"ok": not wrong, "error": wrong, "seconds": round(time.monotonic() - began, 3)}
+    if world > 1 and not wrong:
+        cores = _Cores()
+        result["bus"] = _bus_bandwidth("gloo", torch.device("cpu"), world, None, limit)
+        result["idle"] = cores.idle()
     dist.barrier()
-    return {"ok": not wrong, "error": wrong, "seconds": round(time.monotonic() - began, 3)}
+    return result
 
 
 def _wrong(rank: int, world: int, device: str, group: Any = None) -> str:
@@ -125,7 +139,7 @@ def _staged(order: dict[str, Any]) -> dict[str, Any]:
                 mine = (ranks, group, chosen)
         if mine is not None:
             ranks, group, chosen = mine
-            done.append(_stage(name, chosen, ranks, group, order["rank"], device, limit))
+            done.append(_stage(name, chosen, ranks, group, order["rank"], device, limit, backend))
         dist.barrier()
         if done and done[-1]["error"]:
             break
@@ -133,7 +147,14 @@ def _staged(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stage(
-    name: str, nodes: list[int], ranks: list[int], group: Any, rank: int, device: Any, limit: Any
+    name: str,
+    nodes: list[int],
+    ranks: list[int],
+    group: Any,
+    rank: int,
+    device: Any,
+    limit: Any,
+    backend: str,
 ) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
@@ -144,30 +165,107 @@ def _stage(
         _finish(dist.all_reduce(ones, group=group, async_op=True), limit)
         if not bool((ones == float(sum(each + 1 for each in ranks))).all()):
             return {**stage, "error": "all_reduce gave a wrong sum"}
-        large = torch.ones(BANDWIDTH_ELEMENTS, device=device)
-        _finish(dist.all_reduce(large, group=group, async_op=True), limit)
-        began = time.monotonic()
-        for _ in range(TIMES):
-            # One after the other on the stream; the last one is done when all are.
-            work = dist.all_reduce(large, group=group, async_op=True)
-        _finish(work, limit)
-        seconds = (time.monotonic() - began) / TIMES
-        size = len(ranks)
-        if size > 1:
-            # What each link carries, as nccl-tests define it.
-            stage["bus"] = large.numel() * 4 / seconds * 2 * (size - 1) / size
+        if len(ranks) > 1:
+            stage["bus"] = _bus_bandwidth(backend, device, len(ranks), group, limit)
     except Exception as error:
         stage["error"] = _one_line(error)
     return stage
 
 
+def _bus_bandwidth(backend: str, device: Any, size: int, group: Any, limit: timedelta) -> float:
+    """Bytes per second that an all_reduce moves over each link, as nccl-tests define it.
+
+    That is ``2 (n - 1) / n`` times the bytes reduced per second: what a ring of n ranks sends from
+    one to the next. The best of several sizes and batches.
+    """
+    import torch
+    import torch.distributed as dist
+
+    best = 0.0
+    sizes = BANDWIDTH_ELEMENTS[backend]
+    for elements, larger in zip(sizes, (*sizes[1:], None), strict=True):
+        values = torch.ones(elements, device=device)
+        _batch(values, 1, group, limit)
+        # All ranks have to make as many: the slowest decides.
+        slowest = torch.tensor([_batch(values, 1, group, limit)], device=device)
+        _finish(dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group, async_op=True), limit)
+        alone = max(float(slowest), 1e-6)
+        seconds = alone
+        if alone < SLOW_S:
+            count = max(1, min(MOST_IN_BATCH, int(BATCH_S / alone)))
+            seconds = min(_batch(values, count, group, limit) for _ in range(BATCHES))
+        best = max(best, values.numel() * 4 / seconds * 2 * (size - 1) / size)
+        if larger is None or alone * larger / elements > SLOW_S:
+            break
+    return best
+
+
+def _batch(values: Any, count: int, group: Any, limit: timedelta) -> float:
+    """Seconds for each of so many all_reduces, one after the other."""
+    import torch.distributed as dist
+
+    # Not the sum: it would grow without end.
+    op = dist.ReduceOp.MAX
+    began = time.monotonic()
+    for _ in range(count):
+        # On a GPU one after the other on the stream; the last one is done when all are.
+        work = dist.all_reduce(values, op, group=group, async_op=True)
+        if values.device.type == "cpu":
+            _finish(work, limit)
+    _finish(work, limit)
+    return (time.monotonic() - began) / count
+
+
+class _Cores:
+    """Whether the cores were what this process waited for, between two moments."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._threads = _thread_seconds()
+        self._held_back = _held_back()
+
+    def idle(self) -> float:
+        """For which part of the time even the busiest thread neither ran nor waited for a core.
+
+        0 if the kernel does not tell, or the container was held back by its share of the cores.
+        """
+        wall = time.monotonic() - self._began
+        now = _thread_seconds()
+        if not now or wall <= 0 or _held_back() > self._held_back:
+            return 0.0
+        busiest = max(seconds - self._threads.get(thread, 0.0) for thread, seconds in now.items())
+        return round(max(0.0, 1 - busiest / wall), 3)
+
+
+def _thread_seconds() -> dict[str, float]:
+    """For each thread of this process how long it has run, or has waited to run."""
+    found = {}
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for thread in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{thread}/schedstat") as file:
+                running, waiting, _ = file.read().split()
+            found[thread] = (int(running) + int(waiting)) / 1e9
+    return found
+
+
+def _held_back() -> int:
+    """How often this container has been held back by its share of the cores."""
+    found = 0
+    for place in ("cpu.stat", "cpu/cpu.stat"):
+        with contextlib.suppress(OSError, ValueError), open(f"/sys/fs/cgroup/{place}") as file:
+            found += int(dict(line.split() for line in file).get("nr_throttled", 0))
+    return found
+
+
 def _finish(work: Any, limit: timedelta) -> None:
-    """Wait for a collective on the GPU without waiting forever."""
-    until = time.monotonic() + limit.total_seconds()
+    """Wait for a collective without waiting forever."""
+    began = time.monotonic()
     while not work.is_completed():
-        if time.monotonic() > until:
+        waited = time.monotonic() - began
+        if waited > limit.total_seconds():
             raise TimeoutError(f"no end within {limit.total_seconds():.0f} s")
-        time.sleep(0.001)
+        # Late by a fiftieth at most, and without keeping a core busy.
+        time.sleep(min(0.005, max(0.0001, waited / 50)))
     # Where it failed, this says why.
     work.wait()
 

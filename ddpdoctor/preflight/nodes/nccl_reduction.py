@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, judged, skipped
 from ddpdoctor.preflight.meeting.meet import Meeting
+from ddpdoctor.preflight.nodes.bus_bandwidth import FAR_BELOW, capacity, shown
 from ddpdoctor.preflight.nodes.judging import LIMIT, judge
 from ddpdoctor.preflight.situation import Situation
 
@@ -20,7 +21,10 @@ def nccl_reduction(situation: Situation) -> Outcome:
     What it finds
         Where every node has a GPU per rank: all_reduce with results compared, first inside each
         node, then between pairs of nodes in log2(n) rounds, then over all ranks, so that the first
-        stage that fails names the node or the pair. The bus bandwidth of each stage is told.
+        stage that fails names the node or the pair. A bus bandwidth, as nccl-tests define it, that
+        is a small part of what the link is built for (warning): an eighth of the NVLinks or of PCIe
+        inside a node, of InfiniBand, RoCE or the network card between nodes; of messages of 4 and
+        64 MiB, the best of several.
 
     Why it is bad
         NCCL's own message is "unhandled system error", on every rank, after half an hour.
@@ -35,7 +39,8 @@ def nccl_reduction(situation: Situation) -> Outcome:
         Right: `NCCL_SOCKET_IFNAME=ens3` there.
 
     When it stays silent
-        When all stages gave the right result; it is skipped without GPUs.
+        When all stages gave the right result; it is skipped without GPUs. A link whose speed nobody
+        tells (a virtual network card, above all) is not compared, and that is said.
 
     Since
         0.1.0
@@ -57,14 +62,53 @@ def _judge(meeting: Meeting) -> Outcome:
         return skipped("a node has fewer GPUs than ranks")
     if not nccl["stages"]:
         return skipped("gloo failed already")
-    bus = next((speed for _, _, speed in reversed(nccl["stages"]) if speed), 0.0)
     detail = f"{nccl['correct']} of {told['world']} ranks reduced correctly"
-    if bus:
-        detail += f", bus bandwidth {bus / 1e9:.1f} GB/s"
-    return judged(detail, _findings(meeting))
+    for name, _, sets in nccl["stages"]:
+        if sets:
+            detail += f"; {name} {shown(sets[0][1])}{_of(capacity(meeting, sets[0][0]))}"
+    return judged(detail, [*_failures(meeting), *_slow(meeting)])
 
 
-def _findings(meeting: Meeting) -> Iterator[Finding]:
+def _of(link: tuple[str, float]) -> str:
+    """With what a bus bandwidth is compared, for the table."""
+    what, speed = link
+    return f" of {shown(speed)} ({what})" if speed else f", not compared: {what}"
+
+
+def _slow(meeting: Meeting) -> Iterator[Finding]:
+    """The first stage that is far slower than its links; those after it go over the same ones."""
+    for name, _, sets in meeting.blob["reduction"]["nccl"]["stages"]:
+        slow = [
+            (nodes, bus, link)
+            for nodes, bus in sets
+            if (link := capacity(meeting, nodes))[1] and bus < link[1] / FAR_BELOW
+        ]
+        if not slow:
+            continue
+        nodes, bus, (what, speed) = slow[0]
+        inside = len(nodes) == 1
+        yield Finding(
+            CODE,
+            Severity.WARNING,
+            f"NCCL moves {shown(bus)} {name} ({meeting.hosts(nodes)}), far less than the link's "
+            f"{shown(speed)} ({what})",
+            evidence=tuple(
+                f"{meeting.hosts(others)}: {shown(each)}" for others, each, _ in slow[1:9]
+            ),
+            fix="Look which way NCCL takes: where it is not peer-to-peer, an IOMMU or ACS may be "
+            "in between. Its own words:"
+            if inside
+            else "Look which way NCCL takes: a socket in place of InfiniBand (no device in the "
+            "container, no plugin), or another interface. Its own words:",
+            paste="export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,GRAPH,P2P,SHM"
+            if inside
+            else "export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET",
+            about="bus",
+        )
+        return
+
+
+def _failures(meeting: Meeting) -> Iterator[Finding]:
     for name, errors, _ in meeting.blob["reduction"]["nccl"]["stages"]:
         if not errors:
             continue

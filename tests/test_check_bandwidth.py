@@ -1,0 +1,198 @@
+"""What links are built for, and the bus bandwidth of the collectives beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpdoctor.gpu.health import GpuFacts, Health
+from ddpdoctor.gpu.reader import Device
+from ddpdoctor.preflight import link_capacity
+from ddpdoctor.preflight.check import Outcome, Status
+from ddpdoctor.preflight.interfaces import Interface, interfaces
+from ddpdoctor.preflight.meeting.facts import Facts
+from ddpdoctor.preflight.meeting.meet import Meeting, Node, _meet_or_fail
+from ddpdoctor.preflight.meeting.place import Seat
+from ddpdoctor.preflight.nodes import gloo_reduction, nccl_reduction
+from ddpdoctor.preflight.situation import Once, Situation, gpu_facts, visible_gpus
+
+ETH0 = Interface("eth0", ("10.0.0.1",))
+
+
+def machine(sys: Path, *gpus: Health, wired: bool = False, **env: str) -> Situation:
+    once = Once()
+    pairs = tuple((i, j) for i in range(len(gpus)) for j in range(i + 1, len(gpus)))
+    once.put(gpu_facts, GpuFacts(gpus=gpus, nvlinked=pairs if wired else pairs[:1]))
+    once.put(visible_gpus, len(gpus))
+    here: tuple[Interface, ...] = (ETH0,)
+    once.put(interfaces, here)
+    return Situation(environ=env, sys=sys, once=once)
+
+
+def gpu(index: int, **facts: Any) -> Health:
+    device = Device(index, f"GPU-{index}", "H", mig=False, bus_id=f"00000000:0{index}:00.0")
+    return Health(device, width=16, generation=1, generation_most=5, **facts)
+
+
+def write(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(f"{text}\n")
+
+
+def card(sys: Path, name: str, driver: str, speed: str) -> None:
+    """A network card as sysfs shows one."""
+    write(sys / "class" / "net" / name, speed=speed)
+    drivers = sys / "bus" / "pci" / "drivers" / driver
+    drivers.mkdir(parents=True, exist_ok=True)
+    device = sys / "devices" / name
+    device.mkdir(parents=True)
+    (device / "driver").symlink_to(drivers)
+    (sys / "class" / "net" / name / "device").symlink_to(device)
+
+
+# What the machine tells.
+
+
+def test_gpus_on_nvlink_or_else_on_pcie(tmp_path: Path) -> None:
+    all_wired = machine(tmp_path, *(gpu(i, links=(True,) * 18) for i in range(4)), wired=True)
+    assert link_capacity.inside(all_wired) == link_capacity.Capacity("18 NVLinks", 360e9)
+    # Bridges of pairs: a ring through all four goes over PCIe, whose generation rests when idle.
+    bridged = machine(tmp_path, *(gpu(i, links=(True,) * 4) for i in range(4)))
+    found = link_capacity.inside(bridged)
+    assert (found.link, round(found.speed / 1e9)) == ("PCIe 5 x16", 63)
+    assert link_capacity.inside(machine(tmp_path, gpu(0))).speed == 0
+
+
+def test_a_real_network_card_is_believed_and_a_virtual_one_is_not(tmp_path: Path) -> None:
+    card(tmp_path, "eth0", "mlx5_core", "100000")
+    found = link_capacity.outside(machine(tmp_path))
+    assert found == link_capacity.Capacity("eth0, 100 Gbit/s", 12.5e9)
+    for name, driver, speed, why in (
+        ("eth1", "virtio_net", "10000", "eth1 is virtual"),
+        ("eth2", "hv_netvsc", "50000", "eth2 is virtual"),
+        ("eth3", "ixgbe", "-1", "eth3 does not tell its speed"),
+    ):
+        card(tmp_path, name, driver, speed)
+        assert link_capacity.interface_speed(tmp_path, name) == link_capacity.Capacity(why)
+    write(tmp_path / "class" / "net" / "veth7", speed="10000")
+    unknown = link_capacity.interface_speed(tmp_path, "veth7")
+    assert unknown == link_capacity.Capacity("veth7 is virtual")
+    bond = tmp_path / "class" / "net" / "bond0"
+    write(bond, speed="200000")
+    write(bond / "bonding", slaves="eth0")
+    assert link_capacity.interface_speed(tmp_path, "bond0").speed == 25e9
+    write(bond / "bonding", slaves="eth0 eth1")
+    assert link_capacity.interface_speed(tmp_path, "bond0").speed == 0
+
+
+def test_the_slowest_active_port_of_infiniband(tmp_path: Path) -> None:
+    card(tmp_path, "eth0", "mlx5_core", "10000")
+    ports = tmp_path / "class" / "infiniband"
+    write(ports / "mlx5_0" / "ports" / "1", state="4: ACTIVE", link_layer="InfiniBand",
+          rate="400 Gb/sec (4X NDR)")  # fmt: skip
+    write(ports / "mlx5_1" / "ports" / "1", state="4: ACTIVE", link_layer="InfiniBand",
+          rate="200 Gb/sec (4X HDR)")  # fmt: skip
+    write(ports / "mlx5_2" / "ports" / "1", state="1: DOWN", link_layer="InfiniBand",
+          rate="10 Gb/sec (4X SDR)")  # fmt: skip
+    write(ports / "rdmap0" / "ports" / "1", state="4: ACTIVE", link_layer="Unspecified",
+          rate="100 Gb/sec")  # fmt: skip
+    found = link_capacity.outside(machine(tmp_path))
+    assert found == link_capacity.Capacity("InfiniBand mlx5_1, 200 Gbit/s", 25e9)
+    without = link_capacity.outside(machine(tmp_path, NCCL_IB_DISABLE="1"))
+    assert without == link_capacity.Capacity("eth0, 10 Gbit/s", 1.25e9)
+
+
+# What came of the collectives.
+
+
+def node(index: int, inside: tuple[str, float], outside: tuple[str, float]) -> Node:
+    facts = Facts(
+        host=f"node{index}", rank=index, nnodes=2, nproc=8, endpoint="node0:29500",
+        endpoint_addresses=("10.0.0.1",), machine=str(index), gloo_address=f"10.0.1.{index + 1}",
+        gloo_why="node resolves to it", interfaces=(("eth0", 1500, (f"10.0.0.{index + 1}",)),),
+        pair_port=4000, reduces=True, gpus=8, inside=inside, outside=outside, torch="", nccl="",
+        driver="", python="", ddpdoctor="", variables={}, script="", script_hash="", commit="",
+        changes="", folder="",
+    )  # fmt: skip
+    return Node(facts, f"10.0.0.{index + 1}", 0.0, 0.0, "")
+
+
+NVLINK, IB = ("18 NVLinks", 360e9), ("InfiniBand mlx5_0, 400 Gbit/s", 50e9)
+
+
+def meeting(reduction: dict[str, Any], outside: tuple[str, float] = IB) -> Situation:
+    told = {"skipped": "", "world": 16, "correct": 16, "correct_nodes": 2, "limit": 20.0,
+            "wrong": [], "bus": 0.0, "idle": 0.9, "nccl": None}  # fmt: skip
+    blob = {"reduction": {**told, **reduction}, "speed": {"least": 1.1e9, "bandwidth": 1.2e9}}
+    came = Meeting(
+        Seat(2, 0, "node0", 29500, "none"),
+        own=0,
+        expected=2,
+        nodes=(node(0, NVLINK, outside), node(1, NVLINK, outside)),
+        blob=blob,
+    )
+    once = Once()
+    result: Meeting | Exception = came
+    once.put(_meet_or_fail, result)
+    return Situation(once=once)
+
+
+def nccl(inside: float, between: float, outside: tuple[str, float] = IB) -> Outcome:
+    stages = [
+        ["inside the node", [], [[[1], inside], [[0], 250e9]]],
+        ["between nodes 1 apart", [], [[[0, 1], between]]],
+        ["of all nodes", [], [[[0, 1], between]]],
+    ]
+    told = meeting({"nccl": {"correct": 16, "stages": stages}}, outside)
+    return nccl_reduction.nccl_reduction(told)
+
+
+def test_nccl_over_its_links_is_silent() -> None:
+    outcome = nccl(240e9, 30e9)
+    assert outcome.status is Status.PASS
+    assert outcome.detail.startswith(
+        "16 of 16 ranks reduced correctly; inside the node 240.0 GB/s of 360.0 GB/s (18 NVLinks); "
+    )
+
+
+def test_nccl_beside_its_links_is_told_with_the_stage_and_the_node() -> None:
+    outcome = nccl(12e9, 30e9)
+    (finding,) = outcome.findings
+    assert outcome.status is Status.WARN
+    assert finding.message == (
+        "NCCL moves 12.0 GB/s inside the node (node1 (node 1)), far less than the link's "
+        "360.0 GB/s (18 NVLinks)"
+    )
+    (finding,) = nccl(240e9, 1.1e9).findings
+    assert finding.message.startswith("NCCL moves 1.1 GB/s between nodes 1 apart (node0 (node 0, ")
+    assert finding.paste == "export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET"
+
+
+def test_a_link_of_unknown_speed_is_said_and_not_compared() -> None:
+    outcome = nccl(240e9, 0.2e9, ("eth0 is virtual", 0.0))
+    assert outcome.status is Status.PASS
+    assert outcome.detail.endswith("of all nodes 0.2 GB/s, not compared: eth0 is virtual")
+
+
+@pytest.mark.parametrize(
+    ("told", "status", "detail"),
+    [
+        ({"bus": 0.5e9}, Status.PASS, "bus bandwidth 0.5 GB/s, TCP has 1.1 GB/s"),
+        ({"bus": 2.4e6}, Status.WARN, "bus bandwidth 2.4 MB/s, TCP has 1.1 GB/s"),
+        ({"bus": 2.4e6, "idle": 0.1}, Status.PASS, "not compared: the cores were busy"),
+        ({"bus": 2.4e6, "world": 128, "correct": 128}, Status.PASS, "not compared: over 64 ranks"),
+    ],
+)
+def test_gloo_beside_one_connection_of_tcp(
+    told: dict[str, Any], status: Status, detail: str
+) -> None:
+    outcome = gloo_reduction.gloo_reduction(meeting(told))
+    assert outcome.status is status
+    assert outcome.detail.endswith(detail)
+    if status is Status.WARN:
+        (finding,) = outcome.findings
+        assert finding.paste == "export GLOO_SOCKET_IFNAME=eth0"
+        assert "gloo 10.0.1.1 (node resolves to it), reached at 10.0.0.1" in finding.evidence[0]
