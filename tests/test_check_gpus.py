@@ -11,14 +11,15 @@ import pytest
 
 from ddpdoctor.gpu.health import GpuFacts, Health
 from ddpdoctor.gpu.reader import Device
-from ddpdoctor.preflight import gpu_health, gpu_links, gpu_peers, torch_files
+from ddpdoctor.preflight import gpu_acs, gpu_health, gpu_links, gpu_peers, torch_files
 from ddpdoctor.preflight.check import CHECKS, Status
 from ddpdoctor.preflight.situation import Once, Options, Situation, gpu_facts
 from ddpdoctor.preflight.versions import Versions, judge
 from tests.conftest import Doctor
 from tests.nvml_stub import build
 
-GPU_CHECKS = [name for name in CHECKS if name.startswith("gpu-")]
+GPU_CHECKS = [name for name in CHECKS if name.startswith("gpu-") and name != "gpu-acs"]
+"""Those that go by NVML."""
 HEALTHY = ("ecc * 0", "throttle * 0", "memory * 80", "used * 0", "links * 18")
 
 
@@ -265,6 +266,112 @@ def test_an_iommu_between_gpus_without_nvlink(tmp_path: Path) -> None:
     linked = [Health(device(i), links=(True,) * 18) for i in (0, 1)]
     assert gpu_peers.gpu_peers(situation(tmp_path, *linked)).status is Status.PASS
     assert gpu_peers.gpu_peers(situation(tmp_path, *gpus, peers=False)).status is Status.PASS
+
+
+# Access control on PCIe switches.
+
+ROOT_PORT, UPSTREAM, DOWNSTREAM = 4, 5, 6
+
+
+def configuration(kind: int, acs: int | None) -> bytes:
+    """The 4 KiB of a PCIe bridge: power management and PCI Express; error reporting and ACS."""
+    space = bytearray(4096)
+    space[0x00:0x04] = bytes.fromhex("b5101097")  # PLX, 0x9710
+    space[0x06:0x08] = (0x0010).to_bytes(2, "little")  # it has a list of capabilities
+    space[0x0A:0x0C] = (0x0604).to_bytes(2, "little")  # bridge, PCI to PCI
+    space[0x0E] = 0x01
+    space[0x34] = 0x40
+    space[0x40:0x44] = bytes.fromhex("0168c3c8")  # power management, next at 0x68
+    space[0x68:0x6C] = bytes((0x10, 0x00)) + (0x0002 | kind << 4).to_bytes(2, "little")
+    space[0x100:0x104] = (0x0001 | 1 << 16 | 0xFB4 << 20).to_bytes(4, "little")
+    if acs is not None:
+        space[0xFB4:0xFB8] = (0x000D | 1 << 16).to_bytes(4, "little")
+        space[0xFB8:0xFBA] = (0x001F).to_bytes(2, "little")  # what it can
+        space[0xFBA:0xFBC] = acs.to_bytes(2, "little")
+    return bytes(space)
+
+
+def switch(root: Path, acs: int | None, *, size: int = 4096, gpus: int = 2) -> None:
+    """A root port, a switch below it, and GPUs below that, as sysfs nests them."""
+    upstream = root / "sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0"
+    listed = root / "sys/bus/pci/devices"
+    listed.mkdir(parents=True, exist_ok=True)
+    folders = {upstream.parent: (ROOT_PORT, 0x1D), upstream: (UPSTREAM, None)}
+    for index in range(gpus):
+        port = upstream / f"0000:02:{index:02x}.0"
+        folders[port] = (DOWNSTREAM, acs)
+        card = port / f"0000:{index + 3:02x}:00.0"
+        card.mkdir(parents=True)
+        (card / "vendor").write_text("0x10de\n")
+        (card / "class").write_text("0x030200\n")
+        (card / "config").write_bytes(b"\xde\x10" + bytes(size - 2))
+        (listed / card.name).symlink_to(card)
+    for folder, (kind, control) in folders.items():
+        (folder / "config").write_bytes(configuration(kind, control)[:size])
+
+
+def test_access_control_on_the_ports_of_a_switch(tmp_path: Path) -> None:
+    switch(tmp_path, acs=0x1D)
+    outcome = gpu_acs.gpu_acs(situation(tmp_path, *(Health(device(i)) for i in (0, 1))))
+    assert outcome.detail == "2 switch ports above 2 GPUs, ACS redirects on 2"
+    (finding,) = outcome.findings
+    assert (finding.code, outcome.status) == ("DDP026", Status.WARN)
+    assert finding.evidence == (
+        "0000:02:00.0: ACS control 0x001d",
+        "0000:02:01.0: ACS control 0x001d",
+    )
+    assert finding.paste == (
+        "for port in 0000:02:00.0 0000:02:01.0; do sudo setpci -v -s $port ECAP_ACS+0x6.w=0000; "
+        "done"
+    )
+
+
+@pytest.mark.parametrize(
+    ("acs", "size", "gpus", "detail"),
+    [
+        (0x00, 4096, 2, "2 switch ports above 2 GPUs, ACS redirects on 0"),
+        (0x01, 4096, 2, "2 switch ports above 2 GPUs, ACS redirects on 0"),
+        (None, 4096, 2, "2 switch ports above 2 GPUs, ACS redirects on 0"),
+        (0x1D, 64, 2, "only 64 bytes of PCI 0000:02:00.0 can be read: run it as root"),
+        (0x1D, 256, 2, "the kernel shows 256 bytes of PCI 0000:02:00.0 and no extended "
+         "capabilities"),
+        (0x1D, 4096, 1, "a single GPU"),
+    ],
+)  # fmt: skip
+def test_access_control_that_is_off_or_cannot_be_read(
+    tmp_path: Path, acs: int | None, size: int, gpus: int, detail: str
+) -> None:
+    switch(tmp_path, acs, size=size, gpus=gpus)
+    outcome = gpu_acs.gpu_acs(situation(tmp_path, *(Health(device(i)) for i in range(gpus))))
+    assert outcome.detail == detail
+    assert outcome.findings == ()
+    read = "switch ports" in detail
+    assert outcome.status is (Status.PASS if read else Status.SKIPPED)
+
+
+def test_access_control_harms_nobody_in_a_virtual_machine_or_beside_nvlink(tmp_path: Path) -> None:
+    switch(tmp_path, acs=0x1D)
+    once = Once()
+    gpus = tuple(Health(device(i)) for i in (0, 1))
+    once.put(gpu_facts, GpuFacts(gpus=gpus, nvlinked=((0, 1),)))
+    proc = tmp_path / "proc"
+    machine = Situation(Options(), environ={}, proc=proc, sys=tmp_path / "sys", once=once)
+    assert gpu_acs.gpu_acs(machine).status is Status.PASS
+    # A network card that reads the GPUs' memory goes over PCIe whatever joins the GPUs.
+    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
+    assert gpu_acs.gpu_acs(machine).status is Status.WARN
+    proc.mkdir()
+    (proc / "cpuinfo").write_text("flags\t\t: fpu vme hypervisor lahf_lm\n")
+    assert gpu_acs.gpu_acs(machine).detail == "a virtual machine: its host decides"
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 4096, bytes(4096)])
+def test_a_damaged_configuration_space_does_no_harm(tmp_path: Path, damage: bytes) -> None:
+    switch(tmp_path, acs=0x1D)
+    for config in tmp_path.glob("sys/devices/**/config"):
+        config.write_bytes(damage)
+    machine = situation(tmp_path, *(Health(device(i)) for i in (0, 1)))
+    assert gpu_acs.gpu_acs(machine).status is Status.SKIPPED
 
 
 RECORDS = """\

@@ -25,13 +25,14 @@ from ddpdoctor.preflight import gpu_memory
 from ddpdoctor.preflight import gpu_health
 from ddpdoctor.preflight import gpu_links
 from ddpdoctor.preflight import gpu_peers
+from ddpdoctor.preflight import gpu_acs
 from ddpdoctor.preflight import collectives
 from ddpdoctor.preflight import nodes
 # isort: on
 
 __all__ = [
-    "checkpoints", "collectives", "cores", "gpu_count", "gpu_driver", "gpu_health", "gpu_links",
-    "gpu_memory", "gpu_peers", "host_name", "launch_environment", "limits", "lookups", "memory",
-    "neighbours", "network_interface", "nodes", "orphans", "script", "shared_memory",
+    "checkpoints", "collectives", "cores", "gpu_acs", "gpu_count", "gpu_driver", "gpu_health",
+    "gpu_links", "gpu_memory", "gpu_peers", "host_name", "launch_environment", "limits", "lookups",
+    "memory",    "neighbours", "network_interface", "nodes", "orphans", "script", "shared_memory",
     "store_port", "variables", "versions",
 ]  # fmt: skip

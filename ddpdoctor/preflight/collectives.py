@@ -99,7 +99,7 @@ def collectives(situation: Situation) -> Outcome:
     How to fix it
         As the message of torch says, which is shown. If the results of NCCL are wrong or it hangs
         between GPUs of one machine, try `NCCL_P2P_DISABLE=1`: peer-to-peer transfers are broken
-        by an IOMMU or by PCIe access control (ACS) then, which DDP025 looks at.
+        by an IOMMU or by PCIe access control (ACS) then, which DDP025 and DDP026 look at.
 
     Example
         Wrong: "rank 1 had a wrong result: all_reduce: element 0 is 0.0 instead of 1.0".

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 from ddpdoctor.gpu.health import Health
 from ddpdoctor.gpu.reader import same_uuid
@@ -38,16 +39,22 @@ def chosen(situation: Situation) -> tuple[Health, ...]:
     )
 
 
-def on_the_bus(situation: Situation) -> int:
-    """How many NVIDIA GPUs the PCI bus has, whatever the driver says."""
-    count = 0
+def bus_gpus(sys: Path) -> list[Path]:
+    """The folders of the NVIDIA GPUs on the PCI bus, whatever the driver says."""
+    found = []
     with contextlib.suppress(OSError):
-        for device in (situation.sys / "bus" / "pci" / "devices").iterdir():
+        for device in sorted((sys / "bus" / "pci" / "devices").iterdir()):
             with contextlib.suppress(OSError):
                 vendor = (device / "vendor").read_text().strip()
                 kind = (device / "class").read_text().strip()
-                count += vendor == NVIDIA and kind.startswith(_DISPLAY)
-    return count
+                if vendor == NVIDIA and kind.startswith(_DISPLAY):
+                    found.append(device)
+    return found
+
+
+def on_the_bus(situation: Situation) -> int:
+    """How many NVIDIA GPUs the PCI bus has, whatever the driver says."""
+    return len(bus_gpus(situation.sys))
 
 
 def none_here(situation: Situation) -> str:

@@ -26,7 +26,7 @@ def gpu_peers(situation: Situation) -> Outcome:
         slow, hang, or give wrong data.
 
     How to fix it
-        Boot the host with `iommu=pt`, and turn ACS off on its PCIe bridges, as NCCL's
+        Boot the host with `iommu=pt`, and turn ACS off on its PCIe bridges (DDP026), as NCCL's
         troubleshooting guide says; until then `NCCL_P2P_DISABLE=1`.
 
     Example
