@@ -326,6 +326,26 @@ def test_different_nnodes(nodes: Make) -> None:
 
 
 @pytest.mark.slow
+def test_different_numbers_of_ranks(nodes: Make) -> None:
+    """It works, so it is a warning, and the ranks of all nodes reduce together."""
+    said = nodes(3).run(each={2: ("--nproc-per-node", "2")})
+    assert agreeing(said, "DDP051") == "the nodes have different numbers of ranks: 1, 2"
+    for each in said:
+        (finding,) = each.findings("same-job")
+        assert finding["severity"] == "warning"
+        assert [line.replace(", this one", "") for line in finding["evidence"]] == [
+            "--nproc-per-node 1: node0 (node 0), node1 (node 1)",
+            "--nproc-per-node 2: node2 (node 2)",
+        ]
+        assert finding["paste"] == (
+            "ddpdoctor check --nnodes 3 --node-rank 2 --nproc-per-node 1 --rdzv-endpoint "
+            f"node0:{PORT}"
+        )
+        assert "4 of 4 ranks reduced correctly" in each.outcome("gloo-nodes")["detail"]
+        assert each.status == 1
+
+
+@pytest.mark.slow
 def test_a_node_too_many(nodes: Make) -> None:
     checks = nodes(3)
     # Two are busy for some seconds, so that the third finds them.
@@ -597,6 +617,29 @@ def test_a_folder_that_is_not_shared(nodes: Make, tmp_path: Path) -> None:
         f"{folder} is another folder on node2 (node 2) than on node0 (node 0)"
     )
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_shared_folder_of_which_a_node_sees_other_files(nodes: Make, tmp_path: Path) -> None:
+    """One folder for all, and in it a file that is longer as one node sees it, as of old caches."""
+    checks = nodes(3)
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    for step in range(5):
+        (folder / f"step{step}.pt").write_bytes(bytes(100))
+    words = (*WITHOUT_TORCH, "--checkpoint-dir", str(folder))
+    silent(checks.run(*words))
+    longer = tmp_path / "longer"
+    longer.write_bytes(bytes(200))
+    checks.lab.hosts[1].run("mount", "--bind", str(longer), str(folder / "step3.pt"))
+    said = checks.run(*words)
+    assert agreeing(said, "DDP059") == (
+        f"the nodes see the same {folder}, but not the same files in it"
+    )
+    for each in said:
+        (finding,) = each.findings("shared-folder")
+        assert (finding["severity"], each.status) == ("warning", 1)
+        assert finding["paste"] == f"ls -la {folder}"
 
 
 # Two faults at once.

@@ -30,6 +30,8 @@ TIMEOUT = 20.0
 
 LIMIT = 45.0
 
+GLOO_IN_FULL = "TORCH_CPP_LOG_LEVEL=INFO ddpdoctor check --only collectives"
+
 _LEFT_OUT = ("TORCHELASTIC_", "PET_", "DDPDOCTOR_RUN_", "DDPDOCTOR_SUPERVISOR")
 _NOT_PASSED = frozenset(
     {
@@ -239,10 +241,11 @@ def _findings(answers: Answers) -> Iterator[Finding]:
         message,
         ranks=ranks,
         evidence=tuple(evidence),
-        fix="Correct what the message names; the other checks may have found the cause."
+        fix="Correct what the message names; the other checks may have found the cause. With "
+        "gloo's own words:"
         if name != "NCCL"
         else "Correct what the message names. Where transfers between GPUs are broken, NCCL works "
         "without them, more slowly.",
-        paste="" if name != "NCCL" else "export NCCL_P2P_DISABLE=1",
+        paste="export NCCL_P2P_DISABLE=1" if name == "NCCL" else GLOO_IN_FULL,
         about=answers.backend,
     )

@@ -78,9 +78,7 @@ def _findings(situation: Situation, have: float, threads: int | None) -> Iterato
             f"{nproc} ranks will share {_shown(have)} and wait for each other",
             evidence=(f"{_shown(have)} by {where}; this machine has {os.cpu_count()}",),
             fix="Give the container or the batch job more cores, or start fewer ranks.",
-            paste=""
-            if small
-            else f"srun --cpus-per-task={nproc} ..."
+            paste=f"srun --cpus-per-task={nproc} ..."
             if "SLURM_JOB_ID" in situation.environ
             else f"docker run --cpus={nproc} ..."
             if quota is not None

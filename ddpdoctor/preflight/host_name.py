@@ -7,7 +7,14 @@ from collections.abc import Iterator
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.preflight import torch_files
 from ddpdoctor.preflight.check import Outcome, check, judged
-from ddpdoctor.preflight.interfaces import Interface, best, export_line, interfaces, owner
+from ddpdoctor.preflight.interfaces import (
+    ADDRESSES,
+    Interface,
+    best,
+    export_line,
+    interfaces,
+    owner,
+)
 from ddpdoctor.preflight.names import ALL, Lookup, endpoint_name, full_name, own_name
 from ddpdoctor.preflight.situation import Situation
 
@@ -84,7 +91,7 @@ def _findings(
             "no other node can connect",
             fix="Choose the interface by its name, or correct the line in /etc/hosts: "
             f"{wanted or 'ADDRESS'} {found.name}",
-            paste=export_line(interface) if interface else "",
+            paste=export_line(interface) if interface else ADDRESSES,
         )
 
 
@@ -105,7 +112,7 @@ def _unknown(name: Lookup, wanted: str, many: bool) -> Finding:
 
 
 def _hosts_line(address: str, name: str) -> str:
-    return f"echo '{address} {name}' | sudo tee -a /etc/hosts" if address else ""
+    return f"echo '{address} {name}' | sudo tee -a /etc/hosts" if address else ADDRESSES
 
 
 def _all_addresses(here: tuple[Interface, ...]) -> list[str]:

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from ddpdoctor.preflight.situation import Situation
 
+ADDRESSES = "ip -brief address"
+"""The line to type where there is no address that could be named."""
+
 VIRTUAL = ("docker", "virbr", "br-", "veth", "cni", "flannel", "podman", "lxcbr", "lxdbr", "vmnet")
 """How the names of interfaces begin that lead to containers or virtual machines of this host."""
 

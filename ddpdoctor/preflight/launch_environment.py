@@ -151,7 +151,9 @@ def _launched_twice(situation: Situation, place: Place) -> Iterator[Finding]:
             f"{place.launcher} starts {tasks} tasks on this node, and each would start {asked} "
             "ranks",
             "Start torchrun once a node, or one rank a task.",
-            "srun --ntasks-per-node=1 ..." if place.launcher == "Slurm" else "",
+            "srun --ntasks-per-node=1 ..."
+            if place.launcher == "Slurm"
+            else "mpirun --map-by ppr:1:node ...",
             about="twice",
         )
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, judged
 from ddpdoctor.preflight.interfaces import (
+    ADDRESSES,
     Choice,
     Interface,
     best,
@@ -75,7 +76,6 @@ def _findings(
         )
     towards = situation.shared(endpoint_name)
     interface = best(here, towards.addresses[0] if towards and towards.addresses else "")
-    paste = export_line(interface) if interface else ""
     both = [("gloo", "GLOO_SOCKET_IFNAME", gloo)]
     if situation.shared(visible_gpus):
         both.append(("NCCL", "NCCL_SOCKET_IFNAME", nccl))
@@ -85,7 +85,8 @@ def _findings(
             continue
         severity, message = problem
         listed = ", ".join(each.name for each in here if each.outward) or "none"
-        unset = f"unset {variable}" if choice.reason == variable else ""
+        # Without the variable the library chooses by itself, and may find one.
+        otherwise = f"unset {variable}" if choice.reason == variable else ADDRESSES
         yield Finding(
             "DDP004",
             severity,
@@ -94,7 +95,7 @@ def _findings(
             fix="Name the interface that leads to the other nodes."
             if many
             else "Name an interface of this machine, or none.",
-            paste=paste or unset,
+            paste=export_line(interface) if interface else otherwise,
             about=library,
         )
 

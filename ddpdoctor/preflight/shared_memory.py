@@ -63,7 +63,7 @@ def shared_memory(situation: Situation) -> Outcome:
                     "may write.",
                     paste=f"sudo mount -t tmpfs -o rw,nosuid,nodev,mode=1777,size=8g tmpfs {folder}"
                     if problem != "it is full"
-                    else "",
+                    else f"ls -lS {folder}",
                 )
             ],
         )

@@ -106,7 +106,7 @@ def _taken(situation: Situation, number: int, holders: list[Listed]) -> Finding:
         evidence=tuple(evidence),
         fix=f"Choose another port, the same on every node ({free} is free here), or end the "
         "process if it is a left-over.",
-        paste=_with_port(situation, free) if free else "",
+        paste=_with_port(situation, free) if free else f"ss -tlnp 'sport = :{number}'",
     )
 
 

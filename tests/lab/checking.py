@@ -64,6 +64,14 @@ class Said:
         return "\n".join(lines).replace(", this one", "")
 
 
+def _require_lines(document: dict[str, Any]) -> None:
+    """Whatever is a warning or an error comes with a line to type."""
+    for each in document["checks"]:
+        for finding in each["findings"]:
+            line = finding.get("paste", "").strip()
+            assert finding["severity"] == "info" or (line and line[0] != "#"), finding
+
+
 class Checks:
     """Starts the check on hosts of a lab.
 
@@ -131,6 +139,7 @@ class Checks:
             text = out.read_text()
             assert text, err.read_text()
             seconds = time.monotonic() - began
+            _require_lines(json.loads(text))
             said.append(Said(host, status, json.loads(text), err.read_text(), seconds))
         return said
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, judged
 from ddpdoctor.preflight.meeting.meet import Meeting
+from ddpdoctor.preflight.nodes.command import check_line
 from ddpdoctor.preflight.nodes.judging import LIMIT, judge, of_all
 from ddpdoctor.preflight.situation import Situation
 
@@ -57,7 +59,6 @@ def _findings(meeting: Meeting) -> Iterator[Finding]:
             # Whoever came first: every node says the same, every time.
             indices.sort(key=lambda index: meeting.nodes[index].facts.host)
             hosts = [meeting.nodes[index].facts.host for index in indices]
-            free = next(r for r in range(len(meeting.nodes) + 1) if r not in by_rank)
             yield Finding(
                 CODE,
                 Severity.ERROR,
@@ -67,7 +68,7 @@ def _findings(meeting: Meeting) -> Iterator[Finding]:
                     for index in indices[:8]
                 ),
                 fix="Give every node a rank of its own, counted from 0.",
-                paste=f"--node-rank {free}",
+                paste=_line(meeting, indices[-1], rank=_free_rank(by_rank)),
                 about=f"rank {rank}",
             )
     if by_rank and any(node.facts.rank is None for node in meeting.nodes):
@@ -76,7 +77,9 @@ def _findings(meeting: Meeting) -> Iterator[Finding]:
             CODE,
             Severity.ERROR,
             f"{meeting.hosts(without)} came without --node-rank, the others with one",
-            fix="Give --node-rank on every node, or (with --rdzv-backend c10d) on none.",
+            fix="Give --node-rank on every node, or (with --rdzv-backend c10d) on none. On "
+            f"{meeting.nodes[without[0]].facts.host}:",
+            paste=_line(meeting, without[0], rank=_free_rank(by_rank)),
             about="ranks",
         )
     told = {node.facts.nnodes for node in meeting.nodes}
@@ -86,21 +89,43 @@ def _findings(meeting: Meeting) -> Iterator[Finding]:
             Severity.ERROR,
             f"the nodes do not agree on --nnodes: {', '.join(map(str, sorted(told)))}",
             evidence=_each(meeting, [node.facts.nnodes for node in meeting.nodes], "--nnodes"),
-            fix="Give --nnodes the same value on every node.",
+            fix="Give --nnodes the same value on every node. For those that are here:",
+            paste=_line(meeting, meeting.own, nnodes=len(meeting.nodes)),
             about="nnodes",
         )
     counts = {node.facts.nproc for node in meeting.nodes}
     if len(counts) > 1:
+        listed = [node.facts.nproc for node in meeting.nodes]
+        usual = max(listed, key=listed.count)
+        odd = next(index for index, count in enumerate(listed) if count != usual)
         yield Finding(
             CODE,
             Severity.WARNING,
             f"the nodes have different numbers of ranks: {', '.join(map(str, sorted(counts)))}",
-            evidence=_each(
-                meeting, [node.facts.nproc for node in meeting.nodes], "--nproc-per-node"
-            ),
-            fix="Give --nproc-per-node the same value on every node, unless it is meant so.",
+            evidence=_each(meeting, listed, "--nproc-per-node"),
+            fix="Give --nproc-per-node the same value on every node, unless it is meant so. On "
+            f"{meeting.nodes[odd].facts.host}:",
+            paste=_line(meeting, odd, nproc=usual),
             about="nproc",
         )
+
+
+def _free_rank(taken: Collection[int]) -> int:
+    return next(rank for rank in range(len(taken) + 1) if rank not in taken)
+
+
+def _line(
+    meeting: Meeting,
+    index: int,
+    *,
+    nnodes: int | None = None,
+    rank: int | None = None,
+    nproc: int | None = None,
+) -> str:
+    """The line that starts the check on a node, with what is to be changed."""
+    facts = meeting.nodes[index].facts
+    own = replace(meeting.seat, nnodes=facts.nnodes, rank=facts.rank)
+    return check_line(own, nproc or facts.nproc, nnodes=nnodes, rank=rank)
 
 
 def _each(meeting: Meeting, values: list[int], option: str) -> tuple[str, ...]:

@@ -82,7 +82,7 @@ def _absent(meeting: Meeting, seconds: float, situation: Situation) -> Iterator[
         evidence=tuple(evidence),
         fix="Start the same command there. If it runs there already, it says itself why it does "
         f"not reach {meeting.seat.host}:{meeting.seat.port}. On that node:",
-        paste=check_line(meeting.seat, situation, rank=absent[0] if absent else None),
+        paste=check_line(meeting.seat, situation.nproc, rank=absent[0] if absent else None),
         about="absent",
     )
 
@@ -107,7 +107,7 @@ def _others(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
             f"{stranger['host']} ({stranger['address']}) came with another rendezvous id",
             fix="Give --rdzv-id the same value on every node, or leave it out on all of them. "
             + (f"On {stranger['host']}:" if rank is not None else "As on this node:"),
-            paste=check_line(meeting.seat, situation, rank=rank),
+            paste=check_line(meeting.seat, situation.nproc, rank=rank),
             about=f"stranger {stranger['address']}",
         )
     for extra in meeting.blob["surplus"]:
@@ -117,7 +117,7 @@ def _others(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
             f"{extra['host']} ({extra['address']}) came as well, when all "
             f"{counted(meeting.expected, 'node')} were here",
             fix="Leave that one out, or raise --nnodes on every node. Here:",
-            paste=check_line(meeting.seat, situation, nnodes=meeting.expected + 1),
+            paste=check_line(meeting.seat, situation.nproc, nnodes=meeting.expected + 1),
             about=f"surplus {extra['address']}",
         )
     for index, node in enumerate(meeting.nodes):
@@ -128,7 +128,7 @@ def _others(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
                 f"{meeting.name(index)} went away during {node.lost}",
                 fix="Look what its own check says, and whether it was interrupted. Then start all "
                 "again; here:",
-                paste=check_line(meeting.seat, situation),
+                paste=check_line(meeting.seat, situation.nproc),
                 about=f"lost {index}",
             )
 

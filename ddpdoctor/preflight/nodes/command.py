@@ -6,7 +6,6 @@ import shlex
 from dataclasses import replace
 
 from ddpdoctor.preflight.meeting.place import Seat
-from ddpdoctor.preflight.situation import Situation
 
 NO_ID = "none"
 """The rendezvous id where none was given, as torchrun has it."""
@@ -26,12 +25,11 @@ def words(seat: Seat, nproc: int) -> list[str]:
 
 def check_line(
     seat: Seat,
-    situation: Situation,
+    nproc: int,
     *,
     nnodes: int | None = None,
     rank: int | None = None,
     rdzv_id: str | None = None,
-    nproc: int | None = None,
 ) -> str:
     """The line that starts the check on a node: this one's, with what is changed."""
     changed = replace(
@@ -40,6 +38,4 @@ def check_line(
         rank=seat.rank if rank is None else rank,
         rdzv_id=seat.rdzv_id if rdzv_id is None else rdzv_id,
     )
-    return shlex.join(
-        ["ddpdoctor", "check", *words(changed, situation.nproc if nproc is None else nproc)]
-    )
+    return shlex.join(["ddpdoctor", "check", *words(changed, nproc)])

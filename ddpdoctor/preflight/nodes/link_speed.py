@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, judged, skipped
 from ddpdoctor.preflight.meeting.meet import Meeting
-from ddpdoctor.preflight.nodes.judging import LIMIT, Way, blame, counted, judge
+from ddpdoctor.preflight.nodes.judging import LIMIT, Way, blame, counted, interface_name, judge
 from ddpdoctor.preflight.situation import Situation
 
 CODE = "DDP056"
@@ -62,6 +62,7 @@ def _findings(meeting: Meeting) -> Iterator[Finding]:
     }
     for each in blame(slow, [(i, j) for i, j in speed["cells"]]):
         source, target = each.ways[0]
+        interface = interface_name(meeting, each.node) or "eth0"
         rtt = min(slow[way][0] for way in each.ways)
         bandwidth = max(slow[way][1] for way in each.ways)
         between = {
@@ -80,7 +81,8 @@ def _findings(meeting: Meeting) -> Iterator[Finding]:
                 "it was measured again alone, and the best counts",
             ),
             fix=f"Look at the cable, the switch port and the chosen interface of "
-            f"{meeting.nodes[each.node].facts.host}.",
+            f"{meeting.nodes[each.node].facts.host}. There:",
+            paste=f"ethtool {interface} | grep -E 'Speed|Duplex'",
             about=f"{each.kind} {each.ways[0]}",
         )
 

@@ -29,7 +29,7 @@ UNUSED = "gloo dials the other way round, from the higher address; NCCL would ne
 
 SILENT_FIX = (
     "The port is open, so look for what stands in between (a proxy, a load balancer), and whether "
-    "the machine is overloaded."
+    "the machine is overloaded. The way to it, from the dialling node:"
 )
 
 _WORDS = {
@@ -104,7 +104,9 @@ def _findings(
             f"{_message(meeting, each, failed)}: {words}",
             evidence=evidence if used else (*evidence, UNUSED),
             fix=_fix(meeting, each) if closed else SILENT_FIX,
-            paste=_paste(meeting, each) if closed else "",
+            paste=_paste(meeting, each)
+            if closed
+            else f"ip route get {reached_at(meeting, each.ways[0][1])}",
             about=f"{each.kind} {each.ways[0]}",
         )
     if len(single) > MOST_WAYS:
@@ -116,7 +118,9 @@ def _findings(
                 f"{meeting.name(each.ways[0][0])} to {meeting.name(each.node)}"
                 for each in single[MOST_WAYS : MOST_WAYS + 16]
             ),
-            fix="Let the nodes of the job reach each other on all TCP ports.",
+            fix="Let the nodes of the job reach each other on all TCP ports. For the first of "
+            f"these, on {meeting.nodes[single[MOST_WAYS].node].facts.host}:",
+            paste=_paste(meeting, single[MOST_WAYS]),
             about="more ways",
         )
 

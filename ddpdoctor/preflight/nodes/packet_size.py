@@ -102,8 +102,11 @@ def _losses(
             fix=f"Give the interface of {host} a smaller MTU, or let ICMP through on the way. On "
             f"{host}, and on every other node to be equal:"
             if passes
-            else f"Look at the network of {host}: its cable, its driver, a rule by packet size.",
-            paste=f"sudo ip link set dev {interface} mtu {passes}" if passes else "",
+            else f"Look at the network of {host}: its cable, its driver, a rule by packet size. "
+            "Its counters of errors:",
+            paste=f"sudo ip link set dev {interface} mtu {passes}"
+            if passes
+            else f"ip -s link show dev {interface}",
             about=f"{each.kind} {each.ways[0]}",
         )
 

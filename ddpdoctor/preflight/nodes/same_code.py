@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 from ddpdoctor.finding import Finding, Severity
@@ -59,12 +60,15 @@ def _findings(meeting: Meeting) -> Iterator[Finding]:
             CODE,
             Severity.ERROR,
             f"{script} cannot be read on {meeting.hosts(lacking)}",
-            fix="Put it there, name the same script on every node, or use a shared folder.",
+            fix="Put it there, name the same script on every node, or use a shared folder. There:",
+            paste=f"ls -l {shlex.quote(script)}",
             about="lacking",
         )
     hashes = grouped(meeting, lambda facts: facts.script_hash)
     if len(hashes) > 1:
-        yield _differ(meeting, f"{script} is not the same file", hashes, "")
+        yield _differ(
+            meeting, f"{script} is not the same file", hashes, f"sha256sum {shlex.quote(script)}"
+        )
     commits = grouped(meeting, lambda facts: facts.commit[:9])
     if len(commits) > 1:
         usual = usual_of(commits)

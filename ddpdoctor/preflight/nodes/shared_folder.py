@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 from ddpdoctor.finding import Finding, Severity
@@ -60,7 +61,7 @@ def _judge(meeting: Meeting) -> Outcome:
                     f"{folder} cannot be written on {meeting.name(told['writer'])}: "
                     f"{told['error']}",
                     fix="Make the folder, or let this user write there.",
-                    paste=f"mkdir -p {folder}",
+                    paste=f"mkdir -p {shlex.quote(folder)}",
                     about="write",
                 )
             ],
@@ -83,7 +84,7 @@ def _findings(meeting: Meeting, folder: str) -> Iterator[Finding]:
             evidence=(f"a file that {meeting.nodes[writer].facts.host} wrote there was not seen",),
             fix="Mount the same file system there on every node, or copy checkpoints before a "
             "resume.",
-            paste=f"findmnt -T {folder}",
+            paste=f"findmnt -T {shlex.quote(folder)}",
             about="blind",
         )
     else:
@@ -93,7 +94,9 @@ def _findings(meeting: Meeting, folder: str) -> Iterator[Finding]:
                 CODE,
                 Severity.WARNING,
                 f"the nodes see the same {folder}, but not the same files in it",
-                fix="Something writes there now, or a node's view is old: wait, and check again.",
+                fix="Something writes there now, or a node's view is old: wait, and check again. "
+                "On each:",
+                paste=f"ls -la {shlex.quote(folder)}",
                 about="listing",
             )
     unasked = [index for index in range(len(meeting.nodes)) if index not in asked]

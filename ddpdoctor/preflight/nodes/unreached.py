@@ -45,7 +45,7 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
         return _closed(meeting, problem)
     where = f"{host}:{port}"
     at = _at(meeting, problem)
-    again = check_line(meeting.seat, situation)
+    again = check_line(meeting.seat, situation.nproc)
     if problem.kind == "unresolved":
         return _finding(
             f"the name {host} is not known on this node",
@@ -63,7 +63,7 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
         return _finding(
             f"the check at {at} has another rendezvous id than {meeting.seat.rdzv_id!r}",
             "Give --rdzv-id the same value on every node, or leave it out on all of them:",
-            check_line(meeting.seat, situation, rdzv_id=NO_ID),
+            check_line(meeting.seat, situation.nproc, rdzv_id=NO_ID),
         )
     if problem.kind == "late":
         return _finding(
@@ -76,7 +76,7 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
         return _finding(
             f"the check at {at} had all its nodes already",
             "Give --nnodes the number of all nodes, on each of them:",
-            check_line(meeting.seat, situation, nnodes=meeting.seat.nnodes + 1),
+            check_line(meeting.seat, situation.nproc, nnodes=meeting.seat.nnodes + 1),
             problem.words,
         )
     return _finding(

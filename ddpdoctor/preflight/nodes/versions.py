@@ -13,6 +13,8 @@ from ddpdoctor.preflight.situation import Situation
 
 CODE = "DDP057"
 
+DRIVER = "nvidia-smi --query-gpu=driver_version --format=csv"
+
 OF_EACH_NODE = (
     "_IFNAME",
     "_IB_HCA",
@@ -70,20 +72,23 @@ def _software(meeting: Meeting) -> Iterator[Finding]:
         minor = {_minor(version) for version in torch}
         severity = Severity.ERROR if len(minor) > 1 else Severity.WARNING
         usual = usual_of(torch)
-        paste = f"pip install torch=={usual}" if usual != "none" else ""
-        yield _differ(meeting, "torch", torch, severity, paste)
+        wanted = usual if usual != "none" else next(each for each in torch if each != "none")
+        yield _differ(meeting, "torch", torch, severity, f"pip install torch=={wanted}")
     nccl = grouped(meeting, lambda facts: facts.nccl)
     if len(nccl) > 1:
-        yield _differ(meeting, "NCCL", nccl, Severity.ERROR)
+        yield _differ(meeting, "NCCL", nccl, Severity.ERROR, "pip list | grep -i nccl")
     driver = grouped(meeting, lambda facts: facts.driver)
     if len(driver) > 1:
-        yield _differ(meeting, "the NVIDIA driver", driver, Severity.WARNING)
+        yield _differ(meeting, "the NVIDIA driver", driver, Severity.WARNING, DRIVER)
     python = grouped(meeting, lambda facts: _minor(facts.python))
     if len(python) > 1:
-        yield _differ(meeting, "Python", python, Severity.WARNING)
+        yield _differ(
+            meeting, "Python", python, Severity.WARNING, f"python{usual_of(python)} -m venv venv"
+        )
     own = grouped(meeting, lambda facts: facts.ddpdoctor)
     if len(own) > 1:
-        yield _differ(meeting, "ddpdoctor", own, Severity.WARNING)
+        paste = f"pip install ddpdoctor=={usual_of(own)}"
+        yield _differ(meeting, "ddpdoctor", own, Severity.WARNING, paste)
 
 
 def _differ(
@@ -91,7 +96,7 @@ def _differ(
     what: str,
     groups: dict[str, list[int]],
     severity: Severity,
-    paste: str = "",
+    paste: str,
 ) -> Finding:
     usual = usual_of(groups)
     odd = [index for version, indices in groups.items() if version != usual for index in indices]
