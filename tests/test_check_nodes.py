@@ -533,6 +533,27 @@ def test_an_interface_that_is_not_there_on_one_node(nodes: Make) -> None:
     assert paste == "export GLOO_SOCKET_IFNAME=ens5 NCCL_SOCKET_IFNAME=ens5"
 
 
+@pytest.mark.slow
+def test_an_interface_that_reaches_nobody_is_the_wrong_one(nodes: Make) -> None:
+    """Chosen by name on one node: its loopback; on the other two: bridges of their own."""
+    checks = nodes(3, ABOVE_LOOPBACK)
+    for host in checks.lab.hosts:
+        faults.container_bridge(host)
+    bridge = {"GLOO_SOCKET_IFNAME": "docker0"}
+    said = checks.run(env={0: bridge, 1: bridge, 2: {"GLOO_SOCKET_IFNAME": "lo"}})
+    told = agreeing(said, "DDP055").splitlines()
+    assert sorted(line.partition(",")[0] for line in told) == [
+        "gloo on node0 (node 0) listens on 172.17.0.1 (docker0)",
+        "gloo on node1 (node 1) listens on 172.17.0.1 (docker0)",
+        "gloo on node2 (node 2) listens on 127.0.0.1",
+    ]
+    for each in said:
+        assert each.status == 2
+        assert {one["paste"] for one in each.findings("gloo-addresses")} == {
+            "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
+        }
+
+
 def test_a_container_bridge_that_gloo_takes(nodes: Make) -> None:
     checks = nodes(2)
     for host in checks.lab.hosts:
