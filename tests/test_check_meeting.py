@@ -15,13 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpdoctor.preflight.meeting import reduction, speeds, wire
+from ddpdoctor.preflight.meeting import speeds, wire
 from ddpdoctor.preflight.meeting.caller import CallError, Problem
 from ddpdoctor.preflight.meeting.coordinator import Coordinator, listen
 from ddpdoctor.preflight.meeting.facts import Facts, unpack
 from ddpdoctor.preflight.meeting.joining import Goal, join, side_doors
 from ddpdoctor.preflight.meeting.pairs import Listener, Target, dial_all, speed
 from ddpdoctor.preflight.meeting.place import seat
+from ddpdoctor.preflight.meeting.ranks import PROGRAM
 from ddpdoctor.preflight.nodes.judging import Blame, blame
 from ddpdoctor.preflight.situation import Options, Situation
 from tests.conftest import TOKEN
@@ -271,7 +272,7 @@ def test_mpi_with_a_process_on_each_node_says_which_node_it_is(
 def reduced(orders: list[dict[str, Any]], token: str) -> list[dict[str, Any]]:
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", reduction.__name__],
+            [sys.executable, str(PROGRAM)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ddpdoctor.gpu.visible import visible
-from ddpdoctor.preflight.meeting import reduction
+from ddpdoctor.preflight.meeting.ranks import PROGRAM
 from tests.conftest import TOKEN, Doctor
 
 GPUS = visible(os.environ)
@@ -55,7 +55,7 @@ def test_the_stages_of_a_single_node_run_on_nccl(token: str) -> None:
     ]  # fmt: skip
     running = [
         subprocess.Popen(
-            [sys.executable, "-m", reduction.__name__],
+            [sys.executable, str(PROGRAM)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

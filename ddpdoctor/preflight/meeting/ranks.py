@@ -7,10 +7,13 @@ import contextlib
 import json
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ddpdoctor.preflight.collectives import environment
-from ddpdoctor.preflight.meeting import reduction
+
+PROGRAM = Path(__file__).with_name("reduction.py")
+"""Started by its path: as a module it would import all the checks before torch, in every rank."""
 
 
 class Ranks:
@@ -27,8 +30,7 @@ class Ranks:
             self._processes.append(
                 await asyncio.create_subprocess_exec(
                     sys.executable,
-                    "-m",
-                    reduction.__name__,
+                    str(PROGRAM),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.DEVNULL,

@@ -1,7 +1,7 @@
 """One rank of the collective test: imports torch, waits for its order, reduces, tells the result.
 
-It runs as ``python -m ddpdoctor.preflight.meeting.reduction`` and talks JSON lines on its standard
-input and output. It ends when its input does.
+A program, ``python reduction.py``, that talks JSON lines on its standard input and output. It ends
+when its input does.
 """
 
 from __future__ import annotations
@@ -277,4 +277,6 @@ def _one_line(error: Exception) -> str:
 
 
 if __name__ == "__main__":
+    # The folder of this file is no place to import from.
+    del sys.path[0]
     main()
