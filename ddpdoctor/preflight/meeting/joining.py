@@ -48,6 +48,8 @@ DOORS_EVERY = 2.0
 SSH = 22
 """The port that a machine most likely answers at."""
 
+SSH_TRIES = 2
+
 _EPHEMERAL = (32768, 60999)
 """Ports that nodes have to reach each other at anyway (net.ipv4.ip_local_port_range)."""
 
@@ -151,6 +153,7 @@ class _Way:
         self._said = False
         self._looked = float("-inf")
         self._seen: list[Problem] = []
+        self._ssh_tries = 0
         self._answering: dict[str, int] = {}
         """Ports at which the endpoint's machines answer, by address."""
 
@@ -215,9 +218,14 @@ class _Way:
         """
         goal, address = self._goal, problem.address
         doors = side_doors(goal.key, goal.port)
-        tried = await asyncio.gather(*(self._try(address, port) for port in (*doors, SSH)))
-        answering = [port for port, answers in zip((*doors, SSH), tried, strict=True) if answers]
-        if answering:
+        # A machine that refuses is up, and some ban those who come to SSH and say nothing.
+        ports = (
+            doors if problem.kind == "refused" or self._ssh_tries == SSH_TRIES else (*doors, SSH)
+        )
+        self._ssh_tries += SSH in ports
+        tried = await asyncio.gather(*(self._try(address, port) for port in ports))
+        answering = [port for port, answers in zip(ports, tried, strict=True) if answers]
+        if answering and address not in self._answering:
             # SSH says more to a person than a number that nobody knows.
             self._answering[address] = SSH if SSH in answering else answering[0]
         for door in doors:
