@@ -18,7 +18,7 @@ import pytest
 import ddpdoctor.probe
 from ddpdoctor.render import stacks as render
 from ddpdoctor.run import glance
-from ddpdoctor.stacks import asking, saved
+from ddpdoctor.stacks import asking, py_spy, saved
 from ddpdoctor.stacks.capture import capture
 from ddpdoctor.stacks.code import code_of
 from ddpdoctor.stacks.declared import read_declared
@@ -35,9 +35,9 @@ from ddpdoctor.stacks.model import (
     from_record,
     to_record,
 )
-from ddpdoctor.stacks.native import find_py_spy, native_frames
 from ddpdoctor.stacks.parse import parse
 from ddpdoctor.stacks.process_state import read_signals, read_stat
+from ddpdoctor.stacks.py_spy import find_py_spy, native_frames
 from ddpdoctor.stacks.ranks import rank_set
 from ddpdoctor.stacks.user_frames import innermost, is_user_path
 from tests.candidates import HOLDS_GIL, SLEEPS, SPINS, Candidates, at, line_of
@@ -47,6 +47,19 @@ ENTRY = Path(ddpdoctor.probe.__file__).parent / "entry"
 TORCH = "/srv/env/lib/python3.12/site-packages/torch"
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="stacks are asked for by /proc")
+
+
+@pytest.fixture
+def spied() -> None:
+    """For a test in which py-spy looks, if it is installed."""
+
+
+@pytest.fixture(autouse=True)
+def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere nobody looks into a process that does not answer."""
+    if "spied" not in request.fixturenames:
+        monkeypatch.setattr(py_spy, "find_py_spy", lambda: None)
+
 
 # -- what faulthandler writes
 
@@ -692,7 +705,7 @@ def test_native_frames_are_those_below_python() -> None:
 
 
 @needs_linux
-def test_py_spy_tells_what_native_code_does(candidates: Candidates) -> None:
+def test_py_spy_tells_what_native_code_does(spied: None, candidates: Candidates) -> None:
     if find_py_spy() is None:
         pytest.skip("py-spy is not installed")
     candidates.start(HOLDS_GIL)
@@ -704,13 +717,104 @@ def test_py_spy_tells_what_native_code_does(candidates: Candidates) -> None:
 
 
 @needs_linux
-def test_without_py_spy_it_is_said(candidates: Candidates, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_py_spy_it_is_said(
+    spied: None, candidates: Candidates, monkeypatch: pytest.MonkeyPatch
+) -> None:
     candidates.start(SLEEPS)
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     (found,) = capture(glance(candidates.run_dir), patience=20, native=True)
     assert found.main is not None
     assert "py-spy is not installed" in found.note
+
+
+def look_into_stopped(candidates: Candidates) -> RankStacks:
+    live = candidates.start(SLEEPS)
+    os.kill(live.process.pid, signal.SIGSTOP)
+    while (stat := read_stat(live.process.pid)) is not None and stat.letter != "T":
+        time.sleep(0.01)
+    began = time.monotonic()
+    (found,) = capture(glance(candidates.run_dir), patience=2)
+    assert time.monotonic() - began < 4
+    return found
+
+
+@needs_linux
+def test_py_spy_looks_into_who_cannot_answer(spied: None, candidates: Candidates) -> None:
+    if find_py_spy() is None:
+        pytest.skip("py-spy is not installed")
+    found = look_into_stopped(candidates)
+    pid = candidates.started[0].process.pid
+    assert psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    if "not permitted" in found.note:
+        pytest.skip("ptrace is not permitted here")
+    assert (found.trouble, found.note) == (
+        "",
+        "stopped (SIGSTOP); its stack was read by py-spy",
+    )
+    live = candidates.started[0]
+    assert at(found.main) == line_of(live, "here")
+    # The helper's, and none of ddpdoctor's own.
+    assert [at(each) for each in found.threads[1:]] == [line_of(live, "naps")]
+    # It answers itself when it goes on.
+    os.kill(pid, signal.SIGCONT)
+    (found,) = candidates.capture()
+    assert (found.trouble, found.note) == ("", "")
+    assert at(found.main) == line_of(live, "here")
+
+
+def other_py_spy(directory: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = directory / "py-spy"
+    path.write_text(f'#!/bin/sh\necho "$*" >> {directory}/asked\n{text}\n')
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(directory / "python"))
+
+
+# What 0.4.3 prints as another user, and of a process that is stopped.
+REFUSED = "Permission Denied: Try running again with elevated permissions by going 'sudo env !!'"
+FAILED = "Error: Failed to get stack traces\n\nCaused by:\n    0: Failed to suspend process"
+
+
+@needs_linux
+@pytest.mark.parametrize(
+    ("script", "note"),
+    [
+        (f'echo "{REFUSED}" >&2; exit 1', "py-spy may not look into the process (ptrace is not"),
+        (f'echo "{FAILED}" >&2; exit 1', "py-spy says: Error: Failed to get stack traces"),
+        ("exec sleep 600", "py-spy took over "),
+        ("echo []", "py-spy saw no main thread"),
+        ("echo '[{}]'", "the output of this py-spy is not understood"),
+        ("exit 1", "py-spy failed without a word"),
+    ],
+    ids=["refused", "failed", "silent", "empty", "unknown", "mute"],
+)
+def test_a_py_spy_that_is_no_help_is_said_and_not_waited_for(
+    spied: None,
+    candidates: Candidates,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    script: str,
+    note: str,
+) -> None:
+    other_py_spy(tmp_path, script, monkeypatch)
+    found = look_into_stopped(candidates)
+    assert (found.trouble, found.threads) == ("stopped (SIGSTOP)", ())
+    assert found.note.startswith(note)
+    pid = candidates.started[0].process.pid
+    assert (tmp_path / "asked").read_text() == f"dump --nonblocking --json --pid {pid}\n"
+    lines = ["".join(text for text, _ in line) for line in render.draw((found,), render.Look(), {})]
+    assert lines == ["✗ [0]  no stack: stopped (SIGSTOP)", f"  {found.note}"]
+
+
+@needs_linux
+def test_a_process_that_answers_is_not_looked_into(
+    spied: None, candidates: Candidates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other_py_spy(tmp_path, "exit 1", monkeypatch)
+    candidates.start(SLEEPS)
+    (found,) = candidates.capture()
+    assert found.main is not None
+    assert not (tmp_path / "asked").exists()
 
 
 def test_the_command_needs_no_torch_and_says_what_is_wrong(doctor: Doctor) -> None:

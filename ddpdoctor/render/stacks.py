@@ -88,14 +88,16 @@ def draw(stacks: Sequence[RankStacks], look: Look, code: Code) -> list[Line]:
 
 
 def _missing(missing: Sequence[RankStacks], look: Look) -> Iterator[Line]:
-    troubles: dict[str, list[int]] = defaultdict(list)
+    troubles: dict[tuple[str, str], list[int]] = defaultdict(list)
     for each in missing:
-        troubles[each.trouble or "no main thread"].append(each.rank)
-    for trouble, ranks in sorted(troubles.items(), key=lambda each: each[1]):
+        troubles[each.trouble or "no main thread", each.note].append(each.rank)
+    for (trouble, note), ranks in sorted(troubles.items(), key=lambda each: each[1]):
         yield (
             (f"{look.missing} {rank_set(ranks)}", "error"),
             (f"  no stack: {trouble}", ""),
         )
+        if note:
+            yield ((f"{_INDENT}{note}", "dim"),)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from ddpdoctor.stacks.process_state import (
     read_stat,
     read_wait,
 )
+from ddpdoctor.stacks.user_frames import is_ours
 
 GIL_HELD = 1.0
 """Seconds for which it waits for the GIL. Python itself hands that over every 5 milliseconds."""
@@ -178,7 +179,7 @@ class Asking:
         self.threads = _main_first(
             replace(thread, name=MAIN) if thread.ident == declared.main_ident else thread
             for thread in found
-            if thread.frames and not _is_ours(thread)
+            if thread.frames and not is_ours(thread.frames)
         )
         if not any(thread.name == MAIN for thread in self.threads):
             self.trouble = "wrote no stack of its main thread"
@@ -191,12 +192,6 @@ class Asking:
 
 def _main_first(threads: Iterator[Thread] | list[Thread]) -> tuple[Thread, ...]:
     return tuple(sorted(threads, key=lambda thread: thread.name != MAIN))
-
-
-def _is_ours(thread: Thread) -> bool:
-    """Whether a thread is the probe's or the debugger's, which have no names here."""
-    start = [frame.path for frame in thread.frames if not frame.path.endswith("/threading.py")][:1]
-    return any("/ddpdoctor/probe/" in path or "pydevd" in path for path in start)
 
 
 def _unread(pipe: int) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from ddpdoctor.probe.watch import namespace
 from ddpdoctor.run import Rank, Run
-from ddpdoctor.stacks import native as native_frames
+from ddpdoctor.stacks import py_spy
 from ddpdoctor.stacks.asking import Asking
 from ddpdoctor.stacks.declared import Declared, read_declared
 from ddpdoctor.stacks.model import ProcessState, RankStacks
@@ -16,6 +16,9 @@ from ddpdoctor.stacks.process_state import ENDED, read_stat, read_state
 
 PATIENCE = 3.0
 """Seconds that all ranks together are waited for."""
+
+_ANSWERS = 0.7
+"""Share of that for ranks to answer in, where py-spy may look into those that do not."""
 
 _POLLS = (0.001, 0.02)
 """Seconds between two looks whether ranks have answered: at first, and at most."""
@@ -32,15 +35,17 @@ def capture(
 
     Processes that torchrun started, and those that are in ``init_process_group``, are among them:
     a rank that never gets so far is one that somebody looks for. A rank that cannot be asked
-    (on another host, dead, stopped) says so in its ``trouble``. Nothing is raised.
+    (on another host, dead) says so in its ``trouble``; one that does not answer, being stopped, is
+    looked into by py-spy if that is there and may. Nothing is raised.
 
     Args:
         run: A snapshot of the run.
         ranks: Only these.
-        patience: Seconds after which a rank that has not answered is given up. With ``native``,
-            py-spy gets so much time again.
+        patience: Seconds for all of it, part of them for py-spy to look into ranks that did not
+            answer. With ``native``, py-spy gets so much time again.
         native: Also ask py-spy for native frames. It stops the rank for some milliseconds.
     """
+    began = time.monotonic()
     here = namespace()
     sought = [target for target in _targets(run) if ranks is None or target.rank in ranks]
     for target in sought:
@@ -51,7 +56,7 @@ def capture(
             asking = Asking(target.declared)
             dialogues[number] = asking, asking.turns()
     askings = {number: asking for number, (asking, _) in dialogues.items()}
-    deadline = time.monotonic() + patience
+    limit = patience * (_ANSWERS if py_spy.find_py_spy() is not None else 1.0)
     poll, slowest = _POLLS
     while dialogues:
         for number, (_, turns) in list(dialogues.items()):
@@ -60,15 +65,17 @@ def capture(
             except StopIteration:
                 del dialogues[number]
         if dialogues:
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= began + limit:
                 break
             time.sleep(poll)
             poll = min(poll * 1.5, slowest)
     for _, turns in dialogues.values():
         turns.close()  # type: ignore[attr-defined]
-    found = [target.stacks(askings.get(number), patience) for number, target in enumerate(sought)]
+    found = [target.stacks(askings.get(number), limit) for number, target in enumerate(sought)]
+    left = max(began + patience - time.monotonic(), patience * (1.0 - _ANSWERS))
+    found = py_spy.read_silent(found, left)
     if native:
-        found = native_frames.added(found, patience)
+        found = py_spy.add_native(found, patience)
     return tuple(found)
 
 

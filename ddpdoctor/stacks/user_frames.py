@@ -28,6 +28,12 @@ def is_probe_path(path: str) -> bool:
     return _PROBE in path
 
 
+def is_ours(frames: Iterable[Frame]) -> bool:
+    """Whether a thread with this stack (outermost frame first) is the probe's or the debugger's."""
+    start = next((f.path for f in frames if not f.path.endswith("/threading.py")), "")
+    return is_probe_path(start) or "pydevd" in start
+
+
 def user_frames(frames: Iterable[Frame]) -> tuple[Frame, ...]:
     """The user's frames among these, in their order."""
     return tuple(frame for frame in frames if is_user_path(frame.path))

@@ -38,7 +38,7 @@ def main() -> None:
         time.sleep(600)  # at: before
     dist.init_process_group("gloo")  # at: init
     if place == "stopped":
-        os.kill(os.getpid(), signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)  # at: stopped
     if place == "dead":
         os.kill(os.getpid(), signal.SIGKILL)
     {"collective": wait_for_others, "sleep": sleep, "gil": hold_gil}[place]()
