@@ -34,12 +34,13 @@ Options:
   --all-threads     Other threads than the main one, too.
   --all-frames      Every frame, those of torch and other libraries, too.
   --native          Native frames, from py-spy if it is installed; this stops
-                    each rank for a moment.
+                    each rank for a second or two.
   --json            The stacks as JSON: per rank, and merged.
   -h, --help        Show this text.
 
-A rank that cannot be asked (on another host, stopped, dead) says so, and none
-is waited for longer than 3 seconds; --native may take as long again.
+A rank that cannot be asked (on another host, dead, another user's) says so, and
+none is waited for longer than 3 seconds; --native may take as long again. One
+that is stopped is looked into by py-spy, if that is installed and may.
 
 Exit status: 0; 2 if there is no such run, or nothing to show.
 """

@@ -18,12 +18,21 @@ from ddpdoctor.rules.whereabouts import Whereabouts, state_of, whereabouts
 from ddpdoctor.run import Run
 from ddpdoctor.stacks.user_frames import user_frames
 
+NATIVE = 4
+"""Native frames that are shown."""
+
 _memo: tuple[Run, list[Finding]] | None = None
 
 
 def blamed(run: Run) -> bool:
     """Whether it is known who kept the others waiting: what they say of it later says less."""
     return any(finding.severity is Severity.ERROR for finding in _all(run))
+
+
+def guilty(run: Run) -> frozenset[int]:
+    """The ranks that are to blame for sure."""
+    errors = [finding for finding in _all(run) if finding.severity is Severity.ERROR]
+    return frozenset(rank for finding in errors for rank in finding.ranks)
 
 
 def diagnosed(run: Run, code: str) -> Iterator[Finding]:
@@ -149,6 +158,7 @@ def _whereabouts(
             location=each.location,
             evidence=(
                 *each.evidence,
+                *_native(ranks[0]),
                 *(waiting_line(rank) for rank in waiting[:3]),
                 *_untold(still),
             ),
@@ -322,10 +332,17 @@ def _untold(still: Standstill) -> tuple[str, ...]:
     """Ranks whose evidence could not be had."""
     found = [
         f"no stack of rank {rank.rank}: {rank.stacks.trouble}"
+        + (f"; {rank.stacks.note}" if rank.stacks.note else "")
         for rank in still.ranks
         if rank.stacks is not None and rank.stacks.trouble
     ]
     return tuple(found[:3])
+
+
+def _native(rank: Standing) -> tuple[str, ...]:
+    """What a rank does below Python, the innermost frames."""
+    frames = rank.stacks.native[-NATIVE:] if rank.stacks is not None else ()
+    return (f"native frames of rank {rank.rank}: {' > '.join(frames)}",) if frames else ()
 
 
 def _traceback(rank: Standing) -> str:

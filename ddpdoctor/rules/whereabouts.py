@@ -100,8 +100,6 @@ def state_of(rank: Standing) -> Whereabouts | None:
 
 
 def _native(rank: Standing, place: Location | None, since: str, at: str) -> Whereabouts:
-    stacks = rank.stacks
-    native = tuple(stacks.native[-4:]) if stacks is not None else ()
     cpu = rank.activity("cpu")
     doing = f"busy, {_percent(cpu)} of a core" if cpu >= BUSY else "idle"
     return Whereabouts(
@@ -112,7 +110,12 @@ def _native(rank: Standing, place: Location | None, since: str, at: str) -> Wher
         place,
         "The extension that is called there has to release the GIL while it works or waits "
         "(Py_BEGIN_ALLOW_THREADS, pybind11's gil_scoped_release, ctypes.CDLL not PyDLL).",
-        (f"native frames: {' > '.join(native)}",) if native else (),
+        ()
+        if rank.stacks is None or rank.stacks.native
+        else (
+            f"its native frames: `ddpdoctor stacks --native --rank {rank.rank}` (by py-spy, which "
+            "holds it for a second or two)",
+        ),
     )
 
 

@@ -43,7 +43,7 @@ def capture(
         ranks: Only these.
         patience: Seconds for all of it, part of them for py-spy to look into ranks that did not
             answer. With ``native``, py-spy gets so much time again.
-        native: Also ask py-spy for native frames. It stops the rank for some milliseconds.
+        native: Also ask py-spy for native frames. It stops the rank for a second or two.
     """
     began = time.monotonic()
     here = namespace()

@@ -2,7 +2,8 @@
 
 Two ways, of py-spy 0.4, which has no third one: ``--nonblocking`` reads the memory of a process
 that goes on as it was, or is stopped, and has Python frames alone; ``--native`` holds the process
-while it looks, some ten to a hundred milliseconds, and refuses one that is stopped already.
+while it looks, 1.5 seconds with torch loaded, and refuses one that is stopped already
+(``python benchmarks/py_spy.py``).
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def add_native(
 ) -> list[RankStacks]:
     """The same, with native frames where they can be had, else with a note why not.
 
-    Each process is held for a moment: for those that somebody asks for, or gave up.
+    Each process is held for a second or two: for those that somebody asks for, or gave up.
 
     Args:
         stacks: Of processes of this host; those without a stack are left as they are.

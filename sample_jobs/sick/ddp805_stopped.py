@@ -24,9 +24,9 @@ def main() -> None:
         loss = ddp(torch.randn(32, 16)).square().mean()
         optimizer.zero_grad()
         loss.backward()
-        optimizer.step()  # expect: DDP805 rank 1
+        optimizer.step()  # or: DDP805 rank 1
         if step == 5 and rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)  # expect: DDP805 rank 1
     del ddp, optimizer
     gc.collect()
     dist.destroy_process_group()

@@ -16,13 +16,14 @@ from ddpdoctor.launch.hangs import activity
 from ddpdoctor.probe.watch import namespace
 from ddpdoctor.record import Record, UnreadableError, rank_stem, read_status
 from ddpdoctor.run import Rank, Run
+from ddpdoctor.stacks import py_spy
 from ddpdoctor.stacks.capture import capture
-from ddpdoctor.stacks.model import RankStacks, Thread, to_record
+from ddpdoctor.stacks.model import RankStacks, Thread, from_record, to_record
 
 BETWEEN = 1.0
 """Seconds over which CPU time and bytes are compared."""
 
-PATIENCE = 2.0
+PATIENCE = 3.0
 """Seconds that stacks are waited for, and the Flight Recorder's answer after that second."""
 
 NEWEST = 24
@@ -61,7 +62,10 @@ def examine(
         # A process that is not yet a rank.
         samples.setdefault(each.rank, activity.sample(each.pid))
     time.sleep(max(0.0, began + BETWEEN - time.monotonic()))
-    suspects = [rank for rank in first if rank not in waiting][:AGAIN]
+    # Who did not answer by itself a moment ago would only be waited for once more.
+    answered = [rank for rank, each in first.items() if each.threads and not each.note]
+    suspects = [rank for rank in answered if rank not in waiting and not first[rank].gil_held]
+    suspects = suspects[:AGAIN]
     later = {each.rank: each for each in capture(run, suspects, PATIENCE)} if suspects else {}
     seconds = time.monotonic() - began
     records = {rank.rank: _of_rank(run, rank) for rank in run.last}
@@ -83,6 +87,18 @@ def examine(
             after = activity.sample(record["pid"])
             record["activity"] = activity.compared(samples[rank], after, seconds)
     return [records[rank] for rank in sorted(records)]
+
+
+def add_native(records: Iterable[Record], ranks: Collection[int]) -> None:
+    """Put native frames into the records of some ranks, each of which is held for a second or two."""
+    stacked = {
+        record["rank"]: record
+        for record in records
+        if record["rank"] in ranks and "stacks" in record
+    }
+    stacks = [from_record(record["stacks"]) for record in stacked.values()]
+    for each in py_spy.add_native(stacks, PATIENCE):
+        stacked[each.rank]["stacks"] = to_record(each)
 
 
 def _of_rank(run: Run, rank: Rank) -> Record:

@@ -7,6 +7,8 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -54,6 +56,8 @@ class HangWatch:
     Args:
         directory: The run directory.
         hang_after: Seconds, if a person named them.
+        ends: Whether a job that hangs for sure is ended: then ranks that are to blame may be held
+            for a second or two, to see their native frames.
         write: Writes a record of the supervisor.
         speaker: Says that the job goes on again.
         wake: Wakes the supervisor's loop.
@@ -66,11 +70,13 @@ class HangWatch:
         self,
         directory: Path,
         hang_after: float | None,
+        ends: bool,
         write: Callable[[Record], None],
         speaker: Speaker,
         wake: Callable[[], None],
     ) -> None:
         self._directory = directory
+        self._ends = ends
         self._write = write
         self._speaker = speaker
         self._wake = wake
@@ -87,6 +93,8 @@ class HangWatch:
         self._hung: Still | None = None
         self._marks: dict[int, float] = {}
         self._before: dict[int, Record] = {}
+        self._below = 0
+        """The examination for which native frames were looked at."""
         self._dead = 0
         self._next = 0.0
         self._moved: float | None = None
@@ -112,7 +120,7 @@ class HangWatch:
             if self._thread.is_alive():
                 return False
             self._thread = None
-            return self._examined(run)
+            return not self._look_below(run) and self._examined(run)
         still = self._signs.look(run, now) if run.ranks else self._before_any_rank(run, now)
         if self._hung is not None and self._goes_on(run, now):
             return True
@@ -209,10 +217,10 @@ class HangWatch:
             for rank in run.last
             if rank.status is not None and rank.status.phase in (Phase.WAIT, Phase.BACKWARD)
         ]
-        self._thread = threading.Thread(
-            target=self._gather, args=(run, still, self._number, waiting), name="examination"
-        )
-        self._thread.daemon = True
+        self._work(partial(self._gather, run, still, self._number, waiting))
+
+    def _work(self, gather: Callable[[], None]) -> None:
+        self._thread = threading.Thread(target=gather, name="examination", daemon=True)
         self._thread.start()
 
     def _gather(self, run: Run, still: Still, number: int, waiting: list[int]) -> None:
@@ -228,14 +236,37 @@ class HangWatch:
         try:
             ranks = examination.examine(run, number, waiting, self._before)
             self._before = {record["rank"]: record for record in ranks}
-            name = f"hang-{number:04d}.json"
-            text = json.dumps({**record, "ranks": ranks}, separators=(",", ":"), default=str)
-            rundir.put(self._directory / name, text.encode())
-            record["file"] = name
+            record["file"] = f"hang-{number:04d}.json"
+            self._put(record)
         except Exception as error:
             # Said, and the job goes on.
             record["trouble"] = repr(error)
+            record.pop("file", None)
         self._found = record
+        self._wake()
+
+    def _put(self, record: Record) -> None:
+        told = {**record, "ranks": [self._before[rank] for rank in sorted(self._before)]}
+        text = json.dumps(told, separators=(",", ":"), default=str)
+        rundir.put(self._directory / record["file"], text.encode())
+
+    def _look_below(self, run: Run) -> bool:
+        """Whether the native frames of those to blame are looked at first: the job will end."""
+        found = self._found
+        if not self._ends or found is None or "file" not in found or self._below == self._number:
+            return False
+        from ddpdoctor.rules.diagnosis import guilty
+
+        self._below = self._number
+        ranks = guilty(replace(run, supervisor=(*run.supervisor, found)))
+        if ranks:
+            self._work(partial(self._hold, found, ranks))
+        return bool(ranks)
+
+    def _hold(self, found: Record, ranks: frozenset[int]) -> None:
+        with contextlib.suppress(Exception):
+            examination.add_native(self._before.values(), ranks)
+            self._put(found)
         self._wake()
 
     def _examined(self, run: Run) -> bool:
