@@ -19,7 +19,7 @@ from ddpdoctor.record import Phase, Status
 from ddpdoctor.rules.guards import constant_while, rank_guard
 from ddpdoctor.rules.waits import parsed
 from ddpdoctor.run import Rank, Run, RunReader
-from tests.conftest import Doctor
+from tests.conftest import ROOT, Doctor
 from tests.written import SECOND, T0, Written
 
 NOW = 1_800_000_000_000_000_000
@@ -328,3 +328,21 @@ def test_what_is_seen_while_ranks_give_up_tells_less(
     written.findings(status=1)
     hang = RunReader(written.path).snapshot().hang
     assert hang is not None and hang["number"] == number
+
+
+@pytest.mark.slow
+def test_native_frames_of_a_job_that_will_end_anyway(doctor: Doctor) -> None:
+    job = ROOT / "sample_jobs" / "sick" / "ddp810_native_wait.py"
+    result = doctor.run(
+        "--hang-after", "3", "--kill-on-hang", "--nproc-per-node", "2", "--", str(job)
+    )
+    assert result.status == 4
+    (file,) = result.run_dir.glob("hang-*.json")
+    guilty = json.loads(file.read_text())["ranks"][1]["stacks"]
+    evidence = result.ours
+    if guilty["native"]:
+        assert "evidence: native frames of rank 1: " in evidence
+        assert any("mutex_lock" in frame for frame in guilty["native"])
+    else:
+        assert guilty["note"].startswith("no native frames: ")
+        assert "ddpdoctor stacks --native --rank 1" in " ".join(evidence.split())

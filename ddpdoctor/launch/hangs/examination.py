@@ -90,7 +90,7 @@ def examine(
 
 
 def add_native(records: Iterable[Record], ranks: Collection[int]) -> None:
-    """Put native frames into the records of some ranks, each of which is held for a second or two."""
+    """Put native frames into the records of some ranks; each is held for a second or two."""
     stacked = {
         record["rank"]: record
         for record in records
