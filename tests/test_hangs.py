@@ -6,6 +6,7 @@ The sick jobs (`tests/test_sick_jobs.py`) are the real ones; here is what they d
 from __future__ import annotations
 
 import json
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -267,6 +268,26 @@ def test_a_node_that_never_came(tmp_path: Path) -> None:
     assert found.code == "DDP813" and "of 2 nodes" in found.message
 
 
+def test_a_rank_that_is_late_before_anybody_joined(tmp_path: Path) -> None:
+    init = ("/srv/lib/python3.11/site-packages/torch/distributed/c.py", 9, "init_process_group")
+    waits = {"rank": 0, "pid": 1, "stacks": stacks(0, TRAIN, init), "activity": {"letters": "SS"}}
+    late = {"rank": 1, "pid": 2, "stacks": stacks(1, ("/job/train.py", 9, "download"))}
+    network = {"letters": "SS", "network": True, "switches": 0}
+    (found,) = findings(tmp_path, waits, {**late, "activity": network})
+    assert (found.code, found.ranks, found.severity) == ("DDP811", (1,), Severity.WARNING)
+    assert found.message == (
+        "rank 1 is still starting up: in `download` train.py:9, waiting for the network, from "
+        "which nothing comes; rank 0 waits for it since 41 s in init_process_group at train.py:61"
+    )
+    (found,) = findings(tmp_path, waits, {**late, "activity": {**network, "switches": 50}})
+    assert "in `download` train.py:9, sending or receiving over the network;" in found.message
+    (found,) = findings(tmp_path, waits, {**late, "activity": {"letters": "SS"}})
+    assert (found.code, found.severity) == ("DDP802", Severity.WARNING)
+    # Both have come, so that others are missing.
+    (found,) = findings(tmp_path, waits, {**waits, "rank": 1})
+    assert (found.code, found.ranks) == ("DDP813", (0, 1))
+
+
 # -- a real one
 
 
@@ -346,3 +367,33 @@ def test_native_frames_of_a_job_that_will_end_anyway(doctor: Doctor) -> None:
     else:
         assert guilty["note"].startswith("no native frames: ")
         assert "ddpdoctor stacks --native --rank 1" in " ".join(evidence.split())
+
+
+@pytest.mark.slow
+def test_a_node_that_comes_late_is_waited_for(doctor: Doctor) -> None:
+    """The first one says that it is alone, and goes on when the other comes."""
+    script = doctor.write(
+        "train.py",
+        """\
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(4))
+        dist.destroy_process_group()
+        """,
+    )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    words += ["--hang-after=3"]
+    first = doctor.start(*words, "--node-rank=0", "--", str(script))
+    deadline = time.monotonic() + 60
+    while "DDP813" not in (said := first.err.read_text()):
+        assert time.monotonic() < deadline and first.process.poll() is None, said
+        time.sleep(0.2)
+    assert "of 2 nodes, not all have come" in " ".join(said.split())
+    second = doctor.start(*words, "--node-rank=1", "--", str(script))
+    for live in (first, second):
+        live.finish().check_success()
+    assert "findings: none" in first.err.read_text()

@@ -268,10 +268,12 @@ def _nobody_waits(still: Standstill) -> Iterator[Finding]:
 
 def _before_joining(run: Run, still: Standstill) -> Iterator[Finding]:
     """No rank has come out of ``init_process_group``."""
-    joining = [
-        (rank, each) for rank in still.ranks if (each := whereabouts(rank, False)).code == "DDP813"
-    ]
-    if joining:
+    told = [(rank, whereabouts(rank, True)) for rank in still.ranks]
+    joining = [(rank, each) for rank, each in told if each.code == "DDP813"]
+    late = [(rank, each) for rank, each in told if each.code != "DDP813" and rank.frame is not None]
+    if joining and late:
+        yield from _late(late, [rank for rank, _ in joining], still)
+    elif joining:
         rank, each = joining[0]
         who = named([rank.rank for rank, _ in joining])
         verb = "wait" if len(joining) > 1 else "waits"
@@ -304,6 +306,31 @@ def _before_joining(run: Run, still: Standstill) -> Iterator[Finding]:
             fix="Start the command on every node, with the same --nnodes, --rdzv-id and "
             "--rdzv-endpoint (or --master-addr), each with its own --node-rank; check that the "
             "endpoint can be reached from there.",
+        )
+
+
+def _late(
+    late: Sequence[tuple[Standing, Whereabouts]], joining: Sequence[Standing], still: Standstill
+) -> Iterator[Finding]:
+    """Ranks that have not come to ``init_process_group`` yet, where others wait for them."""
+    waits = f"{named([r.rank for r in joining])} {'wait' if len(joining) > 1 else 'waits'}"
+    for rank, each in late[:3]:
+        unknown = each.code == "DDP802"
+        text = f"has not come to init_process_group: it {each.text}" if unknown else each.text
+        yield Finding(
+            code=each.code,
+            about=f"late {rank.rank}",
+            # It may wait for a lock or a file that will come; nothing was ever done together.
+            severity=min(each.severity, Severity.WARNING) if unknown else each.severity,
+            message=f"rank {rank.rank} {text}; {waits} for it since {still.seconds:.0f} s in "
+            f"init_process_group at {quoted(joining[0].site)}",
+            ranks=(rank.rank,),
+            location=each.location,
+            evidence=each.evidence,
+            fix=each.fix
+            or "Let all ranks join first, or prepare the data before the job starts; the others' "
+            "timeout runs.",
+            traceback=_traceback(rank),
         )
 
 

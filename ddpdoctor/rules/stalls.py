@@ -33,8 +33,9 @@ def never_joined(run: Run) -> Iterator[Finding]:
         Right: a timeout on that request, or the request made by all ranks.
 
     When it stays silent
-        Until `--hang-after`; in a debugger. A rank that computes or moves bytes is a warning, not
-        an error. Causes with a code of their own (DDP401, DDP403, DDP801, DDP805 on) come first.
+        Until `--hang-after`; in a debugger. A rank that computes or moves bytes, also over the
+        network, is a warning, not an error. Causes with a code of their own (DDP401, DDP403,
+        DDP801, DDP805 on) come first.
 
     Since
         0.1.0
@@ -207,8 +208,8 @@ def still_starting(run: Run) -> Iterator[Finding]:
     """A rank is still starting up while the others wait for it.
 
     What it finds
-        Before the first step: a rank that computes, compiles, reads or writes while the others are
-        in a collective already.
+        Before the first step: a rank that computes, compiles, reads, writes or waits for the
+        network while the others are in a collective, or in `init_process_group`, already.
 
     Why it is bad
         It need not be: a download or a compilation takes its time. But the others' timeout runs.
@@ -222,7 +223,8 @@ def still_starting(run: Run) -> Iterator[Finding]:
         Right: a separate job for the download.
 
     When it stays silent
-        For ten times `--hang-after` while any process of the job uses the CPU.
+        For ten times `--hang-after` while any process of the job uses the CPU. A rank that idles
+        elsewhere is DDP802; as a warning before it has joined the others at all.
 
     Since
         0.1.0

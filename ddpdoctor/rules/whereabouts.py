@@ -19,6 +19,9 @@ NOTICED = 5.0
 MOVING = 1 << 20
 """Bytes within a second above which a process visibly reads or writes."""
 
+LIVELY = 10
+"""Times within a second that a process got what it waited for at a socket: something comes."""
+
 _LOADER = "torch/utils/data/dataloader.py"
 _PROMPT = ("input(", "pdb.", "breakpoint(", "sys.stdin", "getpass(")
 _DEBUGGERS = ("/pdb.py", "/bdb.py", "/cmd.py", "/ipdb/", "/pudb/")
@@ -158,12 +161,18 @@ def whereabouts(rank: Standing, starting: bool) -> Whereabouts:
             place,
         )
     doing = _doing(rank)
-    if starting and not rank.step and _works(rank):
+    if starting and not rank.step and (_works(rank) or _at_socket(rank)):
+        waits = not _works(rank)
+        if waits:
+            doing = f"waiting for the network, from which nothing comes{',' if since else ''}"
         return Whereabouts(
             "DDP811",
             f"is still starting up: in {_place(rank)}, {doing}{since}",
             Severity.WARNING,
             place,
+            "Fetch data and weights before the job starts, and give each request a timeout."
+            if waits
+            else "",
         )
     loop = _loop(rank)
     if loop is not None and rank.activity("cpu") >= BUSY:
@@ -193,6 +202,8 @@ def _doing(rank: Standing) -> str:
     if rank.activity("characters") >= MOVING or rank.activity("disk") >= MOVING:
         amount = max(rank.activity("characters"), rank.activity("disk"))
         told.append(f"reading or writing {_bytes(amount)}/s")
+    elif _exchanges(rank):
+        told.append("sending or receiving over the network")
     cpu, below = rank.activity("cpu"), rank.activity("children_cpu")
     if cpu >= BUSY:
         told.append(f"computing ({_percent(cpu)} of a core)")
@@ -208,7 +219,17 @@ def _works(rank: Standing) -> bool:
         or rank.activity("children_cpu") >= BUSY
         or rank.activity("characters") >= MOVING
         or rank.activity("disk") >= MOVING
+        or _exchanges(rank)
     )
+
+
+def _at_socket(rank: Standing) -> bool:
+    return bool((rank.record.get("activity") or {}).get("network"))
+
+
+def _exchanges(rank: Standing) -> bool:
+    """Whether something comes or goes at a socket that it waits for."""
+    return _at_socket(rank) and rank.activity("switches") >= LIVELY
 
 
 def _loop(rank: Standing) -> Whereabouts | None:
@@ -274,26 +295,30 @@ def _loader(rank: Standing, place: Location | None, since: str) -> Whereabouts:
             place,
         )
     number = len(children)
+    workers = "worker" if number == 1 else f"{number} workers"
     states = tuple(f"worker {each.pid} is in state {each.letter}" for each in children[:6])
     if dead:
-        what, fix = f"{_count(len(dead))} of which died", "See the worker's own output for why."
+        what = "which died" if number == 1 else f"{_count(len(dead))} of which died"
+        fix = "See the worker's own output for why."
     elif stopped:
         what = f"{_count(len(stopped))} of which {_is(len(stopped))} stopped (SIGSTOP)"
+        what = "which is stopped (SIGSTOP)" if number == 1 else what
         fix = f"Continue it: `kill -CONT {stopped[0].pid}`."
     elif not number:
         what, fix = "which are gone", "See the workers' own output for why."
     elif rank.activity("children_cpu") >= BUSY:
-        what = f"which compute ({_percent(rank.activity('children_cpu'))} of a core)"
+        share = _percent(rank.activity("children_cpu"))
+        what = f"which compute{'s' if number == 1 else ''} ({share} of a core)"
         return Whereabouts(
             "DDP809",
-            f"waits for the {number} workers of its DataLoader at {quoted(place)}{since}, {what}",
+            f"waits for the {workers} of its DataLoader at {quoted(place)}{since}, {what}",
             Severity.WARNING,
             place,
             "Make loading faster, or use more workers.",
             states,
         )
     else:
-        what = "which sleep, too: deadlocked"
+        what = f"which sleep{'s' if number == 1 else ''}, too: deadlocked"
         fix = (
             "A worker waits for a lock, a queue or a file: a lock that was held when it was forked "
             "(threads, a library with a pool) never opens. Try `multiprocessing_context='spawn'` "
@@ -301,8 +326,7 @@ def _loader(rank: Standing, place: Location | None, since: str) -> Whereabouts:
         )
     return Whereabouts(
         "DDP809",
-        f"waits for the {number} worker{'' if number == 1 else 's'} of its DataLoader at "
-        f"{quoted(place)}{since}, {what}",
+        f"waits for the {workers} of its DataLoader at {quoted(place)}{since}, {what}",
         Severity.ERROR,
         place,
         fix,

@@ -27,6 +27,10 @@ class Sample:
     """Bytes that devices moved for it."""
     input: bool = False
     """It sleeps in ``read`` on its standard input."""
+    network: bool = False
+    """It waits for a socket."""
+    switches: int = 0
+    """How often its main thread waited for something that came."""
 
 
 def sample(pid: int) -> Sample:
@@ -35,9 +39,17 @@ def sample(pid: int) -> Sample:
     if not letter:
         return Sample("")
     characters, disk = _io(pid)
-    below = _below(pid)
+    children_cpu = sum(_stat(child)[1] for child in _below(pid))
+    call, first = _system_call(pid)
     return Sample(
-        letter, cpu, sum(_stat(child)[1] for child in below), characters, disk, _reads_input(pid)
+        letter,
+        cpu,
+        children_cpu,
+        characters,
+        disk,
+        input=call == "read" and first == 0,
+        network=call == "poll" or (call in ("read", "socket") and _is_socket(pid, first)),
+        switches=_switches(pid),
     )
 
 
@@ -51,6 +63,8 @@ def compared(before: Sample, after: Sample, seconds: float) -> Record:
         "characters": max(0, after.characters - before.characters),
         "disk": max(0, after.disk - before.disk),
         "input": before.input and after.input,
+        "network": before.network or after.network,
+        "switches": max(0, after.switches - before.switches),
     }
 
 
@@ -90,14 +104,47 @@ def _io(pid: int) -> tuple[int, int]:
         return 0, 0
 
 
-_READ = {"x86_64": "0", "aarch64": "63"}
+_CALLS = {
+    "x86_64": {
+        "read": (0, 1, 19, 20),
+        "socket": (42, 43, 44, 45, 46, 47),
+        "poll": (7, 23, 232, 270, 271, 281),
+    },
+    "aarch64": {
+        "read": (63, 64, 65, 66),
+        "socket": (202, 203, 206, 207, 211, 212),
+        "poll": (22, 72, 73),
+    },
+}
+"""Numbers of system calls: ``read``, ``write``; ``connect``, ``recvfrom``; ``poll``, ``select``."""
 
 
-def _reads_input(pid: int) -> bool:
-    """Whether the main thread waits in ``read(0, ...)``; False where the kernel does not tell."""
+def _system_call(pid: int) -> tuple[str, int]:
+    """The kind of call that the main thread waits in, and its first argument.
+
+    The kind is empty if it is another one, or the kernel does not tell.
+    """
     try:
         with open(f"/proc/{pid}/syscall") as file:
             words = file.read().split()
+        number, first = int(words[0]), int(words[1], 16)
+    except (OSError, ValueError, IndexError):
+        return "", 0
+    kinds = _CALLS.get(os.uname().machine, {})
+    return next((kind for kind, numbers in kinds.items() if number in numbers), ""), first
+
+
+def _is_socket(pid: int, descriptor: int) -> bool:
+    try:
+        return os.readlink(f"/proc/{pid}/fd/{descriptor}").startswith("socket:")
     except OSError:
         return False
-    return words[:2] == [_READ.get(os.uname().machine, ""), "0x0"]
+
+
+def _switches(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/task/{pid}/status") as file:
+            told = file.read().rpartition("\nvoluntary_ctxt_switches:")[2].split()
+        return int(told[0])
+    except (OSError, ValueError, IndexError):
+        return 0

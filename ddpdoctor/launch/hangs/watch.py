@@ -38,7 +38,7 @@ IDLE = 3.0
 BUSY = 0.2
 """Cores that a job uses at least while it is still starting."""
 
-_TROUBLE = ("error", "exit")
+_GIVES_UP = ("error", "exit", "rank_exit", "end")
 _OF_HANGS = ("DDP4", "DDP8", "DDP109")
 """Families of findings that say why a job stands still."""
 
@@ -138,7 +138,9 @@ class HangWatch:
             self._thread.join(LAST)
             self._thread = None
             self._examined(run)
-        if self._hung is not None and not self._ended and status == 0:
+        since = self._found["time"] if self._found is not None else 0
+        gave_up = self._ended and _failed(run, since, ("error",))
+        if self._hung is not None and status == 0 and not gave_up:
             # It did come to its end.
             self._write({"kind": "hang_over", "time": time.time_ns(), "number": self._number})
         self._ended = True
@@ -291,14 +293,11 @@ class HangWatch:
         return self._moved is None and any(each.severity >= Severity.ERROR for each in told)
 
 
-def _failed(run: Run, since: int) -> bool:
+def _failed(run: Run, since: int, kinds: tuple[str, ...] = _GIVES_UP) -> bool:
     """Whether a process of the job has failed or ended since (Unix nanoseconds)."""
     records = [
         record
         for rank in run.last
         for record in (*rank.records, *([rank.exit] if rank.exit is not None else ()))
     ]
-    return any(
-        record.get("kind") in (*_TROUBLE, "rank_exit", "end") and record.get("time", 0) >= since
-        for record in records
-    )
+    return any(record.get("kind") in kinds and record.get("time", 0) >= since for record in records)
