@@ -225,11 +225,17 @@ def find(name: str) -> Path:
     """The directory of a run that a person named: a path, a run id, or ``latest``.
 
     Raises:
-        DoctorError: There is no such run.
+        DoctorError: There is no such run, or it may not be read.
     """
     for candidate in (Path(name), base_directory() / name):
-        if (candidate / MANIFEST).is_file():
-            return candidate.resolve()
+        try:
+            if (candidate / MANIFEST).is_file():
+                with open(candidate / MANIFEST, "rb"):
+                    return candidate.resolve()
+        except PermissionError:
+            raise DoctorError(
+                f"{name} may not be read: permission denied", "ask as the user whose job it is"
+            ) from None
     if Path(name).is_dir():
         raise DoctorError(
             f"{name} is not a run directory: it has no {MANIFEST}",

@@ -807,6 +807,23 @@ def test_a_py_spy_that_is_no_help_is_said_and_not_waited_for(
 
 
 @needs_linux
+def test_a_process_of_another_host_is_nobody_here(
+    spied: None, candidates: Candidates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process of this host may have the same pid."""
+    other_py_spy(tmp_path, "exit 1", monkeypatch)
+    candidates.start(SLEEPS)
+    (declared,) = read_declared(candidates.run_dir)
+    record = json.loads(declared.path.read_bytes().splitlines()[0])
+    record |= {"host": "node2", "namespace": "another boot"}
+    declared.path.write_text(json.dumps(record) + "\n")
+    (found,) = candidates.capture()
+    assert found.trouble == "on another host or in another container: node2"
+    assert (found.threads, found.state) == ((), ProcessState())
+    assert not (tmp_path / "asked").exists()
+
+
+@needs_linux
 def test_a_process_that_answers_is_not_looked_into(
     spied: None, candidates: Candidates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
@@ -151,6 +152,52 @@ def test_some_ranks_alone(stuck: Stuck) -> None:
 def test_the_newest_live_run_is_found(stuck: Stuck) -> None:
     said = stuck.doctor.cli("stacks", "--rank", "1")
     assert said.stdout.startswith(f"{stuck.run_dir.name} at ")
+
+
+AS_NOBODY = """
+import os, sys
+from ddpdoctor import cli
+words = ["stacks", sys.argv[1]]
+# What it takes is imported by then: nobody may not read every user's Python.
+sys.stdout = open(os.devnull, "w")
+cli.main(words)
+sys.stdout = sys.__stdout__
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+sys.exit(cli.main(words))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_ranks_of_another_user_say_so(stuck: Stuck) -> None:
+    def as_nobody() -> Result:
+        return stuck.doctor.run(
+            sys.executable, "-c", AS_NOBODY, str(stuck.run_dir), watch=False, timeout=30
+        )
+
+    refused = as_nobody()
+    assert refused.status == 2
+    assert refused.stderr.splitlines() == [
+        f"ddpdoctor: error: {stuck.run_dir} may not be read: permission denied",
+        "ddpdoctor: ask as the user whose job it is",
+    ]
+    # Each directory above is made for its owner alone.
+    above = [each for each in stuck.run_dir.parents if each.stat().st_mode & 0o777 == 0o700]
+    mode = {each: each.stat().st_mode for each in (*above, *stuck.run_dir.iterdir())}
+    try:
+        for each in (*mode, stuck.run_dir):
+            each.chmod(0o755 if each.is_dir() else 0o644)
+        said = as_nobody()
+    finally:
+        for each, before in mode.items():
+            each.chmod(before)
+        stuck.run_dir.chmod(0o700)
+    assert said.status == 0, said.stderr
+    head, *lines = said.stdout.splitlines()
+    assert head.endswith(": no rank could be asked")
+    assert lines[0] == "✗ [0-6]  no stack: cannot be asked: it is another user's"
+    assert len(lines) == 2 and "py-spy" in lines[1]
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from ddpdoctor.stacks.model import CUT, MAIN, Frame, Thread
 from ddpdoctor.stacks.parse import at, parse
 from ddpdoctor.stacks.process_state import (
     ENDED,
+    is_foreign,
     is_open,
     read_signals,
     read_stat,
@@ -67,7 +68,9 @@ class Asking:
                 os.ftruncate(file.fileno(), self._declared.head)
                 yield from self._ask(file.fileno())
         except OSError as error:
-            self.trouble = f"cannot be asked: {error.strerror}"
+            foreign = isinstance(error, PermissionError) and is_foreign(self._declared.pid)
+            why = "it is another user's" if foreign else error.strerror
+            self.trouble = f"cannot be asked: {why}"
 
     def _obstacle(self) -> str:
         declared = self._declared

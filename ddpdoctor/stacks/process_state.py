@@ -96,6 +96,14 @@ def _command(pid: int) -> str:
     return " ".join(word.decode("utf-8", "replace") for word in words if word)[:_MOST_COMMAND]
 
 
+def is_foreign(pid: int) -> bool:
+    """Whether a process belongs to another user."""
+    try:
+        return os.stat(f"/proc/{pid}").st_uid != os.geteuid()
+    except OSError:
+        return False
+
+
 class Signals(NamedTuple):
     """The signals of a thread, as bit masks: signal N is bit N - 1."""
 
