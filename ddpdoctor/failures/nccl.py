@@ -86,7 +86,7 @@ FAILURES = (
     Failure(
         code="DDP921",
         name="nccl-connect",
-        weight=Weight.SYMPTOM,
+        weight=Weight.GENERIC,
         anchors=("connect to", "Call to connect"),
         pattern=r"NCCL WARN[^\n]*connect to (?P<address>\S+) returned [^,]+, "
         r"(?:exceeded error retry|retrying)|NCCL WARN[^\n]*Call to connect[^\n]*"

@@ -88,7 +88,7 @@ def _diagnosis(run: Run, restart: int) -> Diagnosis | None:
             return None
         if failure.weight == Weight.GENERIC:
             # NCCL's own warnings tell what its exception leaves open.
-            told = next(_in_stderr(run, restart, cause, Weight.CAUSE), None)
+            told = next(_in_stderr(run, restart, cause, Weight.GENERIC), None)
             if told is not None:
                 return told
         line = telling_line(failure, cause.printed)
