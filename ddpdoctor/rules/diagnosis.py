@@ -10,6 +10,7 @@ from ddpdoctor.record import integer
 from ddpdoctor.rules import apart
 from ddpdoctor.rules.decisions import decisions
 from ddpdoctor.rules.evaluation import forward_under_rank_guard
+from ddpdoctor.rules.guards import only_sleeps
 from ddpdoctor.rules.hangs import left_early
 from ddpdoctor.rules.out_of_step import guarded, mismatch, named, order, same_number, waiting_line
 from ddpdoctor.rules.standing import Standing, Standstill, brief, quoted, standstill
@@ -17,6 +18,8 @@ from ddpdoctor.rules.waits import Blocked, blocked
 from ddpdoctor.rules.whereabouts import Whereabouts, state_of, whereabouts
 from ddpdoctor.run import Run
 from ddpdoctor.stacks.user_frames import user_frames
+
+_PLURAL = {"is": "are", "has": "have", "does": "do"}
 
 NATIVE = 4
 """Native frames that are shown."""
@@ -180,7 +183,11 @@ def _sentence(
 ) -> str:
     who = named([rank.rank for rank in ranks])
     plural = len(ranks) > 1
-    text = f"are {each.text[3:]}" if plural and each.text.startswith("is ") else each.text
+    text = each.text
+    if plural:
+        verb, _, rest = text.partition(" ")
+        verb = _PLURAL.get(verb, verb.removesuffix("s"))
+        text = f"{verb} {rest}".replace("of its DataLoader", "of their DataLoaders")
     if wait is None:
         return f"{who} {text}"
     others = named([rank.rank for rank in waiting])
@@ -250,6 +257,9 @@ def _nobody_waits(still: Standstill) -> Iterator[Finding]:
         if each.severity >= Severity.ERROR and rank.joined and rank.frame is not None
     ]
     if not idle or len(idle) < len(told):
+        return
+    if all(r.site is not None and only_sleeps(r.site.path, r.site.line) for r, _ in idle):
+        # Together they do nothing for a while: a pause between epochs, say.
         return
     rank, each = idle[0]
     yield Finding(

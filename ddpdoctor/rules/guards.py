@@ -46,6 +46,23 @@ def constant_while(path: str, line: int) -> int | None:
     return best
 
 
+def only_sleeps(path: str, line: int) -> bool:
+    """Whether a line calls ``sleep``, and not in a ``while``, which may wait for something."""
+    tree = _tree(path, _changed(path))
+    if tree is None:
+        return False
+    around = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Call, ast.While))
+        and node.lineno <= line <= (node.end_lineno or node.lineno)
+    ]
+    calls = [node.func for node in around if isinstance(node, ast.Call)]
+    names = [call.attr if isinstance(call, ast.Attribute) else call for call in calls]
+    sleeps = any(each == "sleep" or getattr(each, "id", "") == "sleep" for each in names)
+    return sleeps and len(calls) == len(around)
+
+
 def _guards(path: str) -> list[tuple[int, int, int]]:
     return _found(path, _changed(path))
 

@@ -139,11 +139,13 @@ def whereabouts(rank: Standing, starting: bool) -> Whereabouts:
     since = f" since {rank.seconds} s" if rank.seconds else ""
     if _prompts(rank, frames):
         debugger = any(part in frame.path for frame in frames for part in _DEBUGGERS)
+        # Before the first step somebody may be asked at the terminal, and look for the answer.
+        asked = starting and not rank.step and not debugger and _told(rank, "terminal")
         return Whereabouts(
             "DDP808",
             f"waits for {'a command in the debugger (pdb)' if debugger else 'input'} at "
             f"{quoted(place)}{since}",
-            Severity.ERROR,
+            Severity.INFO if asked else Severity.ERROR,
             place,
             "Take it out, or use `breakpoint()` with the debugger attached: then the ranks wait "
             "for each other without timing out."
@@ -161,7 +163,7 @@ def whereabouts(rank: Standing, starting: bool) -> Whereabouts:
             place,
         )
     doing = _doing(rank)
-    if starting and not rank.step and (_works(rank) or _at_socket(rank)):
+    if starting and not rank.step and (_works(rank) or _told(rank, "network")):
         waits = not _works(rank)
         if waits:
             doing = f"waiting for the network, from which nothing comes{',' if since else ''}"
@@ -223,13 +225,14 @@ def _works(rank: Standing) -> bool:
     )
 
 
-def _at_socket(rank: Standing) -> bool:
-    return bool((rank.record.get("activity") or {}).get("network"))
+def _told(rank: Standing, key: str) -> bool:
+    """Whether something was seen of it (`ddpdoctor.launch.hangs.activity`)."""
+    return bool((rank.record.get("activity") or {}).get(key))
 
 
 def _exchanges(rank: Standing) -> bool:
     """Whether something comes or goes at a socket that it waits for."""
-    return _at_socket(rank) and rank.activity("switches") >= LIVELY
+    return _told(rank, "network") and rank.activity("switches") >= LIVELY
 
 
 def _loop(rank: Standing) -> Whereabouts | None:
@@ -265,8 +268,7 @@ def _prompts(rank: Standing, frames: tuple[Frame, ...]) -> bool:
         and is_user_path(last.path)
         and any(word in statement(last.path, last.line) for word in _PROMPT)
     )
-    reading = bool((rank.record.get("activity") or {}).get("input"))
-    return (reading and rank.activity("cpu") < BUSY) or (asks and not _works(rank))
+    return (_told(rank, "input") and rank.activity("cpu") < BUSY) or (asks and not _works(rank))
 
 
 def _in_store(frames: tuple[Frame, ...]) -> bool:
@@ -306,6 +308,16 @@ def _loader(rank: Standing, place: Location | None, since: str) -> Whereabouts:
         fix = f"Continue it: `kill -CONT {stopped[0].pid}`."
     elif not number:
         what, fix = "which are gone", "See the workers' own output for why."
+    elif _told(rank, "children_network"):
+        return Whereabouts(
+            "DDP809",
+            f"waits for the {workers} of its DataLoader at {quoted(place)}{since}, "
+            f"{'which waits' if number == 1 else 'one of which waits'} for the network",
+            Severity.WARNING,
+            place,
+            "Look at the storage that the data come from, and give each request a timeout.",
+            states,
+        )
     elif rank.activity("children_cpu") >= BUSY:
         share = _percent(rank.activity("children_cpu"))
         what = f"which compute{'s' if number == 1 else ''} ({share} of a core)"

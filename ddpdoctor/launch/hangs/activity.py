@@ -27,8 +27,12 @@ class Sample:
     """Bytes that devices moved for it."""
     input: bool = False
     """It sleeps in ``read`` on its standard input."""
+    terminal: bool = False
+    """And that is a terminal, at which somebody may sit."""
     network: bool = False
     """It waits for a socket."""
+    children_network: bool = False
+    """One of those below it does."""
     switches: int = 0
     """How often its main thread waited for something that came."""
 
@@ -39,16 +43,20 @@ def sample(pid: int) -> Sample:
     if not letter:
         return Sample("")
     characters, disk = _io(pid)
-    children_cpu = sum(_stat(child)[1] for child in _below(pid))
+    below = _below(pid)
+    children_cpu = sum(_stat(child)[1] for child in below)
     call, first = _system_call(pid)
+    reads_input = call == "read" and first == 0
     return Sample(
         letter,
         cpu,
         children_cpu,
         characters,
         disk,
-        input=call == "read" and first == 0,
-        network=call == "poll" or (call in ("read", "socket") and _is_socket(pid, first)),
+        input=reads_input,
+        terminal=reads_input and _leads_to(pid, 0, ("/dev/pts/", "/dev/tty")),
+        network=call == "poll" or _at_socket(pid, call, first),
+        children_network=any(_at_socket(child, *_system_call(child)) for child in below),
         switches=_switches(pid),
     )
 
@@ -63,7 +71,9 @@ def compared(before: Sample, after: Sample, seconds: float) -> Record:
         "characters": max(0, after.characters - before.characters),
         "disk": max(0, after.disk - before.disk),
         "input": before.input and after.input,
+        "terminal": before.terminal and after.terminal,
         "network": before.network or after.network,
+        "children_network": before.children_network or after.children_network,
         "switches": max(0, after.switches - before.switches),
     }
 
@@ -134,9 +144,14 @@ def _system_call(pid: int) -> tuple[str, int]:
     return next((kind for kind, numbers in kinds.items() if number in numbers), ""), first
 
 
-def _is_socket(pid: int, descriptor: int) -> bool:
+def _at_socket(pid: int, call: str, first: int) -> bool:
+    """Whether a call that was read off a process is about a socket."""
+    return call in ("read", "socket") and _leads_to(pid, first, ("socket:",))
+
+
+def _leads_to(pid: int, descriptor: int, kinds: tuple[str, ...]) -> bool:
     try:
-        return os.readlink(f"/proc/{pid}/fd/{descriptor}").startswith("socket:")
+        return os.readlink(f"/proc/{pid}/fd/{descriptor}").startswith(kinds)
     except OSError:
         return False
 
