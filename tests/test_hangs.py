@@ -17,7 +17,7 @@ import ddpdoctor.rules  # noqa: F401 (registers the rules)
 from ddpdoctor.finding import RULES, Finding, Severity, examine
 from ddpdoctor.launch.hangs.signs import FIRST, PATIENCE, STEPS, Signs
 from ddpdoctor.record import Phase, Status
-from ddpdoctor.rules.guards import constant_while, rank_guard
+from ddpdoctor.rules.guards import constant_while, only_sleeps, rank_guard
 from ddpdoctor.rules.waits import parsed
 from ddpdoctor.run import Rank, Run, RunReader
 from tests.conftest import ROOT, Doctor
@@ -126,6 +126,22 @@ def test_loops_that_cannot_end(tmp_path: Path, loop: str, endless: bool) -> None
     path = tmp_path / "train.py"
     path.write_text(loop + "\n")
     assert constant_while(str(path), 2) == (1 if endless else None)
+
+
+@pytest.mark.parametrize(
+    ("source", "sleeps"),
+    [
+        ("time.sleep(5)", True),
+        ("for each in x:\n    sleep(5)", True),
+        ("while not os.path.exists(x):\n    time.sleep(5)", False),
+        ("wait(5)", False),
+        ("time.sleep(", False),
+    ],
+)
+def test_a_sleep_that_waits_for_nothing(tmp_path: Path, source: str, sleeps: bool) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(source + "\n")
+    assert only_sleeps(str(path), source.count("\n") + 1) is sleeps
 
 
 def test_ranks_of_a_group() -> None:
@@ -286,6 +302,31 @@ def test_a_rank_that_is_late_before_anybody_joined(tmp_path: Path) -> None:
     # Both have come, so that others are missing.
     (found,) = findings(tmp_path, waits, {**waits, "rank": 1})
     assert (found.code, found.ranks) == ("DDP813", (0, 1))
+
+
+def test_a_question_at_the_start_is_only_told(tmp_path: Path) -> None:
+    asks = {"letters": "SS", "input": True, "terminal": True}
+    absent = rank(1, "other", step=0, flight=[], stacks=stacks(1, TRAIN), activity=asks)
+    (found,) = findings(tmp_path, {**waiting(0), "step": 0}, absent)
+    assert (found.code, found.severity) == ("DDP808", Severity.INFO)
+    for change in ({"step": 3}, {"activity": {**asks, "terminal": False}}):
+        (found,) = findings(tmp_path, {**waiting(0), "step": 0}, {**absent, **change})
+        assert (found.code, found.severity) == ("DDP808", Severity.ERROR)
+
+
+def test_workers_that_wait_for_the_network_are_not_deadlocked(tmp_path: Path) -> None:
+    loader = "/srv/lib/python3.11/site-packages/torch/utils/data/dataloader.py"
+    worker = {"pid": 9, "letter": "S", "cpu_seconds": 0.0, "command": "python train.py"}
+    told = stacks(1, TRAIN, (loader, 9, "_try_get_data"), state={"children": [worker]})
+    waits = {"letters": "SS", "children_network": True}
+    absent = rank(1, "data", flight=[], stacks=told, activity=waits)
+    (found,) = findings(tmp_path, waiting(0), absent)
+    assert (found.code, found.severity) == ("DDP809", Severity.WARNING)
+    words = "the worker of its DataLoader at train.py:61 since 41 s, which waits for the network"
+    assert words in found.message
+    (found,) = findings(tmp_path, waiting(0), {**absent, "activity": {"letters": "SS"}})
+    assert (found.code, found.severity) == ("DDP809", Severity.ERROR)
+    assert "which sleeps, too: deadlocked" in found.message
 
 
 # -- a real one

@@ -15,7 +15,7 @@ def prepare(seconds: float) -> None:
     """Index the data."""
     end = time.monotonic() + seconds
     index: dict[int, int] = {}
-    while time.monotonic() < end:
+    while time.monotonic() < end:  # or: DDP811 rank 1
         index[len(index) % 1000] = len(index)  # expect: DDP811 rank 1
 
 

@@ -1,0 +1,34 @@
+"""All ranks pause between two epochs, so that the storage can catch up."""
+
+# run: --hang-after 2
+
+import gc
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    for epoch in range(2):
+        for step in range(12):
+            torch.manual_seed(1000 * (20 * epoch + step) + rank)
+            loss = ddp(torch.randn(32, 16)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        time.sleep(6)
+    del ddp, optimizer
+    gc.collect()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
