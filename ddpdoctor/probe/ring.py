@@ -42,7 +42,6 @@ _TEXT_AT = _ENTRIES_AT + ENTRIES * _ENTRY.size
 SIZE = 32 << 10
 """Bytes of the file."""
 
-_MOST_DIMENSIONS = 4
 _INTEGER = 0xFFFFFFFF
 
 
@@ -169,8 +168,12 @@ class RingWriter:
         _FLAGS.pack_into(self._memory, _FLAGS_AT, 1)
 
 
-def read_ring(path: str) -> Ring:
+def read_ring(path: str, newest: int = ENTRIES) -> Ring:
     """Read a ring, live or left behind.
+
+    Args:
+        path: The file.
+        newest: At most so many of its collectives.
 
     Raises:
         UnreadableError: The file is too short, no ring, or of a newer format.
@@ -185,11 +188,11 @@ def read_ring(path: str) -> Ring:
             if again == raw:
                 break
             raw = again
-    return parse_ring(raw, path)
+    return parse_ring(raw, path, newest)
 
 
-def parse_ring(raw: bytes, path: str) -> Ring:
-    """What a ring says, read from ``path``.
+def parse_ring(raw: bytes, path: str, newest: int = ENTRIES) -> Ring:
+    """What a ring says, read from ``path``: the ``newest`` of its collectives.
 
     Raises:
         UnreadableError: It is too short, no ring, or of a newer format.
@@ -201,40 +204,37 @@ def parse_ring(raw: bytes, path: str) -> Ring:
         raise UnreadableError(f"{path} has format {version}; this ddpdoctor reads {FORMAT}")
     (written,) = _TEXTS.unpack_from(raw, _TEXTS_AT)
     texts = raw[text_at : text_at + written].decode("utf-8", "replace").split("\n")
-    entries_end = _ENTRIES_AT + ENTRIES * _ENTRY.size
-    found = [
-        _collective(entry, texts)
-        for entry in _ENTRY.iter_unpack(raw[_ENTRIES_AT:entries_end])
-        if entry[0]
-    ]
+    every = _ENTRY.iter_unpack(raw[_ENTRIES_AT : _ENTRIES_AT + ENTRIES * _ENTRY.size])
+    ordered = sorted(entry for entry in every if entry[0])
     return Ring(
         _COUNT.unpack_from(raw, _COUNT_AT)[0],
         _WAITED.unpack_from(raw, _WAITED_AT)[0],
         bool(_FLAGS.unpack_from(raw, _FLAGS_AT)[0]),
-        tuple(sorted(found)),
+        tuple(_collective(entry, texts) for entry in ordered[-newest:]),
     )
 
 
 def _collective(entry: tuple[int, ...], texts: list[str]) -> Collective:
-    order, began, ended, sequence, numel = entry[:5]
-    # One that was written a moment ago may refer to a text that is not there yet.
-    name, group, dtype, reduce, site = (
-        texts[number] if number < len(texts) else "" for number in entry[5:10]
-    )
-    dimensions, flags, root = entry[10:13]
-    return Collective(
-        order,
-        began,
-        ended,
-        sequence,
-        name,
-        group,
-        dtype,
-        reduce,
-        entry[13 : 13 + min(dimensions, _MOST_DIMENSIONS)],
-        numel,
-        root,
-        bool(flags & ASYNC),
-        bool(flags & POINT_TO_POINT),
-        site,
-    )
+    # Of a thousand ranks there are 64 each: one statement, no loop.
+    order, began, ended, sequence, numel, name, group, dtype, reduce, site, *rest = entry
+    dimensions, flags, root, *shape = rest
+    try:
+        return Collective(
+            order,
+            began,
+            ended,
+            sequence,
+            texts[name],
+            texts[group],
+            texts[dtype],
+            texts[reduce],
+            tuple(shape[:dimensions]),
+            numel,
+            root,
+            flags & ASYNC != 0,
+            flags & POINT_TO_POINT != 0,
+            texts[site],
+        )
+    except IndexError:
+        # One that was written a moment ago may refer to a text that is not there yet.
+        return _collective(entry, [*texts, *[""] * (1 + max(entry[5:10]) - len(texts))])

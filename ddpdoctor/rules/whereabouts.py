@@ -52,11 +52,14 @@ class Whereabouts:
 
 def state_of(rank: Standing) -> Whereabouts | None:
     """What its process's state tells, whatever its code does; None if it may simply be at work."""
-    letters, place = rank.letters, rank.site
+    letters = rank.letters
+    unusual = letters == "DD" or "T" in letters or "t" in letters
+    if rank.ended or not (unusual or rank.dead_for is not None or rank.silent):
+        # The usual case, for which no stack needs to be read.
+        return None
+    place = rank.site
     at = f"at {quoted(place)}" if rank.frame is not None else f"last seen at {quoted(place)}"
     since = f"since {rank.seconds} s"
-    if rank.ended:
-        return None
     if rank.dead_for is not None:
         if rank.dead_for < NOTICED:
             return None

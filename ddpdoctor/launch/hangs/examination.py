@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddpdoctor.launch.hangs import activity
+from ddpdoctor.probe.ring import read_ring
 from ddpdoctor.probe.watch import namespace
 from ddpdoctor.record import Record, UnreadableError, rank_stem, read_status
 from ddpdoctor.run import Rank, Run
@@ -59,8 +60,9 @@ def examine(
     }
     first = {each.rank: each for each in capture(run, patience=PATIENCE)}
     for each in first.values():
-        # A process that is not yet a rank.
-        samples.setdefault(each.rank, activity.sample(each.pid))
+        if each.state.letter:
+            # A process that is not yet a rank; on another host the same pid is somebody else's.
+            samples.setdefault(each.rank, activity.sample(each.pid))
     time.sleep(max(0.0, began + BETWEEN - time.monotonic()))
     # Who did not answer by itself a moment ago would only be waited for once more.
     answered = [rank for rank, each in first.items() if each.threads and not each.note]
@@ -134,14 +136,17 @@ def _of_rank(run: Run, rank: Rank) -> Record:
 
 def ring_record(rank: Rank) -> Record:
     """The newest collectives that a rank called from Python."""
-    ring = rank.ring
-    if ring is None:
+    if rank.ring_file is None:
+        return {}
+    try:
+        ring = read_ring(str(rank.ring_file), NEWEST)
+    except (OSError, UnreadableError):
         return {}
     return {
         "calls": ring.calls,
         "waited": ring.waited,
         "partial": ring.partial,
-        "collectives": [each._asdict() for each in ring.collectives[-NEWEST:]],
+        "collectives": [each._asdict() for each in ring.collectives],
     }
 
 
