@@ -206,3 +206,40 @@ def test_the_command_reads_logs(
 def test_weights_say_what_the_issue_calls_secondary() -> None:
     secondary = {f.name for f in TABLE if f.weight in (Weight.CONSEQUENCE, Weight.WRAPPER)}
     assert secondary >= {"peer-closed", "store-gone", "stopped-by-torchrun", "child-failed"}
+
+
+_TOLD = """\
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/job/train.py", line 22, in <module>
+[rank1]:     train()
+[rank1]: {}
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "/job/train.py", line 30, in <module>
+[rank0]:     loss.backward()
+[rank0]: RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.5]:3001
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("DDP913", "socket.gaierror: [Errno -2] Name or service not known"),
+        ("DDP914", "RuntimeError: [../gloo/transport/tcp/pair.cc:800] failed to connect, "
+                   "willRetry=0, retry=10, remote=[10.0.0.5]:3001, error=Connection refused"),
+        ("DDP003", "RuntimeError: Gloo connectFullMesh failed with [../pair.cc:800] failed to "
+                   "connect, willRetry=0, remote=[127.0.1.1]:3001, error=Connection refused"),
+        ("DDP004", "RuntimeError: [enforce fail at ../gloo/transport/tcp/device.cc:83] ifa != "
+                   "nullptr. no device found matching eth7"),
+        ("DDP803", "torch.distributed.DistBackendError: Mismatched collective detected"),
+        ("DDP005", "RuntimeError: DataLoader worker (pid 4812) is killed by signal: Bus error."),
+        ("DDP005", "RuntimeError: unable to write to file </torch_4711_1_0>: No space left (28)"),
+        ("DDP209", "ValueError: ProcessGroupNCCL is only supported with GPUs, no GPUs found!"),
+        ("DDP209", "RuntimeError: Found no NVIDIA driver on your system."),
+        ("DDP931", "RuntimeError: DataLoader worker (pid(s) 4812, 4813) exited unexpectedly"),
+        ("DDP945", "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding "
+                   "central directory"),
+    ],
+)  # fmt: skip
+def test_other_words_for_the_same_failure(code: str, words: str) -> None:
+    (found,) = findings(read("job.log", [_TOLD.format(words).encode()]))
+    assert (found.code, found.ranks) == (code, (1,))

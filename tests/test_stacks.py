@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 import ddpdoctor.probe
+from ddpdoctor.launch.hangs import examination
 from ddpdoctor.render import stacks as render
 from ddpdoctor.run import glance
 from ddpdoctor.stacks import asking, py_spy, saved
@@ -821,6 +822,8 @@ def test_a_process_of_another_host_is_nobody_here(
     assert found.trouble == "on another host or in another container: node2"
     assert (found.threads, found.state) == ((), ProcessState())
     assert not (tmp_path / "asked").exists()
+    (seen,) = examination.examine(glance(candidates.run_dir), 1, (), {})
+    assert seen["stacks"]["trouble"] == found.trouble and "activity" not in seen
 
 
 @needs_linux

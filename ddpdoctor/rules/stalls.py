@@ -140,7 +140,8 @@ def waits_for_input(run: Run) -> Iterator[Finding]:
         Wrong: `import pdb; pdb.set_trace()` in the training loop. Right: `breakpoint()`.
 
     When it stays silent
-        While a rank is in the debugger that ddpdoctor offers.
+        While a rank is in the debugger that ddpdoctor offers. A question at a terminal before the
+        first step is an info: somebody may be looking for the answer.
 
     Since
         0.1.0
@@ -169,7 +170,7 @@ def waits_for_loader(run: Run) -> Iterator[Finding]:
         Right: a lock made in `worker_init_fn`.
 
     When it stays silent
-        Workers that compute are a warning: loading is slow, then.
+        Workers that compute, or wait for the network, are a warning: loading is slow, then.
 
     Since
         0.1.0
@@ -303,7 +304,8 @@ def stands_still(run: Run) -> Iterator[Finding]:
         Right: `NCCL_SOCKET_IFNAME` set to an interface that all nodes reach.
 
     When it stays silent
-        When a rank is missing, or does something else: then that is said.
+        When a rank is missing, or does something else: then that is said. When all ranks are in a
+        `sleep` outside of a `while`: a pause.
 
     Since
         0.1.0
