@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+
 import pytest
 
 from ddpdoctor.finding import Severity
 from ddpdoctor.record import Phase, Record
+from tests.conftest import Doctor, Result
 from tests.written import MS, SECOND, T0, Written
 
 HEAD = "Traceback (most recent call last):\n"
@@ -192,3 +196,68 @@ def test_an_end_that_was_not_seen_is_no_crash(written: Written, why: str) -> Non
         unseen(written, 0, T0 - MS)
     stderr = f"Sending process {os.getpid()} closing signal SIGTERM\n"
     assert written.findings(stderr=stderr if why == "stopped by torchrun" else "") == []
+
+
+# -- failures in disguise, on real disks
+
+
+def words(result: Result) -> str:
+    return " ".join(result.ours.replace("ddpdoctor:", "").split())
+
+
+def told_alike(doctor: Doctor, result: Result, live: str, log: str) -> None:
+    """The run names the cause, and so does its plain output without ddpdoctor's own lines."""
+    assert result.codes == [live], result.stderr
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("ddpdoctor")]
+    plain = doctor.write("job.log", "\n".join(lines))
+    assert f"error {log}: " in doctor.cli("report", "--log", str(plain)).stdout
+
+
+@pytest.mark.slow
+def test_a_full_disk_that_reads_unexpected_pos(doctor: Doctor) -> None:
+    disk = doctor.directory / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)]
+    if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small disk takes root")
+    script = doctor.write(
+        "train.py",
+        """\
+        import sys
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 0:
+            torch.save({"weight": torch.randn(3_000_000)}, sys.argv[1])
+        dist.barrier()
+        """,
+    )
+    try:
+        result = doctor.run("--nproc-per-node=2", "--", str(script), f"{disk}/model.pt")
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+    assert "unexpected pos" in result.stderr
+    assert "model.pt: the disk is full" in words(result)
+    told_alike(doctor, result, "DDP935", "DDP935")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_torn_by_its_writers_that_reads_legacy_tar(doctor: Doctor) -> None:
+    script = doctor.write(
+        "train.py",
+        """\
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        for _ in range(200):
+            torch.save({"weight": torch.randn(1_000_000)}, "model.pt")
+            torch.load("model.pt")
+        """,
+    )
+    result = doctor.run("--nproc-per-node=2", "--", str(script))
+    assert result.status == 1
+    assert "2 ranks write it at once" in words(result)
+    # It depends on what was there at that moment how torch puts it.
+    told_alike(doctor, result, "DDP501", "DDP945")
