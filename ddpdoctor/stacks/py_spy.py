@@ -33,6 +33,9 @@ MOST = 16
 _KILLED = 0.3
 """Seconds for a py-spy that was killed; one that waits in the kernel does not end before that."""
 
+_NOT_HELD = ("T", "t", "D")
+"""States of a process that cannot be held: it is already, or does not react."""
+
 _Dump = list[dict[str, Any]]
 
 
@@ -84,7 +87,7 @@ def add_native(
         number
         for number, each in enumerate(stacks)
         if each.threads
-        and each.state.letter not in ("T", "t")
+        and each.state.letter not in _NOT_HELD
         and (ranks is None or each.rank in ranks)
     ]
     found = list(stacks)

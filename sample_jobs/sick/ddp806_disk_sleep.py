@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 def sort(path: str) -> None:
     """Start a program that reads a file."""
     source = [(os.POSIX_SPAWN_OPEN, 0, path, os.O_RDONLY, 0)]
-    os.posix_spawn("/bin/true", ["true"], os.environ, file_actions=source)
+    name = "/bin/true"
+    os.posix_spawn(name, ["true"], os.environ, file_actions=source)  # expect: DDP806 rank 1
 
 
 def main() -> None:
@@ -32,7 +33,7 @@ def main() -> None:
         loss = ddp(torch.randn(32, 16)).square().mean()
         optimizer.zero_grad()
         loss.backward()
-        optimizer.step()  # expect: DDP806 rank 1
+        optimizer.step()  # or: DDP806 rank 1
         if step == 5 and rank == 1:
             sort(pipe)
     del ddp, optimizer
