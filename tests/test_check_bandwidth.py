@@ -171,6 +171,33 @@ def test_nccl_beside_its_links_is_told_with_the_stage_and_the_node() -> None:
     assert finding.paste == "export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET"
 
 
+@pytest.mark.parametrize(
+    ("again", "said"),
+    [
+        ([], "between nodes 1 apart fails: node0 (node 0, this one), node1 (node 1)"),
+        (
+            [[0, 1, True], [1, 0, False]],
+            "between nodes 1 apart fails because of node1 (node 1)",
+        ),
+        (
+            [[0, 1, True], [1, 0, True]],
+            "fails between node0 (node 0, this one), node1 (node 1) alone",
+        ),
+    ],
+)
+def test_nccl_blames_a_node_only_if_it_fails_with_another_one_too(
+    again: list[list[object]], said: str
+) -> None:
+    stages = [
+        ["inside the node", [], []],
+        ["between nodes 1 apart", [[0, [0, 1], "timed out"], [1, [0, 1], "no device"]], []],
+    ]
+    told = meeting({"nccl": {"correct": 0, "stages": stages, "again": again}})
+    (finding,) = nccl_reduction.nccl_reduction(told).findings
+    assert finding.message == f"NCCL's all_reduce {said}"
+    assert "node1: no device" in finding.evidence
+
+
 def test_a_link_of_unknown_speed_is_said_and_not_compared() -> None:
     outcome = nccl(240e9, 0.2e9, ("eth0 is virtual", 0.0))
     assert outcome.status is Status.PASS

@@ -20,9 +20,11 @@ from ddpdoctor.preflight.meeting.caller import CallError, Problem
 from ddpdoctor.preflight.meeting.coordinator import Coordinator, listen
 from ddpdoctor.preflight.meeting.facts import Facts, unpack
 from ddpdoctor.preflight.meeting.joining import Goal, join, side_doors
+from ddpdoctor.preflight.meeting.leading import _nccl
 from ddpdoctor.preflight.meeting.pairs import Listener, Target, dial_all, speed
 from ddpdoctor.preflight.meeting.place import seat
 from ddpdoctor.preflight.meeting.ranks import PROGRAM
+from ddpdoctor.preflight.meeting.reduction import _with_others
 from ddpdoctor.preflight.nodes.judging import Blame, blame
 from ddpdoctor.preflight.situation import Options, Situation
 from tests.conftest import TOKEN
@@ -269,16 +271,38 @@ def test_mpi_with_a_process_on_each_node_says_which_node_it_is(
 # The ranks of the collective test.
 
 
-def reduced(orders: list[dict[str, Any]], token: str) -> list[dict[str, Any]]:
+BROKEN = f"""
+import sys
+sys.path.insert(0, {str(PROGRAM.parent)!r})
+import reduction
+
+stage = reduction._stage
+
+def broken(name, nodes, *rest):
+    if 1 in nodes and len(nodes) == 2 and (name != reduction.AGAIN or {{again}}):
+        return {{{{"name": name, "nodes": nodes, "error": "no such device", "bus": 0.0}}}}
+    return stage(name, nodes, *rest)
+
+reduction._stage = broken
+reduction.main()
+"""
+"""A rank of node 1 that cannot reduce with a single other node, at first or again, too."""
+
+
+def reduced(
+    orders: list[dict[str, Any]], token: str, broken: dict[int, bool] | None = None
+) -> list[dict[str, Any]]:
+    """What ranks answer; those that are broken, by rank, in the second try as well or not."""
+    programs = {rank: ["-c", BROKEN.format(again=again)] for rank, again in (broken or {}).items()}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(PROGRAM)],
+            [sys.executable, *programs.get(order["rank"], [str(PROGRAM)])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, TOKEN: token, "OMP_NUM_THREADS": "1"},
         )
-        for _ in orders
+        for order in orders
     ]
     answers = []
     try:
@@ -328,6 +352,42 @@ def test_the_stages_go_from_nodes_over_pairs_to_all(token: str) -> None:
     assert names[0] == [(inside, [0]), (one, [0, 1]), (two, [0, 2]), (everyone, [0, 1, 2])]
     assert names[2] == [(inside, [1]), (one, [0, 1]), (everyone, [0, 1, 2])]
     assert answers[0]["stages"]["stages"][-1]["bus"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [True, False])
+def test_the_nodes_of_a_pair_that_fails_are_tried_with_others(again: bool, token: str) -> None:
+    node_of, port = [0, 1, 2, 3], free_port()
+    orders = [order(r, node_of, port, stages="gloo", limit=5) for r in range(4)]
+    answers = reduced(orders, token, broken={1: again})
+    assert all(answer["ok"] for answer in answers), answers
+    assert not any(answer["stages"]["ok"] for answer in answers), answers
+    results = [{"node": rank, **answer} for rank, answer in enumerate(answers)]
+    told = _nccl(results)
+    assert told["correct"] == 0
+    assert [name for name, _, _ in told["stages"]] == ["inside the node", "between nodes 1 apart"]
+    _, errors, _ = told["stages"][-1]
+    assert {tuple(nodes) for _, nodes, _ in errors} == {(0, 1)}
+    assert "no such device" in {words for _, _, words in errors}
+    assert told["again"] == [[0, 2, True], [1, 3, not again]]
+
+
+@pytest.mark.parametrize(
+    ("failed", "nodes", "rounds"),
+    [
+        ([[0, 1]], 2, []),
+        ([[0, 1]], 3, [[[0, 2]], [[1, 2]]]),
+        ([[0, 1]], 8, [[[0, 2], [1, 3]]]),
+        ([[2, 3], [4, 5]], 8, [[[2, 0], [3, 1], [4, 6], [5, 7]]]),
+        ([[0, 1], [2, 3]], 5, [[[0, 4]], [[1, 4]]]),
+        ([[3]], 4, []),
+        ([[0, 1, 2]], 3, []),
+    ],
+)
+def test_a_node_is_tried_with_one_that_did_not_fail(
+    failed: list[list[int]], nodes: int, rounds: list[list[list[int]]]
+) -> None:
+    assert _with_others(failed, nodes) == rounds
 
 
 @pytest.mark.slow

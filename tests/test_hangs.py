@@ -6,6 +6,7 @@ The sick jobs (`tests/test_sick_jobs.py`) are the real ones; here is what they d
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import time
 from pathlib import Path
@@ -393,14 +394,27 @@ def test_what_is_seen_while_ranks_give_up_tells_less(
 
 
 @pytest.mark.slow
-def test_native_frames_of_a_job_that_will_end_anyway(doctor: Doctor) -> None:
+@pytest.mark.parametrize("ends", [True, False])
+def test_native_frames_of_the_rank_that_is_to_blame(doctor: Doctor, ends: bool) -> None:
     job = ROOT / "sample_jobs" / "sick" / "ddp810_native_wait.py"
-    result = doctor.run(
-        "--hang-after", "3", "--kill-on-hang", "--nproc-per-node", "2", "--", str(job)
-    )
-    assert result.status == 4
-    (file,) = result.run_dir.glob("hang-*.json")
-    guilty = json.loads(file.read_text())["ranks"][1]["stacks"]
+    options = ["--kill-on-hang"] if ends else ["--grace", "1"]
+    live = doctor.start("--hang-after", "3", *options, "--nproc-per-node", "2", "--", str(job))
+
+    def of_rank_1(number: int) -> dict[str, Any]:
+        file = live.run_dir / f"hang-{number:04}.json"
+        found = json.loads(file.read_text())["ranks"][1]["stacks"] if file.exists() else {}
+        return found if found.get("native") or found.get("note") else {}
+
+    if not ends:
+        deadline = time.monotonic() + 90
+        while not of_rank_1(2) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        live.process.send_signal(signal.SIGINT)
+    result = live.finish(90)
+    assert (result.status == 4) == ends
+    guilty = of_rank_1(1)
+    if not ends:
+        assert (guilty["native"], guilty["note"]) == (of_rank_1(2)["native"], of_rank_1(2)["note"])
     evidence = result.ours
     if guilty["native"]:
         assert "evidence: native frames of rank 1: " in evidence

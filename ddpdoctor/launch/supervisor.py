@@ -201,7 +201,6 @@ class Supervisor:
             self._hangs = HangWatch(
                 self._directory,
                 self._command.own.hang_after,
-                self._command.own.kill_on_hang,
                 self._write,
                 self._reporter,
                 self._wake,

@@ -91,16 +91,29 @@ def examine(
     return [records[rank] for rank in sorted(records)]
 
 
-def add_native(records: Iterable[Record], ranks: Collection[int]) -> None:
-    """Put native frames into the records of some ranks; each is held for a second or two."""
-    stacked = {
-        record["rank"]: record
-        for record in records
-        if record["rank"] in ranks and "stacks" in record
-    }
-    stacks = [from_record(record["stacks"]) for record in stacked.values()]
-    for each in py_spy.add_native(stacks, PATIENCE):
-        stacked[each.rank]["stacks"] = to_record(each)
+def add_native(records: Iterable[Record], ranks: Collection[int], known: dict[int, Record]) -> None:
+    """Put native frames into the records of some ranks; each is held for a second or two.
+
+    Args:
+        records: What was found out of all ranks.
+        ranks: Those ranks.
+        known: Their stacks when this was done before, by rank: one that still is where it was is
+            not held again.
+    """
+    stacked = {}
+    for record in records:
+        rank, stacks = record["rank"], record.get("stacks")
+        if rank not in ranks or stacks is None:
+            continue
+        before = known.get(rank, {})
+        if before.get("pid") == stacks["pid"] and before["threads"] == stacks["threads"]:
+            record["stacks"] = {**stacks, "native": before["native"], "note": before["note"]}
+        else:
+            stacked[rank] = record
+    for each in py_spy.add_native(
+        [from_record(record["stacks"]) for record in stacked.values()], PATIENCE
+    ):
+        known[each.rank] = stacked[each.rank]["stacks"] = to_record(each)
 
 
 def _of_rank(run: Run, rank: Rank) -> Record:

@@ -56,8 +56,6 @@ class HangWatch:
     Args:
         directory: The run directory.
         hang_after: Seconds, if a person named them.
-        ends: Whether a job that hangs for sure is ended: then ranks that are to blame may be held
-            for a second or two, to see their native frames.
         write: Writes a record of the supervisor.
         speaker: Says that the job goes on again.
         wake: Wakes the supervisor's loop.
@@ -70,13 +68,11 @@ class HangWatch:
         self,
         directory: Path,
         hang_after: float | None,
-        ends: bool,
         write: Callable[[Record], None],
         speaker: Speaker,
         wake: Callable[[], None],
     ) -> None:
         self._directory = directory
-        self._ends = ends
         self._write = write
         self._speaker = speaker
         self._wake = wake
@@ -93,6 +89,8 @@ class HangWatch:
         self._hung: Still | None = None
         self._marks: dict[int, float] = {}
         self._before: dict[int, Record] = {}
+        self._native: dict[int, Record] = {}
+        """The stacks with native frames of ranks that were to blame, by rank."""
         self._below = 0
         """The examination for which native frames were looked at."""
         self._dead = 0
@@ -253,9 +251,12 @@ class HangWatch:
         rundir.put(self._directory / record["file"], text.encode())
 
     def _look_below(self, run: Run) -> bool:
-        """Whether the native frames of those to blame are looked at first: the job will end."""
+        """Whether the native frames of those who are to blame for sure are looked at first.
+
+        py-spy, where it is installed, holds each for a second or two; the job stands still anyway.
+        """
         found = self._found
-        if not self._ends or found is None or "file" not in found or self._below == self._number:
+        if found is None or "file" not in found or self._below == self._number:
             return False
         from ddpdoctor.rules.diagnosis import guilty
 
@@ -267,7 +268,7 @@ class HangWatch:
 
     def _hold(self, found: Record, ranks: frozenset[int]) -> None:
         with contextlib.suppress(Exception):
-            examination.add_native(self._before.values(), ranks)
+            examination.add_native(self._before.values(), ranks, self._native)
             self._put(found)
         self._wake()
 

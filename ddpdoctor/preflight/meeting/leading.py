@@ -12,6 +12,7 @@ from ddpdoctor.preflight.meeting.connecting import CONNECT_LIMIT
 from ddpdoctor.preflight.meeting.coordinator import Coordinator, Member, packed_token
 from ddpdoctor.preflight.meeting.pairs import STALL_LIMIT, STALLS
 from ddpdoctor.preflight.meeting.place import Seat
+from ddpdoctor.preflight.meeting.reduction import AGAIN
 
 SMALL_SEGMENTS = (536, 1160, 1240, 1360, 1410)
 """Bytes of payload per packet that are tried where 64 KiB stalled: packets of 40 bytes more."""
@@ -294,11 +295,16 @@ def _nccl(results: list[dict[str, Any]]) -> dict[str, Any]:
     """The stages of the NCCL test over all ranks: errors, and bus bandwidths by set of nodes."""
     errors: dict[str, list[list[Any]]] = {}
     bus: dict[str, dict[tuple[int, ...], float]] = {}
+    again: dict[tuple[int, int], bool] = {}
     correct = 0
     for result in results:
         told = result.get("stages") or {}
         correct += bool(told.get("ok"))
         for stage in told.get("stages", []):
+            if stage["name"] == AGAIN:
+                suspect, other = stage["nodes"]
+                again[suspect, other] = again.get((suspect, other), True) and not stage["error"]
+                continue
             failed = errors.setdefault(stage["name"], [])
             measured = bus.setdefault(stage["name"], {})
             if stage["error"]:
@@ -310,6 +316,8 @@ def _nccl(results: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "correct": correct,
         "stages": [[name, errors[name][:16], _slowest(bus[name])] for name in errors],
+        # Each node of a pair that failed, one of the others, and whether these two work.
+        "again": [[*pair, works] for pair, works in sorted(again.items())],
     }
 
 

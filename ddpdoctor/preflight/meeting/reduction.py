@@ -29,6 +29,16 @@ BATCH_S = 0.05
 
 MOST_IN_BATCH = 20
 
+EVERYONE = "of all nodes"
+AGAIN = "with another node"
+"""The stage in which the nodes of a pair that failed are paired with others."""
+
+AGAIN_S = 10
+"""Seconds for that."""
+
+MOST_ROUNDS = 2
+"""Of it: every node of a failed pair has its turn in them, unless nearly all failed."""
+
 SLOW_S = 0.4
 """An all_reduce that takes so many seconds is not repeated, nor tried with a larger size."""
 
@@ -121,29 +131,63 @@ def _staged(order: dict[str, Any]) -> dict[str, Any]:
     limit = timedelta(seconds=order["limit"])
     node_of: list[int] = order["node_of"]
     nodes = max(node_of) + 1
+    # Ranks of a set that hangs come to their limit first, while the others wait here.
+    signals = dist.new_group(timeout=3 * limit, backend="gloo")
+    done: list[dict[str, Any]] = []
+
+    def run(name: str, sets: list[list[int]], within: timedelta) -> list[list[int]]:
+        """Run a stage; the sets of nodes in which it failed, on every rank."""
+        mine = None
+        # Every rank makes every group, in the same order.
+        for place, chosen in enumerate(sets):
+            ranks = [rank for rank, node in enumerate(node_of) if node in chosen]
+            group = dist.new_group(ranks, timeout=3 * limit, backend=backend)
+            if order["rank"] in ranks:
+                mine = (place, ranks, group, chosen)
+        failed = torch.zeros(len(sets), dtype=torch.int64)
+        if mine is not None:
+            place, ranks, group, chosen = mine
+            stage = _stage(name, chosen, ranks, group, order["rank"], device, within, backend)
+            failed[place] = bool(stage["error"])
+            done.append(stage)
+        dist.all_reduce(failed, dist.ReduceOp.MAX, group=signals)
+        return [chosen for chosen, bad in zip(sets, failed.tolist(), strict=True) if bad]
+
+    for name, sets in _stages(nodes):
+        failed = run(name, sets, limit)
+        if failed:
+            for pairs in _with_others(failed, nodes):
+                run(AGAIN, pairs, min(limit, timedelta(seconds=AGAIN_S)))
+            break
+    last = done[-1]["name"] == EVERYONE if done else False
+    return {"stages": done, "ok": last and all(not each["error"] for each in done)}
+
+
+def _stages(nodes: int) -> list[tuple[str, list[list[int]]]]:
+    """The stages with their sets of nodes: each one alone, pairs in log2(n) rounds, all."""
     stages = [("inside the node", [[node] for node in range(nodes)])]
     power = 1
     while power < nodes:
         pairs = [[a, a ^ power] for a in range(nodes) if a < a ^ power < nodes]
         stages.append((f"between nodes {power} apart", pairs))
         power *= 2
-    stages.append(("of all nodes", [list(range(nodes))]))
-    done = []
-    for name, sets in stages:
-        mine = None
-        # Every rank makes every group, in the same order.
-        for chosen in sets:
-            ranks = [rank for rank, node in enumerate(node_of) if node in chosen]
-            group = dist.new_group(ranks, timeout=limit, backend=backend)
-            if order["rank"] in ranks:
-                mine = (ranks, group, chosen)
-        if mine is not None:
-            ranks, group, chosen = mine
-            done.append(_stage(name, chosen, ranks, group, order["rank"], device, limit, backend))
-        dist.barrier()
-        if done and done[-1]["error"]:
-            break
-    return {"stages": done, "ok": bool(done) and all(not each["error"] for each in done)}
+    return [*stages, (EVERYONE, [list(range(nodes))])]
+
+
+def _with_others(failed: list[list[int]], nodes: int) -> list[list[list[int]]]:
+    """Rounds of pairs: each node of a pair that failed, with one of those that did not fail.
+
+    So a node is told from a link. None if no pairs failed, or all nodes did.
+    """
+    suspects = sorted({node for pair in failed for node in pair})
+    others = [node for node in range(nodes) if node not in suspects]
+    if any(len(each) != 2 for each in failed) or not others:
+        return []
+    rounds = [
+        [list(pair) for pair in zip(suspects[first:], others, strict=False)]
+        for first in range(0, len(suspects), len(others))
+    ]
+    return rounds[:MOST_ROUNDS]
 
 
 def _stage(

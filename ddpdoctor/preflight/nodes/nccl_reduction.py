@@ -21,10 +21,11 @@ def nccl_reduction(situation: Situation) -> Outcome:
     What it finds
         Where every node has a GPU per rank: all_reduce with results compared, first inside each
         node, then between pairs of nodes in log2(n) rounds, then over all ranks, so that the first
-        stage that fails names the node or the pair. A bus bandwidth, as nccl-tests define it, that
-        is a small part of what the link is built for (warning): an eighth of the NVLinks or of PCIe
-        inside a node, of InfiniBand, RoCE or the network card between nodes; of messages of 4 and
-        64 MiB, the best of several.
+        stage that fails names the node or the pair. The two of a pair that fails are tried with
+        other nodes before one of them is blamed, or the link between them. A bus bandwidth, as
+        nccl-tests define it, that is a small part of what the link is built for (warning): an
+        eighth of the NVLinks or of PCIe inside a node, of InfiniBand, RoCE or the network card
+        between nodes; of messages of 4 and 64 MiB, the best of several.
 
     Why it is bad
         NCCL's own message is "unhandled system error", on every rank, after half an hour.
@@ -109,17 +110,30 @@ def _slow(meeting: Meeting) -> Iterator[Finding]:
 
 
 def _failures(meeting: Meeting) -> Iterator[Finding]:
-    for name, errors, _ in meeting.blob["reduction"]["nccl"]["stages"]:
+    told = meeting.blob["reduction"]["nccl"]
+    again = told.get("again", [])
+    for name, errors, _ in told["stages"]:
         if not errors:
             continue
         chosen = sorted({index for _, nodes, _ in errors for index in nodes})
+        where = f"{name} fails: {meeting.hosts(chosen)}"
+        guilty = sorted({suspect for suspect, _, works in again if not works})
+        if guilty:
+            where = f"{name} fails because of {meeting.hosts(guilty)}"
+        elif again:
+            where = f"fails between {meeting.hosts(chosen)} alone"
         yield Finding(
             CODE,
             Severity.ERROR,
-            f"NCCL's all_reduce {name} fails: {meeting.hosts(chosen)}",
-            evidence=tuple(
-                dict.fromkeys(f"{meeting.nodes[at].facts.host}: {words}" for at, _, words in errors)
-            )[:4],
+            f"NCCL's all_reduce {where}",
+            evidence=(
+                *(
+                    f"{meeting.hosts([suspect])} with {meeting.hosts([other])}, which had not "
+                    f"failed: {'works' if works else 'fails, too'}"
+                    for suspect, other, works in again[:6]
+                ),
+                *dict.fromkeys(f"{meeting.nodes[at].facts.host}: {said}" for at, _, said in errors),
+            )[:10],
             fix="Try again with NCCL's own words; the first warning names the device or address.",
             paste="export NCCL_DEBUG=INFO",
             about=name,
