@@ -265,20 +265,24 @@ class _Cores:
 
     def __init__(self) -> None:
         self._began = time.monotonic()
+        self._machine = _machine_seconds()
         self._threads = _thread_seconds()
         self._held_back = _held_back()
 
     def idle(self) -> float:
         """For which part of the time even the busiest thread neither ran nor waited for a core.
 
-        0 if the kernel does not tell, or the container was held back by its share of the cores.
+        That of the machine's cores if it is less: a rank may have waited for another one that
+        waited for a core. 0 if the kernel does not tell, or the container was held back by its
+        share of the cores.
         """
         wall = time.monotonic() - self._began
         now = _thread_seconds()
         if not now or wall <= 0 or _held_back() > self._held_back:
             return 0.0
         busiest = max(seconds - self._threads.get(thread, 0.0) for thread, seconds in now.items())
-        return round(max(0.0, 1 - busiest / wall), 3)
+        unused, total = (b - a for a, b in zip(self._machine, _machine_seconds(), strict=True))
+        return round(max(0.0, min(1 - busiest / wall, unused / total if total > 0 else 0.0)), 3)
 
 
 def _thread_seconds() -> dict[str, float]:
@@ -290,6 +294,14 @@ def _thread_seconds() -> dict[str, float]:
                 running, waiting, _ = file.read().split()
             found[thread] = (int(running) + int(waiting)) / 1e9
     return found
+
+
+def _machine_seconds() -> tuple[float, float]:
+    """For how long this machine's cores have had nothing to do, and for how long in all."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/stat") as file:
+        ticks = [int(word) for word in file.readline().split()[1:9]]
+        return float(sum(ticks[3:5])), float(sum(ticks))
+    return 0.0, 0.0
 
 
 def _held_back() -> int:
