@@ -95,6 +95,7 @@ def test_a_live_run_from_every_side(doctor: Doctor, two: Live) -> None:
     other.wait()
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_workspace(doctor: Doctor, two: Live) -> None:
     second = doctor.start("--nproc-per-node", "1", "--", str(JOB), "--stop", "now")
     second.wait_for_steps(1, ranks=1)

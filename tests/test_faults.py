@@ -369,7 +369,13 @@ VANISHED = """
 """
 
 
-@pytest.mark.parametrize("early", [True, False], ids=["before the ranks", "under the ranks"])
+@pytest.mark.parametrize(
+    "early",
+    [
+        pytest.param(True, id="before the ranks", marks=pytest.mark.slow),
+        pytest.param(False, id="under the ranks"),
+    ],
+)
 def test_a_run_directory_that_vanishes(doctor: Doctor, early: bool) -> None:
     script = doctor.write("vanished.py", VANISHED.format(jobs=str(JOBS), early=early))
     result = doctor.run("--nproc-per-node=2", str(script), "--steps=5", "--print-losses")

@@ -80,6 +80,7 @@ def test_rank_that_leaves_early_is_named_not_its_victim(doctor: Doctor) -> None:
     assert finding.location.line == line_of("leave")
 
 
+@pytest.mark.slow
 def test_leaving_early_by_sys_exit_names_the_call(doctor: Doctor) -> None:
     script = doctor.write(
         "leave.py",
@@ -204,7 +205,7 @@ def test_restarted_attempt_is_a_warning(doctor: Doctor) -> None:
     assert result.codes.count("DDP901") == 1
 
 
-@pytest.mark.parametrize("slow", ["backward", "data"])
+@pytest.mark.parametrize("slow", ["backward", pytest.param("data", marks=pytest.mark.slow)])
 def test_straggler_is_found_by_its_own_time(doctor: Doctor, slow: str) -> None:
     faults = {
         "backward": ("--slow-backward", "0.02"),
@@ -299,6 +300,7 @@ def test_reference_jobs_are_healthy(doctor: Doctor, job: str) -> None:
     assert re.search(r"findings: (none|\d info)", result.ours)
 
 
+@pytest.mark.slow
 def test_join_with_uneven_inputs_is_healthy(doctor: Doctor) -> None:
     script = doctor.write(
         "join.py",
@@ -383,6 +385,7 @@ def test_strict_fails_a_job_that_hides_its_failure(doctor: Doctor) -> None:
     assert result.codes == ["DDP901"]
 
 
+@pytest.mark.slow
 def test_live_run_shows_the_phase(doctor: Doctor) -> None:
     live = doctor.start(*TWO, "--grace", "1", TRAIN, "--fail", "stuck", "--at", "2")
     run = live.wait_for(

@@ -336,7 +336,9 @@ def test_exit_statuses_are_the_same(doctor: Doctor) -> None:
     assert [rank.restart for rank in watched.run.ranks] == list(range(len(ENDS)))
 
 
-@pytest.mark.parametrize("signal", ["KILL", "TERM", "ABRT"])
+@pytest.mark.parametrize(
+    "signal", ["KILL", *(pytest.param(each, marks=pytest.mark.slow) for each in ("TERM", "ABRT"))]
+)
 def test_a_job_that_dies_of_a_signal_ends_ddpdoctor_so(doctor: Doctor, signal: str) -> None:
     command = ["bash", "-c", f"ulimit -c 0; kill -{signal} $$"]
     bare = doctor.run(*command, watch=False)

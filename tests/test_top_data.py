@@ -949,6 +949,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_the_slowed_rank_of_a_real_job_is_blamed(doctor: Doctor) -> None:
     job = doctor.start("--nproc-per-node", "2", str(doctor.write("train.py", JOB)))
     job.wait_for_steps(60)

@@ -112,6 +112,7 @@ def steps(job: Live) -> int:
     return min(rank.status.step for rank in job.snapshot().ranks if rank.status is not None)
 
 
+@pytest.mark.slow
 def test_the_slowed_rank_comes_first_at_every_size(tmux: Tmux, job: Live) -> None:
     for width, height in ((80, 24), (120, 30), (160, 50)):
         tmux.open(TOP, width, height, UTF_8)

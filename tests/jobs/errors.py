@@ -127,10 +127,15 @@ def main() -> None:
     ddp = DistributedDataParallel(Failing())
     for label, cause in causes(ddp):
         show(label, cause)
+        del cause
         gc.collect()
         print("alive:", sum(ref() is not None for ref in alive))
     warn(ddp)
     print("random", torch.rand(1).item())
+    # A reducer that goes last, at the interpreter's exit, waits for gloo's threads with the GIL
+    # held, which they may wait for (torch 2.13).
+    del ddp
+    gc.collect()
     dist.destroy_process_group()
 
 
