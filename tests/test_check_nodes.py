@@ -258,10 +258,33 @@ def test_a_blocked_endpoint_is_told_by_its_cause_while_node_0_still_waits(
 def test_a_machine_that_answers_nowhere_may_still_come_up(nodes: Make) -> None:
     checks = nodes(2)
     faults.firewall(checks.lab, checks.lab.hosts[0])
+    faults.no_echo(checks.lab.hosts[0])
     (said,) = checks.run("--timeout", "40", *WITHOUT_TORCH, hosts=checks.lab.hosts[1:])
     assert "no answer, at other ports neither: it is down, or a firewall" in said.stderr
     assert "at no port that was tried" in said.messages
     assert said.findings("nodes")[0]["paste"].endswith(f"--dport {PORT} -j ACCEPT")
+
+
+@pytest.mark.parametrize("node_0_runs", [True, False])
+def test_a_machine_that_answers_only_a_ping_has_a_firewall(nodes: Make, node_0_runs: bool) -> None:
+    """Nobody has to wait for the end of half a minute to know that."""
+    checks = nodes(2)
+    first, second = checks.lab.hosts
+    faults.firewall(checks.lab, first)
+    if node_0_runs:
+        waiting, _, _ = checks.start(first, checks.words(first, "--json", *WITHOUT_TORCH))
+    (said,) = checks.run(*WITHOUT_TORCH, hosts=[second])
+    (finding,) = said.findings("nodes")
+    assert finding["message"] == (
+        "node0:29500 (10.77.0.1) does not answer, at no port that was tried: packets are dropped "
+        "without a word"
+    )
+    assert finding["evidence"] == ["the machine is up: it answers a ping"]
+    assert finding["paste"].endswith(f"--dport {PORT} -j ACCEPT")
+    if node_0_runs:
+        assert waiting.poll() is None
+        os.killpg(waiting.pid, signal.SIGINT)
+        waiting.wait(30)
 
 
 @pytest.mark.slow
@@ -297,13 +320,32 @@ def test_something_else_at_the_endpoint_is_told_apart(nodes: Make) -> None:
 
 
 @pytest.mark.slow
-def test_the_endpoint_of_another_node_is_told_on_node_0(nodes: Make) -> None:
+@pytest.mark.parametrize("named", ["another node", "nobody"])
+def test_an_endpoint_that_does_not_lead_to_node_0_is_told_there(nodes: Make, named: str) -> None:
+    checks = nodes(2)
+    first, second = checks.lab.hosts
+    if named == "nobody":
+        faults.name_wrong(first, second, "10.77.0.99")
+    endpoint = ("--rdzv-endpoint", f"node1:{PORT}")
+    (said,) = checks.run(*WITHOUT_TORCH, *endpoint, hosts=[first])
+    (finding,) = said.findings("nodes")
+    address = "10.77.0.99" if named == "nobody" else "10.77.0.2"
+    assert finding["message"] == (
+        f"the other nodes look for node rank 0 at node1 ({address}), which is no address of this "
+        "machine"
+    )
+    assert finding["paste"].endswith(f"--rdzv-endpoint node0:{PORT}")
+    (absence,) = finding["evidence"]
+    assert absence.startswith("node rank 1 did not come within ")
+    assert absence != "node rank 1 did not come within 30 s", "it did not wait for that"
+
+
+@pytest.mark.slow
+def test_whoever_is_at_the_endpoint_itself_waits_for_node_0(nodes: Make) -> None:
     checks = nodes(2)
     endpoint = ("--rdzv-endpoint", f"node1:{PORT}")
-    said = checks.run("--timeout", "6", *WITHOUT_TORCH, each={0: endpoint, 1: endpoint})
-    evidence = " ".join(said[0].findings("nodes")[0]["evidence"])
-    assert "look for node rank 0 at node1 (10.77.0.2), which is no address of this" in evidence
-    assert "node1:29500 (10.77.0.2) refuses connections" in said[1].messages
+    (said,) = checks.run(*WITHOUT_TORCH, "--timeout", "6", *endpoint, hosts=checks.lab.hosts[1:])
+    assert "node1:29500 (10.77.0.2) refuses connections" in said.messages
 
 
 # Nodes that were told different things.

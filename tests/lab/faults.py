@@ -51,6 +51,11 @@ def firewall(
     lab.at_switch("tc", "filter", "add", *where, "u32", *match, *redirect)
 
 
+def no_echo(host: Host) -> None:
+    """A host that does not answer a ping."""
+    host.run("sh", "-ec", "echo 1 > /proc/sys/net/ipv4/icmp_echo_ignore_all")
+
+
 def _lane(lab: Lab, target: Host, reject: bool) -> str:
     """The interface of the switch that leads into the firewall's own namespace."""
     kind = "rej" if reject else "drop"

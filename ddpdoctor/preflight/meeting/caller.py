@@ -39,6 +39,7 @@ class Problem:
         words: More, for a person: the kernel's words, or who is there already.
         sender: Who rejects it by ICMP; empty if nobody did.
         answering: A port at which that machine does answer; 0 if none is known.
+        echoes: Whether it answers a ping.
         door: The other port at which the coordinator itself answers; 0 if it does not.
         waited: Seconds until this was settled.
     """
@@ -48,6 +49,7 @@ class Problem:
     words: str = ""
     sender: str = ""
     answering: int = 0
+    echoes: bool = False
     door: int = 0
     waited: float = 0.0
 

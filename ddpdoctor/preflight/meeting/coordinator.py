@@ -78,6 +78,7 @@ class Coordinator:
         self._nnodes = nnodes
         self._gathered = asyncio.Event()
         self._complete = asyncio.Event()
+        self._given_up = False
         self._servers: list[asyncio.Server] = []
         self._watches: list[asyncio.Task[None]] = []
 
@@ -111,6 +112,8 @@ class Coordinator:
         while not self._complete.is_set() and time.monotonic() < until:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._complete.wait(), LOOK_EVERY)
+            if self._given_up:
+                break
             known = len(self.members) + len(self.blocked)
             if known >= self._nnodes:
                 # The missing ones do not get through: they have said so.
@@ -127,6 +130,10 @@ class Coordinator:
         ]
         self.members = [self.members[place] for _, _, place in sorted(order)]
         return self.members
+
+    def give_up(self) -> None:
+        """Wait for nobody else: the endpoint does not lead here."""
+        self._given_up = True
 
     def free_port(self) -> None:
         """Stop listening; the nodes that are here stay connected."""

@@ -1,14 +1,16 @@
 """A node on its way to the coordinator: calls until it is there, or until it is known why not.
 
 Nodes are started seconds apart, so that nothing listens at the endpoint is no fault for half a
-minute; nor is a machine that gives no sign of life. A port that a firewall closes is known sooner:
+minute; nor is a machine that gives no sign of life; nor, among containers, a name or an address
+that is not there, since it comes with what is started. A port that a firewall closes is known
+sooner:
 
 - The coordinator also listens at a *side door*, another port that follows from the rendezvous id.
   Whoever reaches it there, and then not at the endpoint, knows that the endpoint's port is closed
   on the way.
 - A machine whose port nobody listens on refuses at once. If it answers at another port (open or
   refused), but at the endpoint's not at all, that port is filtered, whether the coordinator has
-  started or not.
+  started or not. So is one of a machine that answers a ping, but at no port at all.
 - Who says by ICMP that it is prohibited is a firewall. A plain "port unreachable" proves nothing:
   Kubernetes says it of a service that has not started.
 """
@@ -25,6 +27,7 @@ from dataclasses import dataclass, replace
 
 from ddpdoctor.preflight.meeting.caller import FINAL, Call, CallError, Kind, Problem, call_once
 from ddpdoctor.preflight.meeting.connecting import ConnectError, connect
+from ddpdoctor.preflight.meeting.echo import echoes
 from ddpdoctor.preflight.meeting.wire import WireError
 from ddpdoctor.preflight.names import lookup
 
@@ -58,6 +61,9 @@ _BEHIND: frozenset[Kind] = frozenset({"refused", "dropped", "prohibited", "unrea
 
 _LASTING: frozenset[Kind] = frozenset({"prohibited", "no route"})
 """Problems that do not end by the coordinator being started."""
+
+_NOT_THERE: frozenset[Kind] = frozenset({"unresolved", "nobody"})
+"""Nor do these, but among containers: there, a name and an address come with what is started."""
 
 _FAR: dict[Kind, int] = {
     "gone": 0, "other service": 1, "silent": 2, "refused": 3, "dropped": 4, "prohibited": 5
@@ -128,27 +134,34 @@ def _telling(problems: list[Problem]) -> Problem:
     return min(problems, key=lambda problem: _FAR.get(problem.kind, len(_FAR)))
 
 
-async def join(goal: Goal, until: float, say: Callable[[str], None]) -> Call:
+async def join(
+    goal: Goal, until: float, say: Callable[[str], None], *, containers: bool = False
+) -> Call:
     """Reach the coordinator, trying again until it is there, or until it is clear why it is not.
 
     Args:
         goal: Whom.
         until: Monotonic time to give up at.
         say: Told once, in a line for a person, what is being waited for.
+        containers: Whether the nodes are containers.
 
     Raises:
         CallError: It was not reached; with what it mostly was.
     """
-    return await _Way(goal, until, say).walk()
+    lasting = _LASTING if containers else _LASTING | _NOT_THERE
+    return await _Way(goal, until, say, lasting).walk()
 
 
 class _Way:
     """The attempts of one node, and what they show."""
 
-    def __init__(self, goal: Goal, until: float, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, goal: Goal, until: float, say: Callable[[str], None], lasting: frozenset[Kind]
+    ) -> None:
         self._goal = goal
         self._until = until
         self._say = say
+        self._lasting = lasting
         self._began = time.monotonic()
         self._said = False
         self._looked = float("-inf")
@@ -156,6 +169,8 @@ class _Way:
         self._ssh_tries = 0
         self._answering: dict[str, int] = {}
         """Ports at which the endpoint's machines answer, by address."""
+        self._echoing: set[str] = set()
+        """Addresses of those that answer a ping."""
 
     async def walk(self) -> Call:
         while True:
@@ -166,13 +181,15 @@ class _Way:
                 if problem.kind in FINAL:
                     raise
             self._seen.append(problem)
+            # Known before this attempt: else it may just have come up.
+            was_up = self._is_up(problem.address)
             if problem.kind in _BEHIND and time.monotonic() - self._looked > DOORS_EVERY:
                 self._looked = time.monotonic()
                 call = await self._by_the_side(problem)
                 if call is not None:
                     return call
             waited = time.monotonic() - self._began
-            if self._is_settled(waited):
+            if self._is_settled(waited, was_up=was_up):
                 raise CallError(self._most())
             if time.monotonic() + RETRY_AFTER >= self._until:
                 raise CallError(self._most())
@@ -181,13 +198,15 @@ class _Way:
                 self._say(self._so_far(problem))
             await asyncio.sleep(RETRY_AFTER)
 
-    def _is_settled(self, waited: float) -> bool:
+    def _is_up(self, address: str) -> bool:
+        return address in self._answering or address in self._echoing
+
+    def _is_settled(self, waited: float, *, was_up: bool) -> bool:
         kinds = {problem.kind for problem in self._seen}
         if waited < SETTLED_AFTER or len(self._seen) < 2 or len(kinds) > 1:
             return False
         (kind,) = kinds
-        answers = self._answering.get(self._seen[-1].address)
-        return kind in _LASTING or (kind == "dropped" and bool(answers))
+        return kind in self._lasting or (kind == "dropped" and was_up)
 
     def _most(self) -> Problem:
         """How it mostly was says more than how it was last."""
@@ -195,13 +214,14 @@ class _Way:
         return replace(
             problem,
             answering=self._answering.get(problem.address, 0),
+            echoes=problem.address in self._echoing,
             waited=time.monotonic() - self._began,
         )
 
     def _so_far(self, problem: Problem) -> str:
         goal = self._goal
         what = _SO_FAR.get(problem.kind) or problem.words or problem.kind
-        if problem.kind == "dropped" and problem.address not in self._answering:
+        if problem.kind == "dropped" and not self._is_up(problem.address):
             what = "no answer, at other ports neither: it is down, or a firewall drops everything"
         at = f" ({problem.address})" if problem.address not in ("", goal.host) else ""
         left = max(0.0, self._until - time.monotonic())
@@ -223,7 +243,9 @@ class _Way:
             doors if problem.kind == "refused" or self._ssh_tries == SSH_TRIES else (*doors, SSH)
         )
         self._ssh_tries += SSH in ports
-        tried = await asyncio.gather(*(self._try(address, port) for port in ports))
+        *tried, _ = await asyncio.gather(
+            *(self._try(address, port) for port in ports), self._ping(problem)
+        )
         answering = [port for port, answers in zip(ports, tried, strict=True) if answers]
         if answering and address not in self._answering:
             # SSH says more to a person than a number that nobody knows.
@@ -255,6 +277,13 @@ class _Way:
                 if side is not None:
                     await side.link.close()
         return None
+
+    async def _ping(self, problem: Problem) -> None:
+        address = problem.address
+        if problem.kind != "dropped" or address in self._echoing:
+            return
+        if await echoes(address, DOOR_LIMIT / 2):
+            self._echoing.add(address)
 
     async def _try(self, address: str, port: int) -> bool:
         """Whether the machine answers at a port: it takes the connection, or refuses it itself."""

@@ -15,14 +15,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ddpdoctor.preflight import container
 from ddpdoctor.preflight.interfaces import interfaces
 from ddpdoctor.preflight.meeting import caller, coordinator, wire
 from ddpdoctor.preflight.meeting.addresses import mine
 from ddpdoctor.preflight.meeting.attending import Attendance
-from ddpdoctor.preflight.meeting.caller import Call, CallError, Problem
+from ddpdoctor.preflight.meeting.caller import Call, CallError, Kind, Problem
 from ddpdoctor.preflight.meeting.coordinator import Coordinator
 from ddpdoctor.preflight.meeting.facts import Facts, gather, unpack
-from ddpdoctor.preflight.meeting.joining import SPEAK_AFTER, Goal, call_any, join
+from ddpdoctor.preflight.meeting.joining import SETTLED_AFTER, SPEAK_AFTER, Goal, call_any, join
 from ddpdoctor.preflight.meeting.leading import Lead
 from ddpdoctor.preflight.meeting.pairs import Listener
 from ddpdoctor.preflight.meeting.place import Seat, seat
@@ -39,6 +40,9 @@ SCOUT_EVERY = 1.0
 SAID_NODES = 4
 """Of more absent nodes the number is told while they are waited for."""
 
+ELSEWHERE: frozenset[Kind] = frozenset({"refused", "nobody", "silent", "other service"})
+"""What node rank 0 sees at an endpoint that does not lead to it. Lost packets prove nothing: many a
+router does not let a machine reach itself from outside."""
 
 REDUCING = frozenset({"gloo-nodes", "nccl-nodes"})
 """The checks that need ranks with torch."""
@@ -209,7 +213,7 @@ class Party:
         await here.open()
         lead = asyncio.ensure_future(Lead(here, self.seat, self.deadline).run(self.gather_until))
         attend = asyncio.ensure_future(self._attend_own())
-        scout = asyncio.ensure_future(self._scout(here.identity, at_home))
+        scout = asyncio.ensure_future(self._scout(here, at_home))
         speaker = asyncio.ensure_future(self._say_who_is_missing(here))
         try:
             await asyncio.wait({attend, scout, lead}, return_when=asyncio.FIRST_COMPLETED)
@@ -250,24 +254,36 @@ class Party:
                 f"{', '.join(missing)}{callers}; {left:.0f} s more"
             )
 
-    async def _scout(self, identity: str, at_home: bool) -> Call | None:
+    async def _scout(self, here: Coordinator, at_home: bool) -> Call | None:
         """Look whether another node coordinates where the endpoint leads; None if it is this one.
 
         Node rank 0 may be behind a forwarded port, so that the endpoint's address is not its own.
+        If that is not so, and nobody coordinates there, no node will ever come here.
         """
+        began = time.monotonic()
+        seen: set[Kind] = set()
         while not at_home:
-            with contextlib.suppress(CallError):
+            try:
                 call = await call_any(self.goal)
-                if call.identity != identity:
+            except CallError as error:
+                seen.add(error.problem.kind)
+                waited = time.monotonic() - began
+                if waited > SETTLED_AFTER and seen <= ELSEWHERE and not here.callers:
+                    here.give_up()
+            else:
+                if call.identity != here.identity:
                     return call
                 await call.link.close()
+                at_home = True
             await asyncio.sleep(SCOUT_EVERY)
         await asyncio.Event().wait()
         return None
 
     async def _join(self) -> Meeting:
         try:
-            call = await join(self.goal, self.gather_until, self.situation.say)
+            containers = bool(container.kind(self.situation))
+            say = self.situation.say
+            call = await join(self.goal, self.gather_until, say, containers=containers)
         except CallError as error:
             return Meeting(self.seat, problem=error.problem)
         return await self._attend(call)

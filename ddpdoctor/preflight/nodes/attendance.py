@@ -21,10 +21,10 @@ def attendance(situation: Situation) -> Outcome:
     What it finds
         A node that is absent half a minute after the check began on node 0, by its rank and, under
         Slurm, by its name. On a node that cannot reach the endpoint: why not, whether the name is
-        unknown, the port closed, the packets dropped, or something else answers there. A firewall
-        that closes the port is told within ten seconds, on node 0 as well if another of its ports
-        is open. A node with another rendezvous id, one too many, or one that went away in the
-        middle.
+        unknown, the port closed, the packets dropped, or something else answers there. That is
+        told within ten seconds, unless it may be that node 0 only starts later; on node 0 as well
+        if another of its ports is open. A node rank 0 that is not where the endpoint leads. A node
+        with another rendezvous id, one too many, or one that went away in the middle.
 
     Why it is bad
         torchrun waits for the nodes in silence, for 10 minutes and more, on those nodes that did
@@ -69,20 +69,36 @@ def _absent(meeting: Meeting, seconds: float, situation: Situation) -> Iterator[
     else:
         who = ", ".join(map(meeting.seat.name, absent[:8]))
         who += f" and {len(absent) - 8} more" if len(absent) > 8 else ""
-    evidence = [f"here: {meeting.hosts(list(range(len(meeting.nodes))))}"]
-    if meeting.foreign:
-        evidence.append(
-            f"the others look for node rank 0 at {meeting.seat.host} "
-            f"({', '.join(meeting.foreign)}), which is no address of this machine"
-        )
+    absence = f"{who} did not come within {seconds:.0f} s"
+    here = f"here: {meeting.hosts(list(range(len(meeting.nodes))))}"
+    if meeting.foreign and len(meeting.nodes) == 1:
+        yield _elsewhere(meeting, situation, absence)
+        return
     yield Finding(
         CODE,
         Severity.ERROR,
-        f"{who} did not come within {seconds:.0f} s",
-        evidence=tuple(evidence),
+        absence,
+        evidence=(here,),
         fix="Start the same command there. If it runs there already, it says itself why it does "
         f"not reach {meeting.seat.host}:{meeting.seat.port}. On that node:",
         paste=check_line(meeting.seat, situation.nproc, rank=absent[0] if absent else None),
+        about="absent",
+    )
+
+
+def _elsewhere(meeting: Meeting, situation: Situation, absence: str) -> Finding:
+    """Node rank 0 is at another machine than the endpoint says."""
+    host = meeting.seat.host
+    addresses = [address for address in meeting.foreign if address != host]
+    at = f"{host} ({', '.join(addresses)})" if addresses else host
+    return Finding(
+        CODE,
+        Severity.ERROR,
+        f"the other nodes look for node rank 0 at {at}, which is no address of this machine",
+        evidence=(absence,),
+        fix=f"Start node rank 0 on {host}, or name this machine in --rdzv-endpoint, on every node. "
+        "Here:",
+        paste=check_line(meeting.seat, situation.nproc, host=situation.hostname),
         about="absent",
     )
 

@@ -29,6 +29,7 @@ def check_line(
     *,
     nnodes: int | None = None,
     rank: int | None = None,
+    host: str | None = None,
     rdzv_id: str | None = None,
 ) -> str:
     """The line that starts the check on a node: this one's, with what is changed."""
@@ -36,6 +37,7 @@ def check_line(
         seat,
         nnodes=seat.nnodes if nnodes is None else nnodes,
         rank=seat.rank if rank is None else rank,
+        host=seat.host if host is None else host,
         rdzv_id=seat.rdzv_id if rdzv_id is None else rdzv_id,
     )
     return shlex.join(["ddpdoctor", "check", *words(changed, nproc)])

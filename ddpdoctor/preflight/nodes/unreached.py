@@ -117,8 +117,14 @@ def _closed(meeting: Meeting, problem: Problem) -> Finding:
             return _finding(
                 f"{at} does not answer: {what}", in_firewall, open_port(port), door or up
             )
+        everywhere = f"{at} does not answer, at no port that was tried"
+        everywhere += ": packets are dropped without a word"
+        if problem.echoes:
+            return _finding(
+                everywhere, in_firewall, open_port(port), "the machine is up: it answers a ping"
+            )
         return _finding(
-            f"{at} does not answer, at no port that was tried: packets are dropped without a word",
+            everywhere,
             f"See whether {host} is up and has that address. If it is, open TCP port {port} in its "
             "firewall, or in the network's (a security group). There:",
             open_port(port),
