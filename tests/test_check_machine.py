@@ -22,6 +22,7 @@ from ddpdoctor.gpu.health import GpuFacts, Health
 from ddpdoctor.preflight import (
     cgroups,
     checkpoints,
+    container,
     cores,
     launch_environment,
     limits,
@@ -305,6 +306,26 @@ def test_the_containers_memory(machine: Machine) -> None:
     (finding,) = memory.memory(machine.situation()).findings
     assert finding.message.startswith("128 MiB of memory are left by the container's limit")
     assert finding.paste == "docker run --memory 1g ..."
+
+
+@pytest.mark.parametrize(
+    ("files", "environ", "appears"),
+    [
+        ({}, {}, False),
+        ({".dockerenv": "", "etc/resolv.conf": "nameserver 10.0.0.2\n"}, {}, False),
+        ({".dockerenv": "", "etc/resolv.conf": "search a\nnameserver 127.0.0.11\n"}, {}, True),
+        ({"etc/resolv.conf": "nameserver 127.0.0.11\n"}, {}, False),
+        ({"run/.containerenv": ""}, {}, True),
+        ({}, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, True),
+    ],
+)
+def test_where_a_name_comes_with_its_container(
+    machine: Machine, files: dict[str, str], environ: dict[str, str], appears: bool
+) -> None:
+    for path, text in files.items():
+        machine.write(path, text)
+    situation = machine.situation(environ=environ)
+    assert container.appears_when_started(situation) is appears
 
 
 def limited(limit: int, value: int) -> Callable[[], None]:

@@ -368,6 +368,24 @@ def test_different_nnodes(nodes: Make) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("told", [2, 4])
+def test_another_nnodes_on_node_0_does_not_keep_the_others_waiting(nodes: Make, told: int) -> None:
+    """They are three: no fourth is waited for, and the third is not left at a closed door."""
+    said = nodes(3).run(*WITHOUT_TORCH, each={0: ("--nnodes", str(told))})
+    here = [each for each in said if each.findings("same-job")]
+    numbers = ", ".join(map(str, sorted([told, 3])))
+    assert agreeing(here, "DDP051") == f"the nodes do not agree on --nnodes: {numbers}"
+    assert len(here) == min(told, 3)
+    for each in said:
+        if each not in here:
+            assert "had all its nodes already" in each.messages
+    if told == 4:
+        assert "node rank 3 did not come within" in said[0].messages
+        assert "within 30 s" not in said[0].messages
+        assert "it is 3 on some and 4 on others" in said[0].findings("nodes")[0]["fix"]
+
+
+@pytest.mark.slow
 def test_different_numbers_of_ranks(nodes: Make) -> None:
     """It works, so it is a warning, and the ranks of all nodes reduce together."""
     said = nodes(3).run(each={2: ("--nproc-per-node", "2")})

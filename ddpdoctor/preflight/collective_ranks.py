@@ -10,6 +10,7 @@ stdin ends it all.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -67,6 +68,8 @@ def _prepare(backend: str) -> None:
 
     Nothing that might open CUDA, which does not survive a fork.
     """
+    # It would look a dozen times at all that importing makes, which is to stay.
+    gc.disable()
     import torch
     from torch.nn.parallel import DistributedDataParallel  # noqa: F401
 

@@ -6,6 +6,9 @@ from typing import Literal
 
 from ddpdoctor.preflight.situation import Situation
 
+DOCKERS_RESOLVER = "127.0.0.11"
+"""The name server of Docker's own networks; a container in the host's has the host's."""
+
 Kind = Literal["", "docker", "podman", "kubernetes"]
 
 
@@ -19,3 +22,15 @@ def kind(situation: Situation) -> Kind:
     if (root / ".dockerenv").exists():
         return "docker"
     return ""
+
+
+def appears_when_started(situation: Situation) -> bool:
+    """Whether another node's name and address may come with its container, and not before."""
+    inside = kind(situation)
+    if inside != "docker":
+        return bool(inside)
+    try:
+        text = (situation.proc.parent / "etc" / "resolv.conf").read_text(errors="replace")
+    except OSError:
+        return False
+    return any(line.split() == ["nameserver", DOCKERS_RESOLVER] for line in text.splitlines())

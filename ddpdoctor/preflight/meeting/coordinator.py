@@ -25,6 +25,9 @@ KNOCK_LIMIT = 10.0
 MOST_CLOCK_QUESTIONS = 64
 TOKEN_BYTES = 16
 LOOK_EVERY = 0.5
+DISAGREEING_WAIT = 3.0
+"""Seconds for more nodes after the last one, once it is known that not all were told the same."""
+
 STRANGERS_WAIT = 3.0
 """Seconds for more nodes, once those that are missing were here with another id."""
 
@@ -79,6 +82,8 @@ class Coordinator:
         self._gathered = asyncio.Event()
         self._complete = asyncio.Event()
         self._given_up = False
+        self._came = 0.0
+        """When the last one came."""
         self._servers: list[asyncio.Server] = []
         self._watches: list[asyncio.Task[None]] = []
 
@@ -109,14 +114,20 @@ class Coordinator:
         Returns:
             Those that came, ordered by node rank; a node without one comes last.
         """
-        while not self._complete.is_set() and time.monotonic() < until:
+        while time.monotonic() < until and not self._given_up:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._complete.wait(), LOOK_EVERY)
-            if self._given_up:
-                break
+            numbers = {self._nnodes, *(member.facts.nnodes for member in self.members)}
+            if len(numbers) > 1:
+                # All have to be started anew: it is enough to know who is there.
+                here = len(self.members) + len(self.surplus)
+                if here >= max(numbers) or time.monotonic() > self._came + DISAGREEING_WAIT:
+                    break
+                await asyncio.sleep(LOOK_EVERY)
+                continue
             known = len(self.members) + len(self.blocked)
             if known >= self._nnodes:
-                # The missing ones do not get through: they have said so.
+                # All are here, or do not get through and have said so.
                 break
             if self.strangers and known + len(self.strangers) >= self._nnodes:
                 # The missing ones were here, with another id: they will not come again.
@@ -208,6 +219,7 @@ class Coordinator:
             await link.close()
             return
         self.members.append(member)
+        self._came = time.monotonic()
         own = {"host": member.facts.host, "address": member.address}
         self.blocked = [each for each in self.blocked if not _is_same(each, own)]
         if len(self.members) >= self._nnodes:
@@ -264,6 +276,7 @@ class Coordinator:
 
     def _refusal(self, caller: dict[str, Any]) -> dict[str, Any]:
         self.surplus.append(caller)
+        self._came = time.monotonic()
         return {
             "refused": "late" if len(self.members) < self._nnodes else "full",
             "here": [member.facts.host for member in self.members[:32]],

@@ -135,7 +135,7 @@ def _telling(problems: list[Problem]) -> Problem:
 
 
 async def join(
-    goal: Goal, until: float, say: Callable[[str], None], *, containers: bool = False
+    goal: Goal, until: float, say: Callable[[str], None], *, appears: bool = False
 ) -> Call:
     """Reach the coordinator, trying again until it is there, or until it is clear why it is not.
 
@@ -143,12 +143,12 @@ async def join(
         goal: Whom.
         until: Monotonic time to give up at.
         say: Told once, in a line for a person, what is being waited for.
-        containers: Whether the nodes are containers.
+        appears: Whether its name and its address may come with it, as a container's do.
 
     Raises:
         CallError: It was not reached; with what it mostly was.
     """
-    lasting = _LASTING if containers else _LASTING | _NOT_THERE
+    lasting = _LASTING if appears else _LASTING | _NOT_THERE
     return await _Way(goal, until, say, lasting).walk()
 
 
@@ -174,6 +174,7 @@ class _Way:
 
     async def walk(self) -> Call:
         while True:
+            began = time.monotonic()
             try:
                 return await call_any(self._goal)
             except CallError as error:
@@ -181,6 +182,7 @@ class _Way:
                 if problem.kind in FINAL:
                     raise
             self._seen.append(problem)
+            took = time.monotonic() - began
             # Known before this attempt: else it may just have come up.
             was_up = self._is_up(problem.address)
             if problem.kind in _BEHIND and time.monotonic() - self._looked > DOORS_EVERY:
@@ -191,7 +193,7 @@ class _Way:
             waited = time.monotonic() - self._began
             if self._is_settled(waited, was_up=was_up):
                 raise CallError(self._most())
-            if time.monotonic() + RETRY_AFTER >= self._until:
+            if time.monotonic() + RETRY_AFTER + took >= self._until:
                 raise CallError(self._most())
             if waited > SPEAK_AFTER and not self._said:
                 self._said = True

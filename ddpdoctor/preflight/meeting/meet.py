@@ -281,9 +281,9 @@ class Party:
 
     async def _join(self) -> Meeting:
         try:
-            containers = bool(container.kind(self.situation))
+            appears = container.appears_when_started(self.situation)
             say = self.situation.say
-            call = await join(self.goal, self.gather_until, say, containers=containers)
+            call = await join(self.goal, self.gather_until, say, appears=appears)
         except CallError as error:
             return Meeting(self.seat, problem=error.problem)
         return await self._attend(call)

@@ -74,13 +74,19 @@ def _absent(meeting: Meeting, seconds: float, situation: Situation) -> Iterator[
     if meeting.foreign and len(meeting.nodes) == 1:
         yield _elsewhere(meeting, situation, absence)
         return
+    numbers = sorted({node.facts.nnodes for node in meeting.nodes})
+    if len(numbers) > 1:
+        fix = f"Give --nnodes the number of all nodes, on each of them; it is {numbers[0]} on some "
+        fix += f"and {numbers[-1]} on others. If that one is missing, start there:"
+    else:
+        fix = "Start the same command there. If it runs there already, it says itself why it does "
+        fix += f"not reach {meeting.seat.host}:{meeting.seat.port}. On that node:"
     yield Finding(
         CODE,
         Severity.ERROR,
         absence,
         evidence=(here,),
-        fix="Start the same command there. If it runs there already, it says itself why it does "
-        f"not reach {meeting.seat.host}:{meeting.seat.port}. On that node:",
+        fix=fix,
         paste=check_line(meeting.seat, situation.nproc, rank=absent[0] if absent else None),
         about="absent",
     )
