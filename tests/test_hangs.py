@@ -221,8 +221,8 @@ def test_the_absent_rank_is_named(tmp_path: Path) -> None:
     assert (found.code, found.ranks, found.severity) == ("DDP802", (1,), Severity.WARNING)
     assert str(found.location) == "/job/train.py:88"
     assert found.message == (
-        "rank 1 never joined DDP's all_reduce #9 (64 floats, default group), where ranks 0, 2, 3 "
-        "wait in train.py:61; rank 1 is in `save_checkpoint` train.py:88, reading or writing "
+        "rank 1 never joined DDP's all_reduce #9 (64 floats, default group), where ranks 0, 2 and "
+        "3 wait in train.py:61; rank 1 is in `save_checkpoint` train.py:88, reading or writing "
         "120.0 MB/s since 41 s"
     )
 
@@ -253,7 +253,7 @@ def test_everybody_is_there(tmp_path: Path) -> None:
     # Two of the four ranks are on another node.
     (found,) = findings(tmp_path, waiting(0), waiting(1))
     assert (found.code, found.ranks) == ("DDP802", (2, 3))
-    assert "ranks 2, 3 of other nodes" in found.message
+    assert "ranks 2 and 3 of other nodes" in found.message
 
 
 def test_a_rank_whose_evidence_cannot_be_had(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from ddpdoctor.rules.decisions import decisions
 from ddpdoctor.rules.evaluation import forward_under_rank_guard
 from ddpdoctor.rules.guards import only_sleeps
 from ddpdoctor.rules.hangs import left_early
-from ddpdoctor.rules.out_of_step import guarded, mismatch, named, order, same_number, waiting_line
+from ddpdoctor.rules.out_of_step import guarded, mismatch, order, same_number, waiting_line
+from ddpdoctor.rules.ranks import named
 from ddpdoctor.rules.standing import Standing, Standstill, brief, quoted, standstill
 from ddpdoctor.rules.waits import Blocked, blocked
 from ddpdoctor.rules.whereabouts import Whereabouts, state_of, whereabouts

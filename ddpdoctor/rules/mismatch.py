@@ -13,7 +13,8 @@ from ddpdoctor.rules import apart
 from ddpdoctor.rules.diagnosis import diagnosed
 from ddpdoctor.rules.endings import PATIENCE, endings, first_failure, mispaired
 from ddpdoctor.rules.guards import rank_guard
-from ddpdoctor.rules.out_of_step import guarded_finding, mismatch, named
+from ddpdoctor.rules.out_of_step import guarded_finding, mismatch
+from ddpdoctor.rules.ranks import named
 from ddpdoctor.rules.standing import Call, quoted
 from ddpdoctor.run import Rank, Run
 

@@ -6,14 +6,11 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from ddpdoctor.finding import Finding, Location, Severity
-from ddpdoctor.probe.ledger import ranges
 from ddpdoctor.rules import apart
 from ddpdoctor.rules.guards import rank_guard, statement
+from ddpdoctor.rules.ranks import named
 from ddpdoctor.rules.standing import Call, Standing, brief, quoted
 from ddpdoctor.rules.waits import Blocked
-
-SHORT = 4
-"""Ranks that are named one by one; more of them as ranges."""
 
 
 def guarded(waits: Sequence[Blocked]) -> Finding | None:
@@ -165,15 +162,6 @@ def mismatch(found: apart.Apart) -> Finding:
         evidence=apart.evidence(found.calls),
         fix=f"Make the {' and the '.join(differences)} the same on every rank of the group.",
     )
-
-
-def named(numbers: Sequence[int]) -> str:
-    """Ranks as a sentence says them: ``ranks 0, 2, 3``, and ``ranks 0,2-7`` for more of them."""
-    chosen = sorted(set(numbers))
-    if len(chosen) == 1:
-        return f"rank {chosen[0]}"
-    short = len(chosen) <= SHORT
-    return f"ranks {', '.join(map(str, chosen)) if short else ranges(chosen)}"
 
 
 def waiting_line(rank: Standing) -> str:
