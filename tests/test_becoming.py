@@ -168,6 +168,7 @@ MANY = """
 """
 
 
+@pytest.mark.slow
 def test_a_group_made_twice_is_one_rank_and_its_children_are_none(doctor: Doctor) -> None:
     script = doctor.write("many.py", MANY)
     where = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
@@ -284,6 +285,7 @@ def test_a_sitecustomize_of_the_virtual_environment_runs(doctor: Doctor, tmp_pat
     assert (watched.status, watched.stdout) == (bare.status, bare.stdout)
 
 
+@pytest.mark.slow
 def test_a_rank_is_watched_whatever_the_user_s_sitecustomize_does(doctor: Doctor) -> None:
     mine = doctor.directory / "mine"
     mine.mkdir()

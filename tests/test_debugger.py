@@ -379,6 +379,7 @@ def test_an_uncaught_exception_is_held(job: Job) -> None:
     assert result.codes == ["DDP901"]
 
 
+@pytest.mark.slow
 def test_what_is_no_debugger_starts_none(job: Job) -> None:
     job.start()
     job.live.wait_for_steps(3)
@@ -397,6 +398,7 @@ def test_what_is_no_debugger_starts_none(job: Job) -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_a_taken_port_moves_the_block(doctor: Doctor) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -414,6 +416,7 @@ def test_a_taken_port_moves_the_block(doctor: Doctor) -> None:
     assert [each["connect"]["port"] for each in launch["configurations"]] == [port + 2, port + 3]
 
 
+@pytest.mark.slow
 def test_another_address_than_loopback_is_warned_of(doctor: Doctor) -> None:
     words = ("--nproc-per-node", "1", "--", str(JOB), "--steps", "2")
     result = doctor.run("--debug-port", "0", "--debug-host", "0.0.0.0", "--quiet", *words)

@@ -47,7 +47,7 @@ def only(result: Result, code: str) -> Finding:
         ("exception", "DDP901", "ValueError: the wrong sort of batch"),
         ("segv", "DDP904", "SIGSEGV"),
         pytest.param("os-exit", "DDP905", "os._exit(7)", marks=pytest.mark.slow),
-        ("sys-exit", "DDP905", "sys.exit(4)"),
+        pytest.param("sys-exit", "DDP905", "sys.exit(4)", marks=pytest.mark.slow),
     ],
 )
 def test_first_failure_names_rank_and_line(doctor: Doctor, how: str, code: str, says: str) -> None:
@@ -261,6 +261,7 @@ def test_a_rank_whose_core_others_use_is_no_slow_rank(doctor: Doctor) -> None:
     assert "other processes take its CPU core" in finding.message
 
 
+@pytest.mark.slow
 def test_data_bound_on_all_ranks(doctor: Doctor) -> None:
     result = doctor.run(*TWO, TRAIN, "--steps", "45", "--slow-data", "0.001")
     result.check_success()

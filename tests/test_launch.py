@@ -279,6 +279,7 @@ def test_all_our_lines_carry_our_name_and_quiet_leaves_findings_only(doctor: Doc
     assert quiet.stderr == quiet.stdout == ""
 
 
+@pytest.mark.slow
 def test_quiet_still_says_findings(doctor: Doctor) -> None:
     words = ("--nproc-per-node", "2", TRAIN, "--fail", "exception")
     result = doctor.run("--quiet", *words)
@@ -321,7 +322,10 @@ sys.stdout.write(json.dumps(mine) + "\\n")
     "words",
     [
         ["--standalone", "--nproc_per_node=2", "env.py", "--lr", "1", "--", "-x"],
-        ["--nproc-per=1", "--role", "a b", "--max_res=3", "-m", "env", "--nproc-per-node", "5"],
+        pytest.param(
+            ["--nproc-per=1", "--role", "a b", "--max_res=3", "-m", "env", "--nproc-per-node", "5"],
+            marks=pytest.mark.slow,
+        ),
         ["--nproc-per-node", "1", "--no-python", "--", PYTHON, "-u", "env.py", "x"],
         [
             *("--nnodes", "1:2", "--nproc-per-node", "2", "--rdzv-backend", "c10d"),
@@ -417,6 +421,7 @@ def test_a_signal_that_ended_the_job_ends_us(number: signal.Signals, doctor: Doc
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_exit_status_under_torchrun(doctor: Doctor) -> None:
     doctor.write("five.py", "raise SystemExit(5)")
     doctor.write("bare.py", "pass")

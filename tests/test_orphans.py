@@ -237,10 +237,11 @@ def test_the_guard_is_started_again(doctor: Doctor) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param((), id="plain", marks=pytest.mark.slow),
+        pytest.param((), id="plain"),
         pytest.param(("stubborn", "helper"), id="stubborn"),
     ],
 )
+@pytest.mark.slow
 def test_kill_supervisor_and_guard(words: tuple[str, ...], doctor: Doctor) -> None:
     live = start_stuck(doctor, *words)
     guard = guard_of(live)
@@ -379,7 +380,7 @@ time.sleep(3600)
 """
 
 
-@pytest.mark.parametrize("end", ["asked", "finished"])
+@pytest.mark.parametrize("end", ["asked", pytest.param("finished", marks=pytest.mark.slow)])
 def test_a_process_whose_environment_is_gone(end: str, doctor: Doctor) -> None:
     # setproctitle and `env -i` hide a process from the search by environment; the supervisor still
     # knows it for its descendant. (The guard of a killed one does not, if it left the session.)
@@ -401,6 +402,7 @@ def test_a_process_whose_environment_is_gone(end: str, doctor: Doctor) -> None:
             process.kill()
 
 
+@pytest.mark.slow
 def test_a_run_within_a_run(doctor: Doctor) -> None:
     # A job script that itself calls `ddpdoctor run`: ending the outer one ends both.
     doctor.write(

@@ -423,6 +423,7 @@ def test_a_caught_exit_is_no_failure(hooked: Pair) -> None:
     assert endings(run, HOOKED.index("exit caught")) == []
 
 
+@pytest.mark.slow
 def test_a_healthy_job_that_catches_an_exit_has_no_findings(doctor: Doctor) -> None:
     job = [sys.executable, str(JOBS / "hooked.py"), "exit caught", "thread exits"]
     result = doctor.run("--strict", "--", *job)

@@ -313,6 +313,7 @@ def test_ranks_of_a_live_job_tell_how_far_they_are_apart(doctor: Doctor) -> None
         assert 0 < rank.ended["spent"] < rank.ended["over"]
 
 
+@pytest.mark.slow
 def test_without_a_budget_no_fingerprint_is_taken(doctor: Doctor) -> None:
     job = str(JOBS.parent.parent / "sample_jobs" / "sick" / "ddp701_gradient_noise.py")
     result = doctor.run("--nproc-per-node", "2", "--overhead-budget", "0", "--", job)
