@@ -178,6 +178,7 @@ def _answer() -> Record:
                     "ident": ident,
                     "name": thread.name if thread is not None else "",
                     "main": ident == main,
+                    "daemon": thread is None or thread.daemon,
                     "frames": frames,
                     "cut": cut,
                 }

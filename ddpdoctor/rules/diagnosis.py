@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.record import integer
@@ -12,6 +13,7 @@ from ddpdoctor.rules.decisions import decisions
 from ddpdoctor.rules.evaluation import forward_under_rank_guard
 from ddpdoctor.rules.guards import only_sleeps
 from ddpdoctor.rules.hangs import left_early
+from ddpdoctor.rules.lingering import lingering
 from ddpdoctor.rules.out_of_step import guarded, mismatch, order, same_number, waiting_line
 from ddpdoctor.rules.ranks import named
 from ddpdoctor.rules.standing import Standing, Standstill, brief, quoted, standstill
@@ -129,13 +131,18 @@ def _of_waits(run: Run, still: Standstill, waits: Sequence[Blocked]) -> Iterator
     gone = [rank for rank in first.absent if not rank.in_collective]
     if gone:
         starting = all(not rank.step for rank in still.ranks)
-        yield from _whereabouts(
-            still, [(rank, whereabouts(rank, starting)) for rank in gone], first
-        )
+        yield from _whereabouts(still, [(rank, _missing(rank, starting)) for rank in gone], first)
     elif elsewhere:
         yield order(waits)
     else:
         yield from _all_there(still, first)
+
+
+def _missing(rank: Standing, starting: bool) -> Whereabouts:
+    """What a rank does that others wait for."""
+    end = lingering(rank)
+    # Whoever is at the end of the script will not come any more.
+    return replace(end, severity=Severity.ERROR) if end else whereabouts(rank, starting)
 
 
 def _whereabouts(
@@ -247,7 +254,11 @@ def _all_there(still: Standstill, one: Blocked) -> Iterator[Finding]:
 
 def _nobody_waits(still: Standstill) -> Iterator[Finding]:
     starting = all(not rank.step for rank in still.ranks)
-    told = [(rank, whereabouts(rank, starting)) for rank in still.ranks if rank.looked_at]
+    told = [
+        (rank, lingering(rank) or whereabouts(rank, starting))
+        for rank in still.ranks
+        if rank.looked_at
+    ]
     named_ = [(rank, each) for rank, each in told if each.code not in ("DDP802", "DDP811")]
     if named_:
         yield from _whereabouts(still, named_, None)
@@ -372,7 +383,7 @@ def _untold(still: Standstill) -> tuple[str, ...]:
         f"no stack of rank {rank.rank}: {rank.stacks.trouble}"
         + (f"; {rank.stacks.note}" if rank.stacks.note else "")
         for rank in still.ranks
-        if rank.stacks is not None and rank.stacks.trouble
+        if rank.stacks is not None and rank.stacks.trouble and rank.dead_for is None
     ]
     return tuple(found[:3])
 

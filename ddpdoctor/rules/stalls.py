@@ -1,4 +1,4 @@
-"""Jobs that stand still (DDP802 and DDP805 to DDP814): who is missing, and what it does instead.
+"""Jobs that stand still (DDP802 and DDP805 to DDP815): who is missing, and what it does instead.
 
 All of them read one examination (`Run.hang`), which `ddpdoctor.rules.diagnosis` judges once.
 """
@@ -311,3 +311,35 @@ def stands_still(run: Run) -> Iterator[Finding]:
         0.1.0
     """
     yield from diagnosed(run, "DDP814")
+
+
+@rule("DDP815", "does-not-end", Severity.ERROR)
+def does_not_end(run: Run) -> Iterator[Finding]:
+    """The script of a rank is over, and its process does not end.
+
+    What it finds
+        Ranks that have come to the end of their script and wait there, for longer than
+        `--hang-after`: for a thread that is no daemon, for a child process, in something that was
+        registered with `atexit`, or in native code while Python is taken down.
+
+    Why it is bad
+        torchrun waits for it without a word, and the GPUs stay taken, until somebody ends the job.
+
+    How to fix it
+        Let threads and child processes end before the script does, or make them daemons. Let go of
+        the DDP model before `destroy_process_group()`: with gloo, torch 2.13 waits now and then
+        forever if the interpreter itself takes down the last reference to it.
+
+    Example
+        Wrong: `threading.Thread(target=upload).start()`, where `upload` waits for a queue forever.
+        Right: `None` put into that queue at the end of the script, which ends the loop.
+
+    When it stays silent
+        Until `--hang-after`; for 5 minutes where the rank computes, writes, or waits for the
+        network at its end. It is a warning, unless native code stands still, or other ranks wait
+        for this one.
+
+    Since
+        0.1.0
+    """
+    yield from diagnosed(run, "DDP815")

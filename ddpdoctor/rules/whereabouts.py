@@ -165,14 +165,14 @@ def whereabouts(rank: Standing, starting: bool) -> Whereabouts:
             Severity.ERROR,
             place,
         )
-    doing = _doing(rank)
-    if starting and not rank.step and (_works(rank) or _told(rank, "network")):
-        waits = not _works(rank)
+    action = doing(rank)
+    if starting and not rank.step and (works(rank) or _told(rank, "network")):
+        waits = not works(rank)
         if waits:
-            doing = f"waiting for the network, from which nothing comes{',' if since else ''}"
+            action = f"waiting for the network, from which nothing comes{',' if since else ''}"
         return Whereabouts(
             "DDP811",
-            f"is still starting up: in {_place(rank)}, {doing}{since}",
+            f"is still starting up: in {_place(rank)}, {action}{since}",
             Severity.WARNING,
             place,
             "Fetch data and weights before the job starts, and give each request a timeout."
@@ -182,10 +182,10 @@ def whereabouts(rank: Standing, starting: bool) -> Whereabouts:
     loop = _loop(rank)
     if loop is not None and rank.activity("cpu") >= BUSY:
         return loop
-    working = _works(rank)
+    working = works(rank)
     return Whereabouts(
         "DDP802",
-        f"is in {_place(rank)}, {doing}{since}",
+        f"is in {_place(rank)}, {action}{since}",
         Severity.WARNING if working else Severity.ERROR,
         place,
     )
@@ -202,7 +202,8 @@ def _place(rank: Standing) -> str:
     return f"`{name}` {brief(site)}"
 
 
-def _doing(rank: Standing) -> str:
+def doing(rank: Standing) -> str:
+    """What its process can be seen to do: ``idle``, ``computing (97 % of a core)``."""
     told = []
     if rank.activity("characters") >= MOVING or rank.activity("disk") >= MOVING:
         amount = max(rank.activity("characters"), rank.activity("disk"))
@@ -217,7 +218,7 @@ def _doing(rank: Standing) -> str:
     return ", ".join(told) or "idle"
 
 
-def _works(rank: Standing) -> bool:
+def works(rank: Standing) -> bool:
     """Whether it makes progress that can be seen from outside."""
     return (
         rank.activity("cpu") >= BUSY
@@ -226,6 +227,11 @@ def _works(rank: Standing) -> bool:
         or rank.activity("disk") >= MOVING
         or _exchanges(rank)
     )
+
+
+def waits_for_network(rank: Standing) -> bool:
+    """Whether it, or a process that it started, waits for something from a socket."""
+    return _told(rank, "network") or _told(rank, "children_network")
 
 
 def _told(rank: Standing, key: str) -> bool:
@@ -271,7 +277,7 @@ def _prompts(rank: Standing, frames: tuple[Frame, ...]) -> bool:
         and is_user_path(last.path)
         and any(word in statement(last.path, last.line) for word in _PROMPT)
     )
-    return (_told(rank, "input") and rank.activity("cpu") < BUSY) or (asks and not _works(rank))
+    return (_told(rank, "input") and rank.activity("cpu") < BUSY) or (asks and not works(rank))
 
 
 def _in_store(frames: tuple[Frame, ...]) -> bool:
@@ -292,10 +298,10 @@ def _loader(rank: Standing, place: Location | None, since: str) -> Whereabouts:
         frame.function in ("_try_get_data", "_get_data") for frame in rank.frames[-12:]
     )
     if not waits_for_workers:
-        working = _works(rank)
+        working = works(rank)
         return Whereabouts(
             "DDP809",
-            f"loads its data itself at {_place(rank)}, {_doing(rank)}{since}",
+            f"loads its data itself at {_place(rank)}, {doing(rank)}{since}",
             Severity.WARNING if working else Severity.ERROR,
             place,
         )

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from ddpdoctor.record import Record
 from ddpdoctor.stacks.declared import Declared
-from ddpdoctor.stacks.model import CUT, MAIN, Frame, Thread
+from ddpdoctor.stacks.model import CUT, ENDING, MAIN, Frame, Thread
 from ddpdoctor.stacks.parse import at, parse
 from ddpdoctor.stacks.process_state import (
     ENDED,
@@ -41,7 +41,6 @@ _TGKILL = {"x86_64": 234, "aarch64": 131}
 """Numbers of a system call for which C libraries have no name before glibc 2.30."""
 
 OTHER_PROGRAM = "does not answer any more: its program was replaced (exec), or closed our files"
-ENDING = "its interpreter is shutting down"
 
 
 class Asking:
@@ -149,7 +148,9 @@ class Asking:
             for path, line, function in reversed(told["frames"])
         ]
         name = MAIN if told["main"] else str(told["name"])
-        return Thread(int(told["ident"]), name, False, (*((CUT,) if told["cut"] else ()), *frames))
+        cut = (CUT,) if told["cut"] else ()
+        awaited = told.get("daemon") is False and not told["main"]
+        return Thread(int(told["ident"]), name, False, (*cut, *frames), awaited)
 
     def _ask_faulthandler(self, file: int) -> Iterator[None]:
         declared = self._declared

@@ -22,6 +22,9 @@ class Frame(NamedTuple):
     function: str
 
 
+ENDING = "its interpreter is shutting down"
+"""The trouble of a rank that cannot answer because its Python is being taken down."""
+
 CUT = Frame("...", 0, "...")
 """Stands for the outer frames of a stack of which only the innermost 100 are known."""
 
@@ -38,6 +41,8 @@ class Thread:
     """Whether ``faulthandler`` said that this thread wrote the stacks; False in all others."""
     frames: tuple[Frame, ...]
     """Outermost first."""
+    awaited: bool = False
+    """Whether the interpreter is known to wait for it at the end: it is no daemon."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,7 @@ def to_record(stacks: RankStacks) -> Record:
                 "name": thread.name,
                 "current": thread.current,
                 "frames": [frame._asdict() for frame in thread.frames],
+                "awaited": thread.awaited,
             }
             for thread in stacks.threads
         ],
@@ -168,6 +174,7 @@ def from_record(record: Record) -> RankStacks:
                     Frame(_text(frame, "path"), integer(frame, "line"), _text(frame, "function"))
                     for frame in _mappings(thread.get("frames"))
                 ),
+                thread.get("awaited") is True,
             )
             for thread in _mappings(record.get("threads"))
         ),

@@ -114,9 +114,8 @@ class Signs:
 def _lives(rank: Rank) -> bool:
     return (
         rank.status is not None
+        # One whose script is over has a process to end yet.
         and rank.exit is None
-        and rank.ended is None
-        and rank.status.phase is not Phase.ENDED
     )
 
 
