@@ -137,6 +137,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_a_real_shutdown_that_does_not_end_is_ended_if_asked(doctor: Doctor) -> None:
     doctor.write("train.py", JOB)
     options = ("--hang-after", "2", "--kill-on-hang", "--nproc-per-node", "2")
