@@ -7,12 +7,14 @@ import json
 import os
 import pty
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
 from pathlib import Path
 
 import psutil
@@ -564,6 +566,101 @@ def test_modules_and_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert script_check(package).status is Status.PASS
     assert script_check(Path("/bin/sh")).status is Status.SKIPPED
     assert script_check(tmp_path / "missing.py").status is Status.FAIL
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "import sys\nsys.path.insert(0, 'lib')\n",
+        "from sys import path\npath.append('lib')\n",
+        "import os, sys\nif os.name:\n    sys.path.append('lib')\n",
+        "import site\nsite.addsitedir('lib')\n",
+        "import _paths\n",
+    ],
+)
+def test_what_comes_after_a_change_of_the_search_path_is_not_judged(
+    tmp_path: Path, change: str
+) -> None:
+    train = tmp_path / "train.py"
+    (tmp_path / "_paths.py").write_text("import sys\nsys.path.append('lib')\n")
+    train.write_text(f"{change}import only_found_later\n")
+    outcome = script_check(train)
+    assert outcome.status is Status.PASS
+    assert "up to where sys.path is changed" in outcome.detail
+    train.write_text(f"import missing_before\n{change}import only_found_later\n")
+    (finding,) = script_check(train).findings
+    assert finding.about == "missing_before"
+
+
+def test_modules_beside_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "pkg"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit('nothing is imported')")
+    (package / "train.py").write_text("import helpers\nfrom pkg import models\nimport built\n")
+    (tmp_path / "helpers.py").touch()
+    (tmp_path / f"built{EXTENSION_SUFFIXES[0]}").touch()
+    (tmp_path / "spread" / "inner").mkdir(parents=True)
+    (tmp_path / "spread" / "inner" / "train.py").write_text("import spread.inner\n")
+    monkeypatch.chdir(tmp_path)
+    for name in ("pkg.train", "spread.inner.train"):
+        assert script_check(Path(name), module=True).findings == ()
+    (finding,) = script_check(Path("pkg"), module=True).findings
+    assert finding.message == "pkg is a package without __main__.py: it cannot be run"
+
+
+def test_a_module_that_is_installed_in_an_editable_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text("import os\n")
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+            if name != "edited":
+                return None
+            spec = ModuleSpec(name, None, is_package=True)
+            spec.submodule_search_locations = [str(tmp_path)]
+            return spec
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    assert script_check(Path("edited.train"), module=True).status is Status.PASS
+    assert script_check(Path("edited.none"), module=True).status is Status.FAIL
+
+
+def test_what_is_no_script_is_not_read(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert script_check(pipe).status is Status.SKIPPED
+    options = Options(nproc=2, script=("bash", "run.sh"), program=True)
+    assert script.script(Situation(options, environ={})).status is Status.SKIPPED
+
+
+def test_the_line_for_a_missing_import_installs_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "my project"
+    (root / "tools").mkdir(parents=True)
+    (root / "ours.py").touch()
+    train = root / "tools" / "train.py"
+    train.write_text("import ours, utils, cv2\n")
+    monkeypatch.chdir(root)
+    ours, utils, cv2 = (each.paste for each in script_check(train).findings)
+    assert ours == f"export PYTHONPATH='{root}'${{PYTHONPATH:+:$PYTHONPATH}}"
+    assert utils == "find . -name utils.py -o -name utils -type d"
+    assert cv2 == f"{sys.executable} -m pip install opencv-python"
+    broken = root / "it's.py"
+    broken.write_text("def f(:")
+    (finding,) = script_check(broken).findings
+    assert shlex.split(finding.paste)[-1] == str(broken)
+
+
+def test_a_file_that_is_no_text_does_not_reach_the_terminal(doctor: Doctor, tmp_path: Path) -> None:
+    (tmp_path / "weights.py").write_bytes(b"\x7fELF\x1b[2J\0")
+    result = doctor.cli("check", "--only", "script", "--", "weights.py")
+    assert result.status == 2
+    assert "\x1b" not in result.stdout and "\0" not in result.stdout
 
 
 # -- orphans

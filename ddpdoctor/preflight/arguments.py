@@ -150,6 +150,7 @@ def _options(
         rdzv_id=values.get("--rdzv-id", ""),
         script=tuple(script),
         module=bool(flags & {"-m", "--module"}),
+        program="--no-python" in flags,
         checkpoint_dir=Path(folder) if folder else None,
         timeout=_seconds(values.get("--timeout", "60")),
         kill_orphans="--kill-orphans" in flags,

@@ -5,24 +5,32 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import shlex
 import sys
 import warnings
 import zipfile
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from ddpdoctor.finding import Finding, Location, Severity
 from ddpdoctor.preflight.check import Outcome, check, judged, passed, skipped
+from ddpdoctor.preflight.imports import Import, exists, imports_of, module_spec, nearby
 from ddpdoctor.preflight.situation import Situation
 
+DISTRIBUTIONS = {
+    "Crypto": "pycryptodome", "PIL": "pillow", "attr": "attrs", "bs4": "beautifulsoup4",
+    "cv2": "opencv-python", "dateutil": "python-dateutil", "dotenv": "python-dotenv",
+    "faiss": "faiss-cpu", "fitz": "pymupdf", "git": "gitpython", "hydra": "hydra-core",
+    "pkg_resources": "setuptools", "serial": "pyserial", "skimage": "scikit-image",
+    "sklearn": "scikit-learn", "yaml": "pyyaml",
+}  # fmt: skip
+"""What pip calls a module that others publish under its own name, or nobody does."""
 
-@dataclass(frozen=True)
-class _Import:
-    """A module that is imported whenever the script runs."""
-
-    module: str
-    line: int
+_OWN = frozenset({
+    "clip", "common", "config", "configs", "core", "data", "dataset", "engine",
+    "helper", "helpers", "layers", "lib", "loss", "losses", "metrics", "misc", "model", "models",
+    "modules", "networks", "nets", "src", "tools", "train", "trainer", "util", "utils",
+})  # fmt: skip
+"""Names that a project gives to modules of its own. What pip has under them is something else."""
 
 
 @check("script", "DDP016")
@@ -44,8 +52,9 @@ def script(situation: Situation) -> Outcome:
         Right: `pip install wandb`, or an import within `try`.
 
     When it stays silent
-        About imports within functions, `try`, and `if`, about parts of packages that are there, and
-        when no script was named. What the script runs is not executed.
+        About imports within functions, `try`, and `if`, about those that come after a change of
+        `sys.path`, about parts of packages that are there, and when no script was named. What the
+        script runs is not executed.
 
     Since
         0.1.0
@@ -55,34 +64,51 @@ def script(situation: Situation) -> Outcome:
     name = situation.options.script[0]
     if situation.options.module:
         return _module(name)
+    if situation.options.program:
+        return skipped(f"{name} is a program, not a Python script")
     path = Path(name)
     if path.is_dir():
         path = path / "__main__.py"
     if path.suffix != ".py" and path.is_file() and os.access(path, os.X_OK):
         return skipped(f"{name} is a program, not a Python script")
+    if path.exists() and not path.is_file():
+        return skipped(f"{name} is no file, and can be read only once")
     try:
         source = path.read_bytes()
     except OSError as error:
         return judged(f"{name} cannot be read", [_unreadable(name, error)])
     if zipfile.is_zipfile(path):
         return skipped(f"{name} is an archive")
-    return _examined(path, source)
+    if source.startswith(importlib.util.MAGIC_NUMBER):
+        return skipped(f"{name} is compiled")
+    return _examined(path, source, path.parent)
 
 
 def _module(name: str) -> Outcome:
-    roots = [os.getcwd(), *sys.path]
-    parts = name.split(".")
-    for root in roots:
-        stem = Path(root, *parts)
-        for path in (stem.with_name(f"{stem.name}.py"), stem / "__main__.py"):
-            if path.is_file():
-                return _examined(path, path.read_bytes())
+    spec = module_spec(name)
+    if spec is None:
+        return _no_module(name, f"there is no module {name}")
+    if spec.submodule_search_locations is not None:
+        spec = module_spec(f"{name}.__main__")
+        if spec is None:
+            return _no_module(name, f"{name} is a package without __main__.py: it cannot be run")
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return skipped(f"{name} is no Python source")
+    path = Path(spec.origin)
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        return judged(f"{name} cannot be read", [_unreadable(str(path), error)])
+    return _examined(path, source, Path())
+
+
+def _no_module(name: str, message: str) -> Outcome:
     finding = Finding(
         "DDP016",
         Severity.ERROR,
-        f"there is no module {name}",
+        message,
         fix="Check its name, or start the job where it can be imported.",
-        paste=f"python -c 'import {parts[0]}'",
+        paste=f"python -m {shlex.quote(name)} --help",
     )
     return judged(f"no module {name}", [finding])
 
@@ -101,11 +127,12 @@ def _unreadable(name: str, error: OSError) -> Finding:
         Severity.ERROR,
         f"the script {name} cannot be read: {(error.strerror or str(error)).lower()}",
         fix=f"Check the path{hint}" if hint else "Check the path and the working directory.",
-        paste=f"ddpdoctor run {folder / close[0]}" if close else f"ls -l {folder}",
+        paste=f"ls -l {shlex.quote(str(folder / close[0] if close else folder))}",
     )
 
 
-def _examined(path: Path, source: bytes) -> Outcome:
+def _examined(path: Path, source: bytes, folder: Path) -> Outcome:
+    """Judge a script; ``folder`` is where Python looks first when it runs."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -120,57 +147,43 @@ def _examined(path: Path, source: bytes) -> Outcome:
             f"{getattr(error, 'msg', None) or error}",
             location=Location(str(path), line),
             fix="Correct the line.",
-            paste=f"python -m py_compile {path}",
+            paste=f"python -m py_compile {shlex.quote(str(path))}",
         )
         return judged(f"{path.name} does not parse", [finding])
-    wanted = list(_imports(tree.body))
-    missing = [each for each in wanted if not _exists(each.module, path.parent)]
-    modules = len({each.module for each in wanted})
+    found = imports_of(tree, folder)
+    modules: dict[str, Import] = {}
+    for each in found.certain:
+        modules.setdefault(each.module, each)
+    missing = [each for name, each in modules.items() if not exists(name, folder)]
+    until = " up to where sys.path is changed" if found.cut else ""
     if not missing:
-        return passed(f"{path.name} parses, and its {modules} imports are there; it was not run")
+        imports = f"{len(modules)} imports{until}"
+        return passed(f"{path.name} parses, and its {imports} are there; it was not run")
     return judged(
-        f"{len(missing)} of {modules} imports of {path.name} are missing",
-        [_missing(path, each) for each in {each.module: each for each in missing}.values()],
+        f"{len(missing)} of {len(modules)} imports of {path.name}{until} are missing",
+        [_missing(path, folder, each) for each in missing],
     )
 
 
-def _imports(body: list[ast.stmt]) -> Iterator[_Import]:
-    """The modules that these statements import for certain, by their first name."""
-    for node in body:
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield _Import(alias.name.partition(".")[0], node.lineno)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            yield _Import(node.module.partition(".")[0], node.lineno)
-        elif isinstance(node, (ast.With, ast.AsyncWith)) and not _suppresses(node):
-            yield from _imports(node.body)
-
-
-def _suppresses(node: ast.With | ast.AsyncWith) -> bool:
-    """Whether a ``with`` may be there to survive a missing module."""
-    return any("suppress" in ast.dump(item.context_expr) for item in node.items)
-
-
-def _exists(module: str, folder: Path) -> bool:
-    """Whether Python would find a top-level module; nothing is imported."""
-    if module in sys.builtin_module_names or module in sys.stdlib_module_names:
-        return True
-    if (folder / f"{module}.py").exists() or (folder / module).is_dir():
-        return True
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError, AttributeError):
-        # Loaded already in an odd way; a job may well import it.
-        return True
-
-
-def _missing(path: Path, each: _Import) -> Finding:
+def _missing(path: Path, folder: Path, each: Import) -> Finding:
+    root = nearby(each.module, folder)
+    quoted = shlex.quote(each.module)
+    if root is not None:
+        fix = f"It is in {root}, where Python does not look: add that to PYTHONPATH, on every node."
+        paste = f"export PYTHONPATH={shlex.quote(str(root))}${{PYTHONPATH:+:$PYTHONPATH}}"
+    elif each.module in _OWN:
+        fix = "It looks like a module of the project: add its folder to PYTHONPATH. To find it:"
+        paste = f"find . -name {quoted}.py -o -name {quoted} -type d"
+    else:
+        fix = "Install it in the environment of the job, on every node, or correct PYTHONPATH."
+        name = DISTRIBUTIONS.get(each.module, each.module)
+        paste = f"{shlex.quote(sys.executable)} -m pip install {shlex.quote(name)}"
     return Finding(
         "DDP016",
         Severity.ERROR,
         f"{path.name} imports {each.module}, which this Python ({sys.executable}) does not find",
         location=Location(str(path), each.line),
-        fix="Install it in the environment of the job, on every node, or correct PYTHONPATH.",
-        paste=f"{sys.executable} -m pip install {each.module}",
+        fix=fix,
+        paste=paste,
         about=each.module,
     )

@@ -38,6 +38,7 @@ class Options:
         rdzv_id: The rendezvous id.
         script: The script and its arguments.
         module: Whether the script is a module's name (``-m``).
+        program: Whether it is no Python at all (``--no-python``).
         checkpoint_dir: Where the job writes checkpoints.
         timeout: Seconds that everything may take.
         kill_orphans: Whether orphan ranks are offered to be ended.
@@ -50,6 +51,7 @@ class Options:
     rdzv_id: str = ""
     script: tuple[str, ...] = ()
     module: bool = False
+    program: bool = False
     checkpoint_dir: Path | None = None
     timeout: float = 60.0
     kill_orphans: bool = False

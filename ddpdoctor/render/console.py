@@ -128,7 +128,7 @@ def _code_frame(
     linecache.checkcache(location.path)
     first = max(1, location.line - _CONTEXT)
     lines = [
-        (number, linecache.getline(location.path, number).rstrip())
+        (number, _shown(linecache.getline(location.path, number).rstrip()))
         for number in range(first, location.line + _CONTEXT + 1)
     ]
     guilty_line = next(text for number, text in lines if number == location.line)
@@ -143,6 +143,12 @@ def _code_frame(
         room = max(20, console.width - row.cell_len)
         row.append(text if len(text) <= room else text[: room - 3] + "...", "" if guilty else "dim")
         console.print(row, soft_wrap=True)
+
+
+def _shown(line: str) -> str:
+    """A line without what a terminal would take for orders: not every file is text."""
+    return "".join(each if each.isprintable() or each == "\t" else "\N{REPLACEMENT CHARACTER}"
+                   for each in line)  # fmt: skip
 
 
 def _calls(finding: Finding) -> list[str]:

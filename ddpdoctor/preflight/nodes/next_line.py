@@ -28,5 +28,7 @@ def next_line(situation: Situation, outcomes: Sequence[Outcome]) -> str:
         line += ["--rdzv-backend", "c10d"]
     if options.module:
         line.append("-m")
+    if options.program:
+        line.append("--no-python")
     line += ["--", *(options.script or (PLACEHOLDER,))]
     return shlex.join(line)
