@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import os
 import sys
@@ -39,11 +40,11 @@ Options:
 def main(words: Sequence[str] | None = None) -> int:
     """Run ``ddpdoctor`` with the words of the command line; the exit status."""
     words = sys.argv[1:] if words is None else words
+    _open_streams()
     try:
         status = _dispatch(words)
         # Here rather than at the interpreter's end, where a closed pipe could not be caught.
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
         return status
     except DoctorError as error:
         hint = f"ddpdoctor: {error.hint}\n" if error.hint else ""
@@ -52,10 +53,28 @@ def main(words: Sequence[str] | None = None) -> int:
         return error.status
     except BrokenPipeError:
         # Whoever read our output has seen enough; what is left in the buffer goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _drop_output()
         return 0
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        _drop_output()
+        with contextlib.suppress(OSError):
+            os.write(2, b"ddpdoctor: error: the output cannot be written: its disk is full\n")
+        return 3
     except KeyboardInterrupt:
         return 130
+
+
+def _open_streams() -> None:
+    """Give this program the streams that it was started without (``>&-``); they lead nowhere."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+
+
+def _drop_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _dispatch(words: Sequence[str]) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import time
 
 import pytest
@@ -27,6 +29,7 @@ from ddpdoctor.preflight.launchers import expand, places
 from ddpdoctor.preflight.running import GRACE, run_checks
 from ddpdoctor.preflight.situation import Options, Situation, split_endpoint
 from ddpdoctor.render import checks as render
+from ddpdoctor.render.checks import Progress
 from tests.conftest import Doctor
 
 
@@ -267,3 +270,42 @@ def test_the_commands_words(doctor: Doctor) -> None:
     record = json.loads(told.stdout)
     assert record["exit_status"] == 0
     assert [each["check"] for each in record["checks"]] == ["shared-memory"]
+
+
+def checking(doctor: Doctor, shell: str) -> tuple[int, str]:
+    """The status of a check that a shell starts in an odd way, and what reached its stderr."""
+    line = f"{sys.executable} -m ddpdoctor check --only script,cores -- missing.py"
+    done = doctor.run("bash", "-c", shell.replace("CHECK", line), watch=False)
+    return done.status, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("shell", "status"),
+    [
+        ("CHECK >&-", 2),
+        ("CHECK <&- >&- 2>&-", 2),
+        ("CHECK 2>&1 >/dev/null | head -0; exit ${PIPESTATUS[0]}", 2),
+        # A pipe that nobody reads any more, from the beginning.
+        ("exec 3> >(exec true); sleep 0.2; CHECK >&3", 2),
+    ],
+)
+def test_how_it_ended_is_told_by_the_status_wherever_the_words_go(
+    doctor: Doctor, shell: str, status: int
+) -> None:
+    assert checking(doctor, shell) == (status, "")
+
+
+def test_a_full_disk_under_the_output_is_told(doctor: Doctor) -> None:
+    status, told = checking(doctor, "CHECK >/dev/full")
+    assert status == COULD_NOT_RUN
+    assert told == "ddpdoctor: error: the output cannot be written: its disk is full\n"
+
+
+def test_progress_that_nobody_reads_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", buffering=1, closefd=True) as stream:
+        progress = Progress(["links"], stream)
+        progress.say("waiting for node0:29500")
+        progress.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -102,10 +102,22 @@ def _check(asked: arguments.Arguments, chosen: list[Check]) -> int:
         progress.close()
     status = exit_status(outcomes)
     seconds = time.monotonic() - began
+    try:
+        _tell(asked, situation, outcomes, seconds)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever reads has seen enough (`| head -1`); how it ended remains true.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return status
+
+
+def _tell(
+    asked: arguments.Arguments, situation: Situation, outcomes: list[Outcome], seconds: float
+) -> None:
     host = socket.gethostname()
     if asked.json:
-        print(render.document(outcomes, host, status, seconds))
-        return status
+        print(render.document(outcomes, host, exit_status(outcomes), seconds))
+        return
     colour = sys.stdout.isatty() and _wants_colour()
     width = min(shutil.get_terminal_size((80, 24)).columns, 100)
     sys.stdout.write(_heading(situation, host))
@@ -115,7 +127,6 @@ def _check(asked: arguments.Arguments, chosen: list[Check]) -> int:
     line = next_line(situation, outcomes)
     if line:
         print(f"\nstart the job on this node with:\n{line}")
-    return status
 
 
 def _end_orphans(situation: Situation) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -101,8 +102,7 @@ class Progress:
         self._stream = sys.stderr if stream is None else stream
         self._running = list(names)
         self._total = len(self._running)
-        terminal = self._stream is not None and self._stream.isatty()
-        self._shows = terminal and os.environ.get("TERM") != "dumb"
+        self._shows = self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._lock = threading.Lock()
         self._show()
 
@@ -116,18 +116,14 @@ class Progress:
     def say(self, text: str) -> None:
         """A line for somebody who waits, on a terminal or in a log; from any thread."""
         with self._lock:
-            if self._stream is None:
-                return
-            self._stream.write(f"\r\x1b[K{text}\n" if self._shows else f"{text}\n")
-            self._stream.flush()
+            self._write(f"\r\x1b[K{text}\n" if self._shows else f"{text}\n")
             self._show()
 
     def close(self) -> None:
         """Take the line away."""
         with self._lock:
             if self._shows:
-                self._stream.write("\r\x1b[K")
-                self._stream.flush()
+                self._write("\r\x1b[K")
                 self._shows = False
 
     def _show(self) -> None:
@@ -141,5 +137,10 @@ class Progress:
         text = f"{done} of {self._total} checks done; running: {', '.join(self._running)}"
         if len(text) >= width:
             text = text[: max(0, width - 4)] + "..."
-        self._stream.write(f"\r\x1b[K{text}")
-        self._stream.flush()
+        self._write(f"\r\x1b[K{text}")
+
+    def _write(self, text: str) -> None:
+        # Nobody may read it any more: that is no reason to end the checks.
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+            self._stream.flush()
