@@ -12,10 +12,11 @@ from ddpdoctor.gpu.reader import Device
 from ddpdoctor.preflight import link_capacity
 from ddpdoctor.preflight.check import Outcome, Status
 from ddpdoctor.preflight.interfaces import Interface, interfaces
+from ddpdoctor.preflight.meeting.caller import Problem
 from ddpdoctor.preflight.meeting.facts import Facts
 from ddpdoctor.preflight.meeting.meet import Meeting, Node, _meet_or_fail
 from ddpdoctor.preflight.meeting.place import Seat
-from ddpdoctor.preflight.nodes import gloo_reduction, nccl_reduction
+from ddpdoctor.preflight.nodes import attendance, gloo_reduction, nccl_reduction
 from ddpdoctor.preflight.situation import Once, Situation, gpu_facts, visible_gpus
 
 ETH0 = Interface("eth0", ("10.0.0.1",))
@@ -138,6 +139,23 @@ def meeting(reduction: dict[str, Any], outside: tuple[str, float] = IB) -> Situa
     result: Meeting | Exception = came
     once.put(_meet_or_fail, result)
     return Situation(once=once)
+
+
+def test_torch_that_is_late_on_a_node_blames_nobody() -> None:
+    late = meeting({"skipped": "not all ranks have torch", "unready": [[1, "late", 25.0]]})
+    outcome = gloo_reduction.gloo_reduction(late)
+    assert (outcome.status, outcome.findings) == (Status.COULD_NOT_RUN, ())
+    assert outcome.detail.startswith("torch was not imported within 25 s on node1 (node 1)")
+    assert nccl_reduction.nccl_reduction(late).status is Status.SKIPPED
+
+
+def test_a_check_whose_time_is_over_blames_nobody() -> None:
+    once = Once()
+    over = Meeting(Seat(2, 0, "node0", 29500, "none"), problem=Problem("time"))
+    result: Meeting | Exception = over
+    once.put(_meet_or_fail, result)
+    outcome = attendance.attendance(Situation(once=once))
+    assert (outcome.status, outcome.findings) == (Status.COULD_NOT_RUN, ())
 
 
 def nccl(inside: float, between: float, outside: tuple[str, float] = IB) -> Outcome:

@@ -723,6 +723,36 @@ def test_a_shared_folder_of_which_a_node_sees_other_files(nodes: Make, tmp_path:
         assert finding["paste"] == f"ls -la {folder}"
 
 
+def test_a_short_time_limit_leaves_time_for_torch(nodes: Make) -> None:
+    silent(nodes(2).run("--timeout", "16", "--only", "nodes,gloo-nodes"))
+
+
+def test_torch_that_one_node_cannot_import_is_not_waited_for(nodes: Make, tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.12')\n")
+    broken = {1: {"PYTHONPATH": f"{tmp_path}:{ROOT}"}}
+    said = nodes(2).run("--only", "nodes,gloo-nodes", env=broken)
+    assert agreeing(said, "DDP060") == "torch cannot be imported on node1 (node 1)"
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        ("--only", "links"),
+        pytest.param(("--skip", "nodes,gloo-nodes"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_check_without_the_other_nodes_is_not_green(nodes: Make, chosen: tuple[str, str]) -> None:
+    checks = nodes(3)
+    for hosts, why in (
+        (checks.lab.hosts[:1], "no other node is here"),
+        (checks.lab.hosts[1:2], "this node did not meet the others"),
+        (checks.lab.hosts[:2], "2 of 3 nodes are here: 2 of 6 ways between nodes are open"),
+    ):
+        for each in checks.run("--timeout", "3", *chosen, hosts=hosts):
+            assert (each.status, each.outcome("links")["detail"]) == (3, why)
+
+
 # Two faults at once.
 
 

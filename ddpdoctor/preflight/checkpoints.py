@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import secrets
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -107,16 +108,18 @@ def _words(error: OSError) -> str:
 
 
 def _dead(folder: Path) -> Finding:
+    top = folder.parts[1] if len(folder.parts) > 1 else str(folder)
     return Finding(
         "DDP010",
         Severity.ERROR,
         f"{folder} does not answer: nothing came back within {PATIENCE:.0f} s",
         fix="Its file server is away or overloaded: ask who runs it, or choose another folder.",
-        paste=f"mount | grep -F {folder.parts[1] if len(folder.parts) > 1 else folder}",
+        paste=f"mount | grep -F -- {shlex.quote(top)}",
     )
 
 
 def _findings(folder: Path, problem: str, free: int, inodes: int) -> Iterator[Finding]:
+    quoted = shlex.quote(str(folder))
     if problem:
         missing = problem == "it does not exist"
         yield Finding(
@@ -124,7 +127,7 @@ def _findings(folder: Path, problem: str, free: int, inodes: int) -> Iterator[Fi
             Severity.ERROR,
             f"checkpoints cannot be written to {folder}: {problem}",
             fix="Make it, or choose another one." if missing else "Choose another folder.",
-            paste=f"mkdir -p {folder}" if missing else f"ls -ld {folder}; df -h {folder}",
+            paste=f"mkdir -p {quoted}" if missing else f"ls -ld {quoted}; df -h {quoted}",
         )
     elif free < LEAST or inodes == 0:
         yield Finding(
@@ -133,5 +136,5 @@ def _findings(folder: Path, problem: str, free: int, inodes: int) -> Iterator[Fi
             f"{folder} has {shown(free)} free"
             + ("" if inodes else ", and no inodes for another file"),
             fix="Free some space, or choose another folder, before the first checkpoint is due.",
-            paste=f"df -h {folder}; df -i {folder}",
+            paste=f"df -h {quoted}; df -i {quoted}",
         )

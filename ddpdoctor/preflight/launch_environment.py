@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 
 from ddpdoctor.finding import Finding, Severity
@@ -103,9 +104,16 @@ def _numbers(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield _wrong(
             f"MASTER_ADDR is {address!r}: it takes a name or an address, without scheme and port",
             "Put the port into MASTER_PORT.",
-            f"export MASTER_ADDR={address.rpartition('/')[2].partition(':')[0]}",
+            f"export MASTER_ADDR={_host_in(address)}",
             about="MASTER_ADDR",
         )
+
+
+def _host_in(address: str) -> str:
+    """The name in what is more than one: ``tcp://node0:29500``, ``node0:29500``, ``node0/``."""
+    name = address.rpartition("//")[2].partition("/")[0]
+    name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+    return shlex.quote(name or "NODE0")
 
 
 def _incomplete(environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -59,7 +60,7 @@ def _findings(asked: list[Lookup], endpoint: Lookup | None) -> Iterator[Finding]
             Severity.ERROR,
             f"the rendezvous' host {endpoint.name} does not resolve: {endpoint.problem}",
             fix="Correct the name, give its address instead, or put it into /etc/hosts.",
-            paste=f"getent hosts {endpoint.name}",
+            paste=f"getent hosts {shlex.quote(endpoint.name)}",
             about="endpoint",
         )
     slow = [each for each in asked if each.seconds > SLOW and (each.addresses or each != endpoint)]

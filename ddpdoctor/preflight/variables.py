@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,9 +146,15 @@ def _findings(sources: Mapping[str, Mapping[str, str]], machine: _Machine) -> It
                 fix="Remove it, from the shell's start files and the image as well."
                 if inside
                 else f"Remove the line from {source}.",
-                paste=f"unset {each.name}" if inside else f"sed -i '/^{each.name}/d' {source}",
+                paste=f"unset {each.name}" if inside else _without(each.name, source),
                 about=each.name,
             )
+
+
+def _without(name: str, source: str) -> str:
+    """The line that takes a variable out of a file."""
+    sudo = "sudo " if source.startswith("/etc/") else ""
+    return f"{sudo}sed -i '/^ *{name} *=/d' {shlex.quote(source)}"
 
 
 def _files(situation: Situation) -> dict[str, dict[str, str]]:

@@ -79,9 +79,8 @@ class Attendance:
             return {"results": [result.packed() for result in results]}
         if what == "settle":
             if message["needed"]:
-                await self.ranks.ready(float(message["limit"]))
-            else:
-                await self.ranks.stop()
+                return {"unready": await self.ranks.ready(float(message["limit"]))}
+            await self.ranks.stop()
             return {}
         if what == "speed":
             speed = await pairs.speed(Target(**message["target"]), self.listener.token)

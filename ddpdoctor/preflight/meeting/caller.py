@@ -24,6 +24,7 @@ Kind = Literal[
     "late",  # a check that went on without this node
     "full",  # a check that has all its nodes
     "gone",  # the connection was lost
+    "time",  # the check's own time was over in the middle
 ]
 
 FINAL: frozenset[Kind] = frozenset({"other id", "late", "full"})

@@ -227,7 +227,8 @@ class _Way:
             what = "no answer, at other ports neither: it is down, or a firewall drops everything"
         at = f" ({problem.address})" if problem.address not in ("", goal.host) else ""
         left = max(0.0, self._until - time.monotonic())
-        return f"waiting for {goal.host}:{goal.port}{at}: {what}; {left:.0f} s more"
+        host = f"[{goal.host}]" if ":" in goal.host else goal.host
+        return f"waiting for {host}:{goal.port}{at}: {what}; {left:.0f} s more"
 
     async def _by_the_side(self, problem: Problem) -> Call | None:
         """See whether the coordinator, or at least its machine, answers at another port.

@@ -57,11 +57,13 @@ class Lead:
         bad = {(i, j) for i, j, kind in dials if kind == "route"}
         reason = self._why_no_reduction(members, dials)
         # Importing torch keeps the cores busy, and would be taken for a slow link.
-        await self._timed("settle", self._settle(members, needed=not reason))
+        unready = await self._timed("settle", self._settle(members, needed=not reason))
         speed = await self._timed("speed", self._speeds(members, bad))
         folder = await self._timed("folder", self._folder(members))
         reason = reason or self._why_no_reduction(members, dials)
-        reduction: dict[str, Any] = {"skipped": reason}
+        if unready:
+            reason = reason or "not all ranks have torch"
+        reduction: dict[str, Any] = {"skipped": reason, "unready": unready}
         if not reason:
             reduction = await self._timed("reduction", self._reduction(members))
         blob = {
@@ -149,13 +151,21 @@ class Lead:
             if result["outcome"] != "ok"
         }
 
-    async def _settle(self, members: list[Member], *, needed: bool) -> None:
-        limit = max(1.0, min(IMPORT_LIMIT, self.deadline - time.monotonic() - REDUCTION_LIMIT))
+    async def _settle(self, members: list[Member], *, needed: bool) -> list[list[Any]]:
+        """Wait until the ranks have imported torch; the nodes on which not all have, and why."""
+        left = self.deadline - time.monotonic()
+        # Of a short time limit half is for the import, and half for what comes after it.
+        limit = max(1.0, min(IMPORT_LIMIT, max(left - REDUCTION_LIMIT, left / 2)))
         questions = {
             place: {"do": "settle", "needed": needed, "limit": limit}
             for place in range(len(members))
         }
-        await self.coordinator.ask(questions, "importing torch", limit + 5)
+        answers = await self.coordinator.ask(questions, "importing torch", limit + 5)
+        return [
+            [place, answer["unready"], round(limit, 1)]
+            for place, answer in sorted(answers.items())
+            if answer.get("unready")
+        ]
 
     async def _speeds(self, members: list[Member], bad: set[tuple[int, int]]) -> dict[str, Any]:
         measured: dict[speeds.Cell, speeds.Speed] = {}

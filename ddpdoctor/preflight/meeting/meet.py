@@ -136,7 +136,7 @@ async def _until_cancelled(situation: Situation) -> Meeting:
             with contextlib.suppress(asyncio.CancelledError):
                 await meeting
     if meeting.cancelled():
-        return Meeting(seat(situation), problem=Problem("gone", words="the time was over"))
+        return Meeting(seat(situation), problem=Problem("time"))
     return meeting.result()
 
 

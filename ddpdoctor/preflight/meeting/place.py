@@ -28,6 +28,12 @@ class Seat:
     rdzv_id: str
     names: tuple[str, ...] = ()
 
+    @property
+    def endpoint(self) -> str:
+        """``HOST:PORT``, as ``--rdzv-endpoint`` takes it."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
     def name(self, rank: int) -> str:
         """A node by its rank, and by its host name where that is known."""
         if 0 <= rank < len(self.names):

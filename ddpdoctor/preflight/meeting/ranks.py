@@ -15,6 +15,12 @@ from ddpdoctor.preflight.collectives import environment
 PROGRAM = Path(__file__).with_name("reduction.py")
 """Started by its path: as a module it would import all the checks before torch, in every rank."""
 
+LATE = "late"
+"""Not all ranks had imported torch in time."""
+
+BROKEN = "broken"
+"""A rank ended in importing torch."""
+
 
 class Ranks:
     """Processes that import torch while the network is tested, and then reduce together."""
@@ -22,7 +28,6 @@ class Ranks:
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environment(environ)
         self._processes: list[asyncio.subprocess.Process] = []
-        self._unready: dict[int, str] = {}
 
     async def start(self, count: int) -> None:
         """Start so many."""
@@ -38,23 +43,17 @@ class Ranks:
                 )
             )
 
-    async def ready(self, limit: float) -> None:
+    async def ready(self, limit: float) -> str:
         """Wait until all have imported torch, or have failed to.
 
         Args:
             limit: Seconds.
-        """
-        await asyncio.gather(*(self._import(process, limit) for process in self._processes))
 
-    async def _import(self, process: asyncio.subprocess.Process, limit: float) -> None:
-        assert process.stdout is not None
-        try:
-            line = await asyncio.wait_for(process.stdout.readline(), limit)
-        except asyncio.TimeoutError:
-            self._unready[process.pid] = f"torch was not imported within {limit:.0f} s"
-            return
-        if not line:
-            self._unready[process.pid] = "torch cannot be imported"
+        Returns:
+            What came of it: empty if all have, :data:`LATE` or :data:`BROKEN`.
+        """
+        came = await asyncio.gather(*(_imported(each, limit) for each in self._processes))
+        return next((each for each in (BROKEN, LATE) if each in came), "")
 
     async def reduce(self, orders: list[dict[str, Any]], limit: float) -> list[dict[str, Any]]:
         """Give each its order; what each answered, in their order.
@@ -80,8 +79,6 @@ class Ranks:
         def failed(words: str) -> dict[str, Any]:
             return {"rank": order["rank"], "ok": False, "error": words}
 
-        if process.pid in self._unready:
-            return failed(self._unready[process.pid])
         try:
             process.stdin.write(json.dumps(order).encode() + b"\n")
             await process.stdin.drain()
@@ -104,3 +101,12 @@ class Ranks:
         for process in self._processes:
             await process.wait()
         self._processes.clear()
+
+
+async def _imported(process: asyncio.subprocess.Process, limit: float) -> str:
+    assert process.stdout is not None
+    try:
+        line = await asyncio.wait_for(process.stdout.readline(), limit)
+    except asyncio.TimeoutError:
+        return LATE
+    return "" if line else BROKEN

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from ddpdoctor.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, judged
+from ddpdoctor.preflight.check import Outcome, check, could_not_run, judged
 from ddpdoctor.preflight.meeting.meet import Meeting, meeting_of
-from ddpdoctor.preflight.nodes.command import check_line
+from ddpdoctor.preflight.nodes.command import check_line, open_port
 from ddpdoctor.preflight.nodes.judging import LIMIT, counted
-from ddpdoctor.preflight.nodes.unreached import CLOSED, CODE, open_port, own_problem
+from ddpdoctor.preflight.nodes.unreached import CLOSED, CODE, own_problem
 from ddpdoctor.preflight.situation import Situation
 
 
@@ -45,9 +45,14 @@ def attendance(situation: Situation) -> Outcome:
         0.1.0
     """
     meeting = meeting_of(situation)
+    if meeting.problem is not None and meeting.problem.kind == "time":
+        seconds = situation.options.timeout
+        return could_not_run(
+            f"the nodes were not done within {seconds:.0f} s: give them more time with --timeout"
+        )
     if meeting.problem is not None:
         return judged(
-            f"not connected to {meeting.seat.host}:{meeting.seat.port}",
+            f"not connected to {meeting.seat.endpoint}",
             [own_problem(meeting, meeting.problem, situation)],
         )
     here = sum(not node.lost for node in meeting.nodes)
@@ -80,7 +85,7 @@ def _absent(meeting: Meeting, seconds: float, situation: Situation) -> Iterator[
         fix += f"and {numbers[-1]} on others. If that one is missing, start there:"
     else:
         fix = "Start the same command there. If it runs there already, it says itself why it does "
-        fix += f"not reach {meeting.seat.host}:{meeting.seat.port}. On that node:"
+        fix += f"not reach {meeting.seat.endpoint}. On that node:"
     yield Finding(
         CODE,
         Severity.ERROR,
@@ -169,7 +174,7 @@ def _blocked(meeting: Meeting) -> Iterator[Finding]:
             evidence=("the check runs there, and reaches node 0 at another port",),
             fix=f"Open TCP port {port} in the firewall of node 0, or of the network (a security "
             "group). On node 0:",
-            paste=open_port(port),
+            paste=open_port(port, alike[0]["address"]),
             about=f"blocked {kind}",
         )
 

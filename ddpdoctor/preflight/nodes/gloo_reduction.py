@@ -8,6 +8,7 @@ from typing import Any
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, could_not_run, judged, skipped
 from ddpdoctor.preflight.meeting.meet import Meeting
+from ddpdoctor.preflight.meeting.ranks import BROKEN
 from ddpdoctor.preflight.nodes.bus_bandwidth import BELOW_TCP, IDLE, MOST_RANKS, shown
 from ddpdoctor.preflight.nodes.judging import LIMIT, counted, interface_name, judge
 from ddpdoctor.preflight.situation import Situation
@@ -50,6 +51,8 @@ def gloo_reduction(situation: Situation) -> Outcome:
 
 def _judge(meeting: Meeting) -> Outcome:
     told = meeting.blob["reduction"]
+    if told.get("unready"):
+        return _unready(meeting, told["unready"])
     if told["skipped"]:
         return skipped(told["skipped"])
     if not told["world"]:
@@ -66,6 +69,25 @@ def _judge(meeting: Meeting) -> Outcome:
     detail += f"not compared: {why_not}" if why_not else f"TCP has {shown(least)}"
     slow = [] if why_not else list(_slow(meeting, bus, least))
     return judged(detail, [*_findings(meeting, told), *slow])
+
+
+def _unready(meeting: Meeting, told: list[tuple[int, str, float]]) -> Outcome:
+    broken = [index for index, why, _ in told if why == BROKEN]
+    if not broken:
+        hosts = meeting.hosts([index for index, *_ in told])
+        return could_not_run(
+            f"torch was not imported within {told[0][2]:.0f} s on {hosts}: give it more time with "
+            "--timeout"
+        )
+    finding = Finding(
+        CODE,
+        Severity.ERROR,
+        f"torch cannot be imported on {meeting.hosts(broken)}",
+        fix=f"See what Python says. On {meeting.nodes[broken[0]].facts.host}:",
+        paste="python -c 'import torch.distributed'",
+        about="import",
+    )
+    return judged("not tried: torch cannot be imported everywhere", [finding])
 
 
 def _why_not_compared(told: dict[str, Any], least: float) -> str:

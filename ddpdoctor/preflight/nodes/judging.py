@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ddpdoctor.preflight.check import Outcome, skipped
+from ddpdoctor.preflight.check import Outcome, Status, could_not_run, skipped
 from ddpdoctor.preflight.meeting.facts import Facts
 from ddpdoctor.preflight.meeting.meet import Meeting, meeting_of
 from ddpdoctor.preflight.situation import Situation
@@ -14,15 +14,24 @@ from ddpdoctor.preflight.situation import Situation
 LIMIT = 3600.0
 """Seconds: the meeting has limits of its own, and ``--timeout`` above them."""
 
+ATTENDANCE = "nodes"
+"""The check that tells who is absent, and why this node did not meet the others."""
+
 
 def judge(situation: Situation, of: Callable[[Meeting], Outcome]) -> Outcome:
     """The outcome of a check that needs another node to be there."""
     meeting = meeting_of(situation)
+    told = situation.chosen is None or ATTENDANCE in situation.chosen
+    # Whoever left that check out would take a test of nothing for a good one.
+    untested = skipped if told else could_not_run
     if meeting.problem is not None:
-        return skipped("this node did not meet the others")
+        return untested("this node did not meet the others")
     if len(meeting.nodes) < 2:
-        return skipped("no other node is here")
-    return of(meeting)
+        return untested("no other node is here")
+    outcome = of(meeting)
+    if not told and outcome.status is Status.PASS and len(meeting.nodes) < meeting.expected:
+        return could_not_run(f"{of_all(meeting)} are here: {outcome.detail}")
+    return outcome
 
 
 def counted(count: int, noun: str) -> str:

@@ -9,6 +9,7 @@ from ddpdoctor.preflight.check import Outcome, check, judged
 from ddpdoctor.preflight.meeting.addresses import gloo_dials
 from ddpdoctor.preflight.meeting.meet import Meeting
 from ddpdoctor.preflight.meeting.pairs import STALLS
+from ddpdoctor.preflight.nodes.command import let_through
 from ddpdoctor.preflight.nodes.judging import (
     LIMIT,
     Blame,
@@ -192,8 +193,6 @@ def _fix(meeting: Meeting, each: Blame) -> str:
 def _paste(meeting: Meeting, each: Blame) -> str:
     if each.kind == "out of":
         peers = sorted({way[1] for way in each.ways})
-        addresses = ",".join(reached_at(meeting, peer) for peer in peers[:16])
-        return f"sudo iptables -I OUTPUT -p tcp -d {addresses} -j ACCEPT"
+        return let_through("OUTPUT", "-d", [reached_at(meeting, peer) for peer in peers[:16]])
     peers = sorted({i if j == each.node else j for i, j in each.ways})
-    addresses = ",".join(reached_at(meeting, peer) for peer in peers[:16])
-    return f"sudo iptables -I INPUT -p tcp -s {addresses} -j ACCEPT"
+    return let_through("INPUT", "-s", [reached_at(meeting, peer) for peer in peers[:16]])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shlex
 from collections.abc import Iterator
 
@@ -51,6 +53,7 @@ def _judge(meeting: Meeting) -> Outcome:
     if not asked:
         return skipped("no --checkpoint-dir was named")
     folder = meeting.nodes[asked[0]].facts.folder
+    quoted = shlex.quote(folder)
     if told["error"]:
         return judged(
             f"{folder} cannot be written on {meeting.name(told['writer'])}",
@@ -61,7 +64,9 @@ def _judge(meeting: Meeting) -> Outcome:
                     f"{folder} cannot be written on {meeting.name(told['writer'])}: "
                     f"{told['error']}",
                     fix="Make the folder, or let this user write there.",
-                    paste=f"mkdir -p {shlex.quote(folder)}",
+                    paste=f"mkdir -p {quoted}"
+                    if told["error"] == os.strerror(errno.ENOENT)
+                    else f"ls -ld {quoted}; df -h {quoted}",
                     about="write",
                 )
             ],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
+
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.preflight.meeting.caller import Problem
 from ddpdoctor.preflight.meeting.meet import Meeting
-from ddpdoctor.preflight.nodes.command import NO_ID, check_line
+from ddpdoctor.preflight.nodes.command import NO_ID, check_line, open_port
 from ddpdoctor.preflight.situation import Situation
 
 CODE = "DDP050"
@@ -19,20 +21,19 @@ CLOSED = {
 """What a node that is blocked says of the port, by the kind of its problem."""
 
 
-def open_port(port: int) -> str:
-    """The line that opens a port in a machine's own firewall."""
-    return f"sudo iptables -I INPUT -p tcp --dport {port} -j ACCEPT"
-
-
 def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Finding:
     """The finding of a node that did not meet the others."""
     host, port = meeting.seat.host, meeting.seat.port
     if not host:
         return _finding(
             "nobody said where the nodes meet",
-            "Name node 0 and a free port of it, the same on every node. There `hostname` tells the "
-            "name:",
-            f"export MASTER_ADDR=$(hostname) MASTER_PORT={port}",
+            "Name node 0 and a free port of it, the same on every node (there `hostname` tells the "
+            "name):",
+            check_line(
+                meeting.seat,
+                situation.nproc,
+                host=situation.hostname if meeting.seat.rank == 0 else "NODE0",
+            ),
         )
     if meeting.holder:
         return _finding(
@@ -43,7 +44,7 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
         )
     if problem.kind in ("refused", "dropped", "prohibited", "unreachable", "no route", "nobody"):
         return _closed(meeting, problem)
-    where = f"{host}:{port}"
+    where = meeting.seat.endpoint
     at = _at(meeting, problem)
     again = check_line(meeting.seat, situation.nproc)
     if problem.kind == "unresolved":
@@ -90,6 +91,7 @@ def _closed(meeting: Meeting, problem: Problem) -> Finding:
     """There is no connection to the endpoint."""
     host, port = meeting.seat.host, meeting.seat.port
     at = _at(meeting, problem)
+    opened = open_port(port, problem.address or host)
     door = f"the check runs there: it answers at port {problem.door}" if problem.door else ""
     sender = f"{problem.sender} says so by ICMP" if problem.sender else ""
     in_firewall = f"Open TCP port {port} in the firewall of {host}, or of the network (a security "
@@ -98,7 +100,7 @@ def _closed(meeting: Meeting, problem: Problem) -> Finding:
         return _finding(
             f"{at} refuses connections, though the check listens there: a firewall rejects it",
             in_firewall,
-            open_port(port),
+            opened,
             door,
             sender,
         )
@@ -107,33 +109,30 @@ def _closed(meeting: Meeting, problem: Problem) -> Finding:
             f"{at} refuses connections: within {problem.waited:.0f} s nobody listened there",
             "Start the same command on node 0. If it runs there, a firewall rejects the port: open "
             f"it on {host}:",
-            open_port(port),
+            opened,
             sender,
         )
     if problem.kind == "dropped":
         up = f"the machine is up: it answers at port {problem.answering}"
         if door or problem.answering:
             what = "packets to that port are dropped without a word"
-            return _finding(
-                f"{at} does not answer: {what}", in_firewall, open_port(port), door or up
-            )
+            return _finding(f"{at} does not answer: {what}", in_firewall, opened, door or up)
         everywhere = f"{at} does not answer, at no port that was tried"
         everywhere += ": packets are dropped without a word"
         if problem.echoes:
-            return _finding(
-                everywhere, in_firewall, open_port(port), "the machine is up: it answers a ping"
-            )
+            return _finding(everywhere, in_firewall, opened, "the machine is up: it answers a ping")
         return _finding(
             everywhere,
             f"See whether {host} is up and has that address. If it is, open TCP port {port} in its "
             "firewall, or in the network's (a security group). There:",
-            open_port(port),
+            opened,
         )
     if problem.kind == "nobody":
         return _finding(
-            f"no machine answers at {problem.address}, the address of {host} on this node",
+            f"no machine answers at {problem.address}"
+            + (f", the address of {host} on this node" if problem.address != host else ""),
             "Check the address: an old line in /etc/hosts, or a machine that is down.",
-            f"getent ahosts {host}",
+            f"getent ahosts {shlex.quote(host)}",
         )
     if problem.kind == "no route":
         return _finding(
@@ -145,7 +144,7 @@ def _closed(meeting: Meeting, problem: Problem) -> Finding:
         return _finding(
             f"{at} cannot be reached: a firewall rejects it ({problem.words})",
             in_firewall,
-            open_port(port),
+            opened,
             sender or "it is rejected on this machine: see its routes and its outgoing rules",
             door,
         )
@@ -153,7 +152,7 @@ def _closed(meeting: Meeting, problem: Problem) -> Finding:
         f"{at} cannot be reached: {problem.words}",
         f"A router or a firewall on the way rejects it, or {host} is down. Open TCP port {port} on "
         f"{host}, or choose an endpoint in a network that both have.",
-        open_port(port),
+        opened,
         sender,
         door,
         f"the route from here: ip route get {problem.address}",
@@ -161,7 +160,7 @@ def _closed(meeting: Meeting, problem: Problem) -> Finding:
 
 
 def _at(meeting: Meeting, problem: Problem) -> str:
-    where = f"{meeting.seat.host}:{meeting.seat.port}"
+    where = meeting.seat.endpoint
     named = problem.address not in ("", meeting.seat.host)
     return f"{where} ({problem.address})" if named else where
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator
 
 from ddpdoctor.finding import Finding, Severity
@@ -134,7 +135,7 @@ def _settings(meeting: Meeting) -> Iterator[Finding]:
                 f"{value}: {meeting.hosts(indices)}" for value, indices in sorted(groups.items())
             )[:8],
             fix="Set it alike on every node, or on none.",
-            paste=f"export {name}={usual}" if usual != "not set" else f"unset {name}",
+            paste=f"export {name}={shlex.quote(usual)}" if usual != "not set" else f"unset {name}",
             about=name,
         )
 
