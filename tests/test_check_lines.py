@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,15 @@ def test_ipv6_has_rules_of_its_own() -> None:
 def test_without_an_endpoint_no_node_is_told_to_wait_for_itself() -> None:
     assert "--rdzv-endpoint NODE0:29500" in unreached("", Problem("unresolved")).paste
     assert "--rdzv-endpoint gpu7:29500" in unreached("", Problem("unresolved"), rank=0).paste
+
+
+def test_a_node_that_is_started_twice_is_not_one_too_many() -> None:
+    full = Problem("full", "10.0.0.1", "2 of 2 nodes are there: head, gpu7", here=("head", "gpu7"))
+    finding = unreached("head", full)
+    assert "runs already, with gpu7 among its nodes" in finding.message
+    assert "--nnodes 2 " in finding.paste
+    other = unreached("head", replace(full, here=("head", "gpu8")))
+    assert "had all its nodes already" in other.message and "--nnodes 3 " in other.paste
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ class Problem:
         sender: Who rejects it by ICMP; empty if nobody did.
         answering: A port at which that machine does answer; 0 if none is known.
         echoes: Whether it answers a ping.
+        here: The host names of those that are there already.
         door: The other port at which the coordinator itself answers; 0 if it does not.
         waited: Seconds until this was settled.
     """
@@ -51,6 +52,7 @@ class Problem:
     sender: str = ""
     answering: int = 0
     echoes: bool = False
+    here: tuple[str, ...] = ()
     door: int = 0
     waited: float = 0.0
 
@@ -150,6 +152,7 @@ async def _compare_clocks(link: Link) -> tuple[float, float]:
 
 def refused(message: Mapping[str, Any], address: str = "") -> CallError:
     """That the coordinator goes on without this node, in its words."""
-    here = [str(each) for each in message.get("here", [])]
+    here = tuple(str(each) for each in message.get("here", []))
     words = f"{len(here)} of {message.get('nnodes')} nodes are there: {', '.join(here)}"
-    return CallError(Problem("full" if message["refused"] == "full" else "late", address, words))
+    kind: Kind = "full" if message["refused"] == "full" else "late"
+    return CallError(Problem(kind, address, words, here=here))

@@ -114,7 +114,7 @@ class Coordinator:
         Returns:
             Those that came, ordered by node rank; a node without one comes last.
         """
-        while time.monotonic() < until and not self._given_up:
+        while time.monotonic() < self._limit(until) and not self._given_up:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._complete.wait(), LOOK_EVERY)
             numbers = {self._nnodes, *(member.facts.nnodes for member in self.members)}
@@ -125,13 +125,9 @@ class Coordinator:
                     break
                 await asyncio.sleep(LOOK_EVERY)
                 continue
-            known = len(self.members) + len(self.blocked)
-            if known >= self._nnodes:
+            if len(self.members) + len(self.blocked) >= self._nnodes:
                 # All are here, or do not get through and have said so.
                 break
-            if self.strangers and known + len(self.strangers) >= self._nnodes:
-                # The missing ones were here, with another id: they will not come again.
-                until = min(until, self.strangers[-1]["at"] + STRANGERS_WAIT)
         self._gathered.set()
         # Until a watch has ended it holds the reading side of its connection.
         await asyncio.gather(*self._watches)
@@ -141,6 +137,15 @@ class Coordinator:
         ]
         self.members = [self.members[place] for _, _, place in sorted(order)]
         return self.members
+
+    def _limit(self, until: float) -> float:
+        """Until when nodes are waited for, as it is known now."""
+        known = len(self.members) + len(self.blocked)
+        if self.strangers and known + len(self.strangers) >= self._nnodes:
+            # The missing ones were here, with another id: they hardly come again.
+            last: float = self.strangers[-1]["at"]
+            return min(until, last + STRANGERS_WAIT)
+        return until
 
     def give_up(self) -> None:
         """Wait for nobody else: the endpoint does not lead here."""
@@ -221,7 +226,9 @@ class Coordinator:
         self.members.append(member)
         self._came = time.monotonic()
         own = {"host": member.facts.host, "address": member.address}
+        # Whatever it did before, it did it right this time.
         self.blocked = [each for each in self.blocked if not _is_same(each, own)]
+        self.strangers = [each for each in self.strangers if not _is_same(each, own)]
         if len(self.members) >= self._nnodes:
             self._complete.set()
         self._watches.append(asyncio.ensure_future(self._watch(member)))
@@ -234,7 +241,9 @@ class Coordinator:
         self.callers = self.callers or not is_loopback(address)
         caller = {"host": str(knock.get("host"))[:255], "address": address}
         if not wire.proves(knock.get("proof"), self._key, "node", challenge):
-            self.strangers.append({**caller, "at": time.monotonic()})
+            told = {**caller, "at": time.monotonic()}
+            self.strangers = [each for each in self.strangers if not _is_same(each, told)]
+            self.strangers.append(told)
             await link.send({"refused": "id"})
             return None
         welcome = {

@@ -262,13 +262,16 @@ class Party:
         """
         began = time.monotonic()
         seen: set[Kind] = set()
+        # A service of Kubernetes refuses until the container behind it counts as ready.
+        patient = container.appears_when_started(self.situation)
         while not at_home:
             try:
                 call = await call_any(self.goal)
             except CallError as error:
                 seen.add(error.problem.kind)
                 waited = time.monotonic() - began
-                if waited > SETTLED_AFTER and seen <= ELSEWHERE and not here.callers:
+                hopeless = seen <= ELSEWHERE and not here.callers and not patient
+                if waited > SETTLED_AFTER and hopeless:
                     here.give_up()
             else:
                 if call.identity != here.identity:

@@ -90,7 +90,9 @@ def _findings(meeting: Meeting) -> Iterator[Finding]:
             f"the nodes do not agree on --nnodes: {', '.join(map(str, sorted(told)))}",
             evidence=_each(meeting, [node.facts.nnodes for node in meeting.nodes], "--nnodes"),
             fix="Give --nnodes the same value on every node. For those that are here:",
-            paste=_line(meeting, meeting.own, nnodes=len(meeting.nodes)),
+            paste=_line(
+                meeting, meeting.own, nnodes=max(len(meeting.nodes), max(by_rank, default=0) + 1)
+            ),
             about="nnodes",
         )
     counts = {node.facts.nproc for node in meeting.nodes}

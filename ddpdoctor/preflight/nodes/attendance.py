@@ -80,7 +80,11 @@ def _absent(meeting: Meeting, seconds: float, situation: Situation) -> Iterator[
         yield _elsewhere(meeting, situation, absence)
         return
     numbers = sorted({node.facts.nnodes for node in meeting.nodes})
+    severity = Severity.ERROR
     if len(numbers) > 1:
+        # They were not waited for: all have to be started anew in any case.
+        severity = Severity.WARNING
+        absence = f"{who} had not come after {seconds:.0f} s, and was not waited for longer"
         fix = f"Give --nnodes the number of all nodes, on each of them; it is {numbers[0]} on some "
         fix += f"and {numbers[-1]} on others. If that one is missing, start there:"
     else:
@@ -88,11 +92,16 @@ def _absent(meeting: Meeting, seconds: float, situation: Situation) -> Iterator[
         fix += f"not reach {meeting.seat.endpoint}. On that node:"
     yield Finding(
         CODE,
-        Severity.ERROR,
+        severity,
         absence,
         evidence=(here,),
         fix=fix,
-        paste=check_line(meeting.seat, situation.nproc, rank=absent[0] if absent else None),
+        paste=check_line(
+            meeting.seat,
+            situation.nproc,
+            nnodes=meeting.expected,
+            rank=absent[0] if absent else None,
+        ),
         about="absent",
     )
 
@@ -137,7 +146,11 @@ def _others(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
             paste=check_line(meeting.seat, situation.nproc, rank=rank),
             about=f"stranger {stranger['address']}",
         )
+    lost = {node.facts.host for node in meeting.nodes if node.lost}
     for extra in meeting.blob["surplus"]:
+        if extra["host"] in lost:
+            # It went away, as is told below, and was started again too soon.
+            continue
         yield Finding(
             CODE,
             Severity.ERROR,

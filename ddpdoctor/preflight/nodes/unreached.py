@@ -73,6 +73,14 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
             again,
             problem.words,
         )
+    if problem.kind == "full" and situation.hostname in problem.here:
+        return _finding(
+            f"the check at {at} runs already, with {situation.hostname} among its nodes",
+            "If it was started here a second time, wait for the first, or start it anew on all "
+            "nodes. If two nodes share this host name, give each its own. Then here:",
+            again,
+            problem.words,
+        )
     if problem.kind == "full":
         return _finding(
             f"the check at {at} had all its nodes already",
