@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from ddpdoctor.preflight.check import Outcome, Status
 from ddpdoctor.preflight.interfaces import Interface, interfaces
 from ddpdoctor.preflight.meeting.caller import Problem
 from ddpdoctor.preflight.meeting.facts import Facts
-from ddpdoctor.preflight.meeting.meet import Meeting, Node, _meet_or_fail
+from ddpdoctor.preflight.meeting.meet import Meeting, Node, _meet_or_fail, meeting_of
 from ddpdoctor.preflight.meeting.place import Seat
 from ddpdoctor.preflight.nodes import attendance, gloo_reduction, nccl_reduction
 from ddpdoctor.preflight.situation import Once, Situation, gpu_facts, visible_gpus
@@ -139,6 +140,16 @@ def meeting(reduction: dict[str, Any], outside: tuple[str, float] = IB) -> Situa
     result: Meeting | Exception = came
     once.put(_meet_or_fail, result)
     return Situation(once=once)
+
+
+def test_ranks_without_an_answer_are_counted_and_their_node_is_named() -> None:
+    told = meeting({"world": 2, "correct": 1, "correct_nodes": 1})
+    came = meeting_of(told)
+    gone = replace(came, nodes=(came.nodes[0], replace(came.nodes[1], lost="reducing")))
+    result: Meeting | Exception = gone
+    told.once.put(_meet_or_fail, result)
+    (finding,) = gloo_reduction.gloo_reduction(told).findings
+    assert finding.message == "1 rank did not reduce correctly, on node1 (node 1) within 20 s"
 
 
 def test_torch_that_is_late_on_a_node_blames_nobody() -> None:

@@ -22,6 +22,7 @@ import pytest
 
 from ddpdoctor.gpu.health import GpuFacts, Health
 from ddpdoctor.preflight import (
+    arguments,
     cgroups,
     checkpoints,
     container,
@@ -150,11 +151,28 @@ def test_torchrun_started_by_each_of_several_tasks(machine: Machine) -> None:
     assert alone.status is Status.PASS
 
 
+def test_the_shell_of_salloc_is_one_task_of_one_node(machine: Machine) -> None:
+    """It may be a step of its own, whose variables tell the numbers of the job beside it."""
+    shell = {
+        "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290", "SLURM_NTASKS": "16",
+        "SLURM_NNODES": "2", "SLURM_NODEID": "0", "SLURM_LOCALID": "0",
+        "SLURM_NTASKS_PER_NODE": "8", "SLURM_STEP_NODELIST": "gpu1",
+        "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_JOB_NODELIST": "gpu[1-2]",
+    }  # fmt: skip
+    asked = arguments.parse(["--nproc-per-node", "8"], shell)
+    assert asked.options.nnodes == 1
+    outcome = launch_environment.launch_environment(machine.situation(asked.options, environ=shell))
+    assert outcome.findings == ()
+
+
 @pytest.mark.parametrize(
     ("options", "environ", "healthy"),
     [
         (Options(nproc=2, nnodes=2), {}, False),
         (Options(nproc=2, nnodes=2, endpoint="localhost:29500"), {}, False),
+        (Options(nproc=2, nnodes=2, endpoint="0.0.0.0:29500"), {}, False),
+        (Options(nproc=2, nnodes=2, endpoint="[::]:29500"), {}, False),
+        (Options(nproc=2, nnodes=2, endpoint="localhost7:29500"), {}, True),
         (Options(nproc=2, nnodes=2), {"MASTER_ADDR": "127.0.0.1"}, False),
         (Options(nproc=2, nnodes=2, endpoint="node0:29500"), {}, True),
         (Options(nproc=2, nnodes=2), {"MASTER_ADDR": "node0"}, True),
@@ -483,6 +501,7 @@ def test_checkpoint_folders_that_do_not_work(tmp_path: Path, tmpfs: Callable[[st
         (tmp_path / "none", "it does not exist"),
         (tmpfs("ro"), "it is mounted read-only"),
         (full, "its file system is full"),
+        (Path("/proc"), "no file can be made there"),
     ):
         outcome = folder_check(folder)
         assert outcome.status is Status.FAIL

@@ -84,6 +84,9 @@ def _try(folder: Path) -> tuple[str, int, int]:
         os.replace(name, other)
         if other.read_bytes() != content:
             return "what was written there is not what is read back", free, inodes
+    except FileNotFoundError:
+        # The folder is there: /proc and the like, or a mount that was taken away.
+        return "no file can be made there", free, inodes
     except OSError as error:
         return _words(error), free, inodes
     finally:

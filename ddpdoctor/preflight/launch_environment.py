@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, judged, passed
 from ddpdoctor.preflight.launchers import Place, number, places
+from ddpdoctor.preflight.meeting.addresses import is_loopback
 from ddpdoctor.preflight.situation import Situation
 
 _TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_LOOPBACK = ("localhost", "127.", "::1")
+_LOCAL = ("localhost", "localhost.localdomain", "ip6-localhost", "0.0.0.0", "::")
+"""Names and addresses that are another machine on every machine."""
 
 
 @check("launch-environment", "DDP001")
@@ -152,7 +154,7 @@ def _contradicting(environ: Mapping[str, str], place: Place) -> Iterator[Finding
 def _launched_twice(situation: Situation, place: Place) -> Iterator[Finding]:
     asked = situation.options.nproc
     tasks = place.local_size
-    if tasks is None and place.launcher == "Slurm":
+    if tasks is None and place.launcher == "Slurm" and place.world_size != 1:
         tasks = number(situation.environ, "SLURM_NTASKS_PER_NODE")
     if tasks and tasks > 1 and asked and asked > 1:
         yield _wrong(
@@ -180,7 +182,7 @@ def _rendezvous(situation: Situation) -> Iterator[Finding]:
             f"ddpdoctor check --nnodes {options.nnodes} --node-rank R --rdzv-endpoint {first}",
             about="rendezvous",
         )
-    elif endpoint is not None and endpoint[0].startswith(_LOOPBACK):
+    elif endpoint is not None and (endpoint[0] in _LOCAL or is_loopback(endpoint[0])):
         yield _wrong(
             f"the rendezvous of {options.nnodes} nodes is on {endpoint[0]}: each would wait for "
             "the others on its own",

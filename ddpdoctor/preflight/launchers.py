@@ -75,6 +75,11 @@ def places(environ: Mapping[str, str]) -> tuple[Place, ...]:
             node, nodes = rank, world
         hosts: tuple[str, ...] = ()
         if launcher == "Slurm":
+            # The step's own numbers, if they are there: the shell of `salloc` may be a step with
+            # one task, whose other variables are the job's.
+            own = number(environ, "SLURM_STEP_NUM_TASKS"), number(environ, "SLURM_STEP_NUM_NODES")
+            world = own[0] if own[0] is not None else world
+            nodes = own[1] if own[1] is not None else nodes
             nodes = nodes if nodes is not None else number(environ, "SLURM_JOB_NUM_NODES")
             listed = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
             hosts = expand(listed)

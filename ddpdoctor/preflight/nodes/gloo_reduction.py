@@ -132,11 +132,11 @@ def _findings(meeting: Meeting, told: dict[str, Any]) -> Iterator[Finding]:
     silent = [
         index for index, node in enumerate(meeting.nodes) if node.lost and index not in answered
     ]
-    who = "no rank" if told["correct"] == 0 else f"{counted(len(wrong), 'rank')} did not"
+    failed = counted(told["world"] - told["correct"], "rank")
     message = (
         "no rank could reduce"
         if told["correct"] == 0
-        else f"{who} reduce correctly, on {meeting.hosts(nodes)}"
+        else f"{failed} did not reduce correctly, on {meeting.hosts(sorted({*nodes, *silent}))}"
     )
     evidence = [
         f"rank {result['rank']} on {meeting.nodes[result['node']].facts.host}: {text}"
