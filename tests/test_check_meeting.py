@@ -266,6 +266,9 @@ def test_mpi_with_a_process_on_each_node_says_which_node_it_is(
     assert (found.nnodes, found.rank, found.host) == (3, 2, "head")
     several = {**environ, size: "8", world: "24"}
     assert seat(Situation(Options(nnodes=3), environ=several)).rank is None
+    found = seat(Situation(Options(), environ=several))
+    assert (found.nnodes, found.rank, found.host) == (3, None, "head")
+    assert seat(Situation(Options(), environ={**several, world: "8"})).nnodes == 1
 
 
 # The ranks of the collective test.

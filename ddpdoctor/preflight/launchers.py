@@ -73,6 +73,9 @@ def places(environ: Mapping[str, str]) -> tuple[Place, ...]:
         if size == 1 and nodes is None and world is not None:
             # One process on each node: its rank is the node's.
             node, nodes = rank, world
+        elif nodes is None and launcher != "torchrun" and size and world and world % size == 0:
+            # As many on each node; which of them are whose only the launcher knows.
+            nodes = world // size
         hosts: tuple[str, ...] = ()
         if launcher == "Slurm":
             # The step's own numbers, if they are there: the shell of `salloc` may be a step with

@@ -74,7 +74,9 @@ def _software(meeting: Meeting) -> Iterator[Finding]:
         severity = Severity.ERROR if len(minor) > 1 else Severity.WARNING
         usual = usual_of(torch)
         wanted = usual if usual != "none" else next(each for each in torch if each != "none")
-        yield _differ(meeting, "torch", torch, severity, f"pip install torch=={wanted}")
+        # Without the label of its build (+cu126), which an index need not have.
+        paste = f"pip install torch=={wanted.partition('+')[0]}"
+        yield _differ(meeting, "torch", torch, severity, paste)
     nccl = grouped(meeting, lambda facts: facts.nccl)
     if len(nccl) > 1:
         yield _differ(meeting, "NCCL", nccl, Severity.ERROR, "pip list | grep -i nccl")
