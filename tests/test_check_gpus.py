@@ -118,8 +118,8 @@ def test_what_cuda_visible_devices_leaves_out_is_not_blamed(gpus: Gpus) -> None:
     ("chosen", "said"),
     [
         ("0,9,1", "there is no GPU 9, so that CUDA sees 1 of 8 GPUs"),
-        ("0,1,1", "1 stands there twice, so that CUDA sees 2 of 8 GPUs"),
-        ("GPU-99", "this machine has no GPU-99"),
+        ("0,1,1", "1 stands there twice, so that CUDA sees 0 of 8 GPUs"),
+        ("GPU-99", "this machine has no GPU-99, so that CUDA sees 0 of 8 GPUs"),
         ("0,one", "'one' is no number or UUID"),
     ],
 )
@@ -141,10 +141,36 @@ def test_no_gpu_is_asked_for(gpus: Gpus) -> None:
     told = gpus.check(CUDA_VISIBLE_DEVICES="")["gpu-count"]
     assert told["status"] == "skipped"
     assert told["detail"] == "CUDA_VISIBLE_DEVICES hides all 8 GPUs"
+    others = gpus.check(CUDA_VISIBLE_DEVICES="NoDevFiles")
+    assert {each["status"] for name, each in others.items() if name != "gpu-driver"} == {"skipped"}
+
+
+def test_numbers_are_those_of_the_gpus_that_may_be_used(gpus: Gpus) -> None:
+    """A batch system gave the last two of four, which CUDA counts from 0."""
+    forbidden = [f"nvmlDeviceGetHandleByIndex {index} 4" for index in (0, 1)]
+    told = gpus.check("gpus 4", *forbidden, "used 3 30", CUDA_VISIBLE_DEVICES="0,1")
+    assert told["gpu-count"]["detail"] == "2 of 2 GPUs visible, for 2 ranks"
+    assert told["gpu-count"]["status"] == "pass"
+    assert messages(told, "gpu-memory") == [
+        "30 GiB of 80 GiB of GPU 3 are in use before the job starts"
+    ]
+    assert told["gpu-links"]["detail"].startswith("2 GPUs: ")
+
+
+def test_compute_modes(gpus: Gpus) -> None:
+    assert gpus.check("mode * 3")["gpu-count"]["status"] == "pass"
+    taken = gpus.check("mode 5 3", "process 5 1")
+    assert messages(taken, "gpu-count") == [
+        "GPU 5 is in compute mode Exclusive, and another process has it"
+    ]
 
 
 def test_partitioned_gpus(gpus: Gpus) -> None:
-    told = gpus.check("mig * 1", "instances * 2")
+    one = gpus.check("mig * 1", "instances * 2")["gpu-count"]
+    assert (one["status"], one["detail"]) == (
+        "pass", "one MIG instance visible, all that CUDA shows a process, for 1 rank",
+    )  # fmt: skip
+    told = gpus.check("mig * 1", "instances * 2", words=("--nproc-per-node", "8"))
     assert told["gpu-memory"]["status"] == "skipped"
     assert told["gpu-count"]["status"] == "warn"
     assert "a process sees one instance" in messages(told, "gpu-count")[0]

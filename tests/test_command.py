@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ddpdoctor.errors import DoctorError
-from ddpdoctor.gpu.visible import visible
+from ddpdoctor.gpu.reader import Device
+from ddpdoctor.gpu.visible import choice, visible
 from ddpdoctor.launch.command import Command, build
 from ddpdoctor.launch.torchrun_options import read_options, torchrun_source
 from tests.fake_nvml import Machine
@@ -337,17 +338,46 @@ def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         ("0", 1),
         ("3,1", 2),
         ("0, 2", 2),
-        ("0,0,1", 1),
+        ("0,0,1", 0),
+        ("1gpu,2", 2),
         ("0,9,1", 1),
         ("0,-1,1", 1),
         ("none", 0),
-        ("GPU-1234,GPU-5678", 2),
-        ("MIG-1234", 1),
+        ("NoDevFiles", 0),
+        ("GPU-3,GPU-1", 2),
+        ("GPU-3,1", 1),
+        ("GPU-1234,GPU-1", 0),
+        ("GPU-", 0),
+        ("MIG-1234", 0),
     ],
 )
 def test_visible_gpus(chosen: str | None, count: int, four_gpus: None) -> None:
     environ = {} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}
     assert visible(environ) == count
+
+
+@pytest.mark.parametrize(
+    ("chosen", "places", "count"),
+    [
+        # A process sees one instance, and no whole GPU beside it.
+        (None, (0, 1, 2), 1),
+        ("2", (2,), 1),
+        # Without instances CUDA has nothing of a partitioned GPU.
+        ("1,2", (1, 2), 1),
+        ("1", (1,), 0),
+        ("MIG-a,MIG-b", (0, 0), 1),
+        ("MIG-GPU-0/1/0", (0,), 1),
+    ],
+)
+def test_visible_partitions(chosen: str | None, places: tuple[int, ...], count: int) -> None:
+    gpus = [
+        (Device(0, "GPU-0", "A100", "", True), ("MIG-a", "MIG-b")),
+        (Device(1, "GPU-1", "A100", "", True), ()),
+        (Device(5, "GPU-5", "A100", "", False), ()),
+    ]
+    environ = {} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}
+    found = choice(environ, gpus)
+    assert (found.places, found.count, found.wrong) == (tuple(dict.fromkeys(places)), count, "")
 
 
 def test_one_rank_per_visible_gpu(four_gpus: None) -> None:

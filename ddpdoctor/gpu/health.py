@@ -14,6 +14,8 @@ MOST_LINKS = 18
 _PEER_READ = 0
 _PEER_NVLINK = 2
 _PERSISTENT = 1
+_EXCLUSIVE_THREAD, _PROHIBITED, _EXCLUSIVE_PROCESS = 1, 2, 3
+"""Compute modes of NVML, other than 0, the default."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,16 @@ class Health:
     """Its NVLinks: whether each is up."""
     persistent: bool | None = None
     compute_mode: int | None = None
-    """NVML's: 0 shared, 2 prohibited, 3 one process alone."""
+    """NVML's: 0 shared, 2 prohibited, 1 and 3 one process alone."""
     instances: tuple[str, ...] = ()
     """The UUIDs of its MIG instances."""
     problem: str = ""
+
+    @property
+    def closed(self) -> bool:
+        """Whether its compute mode keeps a new process out."""
+        alone = self.compute_mode in (_EXCLUSIVE_THREAD, _EXCLUSIVE_PROCESS)
+        return self.compute_mode == _PROHIBITED or (alone and bool(self.processes))
 
     @property
     def lost(self) -> bool:
@@ -138,8 +146,8 @@ def _health(reader: NvmlReader, device: Device) -> Health:
         links=_links(reader, device),
         persistent=None if persistence is None else persistence == _PERSISTENT,
         compute_mode=_whole(reader.query(device, "ComputeMode")),
-        instances=_instances(reader, device) if device.mig else (),
-        problem=reader.problem(device) if not device.mig else "",
+        instances=reader.instances(device),
+        problem=reader.problem(device),
     )
 
 
@@ -152,15 +160,6 @@ def _links(reader: NvmlReader, device: Device) -> tuple[bool, ...]:
             break
         states.append(state == 1)
     return tuple(states)
-
-
-def _instances(reader: NvmlReader, device: Device) -> tuple[str, ...]:
-    found = []
-    for index in range(_whole(reader.query(device, "MaxMigDeviceCount")) or 0):
-        uuid = reader.instance_uuid(device, index)
-        if uuid:
-            found.append(uuid)
-    return tuple(found)
 
 
 def _peers(

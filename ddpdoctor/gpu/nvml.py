@@ -148,14 +148,14 @@ class NvmlReader:
 
     def problem(self, device: Device) -> str:
         """Why a GPU tells less than it could, in words; empty if it does not."""
-        if device.mig:
-            return "partitioned (MIG): no utilization of the whole"
         refused = self._refused.get(device.uuid, {})
         gone = next((code for code in refused.values() if code in _GONE), None)
         if gone is not None:
             return _WORDS[gone]
         if self._is_shunned(device):
             return _WORDS[999]
+        if device.mig:
+            return "partitioned (MIG): no utilization of the whole"
         return "; ".join(
             f"{_TOLD[what]}: {_WORDS[code]}"
             for what, code in refused.items()
@@ -179,13 +179,19 @@ class NvmlReader:
             return None
         return self._ask(device, what, first, second, *arguments)
 
-    def instance_uuid(self, device: Device, index: int) -> str:
-        """The UUID of a MIG instance; empty where there is none."""
+    def instances(self, device: Device) -> tuple[str, ...]:
+        """The UUIDs of a GPU's MIG instances; none where it is not partitioned."""
+        if not device.mig:
+            return ()
         handle = self._handle(device)
-        with contextlib.suppress(Exception):
-            instance = self._nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
-            return _text(self._nvml.nvmlDeviceGetUUID(instance))
-        return ""
+        most = _number(self.query(device, "MaxMigDeviceCount")) or 0
+        found = []
+        for index in range(most):
+            # There is none, or it is another container's.
+            with contextlib.suppress(Exception):
+                instance = self._nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+                found.append(_text(self._nvml.nvmlDeviceGetUUID(instance)))
+        return tuple(found)
 
     def system(self, what: str) -> Any:
         """What ``nvmlSystemGet<what>`` says, None if nothing."""

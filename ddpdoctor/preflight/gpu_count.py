@@ -6,12 +6,9 @@ from collections.abc import Iterator
 
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.gpu.health import Health
-from ddpdoctor.gpu.reader import same_uuid
 from ddpdoctor.preflight.check import Outcome, check, judged, skipped
 from ddpdoctor.preflight.gpu_facts import chosen, none_here
-from ddpdoctor.preflight.situation import Situation, gpu_facts, visible_gpus
-
-_PROHIBITED = 2
+from ddpdoctor.preflight.situation import Situation, cuda_choice, gpu_facts, visible_gpus
 
 
 @check("gpu-count", "DDP021")
@@ -21,10 +18,12 @@ def gpu_count(situation: Situation) -> Outcome:
     What it finds
         More ranks than visible GPUs; numbers or UUIDs in CUDA_VISIBLE_DEVICES that this machine
         does not have, or twice; several ranks on partitioned (MIG) GPUs, or a partitioned GPU
-        without instances; a GPU whose compute mode forbids its use.
+        without instances; a GPU whose compute mode forbids its use, or leaves it to a process that
+        has it already.
 
     Why it is bad
-        CUDA ignores everything from the first wrong entry on, without a word. Two ranks on one GPU
+        CUDA ignores everything from the first wrong entry on, and all if one stands there twice,
+        without a word. Two ranks on one GPU
         end in NCCL's "Duplicate GPU detected", a rank without one in "invalid device ordinal". CUDA
         shows a process one MIG instance at most, and NCCL does not connect instances.
 
@@ -36,8 +35,8 @@ def gpu_count(situation: Situation) -> Outcome:
         Right: `CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc-per-node 2 train.py`.
 
     When it stays silent
-        With fewer ranks than GPUs; when CUDA_VISIBLE_DEVICES is empty or -1, which means to use the
-        CPU; without a GPU, which is said.
+        With fewer ranks than GPUs; when CUDA_VISIBLE_DEVICES is empty or -1 (or Slurm's
+        NoDevFiles), which means to use the CPU; without a GPU, which is said.
 
     Since
         0.1.0
@@ -46,28 +45,30 @@ def gpu_count(situation: Situation) -> Outcome:
     if reason:
         return skipped(reason)
     gpus, seen = situation.shared(gpu_facts).gpus, situation.shared(visible_gpus)
-    hidden = situation.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
-    if hidden:
-        return skipped(f"CUDA_VISIBLE_DEVICES hides all {len(gpus)} GPUs")
     ranks = f"{situation.nproc} rank{'s' if situation.nproc != 1 else ''}"
     detail = f"{seen} of {len(gpus)} GPUs visible, for {ranks}"
+    if seen and any(gpu.device.mig for gpu in chosen(situation)):
+        detail = f"one MIG instance visible, all that CUDA shows a process, for {ranks}"
     return judged(detail, _findings(situation, gpus, seen))
 
 
 def _findings(situation: Situation, gpus: tuple[Health, ...], seen: int) -> Iterator[Finding]:
     wanted = situation.environ.get("CUDA_VISIBLE_DEVICES")
-    entry = None if wanted is None else _wrong_entry(wanted, gpus)
-    everything = ",".join(str(gpu.device.index) for gpu in gpus)
-    if entry is not None:
+    entry = situation.shared(cuda_choice).wrong
+    everything = ",".join(map(str, range(len(gpus))))
+    mine = chosen(situation)
+    parted = [gpu for gpu in mine if gpu.device.mig]
+    if entry:
         yield Finding(
             "DDP021",
             Severity.ERROR,
             f"CUDA_VISIBLE_DEVICES={wanted}: {entry}, so that CUDA sees {seen} of {len(gpus)} GPUs",
-            fix="Correct the entry: CUDA ignores it and all behind it.",
+            fix="Correct the entry: CUDA ignores it and all behind it, and everything where one "
+            "stands there twice.",
             paste=f"export CUDA_VISIBLE_DEVICES={everything}",
             about="CUDA_VISIBLE_DEVICES",
         )
-    elif situation.nproc > seen:
+    elif situation.nproc > seen and not parted:
         yield Finding(
             "DDP021",
             Severity.WARNING,
@@ -77,11 +78,9 @@ def _findings(situation: Situation, gpus: tuple[Health, ...], seen: int) -> Iter
             paste=f"ddpdoctor run --nproc-per-node {max(seen, 1)} ...",
             about="ranks",
         )
-    mine = chosen(situation)
-    parted = [gpu for gpu in mine if gpu.device.mig]
-    if parted and (situation.nproc > 1 or not all(gpu.instances for gpu in parted)):
-        indices = ", ".join(str(gpu.device.index) for gpu in parted)
-        empty = not all(gpu.instances for gpu in parted)
+    empty = [gpu for gpu in parted if not gpu.instances]
+    if empty or (parted and situation.nproc > 1):
+        indices = ", ".join(str(gpu.device.index) for gpu in empty or parted)
         yield Finding(
             "DDP021",
             Severity.ERROR if empty else Severity.WARNING,
@@ -94,34 +93,20 @@ def _findings(situation: Situation, gpus: tuple[Health, ...], seen: int) -> Iter
             about="MIG",
         )
     for gpu in mine:
-        if gpu.compute_mode == _PROHIBITED:
-            yield Finding(
-                "DDP021",
-                Severity.ERROR,
-                f"GPU {gpu.device.index} is in compute mode Prohibited: no process may use it",
-                fix="Set it back to the default.",
-                paste=f"sudo nvidia-smi -i {gpu.device.index} -c 0",
-                about=f"compute mode {gpu.device.index}",
-            )
+        if gpu.closed:
+            yield _closed(gpu)
 
 
-def _wrong_entry(wanted: str, gpus: tuple[Health, ...]) -> str | None:
-    """What is wrong with the first entry that CUDA would stop at; None if all are right."""
-    seen: list[str] = []
-    for entry in (each.strip() for each in wanted.split(",")):
-        if entry.isdigit():
-            if int(entry) >= len(gpus):
-                return f"there is no GPU {entry}"
-        elif entry.startswith(("GPU-", "MIG-")):
-            known = any(
-                gpu.device.key.startswith(same_uuid(entry)) or entry in gpu.instances
-                for gpu in gpus
-            )
-            if not known:
-                return f"this machine has no {entry}"
-        else:
-            return f"{entry!r} is no number or UUID" if entry else "an entry is empty"
-        if entry in seen:
-            return f"{entry} stands there twice"
-        seen.append(entry)
-    return None
+def _closed(gpu: Health) -> Finding:
+    index = gpu.device.index
+    return Finding(
+        "DDP021",
+        Severity.ERROR,
+        f"GPU {index} is in compute mode Prohibited: no process may use it"
+        if not gpu.processes
+        else f"GPU {index} is in compute mode Exclusive, and another process has it",
+        evidence=tuple(f"pid {process.pid}" for process in gpu.processes[:4]),
+        fix="Set it back to the default.",
+        paste=f"sudo nvidia-smi -i {index} -c 0",
+        about=f"compute mode {index}",
+    )

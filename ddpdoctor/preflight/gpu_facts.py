@@ -6,8 +6,8 @@ import contextlib
 from pathlib import Path
 
 from ddpdoctor.gpu.health import Health
-from ddpdoctor.gpu.reader import same_uuid
-from ddpdoctor.preflight.situation import Situation, gpu_facts
+from ddpdoctor.gpu.visible import hides_all
+from ddpdoctor.preflight.situation import Situation, cuda_choice, gpu_facts
 
 NVIDIA = "0x10de"
 NO_DRIVER = (0, 9, 12)
@@ -18,25 +18,14 @@ _DISPLAY = "0x03"
 
 
 def chosen(situation: Situation) -> tuple[Health, ...]:
-    """The GPUs that answer and that a job would use, as far as ``CUDA_VISIBLE_DEVICES`` tells.
+    """The GPUs that answer and that a job would use, in CUDA's order.
 
-    Its numbers are CUDA's; where all GPUs are alike they are those of the PCI bus.
+    The numbers in ``CUDA_VISIBLE_DEVICES`` are CUDA's; where all GPUs are alike they are those of
+    the PCI bus.
     """
-    gpus = tuple(gpu for gpu in situation.shared(gpu_facts).gpus if not gpu.lost)
-    wanted = situation.environ.get("CUDA_VISIBLE_DEVICES")
-    if wanted is None:
-        return gpus
-    names = [each.strip() for each in wanted.split(",")]
-    return tuple(
-        gpu
-        for gpu in gpus
-        if str(gpu.device.index) in names
-        or any(
-            each.startswith(("GPU-", "MIG-"))
-            and (gpu.device.key.startswith(same_uuid(each)) or each in gpu.instances)
-            for each in names
-        )
-    )
+    gpus = situation.shared(gpu_facts).gpus
+    places = situation.shared(cuda_choice).places
+    return tuple(gpus[place] for place in places if not gpus[place].lost)
 
 
 def bus_gpus(sys: Path) -> list[Path]:
@@ -60,6 +49,8 @@ def on_the_bus(situation: Situation) -> int:
 def none_here(situation: Situation) -> str:
     """Why GPU checks are skipped; empty if there are GPUs that answer."""
     facts = situation.shared(gpu_facts)
+    if facts.gpus and hides_all(situation.environ):
+        return f"CUDA_VISIBLE_DEVICES hides all {len(facts.gpus)} GPUs"
     if facts.gpus:
         return ""
     return "no GPU" if driverless(situation) else f"the GPUs cannot be read: {facts.trouble}"

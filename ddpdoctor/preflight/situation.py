@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ddpdoctor.gpu.health import GpuFacts, read_health
-from ddpdoctor.gpu.visible import seen
+from ddpdoctor.gpu.visible import Choice, choice
 from ddpdoctor.preflight.deadline import Deadline, bounded
 
 T = TypeVar("T")
@@ -147,9 +147,15 @@ def gpu_facts(situation: Situation) -> GpuFacts:
         return GpuFacts(trouble=trouble, code=-1)
 
 
+def cuda_choice(situation: Situation) -> Choice:
+    """Which GPUs CUDA would show to a job."""
+    gpus = situation.shared(gpu_facts).gpus
+    return choice(situation.environ, [(gpu.device, gpu.instances) for gpu in gpus])
+
+
 def visible_gpus(situation: Situation) -> int:
-    """How many GPUs a job would see."""
-    return seen(situation.environ, len(situation.shared(gpu_facts).gpus))
+    """How many GPUs a process of a job would see."""
+    return situation.shared(cuda_choice).count
 
 
 def default_ranks(situation: Situation) -> int:
