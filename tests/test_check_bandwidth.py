@@ -115,7 +115,8 @@ def node(index: int, inside: tuple[str, float], outside: tuple[str, float]) -> N
         host=f"node{index}", rank=index, nnodes=2, nproc=8, endpoint="node0:29500",
         endpoint_addresses=("10.0.0.1",), machine=str(index), gloo_address=f"10.0.1.{index + 1}",
         gloo_why="node resolves to it", interfaces=(("eth0", 1500, (f"10.0.0.{index + 1}",)),),
-        pair_port=4000, reduces=True, gpus=8, inside=inside, outside=outside, torch="", nccl="",
+        pair_port=4000, reduces=True, gpus=8, no_nccl="",
+        inside=inside, outside=outside, torch="", nccl="",
         driver="", python="", ddpdoctor="", variables={}, script="", script_hash="", commit="",
         changes="", folder="",
     )  # fmt: skip
@@ -175,7 +176,7 @@ def nccl(inside: float, between: float, outside: tuple[str, float] = IB) -> Outc
         ["between nodes 1 apart", [], [[[0, 1], between]]],
         ["of all nodes", [], [[[0, 1], between]]],
     ]
-    told = meeting({"nccl": {"correct": 16, "stages": stages}}, outside)
+    told = meeting({"nccl": {"correct": 16, "stages": stages, "untested": ""}}, outside)
     return nccl_reduction.nccl_reduction(told)
 
 
@@ -221,10 +222,22 @@ def test_nccl_blames_a_node_only_if_it_fails_with_another_one_too(
         ["inside the node", [], []],
         ["between nodes 1 apart", [[0, [0, 1], "timed out"], [1, [0, 1], "no device"]], []],
     ]
-    told = meeting({"nccl": {"correct": 0, "stages": stages, "again": again}})
+    told = meeting({"nccl": {"correct": 0, "stages": stages, "again": again, "untested": ""}})
     (finding,) = nccl_reduction.nccl_reduction(told).findings
     assert finding.message == f"NCCL's all_reduce {said}"
     assert "node1: no device" in finding.evidence
+
+
+def test_nccl_is_not_green_where_it_was_not_tested_or_ranks_did_not_end() -> None:
+    stages = [["inside the node", [], []]]
+    late = {"correct": 0, "stages": stages, "untested": "between nodes 1 apart"}
+    outcome = nccl_reduction.nccl_reduction(meeting({"nccl": late}))
+    assert outcome.status is Status.COULD_NOT_RUN
+    assert "no time was left for NCCL between nodes 1 apart" in outcome.detail
+    ended = {"correct": 15, "stages": stages, "untested": ""}
+    outcome = nccl_reduction.nccl_reduction(meeting({"nccl": ended}))
+    assert outcome.status is Status.FAIL
+    assert "not ended by 1 of 16 ranks" in outcome.findings[0].message
 
 
 def test_a_link_of_unknown_speed_is_said_and_not_compared() -> None:

@@ -9,13 +9,14 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpdoctor.preflight.meeting import speeds, wire
+from ddpdoctor.preflight.meeting import ranks, speeds, wire
 from ddpdoctor.preflight.meeting.caller import CallError, Problem
 from ddpdoctor.preflight.meeting.coordinator import Coordinator, listen
 from ddpdoctor.preflight.meeting.facts import Facts, unpack
@@ -137,7 +138,7 @@ def test_facts_survive_the_wire() -> None:
         host="node0", rank=0, nnodes=2, nproc=8, endpoint="node0:29500",
         endpoint_addresses=("10.0.0.1",), machine="m", gloo_address="10.0.0.1", gloo_why="w",
         interfaces=(("eth0", 1500, ("10.0.0.1",)),), pair_port=4000, reduces=True, gpus=8,
-        inside=("18 NVLinks", 4e11), outside=("eth0, 100 Gbit/s", 1.25e10),
+        no_nccl="", inside=("18 NVLinks", 4e11), outside=("eth0, 100 Gbit/s", 1.25e10),
         torch="2.13.0", nccl="2.27.3", driver="550.54.15", python="3.11.7", ddpdoctor="0.1.0",
         variables={"NCCL_DEBUG": "INFO"}, script="train.py", script_hash="ab", commit="cd",
         changes="", folder="/data",
@@ -318,7 +319,10 @@ def reduced(
             process.stdin.flush()
         for process in processes:
             assert process.stdout is not None
-            answers.append(json.loads(process.stdout.readline()))
+            answer = {"more": True}
+            while answer["more"]:
+                answer = json.loads(process.stdout.readline())
+            answers.append(answer)
     finally:
         for process in processes:
             process.kill()
@@ -329,7 +333,8 @@ def reduced(
 def order(rank: int, node_of: list[int], port: int, **more: Any) -> dict[str, Any]:
     return {
         "host": "127.0.0.1", "port": port, "rank": rank, "local_rank": 0, "world": len(node_of),
-        "limit": 20, "stages": "", "node_of": node_of, **more,
+        "limit": 20, "stage_limit": more.get("limit", 20), "patience": 60,
+        "stages": "", "node_of": node_of, **more,
     }  # fmt: skip
 
 
@@ -391,6 +396,82 @@ def test_a_node_is_tried_with_one_that_did_not_fail(
     failed: list[list[int]], nodes: int, rounds: list[list[list[int]]]
 ) -> None:
     assert _with_others(failed, nodes) == rounds
+
+
+LOST = f"""
+import os, sys, time
+sys.path.insert(0, {str(PROGRAM.parent)!r})
+import reduction
+
+stage = reduction._stage
+
+def lost(name, nodes, ranks, group, order, limit):
+    if order["rank"] == 1 and name != "inside the node":
+        {{}}
+    return stage(name, nodes, ranks, group, order, limit)
+
+reduction._stage = lost
+reduction.main()
+"""
+"""Rank 1 is lost at the second stage, in NCCL say."""
+
+
+@pytest.mark.parametrize(
+    ("how", "patience", "said"),
+    [
+        ("os.abort()", 30, "the rank was ended by SIGABRT"),
+        pytest.param(
+            "time.sleep(60)", 30, "no end within 2 s: the ranks did not connect",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "reduction.GRACE_S = 60; reduction.threading.Thread.join = lambda *_: time.sleep(60)",
+            9, "no result within 9 s", marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_rank_knew_before_it_was_lost_counts(
+    how: str,
+    patience: float,
+    said: str,
+    token: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That gloo works, and so does NCCL inside the node: neither is blamed for what came then."""
+    program = tmp_path / "lost.py"
+    program.write_text(LOST.format(how))
+    monkeypatch.setattr(ranks, "PROGRAM", program)
+    port = free_port()
+    more = {"stages": "gloo", "stage_limit": 2, "patience": patience}
+    orders = [order(rank, [0, 1], port, **more) for rank in (0, 1)]
+
+    async def answers() -> list[dict[str, Any]]:
+        here = ranks.Ranks({**os.environ, TOKEN: token})
+        try:
+            await here.start(2)
+            await here.ready(60)
+            return await here.reduce(orders, patience)
+        finally:
+            await here.stop()
+
+    told = asyncio.run(answers())
+    assert all(each["ok"] for each in told), told
+    assert [stage["name"] for stage in told[1]["stages"]["stages"]] == [
+        "inside the node",
+        "between nodes 1 apart",
+    ]
+    assert told[1]["stages"]["stages"][1]["error"] == said
+    found = _nccl([{"node": rank, **each} for rank, each in enumerate(told)])
+    assert found["correct"] == 0
+    (_, inside, _), (_, between, _) = found["stages"]
+    assert inside == [] and [1, [0, 1], said] in between
+
+
+def test_no_stage_begins_without_time_for_it(token: str) -> None:
+    (answer,) = reduced([order(0, [0], free_port(), stages="gloo", patience=1)], token)
+    assert answer["ok"]
+    assert answer["stages"] == {"stages": [], "ok": False, "untested": "inside the node"}
 
 
 @pytest.mark.slow

@@ -3,8 +3,8 @@
 It imports torch once and forks the ranks, so that many ranks start in the time of one. Rank 0
 serves the store, on a free port of the loopback. Each rank writes lines of JSON to stdout:
 ``{"rank": 0, "did": "all_reduce"}`` for each collective whose result was right, ``"wrong": "..."``
-for one that was not, ``"error": "..."`` for an exception, ``"done": true`` at the end. The end of
-stdin ends it all.
+for one that was not, ``"error": "..."`` for an exception or for a rank that a signal ended,
+``"done": true`` at the end. The end of stdin ends it all.
 """
 
 from __future__ import annotations
@@ -26,9 +26,22 @@ ELEMENTS = 1000
 """So that a reduction goes through more than one packet."""
 
 
+OPENING = "opening its GPU"
+"""What a rank tells before it opens CUDA, which can take long, or never come back."""
+
+_out = 1
+
+
 def tell(rank: int, **facts: object) -> None:
     """A line for whoever started this, in one write, so that ranks do not mix."""
-    os.write(1, (json.dumps({"rank": rank, **facts}) + "\n").encode())
+    os.write(_out, (json.dumps({"rank": rank, **facts}) + "\n").encode())
+
+
+def _keep_output() -> None:
+    """Let only `tell` write to stdout: with NCCL_DEBUG, NCCL does, in blocks that end anywhere."""
+    global _out
+    _out = os.dup(1)
+    os.dup2(2, 1)
 
 
 def main(backend: str, ranks: int, seconds: float) -> int:
@@ -37,6 +50,7 @@ def main(backend: str, ranks: int, seconds: float) -> int:
 
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is, since 1.0
 
+    _keep_output()
     _prepare(backend)
     limit = timedelta(seconds=seconds)
     # Made before the forks, that all ranks know the port; it serves from a thread, so rank 0 is
@@ -54,13 +68,30 @@ def main(backend: str, ranks: int, seconds: float) -> int:
         children.append(pid)
     os.close(port_read)
     threading.Thread(target=_end_with_stdin, daemon=True).start()
+    statuses: list[int] = []
+    ended = threading.Thread(target=_follow, args=(children, statuses), daemon=True)
+    ended.start()
     store = TCPStore("127.0.0.1", 0, ranks, is_master=True, timeout=limit, wait_for_workers=False)
     for _ in range(1, ranks):
         os.write(port_write, f"{store.port:<16}".encode())
     failed = _rank(backend, 0, ranks, store, limit)
-    for pid in children:
-        failed += os.waitpid(pid, 0)[1] != 0
-    return failed
+    ended.join()
+    return failed + sum(status != 0 for status in statuses)
+
+
+def _follow(children: list[int], statuses: list[int]) -> None:
+    """Wait for the forked ranks, and tell at once of one that a signal ended: others wait for it.
+
+    Args:
+        children: Their pids, from rank 1 on.
+        statuses: Where their exit statuses go, as they come.
+    """
+    while len(statuses) < len(children):
+        pid, status = os.waitpid(-1, 0)
+        if os.WIFSIGNALED(status):
+            name = signal.Signals(os.WTERMSIG(status)).name
+            tell(children.index(pid) + 1, error=f"the rank was ended by {name}")
+        statuses.append(status)
 
 
 def _prepare(backend: str) -> None:
@@ -103,7 +134,11 @@ def _rank(backend: str, rank: int, ranks: int, store: Any, limit: Any) -> int:
     wrong = 0
     try:
         device = _device(backend, rank)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+        # Bound to it, NCCL connects here, and its barrier knows where.
+        bound = device if device.type == "cuda" else None
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=ranks, timeout=limit, device_id=bound
+        )
         tell(rank, did="init_process_group")
         for name, test in TESTS.items():
             problem = test(rank, ranks, device)
@@ -112,13 +147,36 @@ def _rank(backend: str, rank: int, ranks: int, store: Any, limit: Any) -> int:
                 tell(rank, wrong=f"{name}: {problem}")
             else:
                 tell(rank, did=name)
-        # Nobody leaves while another may still need its connection.
-        dist.barrier()
+        # Nobody leaves while another may still need its connection, or its GPU's memory.
+        if store.add("came to the end", 1) == ranks:
+            store.set("all came to the end", "1")
+        store.wait(["all came to the end"], limit)
     except BaseException as error:
-        tell(rank, error=f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
+        tell(rank, error=_one_line(error))
+        _flush()
         return 1
     tell(rank, done=True)
     return 1 if wrong else 0
+
+
+def _one_line(error: BaseException) -> str:
+    """An exception's type and message, without what torch adds to every one of CUDA's."""
+    words = " ".join(str(error).split())
+    for noise in (
+        " Exception raised from ",
+        " CUDA kernel errors might be asynchronously",
+        " GPU device may be out of range",
+        " Search for `cuda",
+    ):
+        words = words.partition(noise)[0]
+    return f"{type(error).__name__}: {words[:500]}"
+
+
+def _flush() -> None:
+    """Write out what C libraries have printed: the ranks end without."""
+    import ctypes
+
+    ctypes.CDLL(None).fflush(None)
 
 
 def _device(backend: str, rank: int) -> torch.device:
@@ -126,6 +184,7 @@ def _device(backend: str, rank: int) -> torch.device:
 
     if backend != "nccl":
         return torch.device("cpu")
+    tell(rank, did=OPENING)
     torch.cuda.set_device(rank)
     return torch.device("cuda", rank)
 

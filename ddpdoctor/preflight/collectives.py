@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,8 @@ from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.preflight import torch_files
 from ddpdoctor.preflight.check import Outcome, check, could_not_run, judged, skipped
 from ddpdoctor.preflight.deadline import Deadline, ended
+from ddpdoctor.preflight.nccl_obstacle import why_no_nccl
+from ddpdoctor.preflight.nccl_words import advice
 from ddpdoctor.preflight.situation import Situation, visible_gpus
 
 PROGRAM = Path(__file__).with_name("collective_ranks.py")
@@ -28,7 +31,8 @@ MOST_RANKS = 16
 TIMEOUT = 20.0
 """Seconds until a collective gives up."""
 
-LIMIT = 45.0
+LIMIT = 3600.0
+"""Seconds: each collective has its own, and ``--timeout`` is above them."""
 
 GLOO_IN_FULL = "TORCH_CPP_LOG_LEVEL=INFO ddpdoctor check --only collectives"
 
@@ -54,7 +58,7 @@ class Answers:
     wrong: dict[int, list[str]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     status: int | None = None
-    """The exit status of rank 0's process; None if it had to be ended."""
+    """The exit status of rank 0's process, as `subprocess` has it; None if it had to be ended."""
     stderr: str = ""
     seconds: float = 0.0
 
@@ -92,7 +96,7 @@ def collectives(situation: Situation) -> Outcome:
     What it finds
         Ranks of a small real job, one process each, in which all_reduce, broadcast, all_gather,
         barrier or the gradient of a DDP step failed, hung, or had a wrong result; with gloo, and
-        with NCCL where there are GPUs.
+        with NCCL where there are GPUs with 3 GiB free.
 
     Why it is bad
         The job itself cannot do better: it would fail, wait for its timeout, or train on wrong
@@ -119,11 +123,11 @@ def collectives(situation: Situation) -> Outcome:
     chosen = situation.chosen
     if situation.options.nnodes > 1 and (chosen is None or "gloo-nodes" in chosen):
         return skipped("the ranks of all nodes reduce together: gloo-nodes")
-    gpus = situation.shared(visible_gpus)
     wanted = [("gloo", min(situation.nproc, MOST_RANKS))]
-    without = "no GPU" if not gpus else "" if torch.cuda or torch.hip else "torch without CUDA"
+    on_gpus = min(situation.nproc, situation.shared(visible_gpus), MOST_RANKS)
+    without = why_no_nccl(situation, on_gpus)
     if not without:
-        wanted.append(("nccl", min(situation.nproc, gpus, MOST_RANKS)))
+        wanted.append(("nccl", on_gpus))
     answers = [run_ranks(situation, backend, ranks) for backend, ranks in wanted]
     late = next((each for each in answers if each.silent), None)
     if late is not None:
@@ -151,6 +155,9 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
     }
     # Counting GPUs must not open CUDA in the process that the ranks are forked from.
     kept["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    # What NCCL says is raised where a rank waits, which can then tell it: else a thread of torch
+    # ends the process, or nobody does.
+    kept["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return {**kept, **threads, "PYTHONWARNINGS": "ignore"}
 
@@ -160,6 +167,8 @@ def run_ranks(situation: Situation, backend: str, ranks: int) -> Answers:
     answers = Answers(backend, ranks)
     began = time.monotonic()
     seconds = min(TIMEOUT, max(1.0, situation.deadline.left() - 5))
+    # gloo needs no GPU, and must not be held up by one, nor take memory from who has it.
+    own = {"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {}
     with (
         # torch makes folders for its caches, which are not to stay.
         tempfile.TemporaryDirectory(prefix="ddpdoctor-check-") as folder,
@@ -167,7 +176,7 @@ def run_ranks(situation: Situation, backend: str, ranks: int) -> Answers:
     ):
         process = subprocess.Popen(
             [sys.executable, str(PROGRAM), backend, str(ranks), str(seconds)],
-            env={**environment(situation.environ), "TMPDIR": folder},
+            env={**environment(situation.environ), **own, "TMPDIR": folder},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
@@ -176,6 +185,9 @@ def run_ranks(situation: Situation, backend: str, ranks: int) -> Answers:
         with ended(process):
             _listen(process, answers, Deadline(situation.deadline.left() - 1, situation.deadline))
             answers.status = process.poll()
+            if answers.status is not None and answers.status < 0:
+                name = signal.Signals(-answers.status).name
+                answers.errors.setdefault(0, f"the rank was ended by {name}")
             answers.seconds = time.monotonic() - began
         stderr.seek(0)
         answers.stderr = stderr.read().decode("utf-8", "replace")
@@ -234,18 +246,31 @@ def _findings(answers: Answers) -> Iterator[Finding]:
             for rank in missing[:4]
         ]
         ranks = tuple(missing)
-    evidence += [line[:200] for line in answers.stderr.splitlines() if line.strip()][-3:]
+    evidence += _said(answers.stderr)
+    fix, paste = (
+        advice(" ".join([message, *evidence]))
+        if name == "NCCL"
+        else (
+            "Correct what the message names; the other checks may have found the cause. With "
+            "gloo's own words:",
+            GLOO_IN_FULL,
+        )
+    )
     yield Finding(
         "DDP015",
         Severity.ERROR,
         message,
         ranks=ranks,
         evidence=tuple(evidence),
-        fix="Correct what the message names; the other checks may have found the cause. With "
-        "gloo's own words:"
-        if name != "NCCL"
-        else "Correct what the message names. Where transfers between GPUs are broken, NCCL works "
-        "without them, more slowly.",
-        paste="export NCCL_P2P_DISABLE=1" if name == "NCCL" else GLOO_IN_FULL,
+        fix=fix,
+        paste=paste,
         about=answers.backend,
     )
+
+
+def _said(stderr: str) -> list[str]:
+    """The last lines that the ranks wrote, NCCL's warnings before all others."""
+    lines = [line[:200] for line in stderr.splitlines() if line.strip()]
+    warnings = [line for line in lines if "NCCL WARN" in line]
+    # torch prints C++ stacks.
+    return warnings[-3:] or [line for line in lines if not line.startswith("frame #")][-3:]

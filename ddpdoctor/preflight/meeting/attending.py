@@ -109,11 +109,12 @@ class Attendance:
                 "local_rank": local,
                 "world": message["world"],
                 "limit": message["limit"],
+                "stage_limit": message["stage_limit"],
+                "patience": message["patience"],
                 "stages": "nccl" if message["nccl"] else "",
                 "node_of": message["node_of"],
             }
             for local in range(self.facts.nproc)
         ]
-        # A rank that waits in vain ends at its own limit and says so; this one is for hung ones.
-        limit = message["limit"] * (3 if message["nccl"] else 1) + 3
-        return await self.ranks.reduce(orders, limit)
+        # A rank that waits in vain ends at its own limits and says so; this one is for hung ones.
+        return await self.ranks.reduce(orders, message["patience"])

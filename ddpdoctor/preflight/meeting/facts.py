@@ -14,6 +14,7 @@ from ddpdoctor.preflight.meeting.addresses import advertised, is_loopback
 from ddpdoctor.preflight.meeting.code import code
 from ddpdoctor.preflight.meeting.place import Seat
 from ddpdoctor.preflight.names import endpoint_name
+from ddpdoctor.preflight.nccl_obstacle import why_no_nccl
 from ddpdoctor.preflight.situation import Situation, visible_gpus
 from ddpdoctor.preflight.versions import versions
 
@@ -41,6 +42,7 @@ class Facts:
         pair_port: Where its listener of this check is.
         reduces: Whether it takes part in the collective test.
         gpus: Visible GPUs.
+        no_nccl: Why NCCL cannot be tested on it; empty if it can.
         inside: What connects them, and its bytes per second one way; 0 if that is not known.
         outside: The same of the network that NCCL will use.
         torch: Version; likewise the next four. Empty where there is none.
@@ -62,6 +64,7 @@ class Facts:
     pair_port: int
     reduces: bool
     gpus: int
+    no_nccl: str
     inside: tuple[str, float]
     outside: tuple[str, float]
     torch: str
@@ -131,6 +134,7 @@ def gather(situation: Situation, seat: Seat, pair_port: int, *, reduces: bool) -
         pair_port=pair_port,
         reduces=reduces,
         gpus=gpus,
+        no_nccl=why_no_nccl(situation, situation.nproc, nodes=seat.nnodes),
         inside=_link(inside, situation) if gpus else NO_LINK,
         outside=_link(outside, situation) if gpus else NO_LINK,
         torch=installed.torch,

@@ -25,6 +25,12 @@ MOST_SUSPECTS = 16
 REDUCTION_LIMIT = 20.0
 """Seconds for gloo to connect all ranks and reduce."""
 
+STAGE_LIMIT = 20.0
+"""Seconds for NCCL to open the GPUs, connect a set of ranks and reduce."""
+
+STAGE_LIMIT_RANK = 0.01
+"""And so many more for each rank of the job."""
+
 IMPORT_LIMIT = 25.0
 
 MOST_SETS = 64
@@ -265,21 +271,25 @@ class Lead:
         self.coordinator.free_port()
         counts = [member.facts.nproc for member in members]
         world = sum(counts)
-        nccl = all(member.facts.gpus >= member.facts.nproc for member in members)
-        left = max(1.0, self.deadline - time.monotonic() - 3)
-        limit = min(REDUCTION_LIMIT, left)
+        nccl = not any(member.facts.no_nccl for member in members)
+        left = max(4.0, self.deadline - time.monotonic() - 3)
+        # What the ranks know by then has to reach us in time.
+        patience = left - 2 if nccl else min(REDUCTION_LIMIT + 3, left - 2)
+        limit = min(REDUCTION_LIMIT, patience - 1)
         question = {
             "do": "reduce",
             "port": self.seat.port,
             "world": world,
             "limit": limit,
+            "stage_limit": min(STAGE_LIMIT + world * STAGE_LIMIT_RANK, patience),
+            "patience": patience,
             "nccl": nccl,
             "node_of": [place for place, count in enumerate(counts) for _ in range(count)],
         }
         questions = {
             place: {**question, "first": sum(counts[:place])} for place in range(len(members))
         }
-        answers = await self.coordinator.ask(questions, "reducing", min(3 * limit + 5, left))
+        answers = await self.coordinator.ask(questions, "reducing", left)
         results = [
             {"node": place, **result}
             for place, answer in sorted(answers.items())
@@ -307,9 +317,11 @@ def _nccl(results: list[dict[str, Any]]) -> dict[str, Any]:
     bus: dict[str, dict[tuple[int, ...], float]] = {}
     again: dict[tuple[int, int], bool] = {}
     correct = 0
+    untested = ""
     for result in results:
         told = result.get("stages") or {}
         correct += bool(told.get("ok"))
+        untested = untested or told.get("untested", "")
         for stage in told.get("stages", []):
             if stage["name"] == AGAIN:
                 suspect, other = stage["nodes"]
@@ -328,6 +340,7 @@ def _nccl(results: list[dict[str, Any]]) -> dict[str, Any]:
         "stages": [[name, errors[name][:16], _slowest(bus[name])] for name in errors],
         # Each node of a pair that failed, one of the others, and whether these two work.
         "again": [[*pair, works] for pair, works in sorted(again.items())],
+        "untested": untested,
     }
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -79,17 +81,21 @@ class Ranks:
         def failed(words: str) -> dict[str, Any]:
             return {"rank": order["rank"], "ok": False, "error": words}
 
+        ends = time.monotonic() + limit
+        answer: dict[str, Any] = {}
         try:
             process.stdin.write(json.dumps(order).encode() + b"\n")
             await process.stdin.drain()
-            line = await asyncio.wait_for(process.stdout.readline(), limit)
-            answer = json.loads(line) if line else None
+            while not answer or answer.get("more"):
+                left = max(0.0, ends - time.monotonic())
+                line = await asyncio.wait_for(process.stdout.readline(), left)
+                if not line:
+                    return _cut_off(answer or failed(""), await _how_it_ended(process))
+                answer = json.loads(line)
         except asyncio.TimeoutError:
-            return failed(f"no result within {limit:.0f} s")
+            return _cut_off(answer or failed(""), f"no result within {limit:.0f} s")
         except (OSError, ValueError):
-            answer = None
-        if not isinstance(answer, dict):
-            return failed("the rank ended without a result")
+            return _cut_off(answer or failed(""), await _how_it_ended(process))
         return answer
 
     async def stop(self) -> None:
@@ -110,3 +116,24 @@ async def _imported(process: asyncio.subprocess.Process, limit: float) -> str:
     except asyncio.TimeoutError:
         return LATE
     return "" if line else BROKEN
+
+
+async def _how_it_ended(process: asyncio.subprocess.Process) -> str:
+    """In words, of a rank that says no more."""
+    with contextlib.suppress(asyncio.TimeoutError):
+        status = await asyncio.wait_for(process.wait(), 1)
+        if status < 0:
+            return f"the rank was ended by {signal.Signals(-status).name}"
+    return "the rank ended without a result"
+
+
+def _cut_off(answer: dict[str, Any], why: str) -> dict[str, Any]:
+    """What a rank told before it ended, or hung: that counts, and what it was at failed."""
+    answer.pop("more", None)
+    stages = answer.get("stages")
+    if stages is None:
+        return {**answer, "ok": False, "error": answer.get("error") or why}
+    doing = stages.pop("doing", None)
+    if doing is not None:
+        stages["stages"].append({**doing, "error": why, "bus": 0.0})
+    return answer

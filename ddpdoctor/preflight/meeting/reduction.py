@@ -1,7 +1,8 @@
 """One rank of the collective test: imports torch, waits for its order, reduces, tells the result.
 
 A program, ``python reduction.py``, that talks JSON lines on its standard input and output. It ends
-when its input does.
+when its input does. The answer is told anew as often as more of it is known, with ``more`` while
+that is not all: NCCL may hang in a call that never returns, or end the process.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -43,6 +45,12 @@ MOST_ROUNDS = 2
 SLOW_S = 0.4
 """An all_reduce that takes so many seconds is not repeated, nor tried with a larger size."""
 
+STAGE_LEAST_S = 5.0
+"""Seconds that have to be left for a stage to begin."""
+
+GRACE_S = 2.0
+"""Seconds that a stage has after its limit to say itself what failed."""
+
 
 def main() -> None:
     """Serve one order."""
@@ -60,13 +68,20 @@ def main() -> None:
         os._exit(0)
     threading.Thread(target=_end_with_input, daemon=True).start()
     order = json.loads(line)
+    answer: dict[str, Any] = {"rank": order["rank"]}
+
+    def tell(**known: Any) -> None:
+        answer.update(known)
+        print(json.dumps(answer), file=out)
+
+    ends = time.monotonic() + order["patience"]
     try:
-        result = _gloo(order)
-        if order["stages"] and result["ok"]:
-            result["stages"] = _staged(order)
+        answer |= _gloo(order)
     except Exception as error:
-        result = {"ok": False, "error": _one_line(error)}
-    print(json.dumps({"rank": order["rank"], **result}), file=out)
+        answer |= {"ok": False, "error": _one_line(error)}
+    if order["stages"] and answer["ok"]:
+        _staged(order, ends, lambda stages: tell(stages=stages, more=True))
+    tell(more=False)
     # Threads of gloo may still hold connections that others have closed.
     os._exit(0)
 
@@ -94,7 +109,8 @@ def _gloo(order: dict[str, Any]) -> dict[str, Any]:
         cores = _Cores()
         result["bus"] = _bus_bandwidth("gloo", torch.device("cpu"), world, None, limit)
         result["idle"] = cores.idle()
-    dist.barrier()
+    # As a barrier; torch's own looks for GPUs first, which is none of gloo's business.
+    dist.all_reduce(torch.zeros(1))
     return result
 
 
@@ -118,52 +134,93 @@ def _wrong(rank: int, world: int, device: str, group: Any = None) -> str:
     return ""
 
 
-def _staged(order: dict[str, Any]) -> dict[str, Any]:
+def _staged(order: dict[str, Any], ends: float, told: Callable[[dict[str, Any]], None]) -> None:
     """All ranks of each node, then pairs of nodes in log2(n) rounds, then all ranks.
 
     By the backend that ``order["stages"]`` names: NCCL on GPUs, or gloo on the CPU.
+
+    Args:
+        order: What this rank is to do.
+        ends: Monotonic time at which all has to be over.
+        told: Called with what is known whenever it is more: ``stages`` that ended, ``doing`` the
+            one that has not, ``untested`` the one that there was no time for, ``ok`` in the end.
     """
     import torch
     import torch.distributed as dist
 
     backend = order["stages"]
-    device = torch.device("cpu")
-    if backend == "nccl":
-        device = torch.device("cuda", order["local_rank"])
-        torch.cuda.set_device(device)
-    limit = timedelta(seconds=order["limit"])
     node_of: list[int] = order["node_of"]
-    nodes = max(node_of) + 1
+    rank, nodes = order["rank"], max(node_of) + 1
+    limit = timedelta(seconds=order["stage_limit"])
+    done: list[dict[str, Any]] = []
+    told({"stages": done, "ok": False})
     # Ranks of a set that hangs come to their limit first, while the others wait here.
     signals = dist.new_group(timeout=3 * limit, backend="gloo")
-    done: list[dict[str, Any]] = []
 
-    def run(name: str, sets: list[list[int]], within: timedelta) -> list[list[int]]:
-        """Run a stage; the sets of nodes in which it failed, on every rank."""
-        mine = None
+    def agreed(failed: list[bool]) -> tuple[list[bool], bool]:
+        """What is so on any rank: which sets failed, and whether the time is over."""
+        late = time.monotonic() + STAGE_LEAST_S > ends
+        flags = torch.tensor([*failed, late], dtype=torch.int64)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=signals)
+        *bad, over = (bool(flag) for flag in flags.tolist())
+        return bad, over
+
+    def run(name: str, sets: list[list[int]], most: timedelta) -> tuple[list[list[int]], bool]:
+        """Run a stage; the sets of nodes in which it failed, and whether the time is over."""
+        within = min(most, timedelta(seconds=max(1.0, ends - time.monotonic() - GRACE_S)))
+        failed = [False] * len(sets)
         # Every rank makes every group, in the same order.
         for place, chosen in enumerate(sets):
-            ranks = [rank for rank, node in enumerate(node_of) if node in chosen]
-            group = dist.new_group(ranks, timeout=3 * limit, backend=backend)
-            if order["rank"] in ranks:
-                mine = (place, ranks, group, chosen)
-        failed = torch.zeros(len(sets), dtype=torch.int64)
-        if mine is not None:
-            place, ranks, group, chosen = mine
-            stage = _stage(name, chosen, ranks, group, order["rank"], device, within, backend)
+            ranks = [each for each, node in enumerate(node_of) if node in chosen]
+            doing = {"name": name, "nodes": chosen}
+            if rank in ranks:
+                told({"stages": done, "ok": False, "doing": doing})
+            try:
+                group = dist.new_group(ranks, timeout=within, backend=backend)
+            except Exception as error:  # no GPU can be used, or this torch has no NCCL
+                if rank not in ranks:
+                    raise
+                stage = {**doing, "error": _one_line(error), "bus": 0.0}
+            else:
+                if rank not in ranks:
+                    continue
+                stage = _limited(name, chosen, ranks, group, order, within)
             failed[place] = bool(stage["error"])
             done.append(stage)
-        dist.all_reduce(failed, dist.ReduceOp.MAX, group=signals)
-        return [chosen for chosen, bad in zip(sets, failed.tolist(), strict=True) if bad]
+            told({"stages": done, "ok": False})
+        bad, over = agreed(failed)
+        return [chosen for chosen, each in zip(sets, bad, strict=True) if each], over
 
+    over = agreed([])[1]
     for name, sets in _stages(nodes):
-        failed = run(name, sets, limit)
+        if over:
+            told({"stages": done, "ok": False, "untested": name})
+            return
+        failed, over = run(name, sets, limit)
         if failed:
             for pairs in _with_others(failed, nodes):
-                run(AGAIN, pairs, min(limit, timedelta(seconds=AGAIN_S)))
-            break
-    last = done[-1]["name"] == EVERYONE if done else False
-    return {"stages": done, "ok": last and all(not each["error"] for each in done)}
+                if not over:
+                    _, over = run(AGAIN, pairs, min(limit, timedelta(seconds=AGAIN_S)))
+            return
+    told({"stages": done, "ok": True})
+
+
+def _limited(
+    name: str, nodes: list[int], ranks: list[int], group: Any, order: dict[str, Any], limit: Any
+) -> dict[str, Any]:
+    """Run a stage on a thread: where NCCL cannot connect, its first call never returns."""
+    found: list[dict[str, Any]] = []
+
+    def stage() -> None:
+        found.append(_stage(name, nodes, ranks, group, order, limit))
+
+    thread = threading.Thread(target=stage, daemon=True)
+    thread.start()
+    thread.join(limit.total_seconds() + GRACE_S)
+    if found:
+        return found[0]
+    words = f"no end within {limit.total_seconds():.0f} s: the ranks did not connect"
+    return {"name": name, "nodes": nodes, "error": words, "bus": 0.0}
 
 
 def _stages(nodes: int) -> list[tuple[str, list[list[int]]]]:
@@ -198,17 +255,20 @@ def _stage(
     nodes: list[int],
     ranks: list[int],
     group: Any,
-    rank: int,
-    device: Any,
-    limit: Any,
-    backend: str,
+    order: dict[str, Any],
+    limit: timedelta,
 ) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
     stage: dict[str, Any] = {"name": name, "nodes": nodes, "error": "", "bus": 0.0}
     try:
-        ones = torch.full((ELEMENTS,), float(rank + 1), device=device)
+        backend, device = order["stages"], torch.device("cpu")
+        if backend == "nccl":
+            device = torch.device("cuda", order["local_rank"])
+            # Of this thread.
+            torch.cuda.set_device(device)
+        ones = torch.full((ELEMENTS,), float(order["rank"] + 1), device=device)
         _finish(dist.all_reduce(ones, group=group, async_op=True), limit)
         if not bool((ones == float(sum(each + 1 for each in ranks))).all()):
             return {**stage, "error": "all_reduce gave a wrong sum"}
@@ -325,7 +385,7 @@ def _finish(work: Any, limit: timedelta) -> None:
             raise TimeoutError(f"no end within {limit.total_seconds():.0f} s")
         # Late by a fiftieth at most, and without keeping a core busy.
         time.sleep(min(0.005, max(0.0001, waited / 50)))
-    # Where it failed, this says why.
+    # Where it failed, this says why: TORCH_NCCL_BLOCKING_WAIT is set.
     work.wait()
 
 

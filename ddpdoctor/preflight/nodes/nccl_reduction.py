@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ddpdoctor.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, judged, skipped
+from ddpdoctor.preflight.check import Outcome, check, could_not_run, judged, skipped
 from ddpdoctor.preflight.meeting.meet import Meeting
 from ddpdoctor.preflight.nodes.bus_bandwidth import FAR_BELOW, capacity, shown
 from ddpdoctor.preflight.nodes.judging import LIMIT, judge
@@ -19,13 +19,13 @@ def nccl_reduction(situation: Situation) -> Outcome:
     """An all_reduce by NCCL fails or hangs: inside a node, between two nodes, or over all.
 
     What it finds
-        Where every node has a GPU per rank: all_reduce with results compared, first inside each
-        node, then between pairs of nodes in log2(n) rounds, then over all ranks, so that the first
-        stage that fails names the node or the pair. The two of a pair that fails are tried with
-        other nodes before one of them is blamed, or the link between them. A bus bandwidth, as
-        nccl-tests define it, that is a small part of what the link is built for (warning): an
-        eighth of the NVLinks or of PCIe inside a node, of InfiniBand, RoCE or the network card
-        between nodes; of messages of 4 and 64 MiB, the best of several.
+        Where every node has a GPU per rank, with 3 GiB of its memory free: all_reduce with results
+        compared, first inside each node, then between pairs of nodes in log2(n) rounds, then over
+        all ranks, so that the first stage that fails names the node or the pair. The two of a pair
+        that fails are tried with other nodes before one of them is blamed, or the link between
+        them. A bus bandwidth, as nccl-tests define it, that is a small part of what the link is
+        built for (warning): an eighth of the NVLinks or of PCIe inside a node, of InfiniBand, RoCE
+        or the network card between nodes; of messages of 4 and 64 MiB, the best of several.
 
     Why it is bad
         NCCL's own message is "unhandled system error", on every rank, after half an hour.
@@ -50,24 +50,31 @@ def nccl_reduction(situation: Situation) -> Outcome:
 
 
 def _judge(meeting: Meeting) -> Outcome:
-    if any(node.facts.gpus == 0 for node in meeting.nodes):
-        without = [index for index, node in enumerate(meeting.nodes) if node.facts.gpus == 0]
-        if len(without) == len(meeting.nodes):
-            return skipped("no GPU")
-        return skipped(f"no GPU on {meeting.hosts(without)}")
+    why_not: dict[str, list[int]] = {}
+    for index, node in enumerate(meeting.nodes):
+        if node.facts.no_nccl:
+            why_not.setdefault(node.facts.no_nccl, []).append(index)
+    if why_not:
+        reason, on = next(iter(why_not.items()))
+        return skipped(
+            reason if len(on) == len(meeting.nodes) else f"{reason} on {meeting.hosts(on)}"
+        )
     told = meeting.blob["reduction"]
     if told["skipped"]:
         return skipped(told["skipped"])
     nccl = told["nccl"]
-    if nccl is None:
-        return skipped("a node has fewer GPUs than ranks")
-    if not nccl["stages"]:
+    if nccl is None or (not nccl["stages"] and not nccl["untested"]):
         return skipped("gloo failed already")
     detail = f"{nccl['correct']} of {told['world']} ranks reduced correctly"
     for name, _, sets in nccl["stages"]:
         if sets:
             detail += f"; {name} {shown(sets[0][1])}{_of(capacity(meeting, sets[0][0]))}"
-    return judged(detail, [*_failures(meeting), *_slow(meeting)])
+    found = [*_failures(meeting), *_slow(meeting)]
+    if nccl["untested"] and not found:
+        return could_not_run(
+            f"{detail}; no time was left for NCCL {nccl['untested']}: give it more with --timeout"
+        )
+    return judged(detail, found)
 
 
 def _of(link: tuple[str, float]) -> str:
@@ -139,3 +146,13 @@ def _failures(meeting: Meeting) -> Iterator[Finding]:
             about=name,
         )
         return
+    missing = meeting.blob["reduction"]["world"] - told["correct"]
+    if missing and not told["untested"]:
+        yield Finding(
+            CODE,
+            Severity.ERROR,
+            f"NCCL's test was not ended by {missing} of {meeting.blob['reduction']['world']} ranks",
+            fix="Try again with NCCL's own words.",
+            paste="export NCCL_DEBUG=INFO",
+            about="ranks",
+        )

@@ -1,0 +1,64 @@
+"""What to do about an error of CUDA or NCCL, by its words."""
+
+from __future__ import annotations
+
+_ADVICE = (
+    (
+        ("shared memory", "/dev/shm", "No space left on device", "SIGBUS"),
+        "NCCL connects the ranks of a machine by /dev/shm, which is too small or full; a container "
+        "needs --shm-size or --ipc=host.",
+        "df -h /dev/shm; ls -lS /dev/shm | head",
+    ),
+    (
+        ("system not yet initialized", "system not initialized", "NotReady"),
+        "The NVSwitch fabric is not ready: its manager has to run, in the driver's version.",
+        "sudo systemctl restart nvidia-fabricmanager",
+    ),
+    (
+        ("no kernel image is available",),
+        "This torch is not built for this GPU: install one that is.",
+        "python -c 'import torch; print(torch.cuda.get_device_capability(), "
+        "torch.cuda.get_arch_list())'",
+    ),
+    (
+        ("out of memory", "busy or unavailable"),
+        "Somebody else has the GPU, or most of its memory.",
+        "nvidia-smi --query-compute-apps=gpu_uuid,pid,used_memory --format=csv",
+    ),
+    (
+        ("invalid device ordinal", "No CUDA GPUs are available", "no CUDA-capable device"),
+        "CUDA sees fewer GPUs than the driver: look after CUDA_VISIBLE_DEVICES, MIG and the "
+        "driver.",
+        "python -c 'import torch; print(torch.cuda.device_count())'; nvidia-smi -L",
+    ),
+    (
+        ("driver on your system is too old", "driver version is insufficient"),
+        "Install a torch for the driver's CUDA, or a newer driver.",
+        "nvidia-smi --query-gpu=driver_version --format=csv",
+    ),
+    (
+        ("uncorrectable ECC", "unspecified launch failure", "illegal memory access"),
+        "The GPU itself may be broken; the driver's log tells.",
+        "sudo dmesg -T | grep -i xid",
+    ),
+    (
+        ("have NCCL built in",),
+        "Install a torch that has NCCL, or let the job use gloo.",
+        "python -c 'import torch.distributed as d; print(d.is_nccl_available())'",
+    ),
+)
+"""Words of which one is in the error, what to do, and a line for that."""
+
+_ELSE = (
+    "Correct what the message names. Where transfers between GPUs are broken, NCCL works without "
+    "them, more slowly.",
+    "export NCCL_P2P_DISABLE=1",
+)
+
+
+def advice(error: str) -> tuple[str, str]:
+    """What to do about an error, and a line that can be pasted."""
+    for words, fix, paste in _ADVICE:
+        if any(word in error for word in words):
+            return fix, paste
+    return _ELSE
