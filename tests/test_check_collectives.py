@@ -8,12 +8,19 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from ddpdoctor.gpu.health import GpuFacts, Health
+from ddpdoctor.gpu.reader import Device
+from ddpdoctor.preflight import torch_files
 from ddpdoctor.preflight.collectives import environment
+from ddpdoctor.preflight.nccl_obstacle import why_no_nccl
+from ddpdoctor.preflight.nccl_words import advice
+from ddpdoctor.preflight.situation import Once, Situation, gpu_facts
 from tests.conftest import TOKEN, Doctor, marked
 
 CHECK = (sys.executable, "-m", "ddpdoctor", "check", "--only", "collectives")
@@ -41,6 +48,30 @@ SILENT = """
     dist.broadcast = broadcast
 """
 """Rank 1 never comes to the broadcast."""
+
+
+DIES = """
+    import os, signal
+    import torch.distributed as dist
+    real = dist.broadcast
+    def broadcast(tensor, *args, **kwargs):
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(tensor, *args, **kwargs)
+    dist.broadcast = broadcast
+"""
+"""Rank 1 is ended, as where memory is short."""
+
+TALKS = """
+    import os
+    import torch.distributed as dist
+    real = dist.broadcast
+    def broadcast(tensor, *args, **kwargs):
+        os.write(1, b"node0:77 [0] NCCL INFO Channel 00/02 : 0 1 and no end of the li")
+        return real(tensor, *args, **kwargs)
+    dist.broadcast = broadcast
+"""
+"""A library prints to stdout in blocks that end anywhere, as NCCL does with NCCL_DEBUG=INFO."""
 
 
 def fault(doctor: Doctor, source: str) -> dict[str, str]:
@@ -80,6 +111,53 @@ def test_a_wrong_sum_is_seen_on_the_rank_that_has_it(doctor: Doctor) -> None:
     assert finding["message"] == (
         "gloo gives wrong results: rank 1, all_reduce: element 7 is 16.0 instead of 15.0"
     )
+
+
+def test_a_rank_that_a_signal_ends_is_told_at_once(doctor: Doctor) -> None:
+    result = doctor.run(*CHECK, "--json", env=fault(doctor, DIES), watch=False)
+    (finding,) = record(result)["findings"]
+    assert result.status == 2
+    assert finding["message"].endswith("rank 1: the rank was ended by SIGKILL")
+    assert result.seconds < 20
+
+
+def test_what_a_library_prints_is_not_mixed_with_the_answers(doctor: Doctor) -> None:
+    result = doctor.run(*CHECK, "--json", env=fault(doctor, TALKS), watch=False)
+    told = record(result)
+    assert (result.status, told["findings"]) == (0, []), told
+
+
+def test_what_helps_follows_from_the_errors_words() -> None:
+    shm = "NCCL error ... Last error: Error while creating shared memory segment /dev/shm/nccl-Ab1"
+    assert "--shm-size" in advice(shm)[0]
+    assert "nvidia-fabricmanager" in advice("CUDA error: system not yet initialized")[1]
+    assert advice("NCCL gives wrong results: rank 1, broadcast: ...")[1].endswith("_DISABLE=1")
+
+
+def gpus(used: int, total: int = 80, *, mode: int = 0, mig: bool = False) -> Situation:
+    """Two GPUs, of which the second one is like this, in GiB."""
+    devices = [Device(i, f"GPU-{i}", "H100", "", mig and i == 1) for i in (0, 1)]
+    facts = [
+        Health(each, memory_total=total << 30, memory_used=gib << 30, compute_mode=mode,
+               instances=("MIG-1",) if each.mig else ())
+        for each, gib in zip(devices, (0, used), strict=True)
+    ]  # fmt: skip
+    once = Once()
+    once.put(gpu_facts, GpuFacts(gpus=tuple(facts)))
+    return Situation(environ={}, once=once)
+
+
+def test_nccl_takes_no_memory_where_somebody_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch_files.Torch(Path("torch"), "2.13.0", "12.8")
+    monkeypatch.setattr(torch_files, "torch", lambda: cuda)
+    assert why_no_nccl(gpus(used=70), 2) == ""
+    assert why_no_nccl(gpus(used=78), 2) == "GPU 1 has 2 GiB free, less than the 3 GiB it takes"
+    assert why_no_nccl(gpus(used=78), 1) == ""
+    assert why_no_nccl(gpus(used=0), 3) == "2 GPUs for 3 ranks"
+    assert why_no_nccl(gpus(used=0, mode=2), 2) == "the compute mode of GPU 0 keeps others out"
+    assert why_no_nccl(gpus(used=0, mig=True), 1, nodes=2) == ""
+    monkeypatch.setattr(torch_files, "torch", lambda: torch_files.Torch(Path("torch"), "2.13.0"))
+    assert why_no_nccl(gpus(used=0), 2) == "torch without CUDA"
 
 
 def test_too_little_time_is_no_failure(doctor: Doctor) -> None:

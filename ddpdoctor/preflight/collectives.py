@@ -34,6 +34,9 @@ TIMEOUT = 20.0
 LIMIT = 3600.0
 """Seconds: each collective has its own, and ``--timeout`` is above them."""
 
+ENDED_BY = "the rank was ended by"
+"""How its program begins what it says of a rank that a signal ended."""
+
 GLOO_IN_FULL = "TORCH_CPP_LOG_LEVEL=INFO ddpdoctor check --only collectives"
 
 _LEFT_OUT = ("TORCHELASTIC_", "PET_", "DDPDOCTOR_RUN_", "DDPDOCTOR_SUPERVISOR")
@@ -187,7 +190,7 @@ def run_ranks(situation: Situation, backend: str, ranks: int) -> Answers:
             answers.status = process.poll()
             if answers.status is not None and answers.status < 0:
                 name = signal.Signals(-answers.status).name
-                answers.errors.setdefault(0, f"the rank was ended by {name}")
+                answers.errors.setdefault(0, f"{ENDED_BY} {name}")
             answers.seconds = time.monotonic() - began
         stderr.seek(0)
         answers.stderr = stderr.read().decode("utf-8", "replace")
@@ -233,7 +236,8 @@ def _findings(answers: Answers) -> Iterator[Finding]:
         ]
         ranks = tuple(sorted(answers.wrong))
     elif answers.errors:
-        rank, error = next(iter(answers.errors.items()))
+        # The first one; what the others say of a rank that was ended is a consequence.
+        rank, error = min(answers.errors.items(), key=lambda told: ENDED_BY not in told[1])
         message = f"{name} fails between ranks of this machine: rank {rank}: {error}"
         evidence = []
         ranks = tuple(sorted(answers.errors))
