@@ -21,7 +21,7 @@ from ddpdoctor.preflight.deadline import Deadline
 from ddpdoctor.preflight.launchers import places
 from ddpdoctor.preflight.nodes.next_line import next_line
 from ddpdoctor.preflight.running import run_checks
-from ddpdoctor.preflight.situation import Situation
+from ddpdoctor.preflight.situation import Situation, gpu_facts
 from ddpdoctor.render import checks as render
 
 HELP = """\
@@ -97,6 +97,8 @@ def _check(asked: arguments.Arguments, chosen: list[Check]) -> int:
     progress = render.Progress(names)
     situation = replace(situation, say=progress.say)
     try:
+        # It may have to wake up all GPUs first, which no check is to be blamed for.
+        situation.shared(gpu_facts)
         outcomes = run_checks(chosen, situation, progress.seen)
     finally:
         progress.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,9 @@ from ddpdoctor.gpu.reader import Device, Process
 
 MOST_LINKS = 18
 """NVLinks of the largest GPUs so far."""
+
+BUSY = 50
+"""Percent of the time in which kernels run, from which on its links are at full speed."""
 
 _PEER_READ = 0
 _PEER_NVLINK = 2
@@ -45,6 +49,8 @@ class Health:
     """Whether it runs at full clocks: an idle GPU lowers its PCIe generation by design."""
     links: tuple[bool, ...] = ()
     """Its NVLinks: whether each is up."""
+    fabric_ready: bool | None = None
+    """Whether the NVSwitch fabric that it is part of is set up; None without one."""
     persistent: bool | None = None
     compute_mode: int | None = None
     """NVML's: 0 shared, 2 prohibited, 1 and 3 one process alone."""
@@ -98,15 +104,22 @@ class GpuFacts:
         return held
 
 
-def read_health() -> GpuFacts:
-    """Ask the driver once for everything."""
-    reader = NvmlReader()
+def read_health(further: Callable[[], None] = lambda: None) -> GpuFacts:
+    """Ask the driver once for everything.
+
+    Args:
+        further: Called whenever another GPU has answered.
+    """
+    reader = NvmlReader(further=further)
     try:
         devices = reader.devices()
         trouble, code = reader.trouble, reader.code
-        gpus = tuple(_health(reader, device) for device in devices)
+        gpus = []
+        for device in devices:
+            gpus.append(_health(reader, device))
+            further()
         return GpuFacts(
-            gpus=gpus,
+            gpus=tuple(gpus),
             absent=tuple(sorted(reader.absent.items())),
             # A GPU that broke the library on the way is told with that GPU.
             trouble=trouble if not devices else "",
@@ -142,8 +155,9 @@ def _health(reader: NvmlReader, device: Device) -> Health:
         width_most=_whole(reader.query(device, "MaxPcieLinkWidth")),
         generation=_whole(reader.query(device, "CurrPcieLinkGeneration")),
         generation_most=_whole(reader.query(device, "MaxPcieLinkGeneration")),
-        busy=performance == 0 and bool(brief.utilization),
+        busy=performance == 0 and (brief.utilization or 0) >= BUSY,
         links=_links(reader, device),
+        fabric_ready=reader.fabric_ready(device),
         persistent=None if persistence is None else persistence == _PERSISTENT,
         compute_mode=_whole(reader.query(device, "ComputeMode")),
         instances=reader.instances(device),

@@ -7,6 +7,7 @@ first one seconds where the driver has to wake up: never call it where a job wai
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import time
 from collections.abc import Callable
@@ -34,6 +35,9 @@ _GONE = frozenset({15, 16})
 
 _BROKEN = frozenset({1, 9, 12, 17, 18, 999})
 """NVML's codes for a library that has to be opened anew."""
+
+_FABRIC_BEGINS, _FABRIC_READY = 2, 3
+"""States of an NVSwitch fabric; 0 is none, and 1 is told of GPUs that work without."""
 
 _WORDS = {
     3: "not supported",
@@ -70,10 +74,16 @@ class NvmlReader:
 
     Args:
         clock: Seconds, for the pauses between tries.
+        further: Called whenever a GPU has been opened, which can take seconds for each.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        further: Callable[[], None] = lambda: None,
+    ) -> None:
         self._clock = clock
+        self._further = further
         self._nvml: Any = None
         self._owner = 0
         self._handles: dict[Device, Any] = {}
@@ -193,6 +203,20 @@ class NvmlReader:
                 found.append(_text(self._nvml.nvmlDeviceGetUUID(instance)))
         return tuple(found)
 
+    def fabric_ready(self, device: Device) -> bool | None:
+        """Whether the NVSwitch fabric of a GPU is set up; None without one, or if nobody tells.
+
+        By ``nvmlDeviceGetGpuFabricInfo``, for Hopper and later.
+        """
+        struct = getattr(self._nvml, "c_nvmlGpuFabricInfo_t", None)
+        if struct is None:
+            return None
+        told = struct()
+        if self.query(device, "GpuFabricInfo", ctypes.byref(told)) is None:
+            return None
+        # One byte in the driver's header, four in the binding's.
+        return {_FABRIC_BEGINS: False, _FABRIC_READY: True}.get(told.state & 0xFF)
+
     def system(self, what: str) -> Any:
         """What ``nvmlSystemGet<what>`` says, None if nothing."""
         if not self._opened():
@@ -252,6 +276,7 @@ class NvmlReader:
         self._handles = {}
         self._absent = {}
         for index in range(count):
+            self._further()
             # One that a container may not use, or that is lost, is not there.
             try:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -269,6 +294,7 @@ class NvmlReader:
                 self._absent[index] = _WORDS.get(getattr(error, "value", 0), f"NVML: {error}")
             else:
                 self._handles[device] = handle
+        self._further()
         return True
 
     def _name(self, handle: Any) -> str:

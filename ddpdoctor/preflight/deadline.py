@@ -76,20 +76,32 @@ def bounded(call: Callable[[], T], seconds: float) -> T:
         TimeoutError: It did not come back in time.
         Exception: Whatever the call raised.
     """
+    return while_it_goes_on(lambda _: call(), seconds)
+
+
+def while_it_goes_on(call: Callable[[Callable[[], None]], T], seconds: float) -> T:
+    """The same for a call that goes on as long as it says that it does.
+
+    Args:
+        call: Takes a function to call whenever it came further.
+        seconds: That may pass between two such calls.
+    """
     answers: list[T] = []
     errors: list[BaseException] = []
+    further = threading.Event()
 
     def run() -> None:
         try:
-            answers.append(call())
+            answers.append(call(further.set))
         except BaseException as error:  # handed to the caller
             errors.append(error)
+        further.set()
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if answers:
-        return answers[0]
-    if errors:
-        raise errors[0]
+    threading.Thread(target=run, daemon=True).start()
+    while further.wait(seconds):
+        further.clear()
+        if answers:
+            return answers[0]
+        if errors:
+            raise errors[0]
     raise TimeoutError

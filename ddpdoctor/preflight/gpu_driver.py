@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.gpu.health import GpuFacts
-from ddpdoctor.preflight import container
+from ddpdoctor.gpu.visible import hides_all
+from ddpdoctor.preflight import container, torch_files
 from ddpdoctor.preflight.check import Outcome, check, judged, skipped
 from ddpdoctor.preflight.gpu_facts import NO_DRIVER, driverless, on_the_bus
 from ddpdoctor.preflight.situation import Situation, gpu_facts
@@ -35,7 +36,9 @@ def gpu_driver(situation: Situation) -> Outcome:
         Right: `docker run --gpus all image torchrun ...`.
 
     When it stays silent
-        On machines without an NVIDIA GPU, which is said. That persistence mode is off is
+        On machines without an NVIDIA GPU, or that keep theirs for virtual machines, which is said.
+        Without a driver that works it is a warning to a torch without CUDA, and information where
+        CUDA_VISIBLE_DEVICES hides the GPUs. That persistence mode is off is
         information: the first job after a pause starts some seconds later.
 
     Since
@@ -68,7 +71,7 @@ def _findings(situation: Situation, facts: GpuFacts, on_bus: int) -> Iterator[Fi
             fix, paste = "See what the kernel says; reboot.", "sudo dmesg | grep -i nvrm"
         yield Finding(
             "DDP020",
-            Severity.ERROR,
+            _severity(situation),
             f"no GPU can be used: {facts.trouble}",
             evidence=(f"the PCI bus has {on_bus} NVIDIA GPUs",) if on_bus else (),
             fix=fix,
@@ -91,6 +94,14 @@ def _findings(situation: Situation, facts: GpuFacts, on_bus: int) -> Iterator[Fi
             paste="sudo nvidia-smi -pm 1",
             about="persistence",
         )
+
+
+def _severity(situation: Situation) -> Severity:
+    """How bad it is that no GPU can be used: a job on the CPU needs none."""
+    if hides_all(situation.environ):
+        return Severity.INFO
+    torch = torch_files.torch()
+    return Severity.ERROR if torch is None or torch.cuda else Severity.WARNING
 
 
 def _lost(index: int, why: str) -> Finding:

@@ -13,6 +13,8 @@ NVIDIA = "0x10de"
 NO_DRIVER = (0, 9, 12)
 """NVML's codes where there is no library, no kernel module, or no driver at all."""
 
+_GIVEN_AWAY = ("vfio-pci", "pci-stub")
+
 _DISPLAY = "0x03"
 """The PCI class of graphics cards and of GPUs without an output."""
 
@@ -29,13 +31,18 @@ def chosen(situation: Situation) -> tuple[Health, ...]:
 
 
 def bus_gpus(sys: Path) -> list[Path]:
-    """The folders of the NVIDIA GPUs on the PCI bus, whatever the driver says."""
+    """The folders of the NVIDIA GPUs on the PCI bus, whatever the driver says.
+
+    Less those that the machine keeps for its virtual machines.
+    """
     found = []
     with contextlib.suppress(OSError):
         for device in sorted((sys / "bus" / "pci" / "devices").iterdir()):
             with contextlib.suppress(OSError):
                 vendor = (device / "vendor").read_text().strip()
                 kind = (device / "class").read_text().strip()
+                if (device / "driver").resolve().name in _GIVEN_AWAY:
+                    continue
                 if vendor == NVIDIA and kind.startswith(_DISPLAY):
                     found.append(device)
     return found

@@ -23,7 +23,6 @@ _HOT = ("hardware slowdown", "software thermal slowdown", "hardware thermal slow
 _HARDWARE = {
     48: "an uncorrectable memory error",
     62: "the GPU's micro-controller halted",
-    63: "a memory row was remapped",
     64: "a memory row could not be remapped",
     74: "an NVLink error",
     79: "the GPU fell off the bus",
@@ -34,7 +33,8 @@ _HARDWARE = {
     120: "the GPU's system processor failed",
     140: "an unrecovered ECC error",
 }
-"""XIDs that mean hardware, by NVIDIA's list; 13, 31, 43 and 45 are a program's own faults."""
+"""XIDs that mean hardware, by NVIDIA's list; 13, 31, 43 and 45 are a program's own faults. Of a
+remapped row (63) the GPU itself tells for as long as it matters."""
 
 _XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)")
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.gpu.health import Health
 from ddpdoctor.preflight.check import Outcome, check, judged, skipped
 from ddpdoctor.preflight.gpu_facts import chosen, none_here
-from ddpdoctor.preflight.processes import named
+from ddpdoctor.preflight.processes import Listed, named
 from ddpdoctor.preflight.situation import Situation
 from ddpdoctor.preflight.sizes import GIB, shown
 
@@ -17,6 +19,12 @@ LEAST = 2 * GIB
 """Less than this is a desktop, or a context of a monitoring program."""
 
 SHARE = 0.05
+
+_DEVICES = ("/dev/nvidia", "/dev/dxg")
+"""What a process has open that uses a GPU; the second one in WSL."""
+
+_FIRST_NAMESPACE = 0xEFFFFFFC
+"""The inode of the host's PID namespace (PROC_PID_INIT_INO of Linux)."""
 
 
 @check("gpu-memory", "DDP022")
@@ -67,7 +75,7 @@ def _findings(situation: Situation, gpu: Health) -> Iterator[Finding]:
     mine = [each for each in gpu.processes if each.pid != os.getpid()]
     holders = []
     for process in mine[:4]:
-        known = named(situation.proc, process.pid)
+        known = _known(situation.proc, process.pid)
         who = known.described if known else f"pid {process.pid} of another container"
         held = f" holds {shown(process.memory)}" if process.memory else ""
         holders.append(f"{who}{held}")
@@ -81,3 +89,27 @@ def _findings(situation: Situation, gpu: Health) -> Iterator[Finding]:
         paste="nvidia-smi --query-compute-apps=gpu_uuid,pid,used_memory --format=csv",
         about=f"gpu {gpu.device.index}",
     )
+
+
+def _known(proc: Path, pid: int) -> Listed | None:
+    """The process of a pid that the driver told; None if it is not known here.
+
+    To a container the driver may tell the host's pids, and another process may have that one here.
+    """
+    known = named(proc, pid)
+    if known is None or _sees_all_processes(proc):
+        return known
+    with contextlib.suppress(OSError):
+        for file in os.listdir(known.folder / "fd"):
+            with contextlib.suppress(OSError):
+                if any(each in os.readlink(known.folder / "fd" / file) for each in _DEVICES):
+                    return known
+    return None
+
+
+def _sees_all_processes(proc: Path) -> bool:
+    """Whether this process is in the host's own PID namespace."""
+    try:
+        return os.stat(proc / "self" / "ns" / "pid").st_ino == _FIRST_NAMESPACE
+    except OSError:
+        return False

@@ -75,7 +75,7 @@ def _findings(
             paste="nvidia-smi topo -p2p r",
             about="pairs",
         )
-    translated = [gpu for gpu in gpus if not gpu.links and _is_translated(situation.sys, gpu)]
+    translated = [gpu for gpu in gpus if not any(gpu.links) and _is_translated(situation.sys, gpu)]
     if len(translated) > 1 and any(works for _, _, works in pairs):
         yield Finding(
             "DDP025",

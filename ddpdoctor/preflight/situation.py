@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from ddpdoctor.gpu.health import GpuFacts, read_health
 from ddpdoctor.gpu.visible import Choice, choice
-from ddpdoctor.preflight.deadline import Deadline, bounded
+from ddpdoctor.preflight.deadline import Deadline, while_it_goes_on
 
 T = TypeVar("T")
 
@@ -20,7 +20,8 @@ CPU_RANKS = 2
 """How many ranks `ddpdoctor run` starts where there is no GPU."""
 
 DRIVER_PATIENCE = 6.0
-"""Seconds that the NVIDIA driver has; without persistence mode it takes one or two to wake up."""
+"""Seconds that the NVIDIA driver has for each GPU: without persistence mode it takes one to four to
+wake one up, one after the other."""
 
 DEFAULT_PORT = 29500
 """torchrun's, for ``--rdzv-endpoint HOST`` and for ``MASTER_PORT``."""
@@ -141,7 +142,7 @@ class Situation:
 def gpu_facts(situation: Situation) -> GpuFacts:
     """All that NVML tells of the GPUs of this machine."""
     try:
-        return bounded(read_health, DRIVER_PATIENCE)
+        return while_it_goes_on(read_health, min(DRIVER_PATIENCE, situation.deadline.left()))
     except TimeoutError:
         trouble = f"the NVIDIA driver does not answer within {DRIVER_PATIENCE:.0f} s"
         return GpuFacts(trouble=trouble, code=-1)

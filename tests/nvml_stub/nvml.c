@@ -6,7 +6,7 @@
  *   memory GPU GIB, used GPU GIB, process GPU PID
  *   ecc GPU COUNT, rows GPU (1: one waits for a reset, 2: none left), throttle GPU BITS
  *   width GPU LANES, generation GPU NUMBER, links GPU COUNT (of 18, if any), peers GPU 0
- *   persistence GPU 0, mode GPU NUMBER, driver * CUDA
+ *   fabric GPU STATE (2: not ready yet, 3: ready), persistence GPU 0, mode GPU NUMBER, driver * CUDA
  */
 #include <stdint.h>
 #include <stdio.h>
@@ -148,6 +148,15 @@ int nvmlDeviceGetNvLinkState(void *device, unsigned link, unsigned *state) {
     DEVICE("nvmlDeviceGetNvLinkState");
     if (!lookup("links", gpu, &up) || link >= 18) return 3;
     *state = link < (unsigned)up;
+    return 0;
+}
+struct fabric { unsigned char uuid[16]; int status; unsigned clique; unsigned char state; };
+int nvmlDeviceGetGpuFabricInfo(void *device, struct fabric *info) {
+    int state = 0;
+    DEVICE("nvmlDeviceGetGpuFabricInfo");
+    if (!lookup("fabric", gpu, &state)) return 3;
+    memset(info, 0, sizeof *info);
+    info->state = (unsigned char)state;
     return 0;
 }
 int nvmlDeviceGetP2PStatus(void *device, void *other, int what, unsigned *status) {
