@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from ddpdoctor.gpu.health import GpuFacts, Health
 from ddpdoctor.gpu.reader import Device, Process
 from ddpdoctor.preflight import (
     gpu_acs,
+    gpu_count,
     gpu_driver,
     gpu_health,
     gpu_links,
@@ -230,6 +233,48 @@ def test_a_torch_without_cuda_has_no_nccl_to_test(doctor: Doctor, library: Path)
     assert result.status == 1
 
 
+WITH_CUDA = """
+import sys
+from pathlib import Path
+if "check" in sys.orig_argv:
+    from ddpdoctor.preflight import torch_files
+    known = torch_files.torch()
+    torch_files.torch = lambda: torch_files.Torch(known.folder, known.version, "12.8")
+"""
+"""The check takes this torch for one that has CUDA; its ranks find out."""
+
+
+@pytest.mark.slow
+def test_nccl_that_cannot_be_opened_is_not_told_as_gloos_failure(
+    doctor: Doctor, library: Path
+) -> None:
+    """Two nodes on this machine, with a GPU each that only NVML knows."""
+    (doctor.directory / "control").write_text("\n".join(("gpus 1", *HEALTHY)))
+    (doctor.directory / "fault").mkdir()
+    (doctor.directory / "fault" / "sitecustomize.py").write_text(WITH_CUDA)
+    env = {
+        "LD_LIBRARY_PATH": str(library),
+        "NVML_STUB": str(doctor.directory / "control"),
+        "PYTHONPATH": str(doctor.directory / "fault"),
+    }
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+    words = ("--nnodes", "2", "--only", "nodes,gloo-nodes,nccl-nodes", "--json")
+    command = (sys.executable, "-m", "ddpdoctor", "check", *words, "--rdzv-endpoint", endpoint)
+    running = [
+        doctor.start(*command, "--node-rank", str(rank), env=env, watch=False) for rank in (0, 1)
+    ]
+    for each in running:
+        result = each.finish(90)
+        told = {check["check"]: check for check in json.loads(result.stdout)["checks"]}
+        assert told["gloo-nodes"]["status"] == "pass", told
+        assert "2 of 2 ranks reduced correctly" in told["gloo-nodes"]["detail"]
+        assert result.status == 2
+        (finding,) = told["nccl-nodes"]["findings"]
+        assert finding["message"].startswith("NCCL's all_reduce inside the node fails: ")
+        assert "NCCL" in finding["evidence"][0]
+
+
 @pytest.mark.slow
 def test_a_driver_that_hangs_holds_nothing_up(gpus: Gpus) -> None:
     told = gpus.check("nvmlDeviceGetCount * -60")
@@ -286,6 +331,19 @@ def situation(root: Path, *gpus: Health, peers: bool = True) -> Situation:
     once = Once()
     once.put(gpu_facts, GpuFacts(gpus=gpus, peers=tuple(p for p in pairs if p[0] < p[1])))
     return Situation(Options(), environ={}, proc=root / "proc", sys=root / "sys", once=once)
+
+
+def test_gpus_of_several_kinds_have_two_orders(tmp_path: Path) -> None:
+    gpus = (Health(device(0)), Health(device(1, "NVIDIA A40")))
+
+    def about(**env: str) -> list[str]:
+        outcome = gpu_count.gpu_count(replace(situation(tmp_path, *gpus), environ=env))
+        assert outcome.status is Status.PASS
+        return [finding.about for finding in outcome.findings]
+
+    assert about(CUDA_VISIBLE_DEVICES="0") == ["order"]
+    assert about(CUDA_VISIBLE_DEVICES="0", CUDA_DEVICE_ORDER="PCI_BUS_ID") == []
+    assert about(CUDA_VISIBLE_DEVICES="GPU-1") == about() == []
 
 
 def test_bridges_of_some_gpus_are_no_fault(tmp_path: Path) -> None:

@@ -34,6 +34,12 @@ TIMEOUT = 20.0
 LIMIT = 3600.0
 """Seconds: each collective has its own, and ``--timeout`` is above them."""
 
+WITHOUT_PEERS = (
+    "Correct what the message names. Where transfers between GPUs are broken, NCCL works without "
+    "them, more slowly.",
+    "export NCCL_P2P_DISABLE=1",
+)
+
 ENDED_BY = "the rank was ended by"
 """How its program begins what it says of a rank that a signal ended."""
 
@@ -252,7 +258,7 @@ def _findings(answers: Answers) -> Iterator[Finding]:
         ranks = tuple(missing)
     evidence += _said(answers.stderr)
     fix, paste = (
-        advice(" ".join([message, *evidence]))
+        advice(" ".join([message, *evidence]), WITHOUT_PEERS)
         if name == "NCCL"
         else (
             "Correct what the message names; the other checks may have found the cause. With "

@@ -78,6 +78,16 @@ def _findings(situation: Situation, gpus: tuple[Health, ...], seen: int) -> Iter
             paste=f"ddpdoctor run --nproc-per-node {max(seen, 1)} ...",
             about="ranks",
         )
+    if _numbered_otherwise(situation, gpus):
+        yield Finding(
+            "DDP021",
+            Severity.INFO,
+            "the GPUs are of several kinds: CUDA_VISIBLE_DEVICES numbers them with the fastest "
+            "first, and nvidia-smi by the PCI bus",
+            fix="Let CUDA number them as nvidia-smi does, and as the checks of this table do.",
+            paste="export CUDA_DEVICE_ORDER=PCI_BUS_ID",
+            about="order",
+        )
     empty = [gpu for gpu in parted if not gpu.instances]
     if empty or (parted and situation.nproc > 1):
         indices = ", ".join(str(gpu.device.index) for gpu in empty or parted)
@@ -95,6 +105,14 @@ def _findings(situation: Situation, gpus: tuple[Health, ...], seen: int) -> Iter
     for gpu in mine:
         if gpu.closed:
             yield _closed(gpu)
+
+
+def _numbered_otherwise(situation: Situation, gpus: tuple[Health, ...]) -> bool:
+    """Whether a number in CUDA_VISIBLE_DEVICES may mean another GPU to CUDA than to us."""
+    wanted = situation.environ.get("CUDA_VISIBLE_DEVICES", "")
+    by_bus = situation.environ.get("CUDA_DEVICE_ORDER", "") == "PCI_BUS_ID"
+    kinds = {gpu.device.name for gpu in gpus}
+    return wanted.strip()[:1].isdigit() and not by_bus and len(kinds) > 1
 
 
 def _closed(gpu: Health) -> Finding:

@@ -49,16 +49,15 @@ _ADVICE = (
 )
 """Words of which one is in the error, what to do, and a line for that."""
 
-_ELSE = (
-    "Correct what the message names. Where transfers between GPUs are broken, NCCL works without "
-    "them, more slowly.",
-    "export NCCL_P2P_DISABLE=1",
-)
 
+def advice(error: str, otherwise: tuple[str, str]) -> tuple[str, str]:
+    """What to do about an error, and a line that can be pasted.
 
-def advice(error: str) -> tuple[str, str]:
-    """What to do about an error, and a line that can be pasted."""
+    Args:
+        error: All that is known of it.
+        otherwise: The same for errors of which nothing is known here.
+    """
     for words, fix, paste in _ADVICE:
         if any(word in error for word in words):
             return fix, paste
-    return _ELSE
+    return otherwise

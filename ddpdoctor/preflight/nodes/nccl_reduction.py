@@ -7,11 +7,17 @@ from collections.abc import Iterator
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, could_not_run, judged, skipped
 from ddpdoctor.preflight.meeting.meet import Meeting
+from ddpdoctor.preflight.nccl_words import advice
 from ddpdoctor.preflight.nodes.bus_bandwidth import FAR_BELOW, capacity, shown
 from ddpdoctor.preflight.nodes.judging import LIMIT, judge
 from ddpdoctor.preflight.situation import Situation
 
 CODE = "DDP061"
+
+OWN_WORDS = (
+    "Try again with NCCL's own words; the first warning names the device or address.",
+    "export NCCL_DEBUG=INFO",
+)
 
 
 @check("nccl-nodes", CODE, needs_torch=True, scope="nodes", limit=LIMIT)
@@ -129,6 +135,7 @@ def _failures(meeting: Meeting) -> Iterator[Finding]:
             where = f"{name} fails because of {meeting.hosts(guilty)}"
         elif again:
             where = f"fails between {meeting.hosts(chosen)} alone"
+        fix, paste = advice(" ".join(said for _, _, said in errors), OWN_WORDS)
         yield Finding(
             CODE,
             Severity.ERROR,
@@ -141,8 +148,8 @@ def _failures(meeting: Meeting) -> Iterator[Finding]:
                 ),
                 *dict.fromkeys(f"{meeting.nodes[at].facts.host}: {said}" for at, _, said in errors),
             )[:10],
-            fix="Try again with NCCL's own words; the first warning names the device or address.",
-            paste="export NCCL_DEBUG=INFO",
+            fix=fix,
+            paste=paste,
             about=name,
         )
         return
