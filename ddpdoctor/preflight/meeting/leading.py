@@ -26,7 +26,7 @@ REDUCTION_LIMIT = 20.0
 """Seconds for gloo to connect all ranks and reduce."""
 
 STAGE_LIMIT = 20.0
-"""Seconds for NCCL to open the GPUs, connect a set of ranks and reduce."""
+"""Seconds for NCCL to connect a set of ranks and reduce."""
 
 STAGE_LIMIT_RANK = 0.01
 """And so many more for each rank of the job."""

@@ -45,6 +45,9 @@ MOST_ROUNDS = 2
 SLOW_S = 0.4
 """An all_reduce that takes so many seconds is not repeated, nor tried with a larger size."""
 
+OPEN_S = 30.0
+"""Seconds for CUDA to open the GPUs."""
+
 STAGE_LEAST_S = 5.0
 """Seconds that have to be left for a stage to begin."""
 
@@ -80,7 +83,9 @@ def main() -> None:
     except Exception as error:
         answer |= {"ok": False, "error": _one_line(error)}
     if order["stages"] and answer["ok"]:
-        _staged(order, ends, lambda stages: tell(stages=stages, more=True))
+        # Another rank ended: whoever started it tells how, and what this one knows is told.
+        with contextlib.suppress(Exception):
+            _staged(order, ends, lambda stages: tell(stages=stages, more=True))
     tell(more=False)
     # Threads of gloo may still hold connections that others have closed.
     os._exit(0)
@@ -153,6 +158,9 @@ def _staged(order: dict[str, Any], ends: float, told: Callable[[dict[str, Any]],
     rank, nodes = order["rank"], max(node_of) + 1
     limit = timedelta(seconds=order["stage_limit"])
     done: list[dict[str, Any]] = []
+    first = {"name": _stages(nodes)[0][0], "nodes": [node_of[rank]]}
+    told({"stages": done, "ok": False, "doing": first})
+    _open(order, min(OPEN_S, ends - time.monotonic() - 2 * STAGE_LEAST_S))
     told({"stages": done, "ok": False})
     # Ranks of a set that hangs come to their limit first, while the others wait here.
     signals = dist.new_group(timeout=3 * limit, backend="gloo")
@@ -203,6 +211,26 @@ def _staged(order: dict[str, Any], ends: float, told: Callable[[dict[str, Any]],
                     _, over = run(AGAIN, pairs, min(limit, timedelta(seconds=AGAIN_S)))
             return
     told({"stages": done, "ok": True})
+
+
+def _open(order: dict[str, Any], limit: float) -> None:
+    """Wake up this rank's GPU, which is no stage's fault; the first one tells what fails.
+
+    Args:
+        order: Names the GPU.
+        limit: Seconds. Without persistence mode each GPU of the machine takes some.
+    """
+
+    def wake() -> None:
+        import torch
+
+        with contextlib.suppress(Exception):
+            torch.zeros(1, device=torch.device("cuda", order["local_rank"]))
+
+    if order["stages"] == "nccl":
+        thread = threading.Thread(target=wake, daemon=True)
+        thread.start()
+        thread.join(max(0.0, limit))
 
 
 def _limited(
