@@ -117,6 +117,7 @@ def test_two_runs_in_one_workspace(doctor: Doctor, two: Live) -> None:
     assert label not in (doctor.directory / ".vscode" / "launch.json").read_text()
 
 
+@pytest.mark.slow
 def test_without_a_live_run(doctor: Doctor) -> None:
     nothing = doctor.cli("attach")
     assert nothing.status == 2

@@ -265,7 +265,8 @@ def test_a_machine_that_answers_nowhere_may_still_come_up(nodes: Make) -> None:
     assert said.findings("nodes")[0]["paste"].endswith(f"--dport {PORT} -j ACCEPT")
 
 
-@pytest.mark.parametrize("node_0_runs", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.parametrize("node_0_runs", [True, False])
+@pytest.mark.slow
 def test_a_machine_that_answers_only_a_ping_has_a_firewall(nodes: Make, node_0_runs: bool) -> None:
     """Nobody has to wait for the end of half a minute to know that."""
     checks = nodes(2)

@@ -277,6 +277,7 @@ def test_all_of_eight_ranks(job: Job) -> None:
     job.end().check_success()
 
 
+@pytest.mark.slow
 def test_a_client_that_vanishes_and_a_rank_that_does(job: Job) -> None:
     job.start()
     job.live.wait_for_steps(3)

@@ -330,6 +330,7 @@ LIMITED = """
 """
 
 
+@pytest.mark.slow
 def test_a_limit_on_file_sizes(doctor: Doctor) -> None:
     script = doctor.write("limited.py", LIMITED.format(jobs=str(JOBS)))
     words = ["--nproc-per-node=2", str(script), "--steps=120"]
@@ -372,10 +373,11 @@ VANISHED = """
 @pytest.mark.parametrize(
     "early",
     [
-        pytest.param(True, id="before the ranks", marks=pytest.mark.slow),
+        pytest.param(True, id="before the ranks"),
         pytest.param(False, id="under the ranks"),
     ],
 )
+@pytest.mark.slow
 def test_a_run_directory_that_vanishes(doctor: Doctor, early: bool) -> None:
     script = doctor.write("vanished.py", VANISHED.format(jobs=str(JOBS), early=early))
     result = doctor.run("--nproc-per-node=2", str(script), "--steps=5", "--print-losses")

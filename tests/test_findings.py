@@ -45,7 +45,7 @@ def only(result: Result, code: str) -> Finding:
     ("how", "code", "says"),
     [
         ("exception", "DDP901", "ValueError: the wrong sort of batch"),
-        ("segv", "DDP904", "SIGSEGV"),
+        pytest.param("segv", "DDP904", "SIGSEGV", marks=pytest.mark.slow),
         pytest.param("os-exit", "DDP905", "os._exit(7)", marks=pytest.mark.slow),
         pytest.param("sys-exit", "DDP905", "sys.exit(4)", marks=pytest.mark.slow),
     ],
@@ -205,7 +205,8 @@ def test_restarted_attempt_is_a_warning(doctor: Doctor) -> None:
     assert result.codes.count("DDP901") == 1
 
 
-@pytest.mark.parametrize("slow", ["backward", pytest.param("data", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("slow", ["backward", "data"])
+@pytest.mark.slow
 def test_straggler_is_found_by_its_own_time(doctor: Doctor, slow: str) -> None:
     faults = {
         "backward": ("--slow-backward", "0.02"),
@@ -278,10 +279,11 @@ def test_data_bound_on_all_ranks(doctor: Doctor) -> None:
     "options",
     [
         ("--steps", "60"),
-        pytest.param(("--steps", "25", "--epochs", "3", "--workers", "1"), marks=pytest.mark.slow),
-        pytest.param(("--steps", "40", "--pause", "0.01"), marks=pytest.mark.slow),
+        ("--steps", "25", "--epochs", "3", "--workers", "1"),
+        ("--steps", "40", "--pause", "0.01"),
     ],
 )
+@pytest.mark.slow
 def test_healthy_jobs_are_met_with_silence(doctor: Doctor, options: tuple[str, ...]) -> None:
     result = doctor.run(*TWO, TRAIN, *options)
     result.check_success()
@@ -338,6 +340,7 @@ def test_interrupted_job_is_no_failure(doctor: Doctor) -> None:
     assert "after it was asked to stop" in result.ours
 
 
+@pytest.mark.slow
 def test_finding_is_on_screen_soon_after_the_failure(doctor: Doctor) -> None:
     """The other rank hangs (it ignores SIGTERM), so torchrun goes on for half a minute."""
     script = doctor.write(

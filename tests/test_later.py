@@ -38,6 +38,7 @@ def test_the_parameters_are_told_of_a_gradient(doctor: Doctor) -> None:
     assert told["names"] == ["encoder.2.bias", "encoder.2.weight", "encoder.0.bias"]
 
 
+@pytest.mark.slow
 def test_where_sizes_cannot_be_had_the_rank_and_the_step_are_told(doctor: Doctor) -> None:
     job = str(SICK / "ddp706_norm_of_nothing.py")
     result = doctor.run("--nproc-per-node", "2", "--overhead-budget", "50", LATER, "--broken", job)

@@ -271,11 +271,9 @@ RAISES = """
 @NEEDS_CLEAN_RERAISE
 @pytest.mark.parametrize(
     "place",
-    [
-        pytest.param(place, marks=() if place == "forward" else pytest.mark.slow)
-        for place in UNCAUGHT
-    ],
+    UNCAUGHT,
 )
+@pytest.mark.slow
 def test_what_an_uncaught_error_prints_is_the_same(doctor: Doctor, place: str) -> None:
     script = doctor.write("raises.py", RAISES)
     doctor.write("wrong.py", "this is no python\n")

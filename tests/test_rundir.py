@@ -337,6 +337,7 @@ def test_nothing_can_be_written_at_all(doctor: Doctor) -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_a_training_job_on_a_disk_that_fills_up(doctor: Doctor) -> None:
     words = ("--nproc-per-node", "2", TRAIN, "--steps", "400", "--print-losses")
     result = limited(doctor, 8, *words)

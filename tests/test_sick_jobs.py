@@ -33,7 +33,6 @@ SAMPLE = {
     "ddp102_no_sampler",
     "ddp401_barrier_on_rank_0",
     "ddp305_unused_head",
-    "ddp701_gradient_noise",
 }
 """Jobs that are run every time; the others are slow, all of them together."""
 

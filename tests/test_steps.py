@@ -141,6 +141,7 @@ def test_steps_are_counted(loops: Loops, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COUNTED_WITHOUT_OPTIMIZER)
+@pytest.mark.slow
 def test_without_an_optimizer_the_forward_counts(bare_loops: Loops, name: str) -> None:
     steps = bare_loops.steps(name)
     assert len(steps) == COUNTED_WITHOUT_OPTIMIZER[name]
@@ -333,6 +334,7 @@ def test_a_sleep_is_in_its_phase_and_no_other(loops: Loops, name: str, phase: st
         assert max(times.values()) < 0.5 * PAUSE, times
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_failed_is_left(failing_loops: Loops) -> None:
     """The job caught the error and went on: nothing after it belongs to the optimizer's phase."""
     name = "optimizer_fails_once"

@@ -297,6 +297,7 @@ def test_another_attempt_is_looked_at_anew(tmp_path: Path) -> None:
 # -- both
 
 
+@pytest.mark.slow
 def test_ranks_of_a_live_job_tell_how_far_they_are_apart(doctor: Doctor) -> None:
     result = doctor.run("--nproc-per-node", "2", "--", str(JOBS / "diverges.py"))
     result.check_success()
