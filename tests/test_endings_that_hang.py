@@ -86,6 +86,8 @@ def test_what_works_at_its_end_is_given_time(tmp_path: Path) -> None:
     ]
     for activity in busy:
         assert findings(tmp_path, at_the_end(0, SHUTDOWN, activity=activity)) == []
+    told = stacks(0, ("/job/log.py", 8, "finish"))
+    assert findings(tmp_path, rank(0, "ended", ended=True, stacks=told, activity=busy[3])) == []
     long_ago = {"since": rank(0, "other")["since"] - 300_000_000_000}
     only(findings(tmp_path, at_the_end(0, SHUTDOWN, activity=busy[0], **long_ago)))
 

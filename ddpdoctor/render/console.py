@@ -147,8 +147,9 @@ def _code_frame(
 
 def _shown(line: str) -> str:
     """A line without what a terminal would take for orders: not every file is text."""
-    return "".join(each if each.isprintable() or each == "\t" else "\N{REPLACEMENT CHARACTER}"
-                   for each in line)  # fmt: skip
+    return "".join(
+        each if each.isprintable() or each == "\t" else "\N{REPLACEMENT CHARACTER}" for each in line
+    )
 
 
 def _calls(finding: Finding) -> list[str]:

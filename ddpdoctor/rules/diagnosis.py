@@ -266,7 +266,10 @@ def _nobody_waits(still: Standstill) -> Iterator[Finding]:
     idle = [
         (rank, each)
         for rank, each in told
-        if each.severity >= Severity.ERROR and rank.joined and rank.frame is not None
+        if each.severity >= Severity.ERROR
+        and rank.joined
+        and not rank.ended
+        and rank.frame is not None
     ]
     if not idle or len(idle) < len(told):
         return

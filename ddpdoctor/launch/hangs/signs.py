@@ -112,11 +112,8 @@ class Signs:
 
 
 def _lives(rank: Rank) -> bool:
-    return (
-        rank.status is not None
-        # One whose script is over has a process to end yet.
-        and rank.exit is None
-    )
+    # Also one whose script is over: it has a process to end yet.
+    return rank.status is not None and rank.exit is None
 
 
 def _sign(rank: Rank) -> _Sign:
