@@ -177,3 +177,8 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     if not host or not port.isdigit() or int(port) > 65535:
         raise ValueError(endpoint)
     return host, int(port) or DEFAULT_PORT
+
+
+def joined_endpoint(host: str, port: int) -> str:
+    """``HOST:PORT`` or ``[IPv6]:PORT``: what :func:`split_endpoint` takes apart."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -14,7 +14,7 @@ from ddpdoctor.preflight.interfaces import interfaces, owner
 from ddpdoctor.preflight.listeners import listening, sockets
 from ddpdoctor.preflight.names import ALL, endpoint_name
 from ddpdoctor.preflight.processes import Listed, listed
-from ddpdoctor.preflight.situation import DEFAULT_PORT, Situation
+from ddpdoctor.preflight.situation import DEFAULT_PORT, Situation, joined_endpoint
 
 _MAGIC = 0x3C85F7CE
 _VALIDATE, _COUNT_KEYS = 0, 7
@@ -113,8 +113,7 @@ def _taken(situation: Situation, number: int, holders: list[Listed]) -> Finding:
 def _with_port(situation: Situation, number: int) -> str:
     options, endpoint = situation.options, situation.endpoint
     if options.endpoint and endpoint:
-        host = f"[{endpoint[0]}]" if ":" in endpoint[0] else endpoint[0]
-        return f"ddpdoctor run --rdzv-endpoint {host}:{number} ..."
+        return f"ddpdoctor run --rdzv-endpoint {joined_endpoint(endpoint[0], number)} ..."
     if endpoint:
         return f"export MASTER_PORT={number}"
     return f"ddpdoctor run --master-port {number} ..."

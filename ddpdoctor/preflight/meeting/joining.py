@@ -30,6 +30,7 @@ from ddpdoctor.preflight.meeting.connecting import ConnectError, connect
 from ddpdoctor.preflight.meeting.echo import echoes
 from ddpdoctor.preflight.meeting.wire import WireError
 from ddpdoctor.preflight.names import lookup
+from ddpdoctor.preflight.situation import joined_endpoint
 
 RETRY_AFTER = 0.25
 
@@ -227,8 +228,8 @@ class _Way:
             what = "no answer, at other ports neither: it is down, or a firewall drops everything"
         at = f" ({problem.address})" if problem.address not in ("", goal.host) else ""
         left = max(0.0, self._until - time.monotonic())
-        host = f"[{goal.host}]" if ":" in goal.host else goal.host
-        return f"waiting for {host}:{goal.port}{at}: {what}; {left:.0f} s more"
+        endpoint = joined_endpoint(goal.host, goal.port)
+        return f"waiting for {endpoint}{at}: {what}; {left:.0f} s more"
 
     async def _by_the_side(self, problem: Problem) -> Call | None:
         """See whether the coordinator, or at least its machine, answers at another port.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ddpdoctor.preflight.launchers import places
-from ddpdoctor.preflight.situation import DEFAULT_PORT, Situation
+from ddpdoctor.preflight.situation import DEFAULT_PORT, Situation, joined_endpoint
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,7 @@ class Seat:
     @property
     def endpoint(self) -> str:
         """``HOST:PORT``, as ``--rdzv-endpoint`` takes it."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
+        return joined_endpoint(self.host, self.port)
 
     def name(self, rank: int) -> str:
         """A node by its rank, and by its host name where that is known."""
