@@ -148,7 +148,7 @@ def test_a_wrong_choice_of_gpus(gpus: Gpus, chosen: str, said: str) -> None:
 def test_more_ranks_than_gpus(gpus: Gpus) -> None:
     told = gpus.check("gpus 4", words=("--nproc-per-node", "8"))["gpu-count"]
     assert told["status"] == "warn"
-    assert told["findings"][0]["paste"] == "ddpdoctor run --nproc-per-node 4 ..."
+    assert told["findings"][0]["paste"] == "ddpdoctor run --nproc-per-node 4 -- train.py"
 
 
 def test_no_gpu_is_asked_for(gpus: Gpus) -> None:

@@ -11,10 +11,13 @@ import pytest
 
 from ddpdoctor.finding import Finding
 from ddpdoctor.preflight import checkpoints, launch_environment, variables
+from ddpdoctor.preflight.interfaces import Interface, interfaces
+from ddpdoctor.preflight.meeting.addresses import own_host
 from ddpdoctor.preflight.meeting.caller import Problem
 from ddpdoctor.preflight.meeting.meet import Meeting
 from ddpdoctor.preflight.meeting.place import Seat
-from ddpdoctor.preflight.nodes.command import let_through, open_port
+from ddpdoctor.preflight.names import Lookup, own_name
+from ddpdoctor.preflight.nodes.command import corrected_line, let_through, open_port
 from ddpdoctor.preflight.nodes.unreached import own_problem
 from ddpdoctor.preflight.situation import Options, Situation
 
@@ -44,9 +47,85 @@ def test_ipv6_has_rules_of_its_own() -> None:
     assert nobody.message == "no machine answers at fd00::1"
 
 
-def test_without_an_endpoint_no_node_is_told_to_wait_for_itself() -> None:
-    assert "--rdzv-endpoint NODE0:29500" in unreached("", Problem("unresolved")).paste
-    assert "--rdzv-endpoint gpu7:29500" in unreached("", Problem("unresolved"), rank=0).paste
+HERE: tuple[Interface, ...] = (
+    Interface("lo", ("127.0.0.1",), loopback=True),
+    Interface("docker0", ("172.17.0.1",)),
+    Interface("eth0", ("10.0.0.7",)),
+)
+
+
+def gpu7(*addresses: str, options: Options | None = None) -> Situation:
+    """A machine whose name has these addresses."""
+    situation = Situation(options or Options(nproc=1), environ={}, hostname="gpu7")
+    situation.once.put(interfaces, HERE)
+    situation.once.put(own_name, Lookup("gpu7", addresses))
+    return situation
+
+
+def test_a_machine_is_called_by_its_name_where_that_leads_to_it() -> None:
+    assert own_host(gpu7("10.0.0.7")) == "gpu7"
+    assert own_host(gpu7("127.0.1.1")) == "10.0.0.7"
+    assert own_host(gpu7("127.0.1.1", "10.0.0.7")) == "gpu7"
+    # The name of another machine.
+    assert own_host(gpu7("10.0.0.9")) == "10.0.0.7"
+    assert own_host(gpu7()) == "10.0.0.7"
+
+
+@pytest.mark.parametrize("host", ["", "localhost", "127.0.0.1", "0.0.0.0"])
+def test_without_an_endpoint_no_node_is_told_to_wait_for_itself(host: str) -> None:
+    start = "ddpdoctor check --nnodes 2"
+    kind = Problem("refused") if host else Problem("unresolved")
+
+    def told(rank: int | None, names: tuple[str, ...] = ()) -> str:
+        meeting = Meeting(Seat(2, rank, host, 29500, "none", names), problem=kind)
+        return own_problem(meeting, kind, gpu7("10.0.0.7")).paste
+
+    assert told(0) == f"{start} --node-rank 0 --nproc-per-node 1 --rdzv-endpoint gpu7:29500"
+    assert told(None) == f"{start} --nproc-per-node 1 --rdzv-endpoint gpu7:29500"
+    # Only Slurm knows what node 0 is called; else it says so itself.
+    named = told(1, ("gpu6", "gpu7"))
+    assert named == f"{start} --node-rank 1 --nproc-per-node 1 --rdzv-endpoint gpu6:29500"
+    there = shell(f"hostname() {{ echo gpu6; }}; ddpdoctor() {{ echo $*; }}; {told(1)}")
+    assert f"ddpdoctor {there}" == (
+        f"{start} --node-rank 0 --nproc-per-node 1 --rdzv-endpoint gpu6:29500\n"
+    )
+
+
+@pytest.mark.parametrize("endpoint", ["", "localhost:29500"])
+def test_where_the_nodes_meet_is_told_once(endpoint: str) -> None:
+    options = Options(nproc=1, nnodes=2, node_rank=0, endpoint=endpoint)
+    situation = gpu7("10.0.0.7", options=options)
+    (finding,) = launch_environment.launch_environment(situation).findings
+    assert finding.paste.endswith("--rdzv-endpoint gpu7:29500")
+    meeting = replace(situation, chosen=frozenset({"launch-environment", "nodes"}))
+    assert not launch_environment.launch_environment(meeting).findings
+
+
+def test_an_unknown_name_is_made_known_by_a_line_from_its_machine() -> None:
+    finding = unreached("node0", Problem("unresolved", words="Name or service not known"))
+    assert finding.evidence == ("Name or service not known",)
+    line = shell(f'hostname() {{ echo "10.0.0.1 172.17.0.1 "; }}; {finding.paste}')
+    assert line == "10.0.0.1 node0\n"
+
+
+def test_a_corrected_line_keeps_what_was_asked_for() -> None:
+    script = ("train.py", "--name", "my run")
+    alone = Options(nproc=8, script=script)
+    assert corrected_line(gpu7(options=alone), nproc=4) == (
+        "ddpdoctor run --nproc-per-node 4 -- train.py --name 'my run'"
+    )
+    assert corrected_line(gpu7(options=alone), port=29501) == (
+        "ddpdoctor run --master-port 29501 -- train.py --name 'my run'"
+    )
+    at = replace(alone, endpoint="[fd00::1]:29500", module=True, script=("train",))
+    assert corrected_line(gpu7(options=at), port=29501) == (
+        "ddpdoctor run --rdzv-endpoint '[fd00::1]:29501' -m -- train"
+    )
+    several = replace(at, nnodes=2, node_rank=1)
+    assert corrected_line(gpu7(options=several), nproc=4) == (
+        "ddpdoctor check --nnodes 2 --node-rank 1 --nproc-per-node 4 "
+        "--rdzv-endpoint '[fd00::1]:29500'"
+    )
 
 
 def test_a_node_that_is_started_twice_is_not_one_too_many() -> None:

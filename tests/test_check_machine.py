@@ -252,7 +252,7 @@ def test_the_quota_of_a_container_counts(machine: Machine) -> None:
     assert messages(outcome) == ["8 ranks will share 1.5 cores and wait for each other"]
     assert outcome.findings[0].paste == "docker run --cpus=8 ..."
     slurm = machine.situation(Options(nproc=8), environ={"SLURM_JOB_ID": "1"})
-    assert cores.cores(slurm).findings[0].paste == "srun --cpus-per-task=8 ..."
+    assert cores.cores(slurm).findings[0].paste == "#SBATCH --cpus-per-task=8"
 
 
 def test_two_ranks_on_one_core_are_worth_a_word_alone(machine: Machine) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.preflight import cgroups
 from ddpdoctor.preflight.check import Outcome, check, judged
+from ddpdoctor.preflight.nodes.command import corrected_line
 from ddpdoctor.preflight.situation import Situation, visible_gpus
 
 
@@ -78,11 +79,11 @@ def _findings(situation: Situation, have: float, threads: int | None) -> Iterato
             f"{nproc} ranks will share {_shown(have)} and wait for each other",
             evidence=(f"{_shown(have)} by {where}; this machine has {os.cpu_count()}",),
             fix="Give the container or the batch job more cores, or start fewer ranks.",
-            paste=f"srun --cpus-per-task={nproc} ..."
+            paste=f"#SBATCH --cpus-per-task={nproc}"
             if "SLURM_JOB_ID" in situation.environ
             else f"docker run --cpus={nproc} ..."
             if quota is not None
-            else f"ddpdoctor run --nproc-per-node {max(1, int(have))} ...",
+            else corrected_line(situation, nproc=max(1, int(have))),
             about="cores",
         )
     elif threads is not None and threads > 1 and threads * nproc > 2 * have:

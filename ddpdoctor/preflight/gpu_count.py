@@ -8,6 +8,7 @@ from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.gpu.health import Health
 from ddpdoctor.preflight.check import Outcome, check, judged, skipped
 from ddpdoctor.preflight.gpu_facts import chosen, none_here
+from ddpdoctor.preflight.nodes.command import corrected_line
 from ddpdoctor.preflight.situation import Situation, cuda_choice, gpu_facts, visible_gpus
 
 
@@ -75,7 +76,7 @@ def _findings(situation: Situation, gpus: tuple[Health, ...], seen: int) -> Iter
             f"{situation.nproc} ranks for {seen} visible GPU{'s' if seen != 1 else ''}: NCCL "
             "refuses two ranks on one",
             fix="Start one rank per GPU, or leave the GPUs out for a job on the CPU.",
-            paste=f"ddpdoctor run --nproc-per-node {max(seen, 1)} ...",
+            paste=corrected_line(situation, nproc=max(seen, 1)),
             about="ranks",
         )
     if _numbered_otherwise(situation, gpus):

@@ -8,12 +8,14 @@ from collections.abc import Iterator, Mapping
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, judged, passed
 from ddpdoctor.preflight.launchers import Place, number, places
-from ddpdoctor.preflight.meeting.addresses import is_loopback
+from ddpdoctor.preflight.meeting.addresses import is_local
+from ddpdoctor.preflight.meeting.place import seat
+from ddpdoctor.preflight.nodes.judging import ATTENDANCE
+from ddpdoctor.preflight.nodes.meeting_point import meeting_point
+from ddpdoctor.preflight.run_line import run_line
 from ddpdoctor.preflight.situation import Situation
 
 _TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_LOCAL = ("localhost", "localhost.localdomain", "ip6-localhost", "0.0.0.0", "::")
-"""Names and addresses that are another machine on every machine."""
 
 
 @check("launch-environment", "DDP001")
@@ -157,36 +159,34 @@ def _launched_twice(situation: Situation, place: Place) -> Iterator[Finding]:
     if tasks is None and place.launcher == "Slurm" and place.world_size != 1:
         tasks = number(situation.environ, "SLURM_NTASKS_PER_NODE")
     if tasks and tasks > 1 and asked and asked > 1:
+        each = run_line(situation, "--nproc-per-node", str(asked))
         yield _wrong(
             f"{place.launcher} starts {tasks} tasks on this node, and each would start {asked} "
             "ranks",
             "Start torchrun once a node, or one rank a task.",
-            "srun --ntasks-per-node=1 ..."
+            "#SBATCH --ntasks-per-node=1"
             if place.launcher == "Slurm"
-            else "mpirun --map-by ppr:1:node ...",
+            else f"mpirun --map-by ppr:1:node {each}",
             about="twice",
         )
 
 
 def _rendezvous(situation: Situation) -> Iterator[Finding]:
-    options, endpoint = situation.options, situation.endpoint
-    if options.nnodes < 2:
+    place = seat(situation)
+    if place.nnodes < 2 or ATTENDANCE in (situation.chosen or ()):
+        # That check sees whether the nodes meet there all the same.
         return
-    hosts = next((each.hosts for each in places(situation.environ) if each.hosts), ())
-    first = hosts[0] if hosts else "NODE0"
-    if endpoint is None and not hosts:
+    if not place.host:
         yield _wrong(
-            f"{options.nnodes} nodes, but no rendezvous endpoint: each would wait for the others "
+            f"{place.nnodes} nodes, but no rendezvous endpoint: each would wait for the others "
             "on its own localhost",
-            "Give the first node's name and a port, the same on every node.",
-            f"ddpdoctor check --nnodes {options.nnodes} --node-rank R --rdzv-endpoint {first}",
+            *meeting_point(place, situation),
             about="rendezvous",
         )
-    elif endpoint is not None and (endpoint[0] in _LOCAL or is_loopback(endpoint[0])):
+    elif is_local(place.host):
         yield _wrong(
-            f"the rendezvous of {options.nnodes} nodes is on {endpoint[0]}: each would wait for "
+            f"the rendezvous of {place.nnodes} nodes is on {place.host}: each would wait for "
             "the others on its own",
-            "Give the first node's name, the same on every node.",
-            f"ddpdoctor check --nnodes {options.nnodes} --rdzv-endpoint {first}:{endpoint[1]} ...",
+            *meeting_point(place, situation),
             about="rendezvous",
         )

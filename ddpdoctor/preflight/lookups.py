@@ -9,6 +9,7 @@ from dataclasses import replace
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, judged
 from ddpdoctor.preflight.names import ALL, Lookup, endpoint_name, full_name, own_name
+from ddpdoctor.preflight.nodes.judging import ATTENDANCE
 from ddpdoctor.preflight.situation import Situation
 
 SLOW = 1.0
@@ -50,11 +51,15 @@ def lookups(situation: Situation) -> Outcome:
         asked.append(replace(full, name=f"the full name of {situation.hostname}"))
     slowest = max(asked, key=lambda each: each.seconds)
     detail = f"{len(asked)} lookups, the slowest ({slowest.name}) in {slowest.seconds:.2f} s"
-    return judged(detail, _findings(asked, endpoint))
+    # The nodes cannot meet without it, as that check says.
+    told_there = ATTENDANCE in (situation.chosen or ())
+    return judged(detail, _findings(asked, endpoint, told_there=told_there))
 
 
-def _findings(asked: list[Lookup], endpoint: Lookup | None) -> Iterator[Finding]:
-    if endpoint is not None and not endpoint.addresses:
+def _findings(
+    asked: list[Lookup], endpoint: Lookup | None, *, told_there: bool
+) -> Iterator[Finding]:
+    if endpoint is not None and not endpoint.addresses and not told_there:
         yield Finding(
             "DDP008",
             Severity.ERROR,

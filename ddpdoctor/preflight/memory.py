@@ -80,7 +80,7 @@ def _findings(
         paste = (
             f"{inside} run --memory {max(1, 2 * wanted // GIB)}g ..."
             if inside in ("docker", "podman")
-            else f"srun --mem={max(1, 2 * wanted // GIB)}G ..."
+            else f"#SBATCH --mem={max(1, 2 * wanted // GIB)}G"
             if "SLURM_JOB_ID" in situation.environ
             else paste
         )

@@ -12,9 +12,11 @@ from ddpdoctor.preflight import torch_files
 from ddpdoctor.preflight.check import Outcome, check, judged, passed, skipped
 from ddpdoctor.preflight.interfaces import interfaces, owner
 from ddpdoctor.preflight.listeners import listening, sockets
+from ddpdoctor.preflight.meeting.place import seat
 from ddpdoctor.preflight.names import ALL, endpoint_name
+from ddpdoctor.preflight.nodes.command import corrected_line
 from ddpdoctor.preflight.processes import Listed, listed
-from ddpdoctor.preflight.situation import DEFAULT_PORT, Situation, joined_endpoint
+from ddpdoctor.preflight.situation import DEFAULT_PORT, Situation
 
 _MAGIC = 0x3C85F7CE
 _VALIDATE, _COUNT_KEYS = 0, 7
@@ -49,6 +51,8 @@ def port(situation: Situation) -> Outcome:
         0.1.0
     """
     options, endpoint = situation.options, situation.endpoint
+    if options.nnodes > 1 and not seat(situation).host:
+        return skipped("nobody said where the nodes meet")
     if options.nnodes > 1 and not _is_first(situation):
         return skipped("node 0 listens, not this one")
     number = endpoint[1] if endpoint else DEFAULT_PORT
@@ -111,12 +115,9 @@ def _taken(situation: Situation, number: int, holders: list[Listed]) -> Finding:
 
 
 def _with_port(situation: Situation, number: int) -> str:
-    options, endpoint = situation.options, situation.endpoint
-    if options.endpoint and endpoint:
-        return f"ddpdoctor run --rdzv-endpoint {joined_endpoint(endpoint[0], number)} ..."
-    if endpoint:
-        return f"export MASTER_PORT={number}"
-    return f"ddpdoctor run --master-port {number} ..."
+    if situation.options.endpoint or situation.endpoint is None:
+        return corrected_line(situation, port=number)
+    return f"export MASTER_PORT={number}"
 
 
 def _reserved(situation: Situation, number: int) -> Finding:

@@ -6,9 +6,12 @@ import ipaddress
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ddpdoctor.preflight.interfaces import Interface, gloo_choice, interfaces, owner
+from ddpdoctor.preflight.interfaces import Interface, best, gloo_choice, interfaces, owner
 from ddpdoctor.preflight.names import own_name
 from ddpdoctor.preflight.situation import Situation
+
+LOCAL_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "0.0.0.0", "::")
+"""Names and addresses that are another machine on every machine."""
 
 
 @dataclass(frozen=True)
@@ -67,3 +70,21 @@ def mine(addresses: Iterable[str], here: Iterable[Interface]) -> bool:
     """Whether one of these addresses is this machine's."""
     known = tuple(here)
     return any(is_loopback(each) or owner(each, known) is not None for each in addresses)
+
+
+def is_local(host: str) -> bool:
+    """Whether a name or an address, as it was typed, means the machine on which it is used."""
+    return host.lower() in LOCAL_NAMES or is_loopback(host)
+
+
+def own_host(situation: Situation) -> str:
+    """What the other nodes may call this machine.
+
+    Its name if that is one of its addresses, and not of the loopback only; else such an address.
+    """
+    here = situation.shared(interfaces)
+    owners = [owner(each, here) for each in situation.shared(own_name).addresses]
+    interface = best(here)
+    if interface is None or any(each is not None and not each.loopback for each in owners):
+        return situation.hostname
+    return interface.addresses[0]

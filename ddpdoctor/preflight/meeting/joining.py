@@ -125,13 +125,13 @@ async def call_any(goal: Goal) -> Call:
             if error.problem.kind in FINAL:
                 raise
             problems.append(error.problem)
+    if not problems:
+        raise CallError(Problem("unresolved", words=found.problem))
     raise CallError(_telling(problems))
 
 
 def _telling(problems: list[Problem]) -> Problem:
     """Of the addresses of one name the one that got furthest: the others may be out of reach."""
-    if not problems:
-        return Problem("unresolved")
     return min(problems, key=lambda problem: _FAR.get(problem.kind, len(_FAR)))
 
 

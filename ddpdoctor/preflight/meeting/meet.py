@@ -18,7 +18,7 @@ from typing import Any
 from ddpdoctor.preflight import container
 from ddpdoctor.preflight.interfaces import interfaces
 from ddpdoctor.preflight.meeting import caller, coordinator, wire
-from ddpdoctor.preflight.meeting.addresses import mine
+from ddpdoctor.preflight.meeting.addresses import is_local, mine
 from ddpdoctor.preflight.meeting.attending import Attendance
 from ddpdoctor.preflight.meeting.caller import Call, CallError, Kind, Problem
 from ddpdoctor.preflight.meeting.coordinator import Coordinator
@@ -34,6 +34,9 @@ from ddpdoctor.preflight.situation import Situation
 
 GATHER_LIMIT = 30.0
 """Most seconds to wait for nodes that are not there; half of ``--timeout`` at most."""
+
+LOCAL_LIMIT = 10.0
+"""The same for an endpoint on localhost: only nodes of this very machine can come there."""
 
 CANCEL_LATENCY = 0.2
 SCOUT_EVERY = 1.0
@@ -193,6 +196,8 @@ class Party:
         """Meet the others in the role that this node has."""
         if not self.seat.host:
             return Meeting(self.seat, problem=Problem("unresolved"))
+        if is_local(self.seat.host):
+            self.gather_until = min(self.gather_until, time.monotonic() + LOCAL_LIMIT)
         found = await asyncio.to_thread(lookup, self.seat.host)
         addresses = found.addresses
         at_home = mine(addresses, self.situation.shared(interfaces))

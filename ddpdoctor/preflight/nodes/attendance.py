@@ -7,9 +7,11 @@ from typing import Any
 
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, could_not_run, judged
-from ddpdoctor.preflight.meeting.meet import Meeting, meeting_of
+from ddpdoctor.preflight.meeting.addresses import is_local, own_host
+from ddpdoctor.preflight.meeting.meet import LOCAL_LIMIT, Meeting, meeting_of
 from ddpdoctor.preflight.nodes.command import check_line, open_port
 from ddpdoctor.preflight.nodes.judging import LIMIT, counted
+from ddpdoctor.preflight.nodes.meeting_point import meeting_point
 from ddpdoctor.preflight.nodes.unreached import CLOSED, CODE, own_problem
 from ddpdoctor.preflight.situation import Situation
 
@@ -79,6 +81,18 @@ def _absent(meeting: Meeting, seconds: float, situation: Situation) -> Iterator[
     if meeting.foreign and len(meeting.nodes) == 1:
         yield _elsewhere(meeting, situation, absence)
         return
+    if is_local(meeting.seat.host):
+        fix, paste = meeting_point(meeting.seat, situation)
+        yield Finding(
+            CODE,
+            Severity.ERROR,
+            f"{absence}: on every node, {meeting.seat.endpoint} is that node itself",
+            evidence=(here, f"nodes that share this machine have {LOCAL_LIMIT:.0f} s to come"),
+            fix=fix,
+            paste=paste,
+            about="absent",
+        )
+        return
     numbers = sorted({node.facts.nnodes for node in meeting.nodes})
     severity = Severity.ERROR
     if len(numbers) > 1:
@@ -118,7 +132,7 @@ def _elsewhere(meeting: Meeting, situation: Situation, absence: str) -> Finding:
         evidence=(absence,),
         fix=f"Start node rank 0 on {host}, or name this machine in --rdzv-endpoint, on every node. "
         "Here:",
-        paste=check_line(meeting.seat, situation.nproc, host=situation.hostname),
+        paste=check_line(meeting.seat, situation.nproc, host=own_host(situation)),
         about="absent",
     )
 

@@ -6,25 +6,29 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ddpdoctor.preflight.meeting.place import Seat
+from ddpdoctor.preflight.meeting.place import Seat, seat
+from ddpdoctor.preflight.run_line import run_line
+from ddpdoctor.preflight.situation import Situation, joined_endpoint
 
 NO_ID = "none"
 """The rendezvous id where none was given, as torchrun has it."""
 
 
-def words(seat: Seat, nproc: int) -> list[str]:
+def words(place: Seat, nproc: int) -> list[str]:
     """The options that place a node in a job, for `ddpdoctor check` and `ddpdoctor run` alike."""
-    found = ["--nnodes", str(seat.nnodes)]
-    if seat.rank is not None:
-        found += ["--node-rank", str(seat.rank)]
-    found += ["--nproc-per-node", str(nproc), "--rdzv-endpoint", seat.endpoint]
-    if seat.rdzv_id != NO_ID:
-        found += ["--rdzv-id", seat.rdzv_id]
+    found = ["--nnodes", str(place.nnodes)]
+    if place.rank is not None:
+        found += ["--node-rank", str(place.rank)]
+    found += ["--nproc-per-node", str(nproc)]
+    if place.host:
+        found += ["--rdzv-endpoint", place.endpoint]
+    if place.rdzv_id != NO_ID:
+        found += ["--rdzv-id", place.rdzv_id]
     return found
 
 
 def check_line(
-    seat: Seat,
+    place: Seat,
     nproc: int,
     *,
     nnodes: int | None = None,
@@ -34,13 +38,41 @@ def check_line(
 ) -> str:
     """The line that starts the check on a node: this one's, with what is changed."""
     changed = replace(
-        seat,
-        nnodes=seat.nnodes if nnodes is None else nnodes,
-        rank=seat.rank if rank is None else rank,
-        host=seat.host if host is None else host,
-        rdzv_id=seat.rdzv_id if rdzv_id is None else rdzv_id,
+        place,
+        nnodes=place.nnodes if nnodes is None else nnodes,
+        rank=place.rank if rank is None else rank,
+        host=place.host if host is None else host,
+        rdzv_id=place.rdzv_id if rdzv_id is None else rdzv_id,
     )
     return shlex.join(["ddpdoctor", "check", *words(changed, nproc)])
+
+
+def line_on_node_0(place: Seat, nproc: int) -> str:
+    """The line that starts the check on node 0, typed there, where this node does not know it."""
+    line = check_line(place, nproc, rank=0, host="")
+    return f'{line} --rdzv-endpoint "$(hostname):{place.port}"'
+
+
+def corrected_line(
+    situation: Situation, *, nproc: int | None = None, port: int | None = None
+) -> str:
+    """The line to go on with: the job's on one machine, and of several nodes the check's.
+
+    Args:
+        situation: What was asked for.
+        nproc: Another number of ranks.
+        port: Another port for the rendezvous.
+    """
+    if situation.options.nnodes > 1:
+        place = seat(situation)
+        place = place if port is None else replace(place, port=port)
+        return check_line(place, situation.nproc if nproc is None else nproc)
+    found = [] if nproc is None else ["--nproc-per-node", str(nproc)]
+    if port is not None and situation.options.endpoint and situation.endpoint:
+        found += ["--rdzv-endpoint", joined_endpoint(situation.endpoint[0], port)]
+    elif port is not None:
+        found += ["--master-port", str(port)]
+    return run_line(situation, *found)
 
 
 def open_port(port: int, address: str) -> str:

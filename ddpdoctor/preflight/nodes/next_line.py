@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 
 from ddpdoctor.preflight.check import Outcome, Status
 from ddpdoctor.preflight.meeting.meet import meeting_of
 from ddpdoctor.preflight.nodes.command import words
+from ddpdoctor.preflight.run_line import run_line
 from ddpdoctor.preflight.situation import Situation
-
-PLACEHOLDER = "train.py"
 
 
 def next_line(situation: Situation, outcomes: Sequence[Outcome]) -> str:
@@ -20,15 +18,10 @@ def next_line(situation: Situation, outcomes: Sequence[Outcome]) -> str:
     if not any(outcome.check == "nodes" for outcome in outcomes):
         return ""
     meeting = meeting_of(situation)
-    seat, options = meeting.seat, situation.options
+    seat = meeting.seat
     if meeting.problem is not None or len(meeting.nodes) != seat.nnodes:
         return ""
-    line = ["ddpdoctor", "run", *words(seat, situation.nproc)]
+    line = words(seat, situation.nproc)
     if seat.rank is None:
         line += ["--rdzv-backend", "c10d"]
-    if options.module:
-        line.append("-m")
-    if options.program:
-        line.append("--no-python")
-    line += ["--", *(options.script or (PLACEHOLDER,))]
-    return shlex.join(line)
+    return run_line(situation, *line)

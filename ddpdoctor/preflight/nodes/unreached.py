@@ -5,9 +5,11 @@ from __future__ import annotations
 import shlex
 
 from ddpdoctor.finding import Finding, Severity
+from ddpdoctor.preflight.meeting.addresses import is_local
 from ddpdoctor.preflight.meeting.caller import Problem
 from ddpdoctor.preflight.meeting.meet import Meeting
 from ddpdoctor.preflight.nodes.command import NO_ID, check_line, open_port
+from ddpdoctor.preflight.nodes.meeting_point import meeting_point
 from ddpdoctor.preflight.situation import Situation
 
 CODE = "DDP050"
@@ -26,14 +28,8 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
     host, port = meeting.seat.host, meeting.seat.port
     if not host:
         return _finding(
-            "nobody said where the nodes meet",
-            "Name node 0 and a free port of it, the same on every node (there `hostname` tells the "
-            "name):",
-            check_line(
-                meeting.seat,
-                situation.nproc,
-                host=situation.hostname if meeting.seat.rank == 0 else "NODE0",
-            ),
+            "nobody said where the nodes meet (--rdzv-endpoint)",
+            *meeting_point(meeting.seat, situation),
         )
     if meeting.holder:
         return _finding(
@@ -43,6 +39,12 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
             f"ss -tlnp 'sport = :{port}'",
         )
     if problem.kind in ("refused", "dropped", "prohibited", "unreachable", "no route", "nobody"):
+        if is_local(host):
+            return _finding(
+                f"node 0 is not at {meeting.seat.endpoint}: on every node that is the node itself",
+                *meeting_point(meeting.seat, situation),
+                f"within {problem.waited:.0f} s nobody listened there",
+            )
         return _closed(meeting, problem)
     where = meeting.seat.endpoint
     at = _at(meeting, problem)
@@ -50,8 +52,10 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
     if problem.kind == "unresolved":
         return _finding(
             f"the name {host} is not known on this node",
-            "Let --rdzv-endpoint be the address of node 0, or make the name known here.",
-            f"echo '<address of {host}> {host}' | sudo tee -a /etc/hosts",
+            "If the name is right, make it known here: on that machine this prints the line that "
+            "/etc/hosts lacks. Or let --rdzv-endpoint be its address, on every node.",
+            f'echo "$(hostname -I | cut -d " " -f 1) {host}"',
+            problem.words,
         )
     if problem.kind in ("silent", "other service"):
         return _finding(
