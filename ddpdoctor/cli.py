@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ddpdoctor import __version__
+from ddpdoctor import __version__, working_directory
 from ddpdoctor.errors import DoctorError
 
 COMMANDS = {
@@ -92,4 +92,9 @@ def _dispatch(words: Sequence[str]) -> int:
         hint = f"did you mean `ddpdoctor {close[0]}`?" if close else "`ddpdoctor --help` lists them"
         raise DoctorError(f"unknown command {words[0]}", hint)
     module = importlib.import_module(f"ddpdoctor.commands.{words[0]}")
-    return int(module.main(words[1:]))
+    try:
+        return int(module.main(words[1:]))
+    except FileNotFoundError:
+        if working_directory.is_gone():
+            raise DoctorError(working_directory.GONE, working_directory.GO_THERE) from None
+        raise

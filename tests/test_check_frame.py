@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -30,7 +32,7 @@ from ddpdoctor.preflight.running import GRACE, run_checks
 from ddpdoctor.preflight.situation import Options, Situation, split_endpoint
 from ddpdoctor.render import checks as render
 from ddpdoctor.render.checks import Progress
-from tests.conftest import Doctor
+from tests.conftest import ROOT, Doctor
 
 
 def made(name: str, run: Run, limit: float = 5.0) -> Check:
@@ -254,9 +256,12 @@ def test_every_check_has_a_whole_page_and_a_name_to_type() -> None:
 
 def test_the_commands_words(doctor: Doctor) -> None:
     listed = doctor.cli("check", "--list").stdout
-    assert [line.split()[0] for line in listed.splitlines()] == [
-        name for name, check in CHECKS.items() if check.scope == "machine"
-    ]
+    here, heading, between = listed.partition("\nAcross nodes (--nnodes 2 or more):\n")
+    assert heading
+    for text, scope in ((here, "machine"), (between, "nodes")):
+        named = [line.split()[0] for line in text.splitlines()]
+        assert named == [name for name, check in CHECKS.items() if check.scope == scope]
+    assert here.startswith("launch-environment ") and between.startswith("nodes ")
     page = doctor.cli("explain", "ddp005").stdout
     assert page.startswith("DDP005 shared-memory (check)\n")
     wrong = doctor.cli("check", "--only", "shared-memry")
@@ -265,11 +270,34 @@ def test_the_commands_words(doctor: Doctor) -> None:
         "ddpdoctor: error: there is no check 'shared-memry'",
         "ddpdoctor: did you mean shared-memory? `ddpdoctor check --list` lists them",
     ]
+    nothing = doctor.cli("check", "--only", "")
+    assert nothing.status == COULD_NOT_RUN
+    assert nothing.stderr.startswith("ddpdoctor: error: option --only needs the name of a check\n")
     told = doctor.cli("check", "--only", "shared-memory", "--json")
     assert (told.status, told.stderr) == (0, "")
     record = json.loads(told.stdout)
     assert record["exit_status"] == 0
     assert [each["check"] for each in record["checks"]] == ["shared-memory"]
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [("check", COULD_NOT_RUN), ("vscode", 2), ("run --no-vscode --debug-port 0 -- /bin/true", 0)],
+)
+def test_a_directory_that_was_removed(tmp_path: Path, words: str, status: int) -> None:
+    folder = tmp_path / "job"
+    folder.mkdir()
+    ran = subprocess.run(
+        ["bash", "-c", f"rmdir {folder}; {sys.executable} -m ddpdoctor {words}"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.returncode == status
+    assert "the working directory was removed" in ran.stderr
+    assert "Traceback" not in ran.stderr
 
 
 def checking(doctor: Doctor, shell: str) -> tuple[int, str]:

@@ -11,13 +11,14 @@ import pytest
 
 from ddpdoctor.finding import Finding
 from ddpdoctor.preflight import checkpoints, launch_environment, variables
+from ddpdoctor.preflight.command_lines import corrected_line
 from ddpdoctor.preflight.interfaces import Interface, interfaces
 from ddpdoctor.preflight.meeting.addresses import own_host
 from ddpdoctor.preflight.meeting.caller import Problem
 from ddpdoctor.preflight.meeting.meet import Meeting
 from ddpdoctor.preflight.meeting.place import Seat
 from ddpdoctor.preflight.names import Lookup, own_name
-from ddpdoctor.preflight.nodes.command import corrected_line, let_through, open_port
+from ddpdoctor.preflight.nodes.firewall import let_through, open_port
 from ddpdoctor.preflight.nodes.unreached import own_problem
 from ddpdoctor.preflight.situation import Options, Situation
 

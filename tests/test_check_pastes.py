@@ -52,11 +52,11 @@ class Module:
         elif isinstance(value, ast.Constant):
             if not isinstance(value.value, str) or not value.value.strip():
                 yield f"an empty line, from line {value.lineno}"
-            elif value.value.lstrip().startswith("#"):
+            elif _is_comment(value.value):
                 yield "a comment alone"
         elif isinstance(value, ast.JoinedStr):
             first = value.values[0]
-            if isinstance(first, ast.Constant) and str(first.value).lstrip().startswith("#"):
+            if isinstance(first, ast.Constant) and _is_comment(str(first.value)):
                 yield "a comment alone"
         elif isinstance(value, ast.IfExp):
             yield from self._lacks(value.body, function)
@@ -117,6 +117,11 @@ def _given(call: ast.Call, name: str, place: int | None) -> ast.expr | None:
 
 def _name(function: ast.expr) -> str:
     return function.id if isinstance(function, ast.Name) else ""
+
+
+def _is_comment(line: str) -> bool:
+    """Whether a shell and Slurm, whose options are comments of a batch script, take no notice."""
+    return line.lstrip().startswith("#") and not line.startswith("#SBATCH --")
 
 
 def _is_information(call: ast.Call) -> bool:

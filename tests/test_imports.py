@@ -29,7 +29,7 @@ LAYERS = (
     ("stacks",),
     ("run",),
     ("rundir", "gpu"),
-    ("record", "errors", "pace"),
+    ("record", "errors", "pace", "working_directory"),
 )
 """From top to bottom; the probe is apart: all may import it, and it imports the record alone."""
 

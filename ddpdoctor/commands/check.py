@@ -14,6 +14,7 @@ from dataclasses import replace
 from types import FrameType
 
 import ddpdoctor.preflight  # noqa: F401 (registers the checks)
+from ddpdoctor import working_directory
 from ddpdoctor.errors import DoctorError
 from ddpdoctor.preflight import arguments, orphans
 from ddpdoctor.preflight.check import CHECKS, Check, Outcome, Status
@@ -73,13 +74,26 @@ def main(words: Sequence[str]) -> int:
         sys.stdout.write(HELP)
         return 0
     if asked.list:
-        for check in chosen:
-            print(f"{check.name:<20} {check.code}  {check.summary}")
+        _list(chosen)
         return 0
     if any(place.local_rank for place in places(os.environ) if place.launcher != "torchrun"):
         print("left to the first task of this node")
         return 0
+    if working_directory.is_gone():
+        gone = working_directory.GONE
+        raise DoctorError(
+            f"{gone}: torch would not start", working_directory.GO_THERE, COULD_NOT_RUN
+        )
     return _check(asked, chosen)
+
+
+def _list(chosen: Sequence[Check]) -> None:
+    scope = "machine"
+    for check in chosen:
+        if check.scope != scope:
+            scope = check.scope
+            print("\nAcross nodes (--nnodes 2 or more):")
+        print(f"{check.name:<20} {check.code}  {check.summary}")
 
 
 def _check(asked: arguments.Arguments, chosen: list[Check]) -> int:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ddpdoctor import rundir
+from ddpdoctor import rundir, working_directory
 from ddpdoctor.launch import command as job_command
 from ddpdoctor.launch import tracebacks
 from ddpdoctor.launch.debugging import Debugging
@@ -85,6 +85,8 @@ def main(words: Sequence[str]) -> int:
         return 0
     passthrough = Passthrough()
     reporter = Reporter(passthrough.say, command.own, tracebacks.keep)
+    if working_directory.is_gone():
+        reporter.warn(f'{working_directory.GONE}, and torch hardly starts there: type `cd "$PWD"`')
     debugging = None if command.own.no_debug else Debugging(command, reporter)
     try:
         directory = rundir.create(command.own.run_dir)

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol, TypeVar
 
-from ddpdoctor import __version__, rundir
+from ddpdoctor import __version__, rundir, working_directory
 from ddpdoctor.errors import HANG, STRICT, DoctorError
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.launch import kernel, processes
@@ -220,7 +220,7 @@ class Supervisor:
             "started": time.time_ns(),
             "command": list(self._command.argv),
             "launcher": "torchrun" if self._command.through_torchrun else "command",
-            "cwd": os.getcwd(),
+            "cwd": working_directory.path(),
             "host": socket.gethostname(),
             "supervisor": os.getpid(),
             "debug": self._debugging.manifest() if self._debugging is not None else None,

@@ -72,6 +72,10 @@ def parse(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Argu
                 if not queue or queue[0].startswith("--"):
                     raise DoctorError(f"option {typed} needs a value")
                 given = queue.pop(0)
+            if not given and name == "--only":
+                raise DoctorError(
+                    "option --only needs the name of a check", "`ddpdoctor check --list` lists them"
+                )
             values[name] = given
         else:
             raise DoctorError(f"unknown option {typed}", _suggestion(name))
@@ -110,12 +114,15 @@ def choose(asked: Arguments, checks: Mapping[str, Check]) -> list[Check]:
     chosen = [
         check
         for name, check in checks.items()
-        if (name in only if only else check.scope == "machine" or asked.options.nnodes > 1)
-        and name not in skip
+        if (name in only if only else asked.list or _applies(check, asked)) and name not in skip
     ]
     if not chosen:
         raise DoctorError("no check is left to run", "name fewer with --skip")
     return chosen
+
+
+def _applies(check: Check, asked: Arguments) -> bool:
+    return check.scope == "machine" or asked.options.nnodes > 1
 
 
 def _options(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.preflight import cgroups
 from ddpdoctor.preflight.check import Outcome, check, judged
-from ddpdoctor.preflight.nodes.command import corrected_line
+from ddpdoctor.preflight.command_lines import corrected_line
 from ddpdoctor.preflight.situation import Situation, visible_gpus
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.gpu.health import Health
 from ddpdoctor.preflight.check import Outcome, check, judged, skipped
+from ddpdoctor.preflight.command_lines import corrected_line
 from ddpdoctor.preflight.gpu_facts import chosen, none_here
-from ddpdoctor.preflight.nodes.command import corrected_line
 from ddpdoctor.preflight.situation import Situation, cuda_choice, gpu_facts, visible_gpus
 
 

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping
 
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, judged, passed
+from ddpdoctor.preflight.command_lines import run_line
 from ddpdoctor.preflight.launchers import Place, number, places
 from ddpdoctor.preflight.meeting.addresses import is_local
 from ddpdoctor.preflight.meeting.place import seat
-from ddpdoctor.preflight.nodes.judging import ATTENDANCE
-from ddpdoctor.preflight.nodes.meeting_point import meeting_point
-from ddpdoctor.preflight.run_line import run_line
+from ddpdoctor.preflight.meeting_point import meeting_point
 from ddpdoctor.preflight.situation import Situation
 
 _TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -173,20 +172,14 @@ def _launched_twice(situation: Situation, place: Place) -> Iterator[Finding]:
 
 def _rendezvous(situation: Situation) -> Iterator[Finding]:
     place = seat(situation)
-    if place.nnodes < 2 or ATTENDANCE in (situation.chosen or ()):
+    if place.nnodes < 2 or situation.attendance_told:
         # That check sees whether the nodes meet there all the same.
         return
+    nodes, alone = f"{place.nnodes} nodes", "each would wait for the others on its own"
+    fix, paste = meeting_point(place, situation)
     if not place.host:
-        yield _wrong(
-            f"{place.nnodes} nodes, but no rendezvous endpoint: each would wait for the others "
-            "on its own localhost",
-            *meeting_point(place, situation),
-            about="rendezvous",
-        )
+        message = f"{nodes}, but no rendezvous endpoint: {alone} localhost"
+        yield _wrong(message, fix, paste, about="rendezvous")
     elif is_local(place.host):
-        yield _wrong(
-            f"the rendezvous of {place.nnodes} nodes is on {place.host}: each would wait for "
-            "the others on its own",
-            *meeting_point(place, situation),
-            about="rendezvous",
-        )
+        message = f"the rendezvous of {nodes} is on {place.host}: {alone}"
+        yield _wrong(message, fix, paste, about="rendezvous")

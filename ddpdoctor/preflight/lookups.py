@@ -9,7 +9,6 @@ from dataclasses import replace
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, judged
 from ddpdoctor.preflight.names import ALL, Lookup, endpoint_name, full_name, own_name
-from ddpdoctor.preflight.nodes.judging import ATTENDANCE
 from ddpdoctor.preflight.situation import Situation
 
 SLOW = 1.0
@@ -52,7 +51,7 @@ def lookups(situation: Situation) -> Outcome:
     slowest = max(asked, key=lambda each: each.seconds)
     detail = f"{len(asked)} lookups, the slowest ({slowest.name}) in {slowest.seconds:.2f} s"
     # The nodes cannot meet without it, as that check says.
-    told_there = ATTENDANCE in (situation.chosen or ())
+    told_there = situation.attendance_told
     return judged(detail, _findings(asked, endpoint, told_there=told_there))
 
 

@@ -16,6 +16,9 @@ from ddpdoctor.preflight.deadline import Deadline, while_it_goes_on
 
 T = TypeVar("T")
 
+ATTENDANCE = "nodes"
+"""The check that tells who is absent, and why this node did not meet the others."""
+
 CPU_RANKS = 2
 """How many ranks `ddpdoctor run` starts where there is no GPU."""
 
@@ -116,6 +119,11 @@ class Situation:
     def shared(self, gather: Callable[[Situation], T]) -> T:
         """What ``gather`` returns of this situation, gathered once for all checks."""
         return self.once.get(gather, self)
+
+    @property
+    def attendance_told(self) -> bool:
+        """Whether another check tells why the nodes did not meet."""
+        return ATTENDANCE in (self.chosen or ())
 
     @property
     def nproc(self) -> int:

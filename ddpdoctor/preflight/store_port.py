@@ -10,11 +10,11 @@ import struct
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.preflight import torch_files
 from ddpdoctor.preflight.check import Outcome, check, judged, passed, skipped
+from ddpdoctor.preflight.command_lines import corrected_line
 from ddpdoctor.preflight.interfaces import interfaces, owner
 from ddpdoctor.preflight.listeners import listening, sockets
 from ddpdoctor.preflight.meeting.place import seat
 from ddpdoctor.preflight.names import ALL, endpoint_name
-from ddpdoctor.preflight.nodes.command import corrected_line
 from ddpdoctor.preflight.processes import Listed, listed
 from ddpdoctor.preflight.situation import DEFAULT_PORT, Situation
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, judged
+from ddpdoctor.preflight.command_lines import check_line
 from ddpdoctor.preflight.meeting.meet import Meeting
-from ddpdoctor.preflight.nodes.command import check_line
 from ddpdoctor.preflight.nodes.judging import LIMIT, judge, of_all
 from ddpdoctor.preflight.situation import Situation
 

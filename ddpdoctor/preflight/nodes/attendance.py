@@ -7,11 +7,12 @@ from typing import Any
 
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, could_not_run, judged
+from ddpdoctor.preflight.command_lines import check_line
 from ddpdoctor.preflight.meeting.addresses import is_local, own_host
 from ddpdoctor.preflight.meeting.meet import LOCAL_LIMIT, Meeting, meeting_of
-from ddpdoctor.preflight.nodes.command import check_line, open_port
+from ddpdoctor.preflight.meeting_point import meeting_point
+from ddpdoctor.preflight.nodes.firewall import open_port
 from ddpdoctor.preflight.nodes.judging import LIMIT, counted
-from ddpdoctor.preflight.nodes.meeting_point import meeting_point
 from ddpdoctor.preflight.nodes.unreached import CLOSED, CODE, own_problem
 from ddpdoctor.preflight.situation import Situation
 

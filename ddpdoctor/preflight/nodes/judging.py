@@ -9,13 +9,10 @@ from typing import Literal
 from ddpdoctor.preflight.check import Outcome, Status, could_not_run, skipped
 from ddpdoctor.preflight.meeting.facts import Facts
 from ddpdoctor.preflight.meeting.meet import Meeting, meeting_of
-from ddpdoctor.preflight.situation import Situation
+from ddpdoctor.preflight.situation import ATTENDANCE, Situation
 
 LIMIT = 3600.0
 """Seconds: the meeting has limits of its own, and ``--timeout`` above them."""
-
-ATTENDANCE = "nodes"
-"""The check that tells who is absent, and why this node did not meet the others."""
 
 
 def judge(situation: Situation, of: Callable[[Meeting], Outcome]) -> Outcome:

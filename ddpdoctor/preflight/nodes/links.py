@@ -9,7 +9,7 @@ from ddpdoctor.preflight.check import Outcome, check, judged
 from ddpdoctor.preflight.meeting.addresses import gloo_dials
 from ddpdoctor.preflight.meeting.meet import Meeting
 from ddpdoctor.preflight.meeting.pairs import STALLS
-from ddpdoctor.preflight.nodes.command import let_through
+from ddpdoctor.preflight.nodes.firewall import let_through
 from ddpdoctor.preflight.nodes.judging import (
     LIMIT,
     Blame,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddpdoctor.preflight.check import Outcome, Status
+from ddpdoctor.preflight.command_lines import run_line, words
 from ddpdoctor.preflight.meeting.meet import meeting_of
-from ddpdoctor.preflight.nodes.command import words
-from ddpdoctor.preflight.run_line import run_line
 from ddpdoctor.preflight.situation import Situation
 
 

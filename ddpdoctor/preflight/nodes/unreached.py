@@ -5,11 +5,12 @@ from __future__ import annotations
 import shlex
 
 from ddpdoctor.finding import Finding, Severity
+from ddpdoctor.preflight.command_lines import NO_ID, check_line
 from ddpdoctor.preflight.meeting.addresses import is_local
 from ddpdoctor.preflight.meeting.caller import Problem
 from ddpdoctor.preflight.meeting.meet import Meeting
-from ddpdoctor.preflight.nodes.command import NO_ID, check_line, open_port
-from ddpdoctor.preflight.nodes.meeting_point import meeting_point
+from ddpdoctor.preflight.meeting_point import meeting_point
+from ddpdoctor.preflight.nodes.firewall import open_port
 from ddpdoctor.preflight.situation import Situation
 
 CODE = "DDP050"
@@ -27,10 +28,8 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
     """The finding of a node that did not meet the others."""
     host, port = meeting.seat.host, meeting.seat.port
     if not host:
-        return _finding(
-            "nobody said where the nodes meet (--rdzv-endpoint)",
-            *meeting_point(meeting.seat, situation),
-        )
+        fix, paste = meeting_point(meeting.seat, situation)
+        return _finding("nobody said where the nodes meet (--rdzv-endpoint)", fix, paste)
     if meeting.holder:
         return _finding(
             f"port {port} cannot be listened on here: {problem.words}",
@@ -40,9 +39,11 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
         )
     if problem.kind in ("refused", "dropped", "prohibited", "unreachable", "no route", "nobody"):
         if is_local(host):
+            fix, paste = meeting_point(meeting.seat, situation)
             return _finding(
                 f"node 0 is not at {meeting.seat.endpoint}: on every node that is the node itself",
-                *meeting_point(meeting.seat, situation),
+                fix,
+                paste,
                 f"within {problem.waited:.0f} s nobody listened there",
             )
         return _closed(meeting, problem)

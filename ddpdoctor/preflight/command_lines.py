@@ -1,17 +1,29 @@
-"""The command that a node is started with, to be typed."""
+"""The lines that start the job, and the check, to be typed as they are."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
 from dataclasses import replace
 
 from ddpdoctor.preflight.meeting.place import Seat, seat
-from ddpdoctor.preflight.run_line import run_line
 from ddpdoctor.preflight.situation import Situation, joined_endpoint
 
 NO_ID = "none"
 """The rendezvous id where none was given, as torchrun has it."""
+
+PLACEHOLDER = "train.py"
+"""Stands for the script where none was named."""
+
+
+def run_line(situation: Situation, *words: str) -> str:
+    """`ddpdoctor run` with these options, and with the script that the check was given."""
+    options = situation.options
+    line = ["ddpdoctor", "run", *words]
+    if options.module:
+        line.append("-m")
+    if options.program:
+        line.append("--no-python")
+    return shlex.join([*line, "--", *(options.script or (PLACEHOLDER,))])
 
 
 def words(place: Seat, nproc: int) -> list[str]:
@@ -73,34 +85,3 @@ def corrected_line(
     elif port is not None:
         found += ["--master-port", str(port)]
     return run_line(situation, *found)
-
-
-def open_port(port: int, address: str) -> str:
-    """The line that opens a port in a machine's own firewall.
-
-    Args:
-        port: Which.
-        address: One of the machine, or of one that is to reach it: IPv6 has rules of its own.
-    """
-    return f"sudo {_tables(address)} -I INPUT -p tcp --dport {port} -j ACCEPT"
-
-
-def let_through(chain: str, side: str, addresses: Iterable[str]) -> str:
-    """The line that lets all of TCP through a machine's own firewall.
-
-    Args:
-        chain: ``INPUT`` or ``OUTPUT``.
-        side: ``-s`` or ``-d``: which end of the way the addresses are.
-        addresses: Of the other nodes.
-    """
-    by_family: dict[str, list[str]] = {}
-    for address in addresses:
-        by_family.setdefault(_tables(address), []).append(address)
-    return " && ".join(
-        f"sudo {tables} -I {chain} -p tcp {side} {','.join(listed)} -j ACCEPT"
-        for tables, listed in by_family.items()
-    )
-
-
-def _tables(address: str) -> str:
-    return "ip6tables" if ":" in address else "iptables"

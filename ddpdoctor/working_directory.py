@@ -1,0 +1,26 @@
+"""The directory that a command was typed in, which may have been removed since.
+
+A shell stays in a directory that was removed and made anew (``git clone`` again, say). torch does
+not start there: "Intel oneMKL FATAL ERROR: Cannot load libtorch_cpu.so".
+"""
+
+from __future__ import annotations
+
+import os
+
+GONE = "the working directory was removed"
+GO_THERE = 'cd "$PWD"   # into the one that has its name now'
+
+
+def path() -> str:
+    """The working directory; the name that it had if it was removed."""
+    return os.environ.get("PWD", "") if is_gone() else os.getcwd()
+
+
+def is_gone() -> bool:
+    """Whether it was removed."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
