@@ -12,20 +12,23 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpdoctor.preflight.meeting import ranks, speeds, wire
-from ddpdoctor.preflight.meeting.caller import CallError, Problem
+from ddpdoctor.preflight.meeting.attending import Attendance
+from ddpdoctor.preflight.meeting.caller import CallError, Problem, call_once
 from ddpdoctor.preflight.meeting.coordinator import Coordinator, listen
-from ddpdoctor.preflight.meeting.facts import Facts, unpack
+from ddpdoctor.preflight.meeting.facts import Facts, gather, unpack
 from ddpdoctor.preflight.meeting.joining import Goal, join, side_doors
 from ddpdoctor.preflight.meeting.leading import _nccl
 from ddpdoctor.preflight.meeting.pairs import Listener, Target, dial_all, speed
 from ddpdoctor.preflight.meeting.place import seat
-from ddpdoctor.preflight.meeting.ranks import PROGRAM
+from ddpdoctor.preflight.meeting.ranks import PROGRAM, Ranks
 from ddpdoctor.preflight.meeting.reduction import _with_others
+from ddpdoctor.preflight.meeting.wire import WireError
 from ddpdoctor.preflight.nodes.judging import Blame, blame
 from ddpdoctor.preflight.situation import Options, Situation
 from tests.conftest import TOKEN
@@ -222,6 +225,41 @@ def test_an_endpoint_where_nobody_listens_yet_is_waited_for() -> None:
     identities = asyncio.run(meet())
     assert identities[: len(identities) // 2] == identities[len(identities) // 2 :]
     assert said == []
+
+
+def test_a_node_does_not_wait_for_its_ranks_when_node_0_is_gone() -> None:
+    async def meet() -> None:
+        key = wire.key_of("job9")
+        here = Coordinator(listen(0), key, 1)
+        port = here._listening.getsockname()[1]
+        await here.open()
+        own = Ranks(os.environ)
+        await own.start(1)
+        (rank,) = psutil.Process().children()
+        # It never gets as far as to have torch.
+        rank.suspend()
+        listener = Listener()
+        try:
+            call = await call_once("127.0.0.1", port, key, "node1")
+            situation = Situation(Options(nproc=1, nnodes=1), environ={})
+            facts = gather(situation, seat(situation), await listener.open(), reduces=True)
+            attendance = Attendance(call, seat(situation), facts, listener, own)
+            running = asyncio.ensure_future(attendance.run(time.monotonic() + 3600))
+            await here.gather(time.monotonic() + 30)
+            question = {"do": "settle", "needed": True, "limit": 3600}
+            asking = asyncio.ensure_future(here.ask({0: question}, "importing torch", 3600))
+            await asyncio.sleep(0.5)
+            assert not running.done()
+            asking.cancel()
+            await here.close()
+            with pytest.raises(WireError, match="closed"):
+                await asyncio.wait_for(running, 60)
+            await call.link.close()
+        finally:
+            await listener.close()
+            await own.stop()
+
+    asyncio.run(meet())
 
 
 def test_side_doors_follow_from_the_id_and_the_port() -> None:

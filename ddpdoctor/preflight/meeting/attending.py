@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,10 @@ from ddpdoctor.preflight.meeting.facts import Facts
 from ddpdoctor.preflight.meeting.pairs import Listener, Target
 from ddpdoctor.preflight.meeting.place import Seat
 from ddpdoctor.preflight.meeting.ranks import Ranks
+from ddpdoctor.preflight.meeting.wire import WireError
+
+LOOK_EVERY = 0.2
+"""Seconds after which it is noticed that the coordinator is gone."""
 
 
 class Attendance:
@@ -65,7 +69,26 @@ class Attendance:
             if message["do"] == "end":
                 blob: dict[str, Any] = message["blob"]
                 return blob
-            await self.call.link.send(await self._do(message))
+            await self.call.link.send(await self._while_connected(self._do(message)))
+
+    async def _while_connected(self, doing: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+        """Do something for as long as the coordinator is there: without it, ranks wait in vain.
+
+        Raises:
+            WireError: The coordinator is gone.
+        """
+        task = asyncio.ensure_future(doing)
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=LOOK_EVERY)
+                # Nothing is read here: the coordinator says nothing until it has its answer.
+                if not task.done() and self.call.link.reader.at_eof():
+                    raise WireError("the connection was closed")
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
 
     async def _do(self, message: Mapping[str, Any]) -> dict[str, Any]:
         what = message["do"]
