@@ -423,6 +423,9 @@ def test_gpus_that_the_machine_keeps_for_virtual_ones_are_not_missed(tmp_path: P
     for card in (tmp_path / "sys/bus/pci/devices").iterdir():
         (card.resolve() / "driver").symlink_to(tmp_path / "drivers/vfio-pci")
     assert gpu_driver.gpu_driver(machine).detail == "no GPU"
+    # amdgpu's folder, where a process computes on GPUs of that maker.
+    (tmp_path / "sys/class/kfd").mkdir(parents=True)
+    assert gpu_driver.gpu_driver(machine).detail == "no NVIDIA GPU (AMD's are not tested)"
 
 
 def test_an_iommu_between_gpus_without_nvlink(tmp_path: Path) -> None:

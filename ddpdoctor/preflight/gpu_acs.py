@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, judged, skipped
-from ddpdoctor.preflight.gpu_facts import bus_gpus
+from ddpdoctor.preflight.gpu_facts import bus_gpus, no_gpu
 from ddpdoctor.preflight.situation import Situation, gpu_facts
 
 CODE = "DDP026"
@@ -86,7 +86,7 @@ def gpu_acs(situation: Situation) -> Outcome:
     """
     gpus = bus_gpus(situation.sys)
     if len(gpus) < 2:
-        return skipped("a single GPU" if gpus else "no GPU")
+        return skipped("a single GPU" if gpus else no_gpu(situation))
     if _is_virtual(situation.proc):
         return skipped("a virtual machine: its host decides")
     try:

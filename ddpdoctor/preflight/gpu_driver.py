@@ -9,7 +9,7 @@ from ddpdoctor.gpu.health import GpuFacts
 from ddpdoctor.gpu.visible import hides_all
 from ddpdoctor.preflight import container, torch_files
 from ddpdoctor.preflight.check import Outcome, check, judged, skipped
-from ddpdoctor.preflight.gpu_facts import NO_DRIVER, driverless, on_the_bus
+from ddpdoctor.preflight.gpu_facts import NO_DRIVER, driverless, no_gpu, on_the_bus
 from ddpdoctor.preflight.situation import Situation, gpu_facts
 
 _MISMATCH, _NO_PERMISSION = 18, 4
@@ -47,7 +47,7 @@ def gpu_driver(situation: Situation) -> Outcome:
     facts = situation.shared(gpu_facts)
     on_bus = on_the_bus(situation)
     if driverless(situation):
-        return skipped("no GPU")
+        return skipped(no_gpu(situation))
     count = len(facts.gpus) + len(facts.absent)
     well = sum(not gpu.lost for gpu in facts.gpus)
     detail = f"{well} of {count} GPUs answer, driver {facts.driver or 'unknown'}"

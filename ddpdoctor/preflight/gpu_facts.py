@@ -60,7 +60,16 @@ def none_here(situation: Situation) -> str:
         return f"CUDA_VISIBLE_DEVICES hides all {len(facts.gpus)} GPUs"
     if facts.gpus:
         return ""
-    return "no GPU" if driverless(situation) else f"the GPUs cannot be read: {facts.trouble}"
+    return (
+        no_gpu(situation) if driverless(situation) else f"the GPUs cannot be read: {facts.trouble}"
+    )
+
+
+def no_gpu(situation: Situation) -> str:
+    """What there is instead, in the words of a skipped check."""
+    if (situation.sys / "class" / "kfd").exists():
+        return "no NVIDIA GPU (AMD's are not tested)"
+    return "no GPU"
 
 
 def driverless(situation: Situation) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from ddpdoctor.preflight.gpu_facts import chosen
+from ddpdoctor.preflight.gpu_facts import chosen, no_gpu
 from ddpdoctor.preflight.interfaces import interfaces, nccl_choice
 from ddpdoctor.preflight.situation import Situation, gpu_facts
 
@@ -44,7 +44,7 @@ def inside(situation: Situation) -> Capacity:
     """Between the GPUs of this machine: the slowest that a ring through all of them needs."""
     gpus = chosen(situation)
     if len(gpus) < 2:
-        return Capacity("a single GPU" if gpus else "no GPU")
+        return Capacity("a single GPU" if gpus else no_gpu(situation))
     wired = set(situation.shared(gpu_facts).nvlinked)
     indices = sorted(gpu.device.index for gpu in gpus)
     if all(pair in wired for pair in combinations(indices, 2)):
