@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,13 @@ from ddpdoctor.preflight.meeting.coordinator import Coordinator, listen
 from ddpdoctor.preflight.meeting.facts import Facts, gather, unpack
 from ddpdoctor.preflight.meeting.joining import Goal, join, side_doors
 from ddpdoctor.preflight.meeting.leading import _nccl
+from ddpdoctor.preflight.meeting.meet import Meeting, Node, _meet_or_fail
 from ddpdoctor.preflight.meeting.pairs import Listener, Target, dial_all, speed
-from ddpdoctor.preflight.meeting.place import seat
+from ddpdoctor.preflight.meeting.place import Seat, seat
 from ddpdoctor.preflight.meeting.ranks import PROGRAM, Ranks
 from ddpdoctor.preflight.meeting.reduction import _with_others
 from ddpdoctor.preflight.meeting.wire import WireError
+from ddpdoctor.preflight.nodes import versions
 from ddpdoctor.preflight.nodes.judging import Blame, blame
 from ddpdoctor.preflight.situation import Options, Situation
 from tests.conftest import TOKEN
@@ -136,17 +139,44 @@ def test_damaged_facts_are_refused_and_do_not_break_anything(told: dict[str, Any
         unpack(told)
 
 
+FACTS = Facts(
+    host="node0", rank=0, nnodes=2, nproc=8, endpoint="node0:29500",
+    endpoint_addresses=("10.0.0.1",), machine="m", gloo_address="10.0.0.1", gloo_why="w",
+    interfaces=(("eth0", 1500, ("10.0.0.1",)),), pair_port=4000, reduces=True, gpus=8,
+    no_nccl="", inside=("18 NVLinks", 4e11), outside=("eth0, 100 Gbit/s", 1.25e10),
+    torch="2.13.0", nccl="2.27.3", driver="550.54.15", python="3.11.7", ddpdoctor="0.1.0",
+    variables={"NCCL_DEBUG": "INFO"}, script="train.py", script_hash="ab", commit="cd",
+    changes="", folder="/data",
+)  # fmt: skip
+
+
 def test_facts_survive_the_wire() -> None:
-    facts = Facts(
-        host="node0", rank=0, nnodes=2, nproc=8, endpoint="node0:29500",
-        endpoint_addresses=("10.0.0.1",), machine="m", gloo_address="10.0.0.1", gloo_why="w",
-        interfaces=(("eth0", 1500, ("10.0.0.1",)),), pair_port=4000, reduces=True, gpus=8,
-        no_nccl="", inside=("18 NVLinks", 4e11), outside=("eth0, 100 Gbit/s", 1.25e10),
-        torch="2.13.0", nccl="2.27.3", driver="550.54.15", python="3.11.7", ddpdoctor="0.1.0",
-        variables={"NCCL_DEBUG": "INFO"}, script="train.py", script_hash="ab", commit="cd",
-        changes="", folder="/data",
-    )  # fmt: skip
-    assert unpack(json.loads(json.dumps(facts.packed()))) == facts
+    assert unpack(json.loads(json.dumps(FACTS.packed()))) == FACTS
+
+
+def test_each_version_is_told_with_the_nodes_that_have_it() -> None:
+    torches = ("2.13.0", "2.4.1", "2.15.0", "2.13.0", "2.6.0", "2.7.1", "2.8.0")
+
+    def told(count: int) -> str:
+        nodes = tuple(
+            Node(replace(FACTS, host=f"node{rank}", rank=rank, torch=each), "", 0.0, 0.0, "")
+            for rank, each in enumerate(torches[:count])
+        )
+        meeting = Meeting(Seat(count, 0, "node0", 29500, "none"), 0, expected=count, nodes=nodes)
+        situation = Situation()
+        came: Meeting | Exception = meeting
+        situation.once.put(_meet_or_fail, came)
+        (finding,) = versions.versions(situation).findings
+        return finding.message
+
+    assert told(3) == (
+        "torch is 2.4.1 on node1 (node 1), 2.15.0 on node2 (node 2), and 2.13.0 on node0 (node 0, "
+        "this one)"
+    )
+    assert told(7).endswith(
+        "2.6.0 on node4 (node 4), 2 other versions on others, and 2.13.0 on node0 (node 0, this "
+        "one), node3 (node 3)"
+    )
 
 
 # Dialling.

@@ -16,6 +16,9 @@ CODE = "DDP057"
 
 DRIVER = "nvidia-smi --query-gpu=driver_version --format=csv"
 
+SAID_VERSIONS = 3
+"""Of more than these, besides the usual one, the number is told."""
+
 OF_EACH_NODE = (
     "_IFNAME",
     "_IB_HCA",
@@ -102,13 +105,14 @@ def _differ(
     paste: str,
 ) -> Finding:
     usual = usual_of(groups)
-    odd = [index for version, indices in groups.items() if version != usual for index in indices]
-    odd_versions = ", ".join(sorted(version for version in groups if version != usual))
+    odd = [version for version in groups if version != usual]
+    each = [f"{version} on {meeting.hosts(groups[version])}" for version in odd[:SAID_VERSIONS]]
+    if len(odd) > SAID_VERSIONS:
+        each.append(f"{len(odd) - SAID_VERSIONS} other versions on others")
     return Finding(
         CODE,
         severity,
-        f"{what} is {odd_versions} on {meeting.hosts(sorted(odd))}, and {usual} on "
-        f"{meeting.hosts(groups[usual])}",
+        f"{what} is {', '.join(each)}, and {usual} on {meeting.hosts(groups[usual])}",
         fix="Use the same environment on every node.",
         paste=paste,
         about=what,
