@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
+import inspect
 import os
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from ddpdoctor.probe import calls, torch_private
 from ddpdoctor.probe.ledger import ranges
 from ddpdoctor.probe.ring import ENTRIES, SIZE, RingWriter, read_ring
 from ddpdoctor.record import UnreadableError
@@ -46,8 +51,22 @@ if rank == 1:
     # Not of this group: torch warns and returns.
     dist.all_reduce(tensor, group=other)
 assert refused == 2
+if hasattr(dist, "all_gather_single"):
+    flat, both = torch.ones(3), torch.ones(6)
+    dist.all_gather_into_tensor(both, flat)
+    dist.reduce_scatter_tensor(flat, both, dist.ReduceOp.MAX)
+    dist.all_gather_single(both, flat)
+    dist.reduce_scatter_single(flat, both, op=dist.ReduceOp.MAX)
 dist.destroy_process_group()
 """
+
+SINGLE = [
+    ("all_gather_into_tensor", ""),
+    ("reduce_scatter_tensor", "MAX"),
+    ("all_gather_single", ""),
+    ("reduce_scatter_single", "MAX"),
+]
+"""What the job calls at its end where torch has all of them, of which two call the others."""
 
 
 def test_ranks_write_down_their_collectives(doctor: Doctor) -> None:
@@ -74,14 +93,32 @@ def test_ranks_write_down_their_collectives(doctor: Doctor) -> None:
             ("barrier", "0|0-1", 6, "", "", (), -1),
             (peer[0], "0|0-1", 0, f, "", (2, 3), peer[1]),
             ("broadcast", "1|0-1", 2, f, "", (2, 3), 1),
+            *(
+                (name, "0|0-1", sequence, f, reduce, (3,), -1)
+                for sequence, (name, reduce) in enumerate(SINGLE, 7)
+                if hasattr(dist, "all_gather_single")
+            ),
         ]
+        count = len(told)
         assert [each.asynchronous for each in ring.collectives] == [
-            index in (4, 5) for index in range(9)
+            index in (4, 5) for index in range(count)
         ]
         assert all(0 < each.began <= each.ended for each in ring.collectives)
         assert ring.collectives[0].site == f"{script}:8"
-        assert (ring.calls, ring.waited, ring.partial) == (9, 0, False)
+        assert (ring.calls, ring.waited, ring.partial) == (count, 0, False)
         assert ring.collectives[4].site == f"{script}:13"
+
+
+@pytest.mark.parametrize("name", calls.CALLS)
+def test_a_call_is_taken_apart_as_torch_takes_its_arguments(name: str) -> None:
+    if not hasattr(dist, name):
+        pytest.skip(f"this torch has no {name}")
+    others = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    theirs = inspect.signature(getattr(dist, name)).parameters
+    ours = inspect.signature(calls.CALLS[name]).parameters.values()
+    named = [each.name for each in ours if each.kind not in others]
+    # Newer versions have more at the end.
+    assert all(our == their for our, their in zip(named, theirs, strict=False))
 
 
 def test_a_ring_keeps_the_newest(tmp_path: Path) -> None:
@@ -124,3 +161,25 @@ def test_what_is_no_ring_is_said_to_be_none(tmp_path: Path, content: bytes) -> N
 def test_ranges_of_ranks() -> None:
     assert ranges([0, 1, 2, 5]) == "0-2,5"
     assert ranges([7]) == "7"
+
+
+def test_a_timeout_can_be_set_where_a_backend_takes_it(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined]
+    backend = dist.ProcessGroupGloo(store, 0, 1, datetime.timedelta(seconds=30))
+    assert torch_private.timeout_of(backend) == datetime.timedelta(seconds=30)
+    torch_private.set_timeout(backend, datetime.timedelta(days=7))
+    assert torch_private.timeout_of(backend) == datetime.timedelta(days=7)
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch was built without NCCL")
+def test_every_nccl_backend_has_a_setter_of_its_timeout() -> None:
+    # Without a GPU none of them can be made.
+    kinds = [each for name, each in vars(dist).items() if name.startswith("ProcessGroupNCCL")]
+    assert kinds
+    for kind in kinds:
+        assert callable(getattr(kind, torch_private.timeout_setter(kind)))
+
+
+def test_a_backend_that_refuses_a_timeout_is_not_asked() -> None:
+    fake = torch._C._distributed_c10d.FakeProcessGroup
+    assert torch_private.timeout_setter(fake) == ""

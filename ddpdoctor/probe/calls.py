@@ -122,6 +122,18 @@ def _gather(
     return tensor, None, dst, group_dst, group, ASYNC if async_op else 0
 
 
+def _gather_single(
+    tensor: Any,
+    gather_tensor: Any = None,
+    dst: Any = None,
+    group: Any = None,
+    async_op: Any = False,
+    group_dst: Any = None,
+    **_: Any,
+) -> Call:
+    return tensor, None, dst, group_dst, group, ASYNC if async_op else 0
+
+
 def _gather_object(
     obj: Any,
     object_gather_list: Any = None,
@@ -202,6 +214,7 @@ CALLS: dict[str, Callable[..., Call]] = {
     "all_gather_coalesced": _all_gather_coalesced,
     "all_gather_into_tensor": _all_gather_into_tensor,
     "all_gather_object": _all_gather_object,
+    "all_gather_single": _all_gather_into_tensor,
     "all_reduce": _all_reduce,
     "all_reduce_coalesced": _all_reduce_coalesced,
     "all_to_all": _all_to_all,
@@ -210,14 +223,21 @@ CALLS: dict[str, Callable[..., Call]] = {
     "broadcast": _broadcast,
     "broadcast_object_list": _broadcast_object_list,
     "gather": _gather,
+    "gather_into_tensor": _gather_single,
     "gather_object": _gather_object,
+    "gather_single": _gather_single,
     "monitored_barrier": _monitored_barrier,
     "recv": _recv,
     "reduce": _reduce,
     "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_single": _reduce_scatter_tensor,
     "reduce_scatter_tensor": _reduce_scatter_tensor,
     "scatter": _scatter,
     "scatter_object_list": _scatter_object_list,
     "send": _send,
 }
-"""The functions of ``torch.distributed`` that wait for other ranks."""
+"""The functions of ``torch.distributed`` that wait for other ranks, of all versions.
+
+``all_gather_single`` and ``reduce_scatter_single`` are what ``all_gather_into_tensor`` and
+``reduce_scatter_tensor`` call from 2.13 on; ``gather_single`` is in 2.15.
+"""

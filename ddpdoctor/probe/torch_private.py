@@ -185,10 +185,10 @@ def frozen_parameters(ddp: Any) -> list[Any]:
 
 
 def backends(c10d: Any) -> Iterator[Any]:
-    """The backends (gloo, NCCL) of every process group: ``_world.pg_map`` (2.1 to 2.13).
+    """The backends (gloo, NCCL) of every process group: ``_world.pg_map`` (2.1 to 2.15).
 
-    Without it, or where a backend has no ``_set_default_timeout``, timeouts stay as they are while
-    a rank is in the debugger.
+    Without it, or where a backend has no setter of its timeout, timeouts stay as they are while a
+    rank is in the debugger.
     """
     groups = getattr(getattr(c10d, "_world", None), "pg_map", {})
     seen: set[int] = set()
@@ -199,7 +199,7 @@ def backends(c10d: Any) -> Iterator[Any]:
             except (AttributeError, RuntimeError):
                 # The device has none in this group.
                 continue
-            if id(backend) not in seen and hasattr(backend, "_set_default_timeout"):
+            if id(backend) not in seen and timeout_setter(type(backend)):
                 seen.add(id(backend))
                 yield backend
 
@@ -211,8 +211,21 @@ def timeout_of(backend: Any) -> timedelta | None:
 
 
 def set_timeout(backend: Any, timeout: timedelta) -> None:
-    """Set the timeout of a backend's later collectives: ``_set_default_timeout`` (2.3 to 2.13)."""
-    backend._set_default_timeout(timeout)
+    """Set the timeout of a backend's later collectives, of one that :func:`backends` gave."""
+    getattr(backend, timeout_setter(type(backend)))(timeout)
+
+
+def timeout_setter(backend_class: type[Any]) -> str:
+    """The method that sets the timeout of a backend's later collectives, empty without one.
+
+    ``_set_default_timeout`` of gloo and NCCL (2.3 to 2.15). What "nccl" is in 2.15 has only
+    ``set_timeout``. All backends inherit a method of that name (2.13 to 2.15), which only raises or
+    warns where a backend has none of its own, so NCCL's alone is called.
+    """
+    if hasattr(backend_class, "_set_default_timeout"):
+        return "_set_default_timeout"
+    newer = backend_class.__name__.startswith("ProcessGroupNCCL")
+    return "set_timeout" if newer and hasattr(backend_class, "set_timeout") else ""
 
 
 def has_compiled() -> bool:
