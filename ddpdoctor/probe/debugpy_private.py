@@ -163,14 +163,37 @@ def stop_at_exception(error: BaseException) -> None:
     info = debugger.set_additional_thread_info(thread)
     info.is_tracing += 1
     try:
-        debugger.do_stop_on_unhandled_exception(
-            thread,
-            frames[-1],
-            {id(frame): frame for frame in frames},
-            (type(error), error, error.__traceback__),
-        )
+        with _unmonitored():
+            debugger.do_stop_on_unhandled_exception(
+                thread,
+                frames[-1],
+                {id(frame): frame for frame in frames},
+                (type(error), error, error.__traceback__),
+            )
     finally:
         info.is_tracing -= 1
+
+
+@contextlib.contextmanager
+def _unmonitored() -> Iterator[None]:
+    """Keep ``sys.monitoring`` out of this thread, which ``is_tracing`` does not keep out.
+
+    Else pydevd, about to stop at a frame, stops at the first line of the library that it calls to
+    do so. Only outside of its own callbacks, where Python itself sees to it.
+    """
+    if not _uses_monitoring():
+        yield
+        return
+    import pydevd
+
+    monitoring = pydevd.pydevd_sys_monitoring
+    # A thread that it does not know yet would be watched from its first event on.
+    monitoring.start_monitoring()
+    monitoring.stop_monitoring()
+    try:
+        yield
+    finally:
+        monitoring.start_monitoring()
 
 
 def leave_child_alone() -> None:
