@@ -2,7 +2,8 @@
 
 ``tests/logs/NAME.log`` begins with ``# expect: DDP901 rank 1``, or ``ranks 0,1``, or without ranks;
 ``# expect: info DDP304`` where it is no error. Those of CPU failures were printed by torch 2.13,
-shortened; those of CUDA and NCCL are in the words of public reports.
+shortened; those of CUDA and NCCL are in the words of public reports, and of torch's source where
+only a new version says them.
 """
 
 from __future__ import annotations

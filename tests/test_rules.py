@@ -78,17 +78,25 @@ def test_a_slow_rank_with_a_core_of_its_own_is_a_straggler(written: Written) -> 
     assert (finding.code, finding.ranks, finding.severity) == ("DDP610", (1,), Severity.WARNING)
 
 
-WATCHDOG = "[rank0]:[E1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9)\n"
+WATCHDOG = (
+    "[rank0]:[E1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9)\n",
+    # That of torch 2.15.
+    "[rank0]:[E1 ProcessGroupNCCL.cpp:871] [TC][rank=0][name=0] Aborting process on rank 0 due to "
+    "timeout - timeout watchdog detected operation timeout\n",
+    "[rank0]:[E1 ProcessGroupNCCL.cpp:871] [TC][rank=0][name=0] Aborting process on rank 0 due to "
+    "error - nccl hit async error: remote process exited or there was a network error\n",
+)
 
 
-def test_nccls_watchdog_aborts_a_victim_not_the_cause(written: Written) -> None:
+@pytest.mark.parametrize("said", WATCHDOG)
+def test_nccls_watchdog_aborts_a_victim_not_the_cause(written: Written, said: str) -> None:
     """Rank 1 left after 4 steps; NCCL's watchdog ends rank 0 with SIGABRT ten minutes later."""
     written.rank(1, [{"kind": "end", "time": T0, "steps": 4, "armed": 4}], armed=4, steps=4)
     stuck = [{"kind": "site", "phase": "backward", "path": "/job/train.py", "line": 9}]
     written.rank(0, stuck, phase=Phase.BACKWARD, armed=5, steps=4)
     written.exit(1, 0, T0)
     written.exit(0, -6, T0 + 600 * SECOND)
-    codes = [finding.code for finding in written.findings(status=1, stderr=WATCHDOG)]
+    codes = [finding.code for finding in written.findings(status=1, stderr=said)]
     assert codes == ["DDP801"]
 
 

@@ -35,6 +35,17 @@ FAILURES = (
     ),
     Failure(
         code="DDP907",
+        name="nccl-timeout-unnumbered",
+        weight=Weight.SYMPTOM,
+        anchors=("due to timeout", "NCCL operation timed out"),
+        pattern=r"Aborting process on rank \d+ due to timeout|NCCL operation timed out",
+        says="waited in a collective of NCCL until its timeout, and some other rank did not come",
+        fix="It does not say in which collective: `ddpdoctor run` tells, and at which line. "
+        + _LOOK,
+        torch="2.15",
+    ),
+    Failure(
+        code="DDP907",
         name="gloo-timeout",
         weight=Weight.SYMPTOM,
         anchors=("Timed out waiting",),

@@ -21,6 +21,7 @@ ANCHORS = tuple(
         "willRetry=0", "unexpected pos", "find_unused_parameters=True was", "to perform barrier",
         "launch is deprecated", "TCPStore", "should dump", "failed to recv", "ibv_",
         "communicator is aborted", "communicator was aborted", "remote process exited",
+        "Aborting process on rank", "NCCL operation timed out",
     )
 )  # fmt: skip
 """A line outside of tracebacks is looked at only if it holds one of these."""

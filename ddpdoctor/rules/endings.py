@@ -26,7 +26,7 @@ _VICTIM = re.compile(
     r"|Socket Timeout|wait timeout after \d+ms|Socket closed"
     r"|failed to recv, got 0 bytes|should dump"
     r"|NCCL communicator (?:was|is) aborted|remote process exited|ncclRemoteError"
-    r"|Watchdog caught collective operation timeout"
+    r"|Watchdog caught collective operation timeout|NCCL operation timed out"
     r"|Application timeout caused pair closure",
     re.IGNORECASE,
 )
@@ -41,9 +41,13 @@ _MISPAIRED = re.compile(
 
 _NATIVE_VICTIM = re.compile(
     r"\[rank(\d+)\]:[^\n]*(?:Watchdog caught collective operation timeout"
-    r"|To avoid data inconsistency, we are taking the entire process down)"
+    r"|To avoid data inconsistency, we are taking the entire process down"
+    r"|Aborting process on rank \d+ due to (?:timeout|[^\n]*remote process exited))"
 )
-"""What NCCL's watchdog says of the rank that it then aborts, for want of a peer."""
+"""What NCCL's watchdog says of the rank that it then aborts, for want of a peer.
+
+The last are the words of the one in torch 2.15, whose number is the rank's within its group.
+"""
 
 _WRAPPERS = (
     "ChildFailedError",
