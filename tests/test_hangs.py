@@ -17,6 +17,7 @@ import pytest
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
 from ddpdoctor.finding import RULES, Finding, Severity, examine
 from ddpdoctor.launch.hangs.signs import FIRST, PATIENCE, STEPS, Signs
+from ddpdoctor.probe.flight import NEWEST, newest
 from ddpdoctor.record import Phase, Status
 from ddpdoctor.rules.guards import constant_while, only_sleeps, rank_guard
 from ddpdoctor.rules.waits import parsed
@@ -245,6 +246,36 @@ def test_a_rank_that_waits_in_another_collective(tmp_path: Path) -> None:
     (found,) = findings(tmp_path, waiting(0), other, third)
     assert (found.code, found.ranks) == ("DDP803", (1,))
     assert "rank 1 called broadcast" in found.message
+
+
+def test_each_backend_of_a_group_counts_for_itself(tmp_path: Path) -> None:
+    other = waiting(1)
+    # Far ahead in gloo's numbers, of which rank 0 has seen nothing.
+    other["flight"] = [{**call(number, number < 30), "backend": "gloo"} for number in (29, 30)]
+    first = waiting(0)
+    first["flight"] = [{**each, "backend": "nccl"} for each in first["flight"]]
+    (found,) = findings(tmp_path, first, other)
+    assert (found.code, found.ranks) == ("DDP803", (0, 1))
+    assert found.message.startswith("ranks wait for each other in different collectives")
+
+
+def test_the_recorders_of_all_backends_are_one_history() -> None:
+    def entry(created: int, backend: str, sequence: int) -> dict[str, Any]:
+        return {
+            "record_id": sequence,
+            "process_group": ("0", "default_pg"),
+            "collective_seq_id": sequence,
+            "profiling_name": f"{backend}:all_reduce",
+            "time_created_ns": created,
+        }
+
+    gloo = [entry(10 * number, "gloo", number) for number in range(1, 31)]
+    nccl = [entry(255, "nccl2", 1), entry(291, "nccl2", 2)]
+    told = sorted(newest([*gloo, *nccl]), key=lambda each: int(each["id"]))
+    assert [each["created"] for each in told] == sorted(
+        each["time_created_ns"] for each in (*gloo[-NEWEST:], *nccl)
+    )
+    assert [each["sequence"] for each in told if each["backend"] == "nccl2"] == [1, 2]
 
 
 def test_everybody_is_there(tmp_path: Path) -> None:

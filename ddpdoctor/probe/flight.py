@@ -55,23 +55,35 @@ class Flight:
 
 
 def _entries() -> dict[str, Any]:
-    dump = torch_private.flight_recorder(sys.modules["torch"])
-    if dump is None:
+    dumps = torch_private.flight_recorders(sys.modules["torch"])
+    if not dumps:
         return {"trouble": "this torch has no Flight Recorder"}
-    told = pickle.loads(dump())
-    groups: dict[str, deque[dict[str, Any]]] = defaultdict(lambda: deque(maxlen=NEWEST))
-    for entry in told.get("entries", ()):
-        name = str(entry["process_group"][0])
+    return {"entries": newest([entry for dump in dumps for entry in _read(dump())])}
+
+
+def _read(dump: bytes) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = pickle.loads(dump).get("entries", [])
+    return entries
+
+
+def newest(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The newest collectives of the groups used last, of all recorders, in the order of calls."""
+    groups: dict[tuple[str, str], deque[dict[str, Any]]] = defaultdict(lambda: deque(maxlen=NEWEST))
+    # Each recorder counts for itself.
+    for order, entry in enumerate(sorted(entries, key=_created)):
+        told = _told(order, entry)
+        key = told["group"], told["backend"]
         # In the order of use, the last one at the end.
-        groups[name] = groups.pop(name, deque(maxlen=NEWEST))
-        groups[name].append(entry)
-    chosen = list(groups.items())[-GROUPS:]
-    return {
-        "entries": [_told(name, entry) for name, entries in chosen for entry in entries],
-    }
+        groups[key] = groups.pop(key, deque(maxlen=NEWEST))
+        groups[key].append(told)
+    return [told for last in list(groups.values())[-GROUPS:] for told in last]
 
 
-def _told(group: str, entry: dict[str, Any]) -> dict[str, Any]:
+def _created(entry: dict[str, Any]) -> int:
+    return entry.get("time_created_ns") or 0
+
+
+def _told(order: int, entry: dict[str, Any]) -> dict[str, Any]:
     frames = [
         [os.path.abspath(frame["filename"]), frame["line"], frame["name"]]
         for frame in entry.get("frames") or ()
@@ -79,8 +91,8 @@ def _told(group: str, entry: dict[str, Any]) -> dict[str, Any]:
     ]
     backend, _, name = str(entry.get("profiling_name", "")).rpartition(":")
     return {
-        "id": entry.get("record_id"),
-        "group": group,
+        "id": order,
+        "group": str(entry["process_group"][0]),
         "sequence": entry.get("collective_seq_id"),
         "point_to_point": bool(entry.get("is_p2p")),
         "backend": backend,

@@ -7,6 +7,7 @@ are used directly by their hooks.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import weakref
@@ -492,12 +493,21 @@ def largest(torch: Any, tensors: list[Any]) -> Any:
     return torch.stack([torch.linalg.vector_norm(each, ord=math.inf) for each in tensors]).double()
 
 
-def flight_recorder(torch: Any) -> Callable[[], bytes] | None:
-    """What dumps torch's Flight Recorder as a pickle of our own process, or None.
+def flight_recorders(torch: Any) -> list[Callable[[], bytes]]:
+    """What dump torch's Flight Recorders as pickles of our own process; empty without any.
 
-    ``_dump_fr_trace`` (2.9 to 2.13) for all backends, ``_dump_nccl_trace`` (2.3 to 2.8) where torch
-    was built with NCCL. Without it DDP's own collectives are known by their number alone.
+    ``_dump_fr_trace`` (2.9 to 2.15) has what gloo did, ``_dump_nccl_trace`` (2.3 to 2.15) what NCCL
+    did, where torch was built with it. From ``FlightRecorderHook`` on (2.15) every other backend,
+    that which "nccl" then is among them, has a recorder of its own name. Without them DDP's own
+    collectives are known by their number alone.
     """
     c10d = torch._C._distributed_c10d
-    dump: Callable[[], bytes] | None = getattr(c10d, "_dump_fr_trace", None)
-    return dump or getattr(c10d, "_dump_nccl_trace", None)
+    names = ("_dump_fr_trace", "_dump_nccl_trace")
+    found: list[Callable[[], bytes]] = [
+        getattr(c10d, name) for name in names if hasattr(c10d, name)
+    ]
+    if hasattr(c10d, "FlightRecorderHook"):
+        module = sys.modules["torch.distributed.distributed_c10d"]
+        others = {backend.name() for backend in backends(module)} - {"gloo", "nccl"}
+        found += [functools.partial(c10d._dump_fr_trace, backend=name) for name in sorted(others)]
+    return found

@@ -46,7 +46,7 @@ def _passed_over(same: apart.Apart, waits: Sequence[Blocked]) -> Finding | None:
     if usual.site == odd.site:
         return None
     history = next(rank.flight or () for one in waits for rank in one.waiting if rank.rank == other)
-    order = [call.site for call in history if call.group == usual.group]
+    order = [call.site for call in history if call.numbering == usual.numbering]
     if (usual.site, odd.site) not in pairwise(order):
         return None
     waiting = [rank for rank in same.calls if rank not in same.guilty]

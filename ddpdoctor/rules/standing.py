@@ -51,6 +51,13 @@ class Call:
     order: int = 0
     began: int = 0
     """Unix nanoseconds."""
+    backend: str = ""
+    """``gloo``, where torch's Flight Recorder told it."""
+
+    @property
+    def numbering(self) -> tuple[str, str]:
+        """Whose numbers it is in: each backend of a group counts for itself."""
+        return self.group, self.backend
 
     @property
     def place(self) -> str:
@@ -120,6 +127,7 @@ def _from_flight(told: Mapping[str, Any]) -> Call:
         site=Location(str(frames[0][0]), int(frames[0][1])) if frames else None,
         order=int(told.get("id") or 0),
         began=int(told.get("created") or 0),
+        backend=str(told.get("backend") or ""),
     )
 
 

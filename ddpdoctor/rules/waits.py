@@ -52,15 +52,15 @@ def _by_calls(
     calls: dict[int, Call | None],
     flight: bool,
 ) -> Iterator[Blocked]:
-    groups = sorted({call.group for call in calls.values() if call is not None})
-    for group in groups:
+    numberings = sorted({call.numbering for call in calls.values() if call is not None})
+    for numbering in numberings:
         inside = [
             (rank, call)
             for rank in waiting
-            if (call := calls[rank.rank]) is not None and call.group == group
+            if (call := calls[rank.rank]) is not None and call.numbering == numbering
         ]
         least = min(call.sequence for _, call in inside)
-        members = _members(still, group, inside)
+        members = _members(still, numbering[0], inside)
         here = [rank for rank, call in inside if call.sequence == least]
         present = {rank.rank for rank, _ in inside}
         absent = [
@@ -68,7 +68,7 @@ def _by_calls(
             for rank in still.ranks
             if rank.rank in members
             and rank.rank not in present
-            and _last(rank, group, flight) < least
+            and _last(rank, numbering, flight) < least
         ]
         known = {rank.rank for rank in still.ranks}
         call = next(call for rank, call in inside if call.sequence == least)
@@ -101,10 +101,10 @@ def parsed(text: str) -> frozenset[int]:
     return frozenset(found)
 
 
-def _last(rank: Standing, group: str, flight: bool) -> int:
+def _last(rank: Standing, numbering: tuple[str, str], flight: bool) -> int:
     """The number of its newest collective of a group, 0 if there is none or nobody told."""
     calls = (rank.flight or ()) if flight else rank.ring
-    return max((call.sequence for call in calls if call.group == group), default=0)
+    return max((call.sequence for call in calls if call.numbering == numbering), default=0)
 
 
 def _by_phase(still: Standstill, waiting: list[Standing]) -> Iterator[Blocked]:
