@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -46,6 +47,9 @@ TURNOVER = 3.0
 COMPILED = (
     "ddpdoctor: this rank runs functions that torch.compile took; breakpoints in them are not hit"
 )
+
+_SOCKET_STAYS: dict[str, Any] = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
+"""From 3.13 on asyncio removes the socket's file, by its name, which led there only to bind it."""
 
 _MOST_FIRST = 1 << 20
 _CHUNK = 1 << 16
@@ -191,7 +195,9 @@ class Gateway:
         # Else asyncio would write its tracebacks between the job's lines.
         self._loop.set_exception_handler(self._fault)
         self._changed = asyncio.Condition()
-        servers = [await asyncio.start_unix_server(self._take_link, sock=self._control)]
+        servers = [
+            await asyncio.start_unix_server(self._take_link, sock=self._control, **_SOCKET_STAYS)
+        ]
         for slot, listener in zip(self._slots, self._ports.listeners, strict=True):
 
             async def take_client(
