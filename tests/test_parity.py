@@ -218,7 +218,7 @@ def test_errors_that_a_job_catches_are_no_findings(errors: Pair) -> None:
 
 NOISE = (
     (r"^ddpdoctor: .*\n", ""),
-    (r"\b(pid|process|Process)[: -]+\d+", r"\1 #"),
+    (r"\b(pid|process|Process)[: =-]+\d+", r"\1 #"),
     (r"^[IWE]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ ", "# "),
     (r"\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d", "#"),
     (r"0x[0-9a-f]+", "0x#"),
@@ -285,6 +285,39 @@ def test_what_an_uncaught_error_prints_is_the_same(doctor: Doctor, place: str) -
     assert without_noise(watched.stderr) == without_noise(bare.stderr)
     assert "ddpdoctor" not in without_noise(watched.stderr)
     assert len(watched.codes) == 1
+
+
+FORKS = """
+    import os, threading
+
+    def fork():
+        if os.fork() == 0:
+            os._exit(0)
+        os.wait()
+
+    fork()
+    import torch
+    import torch.distributed as dist
+    os.fork() or os._exit(0)
+    os.wait()
+    dist.init_process_group("gloo")
+    # From here on Python 3.12 and later warn of threads that are the job's, too.
+    os.fork() or os._exit(0)
+    os.wait()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_fork_is_warned_of_as_without_us(doctor: Doctor) -> None:
+    words = ["--nproc-per-node=1", str(doctor.write("forks.py", FORKS))]
+    env = {"PYTHONWARNINGS": ""}
+    bare, watched = doctor.torchrun(*words, env=env), doctor.run(*words, env=env)
+    bare.check_success()
+    watched.check_success()
+    assert without_noise(watched.stderr) == without_noise(bare.stderr)
+    warned = sys.version_info >= (3, 12)
+    assert bare.stderr.count("is multi-threaded, use of fork()") == warned
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from ddpdoctor.probe import (
     evaluations,
     fingerprints,
     finite,
+    forks,
     gradients,
     local_gradients,
     optimizers,
@@ -62,6 +63,7 @@ def start() -> None:
     os.register_at_fork(after_in_child=models.forget)
     os.register_at_fork(after_in_child=batches.forget)
     os.register_at_fork(after_in_child=pacing.forget)
+    forks.install()
     stacks.declare_worker()
     errors.install()
     gradients.install()

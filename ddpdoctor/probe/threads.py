@@ -6,6 +6,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+PREFIX = "ddpdoctor-"
+"""What the names of our threads begin with."""
+
 
 def background(name: str, target: Callable[..., None], *args: Any) -> threading.Thread:
     """A daemon thread, not started yet, that debugpy neither shows nor stops with the others.
@@ -13,7 +16,7 @@ def background(name: str, target: Callable[..., None], *args: Any) -> threading.
     A rank that stands at a breakpoint still has to answer and to write its records. debugpy leaves
     its own threads alone, which it knows by these two attributes.
     """
-    thread = threading.Thread(target=target, args=args, name=f"ddpdoctor-{name}", daemon=True)
+    thread = threading.Thread(target=target, args=args, name=PREFIX + name, daemon=True)
     thread.pydev_do_not_trace = True  # type: ignore[attr-defined]
     thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
     return thread
