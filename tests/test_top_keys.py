@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from textual.pilot import Pilot
 
@@ -425,6 +426,9 @@ def sleeper(token: str) -> Any:
     """A process that could be a run's launcher."""
     command = [sys.executable, "-c", "import time; time.sleep(600)", "ddpdoctor"]
     process = subprocess.Popen(command, env={**os.environ, "DDPDOCTOR_TEST_TOKEN": token})
+    # Python 3.13 spawns it, and may be back before the kernel shows its words.
+    while not psutil.Process(process.pid).cmdline():
+        time.sleep(0.001)
     yield process
     process.kill()
     process.wait()

@@ -22,9 +22,9 @@ _TORCHRUN_VALUES = (
     "--start-method", "--role", "--log-dir", "-r", "--redirects", "-t", "--tee",
     "--local-ranks-filter", "--local-addr", "--logs-specs", "--numa-binding", "--signals-to-handle",
     "--event-log-handler", "--duplicate-stdout-filters", "--duplicate-stderr-filters",
-    "--virtual-local-rank", "--shutdown-timeout",
+    "--virtual-local-rank", "--shutdown-timeout", "--log-line-prefix-template",
 )  # fmt: skip
-"""Those of ``torch/distributed/run.py`` in torch 2.4 to 2.13, so that torch need not be there."""
+"""Those of ``torch/distributed/run.py`` in torch 2.4 to 2.15, so that torch need not be there."""
 
 
 @dataclass

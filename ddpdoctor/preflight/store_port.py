@@ -20,7 +20,7 @@ from ddpdoctor.preflight.situation import DEFAULT_PORT, Situation
 
 _MAGIC = 0x3C85F7CE
 _VALIDATE, _COUNT_KEYS = 0, 7
-"""Of torch/csrc/distributed/c10d/TCPStoreBackend.hpp, unchanged from torch 2.4 to 2.13."""
+"""Of torch/csrc/distributed/c10d/TCPStoreBackend.hpp, unchanged from torch 2.4 to 2.15."""
 
 
 @check("port", "DDP002", limit=ALL)

@@ -39,7 +39,7 @@ def _is_on(value: str) -> bool:
 _LEFTOVERS = (
     _Leftover(
         "TORCH_DISTRIBUTED_DEBUG",
-        "DDP over gloo crashes with a segmentation fault in its constructor (torch 2.8 to 2.13)",
+        "DDP over gloo crashes with a segmentation fault in its constructor (torch 2.8 to 2.15)",
         lambda value, machine: value.upper() == "DETAIL" and not machine.gpus,
         Severity.ERROR,
     ),
