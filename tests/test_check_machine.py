@@ -20,7 +20,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ddpdoctor.errors import DoctorError
 from ddpdoctor.gpu.health import GpuFacts, Health
+from ddpdoctor.launch.torchrun_options import read_options, torchrun_source
 from ddpdoctor.preflight import (
     arguments,
     cgroups,
@@ -902,3 +904,17 @@ def test_a_usual_machine_is_healthy_in_a_pipe(doctor: Doctor) -> None:
     assert any(line == "gpu-driver         skipped no GPU" for line in lines) or shutil.which(
         "nvidia-smi"
     )
+
+
+@pytest.mark.parametrize("name", sorted(read_options(torchrun_source()).takes_value))
+def test_each_option_of_this_torchrun_is_understood(name: str) -> None:
+    if name.replace("_", "-") == "--print-completion":
+        pytest.skip("it starts no job")
+    takes_value = read_options(torchrun_source()).takes_value[name]
+    said = ""
+    try:
+        arguments.parse([name, "1"] if takes_value else [name], {})
+    except DoctorError as error:
+        # What it says of the value is its own affair.
+        said = error.message
+    assert "option" not in said

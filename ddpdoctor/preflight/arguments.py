@@ -15,14 +15,16 @@ from ddpdoctor.preflight.situation import Options, split_endpoint
 _OWN_FLAGS = ("--list", "--json", "--kill-orphans", "--help", "-h")
 _OWN_VALUES = ("--checkpoint-dir", "--only", "--skip", "--timeout")
 
-_TORCHRUN_FLAGS = ("--standalone", "--module", "-m", "--no-python", "--run-path")
+_TORCHRUN_FLAGS = (
+    "--standalone", "--module", "-m", "--no-python", "--run-path", "--virtual-local-rank",
+)  # fmt: skip
 _TORCHRUN_VALUES = (
     "--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-endpoint", "--rdzv-id", "--rdzv-backend",
     "--rdzv-conf", "--master-addr", "--master-port", "--max-restarts", "--monitor-interval",
     "--start-method", "--role", "--log-dir", "-r", "--redirects", "-t", "--tee",
     "--local-ranks-filter", "--local-addr", "--logs-specs", "--numa-binding", "--signals-to-handle",
     "--event-log-handler", "--duplicate-stdout-filters", "--duplicate-stderr-filters",
-    "--virtual-local-rank", "--shutdown-timeout", "--log-line-prefix-template",
+    "--shutdown-timeout", "--log-line-prefix-template",
 )  # fmt: skip
 """Those of ``torch/distributed/run.py`` in torch 2.4 to 2.15, so that torch need not be there."""
 
