@@ -2,7 +2,8 @@
 
 Every access goes through here and is guarded by the feature, not by a version number. Public APIs
 (``torch.optim.optimizer.register_optimizer_step_pre_hook``, ``torch.distributed``, ``GradScaler``)
-are used directly by their hooks.
+are used directly by their hooks. Versions are those whose sources were read, 2.13 and 2.15 among
+them; 2.14 was not.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _saved: weakref.WeakKeyDictionary[type[Any], tuple[str, ...]] = weakref.WeakKeyD
 
 
 def loader_iterator_classes(dataloader: Any) -> list[Any]:
-    """The classes of ``torch.utils.data.dataloader`` that have a ``_next_data`` (2.4 to 2.13).
+    """The classes of ``torch.utils.data.dataloader`` that have a ``_next_data`` (2.4 to 2.15).
 
     Without them data waits are not told apart from ``other``.
     """
@@ -30,7 +31,7 @@ def loader_iterator_classes(dataloader: Any) -> list[Any]:
 
 
 def is_first_batch(iterator: Any) -> bool:
-    """Whether a loader's iterator was never asked before: ``_num_yielded`` (2.4 to 2.13).
+    """Whether a loader's iterator was never asked before: ``_num_yielded`` (2.4 to 2.15).
 
     Without it the time between epochs is charged to the first step of the next.
     """
@@ -38,13 +39,13 @@ def is_first_batch(iterator: Any) -> bool:
 
 
 def sampler_of(iterator: Any) -> Any:
-    """The sampler behind a loader's iterator: ``_index_sampler`` (2.4 to 2.13), or None."""
+    """The sampler behind a loader's iterator: ``_index_sampler`` (2.4 to 2.15), or None."""
     index_sampler = getattr(iterator, "_index_sampler", None)
     return getattr(index_sampler, "sampler", index_sampler)
 
 
 def ddp_init_helper(ddp_class: Any) -> Any:
-    """``DistributedDataParallel._ddp_init_helper`` (2.4 to 2.13), which builds reducer and logger.
+    """``DistributedDataParallel._ddp_init_helper`` (2.4 to 2.15), which builds reducer and logger.
 
     Inside ``__init__``, whose own warnings so still blame the user's line. Without it nothing is
     recorded of how DDP was built, and backward is not split.
@@ -53,7 +54,7 @@ def ddp_init_helper(ddp_class: Any) -> Any:
 
 
 def engine(autograd: Any) -> Any:
-    """``torch.autograd._engine_run_backward`` (2.3 to 2.13), which ``backward`` and ``grad`` call.
+    """``torch.autograd._engine_run_backward`` (2.3 to 2.15), which ``backward`` and ``grad`` call.
 
     Without it backward is not told apart from ``other``.
     """
@@ -61,7 +62,7 @@ def engine(autograd: Any) -> Any:
 
 
 def patch_step(optimizer_class: Any) -> Any:
-    """``Optimizer._patch_step_function`` (2.4 to 2.13), which every new optimizer calls.
+    """``Optimizer._patch_step_function`` (2.4 to 2.15), which every new optimizer calls.
 
     Without it every job is taken to have an optimizer.
     """
@@ -69,7 +70,7 @@ def patch_step(optimizer_class: Any) -> Any:
 
 
 def inside_forward(ddp_class: Any) -> Any:
-    """``DistributedDataParallel._inside_ddp_forward`` (2.4 to 2.13), a context manager.
+    """``DistributedDataParallel._inside_ddp_forward`` (2.4 to 2.15), a context manager.
 
     It surrounds the wrapped module's forward, and Dynamo already breaks there: a hook in it adds no
     graph break to ``torch.compile(ddp)``, where one around ``forward`` does (measured on 2.13).
@@ -79,7 +80,7 @@ def inside_forward(ddp_class: Any) -> Any:
 
 
 def sync_buffers(ddp_class: Any) -> Any:
-    """``DistributedDataParallel._sync_buffers`` (2.4 to 2.13): the broadcast before forward.
+    """``DistributedDataParallel._sync_buffers`` (2.4 to 2.15): the broadcast before forward.
 
     Without it a wait for rank 0's buffers is charged to ``other``.
     """
@@ -90,7 +91,7 @@ def skip_frames(torch: Any, modules: Iterable[ModuleType]) -> None:
     """Tell Dynamo to leave the functions of ``modules`` alone, with all that they call.
 
     They run between the graphs of a compiled region. ``torch._C._dynamo.eval_frame`` marks code
-    objects at no cost per call: ``set_code_exec_strategy`` (2.7 to 2.13), ``skip_code`` before.
+    objects at no cost per call: ``set_code_exec_strategy`` (2.7 to 2.15), ``skip_code`` before.
     Without either, Dynamo compiles them: slower to warm up, the same results.
     """
     mark = _marker(getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None))
@@ -115,7 +116,7 @@ def _marker(eval_frame: Any) -> Callable[[CodeType], object] | None:
 
 
 def disable_dynamo(torch: Any, function: Any, recursive: bool) -> Any:
-    """``torch._disable_dynamo`` (2.4 to 2.13), which imports Dynamo only when first called.
+    """``torch._disable_dynamo`` (2.4 to 2.15), which imports Dynamo only when first called.
 
     Without it the function is returned as it is.
     """
@@ -137,7 +138,7 @@ def sample_every_step(ddp: Any) -> bool:
 
 
 def logging_ints(ddp: Any) -> dict[str, int] | None:
-    """The numbers of DDP's logger, nanoseconds (``Logger._get_ddp_logging_data``, 2.4 to 2.13)."""
+    """The numbers of DDP's logger, nanoseconds (``Logger._get_ddp_logging_data``, 2.4 to 2.15)."""
     logger = getattr(ddp, "logger", None)
     getter = getattr(logger, "_get_ddp_logging_data", None)
     return None if getter is None else getter().ints_map
@@ -206,7 +207,7 @@ def backends(c10d: Any) -> Iterator[Any]:
 
 
 def timeout_of(backend: Any) -> timedelta | None:
-    """The timeout of a backend's collectives: ``options._timeout`` (2.4 to 2.13), or None."""
+    """The timeout of a backend's collectives: ``options._timeout`` (2.4 to 2.15), or None."""
     timeout = getattr(getattr(backend, "options", None), "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else None
 
@@ -230,7 +231,7 @@ def timeout_setter(backend_class: type[Any]) -> str:
 
 
 def has_compiled() -> bool:
-    """Whether ``torch.compile`` took functions here: ``torch._dynamo.utils.counters``, 2.0 to 2.13.
+    """Whether ``torch.compile`` took functions here: ``torch._dynamo.utils.counters``, 2.0 to 2.15.
 
     Without it nobody is told that breakpoints in such functions are not hit (debugpy#999).
     """
@@ -239,7 +240,7 @@ def has_compiled() -> bool:
 
 
 def gradient_ready_times(ddp: Any) -> list[int] | None:
-    """When each reduced parameter's gradient was ready: ``get_backward_stats`` (1.9 to 2.13).
+    """When each reduced parameter's gradient was ready: ``get_backward_stats`` (1.9 to 2.15).
 
     A time of 0 says never, one that did not change since the last reading: not in the last backward
     either. Without it, a parameter without a gradient is known by ``p.grad is None`` alone.
@@ -249,7 +250,7 @@ def gradient_ready_times(ddp: Any) -> list[int] | None:
 
 
 def used_map(ddp: Any) -> Any:
-    """On how many ranks each parameter was used: ``_get_local_used_map`` (1.10 to 2.13), or None.
+    """On how many ranks each parameter was used: ``_get_local_used_map`` (1.10 to 2.15), or None.
 
     A tensor on DDP's device, summed over the ranks where ``find_unused_parameters`` is on. Without
     it nobody is told that the flag is not needed.
@@ -259,7 +260,7 @@ def used_map(ddp: Any) -> Any:
 
 
 def loader_iterator_base(dataloader: Any) -> Any:
-    """``_BaseDataLoaderIter``, whose ``_next_index`` asks the sampler for a batch (2.4 to 2.13).
+    """``_BaseDataLoaderIter``, whose ``_next_index`` asks the sampler for a batch (2.4 to 2.15).
 
     Without it nobody knows what the ranks drew.
     """
@@ -268,7 +269,7 @@ def loader_iterator_base(dataloader: Any) -> Any:
 
 
 LOADER_BUILT = "_DataLoader__initialized"
-"""What ``DataLoader.__init__`` sets when its samplers are in place (2.4 to 2.13).
+"""What ``DataLoader.__init__`` sets when its samplers are in place (2.4 to 2.15).
 
 Without it a loader is named by the line that iterates over it, not by the one that built it.
 """
@@ -277,7 +278,7 @@ Without it a loader is named by the line that iterates over it, not by the one t
 def samplers_of(iterator: Any) -> list[Any]:
     """The sampler behind a loader's iterator, and the batch sampler around it: ``_index_sampler``.
 
-    Empty where there is none (2.4 to 2.13 have it).
+    Empty where there is none (2.4 to 2.15 have it).
     """
     outer = getattr(iterator, "_index_sampler", None)
     inner = getattr(outer, "sampler", None)
@@ -285,7 +286,7 @@ def samplers_of(iterator: Any) -> list[Any]:
 
 
 def pass_of(iterator: Any) -> Any:
-    """What changes when a loader's iterator begins anew: ``_sampler_iter`` (2.4 to 2.13), or None.
+    """What changes when a loader's iterator begins anew: ``_sampler_iter`` (2.4 to 2.15), or None.
 
     Without it the passes of persistent workers count as one.
     """
@@ -293,33 +294,33 @@ def pass_of(iterator: Any) -> Any:
 
 
 def is_iterable_style(iterator: Any) -> bool:
-    """Whether the loader's data set is iterable-style: ``_dataset_kind`` (2.4 to 2.13)."""
+    """Whether the loader's data set is iterable-style: ``_dataset_kind`` (2.4 to 2.15)."""
     return getattr(iterator, "_dataset_kind", 0) == 1
 
 
 def dataset_of(iterator: Any) -> Any:
-    """The data set behind a loader's iterator: ``_dataset`` (2.4 to 2.13), or None."""
+    """The data set behind a loader's iterator: ``_dataset`` (2.4 to 2.15), or None."""
     return getattr(iterator, "_dataset", None)
 
 
 def batches_at_once(iterator: Any) -> bool:
-    """Whether the loader itself makes batches of samples: ``_auto_collation`` (2.4 to 2.13)."""
+    """Whether the loader itself makes batches of samples: ``_auto_collation`` (2.4 to 2.15)."""
     return bool(getattr(iterator, "_auto_collation", True))
 
 
 def keeps_order(iterator: Any) -> bool:
-    """Whether batches come in the order they were drawn: ``_in_order`` (2.6 to 2.13), else yes."""
+    """Whether batches come in the order they were drawn: ``_in_order`` (2.6 to 2.15), else yes."""
     return bool(getattr(iterator, "_in_order", True))
 
 
 def workers_of(iterator: Any) -> int:
-    """How many worker processes a loader's iterator has: ``_num_workers`` (2.4 to 2.13), or 0."""
+    """How many worker processes a loader's iterator has: ``_num_workers`` (2.4 to 2.15), or 0."""
     workers = getattr(iterator, "_num_workers", 0)
     return workers if isinstance(workers, int) else 0
 
 
 def joins(ddp: Any) -> bool:
-    """Whether a DDP module runs, or ever ran, within ``join()``: ``_join_config`` (2.4 to 2.13).
+    """Whether a DDP module runs, or ever ran, within ``join()``: ``_join_config`` (2.4 to 2.15).
 
     Without it uneven inputs would be reported there, too.
     """
@@ -327,12 +328,12 @@ def joins(ddp: Any) -> bool:
 
 
 def is_enabled(join: Any) -> bool:
-    """Whether a ``Join`` does anything: ``_enable`` (1.10 to 2.13), else it is taken to."""
+    """Whether a ``Join`` does anything: ``_enable`` (1.10 to 2.15), else it is taken to."""
     return bool(getattr(join, "_enable", True))
 
 
 def reduce_lr(plateau: Any) -> Any:
-    """``ReduceLROnPlateau._reduce_lr`` (1.0 to 2.13), called when it cuts the learning rate.
+    """``ReduceLROnPlateau._reduce_lr`` (1.0 to 2.15), called when it cuts the learning rate.
 
     Below ``step``, whose own warnings so still blame the user's line. Without it a difference of
     learning rates is placed at the optimizer's step.
@@ -347,7 +348,7 @@ def group_ranks(ddp: Any) -> list[int]:
 
 
 def comm_hook(ddp: Any) -> str:
-    """The name of DDP's communication hook: ``_comm_hooks`` (2.2 to 2.13), empty without one.
+    """The name of DDP's communication hook: ``_comm_hooks`` (2.2 to 2.15), empty without one.
 
     Without it a local SGD is told by its averaging alone.
     """
@@ -361,7 +362,7 @@ def is_sharded(optimizer: Any) -> bool:
 
 
 def verify_parameters(distributed: Any) -> Any:
-    """``_verify_param_shape_across_processes`` (2.0 to 2.13), which DDP's constructor calls first.
+    """``_verify_param_shape_across_processes`` (2.0 to 2.15), which DDP's constructor calls first.
 
     As it stands in ``torch.nn.parallel.distributed``. Without it, models that differ between ranks
     are known by DDP's exception alone.
@@ -372,7 +373,7 @@ def verify_parameters(distributed: Any) -> Any:
 def normalizes_alone(module: Any) -> bool:
     """Whether a module is a BatchNorm that takes its statistics from one rank's batch.
 
-    ``torch.nn.modules.batchnorm._BatchNorm`` (1.0 to 2.13) is the base of all of them,
+    ``torch.nn.modules.batchnorm._BatchNorm`` (1.0 to 2.15) is the base of all of them,
     ``SyncBatchNorm`` among them. Without it no small batch is told.
     """
     torch: Any = sys.modules["torch"]
@@ -385,7 +386,7 @@ def normalizes_alone(module: Any) -> bool:
 
 
 def keeps_statistics(module: Any) -> bool:
-    """Whether a module is a BatchNorm or InstanceNorm: ``_NormBase`` (1.4 to 2.13).
+    """Whether a module is a BatchNorm or InstanceNorm: ``_NormBase`` (1.4 to 2.15).
 
     Without it their statistics are known by their names alone.
     """
@@ -406,7 +407,7 @@ def broadcasts_buffers(ddp: Any) -> bool | None:
     """Whether DDP is to broadcast the buffers before a forward; None if a hook of the user's does.
 
     ``forward_sync_buffers`` from 2.13 on, before it ``broadcast_buffers``; ``buffer_hook`` and
-    ``modules_buffers`` (1.9 to 2.13). Without these nothing is told of buffers.
+    ``modules_buffers`` (1.9 to 2.15). Without these nothing is told of buffers.
     """
     if hasattr(ddp, "buffer_hook") or not hasattr(ddp, "modules_buffers"):
         return None
@@ -414,7 +415,7 @@ def broadcasts_buffers(ddp: Any) -> bool | None:
 
 
 def scale_of(scaler: Any) -> Any:
-    """A GradScaler's scale, a tensor on its device: ``_scale`` (1.6 to 2.13), or None.
+    """A GradScaler's scale, a tensor on its device: ``_scale`` (1.6 to 2.15), or None.
 
     ``get_scale`` would wait for a GPU. Without it scales are not compared.
     """
@@ -422,7 +423,7 @@ def scale_of(scaler: Any) -> Any:
 
 
 def restore_location(serialization: Any) -> Any:
-    """``torch.serialization._get_restore_location`` (1.0 to 2.13), asked once in each load.
+    """``torch.serialization._get_restore_location`` (1.0 to 2.15), asked once in each load.
 
     Given ``map_location`` it returns what puts a storage on its device. Without it nobody is told
     which line loaded onto another rank's GPU.
@@ -431,7 +432,7 @@ def restore_location(serialization: Any) -> Any:
 
 
 def device_uuid(torch: Any, device: Any) -> str:
-    """The UUID of a CUDA device: ``get_device_properties(device).uuid`` (2.5 to 2.13).
+    """The UUID of a CUDA device: ``get_device_properties(device).uuid`` (2.5 to 2.15).
 
     Empty without it, and while CUDA is not initialized: then nobody is told of a rank's GPUs.
     """
@@ -445,9 +446,9 @@ def saved_tensors(node: Any) -> tuple[list[tuple[bool, Any]], bool]:
 
     With it, whether that is all of it.
 
-    ``_raw_saved_*`` and ``_saved_*`` of a node (1.9 to 2.13); ``unpack_hook`` of a saved tensor
-    (2.13) tells that to unpack it is to call a hook of the job, such as checkpointing's, and then
-    it is left out. Without that, nothing is told of what operations keep.
+    ``_raw_saved_*`` and ``_saved_*`` of a node (1.9 to 2.15); ``unpack_hook`` of a saved tensor
+    (2.13 to 2.15) tells that to unpack it is to call a hook of the job, such as checkpointing's,
+    and then it is left out. Without that, nothing is told of what operations keep.
     """
     found = []
     complete = True
@@ -484,7 +485,7 @@ def _saved_names(operation: type[Any]) -> tuple[str, ...]:
 def largest(torch: Any, tensors: list[Any]) -> Any:
     """The greatest magnitude in each tensor, as one vector in double precision.
 
-    ``_foreach_norm`` (1.13 to 2.13) launches few kernels for many tensors of a device and dtype;
+    ``_foreach_norm`` (1.13 to 2.15) launches few kernels for many tensors of a device and dtype;
     without it there is one for each.
     """
     together = getattr(torch, "_foreach_norm", None)

@@ -27,6 +27,7 @@ from ddpdoctor.record import Phase
 _FORWARD = int(Phase.FORWARD)
 _HOOK = "ddp.forward"
 BUFFERS = "DDP's broadcast of buffers"
+FINALIZE = "DDP's finalize_backward"
 """How the broadcast before a forward is shown, next to the names of collectives."""
 
 
@@ -66,6 +67,8 @@ def install(module: ModuleType) -> None:
     sync = torch_private.sync_buffers(ddp_class)
     if sync is not None:
         _wrap_sync(torch, ddp_class, sync)
+    if hasattr(ddp_class, "finalize_backward"):
+        _wrap_finalize(ddp_class, ddp_class.finalize_backward)
 
 
 # -- construction
@@ -230,6 +233,9 @@ def _listen(ddp: Any, tracker: StepTracker) -> None:
     if iteration != told.iteration:
         told.iteration = iteration
         step.told += 1
+        if getattr(ddp, "require_manual_backward_finalization", False):
+            # It is waited for outside of backward.
+            return
         step.exposed += max(
             0,
             numbers.get("backward_comm_time", 0)
@@ -271,3 +277,26 @@ def _wrap_sync(torch: Any, ddp_class: Any, original: Any) -> None:
         return result
 
     ddp_class._sync_buffers = _sync_buffers
+
+
+# -- the end of a backward that the job finishes itself (2.15)
+
+
+def _wrap_finalize(ddp_class: Any, original: Any) -> None:
+    @functools.wraps(original)
+    def finalize_backward(self: Any) -> Any:
+        if rank.active is None or rank.is_compiling():
+            return original(self)
+        entered = collectives.enter(FINALIZE)
+        try:
+            result = original(self)
+        except BaseException as error:
+            shield.hide_frame(error)
+            if entered:
+                collectives.leave(error)
+            raise
+        if entered:
+            collectives.leave(None)
+        return result
+
+    ddp_class.finalize_backward = finalize_backward
