@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
 from ddpdoctor.finding import RULES, Finding, Severity, examine
@@ -296,6 +297,47 @@ def test_a_rank_whose_evidence_cannot_be_had(tmp_path: Path) -> None:
     assert "no stack of rank 1: on another host or in another container: n2" in found.evidence
 
 
+def test_without_a_flight_recorder_the_idle_one_waits(tmp_path: Path) -> None:
+    waits = {**waiting(0), "flight": None}
+    idle = rank(1, "other", flight=None, stacks=stacks(1, ("/job/train.py", 88, "get")))
+    (found,) = findings(tmp_path, waits, idle)
+    assert (found.code, found.ranks, found.severity) == ("DDP802", (1,), Severity.ERROR)
+    assert found.message == (
+        "rank 1 never joined backward's all-reduce, where rank 0 waits in train.py:61; rank 1 is "
+        "in `get` train.py:88, idle since 41 s"
+    )
+    # Also in a backward, but one that computes: it is not there yet.
+    busy = {**waits, "rank": 1, "activity": {"letters": "RR", "cpu": 0.98}}
+    (found,) = findings(tmp_path, waits, {**busy, "stacks": stacks(1, TRAIN, IN_TORCH)})
+    assert (found.code, found.ranks, found.severity) == ("DDP802", (1,), Severity.WARNING)
+    assert "computing (98 % of a core)" in found.message
+    # In torch, but in nothing that waits for ranks.
+    loads = ("/lib/python3.11/site-packages/torch/serialization.py", 8, "load")
+    for phase in ("other", "forward"):
+        there = {**idle, "phase": phase, "stacks": stacks(0, TRAIN, loads), "rank": 0}
+        (found,) = findings(tmp_path, there, idle)
+        assert (found.code, found.severity) == ("DDP814", Severity.WARNING)
+
+
+@pytest.mark.parametrize(
+    ("frames", "words"),
+    [
+        ([("distributed.py", "__init__"), ("distributed.py", "_x")], "DDP's constructor"),
+        ([("distributed.py", "forward"), ("distributed.py", "_pre_forward")], "DDP's forward"),
+    ],
+)
+def test_without_a_flight_recorder_waits_of_ddp_itself(
+    tmp_path: Path, frames: list[tuple[str, str]], words: str
+) -> None:
+    parallel = "/lib/python3.11/site-packages/torch/nn/parallel/"
+    inside = [(parallel + file, 8, function) for file, function in frames]
+    waits = rank(0, "other", flight=None, stacks=stacks(0, TRAIN, *inside))
+    idle = rank(1, "other", flight=None, stacks=stacks(1, ("/job/train.py", 88, "get")))
+    (found,) = findings(tmp_path, waits, idle)
+    assert (found.code, found.ranks, found.severity) == ("DDP802", (1,), Severity.ERROR)
+    assert f"rank 1 never joined {words}, where rank 0 waits in train.py:61" in found.message
+
+
 def test_a_job_that_goes_on_has_no_finding(tmp_path: Path) -> None:
     record = {"kind": "hang", "time": NOW, "number": 1, "restart": 0, "file": "hang-0001.json"}
     over = {"kind": "hang_over", "time": NOW, "number": 1}
@@ -401,7 +443,11 @@ def test_a_stall_is_said_and_so_is_that_it_is_over(doctor: Doctor) -> None:
     assert found["location"] == {"path": str(script), "line": 9}
     told = json.loads((result.run_dir / "hang-0001.json").read_text())
     assert [each["rank"] for each in told["ranks"]] == [0, 1]
-    assert all(each["flight"] and each["stacks"]["threads"] for each in told["ranks"])
+    assert all(each["stacks"]["threads"] for each in told["ranks"])
+    # Before torch 2.9 gloo's collectives are in no recorder.
+    recorded = hasattr(torch._C._distributed_c10d, "_dump_fr_trace")
+    assert all(bool(each["flight"]) == recorded for each in told["ranks"])
+    assert all(bool(each["flight_trouble"]) != recorded for each in told["ranks"])
     assert time.monotonic() - began < 90
 
 

@@ -58,7 +58,11 @@ def _entries() -> dict[str, Any]:
     dumps = torch_private.flight_recorders(sys.modules["torch"])
     if not dumps:
         return {"trouble": "this torch has no Flight Recorder"}
-    return {"entries": newest([entry for dump in dumps for entry in _read(dump())])}
+    entries = [entry for dump in dumps for entry in _read(dump())]
+    if not (entries or torch_private.flight_recorders_know_gloo(sys.modules["torch"])):
+        # Of gloo's collectives they say nothing, whether or not one is stuck.
+        return {"trouble": "this torch's Flight Recorder records NCCL's collectives alone"}
+    return {"entries": newest(entries)}
 
 
 def _read(dump: bytes) -> list[dict[str, Any]]:

@@ -499,8 +499,8 @@ def flight_recorders(torch: Any) -> list[Callable[[], bytes]]:
 
     ``_dump_fr_trace`` (2.9 to 2.15) has what gloo did, ``_dump_nccl_trace`` (2.3 to 2.15) what NCCL
     did, where torch was built with it. From ``FlightRecorderHook`` on (2.15) every other backend,
-    that which "nccl" then is among them, has a recorder of its own name. Without them DDP's own
-    collectives are known by their number alone.
+    that which "nccl" then is among them, has a recorder of its own name. Without them a wait for
+    DDP's own collectives is known by the backward that idles, and they have no number.
     """
     c10d = torch._C._distributed_c10d
     names = ("_dump_fr_trace", "_dump_nccl_trace")
@@ -512,3 +512,8 @@ def flight_recorders(torch: Any) -> list[Callable[[], bytes]]:
         others = {backend.name() for backend in backends(module)} - {"gloo", "nccl"}
         found += [functools.partial(c10d._dump_fr_trace, backend=name) for name in sorted(others)]
     return found
+
+
+def flight_recorders_know_gloo(torch: Any) -> bool:
+    """Whether they record gloo's collectives, too: with ``_dump_fr_trace`` (2.9 to 2.15)."""
+    return hasattr(torch._C._distributed_c10d, "_dump_fr_trace")

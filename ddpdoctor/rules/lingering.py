@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ddpdoctor.finding import Location, Severity
-from ddpdoctor.rules.standing import Standing, brief
-from ddpdoctor.rules.whereabouts import BUSY, Whereabouts, doing, waits_for_network, works
+from ddpdoctor.rules.standing import BUSY, Standing, brief
+from ddpdoctor.rules.whereabouts import Whereabouts, doing, waits_for_network, works
 from ddpdoctor.stacks.model import ENDING, Thread
 from ddpdoctor.stacks.process_state import ENDED
 from ddpdoctor.stacks.user_frames import innermost, is_ours

@@ -16,12 +16,17 @@ from ddpdoctor.run import Run
 from ddpdoctor.stacks.model import Frame, RankStacks, from_record
 from ddpdoctor.stacks.user_frames import innermost, is_user_path
 
+BUSY = 0.2
+"""Share of a core above which a process is at work; ranks may have to share their cores."""
+
 SILENT = 2_000_000_000
 """Nanoseconds without a sign of a rank's writing thread, which is awake four times a second."""
 
 _OURS = "/ddpdoctor/probe/"
 _COLLECTIVES = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/")
 """Where torch's Python code waits for other ranks."""
+_DDP = ("/torch/nn/parallel/distributed.py", "/torch/distributed/utils.py")
+"""Where DDP calls its native code: its constructor, and the way into its forward."""
 
 _WORDS = {
     "float32": "float", "float": "float", "float64": "double", "double": "double",
@@ -296,8 +301,13 @@ class Standing:
         inner = self._inner
         if inner is None:
             return self.phase == Phase.BACKWARD.label
-        if self.phase == Phase.BACKWARD.label and self.flight is None:
-            return not is_user_path(inner.path)
+        if self.flight is None:
+            # Nobody tells which of DDP's collectives are pending: then idling in torch is waiting.
+            return self.activity("cpu") < BUSY and (
+                not is_user_path(inner.path)
+                if self.phase == Phase.BACKWARD.label
+                else any(part in inner.path for part in _DDP)
+            )
         # A backward that still computes waits for nobody, nor does who only began a collective;
         # DDP's constructor and the way into its forward wait, too, and are no phase.
         pending = any(not each.done for each in self.flight or ())
@@ -320,6 +330,9 @@ class Standing:
             return BUFFERS
         if self.phase == Phase.BACKWARD.label:
             return "backward's all-reduce"
+        if self.flight is None and self.phase != Phase.WAIT.label:
+            inside = [each.function for each in self.frames if _DDP[0] in each.path]
+            return "DDP's constructor" if "__init__" in inside else "DDP's forward"
         return str(self.record.get("collective") or self.phase)
 
 

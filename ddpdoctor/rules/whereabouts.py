@@ -6,12 +6,9 @@ from dataclasses import dataclass
 
 from ddpdoctor.finding import Location, Severity
 from ddpdoctor.rules.guards import constant_while, statement
-from ddpdoctor.rules.standing import Standing, brief, quoted
+from ddpdoctor.rules.standing import BUSY, Standing, brief, quoted
 from ddpdoctor.stacks.model import Frame
 from ddpdoctor.stacks.user_frames import is_user_path
-
-BUSY = 0.2
-"""Share of a core above which a process is at work; ranks may have to share their cores."""
 
 NOTICED = 5.0
 """Seconds within which a launcher notices that a rank has died."""
