@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -155,6 +157,20 @@ def _nothing_left_running(token: str) -> Iterator[None]:
 Environment = Mapping[str, str]
 
 
+@functools.cache
+def _fixed_port() -> bool:
+    """Whether torchrun takes port 29500 for one node, too, as it does before torch 2.13."""
+    from torch.distributed.run import get_args_parser
+
+    return get_args_parser().get_default("master_port") is not None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 class Doctor:
     """Runs commands the way a person would, each in a directory of its own."""
 
@@ -166,6 +182,9 @@ class Doctor:
 
     def environment(self, extra: Environment | None = None) -> dict[str, str]:
         keep = {key: value for key, value in os.environ.items() if not key.startswith("PET_")}
+        if _fixed_port():
+            # Another job on this machine may have that one.
+            keep["PET_MASTER_PORT"] = str(_free_port())
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             keep.pop(name, None)
         return {
