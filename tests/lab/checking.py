@@ -12,9 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from tests.lab.network import Host, Lab
+from tests.lab.network import NETWORK, Host, Lab
 
 PORT = 29500
 WITHOUT_TORCH = ("--skip", "collectives,gloo-nodes,nccl-nodes")
@@ -149,3 +149,30 @@ class Checks:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+class Make(Protocol):
+    """Makes a lab of so many hosts."""
+
+    def __call__(self, size: int, network: str = NETWORK) -> Checks: ...
+
+
+def silent(said: list[Said]) -> None:
+    """Nothing is wrong on any node."""
+    for each in said:
+        assert each.findings() == [], each.host.name
+        assert each.status == 0, (each.host.name, each.document, each.stderr)
+
+
+def agreeing(said: list[Said], code: str) -> str:
+    """The messages of one code, which have to be the same on every node."""
+    told = {
+        "\n".join(
+            finding["message"].replace(", this one", "")
+            for finding in each.findings()
+            if finding["code"] == code
+        )
+        for each in said
+    }
+    assert len(told) == 1, told
+    return told.pop()

@@ -1,0 +1,37 @@
+"""The lab of network namespaces in which nodes check each other."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import Doctor
+from tests.lab.checking import Checks, Make
+from tests.lab.network import NETWORK, Lab, lab, why_not
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, doctor: Doctor) -> Iterator[Make]:
+    """Makes a lab of so many hosts."""
+    if why_not():
+        pytest.skip(why_not())
+    made: list[Checks] = []
+    labs: list[contextlib.AbstractContextManager[Lab]] = []
+
+    def make(size: int, network: str = NETWORK) -> Checks:
+        holder = lab(size, tmp_path / f"lab{len(labs)}", network)
+        made.append(Checks(holder.__enter__(), tmp_path, doctor.environment()))
+        labs.append(holder)
+        return made[-1]
+
+    before = set(psutil.net_if_addrs())
+    yield make
+    for checks in made:
+        checks.close()
+    for holder in labs:
+        holder.__exit__(None, None, None)
+    assert set(psutil.net_if_addrs()) == before

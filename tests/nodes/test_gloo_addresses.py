@@ -1,0 +1,91 @@
+"""``ddpdoctor check`` across nodes, in a lab: the address that gloo gives to others."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.lab import faults
+from tests.lab.checking import PORT, WITHOUT_TORCH, Make, agreeing
+from tests.lab.network import INTERFACE
+
+ABOVE_LOOPBACK = "192.168.77"
+"""Addresses higher than 127.0.1.1, so that gloo there dials it; those of 10.0.0.0/8 are lower."""
+
+
+@pytest.mark.slow
+def test_an_own_name_on_loopback_that_nobody_dials_is_a_warning(nodes: Make) -> None:
+    """The node with 127.0.1.1 dials those at 10.77.0.x: the job works."""
+    checks = nodes(2)
+    faults.own_name_is_loopback(checks.lab.hosts[1])
+    said = checks.run()
+    for each in said:
+        assert [one["severity"] for one in each.findings("gloo-addresses")] == ["warning"]
+        assert "2 of 2 ranks" in each.outcome("gloo-nodes")["detail"]
+        assert each.status == 1
+
+
+@pytest.mark.slow
+def test_two_own_names_on_loopback(nodes: Make) -> None:
+    checks = nodes(3)
+    for host in checks.lab.hosts[1:]:
+        faults.own_name_is_loopback(host)
+    said = checks.run(*WITHOUT_TORCH)
+    assert {one["severity"] for one in said[0].findings("gloo-addresses")} == {"error"}
+    assert len(said[0].findings("gloo-addresses")) == 2
+
+
+def test_an_own_name_on_loopback(nodes: Make) -> None:
+    checks = nodes(2, ABOVE_LOOPBACK)
+    faults.own_name_is_loopback(checks.lab.hosts[1])
+    said = checks.run()
+    assert agreeing(said, "DDP055") == (
+        "gloo on node1 (node 1) listens on 127.0.1.1, where no other node reaches it"
+    )
+    for each in said:
+        finding = each.findings("gloo-addresses")[0]
+        assert finding["paste"] == "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
+        assert each.outcome("gloo-nodes")["status"] == "skipped"
+
+
+def test_an_interface_that_is_not_there_on_one_node(nodes: Make) -> None:
+    checks = nodes(2)
+    faults.rename_interface(checks.lab.hosts[1], "ens5")
+    named = {"GLOO_SOCKET_IFNAME": INTERFACE}
+    said = checks.run(*WITHOUT_TORCH, env={0: named, 1: named})
+    assert agreeing(said, "DDP055") == (
+        "gloo would not start on node1 (node 1): GLOO_SOCKET_IFNAME: 'eth0' does not exist"
+    )
+    paste = said[0].findings("gloo-addresses")[0]["paste"]
+    assert paste == "export GLOO_SOCKET_IFNAME=ens5 NCCL_SOCKET_IFNAME=ens5"
+
+
+@pytest.mark.slow
+def test_an_interface_that_reaches_nobody_is_the_wrong_one(nodes: Make) -> None:
+    """Chosen by name on one node: its loopback; on the other two: bridges of their own."""
+    checks = nodes(3, ABOVE_LOOPBACK)
+    for host in checks.lab.hosts:
+        faults.container_bridge(host)
+    bridge = {"GLOO_SOCKET_IFNAME": "docker0"}
+    said = checks.run(env={0: bridge, 1: bridge, 2: {"GLOO_SOCKET_IFNAME": "lo"}})
+    told = agreeing(said, "DDP055").splitlines()
+    assert sorted(line.partition(",")[0] for line in told) == [
+        "gloo on node0 (node 0) listens on 172.17.0.1 (docker0)",
+        "gloo on node1 (node 1) listens on 172.17.0.1 (docker0)",
+        "gloo on node2 (node 2) listens on 127.0.0.1",
+    ]
+    for each in said:
+        assert each.status == 2
+        assert {one["paste"] for one in each.findings("gloo-addresses")} == {
+            "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
+        }
+
+
+def test_a_container_bridge_that_gloo_takes(nodes: Make) -> None:
+    checks = nodes(2)
+    for host in checks.lab.hosts:
+        faults.container_bridge(host, named=True)
+    said = checks.run("--rdzv-endpoint", f"10.77.0.1:{PORT}", *WITHOUT_TORCH)
+    told = agreeing(said, "DDP055").splitlines()
+    assert [line.partition(",")[0] for line in told] == [
+        f"gloo on node{rank} (node {rank}) listens on 172.17.0.1 (docker0)" for rank in (0, 1)
+    ]
