@@ -131,6 +131,7 @@ FAULTS: dict[str, Callable[[Lab, Path], Fault | None]] = {
     "name of node 0 wrong": lambda made, _: faults.name_wrong(
         made.hosts[1], made.hosts[0], "10.77.0.99"
     ),
+    "endpoint is localhost": lambda *_: Fault(words=("--rdzv-endpoint", f"localhost:{PORT}")),
     "endpoint is another node": lambda *_: Fault(words=("--rdzv-endpoint", f"node1:{PORT}")),
     "a node absent": lambda *_: Fault(ranks=(0, 1)),
     "node 0 absent": lambda *_: Fault(ranks=(1, 2)),
