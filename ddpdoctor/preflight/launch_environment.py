@@ -41,7 +41,8 @@ def launch_environment(situation: Situation) -> Outcome:
 
     When it stays silent
         Without such variables, when they are torchrun's own, and when MASTER_ADDR and MASTER_PORT
-        alone are set, as batch scripts do.
+        alone are set, as batch scripts do. About the rendezvous where several nodes are checked:
+        DDP050 sees whether they meet there.
 
     Since
         0.1.0

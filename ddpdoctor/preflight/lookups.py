@@ -35,7 +35,8 @@ def lookups(situation: Situation) -> Outcome:
         Right: one that answers, or `10.0.0.5 node1` in /etc/hosts.
 
     When it stays silent
-        When names resolve within 1 s; about a host name that does not resolve, which is DDP003.
+        When names resolve within 1 s; about a host name that does not resolve, which is DDP003;
+        about a rendezvous' host that does not, where several nodes are checked: that is DDP050.
 
     Since
         0.1.0
