@@ -24,10 +24,11 @@ def attendance(situation: Situation) -> Outcome:
     What it finds
         A node that is absent half a minute after the check began on node 0, by its rank and, under
         Slurm, by its name. On a node that cannot reach the endpoint: why not, whether the name is
-        unknown, the port closed, the packets dropped, or something else answers there. That is
-        told within ten seconds, unless it may be that node 0 only starts later; on node 0 as well
-        if another of its ports is open. An endpoint that nobody named, or on localhost. A node rank 0 that is not where the endpoint leads. A node
-        with another rendezvous id, one too many, or one that went away in the middle.
+        unknown, the port closed, the packets dropped, or something else answers there. That is told
+        within ten seconds, unless it may be that node 0 only starts later; on node 0 as well if
+        another of its ports is open. An endpoint that nobody named, or on localhost. A node rank 0
+        that is not where the endpoint leads. A node with another rendezvous id, one too many, or
+        one that went away in the middle.
 
     Why it is bad
         torchrun waits for the nodes in silence, for 10 minutes and more, on those nodes that did
