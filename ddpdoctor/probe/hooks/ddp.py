@@ -27,9 +27,10 @@ from ddpdoctor.record import Phase
 _FORWARD = int(Phase.FORWARD)
 _HOOK = "ddp.forward"
 BUFFERS = "DDP's broadcast of buffers"
-FINALIZE = "DDP's finalize_backward"
 """How the broadcast before a forward is shown, next to the names of collectives."""
 
+FINALIZE = "DDP's finalize_backward"
+"""The same of the wait at the end of a backward that the job finishes itself."""
 
 SHORT = 5_000_000
 """Nanoseconds below which a step is too short to ask DDP's logger (10 us) every time."""
