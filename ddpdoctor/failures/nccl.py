@@ -220,13 +220,15 @@ FAILURES = (
         anchors=(
             "have NCCL built in",
             "only supported with GPUs",
+            "requires at least one CUDA device",
             "no NVIDIA driver",
             "'_cuda_setDevice'",
             "not compiled with CUDA",
             "uda is not available",
         ),
         pattern=r"Distributed package doesn't have NCCL built in"
-        r"|ProcessGroupNCCL is only supported with GPUs|Found no NVIDIA driver"
+        r"|ProcessGroupNCCL is only supported with GPUs|nccl2 requires at least one CUDA device"
+        r"|Found no NVIDIA driver"
         r"|has no attribute '_cuda_setDevice'|Torch not compiled with CUDA enabled"
         r"|Error: [^\n]*Cuda is not available",
         says="asked for CUDA or NCCL, and this torch or this machine has none",
@@ -242,6 +244,6 @@ FAILURES = (
             'Wrong: `dist.init_process_group("nccl")` on a laptop. Right: the choice above.',
             "When the script falls back by itself.",
         ),
-        torch="1.13, 2.6, 2.13",
+        torch="1.13, 2.6, 2.13, 2.15",
     ),
 )
