@@ -444,7 +444,7 @@ def test_a_stall_is_said_and_so_is_that_it_is_over(doctor: Doctor) -> None:
     told = json.loads((result.run_dir / "hang-0001.json").read_text())
     assert [each["rank"] for each in told["ranks"]] == [0, 1]
     assert all(each["stacks"]["threads"] for each in told["ranks"])
-    # Before torch 2.9 gloo's collectives are in no recorder.
+    # Before torch 2.8 gloo's collectives are in no recorder.
     recorded = hasattr(torch._C._distributed_c10d, "_dump_fr_trace")
     assert all(bool(each["flight"]) == recorded for each in told["ranks"])
     assert all(bool(each["flight_trouble"]) != recorded for each in told["ranks"])

@@ -37,6 +37,8 @@ class PartialStops:
             for rank in run.last
             if rank.status is not None and rank.rank not in standing and _waits(rank.status)
         ]
+        kept = [rank.opened.get("kept_timeout") for rank in run.last]
+        timeouts = [each for each in kept if isinstance(each, (int, float))]
         now = time.monotonic()
         if not standing:
             self._since = None
@@ -64,8 +66,20 @@ class PartialStops:
         return (
             f"{rank_sets.words(standing)} {verb} held by the debugger{at}; "
             f"{rank_sets.words(picture[1])} {wait} for {them}{_where(waiting)} and will stop at "
-            "breakpoints after that"
+            "breakpoints after that" + _timeout(timeouts)
         )
+
+
+def _timeout(kept: Sequence[float]) -> str:
+    """What lifting timeouts does not reach: gloo of some torch keeps its group's."""
+    if not kept:
+        return ""
+    shortest = min(kept)
+    told = f"{shortest / 60:.0f} min" if shortest >= 120 else f"{shortest:.0f} s"
+    return (
+        f"; this torch's gloo keeps its timeout of {told}, after which they fail: a job that is "
+        "started with --wait-for-attach has none"
+    )
 
 
 def _waits(status: Status) -> bool:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ddpdoctor.probe import budget, events, shield, sites, watch
+from ddpdoctor.probe import budget, events, shield, sites, timeouts, watch
 from ddpdoctor.probe.flight import Flight
 from ddpdoctor.probe.ledger import Ledger
 from ddpdoctor.probe.recorder import Recorder
@@ -115,6 +115,7 @@ def become(torch: Any) -> None:
             "host": socket.gethostname(),
             "namespace": watch.namespace(),
             "backend": str(distributed.get_backend()),
+            "kept_timeout": timeouts.kept(),
             "argv": list(sys.argv),
             "launcher": "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "other",
             "versions": {

@@ -1,6 +1,7 @@
 """Collective timeouts, lifted while a rank stands in the debugger: its peers wait for it.
 
-A collective that was already waiting keeps the timeout it began with.
+A collective that was already waiting keeps the timeout it began with. Some gloo keeps the one that
+its group was made with (:func:`kept`).
 """
 
 from __future__ import annotations
@@ -65,6 +66,19 @@ def sweep() -> None:
                 # Set by the job itself since.
                 users = current
             _set(backend, current, users)
+
+
+def kept() -> float | None:
+    """The seconds of the shortest timeout that cannot be lifted any more; None where all can."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    found = [
+        timeout.total_seconds()
+        for backend in (torch_private.backends(c10d) if c10d is not None else ())
+        if torch_private.keeps_timeout(backend)
+        and (timeout := torch_private.timeout_of(backend)) is not None
+        and timeout < LIFTED
+    ]
+    return min(found, default=None)
 
 
 def made(backends: list[Any], timeout: datetime.timedelta) -> None:

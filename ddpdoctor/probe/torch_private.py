@@ -213,7 +213,10 @@ def timeout_of(backend: Any) -> timedelta | None:
 
 
 def set_timeout(backend: Any, timeout: timedelta) -> None:
-    """Set the timeout of a backend's later collectives, of one that :func:`backends` gave."""
+    """Set the timeout of a backend's later collectives, of one that :func:`backends` gave.
+
+    gloo may let it be set and keep the old one all the same (:func:`keeps_timeout`).
+    """
     getattr(backend, timeout_setter(type(backend)))(timeout)
 
 
@@ -228,6 +231,14 @@ def timeout_setter(backend_class: type[Any]) -> str:
         return "_set_default_timeout"
     newer = backend_class.__name__.startswith("ProcessGroupNCCL")
     return "set_timeout" if newer and hasattr(backend_class, "set_timeout") else ""
+
+
+def keeps_timeout(backend: Any) -> bool:
+    """Whether a backend keeps the timeout that it was made with: gloo without ``set_timeout``.
+
+    So in 2.4 and 2.8; in 2.13 it has that, and each collective takes the timeout anew.
+    """
+    return type(backend).__name__ == "ProcessGroupGloo" and not hasattr(backend, "set_timeout")
 
 
 def has_compiled() -> bool:
@@ -497,7 +508,7 @@ def largest(torch: Any, tensors: list[Any]) -> Any:
 def flight_recorders(torch: Any) -> list[Callable[[], bytes]]:
     """What dump torch's Flight Recorders as pickles of our own process; empty without any.
 
-    ``_dump_fr_trace`` (2.9 to 2.15) has what gloo did, ``_dump_nccl_trace`` (2.3 to 2.15) what NCCL
+    ``_dump_fr_trace`` (2.8 to 2.15) has what gloo did, ``_dump_nccl_trace`` (2.3 to 2.15) what NCCL
     did, where torch was built with it. From ``FlightRecorderHook`` on (2.15) every other backend,
     that which "nccl" then is among them, has a recorder of its own name. Without them a wait for
     DDP's own collectives is known by the backward that idles, and they have no number.
@@ -512,8 +523,3 @@ def flight_recorders(torch: Any) -> list[Callable[[], bytes]]:
         others = {backend.name() for backend in backends(module)} - {"gloo", "nccl"}
         found += [functools.partial(c10d._dump_fr_trace, backend=name) for name in sorted(others)]
     return found
-
-
-def flight_recorders_know_gloo(torch: Any) -> bool:
-    """Whether they record gloo's collectives, too: with ``_dump_fr_trace`` (2.9 to 2.15)."""
-    return hasattr(torch._C._distributed_c10d, "_dump_fr_trace")
