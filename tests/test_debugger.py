@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from torch.distributed import distributed_c10d
+from torch._C._distributed_c10d import ProcessGroupGloo
 
 from tests.conftest import JOBS, ROOT, Doctor, Live, Result
 from tests.dap_client import DapClient, DapError, DapUnavailable, install_modules
@@ -24,7 +24,7 @@ from tests.dap_client import DapClient, DapError, DapUnavailable, install_module
 JOB = JOBS / "debugged.py"
 PAUSING = JOBS / "pausing.py"
 
-KEEPS_TIMEOUT = not hasattr(distributed_c10d.Backend, "set_timeout")
+KEEPS_TIMEOUT = not hasattr(ProcessGroupGloo, "set_timeout")
 """gloo keeps the timeout that a group was made with, whatever it is told later (torch 2.4, 2.8)."""
 
 HUGE = b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n"
