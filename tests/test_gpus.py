@@ -458,8 +458,8 @@ def test_a_real_load_goes_through_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch.serialization, "_get_restore_location", noted)
     torch.save({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "a.pt")
-    torch.load(tmp_path / "a.pt", map_location="cpu")
-    torch.load(tmp_path / "a.pt")
+    torch.load(tmp_path / "a.pt", map_location="cpu", weights_only=True)
+    torch.load(tmp_path / "a.pt", weights_only=True)
     assert asked == ["cpu", None]
 
 
