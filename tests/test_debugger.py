@@ -145,6 +145,7 @@ def states_in_top(job: Job) -> list[str]:
     return [str(row["state"]) for row in ranks]
 
 
+@pytest.mark.slow
 def test_two_ranks_from_attach_to_attach_again(job: Job) -> None:
     job.start()
     job.live.wait_for_steps(5)

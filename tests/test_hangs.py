@@ -406,6 +406,7 @@ def test_workers_that_wait_for_the_network_are_not_deadlocked(tmp_path: Path) ->
 # -- a real one
 
 
+@pytest.mark.slow
 def test_a_stall_is_said_and_so_is_that_it_is_over(doctor: Doctor) -> None:
     script = doctor.write(
         "train.py",

@@ -197,6 +197,7 @@ def test_kill_the_supervisor(words: tuple[str, ...], doctor: Doctor) -> None:
     assert_all_end(doctor)
 
 
+@pytest.mark.slow
 def test_kill_torchrun(doctor: Doctor) -> None:
     live = start_stuck(doctor, "stubborn", "helper")
     torchrun_of(live).kill()

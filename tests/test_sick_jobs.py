@@ -28,12 +28,8 @@ SICK = sorted(
     if not path.stem.endswith("_healed")
 )
 HEALTHY = sorted((ROOT / "sample_jobs" / "healthy").glob("*.py"))
-SAMPLE = {
-    "gan",
-    "ddp102_no_sampler",
-    "ddp401_barrier_on_rank_0",
-    "ddp305_unused_head",
-}
+SAMPLE = {"ddp102_no_sampler", "ddp401_barrier_on_rank_0", "ddp305_unused_head"}
+HEALED = {"ddp401_barrier_on_rank_0"}
 """Jobs that are run every time; the others are slow, all of them together."""
 
 
@@ -43,7 +39,7 @@ def jobs(paths: list[Path], twin: bool = False) -> list[object]:
         pytest.param(
             path.with_name(f"{path.stem}_healed.py") if twin else path,
             id=path.stem,
-            marks=() if path.stem in SAMPLE else pytest.mark.slow,
+            marks=() if path.stem in (HEALED if twin else SAMPLE) else pytest.mark.slow,
         )
         for path in paths
     ]
