@@ -379,6 +379,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.mark.slow
 def test_two_nodes_on_one_machine(doctor: Doctor) -> None:
     port = str(free_port())
     nodes = [

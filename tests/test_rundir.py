@@ -358,6 +358,7 @@ def test_the_run_directory_vanishes(doctor: Doctor) -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_findings_that_cannot_be_written(doctor: Doctor) -> None:
     words = ("--json", "/dev/full", "--nproc-per-node", "2", TRAIN, "--fail", "exception")
     result = doctor.run(*words)
