@@ -43,9 +43,17 @@ def test_losses_and_random_state_are_the_same_bit_for_bit(doctor: Doctor, worker
     bare.check_success()
     watched.check_success()
     # The ranks print their last lines in any order.
-    assert sorted(watched.stdout.splitlines()) == sorted(bare.stdout.splitlines())
-    assert len(bare.stdout.splitlines()) == 6 + 2
+    assert sorted(own_lines(watched)) == sorted(own_lines(bare))
+    assert len(own_lines(bare)) == 6 + 2
     assert [len(rank.steps) for rank in watched.run.last] == [6, 6]
+
+
+def own_lines(result: Result) -> list[str]:
+    """What the job printed; gloo of torch 2.8 prints between it, both ranks at once."""
+    lines = result.stdout.splitlines()
+    if "[Gloo]" not in result.stdout:
+        return lines
+    return [line for line in lines if re.fullmatch(r"\d+\.\d{4,}|rng \d -?\d+", line)]
 
 
 def same_text(text: str) -> str:
