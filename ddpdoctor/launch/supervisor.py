@@ -138,6 +138,7 @@ class Supervisor:
         self._trouble = 0
         self._happened: float | None = None
         """When something happened that the rules should look at soon."""
+        self._mute_told = False
         self._examined = time.monotonic()
         self._ticks = 0
         self._deadline: float | None = None
@@ -322,12 +323,14 @@ class Supervisor:
         run = self._look()
         if run is None:
             return
-        for rank in run.ranks:
-            if rank.status is not None and rank.status.unwritten:
-                self._reporter.warn(
-                    f"rank {rank.rank} cannot write its records to {self._directory}; "
-                    "the job goes on, unwatched from there"
-                )
+        mute = [each.rank for each in run.ranks if each.status and each.status.unwritten]
+        if mute and not self._mute_told:
+            # The others follow, for the disk is full for all of them: once is enough.
+            self._mute_told = True
+            self._reporter.warn(
+                f"rank {mute[0]} cannot write its records to {self._directory}; "
+                "the job goes on, unwatched from there"
+            )
         if self._debugging is not None:
             self._debugging.look_at(run)
         self._follow(run)
