@@ -19,8 +19,10 @@ import pytest
 from ddpdoctor import rundir
 from ddpdoctor.commands import vscode
 from ddpdoctor.errors import DoctorError
+from ddpdoctor.launch.debug_ports import DEFAULT_PORT
 from ddpdoctor.vscode import files, jsonc, launch_json, tasks_json
 from ddpdoctor.vscode.launch_json import AttachPoint, PathMapping
+from tests.conftest import ROOT
 
 POINTS = [AttachPoint(rank, "127.0.0.1", 5678 + rank) for rank in range(2)]
 SCHEMA = json.loads((Path(__file__).parent / "launch_schema.json").read_text())
@@ -73,6 +75,13 @@ def load(path: Path) -> Any:
 
 def names(workspace: Path) -> list[str]:
     return [item["name"] for item in load(workspace / ".vscode/launch.json")["configurations"]]
+
+
+def test_the_repositorys_own_file_has_the_ports_of_a_run_without_options() -> None:
+    """Else the first run in a fresh clone would change a file that git tracks."""
+    points = [item for item in load(ROOT / ".vscode/launch.json")["configurations"]]
+    ports = [item["connect"]["port"] for item in points if "connect" in item]
+    assert ports == [DEFAULT_PORT, DEFAULT_PORT + 1]
 
 
 def refused(workspace: Path, *parts: str) -> DoctorError:
