@@ -79,7 +79,7 @@ def names(workspace: Path) -> list[str]:
 
 def test_the_repositorys_own_file_has_the_ports_of_a_run_without_options() -> None:
     """Else the first run in a fresh clone would change a file that git tracks."""
-    points = [item for item in load(ROOT / ".vscode/launch.json")["configurations"]]
+    points = load(ROOT / ".vscode/launch.json")["configurations"]
     ports = [item["connect"]["port"] for item in points if "connect" in item]
     assert ports == [DEFAULT_PORT, DEFAULT_PORT + 1]
 
