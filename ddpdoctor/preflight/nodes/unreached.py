@@ -55,7 +55,7 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
             f"the name {host} is not known on this node",
             "If the name is right, make it known here: on that machine this prints the line that "
             "/etc/hosts lacks. Or let --rdzv-endpoint be its address, on every node.",
-            f'echo "$(hostname -I | cut -d " " -f 1) {host}"',
+            f'echo "$(hostname -I | cut -d " " -f 1)" {shlex.quote(host)}',
             problem.words,
         )
     if problem.kind in ("silent", "other service"):
