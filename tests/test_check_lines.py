@@ -107,6 +107,9 @@ def test_an_unknown_name_is_made_known_by_a_line_from_its_machine() -> None:
     assert finding.evidence == ("Name or service not known",)
     line = shell(f'hostname() {{ echo "10.0.0.1 172.17.0.1 "; }}; {finding.paste}')
     assert line == "10.0.0.1 node0\n"
+    odd = unreached("node$(echo 1)", Problem("unresolved")).paste
+    line = shell(f'hostname() {{ echo "10.0.0.1 "; }}; {odd}')
+    assert line == "10.0.0.1 node$(echo 1)\n"
 
 
 def test_a_corrected_line_keeps_what_was_asked_for() -> None:

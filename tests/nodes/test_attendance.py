@@ -82,7 +82,7 @@ def test_an_endpoint_that_cannot_be_reached_is_told_where_it_is_not(nodes: Make)
     assert told[4].startswith("no machine answers at 10.77.0.99")
     pastes = [each.findings("nodes")[0].get("paste", "") for each in said]
     assert f"--dport {PORT} -j ACCEPT" in pastes[1]
-    assert pastes[3].endswith(' node0"') and "hostname -I" in pastes[3]
+    assert pastes[3].endswith(" node0") and "hostname -I" in pastes[3]
 
 
 @pytest.mark.slow
