@@ -1,0 +1,96 @@
+"""What a sick job says about itself: the findings to expect, and how to start it.
+
+A mark stands on the guilty line: ``# expect: DDP305`` for a finding of the job as a whole or on any
+rank, ``# expect: DDP305 rank 1`` or ``ranks 0,2`` for exactly these. ``# or: DDP805 rank 1`` is a
+line at which the same finding may stand instead: it takes py-spy to know more. The head of a job
+may say ``# ranks: 3``, ``# status: 1`` (the exit status that the job itself has, 0 unless said),
+``# run: --hang-after 3`` (options of ``ddpdoctor run``), and ``# needs: gpu`` or
+``# needs: 2 gpus``: it is skipped where fewer are visible.
+The twin of ``sick/NAME.py`` is ``sick/NAME_healed.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+JOBS = Path(__file__).parent.parent / "sample_jobs"
+SICK = sorted(path for path in (JOBS / "sick").glob("*.py") if not path.stem.endswith("_healed"))
+HEALTHY = sorted((JOBS / "healthy").glob("*.py"))
+
+_MARK = re.compile(r"# (expect|or): (DDP\d+)(?: ranks? ([\d,]+))?$")
+
+
+@dataclass(frozen=True)
+class Said:
+    """A finding, as far as a mark describes it."""
+
+    code: str
+    path: str
+    line: int
+    ranks: tuple[int, ...] | None
+
+    def fits(self, mark: Said) -> bool:
+        same = (self.code, self.path, self.line) == (mark.code, mark.path, mark.line)
+        return same and mark.ranks in (None, self.ranks)
+
+
+def marks(path: Path) -> list[list[Said]]:
+    """What is expected: of each finding the places at which it may stand."""
+    found: list[list[Said]] = []
+    others: list[Said] = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        match = _MARK.search(line)
+        if match is not None:
+            ranks = tuple(map(int, match[3].split(","))) if match[3] else None
+            mark = Said(match[2], str(path), number, ranks)
+            if match[1] == "or":
+                others.append(mark)
+            else:
+                found.append([mark])
+    for other in others:
+        next(each for each in found if each[0].code == other.code).append(other)
+    return found
+
+
+def said(finding: Mapping[str, object]) -> Said:
+    """A finding of ``--json``, to be held against the marks."""
+    location = finding.get("location")
+    place = location if isinstance(location, dict) else {}
+    ranks = finding["ranks"]
+    assert isinstance(ranks, list)
+    return Said(
+        str(finding["code"]), str(place.get("path")), int(place.get("line", 0)), tuple(ranks)
+    )
+
+
+def healed(path: Path) -> Path:
+    """The healthy twin of a sick job."""
+    return path.with_name(f"{path.stem}_healed.py")
+
+
+def head(path: Path, word: str, default: int) -> int:
+    """A number in a job's head."""
+    match = re.search(rf"^# {word}: (\d+)$", path.read_text(), re.MULTILINE)
+    return int(match[1]) if match is not None else default
+
+
+def options(path: Path) -> list[str]:
+    """The options that a job wants ``ddpdoctor run`` to have."""
+    match = re.search(r"^# run: (.+)$", path.read_text(), re.MULTILINE)
+    return match[1].split() if match is not None else []
+
+
+def needed_gpus(path: Path) -> int:
+    """How many GPUs a job needs."""
+    match = re.search(r"^# needs: (?:(\d+) )?gpus?$", path.read_text(), re.MULTILINE)
+    return int(match[1] or 1) if match is not None else 0
+
+
+def standing(report: Path) -> list[dict[str, Any]]:
+    """The findings of a ``--json`` file that still hold at its end, in their order."""
+    return [json.loads(line) for line in report.read_text().splitlines()]
