@@ -248,7 +248,7 @@ class Judged:
     seconds: float
 
 
-def run(case: Case) -> Judged:
+def run(case: Case, keep: Path | None = None) -> Judged:
     """Run a case and judge what is said of it."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="natural") as name:
@@ -281,10 +281,11 @@ def run(case: Case) -> Judged:
             errors.seek(0)
             text = errors.read()
         found = [each for each in standing(report) if each["severity"] != "info"]
-        keep = os.environ.get("DDPDOCTOR_KEEP")
-        if keep:
-            target = Path(keep) / re.sub(r"\W+", "-", case.words)
-            shutil.copytree(directory, target, dirs_exist_ok=True)
+        if keep is not None:
+            kept = keep / re.sub(r"\W+", "-", case.words)
+            kept.mkdir(parents=True, exist_ok=True)
+            for path in (*directory.glob("*.*"), directory / "err"):
+                shutil.copy(path, kept)
     return judge(case, guilty, found, f"{status} {text[-400:]}", time.monotonic() - began)
 
 
@@ -348,13 +349,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="runs whose description contains this")
     parser.add_argument("--at-once", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--keep", type=Path, help="a folder for scripts, findings and stderr")
     parser.add_argument("--minutes", type=float, default=240, help="start no run after so long")
     options = parser.parse_args()
     deadline = time.monotonic() + 60 * options.minutes
     judged: list[Judged] = []
 
     def one(case: Case) -> Judged | None:
-        return run(case) if time.monotonic() < deadline else None
+        return run(case, options.keep) if time.monotonic() < deadline else None
 
     wanted = cases(options.count, options.healthy, options.seed, options.only)
     with concurrent.futures.ThreadPoolExecutor(options.at_once) as pool:

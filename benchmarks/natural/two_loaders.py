@@ -39,7 +39,7 @@ def main():
     for epoch in range(3):
         labelled.sampler.set_epoch(epoch)  # place: epoch
         unlabelled.sampler.set_epoch(epoch)
-        pairs = zip(labelled, unlabelled, strict=True)
+        pairs = zip(labelled, unlabelled, strict=False)
         for step, ((inputs, targets), (more,)) in enumerate(pairs):  # place: loop step
             both = torch.cat([inputs, more])  # place: step step
             outputs = model(both)
