@@ -6,16 +6,16 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ddpdoctor.finding import Finding, Severity, rule
+from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.probe.hooks.ddp import BUFFERS
 from ddpdoctor.record import Phase
 from ddpdoctor.rules import apart
+from ddpdoctor.rules.blame import alone_by_guard
 from ddpdoctor.rules.diagnosis import diagnosed
 from ddpdoctor.rules.endings import PATIENCE, endings, first_failure, mispaired
-from ddpdoctor.rules.guards import rank_guard
-from ddpdoctor.rules.out_of_step import guarded_finding, mismatch
+from ddpdoctor.rules.out_of_step import finding, guarded_finding
 from ddpdoctor.rules.ranks import named
-from ddpdoctor.rules.standing import Call, quoted
+from ddpdoctor.rules.standing import Call, brief, location, quoted
 from ddpdoctor.run import Rank, Run
 
 
@@ -132,14 +132,9 @@ def _different(run: Run, code: str) -> Iterator[Finding]:
     found = apart.first_apart(calls, gloo=not any("nccl" in each for each in backends))
     if found is None:
         return
-    by_guard = found.guard is not None and len(found.guilty) < len(found.calls)
-    if by_guard and "operation" in found.differences:
-        if code == "DDP401":
-            assert found.guard is not None
-            evidence = apart.evidence(found.calls)
-            yield guarded_finding(found.guilty, found.odd, found.guard, evidence)
-    elif code == "DDP803":
-        yield mismatch(found)
+    told = finding(found)
+    if told.code == code:
+        yield told
 
 
 @dataclass(frozen=True)
@@ -195,14 +190,18 @@ def _failed(run: Run, code: str) -> Iterator[Finding]:
     inside, elsewhere = sorted(found.inside), found.elsewhere
     call = found.inside[inside[0]]
     assert call.site is not None
-    guard = rank_guard(call.site.path, call.site.line)
+    others = [_at(rank) for rank in run.last if rank.rank in elsewhere]
+    guarded = alone_by_guard(found.inside, others)
     evidence = (
-        *apart.evidence(found.inside),
+        *(
+            f"rank {rank} called {made.what} at {brief(made.site)}"
+            for rank, made in sorted(found.inside.items())[:6]
+        ),
         *(f"rank {rank} was in a collective of DDP's own" for rank in elsewhere[:3]),
     )
-    if guard is not None and len(inside) <= len(elsewhere):
+    if guarded is not None:
         if code == "DDP401":
-            yield guarded_finding(inside, call, guard, evidence)
+            yield guarded_finding(guarded, call, evidence)
     elif code == "DDP803":
         many = len(inside) > len(elsewhere)
         few = elsewhere if many else (inside if len(inside) < len(elsewhere) else ())
@@ -221,6 +220,15 @@ def _failed(run: Run, code: str) -> Iterator[Finding]:
             evidence=evidence,
             fix="Let every rank make the call: what decides on it has to be the same on all ranks.",
         )
+
+
+def _at(rank: Rank) -> list[Location]:
+    """The lines that a rank was at when it failed or was ended, innermost first."""
+    error = next(rank.of_kind("error"), None)
+    if error is not None:
+        return [Location(str(each[0]), each[1]) for each in error.get("user_frames") or ()][::-1]
+    at = location(rank.status.site) if rank.status is not None else None
+    return [at] if at is not None else []
 
 
 def _count(calls: list[Call], wanted: Call) -> int:

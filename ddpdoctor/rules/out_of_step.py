@@ -3,81 +3,102 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 
 from ddpdoctor.finding import Finding, Location, Severity
 from ddpdoctor.rules import apart
-from ddpdoctor.rules.guards import rank_guard, statement
+from ddpdoctor.rules.blame import Blame, Group, alone_by_guard
+from ddpdoctor.rules.guards import statement
 from ddpdoctor.rules.ranks import named
 from ddpdoctor.rules.standing import Call, Standing, brief, quoted
 from ddpdoctor.rules.waits import Blocked
+from ddpdoctor.stacks.user_frames import user_frames
 
 
 def guarded(waits: Sequence[Blocked]) -> Finding | None:
-    """A collective that ranks wait in because a condition on the rank let only them call it."""
+    """A call that ranks wait in and that only they made, or that the others passed over."""
     same = same_number(waits)
-    if same is not None and (passed := _passed_over(same, waits)) is not None:
-        return passed
-    if same is not None and same.guard is not None and len(same.guilty) < len(same.calls):
-        return guarded_finding(same.guilty, same.odd, same.guard, apart.evidence(same.calls))
+    if same is not None and same.blame.kind in ("guard", "passed", "alone"):
+        return finding(same)
     for one in waits:
         others = [rank for each in waits if each is not one for rank in each.waiting]
+        # Whom they wait for waits, too, so that it will not come.
+        late = [rank for rank in one.absent if rank.in_collective]
+        if not late or len(late) < len(one.absent):
+            continue
         for call, ranks in _by_site(one.waiting):
-            if call.site is None:
-                continue
-            guard = rank_guard(call.site.path, call.site.line)
-            # Whom they wait for waits, too, so that it will not come.
-            late = [rank for rank in one.absent if rank.in_collective]
-            if guard is not None and late and len(late) == len(one.absent):
-                return guarded_finding(
-                    tuple(rank.rank for rank in ranks),
-                    call,
-                    guard,
-                    tuple(waiting_line(rank) for rank in (*ranks, *(late or others))[:6]),
-                )
+            by_guard = alone_by_guard(
+                {rank.rank: made for rank in ranks if (made := rank.under_way) is not None},
+                [_lines(rank) for rank in late],
+            )
+            if by_guard is not None:
+                evidence = tuple(waiting_line(rank) for rank in (*ranks, *(late or others))[:6])
+                return guarded_finding(by_guard, call, evidence)
     return None
 
 
-def _passed_over(same: apart.Apart, waits: Sequence[Blocked]) -> Finding | None:
-    """A call that some ranks passed over: what they wait in always came after it before."""
-    (other, usual), odd = same.usual, same.odd
-    if len(same.guilty) == len(same.calls) or usual.site is None or odd.site is None:
-        return None
-    if usual.site == odd.site:
-        return None
-    history = next(rank.flight or () for one in waits for rank in one.waiting if rank.rank == other)
-    order = [call.site for call in history if call.numbering == usual.numbering]
-    if (usual.site, odd.site) not in pairwise(order):
-        return None
-    waiting = [rank for rank in same.calls if rank not in same.guilty]
-    verb = "wait" if len(waiting) > 1 else "waits"
+def _lines(rank: Standing) -> Sequence[Location]:
+    """The user's lines that a rank is at, innermost first."""
+    frames = [Location(each.path, each.line) for each in user_frames(rank.frames)]
+    call = rank.under_way or rank.blocked
+    return frames[::-1] or (call.chain if call is not None else ())
+
+
+def finding(found: apart.Apart) -> Finding:
+    """DDP401 or DDP803, for a hang or for a job that goes on."""
+    kind, guilty = found.blame.kind, found.guilty
+    if kind == "guard":
+        return guarded_finding(found.blame, guilty[0].call, found.evidence)
+    if kind not in ("passed", "alone"):
+        return mismatch(found)
+    usual, odd = found.others[0], guilty[0]
+    decider = found.blame.decider
+    if kind == "passed":
+        by = f", by {quoted(decider)}" if decider is not None else ""
+        message = (
+            f"{named(odd.ranks)} passed over {usual.call.what} at {quoted(usual.call.site)}{by}: "
+            f"{named(usual.ranks)} called it, {named(odd.ranks)} went on to {odd.call.what} at "
+            f"{quoted(odd.call.site)}"
+        )
+    else:
+        message = (
+            f"{named(odd.ranks)} alone called {odd.call.what} at {quoted(odd.call.site)}, under "
+            f"{quoted(decider)}, where {named(usual.ranks)} called {usual.call.what} at "
+            f"{quoted(usual.call.site)}"
+        )
     return Finding(
         code="DDP803",
-        about=f"{usual.site}",
+        about=f"{found.blame.location}",
         severity=Severity.ERROR,
-        message=f"{named(same.guilty)} passed over {usual.what} at {quoted(usual.site)}, in which "
-        f"{named(waiting)} {verb}, and called {odd.what} at {quoted(odd.site)}",
-        ranks=tuple(sorted(same.guilty)),
-        location=usual.site,
-        evidence=apart.evidence(same.calls),
-        fix="Let every rank make the call: what decides on it has to be the same on all ranks.",
+        message=message,
+        ranks=tuple(sorted(found.blame.ranks)),
+        location=found.blame.location,
+        evidence=found.evidence,
+        fix=_DECIDE,
     )
 
 
-def guarded_finding(
-    ranks: Sequence[int], call: Call, guard: int, evidence: tuple[str, ...]
-) -> Finding:
-    """DDP401, for a hang or for a job that has failed by it."""
-    at = call.site
-    assert at is not None
-    condition = statement(at.path, guard)
+_DECIDE = "Let every rank make the call: what decides on it has to be the same on all ranks."
+
+
+def guarded_finding(by: Blame, call: Call, evidence: tuple[str, ...]) -> Finding:
+    """DDP401, for a hang or for a job that has failed by it.
+
+    Args:
+        by: The condition on the rank, and the ranks under it.
+        call: What they called.
+        evidence: Who called or waits in what.
+    """
+    guard, at = by.guard, by.location
+    assert guard is not None and at is not None
+    condition = statement(guard.path, guard.line)
+    through = f", by {quoted(at)}" if at != call.site else ""
     return Finding(
         code="DDP401",
         about=f"{at}",
         severity=Severity.ERROR,
-        message=f"{named(ranks)} alone called {call.what} at {quoted(at)}, under "
-        f"`{condition}` (line {guard}): the other ranks never come to it",
-        ranks=tuple(sorted(ranks)),
+        message=f"{named(by.ranks)} alone called {call.what} at {quoted(call.site)}{through}, "
+        f"under `{condition}` (line {guard.line}): the other ranks never come to it",
+        ranks=tuple(sorted(by.ranks)),
         location=at,
         evidence=evidence,
         fix="Call it on every rank of the group: move it out of the branch.",
@@ -95,7 +116,15 @@ def same_number(waits: Sequence[Blocked]) -> apart.Apart | None:
             for call in (rank.blocked or rank.under_way,)
             if call is not None
         }
-        found = apart.of_calls(calls)
+        before = {
+            rank.rank: [
+                each
+                for each in (rank.flight or rank.ring)
+                if each.numbering == one.call.numbering and each.sequence < one.call.sequence
+            ]
+            for rank in one.waiting
+        }
+        found = apart.of_calls(calls, before)
         if found is not None:
             return found
     return None
@@ -144,24 +173,59 @@ _NO_CALL = Call("", "", 0, "", -1, "", "", -1, False, None)
 
 
 def mismatch(found: apart.Apart) -> Finding:
-    """DDP803, for a hang or for a job that goes on."""
-    rank, usual = found.usual
-    odd, differences = found.odd, found.differences
-    others = [each for each in found.calls if each not in found.guilty] or [rank]
-    guilty = [each for each in found.guilty if each not in others]
+    """DDP803, where the ranks are told by what they called."""
+    guilty, others = found.guilty, found.others
+    call = guilty[-1].call
+    sites = {site for group in found.groups for site in group.sites}
+    number = f"#{call.sequence} of the {call.place}"
+    if others:
+        message = (
+            f"{_told(found, guilty, len(sites) > 1)} as collective {number}, where "
+            f"{_told(found, others, len(sites) > 1)}"
+        )
+    else:
+        names = {group.call.name for group in guilty}
+        what = "different collectives" if len(names) > 1 else f"{call.name} differently"
+        message = (
+            f"{named(found.calls)} called {what} as {number}: "
+            f"{_told(found, guilty, len(sites) > 1)}"
+        )
+    if len(sites) == 1:
+        message += f", at {quoted(call.site)}"
+    told = " and the ".join(found.differences)
     return Finding(
         code="DDP803",
-        about=f"{odd.site}",
+        about=f"{found.blame.location}",
         severity=Severity.ERROR,
-        message=f"{named(guilty)} called {apart.facts(odd, differences)} at {quoted(odd.site)} as "
-        f"collective #{odd.sequence} of the {odd.place}, where {named(others)} called "
-        f"{apart.facts(usual, differences)}"
-        + (f" at {quoted(usual.site)}" if usual.site != odd.site else ""),
-        ranks=tuple(sorted(found.guilty)),
-        location=odd.site,
-        evidence=apart.evidence(found.calls),
-        fix=f"Make the {' and the '.join(differences)} the same on every rank of the group.",
+        message=message,
+        ranks=found.blame.ranks,
+        location=found.blame.location,
+        evidence=found.evidence,
+        fix=f"Make the {told} the same on every rank of the group."
+        if len(sites) == 1 or "operation" not in found.differences
+        else "Let every rank call the same collectives in the same order.",
     )
+
+
+_SHOWN = 4
+"""Groups of ranks that a sentence names."""
+
+
+def _told(found: apart.Apart, groups: Sequence[Group], places: bool) -> str:
+    """``rank 1 called all_reduce of 5 floats and rank 2 all_gather at train.py:9``."""
+    parts = [
+        f"{named(group.ranks)}{' called' if not number else ''} {found.told(group)}"
+        + (f" at {' and '.join(map(quoted, group.sites or (None,)))}" if places else "")
+        for number, group in enumerate(sorted(groups, key=_first)[:_SHOWN])
+    ]
+    more = len(groups) - _SHOWN
+    if more > 0:
+        parts.append(f"{more} more groups of ranks something else")
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def _first(group: Group) -> int:
+    return group.ranks[0]
 
 
 def waiting_line(rank: Standing) -> str:
