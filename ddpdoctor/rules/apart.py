@@ -67,14 +67,24 @@ class Apart:
     @property
     def evidence(self) -> tuple[str, ...]:
         """What the ranks called, a line for each group, at most six."""
+        same = len({group.call.site for group in self.groups}) == 1
         found = [
             f"{named(group.ranks)} called {group.call.what} at "
             + " and ".join(brief(each) for each in group.sites or (None,))
+            + (self._through(group) if same else "")
             for group in self.groups[:6]
         ]
         if len(self.groups) > 6:
             found.append(f"{len(self.groups) - 6} more calls on other ranks")
         return tuple(found)
+
+    def _through(self, group: Group) -> str:
+        """By which caller, where that is what the groups differ in."""
+        others = {each.call.callers for each in self.groups if each is not group}
+        for number, at in enumerate(group.call.callers):
+            if any(each[: number + 1] != group.call.callers[: number + 1] for each in others):
+                return f", by {brief(at)}"
+        return ""
 
 
 _FACTS: dict[str, Callable[[Call], object]] = {
@@ -103,11 +113,47 @@ def of_calls(
         kinds[_signature(call)].append(rank)
     if len(kinds) < 2:
         return None
-    groups = tuple(
-        Group(tuple(ranks), calls[ranks[0]], _sites(calls[rank] for rank in ranks))
-        for ranks in sorted(kinds.values(), key=lambda ranks: (-len(ranks), ranks))
-    )
+    early = mispaired_before(before or {})
+    if early is not None:
+        return early
+    groups = _groups(kinds.values(), calls)
     return Apart(calls, groups, blame(groups, calls, before or {}))
+
+
+def mispaired_before(before: Mapping[int, Sequence[Call]]) -> Apart | None:
+    """An earlier call of some ranks under a condition on the rank, that met another one like it.
+
+    Two calls of one kind at different lines may well be meant: only where the ranks come apart
+    later is that the reason.
+
+    Args:
+        before: What the ranks called in one process group, oldest first.
+    """
+    numbered: dict[int, dict[int, Call]] = defaultdict(dict)
+    for rank, calls in before.items():
+        for call in calls:
+            numbered[call.sequence][rank] = call
+    for _, calls in sorted(numbered.items()):
+        chains: dict[object, list[int]] = defaultdict(list)
+        for rank, call in sorted(calls.items()):
+            chains[call.chain].append(rank)
+        if len(chains) == 2 and len(calls) == len(before):
+            groups = _groups(chains.values(), calls)
+            earlier = {
+                rank: [each for each in before[rank] if each.sequence < calls[rank].sequence]
+                for rank in calls
+            }
+            found = blame(groups, calls, earlier)
+            if found.kind == "guard":
+                return Apart(calls, groups, found)
+    return None
+
+
+def _groups(kinds: Iterable[list[int]], calls: Mapping[int, Call]) -> tuple[Group, ...]:
+    return tuple(
+        Group(tuple(ranks), calls[ranks[0]], _sites(calls[rank] for rank in ranks))
+        for ranks in sorted(kinds, key=lambda ranks: (-len(ranks), ranks))
+    )
 
 
 def _sites(calls: Iterable[Call]) -> tuple[Location, ...]:

@@ -145,6 +145,8 @@ class _Failure:
     """Ranks that had called one from Python, and which."""
     elsewhere: tuple[int, ...]
     """Ranks that had not, and were in one of DDP's own."""
+    before: dict[int, list[Call]]
+    """What they all had called in that process group before."""
 
 
 def _failure(run: Run) -> _Failure | None:
@@ -180,7 +182,15 @@ def _failure(run: Run) -> _Failure | None:
         and _count(calls[rank.rank], first) < first.sequence
         and _was_in(rank) in (Phase.BACKWARD.label, BUFFERS)
     )
-    return _Failure(same, elsewhere) if elsewhere else None
+    before = {
+        rank: [
+            call
+            for call in calls[rank]
+            if call.group == first.group and call.sequence < first.sequence
+        ]
+        for rank in (*same, *elsewhere)
+    }
+    return _Failure(same, elsewhere, before) if elsewhere else None
 
 
 def _failed(run: Run, code: str) -> Iterator[Finding]:
@@ -190,6 +200,12 @@ def _failed(run: Run, code: str) -> Iterator[Finding]:
     inside, elsewhere = sorted(found.inside), found.elsewhere
     call = found.inside[inside[0]]
     assert call.site is not None
+    early = apart.mispaired_before(found.before)
+    if early is not None:
+        told = finding(early)
+        if told.code == code:
+            yield told
+        return
     others = [_at(rank) for rank in run.last if rank.rank in elsewhere]
     guarded = alone_by_guard(found.inside, others)
     evidence = (
