@@ -15,7 +15,7 @@ from typing import Literal
 
 from ddpdoctor.finding import Location
 from ddpdoctor.rules.guards import Guard, guards_of
-from ddpdoctor.rules.sources import source_of
+from ddpdoctor.rules.sources import holds, source_of
 from ddpdoctor.rules.standing import Call
 
 _COUNTED = re.compile(r"(?:.*_)?(step|epoch|iter|count|batch|every|interval|freq|world|i|n|idx)")
@@ -183,14 +183,30 @@ def _decider(
     if parting is None or source is None:
         return None
     at, before = parting
+    return way_past(at, before.line if before.line < at.line else 0)
+
+
+def way_past(at: Location, after: int) -> Location | None:
+    """The one statement behind a line by which a rank alone may have passed over another line."""
+    source = source_of(at.path)
+    if source is None:
+        return None
     loops = source.around(at.line)
     ways = [
         *(each for loop in loops[:1] for each in (*source.skips(loop), *source.exits(loop))),
         *([] if loops else source.returns_before(at.line, 0)),
     ]
-    after = before.line if before.line < at.line else 0
     only = source.only([each for each in ways if after < each.lineno < at.line])
     return Location(at.path, only.lineno) if only is not None else None
+
+
+def comes_after(chain: Sequence[Location], line: Location) -> bool:
+    """Whether a call was made behind a line, in the same round of the loop around that line."""
+    source = source_of(line.path)
+    loops = source.around(line.line) if source is not None else []
+    return bool(loops) and any(
+        at.path == line.path and line.line < at.line and holds(loops[0], at.line) for at in chain
+    )
 
 
 def _shared(test: ast.expr) -> bool:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.probe.hooks.ddp import BUFFERS
-from ddpdoctor.record import Phase
+from ddpdoctor.record import Phase, integer
 from ddpdoctor.rules import apart
-from ddpdoctor.rules.blame import alone_by_guard
+from ddpdoctor.rules.blame import alone_by_guard, comes_after, way_past
+from ddpdoctor.rules.decisions import decisions
 from ddpdoctor.rules.diagnosis import diagnosed
 from ddpdoctor.rules.endings import PATIENCE, endings, first_failure, mispaired
 from ddpdoctor.rules.out_of_step import finding, guarded_finding
@@ -154,7 +155,7 @@ def _failure(run: Run) -> _Failure | None:
     ends = endings(run, restart)
     cause = first_failure(run, restart)
     abrupt = cause is not None and (mispaired(run, cause) or cause.status == -signal.SIGABRT)
-    if not ends or (cause is not None and not abrupt):
+    if not ends or (cause is not None and not abrupt) or decisions(run):
         return None
     calls = {
         rank: [apart.call_of(each) for each in told if not each.point_to_point]
@@ -219,6 +220,10 @@ def _failed(run: Run, code: str) -> Iterator[Finding]:
         if code == "DDP401":
             yield guarded_finding(guarded, call, evidence)
     elif code == "DDP803":
+        skipped = _skipped_backward(run, found, evidence)
+        if skipped is not None:
+            yield skipped
+            return
         many = len(inside) > len(elsewhere)
         few = elsewhere if many else (inside if len(inside) < len(elsewhere) else ())
         who, others = (elsewhere, inside) if many else (inside, elsewhere)
@@ -236,6 +241,52 @@ def _failed(run: Run, code: str) -> Iterator[Finding]:
             evidence=evidence,
             fix="Let every rank make the call: what decides on it has to be the same on all ranks.",
         )
+
+
+def _skipped_backward(run: Run, found: _Failure, evidence: tuple[str, ...]) -> Finding | None:
+    """A backward that ranks passed over behind its forward, by which they were ahead."""
+    pages = {rank.rank: rank.status for rank in run.last if rank.status is not None}
+    lacking = {rank: page.armed - page.reduced for rank, page in pages.items()}
+    if any(lacking.get(rank) != 1 for rank in found.inside):
+        return None
+    if any(lacking.get(rank) != 0 for rank in found.elsewhere):
+        return None
+    # The records of a rank that native code ended may be lost.
+    lines = {
+        str(each.get("phase")): Location(str(each["path"]), integer(each, "line"))
+        for rank in run.last
+        for each in rank.of_kind("site")
+        if each.get("path")
+    }
+    forward, backward = lines.get("forward"), lines.get("backward")
+    if forward is None or backward is None:
+        return None
+    # Between a forward and its backward every rank lacks one.
+    if not all(comes_after(call.chain, backward) for call in found.inside.values()):
+        return None
+    behind = forward.path == backward.path and forward.line < backward.line
+    decider = way_past(backward, forward.line if behind else 0)
+    who = named(found.inside)
+    call = found.inside[min(found.inside)]
+    return Finding(
+        code="DDP803",
+        about=f"{decider or backward}",
+        severity=Severity.ERROR,
+        message=f"{who} passed over a backward at {quoted(backward)}"
+        + (f", by {quoted(decider)}" if decider is not None else "")
+        + f", and called {call.what} at {quoted(call.site)} while {named(found.elsewhere)} "
+        f"{'were' if len(found.elsewhere) > 1 else 'was'} in DDP's own all-reduce: the job failed",
+        ranks=tuple(sorted(found.inside)),
+        location=decider or backward,
+        evidence=(
+            *(
+                f"rank {rank} began {page.armed} forwards and {page.reduced} backwards"
+                for rank, page in sorted(pages.items())[:4]
+            ),
+            *evidence,
+        ),
+        fix="Decide on all ranks together: reduce the value over the ranks before it is compared.",
+    )
 
 
 def _at(rank: Rank) -> list[Location]:

@@ -87,6 +87,8 @@ def _given(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
         elif isinstance(node, (ast.AnnAssign, ast.NamedExpr, ast.AugAssign)):
             if node.value is not None:
                 yield _name(node.target), node.value
+        elif isinstance(node, ast.keyword) and node.arg:
+            yield node.arg, node.value
         elif isinstance(node, ast.FunctionDef):
             for each in ast.walk(node):
                 if isinstance(each, ast.Return) and each.value is not None:
