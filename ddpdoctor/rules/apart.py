@@ -52,10 +52,14 @@ class Apart:
 
     def told(self, group: Group) -> str:
         """A group's call with what it differs in: ``all_reduce of 64 floats``."""
+        return f"{group.call.name} {self.facts(group)}".rstrip()
+
+    def facts(self, group: Group) -> str:
+        """In what a group's call differs from the others of that name: ``of 64 floats``."""
         call = group.call
         alike = [each.call for each in self.groups if each.call.name == call.name]
         differ = [word for word, fact in _FACTS.items() if len({fact(each) for each in alike}) > 1]
-        words = [call.name]
+        words = []
         if "size" in differ or "dtype" in differ:
             words.append(f"of {amount(call.numel, call.dtype)}")
         if "reduce operation" in differ:

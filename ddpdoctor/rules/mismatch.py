@@ -25,9 +25,10 @@ def collective_under_rank_guard(run: Run) -> Iterator[Finding]:
     """A collective is called under a condition on the rank, by some ranks alone.
 
     What it finds
-        A rank that waits in a barrier, all-reduce or broadcast that stands under `if rank == 0:`
-        (or behind `if rank != 0: return`) while the ranks it waits for wait in another collective,
-        or failed because theirs met it.
+        A barrier, all-reduce or broadcast under `if rank == 0:` (or behind `if rank != 0: return`,
+        or under `@rank_zero_only`), there or in a function that calls the one with the collective,
+        while the other ranks, which never passed that condition, wait in another collective or
+        failed because theirs met it.
 
     Why it is bad
         A collective ends when all ranks of its group have called it. The job hangs until the
@@ -42,8 +43,9 @@ def collective_under_rank_guard(run: Run) -> Iterator[Finding]:
 
     When it stays silent
         When every branch calls the same collective; for `if rank != 0: barrier()` before and
-        `if rank == 0: barrier()` behind the work of rank 0, which fit together; in groups whose
-        ranks all call it; while the ranks that are missing are at work (DDP802).
+        `if rank == 0: barrier()` behind the work of rank 0, which fit together; for conditions that
+        hold on every rank (`local_rank != -1`); in groups whose ranks all call it; while the ranks
+        that are missing are at work (DDP802).
 
     Since
         0.1.0
@@ -61,7 +63,8 @@ def different_collectives(run: Run) -> Iterator[Finding]:
 
     What it finds
         The n-th collective of a process group is another one on some ranks: another operation,
-        tensor size, dtype, reduce operation (SUM against MAX) or root.
+        tensor size, dtype, reduce operation (SUM against MAX) or root. The ranks named are those
+        that passed over a call or made one alone, or that differ from most; else all.
 
     Why it is bad
         Some of these hang, some fail with a message about sizes, and some go unnoticed: ranks that

@@ -90,7 +90,7 @@ def guarded_finding(by: Blame, call: Call, evidence: tuple[str, ...]) -> Finding
     """
     guard, at = by.guard, by.location
     assert guard is not None and at is not None
-    condition = statement(guard.path, guard.line)
+    condition = statement(guard.path, guard.line).partition("  #")[0].rstrip()
     through = f", by {quoted(at)}" if at != call.site else ""
     return Finding(
         code="DDP401",
@@ -180,19 +180,25 @@ def mismatch(found: apart.Apart) -> Finding:
     number = f"#{call.sequence} of the {call.place}"
     if others:
         message = (
-            f"{_told(found, guilty, len(sites) > 1)} as collective {number}, where "
-            f"{_told(found, others, len(sites) > 1)}"
+            f"{_called(found, guilty, len(sites) > 1)} as collective {number}, where "
+            f"{_called(found, others, len(sites) > 1)}"
         )
+    elif "operation" in found.differences:
+        told = _listed(
+            f"{named(group.ranks)} {found.told(group)}{_places(group, len(sites) > 1)}"
+            for group in sorted(guilty, key=_first)
+        )
+        message = f"{named(found.calls)} called different collectives as {number}: {told}"
     else:
-        names = {group.call.name for group in guilty}
-        what = "different collectives" if len(names) > 1 else f"{call.name} differently"
-        message = (
-            f"{named(found.calls)} called {what} as {number}: "
-            f"{_told(found, guilty, len(sites) > 1)}"
+        told = _listed(
+            f"{found.facts(group)} on {named(group.ranks)}{_places(group, len(sites) > 1)}"
+            for group in sorted(guilty, key=_first)
         )
+        what = " and ".join(f"{each}s" for each in found.differences)
+        message = f"{named(found.calls)} called {call.name} {number} with different {what}: {told}"
     if len(sites) == 1:
         message += f", at {quoted(call.site)}"
-    told = " and the ".join(found.differences)
+    differences = " and the ".join(found.differences)
     return Finding(
         code="DDP803",
         about=f"{found.blame.location}",
@@ -201,7 +207,7 @@ def mismatch(found: apart.Apart) -> Finding:
         ranks=found.blame.ranks,
         location=found.blame.location,
         evidence=found.evidence,
-        fix=f"Make the {told} the same on every rank of the group."
+        fix=f"Make the {differences} the same on every rank of the group."
         if len(sites) == 1 or "operation" not in found.differences
         else "Let every rank call the same collectives in the same order.",
     )
@@ -211,17 +217,23 @@ _SHOWN = 4
 """Groups of ranks that a sentence names."""
 
 
-def _told(found: apart.Apart, groups: Sequence[Group], places: bool) -> str:
-    """``rank 1 called all_reduce of 5 floats and rank 2 all_gather at train.py:9``."""
-    parts = [
-        f"{named(group.ranks)}{' called' if not number else ''} {found.told(group)}"
-        + (f" at {' and '.join(map(quoted, group.sites or (None,)))}" if places else "")
-        for number, group in enumerate(sorted(groups, key=_first)[:_SHOWN])
-    ]
-    more = len(groups) - _SHOWN
-    if more > 0:
-        parts.append(f"{more} more groups of ranks something else")
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+def _called(found: apart.Apart, groups: Sequence[Group], places: bool) -> str:
+    """``rank 1 called all_reduce of 5 floats at train.py:9 and rank 2 called broadcast``."""
+    return _listed(
+        f"{named(group.ranks)} called {found.told(group)}{_places(group, places)}"
+        for group in sorted(groups, key=_first)
+    )
+
+
+def _places(group: Group, shown: bool) -> str:
+    return f" at {' and '.join(map(quoted, group.sites or (None,)))}" if shown else ""
+
+
+def _listed(parts: Iterable[str]) -> str:
+    told = list(parts)
+    if len(told) > _SHOWN:
+        told = [*told[:_SHOWN], f"{len(told) - _SHOWN} more calls on other ranks"]
+    return told[0] if len(told) == 1 else f"{', '.join(told[:-1])} and {told[-1]}"
 
 
 def _first(group: Group) -> int:
