@@ -63,7 +63,7 @@ def models_differ(run: Run) -> Iterator[Finding]:
             continue
         kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
         for rank, record in sorted(models.items()):
-            kinds[_said(record)].append(rank)
+            kinds[_kind(record, models)].append(rank)
         groups = sorted(kinds.values(), key=lambda ranks: (-len(ranks), ranks))
         # Without a majority nobody is right; each is held against the first.
         clear = 2 * len(groups[0]) > len(models)
@@ -101,8 +101,8 @@ def _message(models: dict[int, Record], usual: list[int], odd: list[list[int]], 
         )
     everyone = named(models if not clear else [rank for ranks in odd for rank in ranks])
     head = f"{everyone} give DDP {'other' if clear else 'different'} models"
-    than = f"than {named(usual)}" if clear else f"against that of {named(usual)}"
-    told = [f"on {named(ranks)} {_difference(models[ranks[0]], first)}" for ranks in odd[:_SHOWN]]
+    than = f"than {named(usual)}" if clear else f"here against {named(usual)}"
+    told = [f"on {named(ranks)}, {_difference(models[ranks[0]], first)}" for ranks in odd[:_SHOWN]]
     more = f"; {len(odd) - _SHOWN} more kinds" if len(odd) > _SHOWN else ""
     return f"{head}{' ' if clear else ', '}{than}: {'; '.join(told)}{more}"
 
@@ -112,8 +112,13 @@ def _parameters(record: Record) -> list[tuple[str, tuple[int, ...], str]]:
     return [(str(name), tuple(shape), str(dtype)) for name, shape, dtype in parameters]
 
 
-def _said(record: Record) -> tuple[object, ...]:
-    return (integer(record, "count"), *_parameters(record))
+def _kind(record: Record, models: dict[int, Record]) -> tuple[object, ...]:
+    """What has to be the same; names only where all ranks have the same ones."""
+    named_alike = {frozenset(each[0] for each in _parameters(one)) for one in models.values()}
+    parameters = _parameters(record)
+    if len(named_alike) > 1:
+        return integer(record, "count"), *(each[1:] for each in parameters)
+    return integer(record, "count"), *parameters
 
 
 def _differ(models: dict[int, Record]) -> bool:
