@@ -134,8 +134,8 @@ def mispaired_before(before: Mapping[int, Sequence[Call]]) -> Apart | None:
         before: What the ranks called in one process group, oldest first.
     """
     numbered: dict[int, dict[int, Call]] = defaultdict(dict)
-    for rank, calls in before.items():
-        for call in calls:
+    for rank, told in before.items():
+        for call in told:
             numbered[call.sequence][rank] = call
     for _, calls in sorted(numbered.items()):
         chains: dict[object, list[int]] = defaultdict(list)

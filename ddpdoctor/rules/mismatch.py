@@ -210,8 +210,8 @@ def _failed(run: Run, code: str) -> Iterator[Finding]:
         if told.code == code:
             yield told
         return
-    others = [_at(rank) for rank in run.last if rank.rank in elsewhere]
-    guarded = alone_by_guard(found.inside, others)
+    lines = [_at(rank) for rank in run.last if rank.rank in elsewhere]
+    guarded = alone_by_guard(found.inside, lines)
     evidence = (
         *(
             f"rank {rank} called {made.what} at {brief(made.site)}"

@@ -62,8 +62,8 @@ def models_differ(run: Run) -> Iterator[Finding]:
         if not _differ(models):
             continue
         kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
-        for rank, record in sorted(models.items()):
-            kinds[_kind(record, models)].append(rank)
+        for each, record in sorted(models.items()):
+            kinds[_kind(record, models)].append(each)
         groups = sorted(kinds.values(), key=lambda ranks: (-len(ranks), ranks))
         # Without a majority nobody is right; each is held against the first.
         clear = 2 * len(groups[0]) > len(models)

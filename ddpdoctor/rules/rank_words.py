@@ -7,6 +7,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 _CONDITION = re.compile(
     r"is_?(main|master|chief|zero|primary|lead|leader|root|rank)|(main|master|chief)_(process|rank)"
@@ -30,7 +31,7 @@ _TRIED = range(8)
 """Ranks for which a condition is worked out."""
 
 _UNKNOWN = object()
-_COMPARED: dict[type[ast.cmpop], Callable[[object, object], object]] = {
+_COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], object]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
     ast.Lt: operator.lt,
