@@ -10,6 +10,7 @@ import pytest
 
 from ddpdoctor.finding import Finding, Location
 from ddpdoctor.rules.apart import Apart, of_calls
+from ddpdoctor.rules.blame import alone_by_guard
 from ddpdoctor.rules.guards import guards_of
 from ddpdoctor.rules.out_of_step import finding
 from ddpdoctor.rules.rank_words import discerns, is_plain, runs_on_one_rank, words_of
@@ -203,6 +204,14 @@ def test_a_condition_on_the_rank_in_a_caller(tmp_path: Path) -> None:
     before = {0: [script.call(1, *chain)], 1: [script.call(1, "follow()")]}
     found, told = judged({0: barrier, 1: reduces}, before)
     assert (found.blame.kind, told.code) == ("none", "DDP803")
+
+
+def test_the_other_branch_of_a_condition_in_a_caller(tmp_path: Path) -> None:
+    """Who is there has a call of that branch, maybe the same ones in another order."""
+    script = Script(tmp_path / "train.py", HELPER)
+    saves = {0: script.call(3, "barrier()", "    sync()", "            save()")}
+    assert alone_by_guard(saves, [[Location(script.path, script.line("reduce(total)"))]])
+    assert alone_by_guard(saves, [[Location(script.path, script.line("follow()"))]]) is None
 
 
 def test_a_call_that_met_another_of_its_kind(tmp_path: Path) -> None:

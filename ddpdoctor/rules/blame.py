@@ -94,12 +94,10 @@ def alone_by_guard(calls: Mapping[int, Call], others: Sequence[Sequence[Location
         others: The lines that each of the other ranks is at, innermost first.
     """
     found: list[tuple[Guard, Location]] = []
+    # Whoever is in another branch of the same condition may have a call there that fits.
+    there = {guard.location for lines in others for guard, _ in guards_of(lines)}
     for call in calls.values():
-        passed = [
-            (guard, at)
-            for guard, at in guards_of(call.chain)
-            if not any(guard.holds(lines) for lines in others)
-        ]
+        passed = [(guard, at) for guard, at in guards_of(call.chain) if guard.location not in there]
         if not passed:
             return None
         found.append(passed[0])

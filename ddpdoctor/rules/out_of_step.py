@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from ddpdoctor.finding import Finding, Location, Severity
 from ddpdoctor.rules import apart
@@ -40,6 +41,8 @@ def _lines(rank: Standing) -> Sequence[Location]:
     """The user's lines that a rank is at, innermost first."""
     frames = [Location(each.path, each.line) for each in user_frames(rank.frames)]
     call = rank.under_way or rank.blocked
+    if call is not None and call is rank.under_way and call.chain:
+        return call.chain
     return frames[::-1] or (call.chain if call is not None else ())
 
 
@@ -111,23 +114,48 @@ def same_number(waits: Sequence[Blocked]) -> apart.Apart | None:
         if one.call is None or one.absent:
             continue
         calls = {
-            rank.rank: call
+            rank.rank: _placed(call, rank)
             for rank in one.waiting
             for call in (rank.blocked or rank.under_way,)
             if call is not None
         }
-        before = {
-            rank.rank: [
-                each
-                for each in (rank.flight or rank.ring)
-                if each.numbering == one.call.numbering and each.sequence < one.call.sequence
-            ]
-            for rank in one.waiting
-        }
-        found = apart.of_calls(calls, before)
+        found = apart.of_calls(calls, _before(one, one.call))
         if found is not None:
             return found
     return None
+
+
+def _placed(call: Call, rank: Standing) -> Call:
+    """A call with the lines that led to it: a Flight Recorder may not tell them."""
+    if call.chain:
+        return call
+    site, *callers = _lines(rank) or (None,)
+    return replace(call, site=site, callers=tuple(at for at in callers if at is not None))
+
+
+def _before(one: Blocked, call: Call) -> dict[int, list[Call]]:
+    """What the waiting ranks called in that process group before, where it is known by lines."""
+    recorded = {
+        rank.rank: [
+            each
+            for each in rank.flight or ()
+            if each.numbering == call.numbering and each.sequence < call.sequence
+        ]
+        for rank in one.waiting
+    }
+    known = all(rank.flight for rank in one.waiting)
+    if known and all(each.chain for told in recorded.values() for each in told):
+        return recorded
+    # By our own ring, which does not know DDP's collectives.
+    return {
+        rank.rank: [
+            each
+            for each in rank.ring
+            if each.group == call.group
+            and (rank.under_way is None or each.order < rank.under_way.order)
+        ]
+        for rank in one.waiting
+    }
 
 
 def _by_site(ranks: Iterable[Standing]) -> list[tuple[Call, list[Standing]]]:
