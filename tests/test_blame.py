@@ -1,4 +1,4 @@
-"""Who is out of line where ranks call different collectives, and how it is told."""
+"""Who is out of line where ranks call different collectives, and what is said of them."""
 
 from __future__ import annotations
 
@@ -186,24 +186,24 @@ def test_a_condition_on_the_rank_in_a_caller(tmp_path: Path) -> None:
     chain = ("barrier()", "    sync()", "            save()")
     barrier = script.call(3, *chain, name="barrier", numel=-1, dtype="", reduce="")
     reduces = script.call(3, "reduce(total)")
-    found, told = judged({0: barrier, 1: reduces})
-    assert (found.blame.kind, told.code, told.ranks) == ("guard", "DDP401", (0,))
-    assert told.location == Location(script.path, 10)
-    assert told.message == (
+    found, verdict = judged({0: barrier, 1: reduces})
+    assert (found.blame.kind, verdict.code, verdict.ranks) == ("guard", "DDP401", (0,))
+    assert verdict.location == Location(script.path, 10)
+    assert verdict.message == (
         "rank 0 alone called barrier #3 (default group) at `barrier()` train.py:2, by `save()` "
         "train.py:10, under `if rank == 0:` (line 9): the other ranks never come to it"
     )
     # Most ranks are under it; the others are no more guilty for being few.
-    found, told = judged({0: reduces, 1: barrier, 2: barrier})
-    assert (told.code, told.ranks) == ("DDP401", (1, 2))
+    found, verdict = judged({0: reduces, 1: barrier, 2: barrier})
+    assert (verdict.code, verdict.ranks) == ("DDP401", (1, 2))
     # Where all have passed it, it decided nothing.
     behind = script.call(3, *chain)
-    found, told = judged({0: barrier, 1: behind})
-    assert (found.blame.kind, told.code, told.ranks) == ("none", "DDP803", (0, 1))
+    found, verdict = judged({0: barrier, 1: behind})
+    assert (found.blame.kind, verdict.code, verdict.ranks) == ("none", "DDP803", (0, 1))
     # So it did where the call has its partner in the other branch.
     before = {0: [script.call(1, *chain)], 1: [script.call(1, "follow()")]}
-    found, told = judged({0: barrier, 1: reduces}, before)
-    assert (found.blame.kind, told.code) == ("none", "DDP803")
+    found, verdict = judged({0: barrier, 1: reduces}, before)
+    assert (found.blame.kind, verdict.code) == ("none", "DDP803")
 
 
 def test_the_other_branch_of_a_condition_in_a_caller(tmp_path: Path) -> None:
@@ -223,19 +223,19 @@ def test_a_call_that_met_another_of_its_kind(tmp_path: Path) -> None:
     usual = [script.call(number, "all_reduce(x)", "mean(loss)") for number in range(4)]
     extra = script.call(3, "all_reduce(x)", "    evaluate()", "    validate()")
     now = {0: script.call(4, "all_reduce(x)", "mean(loss)", numel=9), 1: script.call(4, "mean(lo")}
-    found, told = judged(now, {0: [*usual[:3], extra], 1: usual})
-    assert (told.code, told.ranks) == ("DDP401", (0,))
-    assert told.location == Location(script.path, script.line("    evaluate()"))
+    found, verdict = judged(now, {0: [*usual[:3], extra], 1: usual})
+    assert (verdict.code, verdict.ranks) == ("DDP401", (0,))
+    assert verdict.location == Location(script.path, script.line("    evaluate()"))
     assert [each.rpartition(", by ")[2] for each in found.evidence] == ["train.py:6", "train.py:8"]
     # Calls of one kind under both branches of a condition fit together.
-    _, told = judged(now, {0: usual, 1: usual})
-    assert (told.code, told.ranks) == ("DDP803", (0, 1))
+    _, verdict = judged(now, {0: usual, 1: usual})
+    assert (verdict.code, verdict.ranks) == ("DDP803", (0, 1))
 
 
 def test_both_branches_of_one_condition(tmp_path: Path) -> None:
     script = Script(tmp_path / "train.py", "if rank == 0:\n    send(x)\nelse:\n    receive(x)\n")
-    found, told = judged({0: script.call(1, "send"), 1: script.call(1, "receive", reduce="MAX")})
-    assert (found.blame.kind, told.code, told.ranks) == ("none", "DDP803", (0, 1))
+    found, verdict = judged({0: script.call(1, "send"), 1: script.call(1, "receive", reduce="MAX")})
+    assert (found.blame.kind, verdict.code, verdict.ranks) == ("none", "DDP803", (0, 1))
 
 
 # -- the course of the calls
@@ -266,11 +266,11 @@ def test_a_call_that_was_passed_over(tmp_path: Path, swapped: bool) -> None:
     before = [*rounds(script, 3, "first", "second", "third"), script.call(10, "first")]
     there, here = script.call(11, "second"), script.call(11, "first", numel=9)
     calls = {0: here, 1: there} if swapped else {0: there, 1: here}
-    found, told = judged(calls, {0: before, 1: before})
+    found, verdict = judged(calls, {0: before, 1: before})
     skipped = 0 if swapped else 1
-    assert (found.blame.kind, told.code, told.ranks) == ("passed", "DDP803", (skipped,))
-    assert told.location == Location(script.path, script.line("continue"))
-    assert told.message == (
+    assert (found.blame.kind, verdict.code, verdict.ranks) == ("passed", "DDP803", (skipped,))
+    assert verdict.location == Location(script.path, script.line("continue"))
+    assert verdict.message == (
         f"rank {skipped} passed over all_reduce #11 (4 floats, default group) at `second(x)` "
         f"train.py:5, by `continue` train.py:4: rank {1 - skipped} called it, rank {skipped} went "
         "on to all_reduce #11 (9 floats, default group) at `first(x)` train.py:2"
@@ -283,10 +283,10 @@ def test_a_call_that_one_rank_made_alone(tmp_path: Path, swapped: bool) -> None:
     before = rounds(script, 3, "first", "second", "third")
     there, here = script.call(10, "first"), script.call(10, "extra", name="broadcast", root=0)
     calls = {0: here, 1: there} if swapped else {0: there, 1: here}
-    found, told = judged(calls, {0: before, 1: before})
-    assert (found.blame.kind, told.ranks) == ("alone", (0 if swapped else 1,))
-    assert told.location == here.site
-    assert "under `if score > best:` train.py:7" in told.message
+    found, verdict = judged(calls, {0: before, 1: before})
+    assert (found.blame.kind, verdict.ranks) == ("alone", (0 if swapped else 1,))
+    assert verdict.location == here.site
+    assert "under `if score > best:` train.py:7" in verdict.message
 
 
 def test_a_call_by_a_shared_count_is_not_to_blame(tmp_path: Path) -> None:
@@ -294,8 +294,8 @@ def test_a_call_by_a_shared_count_is_not_to_blame(tmp_path: Path) -> None:
     script = Script(tmp_path / "train.py", LOOP)
     before = rounds(script, 3, "first", "second", "third")
     calls = {0: script.call(10, "first"), 1: script.call(10, "log", numel=1)}
-    found, told = judged(calls, {0: before, 1: before})
-    assert (found.blame.kind, told.ranks) == ("none", (0, 1))
+    found, verdict = judged(calls, {0: before, 1: before})
+    assert (found.blame.kind, verdict.ranks) == ("none", (0, 1))
 
 
 def test_a_loop_that_may_have_ended(tmp_path: Path) -> None:
@@ -305,8 +305,8 @@ def test_a_loop_that_may_have_ended(tmp_path: Path) -> None:
     before = rounds(script, 2, "train", "train", "train", "evaluate")
     before += [script.call(9, "train"), script.call(10, "train")]
     calls = {0: script.call(11, "train"), 1: script.call(11, "evaluate", numel=1)}
-    found, told = judged(calls, {0: before, 1: before})
-    assert (found.blame.kind, told.ranks) == ("none", (0, 1))
+    found, verdict = judged(calls, {0: before, 1: before})
+    assert (found.blame.kind, verdict.ranks) == ("none", (0, 1))
 
 
 # -- in words
@@ -315,25 +315,25 @@ def test_a_loop_that_may_have_ended(tmp_path: Path) -> None:
 def test_nothing_is_known_but_what_they_called(tmp_path: Path) -> None:
     script = Script(tmp_path / "a.py", "one(x)\nother(x)\n")
     calls = {0: script.call(5, "one"), 1: script.call(5, "other", name="all_gather", reduce="")}
-    _, told = judged(calls)
-    assert told.ranks == (0, 1)
-    assert told.message == (
+    _, verdict = judged(calls)
+    assert verdict.ranks == (0, 1)
+    assert verdict.message == (
         "ranks 0 and 1 called different collectives as #5 of the default group: rank 0 all_reduce "
         "at `one(x)` a.py:1 and rank 1 all_gather at `other(x)` a.py:2"
     )
 
 
-def test_three_kinds_of_calls_are_told_as_three(tmp_path: Path) -> None:
+def test_three_kinds_of_calls_are_named_as_three(tmp_path: Path) -> None:
     script = Script(tmp_path / "a.py", "one(x)\nother(x)\n")
     gathers = script.call(5, "other", name="all_gather", reduce="", numel=6)
     calls = {0: script.call(5, "one"), 1: script.call(5, "one", numel=5), 2: gathers}
-    found, told = judged(calls)
-    assert told.ranks == (0, 1, 2)
+    found, verdict = judged(calls)
+    assert verdict.ranks == (0, 1, 2)
     assert (
         "rank 0 all_reduce of 4 floats at `one(x)` a.py:1, rank 1 all_reduce of 5 floats at "
-        in (told.message)
+        in (verdict.message)
     )
-    assert told.message.endswith("and rank 2 all_gather at `other(x)` a.py:2")
+    assert verdict.message.endswith("and rank 2 all_gather at `other(x)` a.py:2")
     assert len(found.evidence) == 3
 
 
@@ -369,17 +369,17 @@ def test_three_kinds_of_calls_are_told_as_three(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_every_size_is_told(
+def test_every_size_is_named(
     tmp_path: Path, numels: tuple[int, ...], ranks: tuple[int, ...], words: str
 ) -> None:
     script = Script(tmp_path / "a.py", "one(x)\n")
     calls = {rank: script.call(5, "one", numel=numel) for rank, numel in enumerate(numels)}
-    _, told = judged(calls)
-    assert (told.ranks, told.message) == (ranks, words)
+    _, verdict = judged(calls)
+    assert (verdict.ranks, verdict.message) == (ranks, words)
 
 
-def test_many_kinds_are_told_in_short(tmp_path: Path) -> None:
+def test_many_kinds_are_named_in_short(tmp_path: Path) -> None:
     script = Script(tmp_path / "a.py", "one(x)\n")
-    found, told = judged({rank: script.call(5, "one", numel=rank) for rank in range(1, 21)})
-    assert "and 16 more calls on other ranks" in told.message
+    found, verdict = judged({rank: script.call(5, "one", numel=rank) for rank in range(1, 21)})
+    assert "and 16 more calls on other ranks" in verdict.message
     assert found.evidence[-1] == "14 more calls on other ranks"

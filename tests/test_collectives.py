@@ -154,8 +154,8 @@ def test_a_call_is_read_with_its_callers(tmp_path: Path) -> None:
     chain = ring.text(chain_text(lines))
     for place in (chain, lines[1]):
         ring.begin(1, 1, (name, group, 0, 0, place), (), 1, -1, 0)
-    told = [(each.site, each.callers) for each in read_ring(path).collectives]
-    assert told == [
+    found = [(each.site, each.callers) for each in read_ring(path).collectives]
+    assert found == [
         ("/job/train.py:5", ("/job/train.py:9", "/job/train.py:30")),
         ("/job/train.py:9", ()),
     ]
@@ -172,8 +172,8 @@ def test_callers_beyond_the_room_leave_the_line(tmp_path: Path) -> None:
     while ring.text("x" * 10):
         pass
     ledger.begin("barrier", no_group, (inner, outer))
-    told = [(each.name, each.site, each.callers) for each in read_ring(path).collectives]
-    assert told == [("barrier", "/job/comm.py:5", ())] * 2
+    found = [(each.name, each.site, each.callers) for each in read_ring(path).collectives]
+    assert found == [("barrier", "/job/comm.py:5", ())] * 2
 
 
 def test_texts_beyond_the_room_are_empty(tmp_path: Path) -> None:

@@ -766,7 +766,7 @@ def test_damaged_records_are_passed_over(tmp_path: Path) -> None:
     assert {each.code for each in found(written)} <= set(FAMILY)
 
 
-def test_each_model_is_told_where_all_differ(written: Written) -> None:
+def test_each_model_is_named_where_all_differ(written: Written) -> None:
     for rank, size in enumerate((8, 9, 10)):
         written.rank(rank, [model([ONE, ["b", [size, 2], "float32"]], [0, 1, 2])])
     (finding,) = found(written, over=False)
@@ -778,7 +778,7 @@ def test_each_model_is_told_where_all_differ(written: Written) -> None:
     assert [each.partition(":")[0] for each in finding.evidence] == ["rank 0", "rank 1", "rank 2"]
 
 
-def test_each_odd_model_is_told_against_that_of_most(written: Written) -> None:
+def test_each_odd_model_is_held_against_that_of_most(written: Written) -> None:
     for rank, size in enumerate((10, 8, 8, 9, 8)):
         written.rank(rank, [model([["b", [size], "float32"]], list(range(5)))])
     (finding,) = found(written, over=False)

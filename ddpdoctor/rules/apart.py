@@ -50,7 +50,7 @@ class Apart:
                 found.append(word)
         return found
 
-    def told(self, group: Group) -> str:
+    def what(self, group: Group) -> str:
         """A group's call with what it differs in: ``all_reduce of 64 floats``."""
         return f"{group.call.name} {self.facts(group)}".rstrip()
 
@@ -127,15 +127,15 @@ def of_calls(
 def mispaired_before(before: Mapping[int, Sequence[Call]]) -> Apart | None:
     """An earlier call of some ranks under a condition on the rank, that met another one like it.
 
-    Two calls of one kind at different lines may well be meant: only where the ranks come apart
+    Two calls of one kind at different lines may well be meant: only where the ranks differ
     later is that the reason.
 
     Args:
         before: What the ranks called in one process group, oldest first.
     """
     numbered: dict[int, dict[int, Call]] = defaultdict(dict)
-    for rank, told in before.items():
-        for call in told:
+    for rank, earlier in before.items():
+        for call in earlier:
             numbered[call.sequence][rank] = call
     for _, calls in sorted(numbered.items()):
         chains: dict[object, list[int]] = defaultdict(list)
@@ -143,11 +143,11 @@ def mispaired_before(before: Mapping[int, Sequence[Call]]) -> Apart | None:
             chains[call.chain].append(rank)
         if len(chains) == 2 and len(calls) == len(before):
             groups = _groups(chains.values(), calls)
-            earlier = {
+            until = {
                 rank: [each for each in before[rank] if each.sequence < calls[rank].sequence]
                 for rank in calls
             }
-            found = blame(groups, calls, earlier)
+            found = blame(groups, calls, until)
             if found.kind == "guard":
                 return Apart(calls, groups, found)
     return None

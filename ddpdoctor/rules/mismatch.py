@@ -136,9 +136,9 @@ def _different(run: Run, code: str) -> Iterator[Finding]:
     found = apart.first_apart(calls, gloo=not any("nccl" in each for each in backends))
     if found is None:
         return
-    told = finding(found)
-    if told.code == code:
-        yield told
+    verdict = finding(found)
+    if verdict.code == code:
+        yield verdict
 
 
 @dataclass(frozen=True)
@@ -206,9 +206,9 @@ def _failed(run: Run, code: str) -> Iterator[Finding]:
     assert call.site is not None
     early = apart.mispaired_before(found.before)
     if early is not None:
-        told = finding(early)
-        if told.code == code:
-            yield told
+        verdict = finding(early)
+        if verdict.code == code:
+            yield verdict
         return
     lines = [_at(rank) for rank in run.last if rank.rank in elsewhere]
     guarded = alone_by_guard(found.inside, lines)

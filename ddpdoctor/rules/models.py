@@ -65,7 +65,7 @@ def models_differ(run: Run) -> Iterator[Finding]:
         for each, record in sorted(models.items()):
             kinds[_kind(record, models)].append(each)
         groups = sorted(kinds.values(), key=lambda ranks: (-len(ranks), ranks))
-        # Without a majority nobody is right; each is held against the first.
+        # Without a majority none is right; each is held against the first.
         clear = 2 * len(groups[0]) > len(models)
         usual = groups[0] if clear else min(groups)
         odd = [ranks for ranks in groups if ranks is not usual]
@@ -102,9 +102,9 @@ def _message(models: dict[int, Record], usual: list[int], odd: list[list[int]], 
     everyone = named(models if not clear else [rank for ranks in odd for rank in ranks])
     head = f"{everyone} give DDP {'other' if clear else 'different'} models"
     than = f"than {named(usual)}" if clear else f"here against {named(usual)}"
-    told = [f"on {named(ranks)}, {_difference(models[ranks[0]], first)}" for ranks in odd[:_SHOWN]]
+    parts = [f"on {named(ranks)}, {_difference(models[ranks[0]], first)}" for ranks in odd[:_SHOWN]]
     more = f"; {len(odd) - _SHOWN} more kinds" if len(odd) > _SHOWN else ""
-    return f"{head}{' ' if clear else ', '}{than}: {'; '.join(told)}{more}"
+    return f"{head}{' ' if clear else ', '}{than}: {'; '.join(parts)}{more}"
 
 
 def _parameters(record: Record) -> list[tuple[str, tuple[int, ...], str]]:

@@ -144,7 +144,7 @@ def _before(one: Blocked, call: Call) -> dict[int, list[Call]]:
         for rank in one.waiting
     }
     known = all(rank.flight for rank in one.waiting)
-    if known and all(each.chain for told in recorded.values() for each in told):
+    if known and all(each.chain for calls in recorded.values() for each in calls):
         return recorded
     # By our own ring, which does not know DDP's collectives.
     return {
@@ -176,7 +176,7 @@ def order(waits: Sequence[Blocked]) -> Finding:
     told = "; ".join(
         f"{named([rank.rank for rank in one.waiting])} in {one.what} at "
         f"{quoted(one.waiting[0].site)}"
-        for one in waits[:3]
+        for one in waits[:4]
     )
     what = "collectives of different groups" if code == "DDP804" else "different collectives"
     return Finding(
@@ -201,7 +201,7 @@ _NO_CALL = Call("", "", 0, "", -1, "", "", -1, False, None)
 
 
 def mismatch(found: apart.Apart) -> Finding:
-    """DDP803, where the ranks are told by what they called."""
+    """DDP803, with what each group of ranks called."""
     guilty, others = found.guilty, found.others
     call = guilty[-1].call
     sites = {site for group in found.groups for site in group.sites}
@@ -212,18 +212,20 @@ def mismatch(found: apart.Apart) -> Finding:
             f"{_called(found, others, len(sites) > 1)}"
         )
     elif "operation" in found.differences:
-        told = _listed(
-            f"{named(group.ranks)} {found.told(group)}{_places(group, len(sites) > 1)}"
+        listed = _listed(
+            f"{named(group.ranks)} {found.what(group)}{_places(group, len(sites) > 1)}"
             for group in sorted(guilty, key=_first)
         )
-        message = f"{named(found.calls)} called different collectives as {number}: {told}"
+        message = f"{named(found.calls)} called different collectives as {number}: {listed}"
     else:
-        told = _listed(
+        listed = _listed(
             f"{found.facts(group)} on {named(group.ranks)}{_places(group, len(sites) > 1)}"
             for group in sorted(guilty, key=_first)
         )
         what = " and ".join(f"{each}s" for each in found.differences)
-        message = f"{named(found.calls)} called {call.name} {number} with different {what}: {told}"
+        message = (
+            f"{named(found.calls)} called {call.name} {number} with different {what}: {listed}"
+        )
     if len(sites) == 1:
         message += f", at {quoted(call.site)}"
     differences = " and the ".join(found.differences)
@@ -248,7 +250,7 @@ _SHOWN = 4
 def _called(found: apart.Apart, groups: Sequence[Group], places: bool) -> str:
     """``rank 1 called all_reduce of 5 floats at train.py:9 and rank 2 called broadcast``."""
     return _listed(
-        f"{named(group.ranks)} called {found.told(group)}{_places(group, places)}"
+        f"{named(group.ranks)} called {found.what(group)}{_places(group, places)}"
         for group in sorted(groups, key=_first)
     )
 
@@ -258,10 +260,10 @@ def _places(group: Group, shown: bool) -> str:
 
 
 def _listed(parts: Iterable[str]) -> str:
-    told = list(parts)
-    if len(told) > _SHOWN:
-        told = [*told[:_SHOWN], f"{len(told) - _SHOWN} more calls on other ranks"]
-    return told[0] if len(told) == 1 else f"{', '.join(told[:-1])} and {told[-1]}"
+    shown = list(parts)
+    if len(shown) > _SHOWN:
+        shown = [*shown[:_SHOWN], f"{len(shown) - _SHOWN} more calls on other ranks"]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
 def _first(group: Group) -> int:

@@ -108,7 +108,7 @@ def _is_rank(value: ast.expr, words: Words) -> bool:
 
 
 def discerns(test: ast.expr, words: Words) -> bool:
-    """Whether a condition is about the rank and tells ranks apart, as far as can be seen.
+    """Whether a condition is about the rank and differs between ranks, as far as can be seen.
 
     ``rank is not None`` and ``local_rank != -1`` do not.
     """
