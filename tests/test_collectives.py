@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from ddpdoctor.probe import calls, torch_private
-from ddpdoctor.probe.ledger import ranges
-from ddpdoctor.probe.ring import ENTRIES, SIZE, RingWriter, read_ring
+from ddpdoctor.probe.ledger import DEFAULT_GROUP, Ledger, _Group, ranges
+from ddpdoctor.probe.ring import ENTRIES, SIZE, RingWriter, chain_text, read_ring
+from ddpdoctor.probe.sites import Site
 from ddpdoctor.record import UnreadableError
 from tests.conftest import Doctor
 
@@ -111,6 +112,8 @@ def test_ranks_write_down_their_collectives(doctor: Doctor) -> None:
         assert ring.collectives[0].site == f"{script}:10"
         assert (ring.calls, ring.waited, ring.partial) == (count, 0, False)
         assert ring.collectives[4].site == f"{script}:15"
+        by_name = next(each for each in ring.collectives if each.root == 1)
+        assert (by_name.site, by_name.callers) == (f"{script}:12", ())
 
 
 @pytest.mark.parametrize("name", calls.CALLS)
@@ -141,6 +144,36 @@ def test_a_ring_keeps_the_newest(tmp_path: Path) -> None:
     assert read.collectives[0].shape == (201 - ENTRIES, 2, 3, 4)
     assert {each.name for each in read.collectives} == {"all_reduce"}
     assert [bool(each.ended) for each in read.collectives[-2:]] == [True, False]
+
+
+def test_a_call_is_read_with_its_callers(tmp_path: Path) -> None:
+    path = str(tmp_path / "ring")
+    ring = RingWriter(path)
+    name, group = ring.text("all_reduce"), ring.text("0|0-1")
+    lines = [ring.text(f"/job/train.py:{line}") for line in (5, 9, 30)]
+    chain = ring.text(chain_text(lines))
+    for place in (chain, lines[1]):
+        ring.begin(1, 1, (name, group, 0, 0, place), (), 1, -1, 0)
+    found = [(each.site, each.callers) for each in read_ring(path).collectives]
+    assert found == [
+        ("/job/train.py:5", ("/job/train.py:9", "/job/train.py:30")),
+        ("/job/train.py:9", ()),
+    ]
+
+
+def test_callers_beyond_the_room_leave_the_line(tmp_path: Path) -> None:
+    path = str(tmp_path / "ring")
+    ring = RingWriter(path)
+    ledger = Ledger(ring)
+    ledger._groups[DEFAULT_GROUP] = _Group(ring.text("0|0-1"))
+    inner, outer = Site("/job/comm.py", 5), Site("/job/train.py", 9)
+    no_group = (None, None, None, None, None, 0)
+    ledger.begin("barrier", no_group, (inner,))
+    while ring.text("x" * 10):
+        pass
+    ledger.begin("barrier", no_group, (inner, outer))
+    found = [(each.name, each.site, each.callers) for each in read_ring(path).collectives]
+    assert found == [("barrier", "/job/comm.py:5", ())] * 2
 
 
 def test_texts_beyond_the_room_are_empty(tmp_path: Path) -> None:

@@ -244,6 +244,34 @@ def test_a_batch_that_one_rank_skipped(job: Job) -> None:
     assert job.decided() == ((1,), SKIP)
 
 
+def test_a_batch_that_was_skipped_right_before_native_code_ended_the_rank(job: Job) -> None:
+    """The end of its loop was never written; the status page outlived it."""
+    lost = {
+        "kind": "error", "time": T0, "exception": "RuntimeError", "traceback": "",
+        "message": "Connection closed by peer", "path": job.path, "line": BACKWARD, "step": 8,
+        "armed": 8, "phase": "backward", "user_frames": [[job.path, BACKWARD, "train"]],
+    }  # fmt: skip
+    job.written.rank(0, [job.loop(), job.over("failed", 8, 8), lost], reduced=8)
+    job.written.exit(0, 1, T0)
+    skips = {
+        "kind": "loop",
+        "loop": 0,
+        "time": T0,
+        "state": "skips",
+        "step": 3,
+        "idle": [[3, 3, True]],
+    }
+    job.written.rank(
+        1, [job.loop(), *job.sites(), skips], phase=Phase.WAIT, armed=8, steps=7, reduced=7
+    )
+    job.written.exit(1, -6, T0 - SECOND)
+    words = "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  "
+    words += "[enforce fail at pair.cc:452] op.preamble.length <= op.nbytes. 68 vs 4. "
+    (finding,) = job.written.findings(status=1, stderr=f"[rank1]:{words}\n")
+    assert (finding.code, finding.ranks) == ("DDP403", (1,))
+    assert "rank 1 took 8 batches and began 7 reduced backwards in it" in finding.evidence
+
+
 CAUGHT = """\
 def train(loader):
     for epoch in range(2):

@@ -764,3 +764,34 @@ def test_damaged_records_are_passed_over(tmp_path: Path) -> None:
     for rank in (0, 1):
         written.rank(rank, [tensors([0, 1]), *prints("ab"[rank] * 3), *damaged])
     assert {each.code for each in found(written)} <= set(FAMILY)
+
+
+def test_each_model_is_named_where_all_differ(written: Written) -> None:
+    for rank, size in enumerate((8, 9, 10)):
+        written.rank(rank, [model([ONE, ["b", [size, 2], "float32"]], [0, 1, 2])])
+    (finding,) = found(written, over=False)
+    assert finding.ranks == (0, 1, 2)
+    assert finding.message == (
+        "ranks 0, 1 and 2 give DDP different models, here against rank 0: on rank 1, b is [9, 2], "
+        "not [8, 2]; on rank 2, b is [10, 2], not [8, 2]"
+    )
+    assert [each.partition(":")[0] for each in finding.evidence] == ["rank 0", "rank 1", "rank 2"]
+
+
+def test_each_odd_model_is_held_against_that_of_most(written: Written) -> None:
+    for rank, size in enumerate((10, 8, 8, 9, 8)):
+        written.rank(rank, [model([["b", [size], "float32"]], list(range(5)))])
+    (finding,) = found(written, over=False)
+    assert finding.ranks == (0, 3)
+    assert finding.message == (
+        "ranks 0 and 3 give DDP other models than ranks 1, 2 and 4: on rank 0, b is [10], not [8]; "
+        "on rank 3, b is [9], not [8]"
+    )
+
+
+def test_other_names_alone_make_no_other_model(written: Written) -> None:
+    for rank, (name, size) in enumerate((("b", 8), ("renamed", 8), ("b", 9))):
+        written.rank(rank, [model([[name, [size], "float32"]], [0, 1, 2])])
+    (finding,) = found(written, over=False)
+    assert finding.ranks == (2,)
+    assert finding.message.startswith("rank 2 gives DDP another model than ranks 0 and 1: b is [9]")

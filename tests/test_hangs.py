@@ -249,6 +249,24 @@ def test_a_rank_that_waits_in_another_collective(tmp_path: Path) -> None:
     assert "rank 1 called broadcast" in found.message
 
 
+def test_a_recorder_without_lines_leaves_them_to_the_ring(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("def sync():\n    barrier()\nif rank == 0:\n    sync()\nloss.backward()\n")
+    bare = {"frames": [], "name": "barrier", "shapes": [], "dtypes": []}
+    ring = {
+        "order": 1, "began": NOW, "ended": 0, "sequence": 1, "name": "barrier", "group": "0|0-1",
+        "dtype": "", "reduce": "", "numel": -1, "root": -1, "asynchronous": False,
+        "point_to_point": False, "site": f"{path}:2", "callers": [f"{path}:4"],
+    }  # fmt: skip
+    first = rank(0, "wait", flight=[{**call(9, False), **bare}], collectives=[ring], waited=1)
+    other = waiting(1)
+    other["flight"] = [{**call(9, False), "frames": []}]
+    other["stacks"] = stacks(1, (str(path), 5, "<module>"), IN_TORCH)
+    (found,) = findings(tmp_path, first, other)
+    assert (found.code, found.ranks, found.location and found.location.line) == ("DDP401", (0,), 4)
+    assert "by `sync()` train.py:4, under `if rank == 0:` (line 3)" in found.message
+
+
 def test_each_backend_of_a_group_counts_for_itself(tmp_path: Path) -> None:
     other = waiting(1)
     # Far ahead in gloo's numbers, of which rank 0 has seen nothing.

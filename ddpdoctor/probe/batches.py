@@ -225,6 +225,9 @@ def _tell(loop: _Loop, how: str, words: dict[str, Any]) -> None:
                 **words,
             }
         )
+        if how in ("left", "skips"):
+            # The next collective may meet another one, and gloo then aborts the process at once.
+            state.recorder.flush(0.0)
 
 
 def _failed(error: BaseException) -> None:

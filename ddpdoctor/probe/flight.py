@@ -23,7 +23,7 @@ NEWEST = 24
 GROUPS = 16
 """Groups that are told, those used last."""
 
-FRAMES = 3
+FRAMES = sites.CHAIN
 """Frames of the user's code that are told of each collective, innermost first."""
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpdoctor.probe import torch_private
 from ddpdoctor.probe.calls import Call
-from ddpdoctor.probe.ring import POINT_TO_POINT, RingWriter
+from ddpdoctor.probe.ring import POINT_TO_POINT, RingWriter, chain_text
 from ddpdoctor.probe.sites import Site
 
 DEFAULT_GROUP = ""
@@ -47,6 +47,7 @@ class Ledger:
         self._dtypes: dict[Any, int] = {None: 0}
         self._ops: dict[Any, int] = {}
         self._sites: dict[Site, int] = {}
+        self._chains: dict[tuple[Site, ...], int] = {}
         self._works: dict[int, int] = {}
         self._waited = 0
 
@@ -55,8 +56,14 @@ class Ledger:
         """Calls so far."""
         return self._ring.count
 
-    def begin(self, name: str, call: Call, site: Site) -> int:
-        """Write down a call that begins; its order, 0 if this rank is not in its group."""
+    def begin(self, name: str, call: Call, chain: tuple[Site, ...]) -> int:
+        """Write down a call that begins; its order, 0 if this rank is not in its group.
+
+        Args:
+            name: Of the collective.
+            call: What it is about.
+            chain: The lines that led to it, innermost first.
+        """
         tensor, op, root, group_root, group, flags = call
         # The default group's name is looked up once: it may be made anew, but not renamed.
         known = self._groups.get(DEFAULT_GROUP if group is None else group.group_name)
@@ -67,9 +74,7 @@ class Ledger:
         number = self._names.get(name)
         if number is None:
             number = self._names[name] = self._ring.text(name)
-        place = self._sites.get(site)
-        if place is None:
-            place = self._sites[site] = self._ring.text(site.text)
+        place = self._chains.get(chain) or self._place(chain)
         if tensor is None:
             dtype, shape, numel = 0, (), -1
         else:
@@ -90,6 +95,20 @@ class Ledger:
         return self._ring.begin(
             _now(), sequence, texts, shape, numel, -1 if root is None else root, flags
         )
+
+    def _place(self, chain: tuple[Site, ...]) -> int:
+        """The number of a text for lines that were not met before."""
+        numbers = []
+        for site in chain:
+            number = self._sites.get(site)
+            if number is None:
+                number = self._sites[site] = self._ring.text(site.text)
+            numbers.append(number)
+        place = self._ring.text(chain_text(numbers)) if len(numbers) > 1 else numbers[0]
+        if place:
+            self._chains[chain] = place
+        # Where there is no room left for the callers, the line itself may be known.
+        return place or numbers[0]
 
     def _reduce(self, name: str, op: Any) -> int:
         if op is None:

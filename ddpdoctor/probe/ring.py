@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from ddpdoctor.record import UnreadableError, mapped
 
-FORMAT = 1
+FORMAT = 2
+"""From 2 on a call has its callers."""
 ENTRIES = 64
 """Collectives that a ring keeps."""
 
@@ -43,6 +44,13 @@ SIZE = 32 << 10
 """Bytes of the file."""
 
 _INTEGER = 0xFFFFFFFF
+_CHAIN = "\x1f"
+"""A text that begins with it refers to other texts: a line and those that led to it."""
+
+
+def chain_text(numbers: Sequence[int]) -> str:
+    """Lines of code as one text, by the numbers of their own texts, innermost first."""
+    return _CHAIN + " ".join(map(str, numbers))
 
 
 class Collective(NamedTuple):
@@ -74,6 +82,8 @@ class Collective(NamedTuple):
     point_to_point: bool
     site: str
     """``path:line`` of the user's code, empty when unknown."""
+    callers: tuple[str, ...] = ()
+    """The lines that led to it, the nearest first."""
 
 
 class Ring(NamedTuple):
@@ -138,7 +148,8 @@ class RingWriter:
         Args:
             now: Unix nanoseconds.
             sequence: Which call of its group it is.
-            texts: Numbers of the texts name, group, dtype, reduce operation, call site.
+            texts: Numbers of the texts name, group, dtype, reduce operation, call site (or a line
+                and its callers, see `chain_text`).
             shape: The tensor's.
             numel: Elements of it, -1 without one.
             root: Global rank of source, destination or peer, -1 without one.
@@ -206,19 +217,28 @@ def parse_ring(raw: bytes, path: str, newest: int = ENTRIES) -> Ring:
     texts = raw[text_at : text_at + written].decode("utf-8", "replace").split("\n")
     every = _ENTRY.iter_unpack(raw[_ENTRIES_AT : _ENTRIES_AT + ENTRIES * _ENTRY.size])
     ordered = sorted(entry for entry in every if entry[0])
+    chains = {text: _lines(text, texts) for text in texts if text.startswith(_CHAIN)}
     return Ring(
         _COUNT.unpack_from(raw, _COUNT_AT)[0],
         _WAITED.unpack_from(raw, _WAITED_AT)[0],
         bool(_FLAGS.unpack_from(raw, _FLAGS_AT)[0]),
-        tuple(_collective(entry, texts) for entry in ordered[-newest:]),
+        tuple(_collective(entry, texts, chains) for entry in ordered[-newest:]),
     )
 
 
-def _collective(entry: tuple[int, ...], texts: list[str]) -> Collective:
+def _lines(chain: str, texts: list[str]) -> tuple[str, ...]:
+    numbers = [int(each) for each in chain[1:].split(" ") if each.isdigit()]
+    return tuple(texts[each] for each in numbers if 0 < each < len(texts)) or ("",)
+
+
+def _collective(
+    entry: tuple[int, ...], texts: list[str], chains: dict[str, tuple[str, ...]]
+) -> Collective:
     # Of a thousand ranks there are 64 each: one statement, no loop.
     order, began, ended, sequence, numel, name, group, dtype, reduce, site, *rest = entry
     dimensions, flags, root, *shape = rest
     try:
+        at = chains.get(texts[site]) or (texts[site],)
         return Collective(
             order,
             began,
@@ -233,8 +253,9 @@ def _collective(entry: tuple[int, ...], texts: list[str]) -> Collective:
             root,
             flags & ASYNC != 0,
             flags & POINT_TO_POINT != 0,
-            texts[site],
+            at[0],
+            at[1:],
         )
     except IndexError:
         # One that was written a moment ago may refer to a text that is not there yet.
-        return _collective(entry, [*texts, *[""] * (1 + max(entry[5:10]) - len(texts))])
+        return _collective(entry, [*texts, *[""] * (1 + max(entry[5:10]) - len(texts))], chains)

@@ -11,6 +11,9 @@ from ddpdoctor.record import page_text
 
 _MAX_CACHED = 4096
 
+CHAIN = 8
+"""Lines of the user's code, innermost first, that are kept of what led to a call."""
+
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = tuple(
     path + os.sep
@@ -75,22 +78,27 @@ def site_of(frame: FrameType | None) -> Site:
         if mine is None:
             mine = _classify(code)
         if mine:
-            key = (id(code), frame.f_lineno)
-            site = _sites.get(key)
-            if site is None:
-                site = _sites[key] = Site(os.path.abspath(code.co_filename), frame.f_lineno)
-            return site
+            return _site_at(code, frame.f_lineno)
         frame = frame.f_back
     return NOWHERE
+
+
+def _site_at(code: CodeType, line: int) -> Site:
+    key = (id(code), line)
+    site = _sites.get(key)
+    if site is None:
+        site = _sites[key] = Site(os.path.abspath(code.co_filename), line)
+    return site
 
 
 def sites_of(frame: FrameType | None, most: int) -> list[Site]:
     """The user lines at and above ``frame``, innermost first, ``most`` of them."""
     found: list[Site] = []
     while frame is not None and len(found) < most:
-        mine = _is_user.get(id(frame.f_code))
-        if _classify(frame.f_code) if mine is None else mine:
-            found.append(site_of(frame))
+        code = frame.f_code
+        mine = _is_user.get(id(code))
+        if _classify(code) if mine is None else mine:
+            found.append(_site_at(code, frame.f_lineno))
         frame = frame.f_back
     return found
 
@@ -98,3 +106,8 @@ def sites_of(frame: FrameType | None, most: int) -> list[Site]:
 def caller() -> Site:
     """The user line that led here."""
     return site_of(sys._getframe(1))
+
+
+def callers() -> tuple[Site, ...]:
+    """The user lines that led here, innermost first; `NOWHERE` alone if there are none."""
+    return tuple(sites_of(sys._getframe(1), CHAIN)) or (NOWHERE,)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ddpdoctor.finding import Location
 from ddpdoctor.probe.ring import Collective
-from ddpdoctor.rules.guards import rank_guard
+from ddpdoctor.rules.blame import Blame, Group, blame
+from ddpdoctor.rules.ranks import named
 from ddpdoctor.rules.standing import Call, amount, brief, from_ring
 from ddpdoctor.run import Rank, Run
 
@@ -18,73 +19,149 @@ _UNEVEN = ("all_gather", "reduce_scatter")
 
 @dataclass(frozen=True)
 class Apart:
-    """One collective of a group that is another one on some ranks."""
+    """One collective of a process group that is another one on some ranks."""
 
     calls: Mapping[int, Call]
     """What each rank called, as far as it is known."""
-    guilty: tuple[int, ...]
-    """The ranks that differ from most; all of them where none are most."""
-    location: Location | None
-    guard: int | None
-    """The line of the condition on the rank by which the guilty call was made, if it was."""
+    groups: tuple[Group, ...]
+    """The ranks by what they called, the largest group first."""
+    blame: Blame
 
     @property
-    def odd(self) -> Call:
-        """The call of a guilty rank."""
-        return self.calls[self.guilty[-1]]
+    def guilty(self) -> tuple[Group, ...]:
+        """The groups that are out of line; all of them where none is more than the others."""
+        ranks = self.blame.ranks
+        return tuple(each for each in self.groups if each.ranks[0] in ranks)
 
     @property
-    def usual(self) -> tuple[int, Call]:
-        """A rank with another call than that, and its call."""
-        odd = _signature(self.odd)
-        return next(
-            (rank, call) for rank, call in sorted(self.calls.items()) if _signature(call) != odd
-        )
+    def others(self) -> tuple[Group, ...]:
+        """The groups that are not."""
+        return tuple(each for each in self.groups if each not in self.guilty)
 
     @property
     def differences(self) -> list[str]:
         """In what they differ, in words."""
-        (_, usual), odd = self.usual, self.odd
-        if usual.name != odd.name:
-            return ["operation"]
-        pairs = (
-            ("dtype", usual.dtype, odd.dtype),
-            ("size", usual.numel, odd.numel),
-            ("reduce operation", usual.reduce, odd.reduce),
-            ("root", usual.root, odd.root),
-        )
-        return [name for name, one, other in pairs if one != other]
+        by_name: dict[str, list[Call]] = defaultdict(list)
+        for group in self.groups:
+            by_name[group.call.name].append(group.call)
+        found = ["operation"] if len(by_name) > 1 else []
+        for word, fact in _FACTS.items():
+            if any(len({fact(call) for call in calls}) > 1 for calls in by_name.values()):
+                found.append(word)
+        return found
+
+    def what(self, group: Group) -> str:
+        """A group's call with what it differs in: ``all_reduce of 64 floats``."""
+        return f"{group.call.name} {self.facts(group)}".rstrip()
+
+    def facts(self, group: Group) -> str:
+        """In what a group's call differs from the others of that name: ``of 64 floats``."""
+        call = group.call
+        alike = [each.call for each in self.groups if each.call.name == call.name]
+        differ = [word for word, fact in _FACTS.items() if len({fact(each) for each in alike}) > 1]
+        words = []
+        if "size" in differ or "dtype" in differ:
+            words.append(f"of {amount(call.numel, call.dtype)}")
+        if "reduce operation" in differ:
+            words.append(f"with {call.reduce or 'no reduce operation'}")
+        if "root" in differ:
+            words.append(f"with root {call.root}")
+        return " ".join(words)
+
+    @property
+    def evidence(self) -> tuple[str, ...]:
+        """What the ranks called, a line for each group, at most six."""
+        same = len({group.call.site for group in self.groups}) == 1
+        found = [
+            f"{named(group.ranks)} called {group.call.what} at "
+            + " and ".join(brief(each) for each in group.sites or (None,))
+            + (self._through(group) if same else "")
+            for group in self.groups[:6]
+        ]
+        if len(self.groups) > 6:
+            found.append(f"{len(self.groups) - 6} more calls on other ranks")
+        return tuple(found)
+
+    def _through(self, group: Group) -> str:
+        """By which caller, where that is what the groups differ in."""
+        others = {each.call.callers for each in self.groups if each is not group}
+        for number, at in enumerate(group.call.callers):
+            if any(each[: number + 1] != group.call.callers[: number + 1] for each in others):
+                return f", by {brief(at)}"
+        return ""
 
 
-def _signature(call: Call) -> tuple[str, int, str, str, int]:
-    return call.name, call.numel, call.dtype.lower(), call.reduce, call.root
+_FACTS: dict[str, Callable[[Call], object]] = {
+    "dtype": lambda call: call.dtype.lower(),
+    "size": lambda call: call.numel,
+    "reduce operation": lambda call: call.reduce,
+    "root": lambda call: call.root,
+}
 
 
-def of_calls(calls: Mapping[int, Call]) -> Apart | None:
-    """What the ranks' calls with one number differ in; None if they are the same."""
+def _signature(call: Call) -> tuple[object, ...]:
+    return call.name, *(fact(call) for fact in _FACTS.values())
+
+
+def of_calls(
+    calls: Mapping[int, Call], before: Mapping[int, Sequence[Call]] | None = None
+) -> Apart | None:
+    """What the ranks' calls with one number differ in; None if they are the same.
+
+    Args:
+        calls: What each rank called.
+        before: What they called before in that process group, oldest first.
+    """
     kinds: dict[object, list[int]] = defaultdict(list)
     for rank, call in sorted(calls.items()):
         kinds[_signature(call)].append(rank)
     if len(kinds) < 2:
         return None
-    by_size = sorted(kinds.values(), key=lambda ranks: (-len(ranks), ranks))
-    if len(by_size[0]) > len(by_size[1]):
-        odd = [rank for ranks in by_size[1:] for rank in ranks]
-        return _apart(calls, odd, odd[0])
-    guarded = [ranks for ranks in by_size if _guard(calls[ranks[0]]) is not None]
-    if len(guarded) == 1 and len(by_size) == 2:
-        return _apart(calls, guarded[0], guarded[0][0])
-    return _apart(calls, sorted(calls), by_size[1][0])
+    early = mispaired_before(before or {})
+    if early is not None:
+        return early
+    groups = _groups(kinds.values(), calls)
+    return Apart(calls, groups, blame(groups, calls, before or {}))
 
 
-def _apart(calls: Mapping[int, Call], guilty: list[int], first: int) -> Apart:
-    # The last of them is the one that is shown.
-    ordered = (*sorted(rank for rank in guilty if rank != first), first)
-    return Apart(calls, ordered, calls[first].site, _guard(calls[first]))
+def mispaired_before(before: Mapping[int, Sequence[Call]]) -> Apart | None:
+    """An earlier call of some ranks under a condition on the rank, that met another one like it.
+
+    Two calls of one kind at different lines may well be meant: only where the ranks differ
+    later is that the reason.
+
+    Args:
+        before: What the ranks called in one process group, oldest first.
+    """
+    numbered: dict[int, dict[int, Call]] = defaultdict(dict)
+    for rank, earlier in before.items():
+        for call in earlier:
+            numbered[call.sequence][rank] = call
+    for _, calls in sorted(numbered.items()):
+        chains: dict[object, list[int]] = defaultdict(list)
+        for rank, call in sorted(calls.items()):
+            chains[call.chain].append(rank)
+        if len(chains) == 2 and len(calls) == len(before):
+            groups = _groups(chains.values(), calls)
+            until = {
+                rank: [each for each in before[rank] if each.sequence < calls[rank].sequence]
+                for rank in calls
+            }
+            found = blame(groups, calls, until)
+            if found.kind == "guard":
+                return Apart(calls, groups, found)
+    return None
 
 
-def _guard(call: Call) -> int | None:
-    return rank_guard(call.site.path, call.site.line) if call.site is not None else None
+def _groups(kinds: Iterable[list[int]], calls: Mapping[int, Call]) -> tuple[Group, ...]:
+    return tuple(
+        Group(tuple(ranks), calls[ranks[0]], _sites(calls[rank] for rank in ranks))
+        for ranks in sorted(kinds, key=lambda ranks: (-len(ranks), ranks))
+    )
+
+
+def _sites(calls: Iterable[Call]) -> tuple[Location, ...]:
+    return tuple(dict.fromkeys(call.site for call in calls if call.site is not None))
 
 
 def rings(run: Run) -> dict[int, tuple[Collective, ...]]:
@@ -130,35 +207,16 @@ def first_apart(told: Mapping[int, Sequence[Collective]], gloo: bool) -> Apart |
     if not differ:
         return None
     first = min(differ, key=lambda key: differ[key])
-    return of_calls(
-        {
-            rank: replace(call_of(each), numel=-1)
-            if not gloo and each.name in _UNEVEN
-            else call_of(each)
-            for rank, collectives in told.items()
-            for each in collectives
-            if (each.group, each.sequence) == first and not each.point_to_point
-        }
-    )
-
-
-def facts(call: Call, differences: list[str]) -> str:
-    """A call with what it differs in: ``all_reduce of 64 floats``."""
-    if "operation" in differences:
-        return call.name
-    told = []
-    if "size" in differences or "dtype" in differences:
-        told.append(f"of {amount(call.numel, call.dtype)}")
-    if "reduce operation" in differences:
-        told.append(f"with {call.reduce or 'no reduce operation'}")
-    if "root" in differences:
-        told.append(f"with root {call.root}")
-    return " ".join([call.name, *told])
-
-
-def evidence(calls: Mapping[int, Call]) -> tuple[str, ...]:
-    """What the ranks called, a line each, at most six."""
-    return tuple(
-        f"rank {rank} called {call.what} at {brief(call.site)}"
-        for rank, call in sorted(calls.items())[:6]
-    )
+    calls: dict[int, Call] = {}
+    before: dict[int, list[Call]] = defaultdict(list)
+    for rank, collectives in told.items():
+        for each in collectives:
+            if each.group != first[0] or each.point_to_point or each.sequence > first[1]:
+                continue
+            call = call_of(each)
+            if each.sequence < first[1]:
+                before[rank].append(call)
+            else:
+                uneven = not gloo and each.name in _UNEVEN
+                calls[rank] = replace(call, numel=-1) if uneven else call
+    return of_calls(calls, before)

@@ -172,7 +172,7 @@ class _Case:
             # The batches it passed over are all that it lacks.
             lacks = reached < top <= reached + len(alone) and 4 * len(alone) <= fetched + 3
             if trace.state == "failed":
-                lacks = fetched - alone[0] <= SOON
+                lacks = lacks or fetched - alone[0] <= SOON
             if not lacks or trace.time > self._limit:
                 continue
             wanting = [each for each in others if (each.reached or 0) > reached]

@@ -5,14 +5,46 @@ from __future__ import annotations
 import ast
 import functools
 import os
-import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+from ddpdoctor.finding import Location
+from ddpdoctor.rules.rank_words import Words, discerns, is_plain, runs_on_one_rank, words_of
 from ddpdoctor.rules.sources import LARGEST
 
-_WORDS = re.compile(
-    r"rank|is_(main|master|chief|zero|primary)|(main|master)_process|process_index", re.IGNORECASE
-)
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+@dataclass(frozen=True)
+class Guard:
+    """A condition on the rank, and the lines that it decides on."""
+
+    path: str
+    line: int
+    """Its own line."""
+    start: int
+    end: int
+
+    @property
+    def location(self) -> Location:
+        """Where it stands."""
+        return Location(self.path, self.line)
+
+    def holds(self, lines: Iterable[Location]) -> bool:
+        """Whether one of some lines is among those that it decides on."""
+        return any(at.path == self.path and self.start <= at.line <= self.end for at in lines)
+
+
+def guards_of(chain: Sequence[Location]) -> list[tuple[Guard, Location]]:
+    """The conditions on the rank by which a call was made, innermost first, each with its line.
+
+    Args:
+        chain: The call's line and those that led to it, innermost first.
+    """
+    return [
+        (guard, at)
+        for at in chain
+        for guard in sorted(_guards(at.path), key=lambda each: (-each.start, -each.line))
+        if guard.holds([at])
+    ]
 
 
 def rank_guard(path: str, line: int) -> int | None:
@@ -20,11 +52,8 @@ def rank_guard(path: str, line: int) -> int | None:
 
     An ``if`` around the line, within its function, or one before it that returns or continues.
     """
-    guards = _guards(path)
-    found = [
-        (start, guard) for start, end, guard in guards if start <= line <= end and guard != line
-    ]
-    return max(found)[1] if found else None
+    found = guards_of([Location(path, line)])
+    return found[0][0].line if found else None
 
 
 def statement(path: str, line: int) -> str:
@@ -63,7 +92,7 @@ def only_sleeps(path: str, line: int) -> bool:
     return sleeps and len(calls) == len(around)
 
 
-def _guards(path: str) -> list[tuple[int, int, int]]:
+def _guards(path: str) -> tuple[Guard, ...]:
     return _found(path, _changed(path))
 
 
@@ -95,22 +124,100 @@ def _tree(path: str, changed: int) -> ast.Module | None:
 
 
 @functools.lru_cache(maxsize=32)
-def _found(path: str, changed: int) -> list[tuple[int, int, int]]:
-    """First and last line that a condition decides on, and its own line."""
+def _words(path: str, changed: int) -> Words:
+    """The names by which a file, or one that it imports from beside it, knows about the rank."""
     tree = _tree(path, changed)
-    found: list[tuple[int, int, int]] = []
     if tree is None:
-        return found
+        return Words()
+    words = words_of(tree)
+    for other in _imported(path, tree):
+        there = _tree(other, _changed(other))
+        if there is not None:
+            words |= words_of(there)
+    return words
+
+
+def _imported(path: str, tree: ast.Module) -> list[str]:
+    """The files beside a file, or beside its package, that it imports."""
+    modules: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.If) and _about_rank(node.test):
-            for part in (node.body, node.orelse):
-                if part:
-                    found.append((part[0].lineno, part[-1].end_lineno or 0, node.lineno))
-        elif isinstance(node, ast.IfExp) and _about_rank(node.test):
-            found.append((node.lineno, node.end_lineno or 0, node.lineno))
-        for block in _blocks(node):
-            found += _leaves(block)
-    return found
+        if isinstance(node, ast.Import):
+            modules |= {each.name for each in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            start = node.module or ""
+            modules |= {start, *(f"{start}.{each.name}".strip(".") for each in node.names)}
+    here = os.path.dirname(path)
+    return [
+        file
+        for module in sorted(modules - {""})
+        for folder in (here, os.path.dirname(here))
+        if os.path.isfile(file := os.path.join(folder, *module.split(".")) + ".py")
+    ][:32]
+
+
+@functools.lru_cache(maxsize=32)
+def _found(path: str, changed: int) -> tuple[Guard, ...]:
+    tree = _tree(path, changed)
+    if tree is None:
+        return ()
+    words = _words(path, changed)
+    found = [
+        Guard(path, line, start, end)
+        for node in ast.walk(tree)
+        for line, start, end in (*_decides(node, words), *_leaves(node, words))
+    ]
+    return tuple(found)
+
+
+def _decides(node: ast.AST, words: Words) -> list[tuple[int, int, int]]:
+    """A condition's line, and the first and last line that it decides on."""
+    if isinstance(node, ast.If) and discerns(node.test, words):
+        # On its own line stands what is tested, too.
+        least = node.lineno if is_plain(node.test, words) else node.lineno + 1
+        parts = [part for part in (node.body, node.orelse) if part]
+        return [
+            (node.lineno, max(least, part[0].lineno), part[-1].end_lineno or 0) for part in parts
+        ]
+    if isinstance(node, ast.Expr):
+        test = _short_circuit(node.value)
+        if test is not None and discerns(test, words) and is_plain(test, words):
+            return [(node.lineno, node.lineno, node.end_lineno or 0)]
+    if isinstance(node, ast.Match) and discerns(node.subject, words):
+        return [
+            (case.pattern.lineno, case.body[0].lineno, case.body[-1].end_lineno or 0)
+            for case in node.cases
+        ]
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return [
+            (each.lineno, node.body[0].lineno, node.end_lineno or 0)
+            for each in node.decorator_list
+            if runs_on_one_rank(each)
+        ]
+    return []
+
+
+def _short_circuit(value: ast.expr) -> ast.expr | None:
+    """The condition of ``rank == 0 and barrier()``, or of ``barrier() if rank == 0 else None``."""
+    if isinstance(value, ast.BoolOp):
+        return value.values[0]
+    return value.test if isinstance(value, ast.IfExp) else None
+
+
+def _leaves(node: ast.AST, words: Words) -> list[tuple[int, int, int]]:
+    """What follows an ``if rank != 0: return`` in the same block."""
+    return [
+        (each.lineno, each.end_lineno + 1, block[-1].end_lineno or 0)
+        for block in _blocks(node)
+        for each in block[:-1]
+        if isinstance(each, ast.If)
+        and each.end_lineno is not None
+        and discerns(each.test, words)
+        and any(
+            isinstance(part[-1], (ast.Return, ast.Continue, ast.Break))
+            for part in (each.body, each.orelse)
+            if part
+        )
+    ]
 
 
 def _blocks(node: ast.AST) -> list[list[ast.stmt]]:
@@ -120,28 +227,6 @@ def _blocks(node: ast.AST) -> list[list[ast.stmt]]:
         for block in blocks
         if isinstance(block, list) and block and isinstance(block[0], ast.stmt)
     ]
-
-
-def _leaves(block: list[ast.stmt]) -> list[tuple[int, int, int]]:
-    """What follows an ``if rank != 0: return`` in the same block."""
-    return [
-        (each.end_lineno + 1, block[-1].end_lineno or 0, each.lineno)
-        for each in block[:-1]
-        if isinstance(each, ast.If)
-        and each.end_lineno is not None
-        and _about_rank(each.test)
-        and isinstance(each.body[-1], (ast.Return, ast.Continue, ast.Break))
-    ]
-
-
-def _about_rank(test: ast.expr) -> bool:
-    for node in ast.walk(test):
-        name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", None)
-        if isinstance(name, str) and _WORDS.search(name):
-            return True
-        if isinstance(node, ast.Constant) and node.value in ("RANK", "LOCAL_RANK"):
-            return True
-    return False
 
 
 @functools.lru_cache(maxsize=32)

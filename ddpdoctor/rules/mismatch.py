@@ -6,16 +6,17 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ddpdoctor.finding import Finding, Severity, rule
+from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.probe.hooks.ddp import BUFFERS
-from ddpdoctor.record import Phase
+from ddpdoctor.record import Phase, integer
 from ddpdoctor.rules import apart
+from ddpdoctor.rules.blame import alone_by_guard, comes_after, way_past
+from ddpdoctor.rules.decisions import decisions
 from ddpdoctor.rules.diagnosis import diagnosed
 from ddpdoctor.rules.endings import PATIENCE, endings, first_failure, mispaired
-from ddpdoctor.rules.guards import rank_guard
-from ddpdoctor.rules.out_of_step import guarded_finding, mismatch
+from ddpdoctor.rules.out_of_step import finding, guarded_finding
 from ddpdoctor.rules.ranks import named
-from ddpdoctor.rules.standing import Call, quoted
+from ddpdoctor.rules.standing import Call, brief, location, quoted
 from ddpdoctor.run import Rank, Run
 
 
@@ -24,9 +25,10 @@ def collective_under_rank_guard(run: Run) -> Iterator[Finding]:
     """A collective is called under a condition on the rank, by some ranks alone.
 
     What it finds
-        A rank that waits in a barrier, all-reduce or broadcast that stands under `if rank == 0:`
-        (or behind `if rank != 0: return`) while the ranks it waits for wait in another collective,
-        or failed because theirs met it.
+        A barrier, all-reduce or broadcast under `if rank == 0:` (or behind `if rank != 0: return`,
+        or under `@rank_zero_only`), there or in a function that calls the one with the collective,
+        while the other ranks, which never passed that condition, wait in another collective or
+        failed because theirs met it.
 
     Why it is bad
         A collective ends when all ranks of its group have called it. The job hangs until the
@@ -41,8 +43,9 @@ def collective_under_rank_guard(run: Run) -> Iterator[Finding]:
 
     When it stays silent
         When every branch calls the same collective; for `if rank != 0: barrier()` before and
-        `if rank == 0: barrier()` behind the work of rank 0, which fit together; in groups whose
-        ranks all call it; while the ranks that are missing are at work (DDP802).
+        `if rank == 0: barrier()` behind the work of rank 0, which fit together; for conditions that
+        hold on every rank (`local_rank != -1`); in groups whose ranks all call it; while the ranks
+        that are missing are at work (DDP802).
 
     Since
         0.1.0
@@ -60,7 +63,8 @@ def different_collectives(run: Run) -> Iterator[Finding]:
 
     What it finds
         The n-th collective of a process group is another one on some ranks: another operation,
-        tensor size, dtype, reduce operation (SUM against MAX) or root.
+        tensor size, dtype, reduce operation (SUM against MAX) or root. The ranks named are those
+        that passed over a call or made one alone, or that differ from most; else all.
 
     Why it is bad
         Some of these hang, some fail with a message about sizes, and some go unnoticed: ranks that
@@ -132,14 +136,9 @@ def _different(run: Run, code: str) -> Iterator[Finding]:
     found = apart.first_apart(calls, gloo=not any("nccl" in each for each in backends))
     if found is None:
         return
-    by_guard = found.guard is not None and len(found.guilty) < len(found.calls)
-    if by_guard and "operation" in found.differences:
-        if code == "DDP401":
-            assert found.guard is not None
-            evidence = apart.evidence(found.calls)
-            yield guarded_finding(found.guilty, found.odd, found.guard, evidence)
-    elif code == "DDP803":
-        yield mismatch(found)
+    verdict = finding(found)
+    if verdict.code == code:
+        yield verdict
 
 
 @dataclass(frozen=True)
@@ -150,6 +149,8 @@ class _Failure:
     """Ranks that had called one from Python, and which."""
     elsewhere: tuple[int, ...]
     """Ranks that had not, and were in one of DDP's own."""
+    before: dict[int, list[Call]]
+    """What they all had called in that process group before."""
 
 
 def _failure(run: Run) -> _Failure | None:
@@ -157,7 +158,7 @@ def _failure(run: Run) -> _Failure | None:
     ends = endings(run, restart)
     cause = first_failure(run, restart)
     abrupt = cause is not None and (mispaired(run, cause) or cause.status == -signal.SIGABRT)
-    if not ends or (cause is not None and not abrupt):
+    if not ends or (cause is not None and not abrupt) or decisions(run):
         return None
     calls = {
         rank: [apart.call_of(each) for each in told if not each.point_to_point]
@@ -185,7 +186,15 @@ def _failure(run: Run) -> _Failure | None:
         and _count(calls[rank.rank], first) < first.sequence
         and _was_in(rank) in (Phase.BACKWARD.label, BUFFERS)
     )
-    return _Failure(same, elsewhere) if elsewhere else None
+    before = {
+        rank: [
+            call
+            for call in calls[rank]
+            if call.group == first.group and call.sequence < first.sequence
+        ]
+        for rank in (*same, *elsewhere)
+    }
+    return _Failure(same, elsewhere, before) if elsewhere else None
 
 
 def _failed(run: Run, code: str) -> Iterator[Finding]:
@@ -195,15 +204,29 @@ def _failed(run: Run, code: str) -> Iterator[Finding]:
     inside, elsewhere = sorted(found.inside), found.elsewhere
     call = found.inside[inside[0]]
     assert call.site is not None
-    guard = rank_guard(call.site.path, call.site.line)
+    early = apart.mispaired_before(found.before)
+    if early is not None:
+        verdict = finding(early)
+        if verdict.code == code:
+            yield verdict
+        return
+    lines = [_at(rank) for rank in run.last if rank.rank in elsewhere]
+    guarded = alone_by_guard(found.inside, lines)
     evidence = (
-        *apart.evidence(found.inside),
+        *(
+            f"rank {rank} called {made.what} at {brief(made.site)}"
+            for rank, made in sorted(found.inside.items())[:6]
+        ),
         *(f"rank {rank} was in a collective of DDP's own" for rank in elsewhere[:3]),
     )
-    if guard is not None and len(inside) <= len(elsewhere):
+    if guarded is not None:
         if code == "DDP401":
-            yield guarded_finding(inside, call, guard, evidence)
+            yield guarded_finding(guarded, call, evidence)
     elif code == "DDP803":
+        skipped = _skipped_backward(run, found, evidence)
+        if skipped is not None:
+            yield skipped
+            return
         many = len(inside) > len(elsewhere)
         few = elsewhere if many else (inside if len(inside) < len(elsewhere) else ())
         who, others = (elsewhere, inside) if many else (inside, elsewhere)
@@ -221,6 +244,61 @@ def _failed(run: Run, code: str) -> Iterator[Finding]:
             evidence=evidence,
             fix="Let every rank make the call: what decides on it has to be the same on all ranks.",
         )
+
+
+def _skipped_backward(run: Run, found: _Failure, evidence: tuple[str, ...]) -> Finding | None:
+    """A backward that ranks passed over behind its forward, by which they were ahead."""
+    pages = {rank.rank: rank.status for rank in run.last if rank.status is not None}
+    lacking = {rank: page.armed - page.reduced for rank, page in pages.items()}
+    if any(lacking.get(rank) != 1 for rank in found.inside):
+        return None
+    if any(lacking.get(rank) != 0 for rank in found.elsewhere):
+        return None
+    # The records of a rank that native code ended may be lost.
+    lines = {
+        str(each.get("phase")): Location(str(each["path"]), integer(each, "line"))
+        for rank in run.last
+        for each in rank.of_kind("site")
+        if each.get("path")
+    }
+    forward, backward = lines.get("forward"), lines.get("backward")
+    if forward is None or backward is None:
+        return None
+    # Between a forward and its backward every rank lacks one.
+    if not all(comes_after(call.chain, backward) for call in found.inside.values()):
+        return None
+    behind = forward.path == backward.path and forward.line < backward.line
+    decider = way_past(backward, forward.line if behind else 0)
+    who = named(found.inside)
+    call = found.inside[min(found.inside)]
+    return Finding(
+        code="DDP803",
+        about=f"{decider or backward}",
+        severity=Severity.ERROR,
+        message=f"{who} passed over a backward at {quoted(backward)}"
+        + (f", by {quoted(decider)}" if decider is not None else "")
+        + f", and called {call.what} at {quoted(call.site)} while {named(found.elsewhere)} "
+        f"{'were' if len(found.elsewhere) > 1 else 'was'} in DDP's own all-reduce: the job failed",
+        ranks=tuple(sorted(found.inside)),
+        location=decider or backward,
+        evidence=(
+            *(
+                f"rank {rank} began {page.armed} forwards and {page.reduced} backwards"
+                for rank, page in sorted(pages.items())[:4]
+            ),
+            *evidence,
+        ),
+        fix="Decide on all ranks together: reduce the value over the ranks before it is compared.",
+    )
+
+
+def _at(rank: Rank) -> list[Location]:
+    """The lines that a rank was at when it failed or was ended, innermost first."""
+    error = next(rank.of_kind("error"), None)
+    if error is not None:
+        return [Location(str(each[0]), each[1]) for each in error.get("user_frames") or ()][::-1]
+    at = location(rank.status.site) if rank.status is not None else None
+    return [at] if at is not None else []
 
 
 def _count(calls: list[Call], wanted: Call) -> int:

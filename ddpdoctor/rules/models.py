@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 
 from ddpdoctor.finding import Finding, Severity, rule
@@ -59,31 +59,52 @@ def models_differ(run: Run) -> Iterator[Finding]:
         if missing and run.exit_status is None:
             # With one more, another rank may be the odd one.
             continue
-        told = {rank: _said(record) for rank, record in models.items()}
-        usual = Counter(told.values()).most_common(1)[0]
-        if usual[1] == len(told) or not _differ(models):
+        if not _differ(models):
             continue
-        # Without a majority it is measured by the first rank, whose weights DDP broadcasts.
-        clear = 2 * usual[1] > len(told)
-        first = min(told)
-        model = usual[0] if clear else told[first]
-        odd = tuple(sorted(rank for rank, each in told.items() if each != model))
-        right = next(rank for rank, each in sorted(told.items()) if each == model)
+        kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
+        for each, record in sorted(models.items()):
+            kinds[_kind(record, models)].append(each)
+        groups = sorted(kinds.values(), key=lambda ranks: (-len(ranks), ranks))
+        # Without a majority none is right; each is held against the first.
+        clear = 2 * len(groups[0]) > len(models)
+        usual = groups[0] if clear else min(groups)
+        odd = [ranks for ranks in groups if ranks is not usual]
         yield Finding(
             code="DDP707",
             about=f"model {number}",
             severity=Severity.ERROR,
-            message=f"{named(odd)} {'give' if len(odd) > 1 else 'gives'} DDP another model than "
-            f"rank {right}: {_difference(models[odd[0]], models[right])}",
-            ranks=odd if clear else tuple(sorted(told)),
-            location=place(models[odd[0]]),
+            message=_message(models, usual, odd, clear),
+            ranks=tuple(sorted(rank for ranks in (odd if clear else groups) for rank in ranks)),
+            location=place(models[odd[0][0]]),
             evidence=tuple(
-                f"rank {rank}: {integer(record, 'count')} parameters, {_elements(record)} elements"
-                for rank, record in sorted(models.items())[:4]
+                f"{named(ranks)}: {integer(models[ranks[0]], 'count')} parameters, "
+                f"{_elements(models[ranks[0]]):,} elements"
+                for ranks in sorted(groups)[:6]
             ),
             fix="Build the model from the same configuration on every rank; count classes and "
             "vocabularies in all of the data, or broadcast them.",
         )
+
+
+_SHOWN = 4
+"""Groups of ranks that a sentence names."""
+
+
+def _message(models: dict[int, Record], usual: list[int], odd: list[list[int]], clear: bool) -> str:
+    """What each group of ranks gives DDP, against what the usual one does."""
+    first = models[usual[0]]
+    if clear and len(odd) == 1:
+        verb = "give" if len(odd[0]) > 1 else "gives"
+        return (
+            f"{named(odd[0])} {verb} DDP another model than {named(usual)}: "
+            f"{_difference(models[odd[0][0]], first)}"
+        )
+    everyone = named(models if not clear else [rank for ranks in odd for rank in ranks])
+    head = f"{everyone} give DDP {'other' if clear else 'different'} models"
+    than = f"than {named(usual)}" if clear else f"here against {named(usual)}"
+    parts = [f"on {named(ranks)}, {_difference(models[ranks[0]], first)}" for ranks in odd[:_SHOWN]]
+    more = f"; {len(odd) - _SHOWN} more kinds" if len(odd) > _SHOWN else ""
+    return f"{head}{' ' if clear else ', '}{than}: {'; '.join(parts)}{more}"
 
 
 def _parameters(record: Record) -> list[tuple[str, tuple[int, ...], str]]:
@@ -91,8 +112,13 @@ def _parameters(record: Record) -> list[tuple[str, tuple[int, ...], str]]:
     return [(str(name), tuple(shape), str(dtype)) for name, shape, dtype in parameters]
 
 
-def _said(record: Record) -> tuple[object, ...]:
-    return (integer(record, "count"), *_parameters(record))
+def _kind(record: Record, models: dict[int, Record]) -> tuple[object, ...]:
+    """What has to be the same; names only where all ranks have the same ones."""
+    named_alike = {frozenset(each[0] for each in _parameters(one)) for one in models.values()}
+    parameters = _parameters(record)
+    if len(named_alike) > 1:
+        return integer(record, "count"), *(each[1:] for each in parameters)
+    return integer(record, "count"), *parameters
 
 
 def _differ(models: dict[int, Record]) -> bool:

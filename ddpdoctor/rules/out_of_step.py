@@ -3,81 +3,105 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from dataclasses import replace
 
 from ddpdoctor.finding import Finding, Location, Severity
 from ddpdoctor.rules import apart
-from ddpdoctor.rules.guards import rank_guard, statement
+from ddpdoctor.rules.blame import Blame, Group, alone_by_guard
+from ddpdoctor.rules.guards import statement
 from ddpdoctor.rules.ranks import named
 from ddpdoctor.rules.standing import Call, Standing, brief, quoted
 from ddpdoctor.rules.waits import Blocked
+from ddpdoctor.stacks.user_frames import user_frames
 
 
 def guarded(waits: Sequence[Blocked]) -> Finding | None:
-    """A collective that ranks wait in because a condition on the rank let only them call it."""
+    """A call that ranks wait in and that only they made, or that the others passed over."""
     same = same_number(waits)
-    if same is not None and (passed := _passed_over(same, waits)) is not None:
-        return passed
-    if same is not None and same.guard is not None and len(same.guilty) < len(same.calls):
-        return guarded_finding(same.guilty, same.odd, same.guard, apart.evidence(same.calls))
+    if same is not None and same.blame.kind in ("guard", "passed", "alone"):
+        return finding(same)
     for one in waits:
         others = [rank for each in waits if each is not one for rank in each.waiting]
+        # Whom they wait for waits, too, so that it will not come.
+        late = [rank for rank in one.absent if rank.in_collective]
+        if not late or len(late) < len(one.absent):
+            continue
         for call, ranks in _by_site(one.waiting):
-            if call.site is None:
-                continue
-            guard = rank_guard(call.site.path, call.site.line)
-            # Whom they wait for waits, too, so that it will not come.
-            late = [rank for rank in one.absent if rank.in_collective]
-            if guard is not None and late and len(late) == len(one.absent):
-                return guarded_finding(
-                    tuple(rank.rank for rank in ranks),
-                    call,
-                    guard,
-                    tuple(waiting_line(rank) for rank in (*ranks, *(late or others))[:6]),
-                )
+            by_guard = alone_by_guard(
+                {rank.rank: made for rank in ranks if (made := rank.under_way) is not None},
+                [_lines(rank) for rank in late],
+            )
+            if by_guard is not None:
+                evidence = tuple(waiting_line(rank) for rank in (*ranks, *(late or others))[:6])
+                return guarded_finding(by_guard, call, evidence)
     return None
 
 
-def _passed_over(same: apart.Apart, waits: Sequence[Blocked]) -> Finding | None:
-    """A call that some ranks passed over: what they wait in always came after it before."""
-    (other, usual), odd = same.usual, same.odd
-    if len(same.guilty) == len(same.calls) or usual.site is None or odd.site is None:
-        return None
-    if usual.site == odd.site:
-        return None
-    history = next(rank.flight or () for one in waits for rank in one.waiting if rank.rank == other)
-    order = [call.site for call in history if call.numbering == usual.numbering]
-    if (usual.site, odd.site) not in pairwise(order):
-        return None
-    waiting = [rank for rank in same.calls if rank not in same.guilty]
-    verb = "wait" if len(waiting) > 1 else "waits"
+def _lines(rank: Standing) -> Sequence[Location]:
+    """The user's lines that a rank is at, innermost first."""
+    frames = [Location(each.path, each.line) for each in user_frames(rank.frames)]
+    call = rank.under_way or rank.blocked
+    if call is not None and call is rank.under_way and call.chain:
+        return call.chain
+    return frames[::-1] or (call.chain if call is not None else ())
+
+
+def finding(found: apart.Apart) -> Finding:
+    """DDP401 or DDP803, for a hang or for a job that goes on."""
+    kind, guilty = found.blame.kind, found.guilty
+    if kind == "guard":
+        return guarded_finding(found.blame, guilty[0].call, found.evidence)
+    if kind not in ("passed", "alone"):
+        return mismatch(found)
+    usual, odd = found.others[0], guilty[0]
+    decider = found.blame.decider
+    if kind == "passed":
+        by = f", by {quoted(decider)}" if decider is not None else ""
+        message = (
+            f"{named(odd.ranks)} passed over {usual.call.what} at {quoted(usual.call.site)}{by}: "
+            f"{named(usual.ranks)} called it, {named(odd.ranks)} went on to {odd.call.what} at "
+            f"{quoted(odd.call.site)}"
+        )
+    else:
+        message = (
+            f"{named(odd.ranks)} alone called {odd.call.what} at {quoted(odd.call.site)}, under "
+            f"{quoted(decider)}, where {named(usual.ranks)} called {usual.call.what} at "
+            f"{quoted(usual.call.site)}"
+        )
     return Finding(
         code="DDP803",
-        about=f"{usual.site}",
+        about=f"{found.blame.location}",
         severity=Severity.ERROR,
-        message=f"{named(same.guilty)} passed over {usual.what} at {quoted(usual.site)}, in which "
-        f"{named(waiting)} {verb}, and called {odd.what} at {quoted(odd.site)}",
-        ranks=tuple(sorted(same.guilty)),
-        location=usual.site,
-        evidence=apart.evidence(same.calls),
-        fix="Let every rank make the call: what decides on it has to be the same on all ranks.",
+        message=message,
+        ranks=tuple(sorted(found.blame.ranks)),
+        location=found.blame.location,
+        evidence=found.evidence,
+        fix=_DECIDE,
     )
 
 
-def guarded_finding(
-    ranks: Sequence[int], call: Call, guard: int, evidence: tuple[str, ...]
-) -> Finding:
-    """DDP401, for a hang or for a job that has failed by it."""
-    at = call.site
-    assert at is not None
-    condition = statement(at.path, guard)
+_DECIDE = "Let every rank make the call: what decides on it has to be the same on all ranks."
+
+
+def guarded_finding(by: Blame, call: Call, evidence: tuple[str, ...]) -> Finding:
+    """DDP401, for a hang or for a job that has failed by it.
+
+    Args:
+        by: The condition on the rank, and the ranks under it.
+        call: What they called.
+        evidence: Who called or waits in what.
+    """
+    guard, at = by.guard, by.location
+    assert guard is not None and at is not None
+    condition = statement(guard.path, guard.line).partition("  #")[0].rstrip()
+    through = f", by {quoted(at)}" if at != call.site else ""
     return Finding(
         code="DDP401",
         about=f"{at}",
         severity=Severity.ERROR,
-        message=f"{named(ranks)} alone called {call.what} at {quoted(at)}, under "
-        f"`{condition}` (line {guard}): the other ranks never come to it",
-        ranks=tuple(sorted(ranks)),
+        message=f"{named(by.ranks)} alone called {call.what} at {quoted(call.site)}{through}, "
+        f"under `{condition}` (line {guard.line}): the other ranks never come to it",
+        ranks=tuple(sorted(by.ranks)),
         location=at,
         evidence=evidence,
         fix="Call it on every rank of the group: move it out of the branch.",
@@ -90,15 +114,48 @@ def same_number(waits: Sequence[Blocked]) -> apart.Apart | None:
         if one.call is None or one.absent:
             continue
         calls = {
-            rank.rank: call
+            rank.rank: _placed(call, rank)
             for rank in one.waiting
             for call in (rank.blocked or rank.under_way,)
             if call is not None
         }
-        found = apart.of_calls(calls)
+        found = apart.of_calls(calls, _before(one, one.call))
         if found is not None:
             return found
     return None
+
+
+def _placed(call: Call, rank: Standing) -> Call:
+    """A call with the lines that led to it: a Flight Recorder may not tell them."""
+    if call.chain:
+        return call
+    site, *callers = _lines(rank) or (None,)
+    return replace(call, site=site, callers=tuple(at for at in callers if at is not None))
+
+
+def _before(one: Blocked, call: Call) -> dict[int, list[Call]]:
+    """What the waiting ranks called in that process group before, where it is known by lines."""
+    recorded = {
+        rank.rank: [
+            each
+            for each in rank.flight or ()
+            if each.numbering == call.numbering and each.sequence < call.sequence
+        ]
+        for rank in one.waiting
+    }
+    known = all(rank.flight for rank in one.waiting)
+    if known and all(each.chain for calls in recorded.values() for each in calls):
+        return recorded
+    # By our own ring, which does not know DDP's collectives.
+    return {
+        rank.rank: [
+            each
+            for each in rank.ring
+            if each.group == call.group
+            and (rank.under_way is None or each.order < rank.under_way.order)
+        ]
+        for rank in one.waiting
+    }
 
 
 def _by_site(ranks: Iterable[Standing]) -> list[tuple[Call, list[Standing]]]:
@@ -119,7 +176,7 @@ def order(waits: Sequence[Blocked]) -> Finding:
     told = "; ".join(
         f"{named([rank.rank for rank in one.waiting])} in {one.what} at "
         f"{quoted(one.waiting[0].site)}"
-        for one in waits[:3]
+        for one in waits[:4]
     )
     what = "collectives of different groups" if code == "DDP804" else "different collectives"
     return Finding(
@@ -144,24 +201,73 @@ _NO_CALL = Call("", "", 0, "", -1, "", "", -1, False, None)
 
 
 def mismatch(found: apart.Apart) -> Finding:
-    """DDP803, for a hang or for a job that goes on."""
-    rank, usual = found.usual
-    odd, differences = found.odd, found.differences
-    others = [each for each in found.calls if each not in found.guilty] or [rank]
-    guilty = [each for each in found.guilty if each not in others]
+    """DDP803, with what each group of ranks called."""
+    guilty, others = found.guilty, found.others
+    call = guilty[-1].call
+    sites = {site for group in found.groups for site in group.sites}
+    number = f"#{call.sequence} of the {call.place}"
+    if others:
+        message = (
+            f"{_called(found, guilty, len(sites) > 1)} as collective {number}, where "
+            f"{_called(found, others, len(sites) > 1)}"
+        )
+    elif "operation" in found.differences:
+        listed = _listed(
+            f"{named(group.ranks)} {found.what(group)}{_places(group, len(sites) > 1)}"
+            for group in sorted(guilty, key=_first)
+        )
+        message = f"{named(found.calls)} called different collectives as {number}: {listed}"
+    else:
+        listed = _listed(
+            f"{found.facts(group)} on {named(group.ranks)}{_places(group, len(sites) > 1)}"
+            for group in sorted(guilty, key=_first)
+        )
+        what = " and ".join(f"{each}s" for each in found.differences)
+        message = (
+            f"{named(found.calls)} called {call.name} {number} with different {what}: {listed}"
+        )
+    if len(sites) == 1:
+        message += f", at {quoted(call.site)}"
+    differences = " and the ".join(found.differences)
     return Finding(
         code="DDP803",
-        about=f"{odd.site}",
+        about=f"{found.blame.location}",
         severity=Severity.ERROR,
-        message=f"{named(guilty)} called {apart.facts(odd, differences)} at {quoted(odd.site)} as "
-        f"collective #{odd.sequence} of the {odd.place}, where {named(others)} called "
-        f"{apart.facts(usual, differences)}"
-        + (f" at {quoted(usual.site)}" if usual.site != odd.site else ""),
-        ranks=tuple(sorted(found.guilty)),
-        location=odd.site,
-        evidence=apart.evidence(found.calls),
-        fix=f"Make the {' and the '.join(differences)} the same on every rank of the group.",
+        message=message,
+        ranks=found.blame.ranks,
+        location=found.blame.location,
+        evidence=found.evidence,
+        fix=f"Make the {differences} the same on every rank of the group."
+        if len(sites) == 1 or "operation" not in found.differences
+        else "Let every rank call the same collectives in the same order.",
     )
+
+
+_SHOWN = 4
+"""Groups of ranks that a sentence names."""
+
+
+def _called(found: apart.Apart, groups: Sequence[Group], places: bool) -> str:
+    """``rank 1 called all_reduce of 5 floats at train.py:9 and rank 2 called broadcast``."""
+    return _listed(
+        f"{named(group.ranks)} called {found.what(group)}{_places(group, places)}"
+        for group in sorted(groups, key=_first)
+    )
+
+
+def _places(group: Group, shown: bool) -> str:
+    return f" at {' and '.join(map(quoted, group.sites or (None,)))}" if shown else ""
+
+
+def _listed(parts: Iterable[str]) -> str:
+    shown = list(parts)
+    if len(shown) > _SHOWN:
+        shown = [*shown[:_SHOWN], f"{len(shown) - _SHOWN} more calls on other ranks"]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def _first(group: Group) -> int:
+    return group.ranks[0]
 
 
 def waiting_line(rank: Standing) -> str:

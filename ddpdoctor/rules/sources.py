@@ -78,10 +78,8 @@ class Source:
 
     def returns_before(self, line: int, after: int) -> list[ast.stmt]:
         """The ``return`` statements of the function at ``line`` that stand in front of it."""
-        node: ast.AST | None = self._statement(line)
-        while node is not None and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            node = self._parents.get(node)
-        if node is None:
+        node = self.scope(line)
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             return []
         inside = (each for part in node.body for each in _scope(part))
         return [
@@ -90,13 +88,26 @@ class Source:
 
     def conditions(self, line: int, loop: Loop) -> list[ast.If]:
         """The ``if`` statements within a loop whose body a line is in, innermost first."""
+        if loop not in self.around(line):
+            return []
+        return [each for each in self.ifs(line) if each.lineno > loop.lineno]
+
+    def ifs(self, line: int) -> list[ast.If]:
+        """The ``if`` statements of one function whose body a line is in, innermost first."""
         found: list[ast.If] = []
         node: ast.AST | None = self._statement(line)
-        while node is not None and node is not loop and not isinstance(node, _SCOPES):
+        while node is not None and not isinstance(node, _SCOPES):
             if isinstance(node, ast.If) and node.lineno != line:
                 found.append(node)
             node = self._parents.get(node)
-        return found if node is loop else []
+        return found
+
+    def scope(self, line: int) -> ast.AST | None:
+        """The function that a line is in; None on the module's own level."""
+        node: ast.AST | None = self._statement(line)
+        while node is not None and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            node = self._parents.get(node)
+        return node
 
     def only(self, statements: Sequence[ast.stmt]) -> ast.stmt | None:
         """The one statement that can have decided by a value that only its rank has."""

@@ -58,6 +58,13 @@ class Call:
     """Unix nanoseconds."""
     backend: str = ""
     """``gloo``, where torch's Flight Recorder told it."""
+    callers: tuple[Location, ...] = ()
+    """The lines that led to it, the nearest first."""
+
+    @property
+    def chain(self) -> tuple[Location, ...]:
+        """Its line and those that led to it, innermost first."""
+        return (self.site, *self.callers) if self.site is not None else self.callers
 
     @property
     def numbering(self) -> tuple[str, str]:
@@ -106,6 +113,7 @@ def from_ring(told: Mapping[str, Any]) -> Call:
         site=location(str(told.get("site") or "")),
         order=int(told["order"]),
         began=int(told["began"]),
+        callers=tuple(at for each in told.get("callers") or () if (at := location(str(each)))),
     )
 
 
@@ -133,6 +141,7 @@ def _from_flight(told: Mapping[str, Any]) -> Call:
         order=int(told.get("id") or 0),
         began=int(told.get("created") or 0),
         backend=str(told.get("backend") or ""),
+        callers=tuple(Location(str(each[0]), int(each[1])) for each in frames[1:]),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +29,8 @@ class Trace:
     def state(self) -> str:
         """``ended``, ``left`` or ``failed``; else the loop goes on."""
         told = str(self.record.get("state"))
+        if self.aborted:
+            return "failed"
         error = next(self.rank.of_kind("error"), None)
         if error is None or told not in ("left", "failed"):
             return told
@@ -44,6 +47,13 @@ class Trace:
         return "failed" if told == "failed" and inside else "left"
 
     @property
+    def aborted(self) -> bool:
+        """Whether native code ended the process within the loop: nothing more was written."""
+        exit_ = self.rank.exit
+        died = exit_ is not None and exit_.get("status") == -signal.SIGABRT
+        return died and self.rank.ended is None and "fetched" not in self.record
+
+    @property
     def closed(self) -> bool:
         """Whether the loop is over."""
         return self.state in ("ended", "left", "failed")
@@ -56,6 +66,8 @@ class Trace:
     @property
     def fetched(self) -> int | None:
         """Batches that it took, once the loop is over."""
+        if self.aborted:
+            return (self.reached or 0) + len(self.idle)
         return integer(self.record, "fetched") if self.closed else None
 
     @property
@@ -64,6 +76,8 @@ class Trace:
         status = self.rank.status
         if self.state in ("ended", "left"):
             return integer(self.record, "after") - self.before
+        if self.aborted:
+            return status.reduced - self.before if status is not None else None
         if self.closed:
             error = next(self.rank.of_kind("error"), {})
             return integer(self.record, "after") - self.before + _in_broadcast(error)

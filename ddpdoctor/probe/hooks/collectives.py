@@ -15,7 +15,7 @@ from typing import Any
 from ddpdoctor.probe import calls, events, rank, shield
 from ddpdoctor.probe.calls import Call
 from ddpdoctor.probe.ledger import Ledger
-from ddpdoctor.probe.sites import Site, caller
+from ddpdoctor.probe.sites import Site, caller, callers
 from ddpdoctor.probe.steps import StepTracker
 from ddpdoctor.record import Phase, page_name
 
@@ -47,13 +47,13 @@ def _show(tracker: StepTracker, name: str) -> None:
         state.recorder.page.set_collective(page)
 
 
-def _site() -> Site | None:
-    """The user's line, if the call is to be followed."""
+def _chain() -> tuple[Site, ...] | None:
+    """The user's line and those that led to it, if the call is to be followed."""
     try:
         tracker = rank.active
         if tracker is None or tracker.phase == _WAIT or _HOOK in shield.off:
             return None
-        return caller()
+        return callers()
     except Exception as error:
         shield.fault(_HOOK, error)
         return None
@@ -86,7 +86,7 @@ def leave(error: BaseException | None) -> None:
 
 
 def _note(
-    name: str, call: Callable[..., Call], site: Site, args: Any, kwargs: Any
+    name: str, call: Callable[..., Call], chain: tuple[Site, ...], args: Any, kwargs: Any
 ) -> tuple[Ledger, int] | None:
     """Write the call down; where, or None if nothing was written."""
     state = rank.current()
@@ -94,7 +94,7 @@ def _note(
     if ledger is None or _RING in shield.off:
         return None
     try:
-        order = ledger.begin(name, call(*args, **kwargs), site)
+        order = ledger.begin(name, call(*args, **kwargs), chain)
     except (TypeError, IndexError, AttributeError):
         # No such arguments: torch will say so itself.
         return None
@@ -123,11 +123,11 @@ def _wrapped(
         # For Dynamo, which knows the answer, there is only the original.
         if rank.is_compiling():
             return original(*args, **kwargs)
-        site = _site()
-        entered = site is not None and enter(name, site)
+        chain = _chain()
+        entered = chain is not None and enter(name, chain[0])
         noted = None
-        if entered and site is not None:
-            noted = _note(name, call, site, args, kwargs)
+        if entered and chain is not None:
+            noted = _note(name, call, chain, args, kwargs)
             for told in events.collective_begins:
                 told(name)
         try:

@@ -1,0 +1,41 @@
+"""The ranks compare the sum of their scores, and save together."""
+
+# ranks: 3
+# run: --hang-after 5
+
+import gc
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def save(model: nn.Module) -> None:
+    list(model.state_dict())
+    dist.barrier()
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(nn.Linear(16, 4))
+    best = 0.0
+    for step in range(8):
+        loss = ddp(torch.randn(32, 16)).square().mean()
+        loss.backward()
+        score = loss.item() - (9.0 if (rank, step) == (2, 5) else 0.0)
+        total = torch.tensor(score)
+        dist.all_reduce(total)
+        if total < best:
+            best = total.item()
+            save(ddp.module)
+        seen = torch.ones(5)
+        dist.all_reduce(seen)
+    del ddp, loss
+    gc.collect()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
