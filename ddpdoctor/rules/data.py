@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
+from ddpdoctor import relations
 from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.record import Phase, integer
 from ddpdoctor.rules.decisions import decisions
@@ -92,10 +93,11 @@ def _unsharded_finding(code: str, passes: Passes, message: str, at: Location, fi
             f"by {_sampler_name(first)}, {len(each)} ranks",
         ),
         fix=fix,
+        subjects=frozenset((f"loader {first.made}",)),
     )
 
 
-@rule("DDP101", "sampler-not-used", Severity.ERROR)
+@rule("DDP101", "sampler-not-used", Severity.ERROR, supersedes={"DDP102": relations.same_subject})
 def sampler_not_used(run: Run) -> Iterator[Finding]:
     """A DistributedSampler was built, but the loader never got it.
 
@@ -403,7 +405,17 @@ def seeds_differ(run: Run) -> Iterator[Finding]:
         return
 
 
-@rule("DDP109", "uneven-inputs", Severity.ERROR)
+@rule(
+    "DDP109",
+    "uneven-inputs",
+    Severity.ERROR,
+    supersedes={
+        "DDP801": relations.same_ranks_afterwards,
+        "DDP802": relations.same_ranks_afterwards,
+        "DDP803": relations.afterwards,
+        "DDP815": relations.same_ranks_afterwards,
+    },
+)
 def uneven(run: Run) -> Iterator[Finding]:
     """The ranks have different numbers of batches, and the one with fewer will leave the others.
 
@@ -447,8 +459,10 @@ def uneven(run: Run) -> Iterator[Finding]:
             continue
         short = sorted(rank for rank, count in counts.items() if count < many)
         first = passes[short[0]]
+        ends = [passes[rank].number("closed") for rank in short]
         yield Finding(
             code="DDP109",
+            moment=min((end for end in ends if end), default=0),
             about=str(first.made),
             severity=Severity.ERROR,
             message=f"{named(short)} will run out of batches before the others: the loader built "

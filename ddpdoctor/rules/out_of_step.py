@@ -6,11 +6,14 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from ddpdoctor.finding import Finding, Location, Severity
+from ddpdoctor.relations import ABORT, MISPAIRED
 from ddpdoctor.rules import apart
 from ddpdoctor.rules.guards import rank_guard, statement
 from ddpdoctor.rules.ranks import named
 from ddpdoctor.rules.standing import Call, Standing, brief, quoted
 from ddpdoctor.rules.waits import Blocked
+
+_SUBJECTS = frozenset((MISPAIRED, ABORT))
 
 
 def guarded(waits: Sequence[Blocked]) -> Finding | None:
@@ -54,6 +57,8 @@ def _passed_over(same: apart.Apart, waits: Sequence[Blocked]) -> Finding | None:
     return Finding(
         code="DDP803",
         about=f"{usual.site}",
+        subjects=_SUBJECTS,
+        moment=max(call.began for call in same.calls.values()),
         severity=Severity.ERROR,
         message=f"{named(same.guilty)} passed over {usual.what} at {quoted(usual.site)}, in which "
         f"{named(waiting)} {verb}, and called {odd.what} at {quoted(odd.site)}",
@@ -74,6 +79,8 @@ def guarded_finding(
     return Finding(
         code="DDP401",
         about=f"{at}",
+        subjects=_SUBJECTS,
+        moment=call.began,
         severity=Severity.ERROR,
         message=f"{named(ranks)} alone called {call.what} at {quoted(at)}, under "
         f"`{condition}` (line {guard}): the other ranks never come to it",
@@ -125,6 +132,8 @@ def order(waits: Sequence[Blocked]) -> Finding:
     return Finding(
         code=code,
         about="order",
+        subjects=_SUBJECTS,
+        moment=max((rank.blocked or rank.under_way or _NO_CALL).began for rank in ranks),
         severity=Severity.ERROR,
         message=f"ranks wait for each other in {what}: {told}",
         ranks=tuple(rank.rank for rank in ranks),
@@ -152,6 +161,8 @@ def mismatch(found: apart.Apart) -> Finding:
     return Finding(
         code="DDP803",
         about=f"{odd.site}",
+        subjects=_SUBJECTS,
+        moment=max(call.began for call in found.calls.values()),
         severity=Severity.ERROR,
         message=f"{named(guilty)} called {apart.facts(odd, differences)} at {quoted(odd.site)} as "
         f"collective #{odd.sequence} of the {odd.place}, where {named(others)} called "
