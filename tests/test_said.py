@@ -24,6 +24,7 @@ from ddpdoctor.render.report import Reporter
 from ddpdoctor.run import Rank, Run, RunReader
 from ddpdoctor.said import PATIENCE, Event, Said, Told, Withdrawn, in_words, with_kept
 from ddpdoctor.top.story import Story
+from tests.conftest import ROOT, Doctor
 
 APART = Finding(
     "DDP701", Severity.ERROR, "rank 1 has other parameters", (1,), about="module 0", moment=5
@@ -318,6 +319,24 @@ def test_a_report_has_what_happened_and_stands(tmp_path: Path) -> None:
     back = from_record(next(r for r in snapshot.supervisor if r.get("code") == "DDP803"))
     assert back is not None
     assert with_kept([ORDER], snapshot) == [ORDER]
+
+
+def test_a_job_whose_first_finding_is_explained(doctor: Doctor) -> None:
+    path = ROOT / "sample_jobs" / "sick" / "ddp302_slow_steps.py"
+    file = doctor.directory / "found.jsonl"
+    result = doctor.run("--json", str(file), "--nproc-per-node", "2", "--", str(path))
+    result.check_success()
+    assert result.codes == ["DDP701", "DDP302"], result.stderr
+    assert result.withdrawn == ["withdrawn DDP701 (ranks 0, 1): explained by DDP302 below"]
+    assert "ddpdoctor: findings: 1 error; " in result.ours
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [each.get("retracts") for each in lines] == [None, 1, None]
+    # The same from the directory, for who reads it later.
+    story = Story(result.run_dir)
+    story.poll()
+    assert [row.finding.code for row in story.findings] == ["DDP302"]
+    again = doctor.cli("report", "--json", str(result.run_dir))
+    assert [json.loads(line)["code"] for line in again.stdout.splitlines()] == ["DDP302"]
 
 
 # -- the relations themselves

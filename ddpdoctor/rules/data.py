@@ -459,7 +459,7 @@ def uneven(run: Run) -> Iterator[Finding]:
             continue
         short = sorted(rank for rank, count in counts.items() if count < many)
         first = passes[short[0]]
-        ends = [passes[rank].number("closed") for rank in short]
+        ends = [_ran_out(run, passes[rank]) for rank in short]
         yield Finding(
             code="DDP109",
             moment=min((end for end in ends if end), default=0),
@@ -481,6 +481,16 @@ def uneven(run: Run) -> Iterator[Finding]:
             "equal shards), or wrap the loop in `with model.join():`.",
         )
         return
+
+
+def _ran_out(run: Run, one: Pass) -> int:
+    """When a rank had had all batches of a pass, in Unix nanoseconds; 0 if it still has some."""
+    status = next(rank.status for rank in run.last if rank.rank == one.rank)
+    if one.closed:
+        return one.number("closed") if one["state"] == "ended" else 0
+    # Of a rank that aborts right after it, the end of the pass is not written any more.
+    had = status is not None and status.armed - one.number("armed") >= one.number("batches")
+    return status.since if status is not None and had else 0
 
 
 def _left_alone(run: Run, passes: Passes) -> bool:
