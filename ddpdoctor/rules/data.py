@@ -161,7 +161,8 @@ def unsharded(run: Run) -> Iterator[Finding]:
     When it stays silent
         For loaders that evaluate; for data that each rank sliced itself, whatever it draws of it
         (the same index holds another sample); for draws with replacement; for ranks that are no
-        replicas of each other; where neither inputs nor labels can be compared.
+        replicas of each other; where neither inputs nor labels can be compared; where DDP101 says
+        it of the same loader.
 
     Since
         0.1.0
@@ -439,7 +440,7 @@ def uneven(run: Run) -> Iterator[Finding]:
     When it stays silent
         Within `join()`; for loops that may stop before the loader's end (`break`, `islice`, `zip`,
         a generator), unless they really leave a rank alone; for loaders that evaluate; for
-        iterable data, whose length nobody knows.
+        iterable data, whose length nobody knows. What follows from it (DDP801, DDP803) is not said.
 
     Since
         0.1.0

@@ -39,8 +39,8 @@ def left_early(run: Run) -> Iterator[Finding]:
 
     When it stays silent
         Within `join()`, for ranks of different DDP groups, for extra forwards in evaluation, when a
-        rank failed by itself (that is DDP9xx), and where the statement by which a rank alone left
-        or skipped a step is known (DDP403).
+        rank failed by itself (that is DDP9xx), and where the cause is known: the statement by which
+        a rank alone left or skipped a step (DDP403), or loaders of different length (DDP109).
 
     Since
         0.1.0

@@ -85,7 +85,7 @@ def different_collectives(run: Run) -> Iterator[Finding]:
         For the same call at different lines (`if`/`else` with the same collective); for tensors of
         one size but another shape; for `all_to_all`, and with NCCL `all_gather` and
         `reduce_scatter`, whose sizes may differ; where some calls were compiled and cannot be seen.
-        Collectives called in other threads are not compared.
+        Collectives called in other threads are not compared. Where DDP401 or DDP109 is the cause.
 
     Since
         0.1.0
