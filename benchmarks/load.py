@@ -33,6 +33,7 @@ from tests.marks import (
     marks,
     needed_gpus,
     options,
+    read,
     said,
     standing,
 )
@@ -108,7 +109,7 @@ def outcome(kind: str, path: Path, limit: float) -> Outcome:
             ours = [line for line in errors if line.startswith("ddpdoctor: ")]
         if any("Traceback" in line or "internal error" in line for line in ours):
             trouble = "an internal error"
-        found = [each for each in standing(report) if each["severity"] != "info"]
+        found = [each for each in standing(read(report)) if each["severity"] != "info"]
     heard = [(said(each), each) for each in found]
     named = bool(expected) and all(
         any(each.fits(mark) for each, _ in heard for mark in places) for places in expected

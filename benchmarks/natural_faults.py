@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tests.marks import standing
+from tests.marks import read, standing
 
 NATURAL = Path(__file__).parent / "natural"
 _PLACE = re.compile(r"^(\s*)(.*?)  # place: (\w+)(?: (\S+))?$")
@@ -280,7 +280,7 @@ def run(case: Case, keep: Path | None = None) -> Judged:
                 status = "not over after 600 s"
             errors.seek(0)
             text = errors.read()
-        found = [each for each in standing(report) if each["severity"] != "info"]
+        found = [each for each in standing(read(report)) if each["severity"] != "info"]
         if keep is not None:
             kept = keep / re.sub(r"\W+", "-", case.words)
             kept.mkdir(parents=True, exist_ok=True)

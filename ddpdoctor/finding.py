@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
+
+from ddpdoctor.relations import Lapse, Same, fact
 
 if TYPE_CHECKING:
     from ddpdoctor.run import Run
@@ -52,6 +54,9 @@ class Finding:
         about: What makes it the same finding when ranks or lines shift while the job runs; empty
             where the ranks and the line do.
         paste: A line to type that does what the fix says, if there is one.
+        subjects: What it is about, in words that related rules share
+            (:func:`ddpdoctor.relations.same_subject`).
+        moment: When it happened, in Unix nanoseconds; 0 if it has not yet, or is not known.
     """
 
     code: str
@@ -64,6 +69,8 @@ class Finding:
     traceback: str = ""
     about: str = ""
     paste: str = ""
+    subjects: frozenset[str] = frozenset()
+    moment: int = 0
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -116,7 +123,14 @@ Detect = Callable[["Run"], Iterator[Finding]]
 
 @dataclass(frozen=True)
 class Rule:
-    """A pure function from a run to findings, with its code and its page."""
+    """A pure function from a run to findings, with its code, its page and its relations.
+
+    Attributes:
+        supersedes: The rules whose findings are consequences of this one's, by code, and when they
+            are: where both are about the same fault.
+        yields_to: The same from the other side, where this rule is the one that knows.
+        lapses: What becomes of its findings once they are not found any more.
+    """
 
     code: str
     name: str
@@ -124,6 +138,9 @@ class Rule:
     detect: Detect
     text: str = ""
     """The page of a rule that is a row of a table; empty where the function's docstring is."""
+    supersedes: Mapping[str, Same] = field(default_factory=dict)
+    yields_to: Mapping[str, Same] = field(default_factory=dict)
+    lapses: Lapse = fact
 
     @property
     def page(self) -> str:
@@ -140,7 +157,15 @@ RULES: dict[str, Rule] = {}
 """All registered rules by code; ``ddpdoctor.rules`` fills it when imported."""
 
 
-def rule(code: str, name: str, severity: Severity) -> Callable[[Detect], Detect]:
+def rule(
+    code: str,
+    name: str,
+    severity: Severity,
+    *,
+    supersedes: Mapping[str, Same] | None = None,
+    yields_to: Mapping[str, Same] | None = None,
+    lapses: Lapse = fact,
+) -> Callable[[Detect], Detect]:
     """Register a rule. ``severity`` is its usual one; a finding may carry a milder one.
 
     Raises:
@@ -150,10 +175,28 @@ def rule(code: str, name: str, severity: Severity) -> Callable[[Detect], Detect]
     def register(detect: Detect) -> Detect:
         if code in RULES:
             raise ValueError(f"{code} is registered twice")
-        RULES[code] = Rule(code, name, severity, detect)
+        RULES[code] = Rule(
+            code,
+            name,
+            severity,
+            detect,
+            supersedes=supersedes or {},
+            yields_to=yields_to or {},
+            lapses=lapses,
+        )
         return detect
 
     return register
+
+
+def explains(cause: Finding, effect: Finding) -> bool:
+    """Whether a finding is only the consequence of another one, by the relation of their rules."""
+    of_cause, of_effect = RULES.get(cause.code), RULES.get(effect.code)
+    same = of_cause.supersedes.get(effect.code) if of_cause is not None else None
+    if same is not None and same(cause, effect):
+        return True
+    same = of_effect.yields_to.get(cause.code) if of_effect is not None else None
+    return same is not None and same(cause, effect)
 
 
 def examine(
@@ -162,7 +205,10 @@ def examine(
     *,
     failed: Callable[[Rule, Exception], None] | None = None,
 ) -> list[Finding]:
-    """All findings of a run, the worst first, each identity once.
+    """All findings of a run, the worst first, each identity once, without mere consequences.
+
+    The relations between the rules say what is a consequence, after all rules have run. What
+    follows from a consequence is one, too.
 
     Args:
         run: The snapshot.
@@ -178,4 +224,9 @@ def examine(
             if failed is None:
                 raise
             failed(each, error)
-    return sorted(found.values(), key=lambda f: (-f.severity, f.code, f.ranks))
+    causes = [
+        effect
+        for effect in found.values()
+        if not any(explains(cause, effect) for cause in found.values())
+    ]
+    return sorted(causes, key=lambda f: (-f.severity, f.code, f.ranks))

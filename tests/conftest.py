@@ -62,8 +62,17 @@ class Result:
         return [
             words[2].rstrip(":")
             for words in heads
-            if len(words) > 2 and words[2].startswith("DDP") and words[2].endswith(":")
+            if len(words) > 2
+            and words[2].startswith("DDP")
+            and words[2].endswith(":")
+            and words[1] not in ("withdrawn", "over")
         ]
+
+    @property
+    def withdrawn(self) -> list[str]:
+        """What was said and stands no more: each line without its first word."""
+        lines = [line.removeprefix("ddpdoctor: ") for line in self.ours.splitlines()]
+        return [line for line in lines if line.startswith(("withdrawn DDP", "over DDP"))]
 
     def check_success(self) -> None:
         """The job succeeded, or fell into the abort at exit that is torch's own."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,16 @@ def needed_gpus(path: Path) -> int:
     return int(match[1] or 1) if match is not None else 0
 
 
-def standing(report: Path) -> list[dict[str, Any]]:
-    """The findings of a ``--json`` file that still hold at its end, in their order."""
+def standing(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Of the lines of ``--json`` the findings that still hold at the end, in their order."""
+    withdrawn = {each.get("retracts") for each in lines}
+    return [
+        dict(each)
+        for number, each in enumerate(lines, 1)
+        if number not in withdrawn and "retracts" not in each
+    ]
+
+
+def read(report: Path) -> list[dict[str, Any]]:
+    """The lines of a ``--json`` file."""
     return [json.loads(line) for line in report.read_text().splitlines()]

@@ -13,6 +13,7 @@ from ddpdoctor.launch import showing
 from ddpdoctor.launch.passthrough import Passthrough
 from ddpdoctor.launch.showing import Showing
 from ddpdoctor.render import json_lines
+from ddpdoctor.said import Told, Withdrawn
 from tests.conftest import Doctor
 
 FOUND = Finding(
@@ -59,13 +60,15 @@ def test_what_is_no_finding_is_none(told: dict[str, object]) -> None:
     assert from_record(told) is None
 
 
-def test_each_finding_is_told_once(tmp_path: Path) -> None:
+def test_what_is_said_and_withdrawn_is_written(tmp_path: Path) -> None:
     shows = Showing(tmp_path, Written())
-    other = Finding(code="DDP214", severity=Severity.ERROR, message="it")
-    assert [each["code"] for each in shows.news([FOUND])] == ["DDP610"]
-    assert [each["code"] for each in shows.news([FOUND, other])] == ["DDP214"]
+    told = Told(1, FOUND, 0)
+    over = Withdrawn(2, told, "over", "the newest steps do not show it")
+    first, second = shows.news([told, over])
+    assert (first["kind"], first["code"], first["number"]) == ("finding", "DDP610", 1)
+    assert from_record(first) is not None
+    assert (second["kind"], second["retracts"], second["why"]) == ("retraction", 1, "over")
     assert list(shows.news([])) == []
-    assert list(shows.news([other])) == []
 
 
 def test_the_last_of_stderr_is_shown_where_it_is_new(

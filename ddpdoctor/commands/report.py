@@ -19,6 +19,7 @@ from ddpdoctor.record import integer
 from ddpdoctor.render import console, json_lines, problems, summary
 from ddpdoctor.render.report import script, terminal_width
 from ddpdoctor.run import Run, RunReader
+from ddpdoctor.said import with_kept
 
 HELP = """\
 Usage: ddpdoctor report [OPTIONS] [RUN]
@@ -146,7 +147,7 @@ def _of_run(options: _Options) -> list[Finding]:
     def failed(rule: Rule, error: Exception) -> None:
         skipped.append(f"{rule.code} could not read these records ({type(error).__name__})")
 
-    found = examine(run, RULES.values(), failed=failed)
+    found = with_kept(examine(run, RULES.values(), failed=failed), run)
     if options.json:
         _print(json_lines.line(finding) for finding in found)
         return found

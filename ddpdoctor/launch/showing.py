@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ddpdoctor import rundir
-from ddpdoctor.finding import Finding, to_record
 from ddpdoctor.launch.passthrough import Passthrough
 from ddpdoctor.record import Record
+from ddpdoctor.said import Event, Told, record
 
 SHOWN = 64 << 10
 """Bytes of the job's stderr that are shown."""
@@ -32,7 +32,6 @@ class Showing:
         self._passthrough = passthrough
         self._due = 0.0
         self._shown = 0
-        self._said: set[object] = set()
 
     def look(self, *, at_once: bool = False) -> None:
         """Show what the job wrote since, at most once a second unless it matters ``at_once``."""
@@ -44,13 +43,14 @@ class Showing:
         with contextlib.suppress(OSError):
             rundir.put(self._file, self._passthrough.last(SHOWN))
 
-    def news(self, standing: Iterable[Finding]) -> Iterator[Record]:
-        """The journal's records of findings that were not there before."""
-        for finding in standing:
-            if finding.identity not in self._said:
-                self._said.add(finding.identity)
-                told = to_record(finding)
-                yield {"kind": "finding", "time": time.time_ns(), **told}
+    def news(self, events: Iterable[Event]) -> Iterator[Record]:
+        """The journal's records of what was said, and of what was withdrawn."""
+        for each in events:
+            about: Record = {"time": time.time_ns(), "number": each.number, **record(each)}
+            if isinstance(each, Told):
+                yield {"kind": "finding", "restart": each.restart, **about}
+            else:
+                yield {"kind": "retraction", **about}
 
     def end(self) -> None:
         """The whole end of stderr is in its own file now."""

@@ -38,6 +38,7 @@ from ddpdoctor.probe import budget
 from ddpdoctor.probe.watch import MARK, namespace
 from ddpdoctor.record import FORMAT, Journal, Record
 from ddpdoctor.run import Run, RunReader
+from ddpdoctor.said import Event
 
 TICK = 0.5
 """Seconds between two looks at the run directory."""
@@ -72,8 +73,16 @@ class Reporter(Protocol):
     """Where the supervisor's words go (`ddpdoctor.render.report` is the one for people)."""
 
     @property
-    def standing(self) -> list[Finding]:
+    def found(self) -> list[Finding]:
         """What the last examination found."""
+
+    @property
+    def news(self) -> list[Event]:
+        """What was said and withdrawn after it."""
+
+    @property
+    def standing(self) -> list[Finding]:
+        """What was said and not withdrawn."""
 
     def note(self, text: str) -> None:
         """Say what ddpdoctor does."""
@@ -82,7 +91,7 @@ class Reporter(Protocol):
         """Say what has to be seen, once."""
 
     def examine(self, run: Run) -> None:
-        """Run the rules and say what is new."""
+        """Run the rules and say what is new, and what stands no more."""
 
     def summary(self, run: Run) -> None:
         """Say how it ended."""
@@ -353,14 +362,14 @@ class Supervisor:
     def _examine(self, run: Run) -> None:
         self._reporter.examine(run)
         if self._showing is not None:
-            for record in self._showing.news(self._reporter.standing):
+            for record in self._showing.news(self._reporter.news):
                 self._write(record)
         self._end_hung_job()
 
     def _end_hung_job(self) -> None:
         """With ``--kill-on-hang``: end a job that hangs for sure, all that is known being saved."""
         own, hangs = self._command.own, self._hangs
-        hung = hangs is not None and hangs.judged(self._reporter.standing)
+        hung = hangs is not None and hangs.judged(self._reporter.found)
         if hung and own.kill_on_hang and self._status is None and self._deadline is None:
             self._killed = True
             self._reporter.note("ending the job, which hangs (--kill-on-hang)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from ddpdoctor.finding import Finding, to_record
+from ddpdoctor.said import Withdrawn, record
 
 
 def line(finding: Finding) -> str:
@@ -13,3 +14,12 @@ def line(finding: Finding) -> str:
     ``location`` is ``{"path": ..., "line": ...}`` or null.
     """
     return json.dumps(to_record(finding))
+
+
+def retraction(withdrawn: Withdrawn) -> str:
+    """What stands no more, as one line: ``retracts, code, ranks, why, by, reason``.
+
+    ``retracts`` is the number of the line that it is about, from 1; ``why`` is ``explained``,
+    ``restated``, ``untrue`` or ``over``, and ``by`` the code that explains it, or null.
+    """
+    return json.dumps(record(withdrawn))

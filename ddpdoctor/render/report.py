@@ -12,6 +12,7 @@ from ddpdoctor.finding import RULES, Finding, examine
 from ddpdoctor.launch.command import OwnOptions
 from ddpdoctor.render import summary
 from ddpdoctor.run import Run
+from ddpdoctor.said import Event, Said, Told, Withdrawn, in_words
 
 PREFIX = "ddpdoctor: "
 
@@ -39,8 +40,9 @@ class Reporter:
         self._quiet = options.quiet
         self._json = options.json
         self._output = options.output
-        self._said: set[object] = set()
-        self._standing: list[Finding] = []
+        self._said = Said()
+        self._found: list[Finding] = []
+        self._news: list[Event] = []
         self._warned = False
         if self._json is not None:
             try:
@@ -51,9 +53,19 @@ class Reporter:
                 ) from None
 
     @property
+    def found(self) -> list[Finding]:
+        """What the last examination found."""
+        return self._found
+
+    @property
+    def news(self) -> list[Event]:
+        """What was said and withdrawn after the last examination."""
+        return self._news
+
+    @property
     def standing(self) -> list[Finding]:
-        """What the last examination found; what was said before may hold no more."""
-        return self._standing
+        """What was said and not withdrawn."""
+        return self._said.standing
 
     def note(self, text: str) -> None:
         """A line about what ddpdoctor does; not with ``--quiet``."""
@@ -71,14 +83,25 @@ class Reporter:
             self._say(_lines(f"warning: {text}"))
 
     def examine(self, run: Run) -> None:
-        """Run the rules and say what is new."""
+        """Run the rules and say what is new, and what stands no more."""
         import ddpdoctor.rules  # noqa: F401 (registers the rules; not before they are needed)
 
-        self._standing = examine(run, RULES.values())
-        for finding in self._standing:
-            if finding.identity not in self._said:
-                self._said.add(finding.identity)
-                self._tell(run, finding)
+        self._found = examine(run, RULES.values())
+        self._news = self._said.take(self._found, run)
+        for event in self._news:
+            if isinstance(event, Told):
+                self._tell(run, event.finding)
+            else:
+                self._withdraw(run, event)
+
+    def _withdraw(self, run: Run, withdrawn: Withdrawn) -> None:
+        from ddpdoctor.render import json_lines, problems
+
+        if self._output == "problems":
+            self._say(problems.retraction(withdrawn, script(run)) + "\n")
+        else:
+            self._say(_lines(in_words(withdrawn)))
+        self._write_json(json_lines.retraction(withdrawn))
 
     def _tell(self, run: Run, finding: Finding) -> None:
         from ddpdoctor.render import console, json_lines, problems
@@ -113,7 +136,7 @@ class Reporter:
             return
         for line in summary.lines(run):
             self.note(line)
-        self.note(f"{summary.count(self._standing)}; records in {run.path}")
+        self.note(f"{summary.count(self.standing)}; records in {run.path}")
 
 
 def script(run: Run) -> str:

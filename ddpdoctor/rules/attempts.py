@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 from ddpdoctor.finding import Finding, Location, Severity
-from ddpdoctor.rules.endings import Ending, endings
+from ddpdoctor.relations import ABORT, APART, END, LOST, MISPAIRED, MODELS, STANDSTILLS, ended_by
+from ddpdoctor.rules.endings import Ending, endings, mispaired
+from ddpdoctor.rules.models import refused
 from ddpdoctor.run import Run
+
+EXPLAINED_BY = dict.fromkeys(sorted({*APART, *STANDSTILLS, "DDP707", "DDP801"}), ended_by)
+"""The rules of which the end of an attempt may be the consequence."""
 
 
 def attempt_finding(
@@ -20,8 +26,12 @@ def attempt_finding(
     evidence: tuple[str, ...] = (),
     location: Location | None = None,
     traceback: str = "",
+    lost: bool = False,
 ) -> Finding:
-    """A finding about an attempt that failed; a warning if another attempt followed it."""
+    """A finding about an attempt that failed; a warning if another attempt followed it.
+
+    Of a rank that ``lost`` a peer the cause is elsewhere, and perhaps another finding names it.
+    """
     severity = Severity.ERROR
     # torchrun ends with 0 only if its last attempt succeeded, on every rank.
     torchrun_succeeded = run.exit_status == 0 and run.manifest.get("launcher") == "torchrun"
@@ -41,7 +51,23 @@ def attempt_finding(
         evidence=evidence + tuple(_consequences(run, restart, cause)),
         fix=fix,
         traceback=traceback,
+        subjects=_subjects(run, restart, cause, lost=lost),
+        moment=cause.time,
     )
+
+
+def _subjects(run: Run, restart: int, cause: Ending, *, lost: bool) -> frozenset[str]:
+    """What other findings may explain such an end; only those of the last attempt are known."""
+    end = f"{END}{restart + 1}"
+    if restart != run.restarts[-1]:
+        return frozenset((end,))
+    kinds = {
+        MISPAIRED: mispaired(run, cause),
+        ABORT: cause.status == -signal.SIGABRT,
+        MODELS: refused(cause.text),
+        LOST: lost,
+    }
+    return frozenset((end, *(name for name, so in kinds.items() if so)))
 
 
 def _consequences(run: Run, restart: int, cause: Ending) -> Iterator[str]:

@@ -9,14 +9,11 @@ from collections.abc import Iterator
 from ddpdoctor.failures import recognise
 from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.probe.sites import user_file
-from ddpdoctor.rules.attempts import attempt_finding, moment, short
+from ddpdoctor.relations import ABORT, END, LOST, MISPAIRED
+from ddpdoctor.rules.attempts import EXPLAINED_BY, attempt_finding, moment, short
 from ddpdoctor.rules.checkpoints import refused_for_prefix
-from ddpdoctor.rules.consequences import apart, follows
-from ddpdoctor.rules.diagnosis import blamed
 from ddpdoctor.rules.endings import Ending, Kind, endings, first_failure
 from ddpdoctor.rules.failures import recognised
-from ddpdoctor.rules.hangs import left_early
-from ddpdoctor.rules.models import refused
 from ddpdoctor.rules.reduction import explained
 from ddpdoctor.run import Run
 
@@ -29,14 +26,12 @@ def _causes(run: Run, kind: Kind) -> Iterator[tuple[int, Ending]]:
         cause = first_failure(run, restart)
         if cause is None or cause.kind != kind:
             continue
-        if follows(run, restart, cause):
-            continue
         if recognised(run, restart):
             continue
         yield restart, cause
 
 
-@rule("DDP901", "exception", Severity.ERROR)
+@rule("DDP901", "exception", Severity.ERROR, yields_to=EXPLAINED_BY)
 def exception(run: Run) -> Iterator[Finding]:
     """A rank raised an exception, and the job failed because of it.
 
@@ -67,8 +62,6 @@ def exception(run: Run) -> Iterator[Finding]:
     for restart, cause in _causes(run, "exception"):
         if restart == run.restarts[-1] and explained(cause.text):
             continue
-        if restart == run.restarts[-1] and refused(run, cause.text):
-            continue
         if restart == run.restarts[-1] and refused_for_prefix(run, cause):
             continue
         yield attempt_finding(
@@ -82,7 +75,7 @@ def exception(run: Run) -> Iterator[Finding]:
         )
 
 
-@rule("DDP902", "killed", Severity.ERROR)
+@rule("DDP902", "killed", Severity.ERROR, yields_to=EXPLAINED_BY)
 def killed(run: Run) -> Iterator[Finding]:
     """A rank was killed from outside.
 
@@ -118,7 +111,7 @@ def killed(run: Run) -> Iterator[Finding]:
         )
 
 
-@rule("DDP903", "out-of-memory", Severity.ERROR)
+@rule("DDP903", "out-of-memory", Severity.ERROR, yields_to=EXPLAINED_BY)
 def out_of_memory(run: Run) -> Iterator[Finding]:
     """The out-of-memory killer ended a rank.
 
@@ -162,7 +155,7 @@ def out_of_memory(run: Run) -> Iterator[Finding]:
         )
 
 
-@rule("DDP904", "native-crash", Severity.ERROR)
+@rule("DDP904", "native-crash", Severity.ERROR, yields_to=EXPLAINED_BY)
 def native_crash(run: Run) -> Iterator[Finding]:
     """A rank crashed in native code.
 
@@ -219,7 +212,7 @@ def _fault_location(stack: str) -> Location | None:
     return None
 
 
-@rule("DDP905", "silent-exit", Severity.ERROR)
+@rule("DDP905", "silent-exit", Severity.ERROR, yields_to=EXPLAINED_BY)
 def silent_exit(run: Run) -> Iterator[Finding]:
     """A rank ended itself with an exit status, without an exception.
 
@@ -294,7 +287,7 @@ def abort_at_exit(run: Run) -> Iterator[Finding]:
             )
 
 
-@rule("DDP907", "lost-peers", Severity.ERROR)
+@rule("DDP907", "lost-peers", Severity.ERROR, yields_to=EXPLAINED_BY)
 def lost_peers(run: Run) -> Iterator[Finding]:
     """The job failed, and every failure seen looks like the consequence of another one.
 
@@ -320,10 +313,9 @@ def lost_peers(run: Run) -> Iterator[Finding]:
     if not run.exit_status:
         return
     restart = run.restarts[-1]
-    if first_failure(run, restart) is not None or next(left_early(run), None) is not None:
+    if first_failure(run, restart) is not None or recognised(run, restart):
         return
-    if apart(run) or recognised(run, restart) or blamed(run):
-        return
+    subjects = frozenset((f"{END}{restart + 1}", MISPAIRED, ABORT, LOST))
     victims = [
         each
         for each in endings(run, restart)
@@ -342,6 +334,7 @@ def lost_peers(run: Run) -> Iterator[Finding]:
                 location=first.location,
                 fix=known[0].fix,
                 traceback=first.traceback,
+                subjects=subjects,
             )
             return
         yield Finding(
@@ -357,4 +350,5 @@ def lost_peers(run: Run) -> Iterator[Finding]:
             fix="Look for the cause on the other ranks or nodes: one that ended, hangs, or never "
             "called this collective.",
             traceback=first.traceback,
+            subjects=subjects,
         )

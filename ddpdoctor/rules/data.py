@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
+from ddpdoctor import relations
 from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.record import Phase, integer
 from ddpdoctor.rules.decisions import decisions
@@ -92,10 +93,11 @@ def _unsharded_finding(code: str, passes: Passes, message: str, at: Location, fi
             f"by {_sampler_name(first)}, {len(each)} ranks",
         ),
         fix=fix,
+        subjects=frozenset((f"loader {first.made}",)),
     )
 
 
-@rule("DDP101", "sampler-not-used", Severity.ERROR)
+@rule("DDP101", "sampler-not-used", Severity.ERROR, supersedes={"DDP102": relations.same_subject})
 def sampler_not_used(run: Run) -> Iterator[Finding]:
     """A DistributedSampler was built, but the loader never got it.
 
@@ -159,7 +161,8 @@ def unsharded(run: Run) -> Iterator[Finding]:
     When it stays silent
         For loaders that evaluate; for data that each rank sliced itself, whatever it draws of it
         (the same index holds another sample); for draws with replacement; for ranks that are no
-        replicas of each other; where neither inputs nor labels can be compared.
+        replicas of each other; where neither inputs nor labels can be compared; where DDP101 says
+        it of the same loader.
 
     Since
         0.1.0
@@ -403,7 +406,17 @@ def seeds_differ(run: Run) -> Iterator[Finding]:
         return
 
 
-@rule("DDP109", "uneven-inputs", Severity.ERROR)
+@rule(
+    "DDP109",
+    "uneven-inputs",
+    Severity.ERROR,
+    supersedes={
+        "DDP801": relations.same_ranks_afterwards,
+        "DDP802": relations.same_ranks_afterwards,
+        "DDP803": relations.afterwards,
+        "DDP815": relations.same_ranks_afterwards,
+    },
+)
 def uneven(run: Run) -> Iterator[Finding]:
     """The ranks have different numbers of batches, and the one with fewer will leave the others.
 
@@ -427,7 +440,7 @@ def uneven(run: Run) -> Iterator[Finding]:
     When it stays silent
         Within `join()`; for loops that may stop before the loader's end (`break`, `islice`, `zip`,
         a generator), unless they really leave a rank alone; for loaders that evaluate; for
-        iterable data, whose length nobody knows.
+        iterable data, whose length nobody knows. What follows from it (DDP801, DDP803) is not said.
 
     Since
         0.1.0
@@ -447,8 +460,10 @@ def uneven(run: Run) -> Iterator[Finding]:
             continue
         short = sorted(rank for rank, count in counts.items() if count < many)
         first = passes[short[0]]
+        ends = [_ran_out(run, passes[rank]) for rank in short]
         yield Finding(
             code="DDP109",
+            moment=min((end for end in ends if end), default=0),
             about=str(first.made),
             severity=Severity.ERROR,
             message=f"{named(short)} will run out of batches before the others: the loader built "
@@ -467,6 +482,16 @@ def uneven(run: Run) -> Iterator[Finding]:
             "equal shards), or wrap the loop in `with model.join():`.",
         )
         return
+
+
+def _ran_out(run: Run, one: Pass) -> int:
+    """When a rank had had all batches of a pass, in Unix nanoseconds; 0 if it still has some."""
+    status = next(rank.status for rank in run.last if rank.rank == one.rank)
+    if one.closed:
+        return one.number("closed") if one["state"] == "ended" else 0
+    # Of a rank that aborts right after it, the end of the pass is not written any more.
+    had = status is not None and status.armed - one.number("armed") >= one.number("batches")
+    return status.since if status is not None and had else 0
 
 
 def _left_alone(run: Run, passes: Passes) -> bool:

@@ -12,6 +12,16 @@ from typing import Literal
 
 from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.record import integer
+from ddpdoctor.relations import (
+    MISPAIRED,
+    STANDSTILL,
+    STANDSTILLS,
+    Lapsed,
+    always,
+    brings_about,
+    fact,
+    same_subject,
+)
 from ddpdoctor.rules import updates
 from ddpdoctor.rules.deciding import call_to_exit, exit_location, skip_location, stop_location
 from ddpdoctor.rules.endings import Ending, endings, first_failure, mispaired
@@ -45,7 +55,22 @@ class Decision:
         return tuple(each.rank.rank for each in self.traces)
 
 
-@rule("DDP403", "rank-local-decision", Severity.ERROR)
+def _lapses(finding: Finding, run: Run) -> Lapsed | None:
+    """Of a step that was left out only the newest steps tell."""
+    return fact(finding, run) if STANDSTILL in finding.subjects else None
+
+
+@rule(
+    "DDP403",
+    "rank-local-decision",
+    Severity.ERROR,
+    supersedes={
+        "DDP701": always,
+        "DDP801": same_subject,
+        **dict.fromkeys(STANDSTILLS, brings_about),
+    },
+    lapses=_lapses,
+)
 def rank_local_decision(run: Run) -> Iterator[Finding]:
     """A rank alone skipped a step or left the training loop.
 
@@ -314,6 +339,7 @@ def _finding(decision: Decision) -> Finding:
     return Finding(
         code="DDP403",
         about=f"{decision.kind} {decision.location}",
+        subjects=frozenset((MISPAIRED, STANDSTILL)),
         severity=Severity.ERROR,
         message=f"{who} alone {what} while {went}: the value that decided was not reduced",
         ranks=decision.ranks,

@@ -8,11 +8,12 @@ from dataclasses import replace
 
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.record import integer
+from ddpdoctor.relations import STANDSTILL
 from ddpdoctor.rules import apart
 from ddpdoctor.rules.decisions import decisions
-from ddpdoctor.rules.evaluation import forward_under_rank_guard
+from ddpdoctor.rules.evaluation import alone_evaluating
 from ddpdoctor.rules.guards import only_sleeps
-from ddpdoctor.rules.hangs import left_early
+from ddpdoctor.rules.hangs import leavers
 from ddpdoctor.rules.lingering import lingering
 from ddpdoctor.rules.out_of_step import guarded, mismatch, order, same_number, waiting_line
 from ddpdoctor.rules.ranks import named
@@ -30,11 +31,6 @@ NATIVE = 4
 _memo: tuple[Run, list[Finding]] | None = None
 
 
-def blamed(run: Run) -> bool:
-    """Whether it is known who kept the others waiting: what they say of it later says less."""
-    return any(finding.severity is Severity.ERROR for finding in _all(run))
-
-
 def guilty(run: Run) -> frozenset[int]:
     """The ranks that are to blame for sure."""
     errors = [finding for finding in _all(run) if finding.severity is Severity.ERROR]
@@ -43,7 +39,9 @@ def guilty(run: Run) -> frozenset[int]:
 
 def diagnosed(run: Run, code: str) -> Iterator[Finding]:
     """The findings with a code about a job that stands still."""
-    yield from (finding for finding in _all(run) if finding.code == code)
+    for finding in _all(run):
+        if finding.code == code:
+            yield replace(finding, subjects=finding.subjects | {STANDSTILL})
 
 
 def _all(run: Run) -> list[Finding]:
@@ -112,7 +110,7 @@ def _doing(rank: Standing) -> str:
 
 def _known(run: Run) -> bool:
     """Whether another rule says why."""
-    return bool(decisions(run) or any(left_early(run)) or any(forward_under_rank_guard(run)))
+    return any(leavers(run)) or bool(decisions(run) or alone_evaluating(run))
 
 
 # -- some wait in a collective
@@ -177,6 +175,7 @@ def _whereabouts(
             or "Let every rank call the same collectives in the same order; work that "
             "one rank does alone has to be shorter than the collectives' timeout.",
             traceback=_traceback(ranks[0]),
+            moment=integer(still.record, "time"),
         )
 
 

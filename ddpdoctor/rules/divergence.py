@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddpdoctor.finding import RULES, Finding, Severity, rule
+from ddpdoctor.finding import Finding, Severity, rule
 from ddpdoctor.record import Record, integer
-from ddpdoctor.rules.decisions import decisions
+from ddpdoctor.relations import certain
 from ddpdoctor.rules.ranks import named
 from ddpdoctor.rules.replicas import Difference, Replica, list_of, odd, place, replicas, site
-from ddpdoctor.rules.updates import left_out
 from ddpdoctor.run import Rank, Run
 
-CAUSES = ("DDP301", "DDP302", "DDP303", "DDP305", "DDP306", "DDP308", "DDP314")
+CAUSES = ("DDP301", "DDP302", "DDP303", "DDP305", "DDP306", "DDP308")
 """Faults of which parameters that differ are the consequence."""
 
 HYPER = ("lr", "momentum", "betas", "weight_decay")
@@ -24,7 +23,7 @@ _WORDS = {
 }
 
 
-@rule("DDP701", "parameters-differ", Severity.ERROR)
+@rule("DDP701", "parameters-differ", Severity.ERROR, yields_to=dict.fromkeys(CAUSES, certain))
 def parameters_differ(run: Run) -> Iterator[Finding]:
     """The parameters of a DDP module are not the same on all ranks.
 
@@ -74,8 +73,6 @@ def parameters_differ(run: Run) -> Iterator[Finding]:
         scales = [each.difference("scale") for each in replicas(run)]
         if any(each and each.first <= difference.first for each in scales):
             continue
-        if _explained(run):
-            continue
         cause, evidence = _cause(replica, difference)
         guilty = replica.odd(difference.first, "parameters")
         everyone = tuple(sorted(replica.prints))
@@ -90,15 +87,6 @@ def parameters_differ(run: Run) -> Iterator[Finding]:
             fix="Change parameters and gradients in the same way on every rank (the same seed, or "
             "a broadcast from one rank), and only between backward and optimizer.step().",
         )
-
-
-def _explained(run: Run) -> bool:
-    """Whether another rule has found a cause of parameters that differ."""
-    if decisions(run) or any(left_out(run)):
-        # From there on the ranks' collectives are not about the same step.
-        return True
-    rules = (RULES[code] for code in CAUSES if code in RULES)
-    return any(each.severity is Severity.ERROR for cause in rules for each in cause.detect(run))
 
 
 def _cause(replica: Replica, difference: Difference) -> tuple[str, tuple[str, ...]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ddpdoctor.finding import Finding, Severity, rule
 from ddpdoctor.record import Record, integer
+from ddpdoctor.relations import MISPAIRED, STANDSTILL, STANDSTILLS, brings_about
 from ddpdoctor.rules.decisions import decisions
 from ddpdoctor.rules.ranks import named
 from ddpdoctor.rules.replicas import group_of, place
@@ -15,7 +16,12 @@ MOST = 64
 """Evaluations that a rank writes down; with that many, later ones are not known."""
 
 
-@rule("DDP402", "forward-under-rank-guard", Severity.ERROR)
+@rule(
+    "DDP402",
+    "forward-under-rank-guard",
+    Severity.ERROR,
+    supersedes=dict.fromkeys(STANDSTILLS, brings_about),
+)
 def forward_under_rank_guard(run: Run) -> Iterator[Finding]:
     """Some ranks alone evaluate through the DDP wrapper of a model with buffers.
 
@@ -42,22 +48,7 @@ def forward_under_rank_guard(run: Run) -> Iterator[Finding]:
     Since
         0.1.0
     """
-    members = {rank.rank: rank for rank in run.last}
-    evaluations = {rank.rank: _evaluations(rank) for rank in run.last}
-    alone: dict[tuple[int, ...], list[tuple[int, Record, tuple[int, ...]]]] = {}
-    for number, told in evaluations.items():
-        for point, record in told.items():
-            group = [each for each in group_of(record) if each in members]
-            present = tuple(each for each in group if point in evaluations[each])
-            absent = tuple(each for each in group if each not in present)
-            # What several ranks did alone is told once, by the first of them.
-            if number != present[0] or not absent:
-                continue
-            if all(_passed(members[each], point, run) for each in absent):
-                alone.setdefault(present, []).append((point, record, absent))
-    if alone and decisions(run, suspected=True):
-        return
-    for present, found in alone.items():
+    for present, found in alone_evaluating(run).items():
         point, record, absent = found[0]
         buffers = integer(record, "buffers")
         times = f"{len(found)} times" if len(found) > 1 else "once"
@@ -69,6 +60,7 @@ def forward_under_rank_guard(run: Run) -> Iterator[Finding]:
             f"the DDP wrapper, whose broadcast of {buffers} buffers waits for all ranks",
             ranks=present,
             location=place(record),
+            subjects=frozenset((MISPAIRED, STANDSTILL)),
             evidence=(
                 f"{times}, the first one after {point} synchronized forwards; {named(absent)} "
                 "passed that point without it",
@@ -77,6 +69,28 @@ def forward_under_rank_guard(run: Run) -> Iterator[Finding]:
             ),
             fix="Evaluate ddp.module instead of the wrapper, or evaluate on all ranks.",
         )
+
+
+Alone = list[tuple[int, Record, tuple[int, ...]]]
+"""Evaluations: after how many synchronized forwards, how they were told, and who made none."""
+
+
+def alone_evaluating(run: Run) -> dict[tuple[int, ...], Alone]:
+    """What some ranks evaluated alone, by these ranks."""
+    members = {rank.rank: rank for rank in run.last}
+    evaluations = {rank.rank: _evaluations(rank) for rank in run.last}
+    alone: dict[tuple[int, ...], Alone] = {}
+    for number, told in evaluations.items():
+        for point, record in told.items():
+            group = [each for each in group_of(record) if each in members]
+            present = tuple(each for each in group if point in evaluations[each])
+            absent = tuple(each for each in group if each not in present)
+            # What several ranks did alone is told once, by the first of them.
+            if number != present[0] or not absent:
+                continue
+            if all(_passed(members[each], point, run) for each in absent):
+                alone.setdefault(present, []).append((point, record, absent))
+    return {} if alone and decisions(run, suspected=True) else alone
 
 
 def _evaluations(rank: Rank) -> dict[int, Record]:

@@ -14,11 +14,9 @@ from ddpdoctor.failures.log import Sighting, read
 from ddpdoctor.failures.tracebacks import parse
 from ddpdoctor.failures.verdict import causes
 from ddpdoctor.finding import RULES, Detect, Finding, Rule
-from ddpdoctor.rules import models
-from ddpdoctor.rules.attempts import attempt_finding
+from ddpdoctor.relations import same_subject
+from ddpdoctor.rules.attempts import EXPLAINED_BY, attempt_finding
 from ddpdoctor.rules.checkpoints import refused_for_prefix
-from ddpdoctor.rules.consequences import follows
-from ddpdoctor.rules.diagnosis import blamed
 from ddpdoctor.rules.endings import Ending, endings, first_failure
 from ddpdoctor.rules.files import described, torn
 from ddpdoctor.rules.reduction import explained
@@ -46,6 +44,7 @@ class Diagnosis:
         line: The line by which it is known.
         likely: It follows from what others say.
         code: The code of a rule that knows more, if one does.
+        lost: No rank failed by itself: what kept ranks waiting, if that is known, is the cause.
     """
 
     restart: int
@@ -55,6 +54,7 @@ class Diagnosis:
     line: str
     likely: bool = False
     code: str = ""
+    lost: bool = False
 
 
 _last: tuple[weakref.ref[Run], tuple[Diagnosis, ...]] | None = None
@@ -78,8 +78,6 @@ def _diagnosis(run: Run, restart: int) -> Diagnosis | None:
     cause = first_failure(run, restart)
     if cause is None:
         return _of_victims(run, restart)
-    if follows(run, restart, cause):
-        return None
     if cause.kind == "exception":
         if restart == run.restarts[-1] and _named_elsewhere(run, cause):
             return None
@@ -104,9 +102,7 @@ def _diagnosis(run: Run, restart: int) -> Diagnosis | None:
 
 def _named_elsewhere(run: Run, cause: Ending) -> bool:
     """Whether a rule that saw more than the exception's text names its cause."""
-    return (
-        explained(cause.text) or models.refused(run, cause.text) or refused_for_prefix(run, cause)
-    )
+    return explained(cause.text) or refused_for_prefix(run, cause)
 
 
 def _known(ending: Ending) -> tuple[Failure | None, Mapping[str, str]]:
@@ -123,7 +119,7 @@ def _known(ending: Ending) -> tuple[Failure | None, Mapping[str, str]]:
 
 def _of_victims(run: Run, restart: int) -> Diagnosis | None:
     """What all ranks' complaints have in common, where none has a cause of its own."""
-    if not run.exit_status or restart != run.restarts[-1] or blamed(run):
+    if not run.exit_status or restart != run.restarts[-1]:
         return None
     victims = [each for each in endings(run, restart) if each.victim and each.kind == "exception"]
     for ending in victims:
@@ -132,7 +128,7 @@ def _of_victims(run: Run, restart: int) -> Diagnosis | None:
             if failure.code in OF_ENDINGS:
                 return None
             line = telling_line(failure, ending.printed)
-            return Diagnosis(restart, ending, failure, groups, line, likely=True)
+            return Diagnosis(restart, ending, failure, groups, line, likely=True, lost=True)
     return None if victims else next(_of_nobody(run, restart), None)
 
 
@@ -155,7 +151,7 @@ def _of_nobody(run: Run, restart: int) -> Iterator[Diagnosis]:
             traceback=each.traceback,
             message=each.text,
         )
-        yield Diagnosis(restart, ending, failure, each.groups, line)
+        yield Diagnosis(restart, ending, failure, each.groups, line, lost=True)
 
 
 def _in_stderr(run: Run, restart: int, cause: Ending, least: Weight) -> Iterator[Diagnosis]:
@@ -190,23 +186,32 @@ def _found(code: str, run: Run) -> Iterator[Finding]:
             facts.fix or failure.fix,
             evidence=(f"it says: {shortened(each.line)}", *facts.evidence),
             traceback=each.cause.traceback,
+            lost=each.lost,
         )
 
 
 def _beside(first: Detect, second: Detect, run: Run) -> Iterator[Finding]:
-    yield from first(run)
-    yield from second(run)
+    found = list(first(run))
+    yield from found
+    # What the rule itself says of the same thing says more.
+    yield from (each for each in second(run) if not any(same_subject(one, each) for one in found))
 
 
 def register() -> None:
     """Add the table's codes to the rules; a code that a rule has already is found in both ways."""
-    for code in dict.fromkeys(failure.code for failure in TABLE):
+    own = dict.fromkeys(failure.code for failure in TABLE)
+    for code in own:
         rows = [failure for failure in TABLE if failure.code == code]
         page = next((str(each.page) for each in rows if each.page is not None), "")
         detect: Detect = functools.partial(_found, code)
         known = RULES.get(code)
         if known is None:
-            RULES[code] = Rule(code, rows[0].name, rows[0].severity, detect, page)
+            RULES[code] = Rule(
+                code, rows[0].name, rows[0].severity, detect, page, yields_to=EXPLAINED_BY
+            )
         elif code not in OF_ENDINGS:
             both = functools.partial(_beside, known.detect, detect)
-            RULES[code] = replace(known, detect=both, text=known.page)
+            # Of two codes of the table neither may wait for the other.
+            yields_to = {c: same for c, same in EXPLAINED_BY.items() if c not in own or c < code}
+            yields_to = {**yields_to, **known.yields_to}
+            RULES[code] = replace(known, detect=both, text=known.page, yields_to=yields_to)

@@ -6,13 +6,18 @@ from collections.abc import Iterator
 
 from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.record import Phase, Record, integer
-from ddpdoctor.rules.decisions import decisions
+from ddpdoctor.relations import STANDSTILL, STANDSTILLS, brings_about
 from ddpdoctor.rules.endings import PATIENCE, endings
-from ddpdoctor.rules.evaluation import forward_under_rank_guard
+from ddpdoctor.rules.evaluation import alone_evaluating
 from ddpdoctor.run import Rank, Run
 
 
-@rule("DDP801", "left-early", Severity.ERROR)
+@rule(
+    "DDP801",
+    "left-early",
+    Severity.ERROR,
+    supersedes=dict.fromkeys(STANDSTILLS, brings_about),
+)
 def left_early(run: Run) -> Iterator[Finding]:
     """A rank finished while others wanted another step.
 
@@ -34,27 +39,30 @@ def left_early(run: Run) -> Iterator[Finding]:
 
     When it stays silent
         Within `join()`, for ranks of different DDP groups, for extra forwards in evaluation, when a
-        rank failed by itself (that is DDP9xx), and where the statement by which a rank alone left
-        or skipped a step is known (DDP403).
+        rank failed by itself (that is DDP9xx), and where the cause is known: the statement by which
+        a rank alone left or skipped a step (DDP403), or loaders of different length (DDP109).
 
     Since
         0.1.0
     """
+    for leaver, wanting in leavers(run):
+        yield _finding(leaver, wanting)
+
+
+def leavers(run: Run) -> Iterator[tuple[Rank, list[Rank]]]:
+    """Ranks that left, each with those that wanted another step of it."""
     restart = run.restarts[-1]
     ranks = run.attempt(restart)
     failures = {each.rank: each for each in endings(run, restart)}
     if any(not each.victim and each.kind != "abort-at-exit" for each in failures.values()):
         return
-    leavers = [rank for rank in ranks if rank.ended is not None and rank.rank not in failures]
-    leavers += [
+    left = [rank for rank in ranks if rank.ended is not None and rank.rank not in failures]
+    left += [
         rank
         for rank in ranks
         if rank.rank in failures and failures[rank.rank].kind == "abort-at-exit"
     ]
-    leavers = [rank for rank in leavers if _ended_well(rank, run)]
-    if leavers and decisions(run):
-        return
-    for leaver in leavers:
+    for leaver in (rank for rank in left if _ended_well(rank, run)):
         count = _armed(leaver)
         wanting = [
             rank
@@ -65,32 +73,36 @@ def left_early(run: Run) -> Iterator[Finding]:
         ]
         if wanting:
             # Their last evaluation waits for ranks that never evaluate: DDP402 says so.
-            alone = {each for finding in forward_under_rank_guard(run) for each in finding.ranks}
+            alone = {each for present in alone_evaluating(run) for each in present}
             wanting = [rank for rank in wanting if rank.rank not in alone]
-        if not wanting:
-            continue
-        names = ", ".join(str(rank.rank) for rank in wanting)
-        many = len(wanting) > 1
-        call = _leaving_call(leaver)
-        evidence = [
-            f"rank {leaver.rank} ended regularly after {_steps(count)}",
-            *(f"rank {rank.rank} {_wish(rank)}" for rank in wanting[:4]),
-        ]
-        if call is not None and call.get("path"):
-            evidence.append(
-                f"rank {leaver.rank} called {call['how']} at {call['path']}:{call['line']}"
-            )
-        yield Finding(
-            code="DDP801",
-            severity=Severity.ERROR,
-            message=f"rank {leaver.rank} left after {_steps(count)} while "
-            f"rank{'s' if many else ''} {names} wanted another",
-            ranks=(leaver.rank,),
-            location=_leaving(leaver),
-            evidence=tuple(evidence),
-            fix="Give all ranks the same number of steps (equal shards, drop_last), or wrap the "
-            "loop in `with model.join():`.",
-        )
+        if wanting:
+            yield leaver, wanting
+
+
+def _finding(leaver: Rank, wanting: list[Rank]) -> Finding:
+    count = _armed(leaver)
+    names = ", ".join(str(rank.rank) for rank in wanting)
+    many = len(wanting) > 1
+    call = _leaving_call(leaver)
+    evidence = [
+        f"rank {leaver.rank} ended regularly after {_steps(count)}",
+        *(f"rank {rank.rank} {_wish(rank)}" for rank in wanting[:4]),
+    ]
+    if call is not None and call.get("path"):
+        evidence.append(f"rank {leaver.rank} called {call['how']} at {call['path']}:{call['line']}")
+    return Finding(
+        code="DDP801",
+        severity=Severity.ERROR,
+        message=f"rank {leaver.rank} left after {_steps(count)} while "
+        f"rank{'s' if many else ''} {names} wanted another",
+        ranks=(leaver.rank,),
+        location=_leaving(leaver),
+        subjects=frozenset((STANDSTILL,)),
+        moment=integer(leaver.ended, "time") if leaver.ended is not None else 0,
+        evidence=tuple(evidence),
+        fix="Give all ranks the same number of steps (equal shards, drop_last), or wrap the "
+        "loop in `with model.join():`.",
+    )
 
 
 def _ended_well(rank: Rank, run: Run) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.probe.hooks.ddp import BUFFERS
 from ddpdoctor.record import Phase, integer
+from ddpdoctor.relations import ABORT, MISPAIRED, came_first, ended_by, event
 from ddpdoctor.rules import apart
 from ddpdoctor.rules.blame import alone_by_guard, comes_after, way_past
 from ddpdoctor.rules.decisions import decisions
@@ -20,7 +21,13 @@ from ddpdoctor.rules.standing import Call, brief, location, quoted
 from ddpdoctor.run import Rank, Run
 
 
-@rule("DDP401", "collective-under-rank-guard", Severity.ERROR)
+@rule(
+    "DDP401",
+    "collective-under-rank-guard",
+    Severity.ERROR,
+    supersedes={"DDP803": came_first},
+    lapses=event,
+)
 def collective_under_rank_guard(run: Run) -> Iterator[Finding]:
     """A collective is called under a condition on the rank, by some ranks alone.
 
@@ -57,7 +64,7 @@ def collective_under_rank_guard(run: Run) -> Iterator[Finding]:
         yield from _failed(run, "DDP401")
 
 
-@rule("DDP803", "different-collectives", Severity.ERROR)
+@rule("DDP803", "different-collectives", Severity.ERROR, lapses=event)
 def different_collectives(run: Run) -> Iterator[Finding]:
     """Ranks call different collectives where they ought to call the same one.
 
@@ -82,7 +89,7 @@ def different_collectives(run: Run) -> Iterator[Finding]:
         For the same call at different lines (`if`/`else` with the same collective); for tensors of
         one size but another shape; for `all_to_all`, and with NCCL `all_gather` and
         `reduce_scatter`, whose sizes may differ; where some calls were compiled and cannot be seen.
-        Collectives called in other threads are not compared.
+        Collectives called in other threads are not compared. Where DDP401 or DDP109 is the cause.
 
     Since
         0.1.0
@@ -94,7 +101,13 @@ def different_collectives(run: Run) -> Iterator[Finding]:
         yield from told or _failed(run, "DDP803")
 
 
-@rule("DDP804", "groups-in-different-order", Severity.ERROR)
+@rule(
+    "DDP804",
+    "groups-in-different-order",
+    Severity.ERROR,
+    supersedes={"DDP803": ended_by},
+    lapses=event,
+)
 def groups_in_different_order(run: Run) -> Iterator[Finding]:
     """Ranks use two process groups in different order and wait for each other.
 
@@ -119,12 +132,6 @@ def groups_in_different_order(run: Run) -> Iterator[Finding]:
         0.1.0
     """
     yield from diagnosed(run, "DDP804")
-
-
-def come_apart(run: Run) -> bool:
-    """Whether it is known which collectives did not fit together."""
-    known = (collective_under_rank_guard, different_collectives, groups_in_different_order)
-    return any(True for detect in known for _ in detect(run))
 
 
 def _different(run: Run, code: str) -> Iterator[Finding]:
@@ -235,6 +242,8 @@ def _failed(run: Run, code: str) -> Iterator[Finding]:
         yield Finding(
             code="DDP803",
             about=f"{call.site}",
+            subjects=frozenset((MISPAIRED, ABORT)),
+            moment=call.began,
             severity=Severity.ERROR,
             message=f"{named(who)} {did} {call.what} at {quoted(call.site)}, {then} "
             f"{named(others)} {'were' if len(others) > 1 else 'was'}"
@@ -274,6 +283,7 @@ def _skipped_backward(run: Run, found: _Failure, evidence: tuple[str, ...]) -> F
     return Finding(
         code="DDP803",
         about=f"{decider or backward}",
+        subjects=frozenset((MISPAIRED, ABORT)),
         severity=Severity.ERROR,
         message=f"{who} passed over a backward at {quoted(backward)}"
         + (f", by {quoted(decider)}" if decider is not None else "")

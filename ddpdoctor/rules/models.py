@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from ddpdoctor.finding import Finding, Severity, rule
 from ddpdoctor.record import Record, integer
+from ddpdoctor.relations import MODELS
 from ddpdoctor.rules.ranks import named
 from ddpdoctor.rules.replicas import group_of, list_of, place
 from ddpdoctor.run import Run
@@ -15,9 +16,9 @@ _REFUSALS = ("DDP expects same model across all ranks", "appears not to match")
 """What DDP says of models with other counts or shapes, on some of the ranks."""
 
 
-def refused(run: Run, error: str) -> bool:
-    """Whether an exception is DDP's refusal of models whose difference DDP707 tells."""
-    return any(each in error for each in _REFUSALS) and any(models_differ(run))
+def refused(error: str) -> bool:
+    """Whether an exception is DDP's refusal of models that differ."""
+    return any(each in error for each in _REFUSALS)
 
 
 @rule("DDP707", "models-differ", Severity.ERROR)
@@ -72,6 +73,7 @@ def models_differ(run: Run) -> Iterator[Finding]:
         yield Finding(
             code="DDP707",
             about=f"model {number}",
+            subjects=frozenset((MODELS,)),
             severity=Severity.ERROR,
             message=_message(models, usual, odd, clear),
             ranks=tuple(sorted(rank for ranks in (odd if clear else groups) for rank in ranks)),

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ddpdoctor.finding import Finding, Location, Severity
+from ddpdoctor.relations import ABORT, MISPAIRED
 from ddpdoctor.rules import apart
 from ddpdoctor.rules.blame import Blame, Group, alone_by_guard
 from ddpdoctor.rules.guards import statement
@@ -13,6 +14,8 @@ from ddpdoctor.rules.ranks import named
 from ddpdoctor.rules.standing import Call, Standing, brief, quoted
 from ddpdoctor.rules.waits import Blocked
 from ddpdoctor.stacks.user_frames import user_frames
+
+_SUBJECTS = frozenset((MISPAIRED, ABORT))
 
 
 def guarded(waits: Sequence[Blocked]) -> Finding | None:
@@ -71,6 +74,8 @@ def finding(found: apart.Apart) -> Finding:
     return Finding(
         code="DDP803",
         about=f"{found.blame.location}",
+        subjects=_SUBJECTS,
+        moment=max(call.began for call in found.calls.values()),
         severity=Severity.ERROR,
         message=message,
         ranks=tuple(sorted(found.blame.ranks)),
@@ -98,6 +103,8 @@ def guarded_finding(by: Blame, call: Call, evidence: tuple[str, ...]) -> Finding
     return Finding(
         code="DDP401",
         about=f"{at}",
+        subjects=_SUBJECTS,
+        moment=call.began,
         severity=Severity.ERROR,
         message=f"{named(by.ranks)} alone called {call.what} at {quoted(call.site)}{through}, "
         f"under `{condition}` (line {guard.line}): the other ranks never come to it",
@@ -182,6 +189,8 @@ def order(waits: Sequence[Blocked]) -> Finding:
     return Finding(
         code=code,
         about="order",
+        subjects=_SUBJECTS,
+        moment=max((rank.blocked or rank.under_way or _NO_CALL).began for rank in ranks),
         severity=Severity.ERROR,
         message=f"ranks wait for each other in {what}: {told}",
         ranks=tuple(rank.rank for rank in ranks),
@@ -232,6 +241,8 @@ def mismatch(found: apart.Apart) -> Finding:
     return Finding(
         code="DDP803",
         about=f"{found.blame.location}",
+        subjects=_SUBJECTS,
+        moment=max(call.began for call in found.calls.values()),
         severity=Severity.ERROR,
         message=message,
         ranks=found.blame.ranks,

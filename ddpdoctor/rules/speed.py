@@ -15,6 +15,7 @@ from ddpdoctor.pace import (
     WARM_UP,
 )
 from ddpdoctor.record import integer
+from ddpdoctor.relations import pace
 from ddpdoctor.rules.ranks import named
 from ddpdoctor.run import PHASES, Rank, Run, Step
 
@@ -41,7 +42,7 @@ def _steady(run: Run, rank: Rank) -> dict[int, Step]:
     }
 
 
-@rule("DDP610", "straggler", Severity.WARNING)
+@rule("DDP610", "straggler", Severity.WARNING, lapses=pace)
 def straggler(run: Run) -> Iterator[Finding]:
     """One rank is slower than the others, and they wait for it.
 
@@ -158,7 +159,7 @@ def _slow_phase(
     return phase, here, there
 
 
-@rule("DDP611", "data-bound", Severity.WARNING)
+@rule("DDP611", "data-bound", Severity.WARNING, lapses=pace)
 def data_bound(run: Run) -> Iterator[Finding]:
     """The ranks wait for data in more than a fifth of every step.
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ddpdoctor.finding import Finding, Severity, rule
+from ddpdoctor.relations import hang
 from ddpdoctor.rules.diagnosis import diagnosed
 from ddpdoctor.run import Run
 
 
-@rule("DDP802", "never-joined", Severity.ERROR)
+@rule("DDP802", "never-joined", Severity.ERROR, lapses=hang)
 def never_joined(run: Run) -> Iterator[Finding]:
     """A rank does something else while the others wait for it in a collective.
 
@@ -43,7 +44,7 @@ def never_joined(run: Run) -> Iterator[Finding]:
     yield from diagnosed(run, "DDP802")
 
 
-@rule("DDP805", "stopped", Severity.ERROR)
+@rule("DDP805", "stopped", Severity.ERROR, lapses=hang)
 def stopped(run: Run) -> Iterator[Finding]:
     """A rank's process is stopped.
 
@@ -68,7 +69,7 @@ def stopped(run: Run) -> Iterator[Finding]:
     yield from diagnosed(run, "DDP805")
 
 
-@rule("DDP806", "disk-sleep", Severity.ERROR)
+@rule("DDP806", "disk-sleep", Severity.ERROR, lapses=hang)
 def disk_sleep(run: Run) -> Iterator[Finding]:
     """A rank waits in the kernel for a disk or a device.
 
@@ -95,7 +96,7 @@ def disk_sleep(run: Run) -> Iterator[Finding]:
     yield from diagnosed(run, "DDP806")
 
 
-@rule("DDP807", "endless-loop", Severity.ERROR)
+@rule("DDP807", "endless-loop", Severity.ERROR, lapses=hang)
 def endless_loop(run: Run) -> Iterator[Finding]:
     """A rank runs in a Python loop that cannot end.
 
@@ -122,7 +123,7 @@ def endless_loop(run: Run) -> Iterator[Finding]:
     yield from diagnosed(run, "DDP807")
 
 
-@rule("DDP808", "waits-for-input", Severity.ERROR)
+@rule("DDP808", "waits-for-input", Severity.ERROR, lapses=hang)
 def waits_for_input(run: Run) -> Iterator[Finding]:
     """A rank waits for somebody to type.
 
@@ -149,7 +150,7 @@ def waits_for_input(run: Run) -> Iterator[Finding]:
     yield from diagnosed(run, "DDP808")
 
 
-@rule("DDP809", "waits-for-loader", Severity.ERROR)
+@rule("DDP809", "waits-for-loader", Severity.ERROR, lapses=hang)
 def waits_for_loader(run: Run) -> Iterator[Finding]:
     """A rank waits for a DataLoader that gives nothing.
 
@@ -178,7 +179,7 @@ def waits_for_loader(run: Run) -> Iterator[Finding]:
     yield from diagnosed(run, "DDP809")
 
 
-@rule("DDP810", "holds-the-gil", Severity.ERROR)
+@rule("DDP810", "holds-the-gil", Severity.ERROR, lapses=hang)
 def holds_the_gil(run: Run) -> Iterator[Finding]:
     """A rank is in native code that does not let other Python threads run.
 
@@ -204,7 +205,7 @@ def holds_the_gil(run: Run) -> Iterator[Finding]:
     yield from diagnosed(run, "DDP810")
 
 
-@rule("DDP811", "still-starting", Severity.WARNING)
+@rule("DDP811", "still-starting", Severity.WARNING, lapses=hang)
 def still_starting(run: Run) -> Iterator[Finding]:
     """A rank is still starting up while the others wait for it.
 
@@ -233,7 +234,7 @@ def still_starting(run: Run) -> Iterator[Finding]:
     yield from diagnosed(run, "DDP811")
 
 
-@rule("DDP812", "died-unnoticed", Severity.ERROR)
+@rule("DDP812", "died-unnoticed", Severity.ERROR, lapses=hang)
 def died_unnoticed(run: Run) -> Iterator[Finding]:
     """A rank has died, and its launcher goes on as if it had not.
 
@@ -259,7 +260,7 @@ def died_unnoticed(run: Run) -> Iterator[Finding]:
     yield from diagnosed(run, "DDP812")
 
 
-@rule("DDP813", "waits-for-ranks", Severity.ERROR)
+@rule("DDP813", "waits-for-ranks", Severity.ERROR, lapses=hang)
 def waits_for_ranks(run: Run) -> Iterator[Finding]:
     """Everybody waits in rendezvous for a node or a rank that never came.
 
@@ -285,7 +286,7 @@ def waits_for_ranks(run: Run) -> Iterator[Finding]:
     yield from diagnosed(run, "DDP813")
 
 
-@rule("DDP814", "stands-still", Severity.WARNING)
+@rule("DDP814", "stands-still", Severity.WARNING, lapses=hang)
 def stands_still(run: Run) -> Iterator[Finding]:
     """The job stands still, and no rank of it is to blame.
 
@@ -313,7 +314,7 @@ def stands_still(run: Run) -> Iterator[Finding]:
     yield from diagnosed(run, "DDP814")
 
 
-@rule("DDP815", "does-not-end", Severity.ERROR)
+@rule("DDP815", "does-not-end", Severity.ERROR, lapses=hang)
 def does_not_end(run: Run) -> Iterator[Finding]:
     """The script of a rank is over, and its process does not end.
 

@@ -31,9 +31,9 @@ class Story:
     def __init__(self, directory: Path) -> None:
         self._reader = JournalReader(directory / "supervisor.jsonl")
         self._taken = 0
-        self._findings: deque[FindingRow] = deque(maxlen=MOST_FINDINGS)
+        self._findings: deque[tuple[int, FindingRow]] = deque(maxlen=MOST_FINDINGS)
         self.findings: tuple[FindingRow, ...] = ()
-        """What was found, oldest first."""
+        """What was found and stands, oldest first."""
         self.left_out = 0
         """How many findings are too old to be kept."""
         self.exits: dict[tuple[int, int], Record] = {}
@@ -54,8 +54,8 @@ class Story:
         self._taken += len(fresh)
         for record in fresh:
             self._take(record)
-        if any(record.get("kind") == "finding" for record in fresh):
-            self.findings = tuple(self._findings)
+        if any(record.get("kind") in ("finding", "retraction") for record in fresh):
+            self.findings = tuple(row for _, row in self._findings)
 
     def _take(self, record: Record) -> None:
         kind = record["kind"]
@@ -64,7 +64,12 @@ class Story:
             if finding is not None:
                 self.left_out += len(self._findings) == MOST_FINDINGS
                 time = integer(record, "time")
-                self._findings.append(FindingRow(finding, time / 1e9 if time else None))
+                row = FindingRow(finding, time / 1e9 if time else None)
+                self._findings.append((integer(record, "number"), row))
+        elif kind == "retraction":
+            number = integer(record, "retracts", -1)
+            left = [each for each in self._findings if each[0] != number]
+            self._findings = deque(left, MOST_FINDINGS)
         elif kind == "rank_exit":
             self.exits[integer(record, "rank", -1), integer(record, "restart")] = record
         elif kind == "debug" and isinstance(record.get("rank"), int):

@@ -23,7 +23,7 @@ def main() -> None:
     model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
-        for inputs, labels in loader:  # expect: DDP801 rank 1
+        for inputs, labels in loader:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(inputs), labels)
             loss.backward()

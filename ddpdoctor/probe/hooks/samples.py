@@ -505,6 +505,7 @@ def _close(drawn: Pass, how: str) -> None:
     state = rank.current()
     if state is not None:
         drawn.facts["armed_after"] = state.tracker.armed
+        drawn.facts["closed"] = time.time_ns()
         state.recorder.add(drawn.told(how))
         if how == "ended" and drawn.facts["armed"] and not drawn.marks:
             _evaluated.append((drawn, drawn.collectives))

@@ -1,0 +1,37 @@
+"""Shards of one length, and a metric that all ranks reduce."""
+
+import gc
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(6400, 16, generator=generator)
+    dataset = TensorDataset(features, (features.sum(1) > 0).long())
+    rank = dist.get_rank()
+    shard = Subset(dataset, range(rank * 3200, rank * 3200 + 3200))
+    loader = DataLoader(shard, batch_size=16, shuffle=True)
+
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), labels)
+            loss.backward()
+            optimizer.step()
+        mean = torch.tensor([loss.item()])
+        dist.all_reduce(mean)
+    del model, optimizer
+
+
+if __name__ == "__main__":
+    main()
+    gc.collect()
+    dist.destroy_process_group()

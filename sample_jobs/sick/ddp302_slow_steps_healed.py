@@ -1,0 +1,38 @@
+"""Train slowly with the sum of two losses."""
+
+import gc
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def main():
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(256, 16), torch.randint(0, 4, (256,)))
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=16, sampler=sampler)
+    network = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    model = DistributedDataParallel(network)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for batch, target in loader:
+            time.sleep(0.1)  # A larger model.
+            optimizer.zero_grad()
+            output = model(batch)
+            loss = nn.functional.cross_entropy(output, target)
+            penalty = 0.01 * output.square().mean()
+            (loss + penalty).backward()
+            optimizer.step()
+    del model, optimizer, loss, output, penalty
+    gc.collect()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""All ranks but 0 wait in a barrier, until its timeout."""
+
+# ranks: 3
+# run: --hang-after 3
+# status: 1
+
+import gc
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def main() -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=15))
+    rank = dist.get_rank()
+    metrics = dist.new_group(timeout=timedelta(seconds=15))
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    for step in range(12):
+        torch.manual_seed(1000 * step + rank)
+        loss = ddp(torch.randn(32, 16)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step == 5 and rank != 0:
+            dist.barrier(metrics)  # expect: DDP401 ranks 1,2
+    del ddp, optimizer
+    gc.collect()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

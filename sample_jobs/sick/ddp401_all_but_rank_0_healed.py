@@ -1,0 +1,35 @@
+"""All ranks wait in a barrier."""
+
+# ranks: 3
+
+import gc
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def main() -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=15))
+    rank = dist.get_rank()
+    metrics = dist.new_group(timeout=timedelta(seconds=15))
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    for step in range(12):
+        torch.manual_seed(1000 * step + rank)
+        loss = ddp(torch.randn(32, 16)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step == 5:
+            dist.barrier(metrics)
+    del ddp, optimizer
+    gc.collect()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
