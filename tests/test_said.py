@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -370,3 +371,25 @@ def test_relations_have_no_cycle() -> None:
 
     for code in sorted(known):
         follow(code, ())
+
+
+def test_no_rule_calls_another_rule() -> None:
+    trees = [
+        ast.parse(path.read_text()) for path in sorted((ROOT / "ddpdoctor" / "rules").glob("*.py"))
+    ]
+    names = {
+        each.name
+        for tree in trees
+        for each in tree.body
+        if isinstance(each, ast.FunctionDef)
+        and any(
+            isinstance(d, ast.Call) and ast.unparse(d.func) == "rule" for d in each.decorator_list
+        )
+    }
+    used: set[str] = set()
+    for tree in trees:
+        found = [each for each in ast.walk(tree) if isinstance(each, ast.Name)]
+        own = {each.id for each in found if isinstance(each.ctx, ast.Store)}
+        used |= {each.id for each in found} - own
+    assert len(names) > 30
+    assert sorted(names & used) == []
