@@ -18,7 +18,10 @@ import torch
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
 from ddpdoctor.finding import RULES, Finding, Severity, examine
 from ddpdoctor.launch.hangs.signs import FIRST, PATIENCE, STEPS, Signs
-from ddpdoctor.probe.flight import NEWEST, newest
+from ddpdoctor.probe.flight import NEWEST, newest, places
+from ddpdoctor.probe.ring import Collective
+from ddpdoctor.probe.sites import Site
+from ddpdoctor.probe.steps import Backward
 from ddpdoctor.record import Phase, Status
 from ddpdoctor.rules.guards import constant_while, only_sleeps, rank_guard
 from ddpdoctor.rules.waits import parsed
@@ -180,7 +183,7 @@ def call(sequence: int, done: bool, name: str = "all_reduce") -> dict[str, Any]:
         "dtypes": ["Float"],
         "created": sequence,
         "retired": done,
-        "frames": [["/job/train.py", 61, "main"]],
+        "site": "/job/train.py:61",
     }
 
 
@@ -272,11 +275,44 @@ def test_the_recorders_of_all_backends_are_one_history() -> None:
 
     gloo = [entry(10 * number, "gloo", number) for number in range(1, 31)]
     nccl = [entry(255, "nccl2", 1), entry(291, "nccl2", 2)]
-    told = sorted(newest([*gloo, *nccl]), key=lambda each: int(each["id"]))
+    told = newest([*gloo, *nccl], lambda created: f"train.py:{created}")
+    told.sort(key=lambda each: int(each["id"]))
     assert [each["created"] for each in told] == sorted(
         each["time_created_ns"] for each in (*gloo[-NEWEST:], *nccl)
     )
     assert [each["sequence"] for each in told if each["backend"] == "nccl2"] == [1, 2]
+    assert all(each["site"] == f"train.py:{each['created']}" for each in told)
+
+
+def test_who_called_what_a_recorder_recorded() -> None:
+    def called(began: int, ended: int, line: int, asynchronous: bool = False) -> Collective:
+        site = f"/job/train.py:{line}"
+        facts = ("all_reduce", "0|0-1", "float32", "SUM", (4,), 4, -1)
+        return Collective(began, began, ended, 1, *facts, asynchronous, False, site)
+
+    def passed(began: int, ended: int) -> Backward:
+        found = Backward(began, Site("/job/train.py", 90))
+        found.ended = ended
+        return found
+
+    place = places(
+        [called(10, 20, 1), called(30, 50, 2, True), called(100, 130, 3), called(200, 0, 4)],
+        [passed(35, 48), passed(60, 70), passed(190, 0)],
+    )
+    # One of several, one that goes on, and DDP's own beside it; the last of each is under way.
+    assert [place(each) for each in (12, 15, 31, 40, 65, 101, 201)] == [
+        f"/job/train.py:{line}" for line in (1, 1, 2, 90, 90, 3, 4)
+    ]
+    # Before everything that is known, between, and without a time.
+    assert [place(each) for each in (5, 25, 150, None)] == ["", "", "", ""]
+
+
+def test_a_call_of_no_known_line_waits_where_its_rank_stands(tmp_path: Path) -> None:
+    other = waiting(1)
+    other["flight"][-1] = {**call(9, False, "broadcast"), "site": ""}
+    other["stacks"] = stacks(1, ("/job/train.py", 70, "main"), IN_TORCH)
+    (found,) = findings(tmp_path, waiting(0), other, waiting(2))
+    assert (found.code, str(found.location)) == ("DDP803", "/job/train.py:70")
 
 
 def test_everybody_is_there(tmp_path: Path) -> None:

@@ -247,7 +247,8 @@ def has_compiled() -> bool:
     Without it nobody is told that breakpoints in such functions are not hit (debugpy#999).
     """
     counters: Any = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
-    return counters is not None and counters["frames"]["ok"] > 0
+    # Not by index: these make an entry where there is none, and they are the job's.
+    return bool((counters or {}).get("frames", {}).get("ok"))
 
 
 def gradient_ready_times(ddp: Any) -> list[int] | None:
@@ -508,6 +509,9 @@ def largest(torch: Any, tensors: list[Any]) -> Any:
 def flight_recorders(torch: Any) -> list[Callable[[], bytes]]:
     """What dump torch's Flight Recorders as pickles of our own process; empty without any.
 
+    Without stack traces (``includeStackTraces``, 2.4 to 2.15), whose symbols torch would import its
+    compiler for, in whichever thread asks.
+
     ``_dump_fr_trace`` (2.8 to 2.15) has what gloo did, ``_dump_nccl_trace`` (2.3 to 2.15) what NCCL
     did, where torch was built with it. From ``FlightRecorderHook`` on (2.15) every other backend,
     that which "nccl" then is among them, has a recorder of its own name. Without them a wait for
@@ -516,10 +520,15 @@ def flight_recorders(torch: Any) -> list[Callable[[], bytes]]:
     c10d = torch._C._distributed_c10d
     names = ("_dump_fr_trace", "_dump_nccl_trace")
     found: list[Callable[[], bytes]] = [
-        getattr(c10d, name) for name in names if hasattr(c10d, name)
+        functools.partial(getattr(c10d, name), includeStackTraces=False)
+        for name in names
+        if hasattr(c10d, name)
     ]
     if hasattr(c10d, "FlightRecorderHook"):
         module = sys.modules["torch.distributed.distributed_c10d"]
         others = {backend.name() for backend in backends(module)} - {"gloo", "nccl"}
-        found += [functools.partial(c10d._dump_fr_trace, backend=name) for name in sorted(others)]
+        found += [
+            functools.partial(c10d._dump_fr_trace, includeStackTraces=False, backend=name)
+            for name in sorted(others)
+        ]
     return found
