@@ -441,16 +441,21 @@ def integer(record: Record, key: str, default: int = 0) -> int:
 
 
 def encode(record: Record) -> bytes:
-    """One journal line; a value JSON has no word for becomes its ``repr``.
+    """One journal line; a value JSON has no word for becomes the name of its type.
 
-    A record that cannot be said at all becomes one of its kind that says so.
+    Not its ``repr``: that may be the job's own code, or wait for a GPU, and a rank's writing thread
+    runs neither. A record that cannot be said at all becomes one of its kind that says so.
     """
     try:
-        text = json.dumps(record, separators=(",", ":"), default=repr)
+        text = json.dumps(record, separators=(",", ":"), default=_type)
     except Exception as error:
         lost = {"kind": str(record.get("kind")), "unsayable": type(error).__name__}
         text = json.dumps(lost, separators=(",", ":"))
     return text.encode() + b"\n"
+
+
+def _type(value: object) -> str:
+    return f"<{type(value).__name__}>"
 
 
 _SEGMENT = b'{"kind":"segment","number":"%012d"}\n'

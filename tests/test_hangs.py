@@ -6,10 +6,13 @@ The sick jobs (`tests/test_sick_jobs.py`) are the real ones; here is what they d
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ import torch
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
 from ddpdoctor.finding import RULES, Finding, Severity, examine
 from ddpdoctor.launch.hangs.signs import FIRST, PATIENCE, STEPS, Signs
+from ddpdoctor.probe import flight
 from ddpdoctor.probe.flight import NEWEST, newest, places
 from ddpdoctor.probe.ring import Collective
 from ddpdoctor.probe.sites import Site
@@ -156,6 +160,9 @@ def test_ranks_of_a_group() -> None:
 
 
 # -- the verdict
+
+
+SWITCHES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
 
 def rank(number: int, phase: str, **more: Any) -> dict[str, Any]:
@@ -305,6 +312,38 @@ def test_who_called_what_a_recorder_recorded() -> None:
     ]
     # Before everything that is known, between, and without a time.
     assert [place(each) for each in (5, 25, 150, None)] == ["", "", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("version", "generic", "own", "wanted"),
+    [
+        ("2.4.1", False, {}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}),
+        ("2.9.1+cu128", True, {}, {"TORCH_FR_BUFFER_SIZE": "2000"}),
+        ("2.11.0a0+git0123", True, {}, {"TORCH_FR_BUFFER_SIZE": "2000"}),
+        ("2.12.0", True, {}, {}),
+        ("2.15.0.dev20261101", True, {}, {}),
+        *[("2.9.1", True, {name: "0"}, {name: "0"}) for name in SWITCHES],
+        ("2.4.1", False, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "9"}, {SWITCHES[1]: "9"}),
+    ],
+)
+def test_the_flight_recorder_is_turned_on_by_the_name_that_torch_does_not_warn_of(
+    monkeypatch: pytest.MonkeyPatch,
+    version: str,
+    generic: bool,
+    own: dict[str, str],
+    wanted: dict[str, str],
+) -> None:
+    c10d = SimpleNamespace(**({"_dump_fr_trace": print} if generic else {}))
+    native = SimpleNamespace(_distributed_c10d=c10d)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__=version, _C=native))
+    for name in SWITCHES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    flight.install(ModuleType("torch.distributed.distributed_c10d"))
+    assert {name: os.environ[name] for name in SWITCHES if name in os.environ} == wanted
+    for name in SWITCHES:
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_a_call_of_no_known_line_waits_where_its_rank_stands(tmp_path: Path) -> None:

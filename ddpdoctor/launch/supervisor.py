@@ -51,9 +51,6 @@ SETTLE = 0.7
 HANGUP_GRACE = 4.0
 """Most seconds of grace when the terminal is gone."""
 
-FLIGHT_ENTRIES = "2000"
-"""Collectives that torch's Flight Recorder keeps, as later versions do by default."""
-
 KILL_GRACE = 5.0
 """Most seconds that a job which hangs has to end."""
 
@@ -244,10 +241,6 @@ class Supervisor:
             environment["DDPDOCTOR_RUN_DIR"] = str(self._directory)
             environment["DDPDOCTOR_JOURNAL_MB"] = str(self._command.own.journal_mb)
             environment[budget.PERCENT] = str(self._command.own.overhead_budget)
-            if _version("torch") < (2, 12):
-                # Later versions record by themselves which collectives a rank called.
-                environment.setdefault("TORCH_FR_BUFFER_SIZE", FLIGHT_ENTRIES)
-                environment.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", FLIGHT_ENTRIES)
             environment["DDPDOCTOR_SUPERVISOR"] = f"{os.getpid()}@{namespace()}"
             if self._debugging is not None:
                 environment.update(self._debugging.environment())
@@ -565,13 +558,6 @@ def _installed(distribution: str) -> str:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return ""
-
-
-def _version(distribution: str) -> tuple[int, int]:
-    """Major and minor version, (0, 0) if it is not installed here."""
-    words = _installed(distribution).split(".")[:2]
-    major, minor = (int(each) if each.isdigit() else 0 for each in (*words, "", "")[:2])
-    return major, minor
 
 
 def _count(number: int, one: str, many: str) -> str:

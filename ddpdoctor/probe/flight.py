@@ -19,6 +19,7 @@ import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
 from typing import Any
 
 from ddpdoctor.probe import torch_private
@@ -33,8 +34,21 @@ NEWEST = 24
 GROUPS = 16
 """Groups that are told, those used last."""
 
+KEPT = "2000"
+"""Collectives that torch's Flight Recorder keeps, as later versions do by themselves."""
+
 Place = Callable[["int | None"], str]
 """The user's line, ``path:line``, that called the collective made at a Unix time in nanoseconds."""
+
+
+def install(distributed: ModuleType) -> None:
+    """Turn the Flight Recorder on, unless the job has decided itself; torch reads this later."""
+    if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & os.environ.keys():
+        torch: Any = sys.modules["torch"]
+        c10d = torch._C._distributed_c10d
+        switch = torch_private.flight_recorder_switch(c10d, str(torch.__version__))
+        if switch:
+            os.environ[switch] = KEPT
 
 
 class Flight:

@@ -506,6 +506,23 @@ def largest(torch: Any, tensors: list[Any]) -> Any:
     return torch.stack([torch.linalg.vector_norm(each, ord=math.inf) for each in tensors]).double()
 
 
+def flight_recorder_switch(c10d: Any, version: str) -> str:
+    """The variable that turns torch's Flight Recorder on, empty where it is on by itself (2.12).
+
+    ``TORCH_FR_BUFFER_SIZE`` from ``_dump_fr_trace`` on (2.8), which warns of the older name,
+    ``TORCH_NCCL_TRACE_BUFFER_SIZE``. The default shows in nothing but the version's number.
+
+    Args:
+        c10d: ``torch._C._distributed_c10d``.
+        version: torch's.
+    """
+    words = version.split(".")
+    if [int(word) if word.isdigit() else 0 for word in words[:2]] >= [2, 12]:
+        return ""
+    newer = hasattr(c10d, "_dump_fr_trace")
+    return "TORCH_FR_BUFFER_SIZE" if newer else "TORCH_NCCL_TRACE_BUFFER_SIZE"
+
+
 def flight_recorders(torch: Any) -> list[Callable[[], bytes]]:
     """What dump torch's Flight Recorders as pickles of our own process; empty without any.
 
