@@ -123,7 +123,7 @@ JOBS = {
     "sharded": SHARDED,
     "tensor parallel": TENSOR_PARALLEL,
 }
-FAST = "dynamo"
+FAST = "sharded"
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_threads_of_ours_import_nothing_of_the_jobs(doctor: Doctor, job: str) ->
     path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
     live = doctor.start("--nproc-per-node", "2", "--", str(script), env={"PYTHONPATH": path})
     _question(live, doctor.directory / "asked")
-    result = live.finish()
+    result = live.finish(180)
     found = doctor.directory / "foreign-imports"
     assert not found.exists(), found.read_text()
     result.check_success()
@@ -146,10 +146,10 @@ def test_threads_of_ours_import_nothing_of_the_jobs(doctor: Doctor, job: str) ->
 
 
 def _question(live: Live, asked: Path) -> None:
-    """Examine the ranks all the time, take their stacks, and attach to each of them."""
+    """Examine the ranks all the time, take their stacks, and attach to each for a moment."""
     run = live.wait_for(lambda run: len(run.ranks) == 2)
+    ports = list(run.manifest["debug"]["ports"])
     number = 0
-    attached: dict[int, socket.socket] = {}
     deadline = time.monotonic() + 120
     with open(live.run_dir / NAME, "r+b") as examination:
         while live.process.poll() is None and time.monotonic() < deadline:
@@ -159,16 +159,12 @@ def _question(live: Live, asked: Path) -> None:
             examination.flush()
             time.sleep(0.2)
             if number % 5 == 0:
-                assert all(each.threads for each in capture(run) if live.process.poll() is None)
-                if len(attached) < 2:
-                    rank = len(attached)
-                    attached[rank] = _attach(run.manifest["debug"]["ports"][rank])
-            if len(attached) == 2 and number > 20 and _answered(run, number - 10):
+                assert all(each.threads for each in capture(run)) or live.process.poll() is not None
+                if ports:
+                    # No longer: code that is traced compiles ten times as slowly.
+                    _attach_and_leave(ports.pop())
+            if number > 20 and _answered(run, number - 10):
                 break
-    for connection in attached.values():
-        _say(connection, 3, "disconnect", {"terminateDebuggee": False})
-        _until(connection, 3)
-        connection.close()
     asked.touch()
 
 
@@ -184,16 +180,17 @@ def _answered(run: Run, number: int) -> bool:
 # -- as much of the Debug Adapter Protocol as it takes
 
 
-def _attach(port: int) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", port), 30)
-    connection.settimeout(60)
-    _say(connection, 1, "initialize", {"adapterID": "python"})
-    _until(connection, 1)
-    _say(connection, 2, "attach", {"justMyCode": False})
-    _until(connection, "initialized")
-    _say(connection, 4, "configurationDone", {})
-    _until(connection, 2)
-    return connection
+def _attach_and_leave(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), 30) as connection:
+        connection.settimeout(60)
+        _say(connection, 1, "initialize", {"adapterID": "python"})
+        _until(connection, 1)
+        _say(connection, 2, "attach", {"justMyCode": False})
+        _until(connection, "initialized")
+        _say(connection, 3, "configurationDone", {})
+        _until(connection, 2)
+        _say(connection, 4, "disconnect", {"terminateDebuggee": False})
+        _until(connection, 4)
 
 
 def _say(connection: socket.socket, number: int, command: str, arguments: dict[str, Any]) -> None:

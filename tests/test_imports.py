@@ -28,7 +28,7 @@ LAYERS = (
     ("finding",),
     ("stacks",),
     ("run",),
-    ("rundir", "gpu"),
+    ("rundir", "gpu", "faults"),
     ("record", "errors", "pace", "working_directory"),
 )
 """From top to bottom; the probe is apart: all may import it, and it imports the record alone."""

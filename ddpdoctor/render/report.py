@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ddpdoctor.errors import DoctorError
+from ddpdoctor.faults import Faults
 from ddpdoctor.finding import RULES, Finding, examine
 from ddpdoctor.launch.command import OwnOptions
 from ddpdoctor.render import summary
@@ -42,6 +43,8 @@ class Reporter:
         self._said: set[object] = set()
         self._standing: list[Finding] = []
         self._warned = False
+        self.faults = Faults(self.say)
+        """What failed in ddpdoctor itself."""
         if self._json is not None:
             try:
                 open(self._json, "w").close()
@@ -74,11 +77,25 @@ class Reporter:
         """Run the rules and say what is new."""
         import ddpdoctor.rules  # noqa: F401 (registers the rules; not before they are needed)
 
-        self._standing = examine(run, RULES.values())
+        failed: list[tuple[str, Exception]] = []
+        rules = [rule for rule in RULES.values() if rule.code not in self.faults]
+        found = examine(run, rules, failed=lambda rule, error: failed.append((rule.code, error)))
+        self.faults.failed(failed)
+        # What a rule found before it failed still stands.
+        known = {finding.identity for finding in found}
+        ended = [each for each in self._standing if each.code in self.faults]
+        self._standing = [*found, *(each for each in ended if each.identity not in known)]
         for finding in self._standing:
             if finding.identity not in self._said:
                 self._said.add(finding.identity)
-                self._tell(run, finding)
+                self._tell_guarded(run, finding)
+
+    def _tell_guarded(self, run: Run, finding: Finding) -> None:
+        """Tell a finding; without what is around its message, if that cannot be rendered."""
+        part = f"the text of {finding.code}"
+        self.faults.guarded(part, self._tell, run, finding)
+        if part in self.faults:
+            self._say(_lines(f"{finding.severity.label} {finding.code}: {finding.message}"))
 
     def _tell(self, run: Run, finding: Finding) -> None:
         from ddpdoctor.render import console, json_lines, problems
@@ -111,7 +128,7 @@ class Reporter:
         """The last lines: what ran, how fast, what was found, where the records are."""
         if self._quiet:
             return
-        for line in summary.lines(run):
+        for line in self.faults.guarded("the summary", lambda: list(summary.lines(run))) or ():
             self.note(line)
         self.note(f"{summary.count(self._standing)}; records in {run.path}")
 
