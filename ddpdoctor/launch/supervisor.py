@@ -35,10 +35,14 @@ from ddpdoctor.launch.passthrough import Passthrough
 from ddpdoctor.launch.ranks import RankWatch
 from ddpdoctor.launch.showing import Showing
 from ddpdoctor.launch.suspicions import Suspicions
-from ddpdoctor.probe import budget
+from ddpdoctor.launch.unwatched import Unwatched, bare_option, of_option
+from ddpdoctor.probe import budget, watch
 from ddpdoctor.probe.watch import MARK, namespace
 from ddpdoctor.record import FORMAT, Journal, Record
 from ddpdoctor.run import Run, RunReader
+
+ENTRY = str(Path(watch.__file__).parent / "entry")
+"""The folder on PYTHONPATH by which the probe comes."""
 
 DEBUGGER_END = "the end of the debugger"
 
@@ -122,6 +126,7 @@ class Supervisor:
         self._oom = OomWatch()
         self._ranks = RankWatch(self._oom)
         self._gpus = GpuWatch()
+        self._unwatched_ranks = Unwatched(ENTRY)
         self._gpu_poll: GpuPoll | None = None
         self._showing: Showing | None = None
         self._reader: RunReader | None = None
@@ -162,6 +167,11 @@ class Supervisor:
         self._prepare()
         if self._command.note:
             self._reporter.note(self._command.note)
+        option = bare_option(self._command.argv, self._command.through_torchrun)
+        if option and self._directory is not None:
+            why = of_option(option)
+            self._reporter.say(f"{why}: leave out {option}, or this process is not watched")
+            self._write({"kind": "unwatched", "time": time.time_ns(), "why": why})
         wake_reader, wake_writer = os.pipe()
         os.set_blocking(wake_writer, False)
         os.set_blocking(wake_reader, False)
@@ -266,11 +276,8 @@ class Supervisor:
         environment = dict(os.environ)
         environment[MARK] = self._run_id
         if self._directory is not None:
-            import ddpdoctor.probe
-
-            entry = str(Path(ddpdoctor.probe.__file__).parent / "entry")
             before = environment.get("PYTHONPATH")
-            environment["PYTHONPATH"] = f"{entry}{os.pathsep}{before}" if before else entry
+            environment["PYTHONPATH"] = f"{ENTRY}{os.pathsep}{before}" if before else ENTRY
             environment["DDPDOCTOR_RUN_DIR"] = str(self._directory)
             environment["DDPDOCTOR_JOURNAL_MB"] = str(self._command.own.journal_mb)
             environment[budget.PERCENT] = str(self._command.own.overhead_budget)
@@ -350,6 +357,9 @@ class Supervisor:
         if self._ticks % 2 == 0:
             guarded("the rank watch", self._ranks.note_children)
         run = self._look()
+        if run is not None and not run.ranks and self._child is not None and self._ticks % 2:
+            look = partial(self._unwatched_ranks.look, self._child.pid)
+            guarded("the look for unwatched ranks", self._note, look)
         if run is not None:
             self._watch_run(run, now)
         if self._gpu_poll is not None and self._gpu_poll.failed is not None:
