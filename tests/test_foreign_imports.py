@@ -174,7 +174,8 @@ def _answered(run: Run, number: int) -> bool:
     for file in run.path.glob("*.flight.json"):
         with contextlib.suppress(ValueError):
             told.append(json.loads(file.read_bytes()))
-    return sum(each["asked"] >= number and len(each.get("entries", ())) > 0 for each in told) == 2
+    whole = [each for each in told if each["asked"] >= number and each.get("entries")]
+    return len(whole) == 2
 
 
 # -- as much of the Debug Adapter Protocol as it takes

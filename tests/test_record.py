@@ -314,7 +314,7 @@ def kinds_read() -> set[str]:
         calls = (
             n for n in ast.walk(ast.parse((PACKAGE / path).read_bytes())) if called(n, "of_kind")
         )
-        found |= {a.value for n in calls for a in n.args if isinstance(a, ast.Constant)}
+        found |= {str(a.value) for n in calls for a in n.args if isinstance(a, ast.Constant)}
     return found
 
 
