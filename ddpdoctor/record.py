@@ -16,6 +16,7 @@ import json
 import mmap
 import os
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable
 from enum import IntEnum
 from functools import lru_cache, partial
@@ -27,27 +28,71 @@ FORMAT = 1
 Record = dict[str, Any]
 """One journal line. ``kind`` is always there; readers skip kinds and keys they do not know."""
 
-STICKY = frozenset(
-    {
-        "open",
-        "ddp",
-        "site",
-        "fault",
-        "error",
-        "exit",
-        "pass",
-        "tensors",
-        "no_gradient",
-        "unreduced",
-        "no_sync_vain",
-        "find_unused",
-        "batchnorm",
-        "unowned",
-        "remade",
-        "finding",
-    }
-)
-"""Kinds that are written again at the head of each new segment: rotation never loses them."""
+EVERY = 1 << 62
+
+
+class Kind(NamedTuple):
+    """What a journal holds of a kind of record."""
+
+    doc: str
+    """What it tells."""
+    first: int
+    """How many of them, the first ones, are written again at the head of each new segment, so that
+    rotation does not lose them; the newest are there anyway. 0 for those that rules need of late
+    only, `EVERY` for those that cannot become many."""
+
+
+KINDS: dict[str, Kind] = {
+    # of a rank
+    "open": Kind("A process became a rank: who it is, where, and with what versions.", EVERY),
+    "end": Kind("The regular end of a rank's script.", EVERY),
+    "error": Kind("An uncaught exception, of a rank or of another process of the job.", EVERY),
+    "exit": Kind("A call of sys.exit, os._exit or the like.", EVERY),
+    "fault": Kind("An error of ddpdoctor's own, of which each part tells once.", EVERY),
+    "step": Kind("A step and where its time went; a line every step.", 0),
+    "site": Kind("A line of the user's code that enters a phase, told once.", EVERY),
+    "cores": Kind("The wait for a CPU core, at steps that double.", EVERY),
+    "ddp": Kind("A DDP module was built.", EVERY),
+    "model": Kind("The parameters that a rank gave to DDP; long.", 8),
+    "tensors": Kind("The names of what fingerprints are of, told when they change.", EVERY),
+    # Whether replicas differ from the first step on is what tells one cause from another.
+    "fingerprint": Kind("Hashes of the parameters after a step.", 16),
+    "buffers": Kind("Hashes of the buffers after a step.", 16),
+    "outside": Kind("Parameters were changed between two optimizer steps.", 1024),
+    "elements": Kind("Elements of tensors that were suspected to differ; long.", 8),
+    "nonfinite": Kind("A loss that was not finite; a few of a rank.", EVERY),
+    "nonfinite_gradient": Kind("A gradient of the rank alone that was not finite; a few.", EVERY),
+    "load": Kind("Weights were loaded; 50 of a rank.", EVERY),
+    "save": Kind("A checkpoint was saved; 50 of a rank.", EVERY),
+    "resume": Kind("An optimizer's state was loaded; 64 of a rank.", EVERY),
+    "cut": Kind("A scheduler cut the learning rate; 64 of a rank.", EVERY),
+    "pass": Kind("What a pass over a loader drew; 32 passes of a rank.", EVERY),
+    # Its begin without its end would be a loop that was never left.
+    "loop": Kind("A training loop began, or ended: of late ones it is said how.", 0),
+    "evaluation": Kind("A forward of DDP without gradients, its buffers broadcast; 64.", EVERY),
+    "no_gradient": Kind("Parameters that got no gradient.", EVERY),
+    "unreduced": Kind("Gradients that were not all-reduced, and an optimizer stepped.", EVERY),
+    "no_sync_vain": Kind("A no_sync() that saved nothing.", EVERY),
+    "find_unused": Kind("find_unused_parameters, and whether any were unused.", EVERY),
+    "batchnorm": Kind("BatchNorms of a small batch.", EVERY),
+    "unowned": Kind("Parameters that no optimizer holds.", EVERY),
+    "remade": Kind("Optimizers that were made anew at each step.", EVERY),
+    "local_rank": Kind("A local rank that the script parsed and torchrun did not fill.", EVERY),
+    "data_parallel": Kind("An nn.DataParallel was built.", EVERY),
+    # of the supervisor
+    "job": Kind("The job's command ended.", EVERY),
+    "signal": Kind("A signal that was passed on to the job.", EVERY),
+    "rank_exit": Kind("A rank's process ended.", EVERY),
+    "hang": Kind("An examination of a job that stands still.", EVERY),
+    "hang_over": Kind("It goes on.", EVERY),
+    "debug": Kind("A debugger came, stopped a rank, or went.", EVERY),
+    "gpus": Kind("On which GPUs the ranks hold memory; written when that changes.", EVERY),
+    "suspicion": Kind("Ranks were asked to look closely at tensors.", EVERY),
+    "finding": Kind("A finding was said.", EVERY),
+    "retraction": Kind("Something that was said stands no more.", EVERY),
+    "unwatched": Kind("Why nothing is known of the ranks.", EVERY),
+}
+"""Every kind of record there is. A journal takes others, too, and loses them with its segment."""
 
 
 class Phase(IntEnum):
@@ -441,16 +486,21 @@ def integer(record: Record, key: str, default: int = 0) -> int:
 
 
 def encode(record: Record) -> bytes:
-    """One journal line; a value JSON has no word for becomes its ``repr``.
+    """One journal line; a value JSON has no word for becomes the name of its type.
 
-    A record that cannot be said at all becomes one of its kind that says so.
+    Not its ``repr``: that may be the job's own code, or wait for a GPU, and a rank's writing thread
+    runs neither. A record that cannot be said at all becomes one of its kind that says so.
     """
     try:
-        text = json.dumps(record, separators=(",", ":"), default=repr)
+        text = json.dumps(record, separators=(",", ":"), default=_type)
     except Exception as error:
         lost = {"kind": str(record.get("kind")), "unsayable": type(error).__name__}
         text = json.dumps(lost, separators=(",", ":"))
     return text.encode() + b"\n"
+
+
+def _type(value: object) -> str:
+    return f"<{type(value).__name__}>"
 
 
 _SEGMENT = b'{"kind":"segment","number":"%012d"}\n'
@@ -488,6 +538,9 @@ class Journal:
         self._half = max(limit // 2, 1 << 14)
         self._sticky: list[bytes] = []
         self._sticky_size = 0
+        self._frequent_size = 0
+        """Of them, those of kinds that are written often."""
+        self._kept: Counter[str] = Counter()
         self._written = 0
         self._number = -1
         self._file: BinaryIO
@@ -508,11 +561,8 @@ class Journal:
         size = 0
         for record in records:
             line = record if isinstance(record, bytes) else encode(record)
-            # Sticky lines may take a quarter of a segment at most: rotation must free space.
-            sticky = not isinstance(record, bytes) and record["kind"] in STICKY
-            if sticky and self._sticky_size + len(line) <= self._half // 4:
-                self._sticky.append(line)
-                self._sticky_size += len(line)
+            if not isinstance(record, bytes):
+                self._keep(str(record.get("kind")), line)
             if self._written + size + len(line) > self._half:
                 self._append(chunk)
                 chunk, size = [], 0
@@ -520,6 +570,26 @@ class Journal:
             chunk.append(line)
             size += len(line)
         self._append(chunk)
+
+    def _keep(self, kind: str, line: bytes) -> None:
+        """Remember a line for the heads of later segments, if its kind is to survive rotation.
+
+        Such lines take a quarter of a segment at most, for rotation must free space; those of kinds
+        that are written often take half of it.
+        """
+        first = KINDS[kind].first if kind in KINDS else 0
+        room, size = self._half // 4, len(line)
+        if self._kept[kind] >= first or self._sticky_size + size > room:
+            return
+        if first < EVERY:
+            if self._frequent_size + size > room // 2:
+                # One that is shorter must not take its place: the first ones are wanted.
+                self._kept[kind] = first
+                return
+            self._frequent_size += size
+        self._kept[kind] += 1
+        self._sticky.append(line)
+        self._sticky_size += size
 
     def _append(self, chunk: list[bytes]) -> None:
         if chunk:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from ddpdoctor.record import KINDS
 from ddpdoctor.run import Run, RunReader
 from tests.written import Written
 
@@ -273,6 +275,12 @@ def doctor(tmp_path: Path, token: str) -> Iterator[Doctor]:
         if process.poll() is None:
             process.kill()
             process.wait()
+    undeclared = {
+        kind.decode()
+        for journal in tmp_path.glob("run*/*.jsonl*")
+        for kind in re.findall(rb'^\{"kind":"(\w+)"', journal.read_bytes(), re.MULTILINE)
+    } - {*KINDS, "segment"}
+    assert not undeclared, f"kinds of records that ddpdoctor.record does not know: {undeclared}"
 
 
 @pytest.fixture

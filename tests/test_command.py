@@ -158,6 +158,14 @@ def test_a_script_whose_name_starts_with_a_dash(work: Path) -> None:
     assert_same_meaning(words)
 
 
+def test_a_module_behind_the_separator_as_behind_python() -> None:
+    before = doctor(["--nproc-per-node", "2", "-m", "pkg.train", "--lr", "1"])
+    behind = doctor(["--nproc-per-node", "2", "--", "-m", "pkg.train", "--lr", "1"])
+    assert behind.argv == (*TORCHRUN, "--nproc-per-node", "2", "-m", "--", *before.argv[-3:])
+    assert meaning(behind.argv[3:]) == meaning(before.argv[3:])
+    assert behind.script == before.script == "pkg.train"
+
+
 def test_ours_among_torchruns(work: Path) -> None:
     words = "--quiet --nnodes 1 --grace=2.5 -r 3 --strict --run-dir here --json=f.json"
     command = doctor(
@@ -494,6 +502,9 @@ def test_torchrun_options_before_a_command_are_refused() -> None:
         (["--no-python", "no-such-program-here"], "no such program"),
         (["--", "no-such-program-here"], "no-such-program-here"),
         (["."], "__main__.py"),
+        (["--", "-m"], "-m needs a module"),
+        (["--", "-c", "print()"], "-c: torchrun starts a file or a module"),
+        (["--", "-u", "train.py"], "-u: no such file"),
     ],
     ids=str,
 )

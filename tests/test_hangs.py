@@ -6,10 +6,13 @@ The sick jobs (`tests/test_sick_jobs.py`) are the real ones; here is what they d
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +21,11 @@ import torch
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
 from ddpdoctor.finding import RULES, Finding, Severity, examine
 from ddpdoctor.launch.hangs.signs import FIRST, PATIENCE, STEPS, Signs
-from ddpdoctor.probe.flight import NEWEST, newest
+from ddpdoctor.probe import flight
+from ddpdoctor.probe.flight import NEWEST, newest, places
+from ddpdoctor.probe.ring import Collective
+from ddpdoctor.probe.sites import Site
+from ddpdoctor.probe.steps import Backward
 from ddpdoctor.record import Phase, Status
 from ddpdoctor.rules.guards import constant_while, only_sleeps, rank_guard
 from ddpdoctor.rules.waits import parsed
@@ -155,6 +162,9 @@ def test_ranks_of_a_group() -> None:
 # -- the verdict
 
 
+SWITCHES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+
+
 def rank(number: int, phase: str, **more: Any) -> dict[str, Any]:
     return {
         "rank": number,
@@ -180,7 +190,7 @@ def call(sequence: int, done: bool, name: str = "all_reduce") -> dict[str, Any]:
         "dtypes": ["Float"],
         "created": sequence,
         "retired": done,
-        "frames": [["/job/train.py", 61, "main"]],
+        "site": "/job/train.py:61",
     }
 
 
@@ -290,11 +300,76 @@ def test_the_recorders_of_all_backends_are_one_history() -> None:
 
     gloo = [entry(10 * number, "gloo", number) for number in range(1, 31)]
     nccl = [entry(255, "nccl2", 1), entry(291, "nccl2", 2)]
-    told = sorted(newest([*gloo, *nccl]), key=lambda each: int(each["id"]))
+    told = newest([*gloo, *nccl], lambda created: f"train.py:{created}")
+    told.sort(key=lambda each: int(each["id"]))
     assert [each["created"] for each in told] == sorted(
         each["time_created_ns"] for each in (*gloo[-NEWEST:], *nccl)
     )
     assert [each["sequence"] for each in told if each["backend"] == "nccl2"] == [1, 2]
+    assert all(each["site"] == f"train.py:{each['created']}" for each in told)
+
+
+def test_who_called_what_a_recorder_recorded() -> None:
+    def called(began: int, ended: int, line: int, asynchronous: bool = False) -> Collective:
+        site = f"/job/train.py:{line}"
+        facts = ("all_reduce", "0|0-1", "float32", "SUM", (4,), 4, -1)
+        return Collective(began, began, ended, 1, *facts, asynchronous, False, site)
+
+    def passed(began: int, ended: int) -> Backward:
+        found = Backward(began, Site("/job/train.py", 90))
+        found.ended = ended
+        return found
+
+    place = places(
+        [called(10, 20, 1), called(30, 50, 2, True), called(100, 130, 3), called(200, 0, 4)],
+        [passed(35, 48), passed(60, 70), passed(190, 0)],
+    )
+    # One of several, one that goes on, and DDP's own beside it; the last of each is under way.
+    assert [place(each) for each in (12, 15, 31, 40, 65, 101, 201)] == [
+        f"/job/train.py:{line}" for line in (1, 1, 2, 90, 90, 3, 4)
+    ]
+    # Before everything that is known, between, and without a time.
+    assert [place(each) for each in (5, 25, 150, None)] == ["", "", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("version", "generic", "own", "wanted"),
+    [
+        ("2.4.1", False, {}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}),
+        ("2.9.1+cu128", True, {}, {"TORCH_FR_BUFFER_SIZE": "2000"}),
+        ("2.11.0a0+git0123", True, {}, {"TORCH_FR_BUFFER_SIZE": "2000"}),
+        ("2.12.0", True, {}, {}),
+        ("2.15.0.dev20261101", True, {}, {}),
+        *[("2.9.1", True, {name: "0"}, {name: "0"}) for name in SWITCHES],
+        ("2.4.1", False, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "9"}, {SWITCHES[1]: "9"}),
+    ],
+)
+def test_the_flight_recorder_is_turned_on_by_the_name_that_torch_does_not_warn_of(
+    monkeypatch: pytest.MonkeyPatch,
+    version: str,
+    generic: bool,
+    own: dict[str, str],
+    wanted: dict[str, str],
+) -> None:
+    c10d = SimpleNamespace(**({"_dump_fr_trace": print} if generic else {}))
+    native = SimpleNamespace(_distributed_c10d=c10d)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__=version, _C=native))
+    for name in SWITCHES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    flight.install(ModuleType("torch.distributed.distributed_c10d"))
+    assert {name: os.environ[name] for name in SWITCHES if name in os.environ} == wanted
+    for name in SWITCHES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_call_of_no_known_line_waits_where_its_rank_stands(tmp_path: Path) -> None:
+    other = waiting(1)
+    other["flight"][-1] = {**call(9, False, "broadcast"), "site": ""}
+    other["stacks"] = stacks(1, ("/job/train.py", 70, "main"), IN_TORCH)
+    (found,) = findings(tmp_path, waiting(0), other, waiting(2))
+    assert (found.code, str(found.location)) == ("DDP803", "/job/train.py:70")
 
 
 def test_everybody_is_there(tmp_path: Path) -> None:

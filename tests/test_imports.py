@@ -30,7 +30,7 @@ LAYERS = (
     ("relations",),
     ("stacks",),
     ("run",),
-    ("rundir", "gpu"),
+    ("rundir", "gpu", "faults"),
     ("record", "errors", "pace", "working_directory"),
 )
 """From top to bottom; the probe is apart: all may import it, and it imports the record alone."""

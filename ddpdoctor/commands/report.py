@@ -13,7 +13,8 @@ from ddpdoctor import rundir
 from ddpdoctor.errors import DoctorError
 from ddpdoctor.failures import sources, verdict
 from ddpdoctor.failures.log import Sighting, read
-from ddpdoctor.finding import RULES, Finding, Rule, Severity, examine
+from ddpdoctor.faults import Faults
+from ddpdoctor.finding import RULES, Finding, Severity, examine
 from ddpdoctor.launch import tracebacks
 from ddpdoctor.record import integer
 from ddpdoctor.render import console, json_lines, problems, summary
@@ -142,12 +143,12 @@ def _of_run(options: _Options) -> list[Finding]:
     if not live and run.exit_status is None:
         remark = "its supervisor was ended before the job was over, so how it ended is not known"
         run = replace(run, taken=_last_sign(run))
-    skipped: list[str] = []
-
-    def failed(rule: Rule, error: Exception) -> None:
-        skipped.append(f"{rule.code} could not read these records ({type(error).__name__})")
-
-    found = with_kept(examine(run, RULES.values(), failed=failed), run)
+    failed: list[tuple[str, Exception]] = []
+    faults = Faults(_complain, "all other rules are applied")
+    rules = RULES.values()
+    found = examine(run, rules, failed=lambda rule, error: failed.append((rule.code, error)))
+    found = with_kept(found, run)
+    faults.failed(failed)
     if options.json:
         _print(json_lines.line(finding) for finding in found)
         return found
@@ -155,9 +156,10 @@ def _of_run(options: _Options) -> list[Finding]:
         _print(problems.line(finding, script(run)) for finding in found)
         return found
     for finding in found:
-        _show(finding, console.written_before(run), tracebacks.kept(run, finding))
-    _print(summary.lines(run))
-    _print([*skipped[:3], *([remark] if remark else [])])
+        text = faults.guarded(f"the text of {finding.code}", _text_of_run, run, finding)
+        print(text or f"{finding.severity.label} {finding.code}: {finding.message}")
+    _print(faults.guarded("the summary", lambda: list(summary.lines(run))) or ())
+    _print([remark] if remark else [])
     if live:
         _print(["it lives: this is how it stands now"])
     _print([f"{summary.count(found)}; records in {run.path}"])
@@ -224,7 +226,7 @@ def _of_logs(options: _Options) -> list[Finding]:
         _print(problems.line(finding, os.path.abspath(names[0])) for finding in found)
         return found
     for finding in found:
-        _show(finding, 0.0, None)
+        print(_text(finding, 0.0, None))
     files = f"{len(names)} file{'' if len(names) == 1 else 's'}, {_size(size)}"
     _print([f"{summary.count(found)} in {files}"])
     return found
@@ -253,12 +255,19 @@ def _print(lines: Iterable[str]) -> None:
         print(line)
 
 
-def _show(finding: Finding, written: float, kept: Path | None) -> None:
-    text = console.render(
+def _complain(text: str) -> None:
+    print(f"ddpdoctor: {text}", file=sys.stderr)
+
+
+def _text_of_run(run: Run, finding: Finding) -> str:
+    return _text(finding, console.written_before(run), tracebacks.kept(run, finding))
+
+
+def _text(finding: Finding, written: float, kept: Path | None) -> str:
+    return console.render(
         finding,
         colour=console.wants_colour(1),
         width=terminal_width(1) or 100,
         written=written,
         kept=kept,
     )
-    print(text)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from ddpdoctor import rundir, working_directory
+from ddpdoctor.errors import DoctorError
 from ddpdoctor.launch import command as job_command
 from ddpdoctor.launch import tracebacks
 from ddpdoctor.launch.debugging import Debugging
@@ -87,13 +88,28 @@ def main(words: Sequence[str]) -> int:
     reporter = Reporter(passthrough.say, command.own, tracebacks.keep)
     if working_directory.is_gone():
         reporter.warn(f'{working_directory.GONE}, and torch hardly starts there: type `cd "$PWD"`')
-    debugging = None if command.own.no_debug else Debugging(command, reporter)
+    debugging = None if command.own.no_debug else _debugging(command, reporter)
     try:
         directory = rundir.create(command.own.run_dir)
     except OSError as error:
         directory = None
         reporter.warn(f"no run directory ({error}); the job runs unwatched")
     return end_like(Supervisor(command, directory, passthrough, reporter, debugging).run())
+
+
+def _debugging(command: job_command.Command, reporter: Reporter) -> Debugging | None:
+    """The debugger's side; a job is not kept from starting by a fault in it.
+
+    Raises:
+        DoctorError: The command line asks for what cannot be had.
+    """
+    try:
+        return Debugging(command, reporter)
+    except DoctorError:
+        raise
+    except Exception as error:
+        reporter.faults.failed([("the debugger", error)])
+        return None
 
 
 def _open_standard_files() -> None:

@@ -213,6 +213,7 @@ def build(words: Sequence[str], environ: Mapping[str, str]) -> Command | None:
         raise DoctorError(
             "no script to run", "for example: ddpdoctor run --nproc-per-node 2 -- train.py"
         )
+    _take_python_options(parts)
     script = parts.rest[0]
     as_module = parts.has("-m", "--module") or _is_on(environ, "PET_MODULE")
     no_python = parts.has("--no-python", "--no_python") or _is_on(environ, "PET_NO_PYTHON")
@@ -289,6 +290,32 @@ def _take_apart(words: Sequence[str], options: TorchrunOptions) -> _Words:
         else:
             parts.torchrun.append((option, word, _value(name, queue)))
     return parts
+
+
+def _take_python_options(parts: _Words) -> None:
+    """What stands behind ``--`` as if it were behind ``python``: ``-m pkg.train``.
+
+    Raises:
+        DoctorError: It is an option that cannot stand there.
+    """
+    word = parts.rest[0]
+    if not parts.separator or not word.startswith("-") or parts.has("-m", "--module"):
+        return
+    if os.path.lexists(word) or parts.has("--no-python", "--no_python"):
+        return
+    if word in ("-m", "--module"):
+        if len(parts.rest) < 2:
+            raise DoctorError(f"option {word} needs a module", "such as: -- -m package.train")
+        parts.torchrun.append(("-m", "-m", None))
+        parts.rest = parts.rest[1:]
+    elif word == "-c":
+        raise DoctorError("-c: torchrun starts a file or a module", "put the code into a file")
+    else:
+        raise DoctorError(
+            f"{word}: no such file",
+            "options of ddpdoctor and torchrun stand before the --; for one of python's: "
+            f"--no-python -- python {word} train.py",
+        )
 
 
 def _take_joined(parts: _Words, word: str, options: TorchrunOptions, queue: list[str]) -> None:

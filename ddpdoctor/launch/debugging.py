@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ddpdoctor.errors import DoctorError
+from ddpdoctor.faults import Faults
 from ddpdoctor.launch import debug_ports, rank_sets
 from ddpdoctor.launch.command import Command
 from ddpdoctor.launch.editor import Editor
@@ -28,6 +29,10 @@ MOST_RANKS = 16
 
 class Speaker(Protocol):
     """Where words go."""
+
+    @property
+    def faults(self) -> Faults:
+        """What failed in ddpdoctor itself."""
 
     def note(self, text: str) -> None:
         """Say what ddpdoctor does; not with ``--quiet``."""
@@ -102,7 +107,8 @@ class Debugging:
             OSError: The control socket cannot be made.
         """
         self._gateway.open(directory)
-        self._editor.claim(directory, self._ports.numbers[0])
+        port = self._ports.numbers[0]
+        self._speaker.faults.guarded("launch.json", self._editor.claim, directory, port)
         if self._command.one_node and self._command.local_ranks is not None:
             self._write(dict(enumerate(self._ports.numbers)))
         self._announce()
@@ -193,6 +199,9 @@ class Debugging:
         if ports == self._written:
             return
         self._written = ports
+        self._speaker.faults.guarded("launch.json", self._write_file, ports)
+
+    def _write_file(self, ports: dict[int, int]) -> None:
         try:
             self._editor.write(self._ports.host, ports)
         except DoctorError as error:

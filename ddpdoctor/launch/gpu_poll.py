@@ -25,6 +25,8 @@ class GpuPoll:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._stop = threading.Event()
+        self.failed: Exception | None = None
+        """The fault of ours, or of the binding, that ended it."""
 
     def start(self) -> None:
         """Begin to read, if this machine has the driver's library."""
@@ -40,15 +42,20 @@ class GpuPoll:
         self._stop.set()
 
     def _run(self) -> None:
-        # A fault of ours, or of the binding, costs the numbers and nothing else.
-        with contextlib.suppress(Exception):
-            poller = Poller()
-            due = time.monotonic()
-            while not self._stop.is_set():
-                told = poller.read()
-                path = self._directory / file_name(str(told["host"]))
-                with contextlib.suppress(OSError):
-                    rundir.put(path, json.dumps(told).encode())
-                due = max(due + EVERY, time.monotonic() + EVERY / 4)
-                self._stop.wait(due - time.monotonic())
-            poller.close()
+        try:
+            self._poll()
+        except Exception as error:
+            # It costs the numbers and nothing else.
+            self.failed = error
+
+    def _poll(self) -> None:
+        poller = Poller()
+        due = time.monotonic()
+        while not self._stop.is_set():
+            told = poller.read()
+            path = self._directory / file_name(str(told["host"]))
+            with contextlib.suppress(OSError):
+                rundir.put(path, json.dumps(told).encode())
+            due = max(due + EVERY, time.monotonic() + EVERY / 4)
+            self._stop.wait(due - time.monotonic())
+        poller.close()

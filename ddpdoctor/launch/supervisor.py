@@ -12,15 +12,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from ddpdoctor import __version__, rundir, working_directory
 from ddpdoctor.errors import HANG, STRICT, DoctorError
+from ddpdoctor.faults import Faults
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.launch import kernel, processes
 from ddpdoctor.launch.command import Command
@@ -34,11 +35,17 @@ from ddpdoctor.launch.passthrough import Passthrough
 from ddpdoctor.launch.ranks import RankWatch
 from ddpdoctor.launch.showing import Showing
 from ddpdoctor.launch.suspicions import Suspicions
-from ddpdoctor.probe import budget
+from ddpdoctor.launch.unwatched import Unwatched, bare_option, of_option
+from ddpdoctor.probe import budget, watch
 from ddpdoctor.probe.watch import MARK, namespace
 from ddpdoctor.record import FORMAT, Journal, Record
 from ddpdoctor.run import Run, RunReader
 from ddpdoctor.said import Event
+
+ENTRY = str(Path(watch.__file__).parent / "entry")
+"""The folder on PYTHONPATH by which the probe comes."""
+
+DEBUGGER_END = "the end of the debugger"
 
 TICK = 0.5
 """Seconds between two looks at the run directory."""
@@ -52,9 +59,6 @@ SETTLE = 0.7
 HANGUP_GRACE = 4.0
 """Most seconds of grace when the terminal is gone."""
 
-FLIGHT_ENTRIES = "2000"
-"""Collectives that torch's Flight Recorder keeps, as later versions do by default."""
-
 KILL_GRACE = 5.0
 """Most seconds that a job which hangs has to end."""
 
@@ -64,9 +68,6 @@ LEFT_BEHIND = 2.0
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _TO_GROUP = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGWINCH)
 """A terminal sends these to the whole foreground group, so the whole group gets them."""
-
-
-T = TypeVar("T")
 
 
 class Reporter(Protocol):
@@ -84,8 +85,15 @@ class Reporter(Protocol):
     def standing(self) -> list[Finding]:
         """What was said and not withdrawn."""
 
+    @property
+    def faults(self) -> Faults:
+        """What failed in ddpdoctor itself."""
+
     def note(self, text: str) -> None:
         """Say what ddpdoctor does."""
+
+    def say(self, text: str) -> None:
+        """Say what a person has to act on."""
 
     def warn(self, text: str) -> None:
         """Say what has to be seen, once."""
@@ -127,6 +135,7 @@ class Supervisor:
         self._oom = OomWatch()
         self._ranks = RankWatch(self._oom)
         self._gpus = GpuWatch()
+        self._unwatched_ranks = Unwatched(ENTRY)
         self._gpu_poll: GpuPoll | None = None
         self._showing: Showing | None = None
         self._reader: RunReader | None = None
@@ -137,6 +146,7 @@ class Supervisor:
         self._journal: Journal | None = None
         self._lock: rundir.Lock | None = None
         self._reporter = reporter
+        self._faults = reporter.faults
         self._child: subprocess.Popen[bytes] | None = None
         self._status: int | None = None
         self._guards = GuardPost(self._run_id, reporter.warn)
@@ -151,7 +161,6 @@ class Supervisor:
         self._examined = time.monotonic()
         self._ticks = 0
         self._deadline: float | None = None
-        self._broken = False
         self._wake_writer = -1
 
     # -- the run
@@ -167,6 +176,11 @@ class Supervisor:
         self._prepare()
         if self._command.note:
             self._reporter.note(self._command.note)
+        option = bare_option(self._command.argv, self._command.through_torchrun)
+        if option and self._directory is not None:
+            why = of_option(option)
+            self._reporter.say(f"{why}: leave out {option}, or this process is not watched")
+            self._write({"kind": "unwatched", "time": time.time_ns(), "why": why})
         wake_reader, wake_writer = os.pipe()
         os.set_blocking(wake_writer, False)
         os.set_blocking(wake_reader, False)
@@ -190,7 +204,7 @@ class Supervisor:
             if self._gpu_poll is not None:
                 self._gpu_poll.stop()
             if self._debugging is not None:
-                self._debugging.stop()
+                self._faults.guarded(DEBUGGER_END, self._debugging.stop)
             for held in (self._journal, self._lock, self._suspicions, self._hangs):
                 if held is not None:
                     held.close()
@@ -200,8 +214,7 @@ class Supervisor:
             return
         try:
             self._lock = rundir.Lock(self._directory)
-            if self._debugging is not None:
-                self._debugging.open(self._directory)
+            self._open_debugger()
             manifest = json.dumps(self._manifest(), indent=1)
             (self._directory / rundir.MANIFEST).write_text(manifest)
             self._journal = Journal(str(self._directory / "supervisor.jsonl"), 1 << 24)
@@ -217,10 +230,37 @@ class Supervisor:
             )
         except (OSError, DoctorError) as error:
             self._reporter.warn(f"the run directory cannot be written ({error}); not watching")
-            self._directory = self._reader = self._journal = self._showing = None
-            if self._debugging is not None:
-                self._debugging.stop()
-                self._debugging = None
+            self._unwatched()
+        except Exception as error:
+            self._faults.failed([("the start of the watch", error)])
+            self._unwatched()
+
+    def _unwatched(self) -> None:
+        """Let the job run, and do nothing else."""
+        self._directory = self._reader = self._journal = self._showing = None
+        self._suspicions = self._hangs = None
+        self._without_debugger()
+
+    def _open_debugger(self) -> None:
+        """Make what debuggers need.
+
+        Raises:
+            OSError: The run directory cannot be written.
+        """
+        if self._debugging is None or self._directory is None:
+            return
+        try:
+            self._debugging.open(self._directory)
+        except (OSError, DoctorError):
+            raise
+        except Exception as error:
+            self._faults.failed([("the debugger", error)])
+            self._without_debugger()
+
+    def _without_debugger(self) -> None:
+        if self._debugging is not None:
+            self._faults.guarded(DEBUGGER_END, self._debugging.stop)
+            self._debugging = None
 
     def _manifest(self) -> Record:
         assert self._directory is not None
@@ -245,18 +285,11 @@ class Supervisor:
         environment = dict(os.environ)
         environment[MARK] = self._run_id
         if self._directory is not None:
-            import ddpdoctor.probe
-
-            entry = str(Path(ddpdoctor.probe.__file__).parent / "entry")
             before = environment.get("PYTHONPATH")
-            environment["PYTHONPATH"] = f"{entry}{os.pathsep}{before}" if before else entry
+            environment["PYTHONPATH"] = f"{ENTRY}{os.pathsep}{before}" if before else ENTRY
             environment["DDPDOCTOR_RUN_DIR"] = str(self._directory)
             environment["DDPDOCTOR_JOURNAL_MB"] = str(self._command.own.journal_mb)
             environment[budget.PERCENT] = str(self._command.own.overhead_budget)
-            if _version("torch") < (2, 12):
-                # Later versions record by themselves which collectives a rank called.
-                environment.setdefault("TORCH_FR_BUFFER_SIZE", FLIGHT_ENTRIES)
-                environment.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", FLIGHT_ENTRIES)
             environment["DDPDOCTOR_SUPERVISOR"] = f"{os.getpid()}@{namespace()}"
             if self._debugging is not None:
                 environment.update(self._debugging.environment())
@@ -283,13 +316,13 @@ class Supervisor:
             with contextlib.suppress(OSError, DoctorError):
                 rundir.publish(self._directory)
             self._gpu_poll = GpuPoll(self._directory)
-            self._gpu_poll.start()
+            self._faults.guarded("the GPU poll", self._gpu_poll.start)
         self._passthrough.start()
         if self._debugging is not None:
-            self._debugging.start(self._wake)
+            self._faults.guarded("the debugger", self._debugging.start, self._wake)
         self._guards.tell(self._child.pid)
         if self._hangs is not None:
-            self._hangs.begin(self._child.pid)
+            self._faults.guarded("the hang watch", self._hangs.begin, self._child.pid)
         for number in tuple(self._signals):
             # It came while there was no child yet.
             self._send(number)
@@ -303,7 +336,7 @@ class Supervisor:
         while self._status is None:
             ready: list[int] = []
             with contextlib.suppress(InterruptedError):
-                ready = select.select([wake, *self._ranks.descriptors], [], [], TICK)[0]
+                ready = select.select([wake, *self._rank_ends()], [], [], TICK)[0]
             if wake in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(wake, 4096)
@@ -312,26 +345,38 @@ class Supervisor:
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._end_tree()
             else:
-                self._guarded(self._watch, [each for each in ready if each != wake])
+                self._watch([each for each in ready if each != wake])
+
+    def _rank_ends(self) -> list[int]:
+        # Those that nobody takes in any more would wake us all the time.
+        return [] if "the rank watch" in self._faults else self._ranks.descriptors
 
     def _watch(self, ended: list[int]) -> None:
         """One look at the job; ``ended`` are the descriptors of ranks that have just ended."""
-        now = time.monotonic()
+        now, guarded = time.monotonic(), self._faults.guarded
         if self._debugging is not None:
-            for record in self._debugging.look():
-                self._write(record)
+            guarded("the debugger", self._note, self._debugging.look)
         if self._showing is not None:
-            self._showing.look(at_once=self._happened is not None)
+            guarded("the monitor's files", self._showing.look, at_once=self._happened is not None)
         for descriptor in ended:
-            self._write(self._ranks.ended(descriptor))
+            guarded("the rank watch", self._rank_ended, descriptor)
             self._happened = self._happened or now
-        self._ranks.end_leftovers()
+        guarded("the rank watch", self._ranks.end_leftovers)
         self._ticks += 1
         if self._ticks % 2 == 0:
-            self._ranks.note_children()
+            guarded("the rank watch", self._ranks.note_children)
         run = self._look()
-        if run is None:
-            return
+        if run is not None and not run.ranks and self._child is not None and self._ticks % 2:
+            look = partial(self._unwatched_ranks.look, self._child.pid)
+            guarded("the look for unwatched ranks", self._note, look)
+        if run is not None:
+            self._watch_run(run, now)
+        if self._gpu_poll is not None and self._gpu_poll.failed is not None:
+            self._faults.failed([("the GPU poll", self._gpu_poll.failed)])
+        self._note(self._faults.take)
+
+    def _watch_run(self, run: Run, now: float) -> None:
+        guarded = self._faults.guarded
         mute = [each.rank for each in run.ranks if each.status and each.status.unwritten]
         if mute and not self._mute_told:
             # The others follow, for the disk is full for all of them: once is enough.
@@ -341,14 +386,13 @@ class Supervisor:
                 "the job goes on, unwatched from there"
             )
         if self._debugging is not None:
-            self._debugging.look_at(run)
-        self._follow(run)
-        for record in self._gpus.look_at(run):
-            self._write(record)
+            guarded("the debugger", self._debugging.look_at, run)
+        guarded("the rank watch", self._follow, run)
+        if guarded("the GPU watch", self._note, partial(self._gpus.look_at, run)):
             self._happened = self._happened or now
-        if self._suspicions is not None and self._suspicions.look(run):
+        if self._suspicions is not None and guarded("the suspicions", self._suspicions.look, run):
             self._happened = now - SETTLE
-        if self._hangs is not None and self._hangs.look(run):
+        if self._hangs is not None and guarded("the hang watch", self._hangs.look, run):
             # With the record that was just written.
             run = self._look() or run
             self._happened = now - SETTLE
@@ -359,12 +403,23 @@ class Supervisor:
             self._happened, self._examined = None, now
             self._examine(run)
 
+    def _note(self, tell: Callable[[], Iterable[Record]]) -> bool:
+        """Write what somebody tells; whether it was anything."""
+        told = False
+        for record in tell():
+            self._write(record)
+            told = True
+        return told
+
+    def _rank_ended(self, descriptor: int) -> None:
+        self._write(self._ranks.ended(descriptor))
+
     def _examine(self, run: Run) -> None:
-        self._reporter.examine(run)
+        self._faults.guarded("the rules", self._reporter.examine, run)
         if self._showing is not None:
-            for record in self._showing.news(self._reporter.news):
-                self._write(record)
-        self._end_hung_job()
+            news = partial(self._showing.news, self._reporter.news)
+            self._faults.guarded("the monitor's files", self._note, news)
+        self._faults.guarded("the hang watch", self._end_hung_job)
 
     def _end_hung_job(self) -> None:
         """With ``--kill-on-hang``: end a job that hangs for sure, all that is known being saved."""
@@ -385,20 +440,21 @@ class Supervisor:
         # Whoever was asked to end ends, even if nobody reads its stderr any more.
         patience = 1.0 if self._signals else None
         if self._debugging is not None:
-            self._debugging.stop()
+            self._faults.guarded(DEBUGGER_END, self._debugging.stop)
         self._passthrough.finish(1.0)
         self._save_stderr()
         run = self._look()
         if run is not None and self._hangs is not None:
-            self._guarded(partial(self._hangs.end, status=self._status), run)
+            self._faults.guarded("the hang watch", self._hangs.end, run, self._status)
         self._write({"kind": "job", "time": time.time_ns(), "status": self._status})
         run = self._look()
         if run is not None:
-            self._guarded(self._examine, run)
+            self._examine(run)
         findings = self._reporter.standing
         self._sweep()
         if run is not None:
-            self._guarded(self._reporter.summary, run)
+            self._faults.guarded("the summary", self._reporter.summary, run)
+        self._note(self._faults.take)
         self._passthrough.finish(patience)
         if self._killed:
             return HANG
@@ -410,26 +466,8 @@ class Supervisor:
             return STRICT
         return self._status
 
-    def _guarded(self, look: Callable[[T], object], at: T) -> None:
-        """A fault of ours while looking at the job must not touch the job."""
-        if self._broken:
-            # Nothing is followed any more, but the loop must not spin on what is left.
-            time.sleep(TICK)
-            return
-        try:
-            look(at)
-        except Exception as error:
-            self._fault(error)
-
-    def _fault(self, error: Exception) -> None:
-        self._broken = True
-        self._reporter.warn(
-            f"stopped watching after an internal error ({error!r}); the job goes on"
-        )
-        self._write({"kind": "fault", "time": time.time_ns(), "error": repr(error)})
-
     def _look(self) -> Run | None:
-        if self._reader is None or self._broken:
+        if self._reader is None:
             return None
         try:
             return self._reader.snapshot()
@@ -437,7 +475,8 @@ class Supervisor:
             self._reporter.warn(f"the run directory cannot be read ({error}); not watching")
             self._reader = None
         except Exception as error:
-            self._fault(error)
+            self._faults.failed([("reading the records", error)])
+            self._reader = None
         return None
 
     def _write(self, record: Record) -> None:
@@ -455,7 +494,7 @@ class Supervisor:
         with contextlib.suppress(OSError):
             (self._directory / rundir.STDERR).write_bytes(self._passthrough.tail)
             if self._showing is not None:
-                self._showing.end()
+                self._faults.guarded("the monitor's files", self._showing.end)
 
     # -- processes
 
@@ -480,10 +519,10 @@ class Supervisor:
         """The ends of ranks that came together with the end of the job."""
         run = self._look()
         if run is not None:
-            self._follow(run)
-        ready = select.select(self._ranks.descriptors, [], [], 0)[0]
+            self._faults.guarded("the rank watch", self._follow, run)
+        ready = select.select(self._rank_ends(), [], [], 0)[0]
         for descriptor in ready:
-            self._write(self._ranks.ended(descriptor))
+            self._faults.guarded("the rank watch", self._rank_ended, descriptor)
 
     def _idle(self, seconds: float) -> None:
         time.sleep(seconds)
@@ -574,13 +613,6 @@ def _installed(distribution: str) -> str:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return ""
-
-
-def _version(distribution: str) -> tuple[int, int]:
-    """Major and minor version, (0, 0) if it is not installed here."""
-    words = _installed(distribution).split(".")[:2]
-    major, minor = (int(each) if each.isdigit() else 0 for each in (*words, "", "")[:2])
-    return major, minor
 
 
 def _count(number: int, one: str, many: str) -> str:

@@ -13,6 +13,7 @@ from ddpdoctor.probe import (
     evaluations,
     fingerprints,
     finite,
+    flight,
     forks,
     gradients,
     local_gradients,
@@ -70,6 +71,7 @@ def start() -> None:
     optimizers.install()
     when_imported("torch.distributed.distributed_c10d", process_group.install)
     when_imported("torch.distributed.distributed_c10d", collectives.install)
+    when_imported("torch.distributed.distributed_c10d", flight.install)
     when_imported("torch.nn.parallel.distributed", ddp.install)
     when_imported("torch.nn.parallel.distributed", models.install)
     when_imported("torch.utils.data.dataloader", dataloader.install)

@@ -127,14 +127,16 @@ def become(torch: Any) -> None:
     )
     shield.report_to(_report)
     stem = os.path.join(run_directory(), rank_stem(rank, restart))
+    ring = stem + ".collectives"
     try:
-        _state.ledger = Ledger(RingWriter(stem + ".collectives"))
+        _state.ledger = Ledger(RingWriter(ring))
         recorder.each_round.append(_state.ledger.look)
     except OSError as error:
         shield.fault("ring", error)
     # In a run directory of another version, nobody asks.
     with contextlib.suppress(OSError, ValueError):
-        recorder.each_round.append(Flight(run_directory(), stem + ".flight.json").look)
+        flight = Flight(run_directory(), stem + ".flight.json", ring, tracker.backwards)
+        recorder.each_round.append(flight.look)
     errors.watch_fatal_signals(stem + ".fault")
     tracker.page_phase(Phase.STARTING)
     recorder.start()

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -32,6 +33,22 @@ _OTHER = int(Phase.OTHER)
 _OPTIMIZER = int(Phase.OPTIMIZER)
 _WAIT = int(Phase.WAIT)
 _ZERO: Times = [0] * len(Phase)
+
+BACKWARDS = 24
+"""Backward passes that are remembered."""
+
+
+class Backward:
+    """One backward pass of the training thread."""
+
+    __slots__ = ("began", "ended", "site")
+
+    def __init__(self, began: int, site: Site) -> None:
+        self.began = began
+        """Unix nanoseconds."""
+        self.ended = 0
+        """Unix nanoseconds; 0 while it is under way."""
+        self.site = site
 
 
 class OpenStep:
@@ -179,6 +196,8 @@ class StepTracker:
         """
         self.optimizer_frame: FrameType | None = None
         """The frame of the optimizer step under way."""
+        self.backwards: deque[Backward] = deque(maxlen=BACKWARDS)
+        """The newest, the last of them at the end."""
         self._iterators: set[int] = set()
         self._trained: set[int] = set()
         self._aside = False

@@ -247,7 +247,8 @@ def has_compiled() -> bool:
     Without it nobody is told that breakpoints in such functions are not hit (debugpy#999).
     """
     counters: Any = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
-    return counters is not None and counters["frames"]["ok"] > 0
+    # Not by index: these make an entry where there is none, and they are the job's.
+    return bool((counters or {}).get("frames", {}).get("ok"))
 
 
 def gradient_ready_times(ddp: Any) -> list[int] | None:
@@ -505,8 +506,28 @@ def largest(torch: Any, tensors: list[Any]) -> Any:
     return torch.stack([torch.linalg.vector_norm(each, ord=math.inf) for each in tensors]).double()
 
 
+def flight_recorder_switch(c10d: Any, version: str) -> str:
+    """The variable that turns torch's Flight Recorder on, empty where it is on by itself (2.12).
+
+    ``TORCH_FR_BUFFER_SIZE`` from ``_dump_fr_trace`` on (2.8), which warns of the older name,
+    ``TORCH_NCCL_TRACE_BUFFER_SIZE``. The default shows in nothing but the version's number.
+
+    Args:
+        c10d: ``torch._C._distributed_c10d``.
+        version: torch's.
+    """
+    words = version.split(".")
+    if [int(word) if word.isdigit() else 0 for word in words[:2]] >= [2, 12]:
+        return ""
+    newer = hasattr(c10d, "_dump_fr_trace")
+    return "TORCH_FR_BUFFER_SIZE" if newer else "TORCH_NCCL_TRACE_BUFFER_SIZE"
+
+
 def flight_recorders(torch: Any) -> list[Callable[[], bytes]]:
     """What dump torch's Flight Recorders as pickles of our own process; empty without any.
+
+    Without stack traces (``includeStackTraces``, 2.4 to 2.15), whose symbols torch would import its
+    compiler for, in whichever thread asks.
 
     ``_dump_fr_trace`` (2.8 to 2.15) has what gloo did, ``_dump_nccl_trace`` (2.3 to 2.15) what NCCL
     did, where torch was built with it. From ``FlightRecorderHook`` on (2.15) every other backend,
@@ -516,10 +537,15 @@ def flight_recorders(torch: Any) -> list[Callable[[], bytes]]:
     c10d = torch._C._distributed_c10d
     names = ("_dump_fr_trace", "_dump_nccl_trace")
     found: list[Callable[[], bytes]] = [
-        getattr(c10d, name) for name in names if hasattr(c10d, name)
+        functools.partial(getattr(c10d, name), includeStackTraces=False)
+        for name in names
+        if hasattr(c10d, name)
     ]
     if hasattr(c10d, "FlightRecorderHook"):
         module = sys.modules["torch.distributed.distributed_c10d"]
         others = {backend.name() for backend in backends(module)} - {"gloo", "nccl"}
-        found += [functools.partial(c10d._dump_fr_trace, backend=name) for name in sorted(others)]
+        found += [
+            functools.partial(c10d._dump_fr_trace, includeStackTraces=False, backend=name)
+            for name in sorted(others)
+        ]
     return found

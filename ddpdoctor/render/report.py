@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ddpdoctor.errors import DoctorError
+from ddpdoctor.faults import Faults
 from ddpdoctor.finding import RULES, Finding, examine
 from ddpdoctor.launch.command import OwnOptions
 from ddpdoctor.render import summary
@@ -44,6 +45,8 @@ class Reporter:
         self._found: list[Finding] = []
         self._news: list[Event] = []
         self._warned = False
+        self.faults = Faults(self.say)
+        """What failed in ddpdoctor itself."""
         if self._json is not None:
             try:
                 open(self._json, "w").close()
@@ -86,13 +89,27 @@ class Reporter:
         """Run the rules and say what is new, and what stands no more."""
         import ddpdoctor.rules  # noqa: F401 (registers the rules; not before they are needed)
 
-        self._found = examine(run, RULES.values())
-        self._news = self._said.take(self._found, run)
+        failed: list[tuple[str, Exception]] = []
+        rules = [rule for rule in RULES.values() if rule.code not in self.faults]
+        self._found = examine(
+            run, rules, failed=lambda rule, error: failed.append((rule.code, error))
+        )
+        self.faults.failed(failed)
+        # What a rule found before it failed still stands.
+        unread = [code for code in RULES if code in self.faults]
+        self._news = self._said.take(self._found, run, unread=unread)
         for event in self._news:
             if isinstance(event, Told):
-                self._tell(run, event.finding)
+                self._tell_guarded(run, event.finding)
             else:
                 self._withdraw(run, event)
+
+    def _tell_guarded(self, run: Run, finding: Finding) -> None:
+        """Tell a finding; without what is around its message, if that cannot be rendered."""
+        part = f"the text of {finding.code}"
+        self.faults.guarded(part, self._tell, run, finding)
+        if part in self.faults:
+            self._say(_lines(f"{finding.severity.label} {finding.code}: {finding.message}"))
 
     def _withdraw(self, run: Run, withdrawn: Withdrawn) -> None:
         from ddpdoctor.render import json_lines, problems
@@ -134,7 +151,7 @@ class Reporter:
         """The last lines: what ran, how fast, what was found, where the records are."""
         if self._quiet:
             return
-        for line in summary.lines(run):
+        for line in self.faults.guarded("the summary", lambda: list(summary.lines(run))) or ():
             self.note(line)
         self.note(f"{summary.count(self.standing)}; records in {run.path}")
 

@@ -37,7 +37,9 @@ def count(standing: Sequence[Finding]) -> str:
 def _size(run: Run) -> str:
     ranks = run.last
     if not ranks:
-        return "no rank joined a process group"
+        told = (record for record in run.supervisor if record.get("kind") == "unwatched")
+        why = next((str(record.get("why")) for record in told), "")
+        return f"no rank was watched: {why}" if why else "no rank joined a process group"
     seen = {rank.rank for rank in ranks}
     world = max((rank.status.world_size for rank in ranks if rank.status is not None), default=0)
     of = f" of {world}" if world > len(seen) else ""

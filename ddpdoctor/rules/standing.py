@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -125,7 +125,6 @@ def _from_flight(told: Mapping[str, Any]) -> Call:
         for dimension in shape:
             size *= int(dimension)
         numel += size
-    frames = told.get("frames") or []
     dtypes = told.get("dtypes") or [""]
     return Call(
         group=str(told.get("group")),
@@ -137,11 +136,10 @@ def _from_flight(told: Mapping[str, Any]) -> Call:
         reduce="",
         root=-1,
         done=bool(told.get("retired")) or told.get("state") == "completed",
-        site=Location(str(frames[0][0]), int(frames[0][1])) if frames else None,
+        site=location(str(told.get("site") or "")),
         order=int(told.get("id") or 0),
         began=int(told.get("created") or 0),
         backend=str(told.get("backend") or ""),
-        callers=tuple(Location(str(each[0]), int(each[1])) for each in frames[1:]),
     )
 
 
@@ -300,7 +298,9 @@ class Standing:
         """The collective that it waits for by its Flight Recorder: the first that is not done."""
         if self.flight is None or not self.in_collective:
             return None
-        return next((each for each in self.flight if not each.done), None)
+        found = next((each for each in self.flight if not each.done), None)
+        # Of one that no line is known for (compiled, say): it waits where its main thread is.
+        return replace(found, site=self.site) if found and found.site is None else found
 
     @cached_property
     def in_collective(self) -> bool:

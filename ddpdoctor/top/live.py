@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
 from ddpdoctor import rundir
 from ddpdoctor.errors import DoctorError
+from ddpdoctor.faults import words
 from ddpdoctor.pace import WARM_UP
 from ddpdoctor.probe.watch import namespace
 from ddpdoctor.record import Parts, Phase, Record, Status, integer
@@ -27,6 +29,8 @@ from ddpdoctor.top.stderr import Stderr, clean
 from ddpdoctor.top.steplog import StepLog, StepTail
 from ddpdoctor.top.story import Story
 from ddpdoctor.top.times import Recent
+
+T = TypeVar("T")
 
 LIST_EVERY = 2.0
 """Seconds between two listings of the run directory."""
@@ -72,6 +76,8 @@ class LiveSource:
         self._attempt: int | None = None
         self._rows: dict[int, RankRow] = {}
         self._turn = False
+        self._broken: list[tuple[str, Exception]] = []
+        """The parts of this frame that a fault of ours is in."""
         self._recent: dict[int, Recent] = {}
         self._opened: dict[int, Record] = {}
         self._errors: dict[int, Record] = {}
@@ -107,19 +113,34 @@ class LiveSource:
             self._attempt = self._pages.restart
             for known in (self._rows, self._recent, self._opened, self._errors, self._tails):
                 known.clear()
-        self._story.poll()
+        self._broken.clear()
+        self._part("events", self._story.poll)
         resting = self._resting(want)
         pages = self._pages.read(resting)
-        self._stderr.read()
-        found, nvml = self._gpus.read(self.live)
-        devices = gpus.by_uuid(found)
+        self._part("the output", self._stderr.read)
+        nothing: tuple[tuple[Gpu, ...], str] = (), ""
+        found, nvml = self._part("the GPUs", lambda: self._gpus.read(self.live)) or nothing
+        devices = self._part("the GPUs", lambda: gpus.by_uuid(found)) or {}
         for rank, status in pages.items():
             if rank not in resting:
-                self._rows[rank] = self._row(rank, status, devices, want, now, ticks)
+                read = partial(self._row, rank, status, devices, want, now, ticks)
+                row = self._part(f"rank {rank}", read)
+                if row is not None:
+                    self._rows[rank] = row
         for rank in [each for each, (_, seen) in self._tails.items() if ticks - seen > _DROP]:
             del self._tails[rank]
-        rows = [self._rows[rank] for rank in pages]
+        rows = [self._rows[rank] for rank in pages if rank in self._rows]
         return self._snapshot(rows, pages, found, nvml, now)
+
+    def _part(self, name: str, read: Callable[[], T]) -> T | None:
+        """A part of the frame; None if a fault of ours is in it, which a note then says."""
+        try:
+            return read()
+        except (OSError, DoctorError):
+            raise
+        except Exception as error:
+            self._broken.append((name, error))
+        return None
 
     # -- ranks
 
@@ -294,7 +315,8 @@ class LiveSource:
         world = max((status.world_size for status in pages.values()), default=None)
         timed = [row.times for row in rows if row.times is not None and row.state != "dead"]
         usual = times.of_ranks(timed)
-        judged = verdict.judge(
+        judge = partial(
+            verdict.judge,
             rows,
             verdict.Facts(
                 live=self.live,
@@ -312,6 +334,7 @@ class LiveSource:
                 findings=told.findings,
             ),
         )
+        judged = self._part("the verdict", judge) or Verdict("not known", "warning")
         if self._gone:
             judged = Verdict("the run directory is gone: this is what was there last", "warning")
         return Snapshot(
@@ -361,6 +384,8 @@ class LiveSource:
             notes.append(f"{mute} of {len(pages)} ranks cannot write their records: disk full?")
         if self._story.left_out:
             notes.append(f"{self._story.left_out} older findings are left out")
+        if self._broken:
+            notes.append(words(self._broken))
         return tuple(clean(note) for note in notes)
 
 

@@ -112,7 +112,7 @@ def died(record: Mapping[str, object], error: Mapping[str, object]) -> str:
     words = ""
     if error:
         message = str(error.get("message") or "").partition("\n")[0]
-        place = f" ({str(error['path']).rpartition('/')[2]}:{error.get('line')})"
+        place = f" ({str(error.get('path')).rpartition('/')[2]}:{error.get('line')})"
         words = f"{error.get('exception')}: {message}" if message else str(error.get("exception"))
         words += place if error.get("path") else ""
     elif isinstance(status, int) and status < 0:

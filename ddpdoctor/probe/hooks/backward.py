@@ -10,6 +10,7 @@ from typing import Any
 from ddpdoctor.probe import events, finite, rank, shield, torch_private
 from ddpdoctor.probe.hooks import amp, losses
 from ddpdoctor.probe.sites import site_of
+from ddpdoctor.probe.steps import Backward
 from ddpdoctor.record import Phase
 
 _BACKWARD = int(Phase.BACKWARD)
@@ -55,8 +56,10 @@ def _before(tensors: Any) -> bool:
         if len(tensors) == 1 and tensors[0].numel() == 1:
             loss = losses.reader(amp.unscaled(tensors[0]))
         step = tracker.step
-        if not tracker.enter(_BACKWARD, site_of(sys._getframe(2))):
+        site = site_of(sys._getframe(2))
+        if not tracker.enter(_BACKWARD, site):
             return False
+        tracker.backwards.append(Backward(tracker.last_change, site))
         step.backwards += 1
         if loss is not None:
             step.loss = loss
@@ -76,6 +79,7 @@ def _after(error: BaseException | None) -> None:
     if tracker is not None:
         try:
             tracker.leave(error)
+            tracker.backwards[-1].ended = tracker.last_change
             if error is None:
                 for told in events.backward_ended:
                     told()

@@ -1,0 +1,215 @@
+"""No thread of ours imports anything of the job's world: the job may be importing it, too."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpdoctor.probe.asking import NAME
+from ddpdoctor.run import Run
+from ddpdoctor.stacks.capture import capture
+from tests.conftest import ROOT, Doctor, Live
+
+GUARD = '''\
+"""Notes what is imported by threads of ddpdoctor's and of debugpy's, and what is not theirs."""
+
+import importlib.machinery
+import os
+import sys
+import threading
+import traceback
+
+OWN = ("{package}", "debugpy" + os.sep)
+
+
+class Guard:
+    def find_spec(self, name, path=None, target=None):
+        thread = threading._active.get(threading.get_ident())
+        if not hasattr(thread, "pydev_do_not_trace"):
+            return None
+        if name.partition(".")[0] in sys.stdlib_module_names:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        places = spec and (spec.submodule_search_locations or [spec.origin])
+        origin = str(list(places or [""])[0]) + os.sep
+        if spec is None or origin.startswith(OWN[0]) or OWN[1] in origin:
+            return None
+        with open("foreign-imports", "a") as file:
+            file.write(f"{{thread.name}} imports {{name}}\\n")
+            traceback.print_stack(file=file)
+        return None
+
+
+sys.meta_path.insert(0, Guard())
+'''
+
+HEAD = """\
+import sys, time
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+print("joined", flush=True)
+for _ in range(8):
+    dist.all_reduce(torch.ones(4))
+    time.sleep(0.1)
+"""
+
+TAIL = """
+dist.barrier()
+import pathlib
+while not pathlib.Path("asked").exists():
+    time.sleep(0.1)
+dist.destroy_process_group()
+"""
+
+DYNAMO = """\
+from torch.nn.parallel import DistributedDataParallel
+model = DistributedDataParallel(torch.compile(nn.Linear(8, 4), backend="{backend}"))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(20):
+    optimizer.zero_grad()
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+"""
+
+WITHOUT_OPTIMIZER = """\
+for _ in range(20):
+    dist.all_reduce(torch.ones(4))
+    time.sleep(0.1)
+import torch._dynamo
+"""
+
+SHARDED = """\
+from torch.distributed.fsdp import fully_shard
+model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+for layer in model:
+    fully_shard(layer)
+fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(20):
+    optimizer.zero_grad()
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+"""
+
+TENSOR_PARALLEL = """\
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+mesh = init_device_mesh("cpu", (2,))
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+model = torch.compile(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(5):
+    optimizer.zero_grad()
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+"""
+
+JOBS = {
+    "dynamo": DYNAMO.format(backend="eager"),
+    "without optimizer": WITHOUT_OPTIMIZER,
+    "inductor": DYNAMO.format(backend="inductor"),
+    "sharded": SHARDED,
+    "tensor parallel": TENSOR_PARALLEL,
+}
+FAST = "sharded"
+
+
+@pytest.mark.parametrize(
+    "job", [name if name == FAST else pytest.param(name, marks=pytest.mark.slow) for name in JOBS]
+)
+def test_threads_of_ours_import_nothing_of_the_jobs(doctor: Doctor, job: str) -> None:
+    site = doctor.directory / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(GUARD.format(package=ROOT / "ddpdoctor"))
+    script = doctor.write("train.py", HEAD + JOBS[job] + TAIL)
+    path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
+    live = doctor.start("--nproc-per-node", "2", "--", str(script), env={"PYTHONPATH": path})
+    _question(live, doctor.directory / "asked")
+    result = live.finish(180)
+    found = doctor.directory / "foreign-imports"
+    assert not found.exists(), found.read_text()
+    result.check_success()
+    assert result.stdout == "joined\n" * 2 and result.codes == []
+    assert not any(list(rank.of_kind("fault")) for rank in result.run.ranks)
+
+
+def _question(live: Live, asked: Path) -> None:
+    """Examine the ranks all the time, take their stacks, and attach to each for a moment."""
+    run = live.wait_for(lambda run: len(run.ranks) == 2)
+    ports = list(run.manifest["debug"]["ports"])
+    number = 0
+    deadline = time.monotonic() + 120
+    with open(live.run_dir / NAME, "r+b") as examination:
+        while live.process.poll() is None and time.monotonic() < deadline:
+            number += 1
+            examination.seek(0)
+            examination.write(struct.pack("<q", number))
+            examination.flush()
+            time.sleep(0.2)
+            if number % 5 == 0:
+                assert all(each.threads for each in capture(run)) or live.process.poll() is not None
+                if ports:
+                    # No longer: code that is traced compiles ten times as slowly.
+                    _attach_and_leave(ports.pop())
+            if number > 20 and _answered(run, number - 10):
+                break
+    asked.touch()
+
+
+def _answered(run: Run, number: int) -> bool:
+    """Whether the Flight Recorders of both ranks have answered an examination, and with entries."""
+    told = []
+    for file in run.path.glob("*.flight.json"):
+        with contextlib.suppress(ValueError):
+            told.append(json.loads(file.read_bytes()))
+    whole = [each for each in told if each["asked"] >= number and each.get("entries")]
+    return len(whole) == 2
+
+
+# -- as much of the Debug Adapter Protocol as it takes
+
+
+def _attach_and_leave(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), 30) as connection:
+        connection.settimeout(60)
+        _say(connection, 1, "initialize", {"adapterID": "python"})
+        _until(connection, 1)
+        _say(connection, 2, "attach", {"justMyCode": False})
+        _until(connection, "initialized")
+        _say(connection, 3, "configurationDone", {})
+        _until(connection, 2)
+        _say(connection, 4, "disconnect", {"terminateDebuggee": False})
+        _until(connection, 4)
+
+
+def _say(connection: socket.socket, number: int, command: str, arguments: dict[str, Any]) -> None:
+    message = {"seq": number, "type": "request", "command": command, "arguments": arguments}
+    body = json.dumps(message).encode()
+    connection.sendall(b"Content-Length: %d\r\n\r\n" % len(body) + body)
+
+
+def _until(connection: socket.socket, wanted: object) -> None:
+    """Read up to the answer of that number, or the event of that name."""
+    while True:
+        head = b""
+        while not head.endswith(b"\r\n\r\n"):
+            head += connection.recv(1)
+        size = int(head.partition(b":")[2])
+        body = b""
+        while len(body) < size:
+            body += connection.recv(size - len(body))
+        message = json.loads(body)
+        if wanted in (message.get("request_seq"), message.get("event")):
+            return
