@@ -119,7 +119,13 @@ class _Target:
         if not trouble and not asking.threads:
             waits = ", in disk sleep" if self.state.letter == "D" else ""
             trouble = f"did not answer within {patience:g} s{waits}"
-        return replace(found, threads=asking.threads, gil_held=asking.gil_held, trouble=trouble)
+        return replace(
+            found,
+            threads=asking.threads,
+            gil_held=asking.gil_held,
+            world_size=asking.world_size,
+            trouble=trouble,
+        )
 
 
 def _targets(run: Run) -> list[_Target]:
