@@ -93,7 +93,9 @@ def examine(
     workers = {rank: _workers(first[rank]) for rank in answered}
     later = {each.rank: each for each in capture(run, suspects, PATIENCE)} if suspects else {}
     records = {rank.rank: _of_rank(run, rank) for rank in run.last}
-    flights = _flights(run, local, number, began + BETWEEN + PATIENCE)
+    # Those that were slow to answer for want of a core are given as much time again.
+    deadline = max(began + BETWEEN, time.monotonic() - PATIENCE / 2) + PATIENCE
+    flights = _flights(run, local, number, deadline)
     for rank, record in records.items():
         record.update(flights.get(rank, {}))
     for rank, stacks in first.items():
