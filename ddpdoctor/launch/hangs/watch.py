@@ -249,7 +249,7 @@ class HangWatch:
 
     def _examine(self, run: Run, still: Still) -> None:
         self._number += 1
-        self._hung = still
+        self._hung, self._moved = still, None
         self._marks = self._signs.marks(still.ranks)
         self._next = time.monotonic() + max(still.seconds * (AGAIN - 1), 2.0)
         self._asking.ask(self._number)
