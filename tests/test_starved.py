@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def one_core_for(*niceness: int) -> Iterator[list[int]]:
         os.nice(nice)
 
     spins = [
-        subprocess.Popen([sys.executable, "-c", SPIN], preexec_fn=lambda n=nice: begin(n))
+        subprocess.Popen([sys.executable, "-c", SPIN], preexec_fn=partial(begin, nice))
         for nice in niceness
     ]
     try:
