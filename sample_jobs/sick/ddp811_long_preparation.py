@@ -1,6 +1,6 @@
 """Rank 1 prepares its data for long while rank 0 is in a barrier already."""
 
-# run: --hang-after 0.5
+# run: --hang-after 1
 
 import gc
 import time
@@ -23,7 +23,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     if rank == 1:
-        prepare(8.0)
+        prepare(12.0)
     dist.barrier()
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Linear(16, 4))
