@@ -90,6 +90,7 @@ KINDS: dict[str, Kind] = {
     "suspicion": Kind("Ranks were asked to look closely at tensors.", EVERY),
     "finding": Kind("A finding was said.", EVERY),
     "retraction": Kind("Something that was said stands no more.", EVERY),
+    "no_core": Kind("Ranks that wanted a core and got none.", EVERY),
     "unwatched": Kind("Why nothing is known of the ranks.", EVERY),
 }
 """Every kind of record there is. A journal takes others, too, and loses them with its segment."""

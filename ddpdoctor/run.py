@@ -216,6 +216,28 @@ class Run:
         return told if isinstance(told, dict) else newest
 
     @cached_property
+    def _lost(self) -> dict[tuple[int, int, int], int]:
+        found: dict[tuple[int, int, int], int] = {}
+        for record in self.supervisor:
+            if record.get("kind") == "no_core":
+                rank, restart = integer(record, "rank"), integer(record, "restart")
+                found[rank, restart, integer(record, "since")] = integer(record, "lost")
+        return found
+
+    def waits_for(self, rank: Rank, until: int | None = None) -> int:
+        """Nanoseconds that a rank has been in its phase, less those in which it had no core.
+
+        Args:
+            rank: One with a status page.
+            until: Unix nanoseconds; the moment of the snapshot if not said.
+        """
+        status = rank.status
+        if status is None:
+            return 0
+        lost = self._lost.get((rank.rank, rank.restart, status.since), 0)
+        return (self.taken if until is None else until) - status.since - lost
+
+    @cached_property
     def debug_states(self) -> dict[int, Record]:
         """The newest ``debug`` record of each rank: its port, process and state."""
         return {

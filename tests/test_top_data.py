@@ -259,13 +259,20 @@ def test_ranks_that_ended_well(make: Make) -> None:
     assert states == {0: ("ended", "killed by SIGABRT"), 1: ("running", "")}
 
 
-def test_a_stale_rank_says_since_when(make: Make) -> None:
+def test_a_stale_rank_says_since_when(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LiveSource, "_lacks_core", lambda *_: False)
     run = make(2)
     source = living(run)
     run.beat([1], ago=30, beat_ago=20)
     row = next(row for row in source.read(ALL).ranks if row.rank == 1)
     assert row.state == "stale" and row.heartbeat == pytest.approx(20, abs=2)
     assert "no sign of life from rank 1 for 20 s" in source.read(ALL).verdict.text
+    # Its heart cannot beat without a core.
+    monkeypatch.setattr(LiveSource, "_lacks_core", lambda *_: True)
+    monkeypatch.setattr(psutil.Process, "status", lambda _: psutil.STATUS_RUNNING)
+    row = next(row for row in source.read(ALL).ranks if row.rank == 1)
+    assert (row.state, row.said) == ("running", "gets little CPU")
+    assert "no sign of life" not in source.read(ALL).verdict.text
 
 
 def test_ranks_that_are_stopped_together(make: Make) -> None:

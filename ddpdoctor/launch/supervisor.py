@@ -401,7 +401,8 @@ class Supervisor:
         due = self._examined + EXAMINE if self._happened is None else self._happened + SETTLE
         if now >= due:
             self._happened, self._examined = None, now
-            self._examine(run)
+            # With what was written in between.
+            self._examine(self._look() or run)
 
     def _note(self, tell: Callable[[], Iterable[Record]]) -> bool:
         """Write what somebody tells; whether it was anything."""
@@ -425,7 +426,13 @@ class Supervisor:
         """With ``--kill-on-hang``: end a job that hangs for sure, all that is known being saved."""
         own, hangs = self._command.own, self._hangs
         hung = hangs is not None and hangs.judged(self._reporter.found)
-        if hung and own.kill_on_hang and self._status is None and self._deadline is None:
+        if not (hung and own.kill_on_hang and self._status is None and self._deadline is None):
+            return
+        # A rank may have moved or ended while the verdict was made.
+        run = self._look()
+        if hangs is None or run is None or not hangs.confirmed(run):
+            self._happened = time.monotonic()
+        else:
             self._killed = True
             self._reporter.note("ending the job, which hangs (--kill-on-hang)")
             now = time.time_ns()

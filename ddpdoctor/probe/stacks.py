@@ -36,6 +36,9 @@ MOST_FRAMES = 200
 _FIRST = 9
 """How far below the highest real-time signal the search begins; the ends are popular."""
 
+joining = 0
+"""The world size of the ``init_process_group`` that the process is in, 0 outside of it."""
+
 _declared: _Declared | None = None
 
 
@@ -183,7 +186,8 @@ def _answer() -> Record:
                     "cut": cut,
                 }
             )
-    return {"kind": "answer", "time": time.time_ns(), "threads": threads}
+    told: Record = {"kind": "answer", "time": time.time_ns(), "threads": threads}
+    return {**told, "world_size": joining} if joining else told
 
 
 def _frames(frame: FrameType | None) -> tuple[list[tuple[str, int, str]], bool]:

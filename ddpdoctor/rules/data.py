@@ -511,7 +511,7 @@ def _left_alone(run: Run, passes: Passes) -> bool:
             continue
         error = next(ranks[number].of_kind("error"), None)
         alone = integer(error, "armed") if error is not None else status.armed
-        waits = error is not None or run.taken - status.since > PATIENCE
+        waits = error is not None or run.waits_for(ranks[number]) > PATIENCE
         if waits and alone > max(over) and status.phase in (Phase.BACKWARD, Phase.ENDED):
             return True
     return False

@@ -19,7 +19,14 @@ from ddpdoctor.rules.out_of_step import guarded, mismatch, order, same_number, w
 from ddpdoctor.rules.ranks import named
 from ddpdoctor.rules.standing import Standing, Standstill, brief, quoted, standstill
 from ddpdoctor.rules.waits import Blocked, blocked
-from ddpdoctor.rules.whereabouts import Whereabouts, state_of, whereabouts
+from ddpdoctor.rules.whereabouts import (
+    Whereabouts,
+    lacks_cpu,
+    starves,
+    state_of,
+    whereabouts,
+    works,
+)
 from ddpdoctor.run import Run
 from ddpdoctor.stacks.user_frames import user_frames
 
@@ -57,8 +64,17 @@ def _diagnose(run: Run) -> Iterator[Finding]:
         return
     found = list(_explained(run, still))
     yield from found
+    if _short_of_cpu(still):
+        # Whoever is late is late for want of a core, or may be.
+        return
     if not found and still.everybody and any(rank.in_collective for rank in still.ranks):
         yield from _unexplained(run, still)
+
+
+def _short_of_cpu(still: Standstill) -> bool:
+    return any(
+        lacks_cpu(rank, still.limit) or starves(rank) for rank in still.ranks if not rank.ended
+    )
 
 
 def _explained(run: Run, still: Standstill) -> Iterator[Finding]:
@@ -149,6 +165,9 @@ def _whereabouts(
     """A finding for each thing that ranks do instead of joining the others."""
     kinds: dict[object, list[tuple[Standing, Whereabouts]]] = defaultdict(list)
     for rank, each in told:
+        if each.severity < Severity.ERROR and lacks_cpu(rank, still.limit):
+            # It has not had the time that everybody is given.
+            continue
         kinds[each.code, each.location, each.severity].append((rank, each))
     culprits = {rank.rank for rank, _ in told}
     for found in kinds.values():
@@ -234,6 +253,9 @@ def _all_there(still: Standstill, one: Blocked) -> Iterator[Finding]:
     if len(waiting) < len(still.ranks) or not still.everybody:
         # The others are in a later one, which these may yet come to.
         return
+    if any(starves(rank) for rank in waiting):
+        # The threads that carry it out have no core.
+        return
     yield Finding(
         code="DDP814",
         about="all there",
@@ -294,9 +316,36 @@ def _before_joining(run: Run, still: Standstill) -> Iterator[Finding]:
     """No rank has come out of ``init_process_group``."""
     told = [(rank, whereabouts(rank, True)) for rank in still.ranks]
     joining = [(rank, each) for rank, each in told if each.code == "DDP813"]
-    late = [(rank, each) for rank, each in told if each.code != "DDP813" and rank.frame is not None]
+    others = [(rank, each) for rank, each in told if each.code != "DDP813"]
+    late = [
+        (rank, each)
+        for rank, each in others
+        if rank.frame is not None and not lacks_cpu(rank, still.limit)
+    ]
     if joining and late:
         yield from _late(late, [rank for rank, _ in joining], still)
+    elif any(rank.dead_for is None for rank, _ in others):
+        # They are on their way, or do not say where they are.
+        return
+    elif joining and (
+        still.record.get("launcher_works") or any(works(rank) for rank, _ in joining)
+    ):
+        # They import what they need, say; or the store of the launcher has no core to answer on.
+        return
+    elif joining and _all_come(still):
+        rank, each = joining[0]
+        yield Finding(
+            code="DDP814",
+            about="all there",
+            severity=Severity.WARNING,
+            message=f"all ranks are in init_process_group since {still.seconds:.0f} s and it does "
+            "not end: the network between them, or the backend",
+            ranks=tuple(rank.rank for rank, _ in joining),
+            location=each.location,
+            fix="Check the network and the interface that the backend took "
+            "(NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME; NCCL_DEBUG=INFO says).",
+            traceback=_traceback(rank),
+        )
     elif joining:
         rank, each = joining[0]
         who = named([rank.rank for rank, _ in joining])
@@ -331,6 +380,12 @@ def _before_joining(run: Run, still: Standstill) -> Iterator[Finding]:
             "--rdzv-endpoint (or --master-addr), each with its own --node-rank; check that the "
             "endpoint can be reached from there.",
         )
+
+
+def _all_come(still: Standstill) -> bool:
+    """Whether as many ranks are in ``init_process_group`` as it was called for."""
+    asked = {rank.stacks.world_size for rank in still.ranks if rank.stacks is not None}
+    return 0 not in asked and max(asked, default=0) in range(1, len(still.ranks) + 1)
 
 
 def _late(

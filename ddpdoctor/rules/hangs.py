@@ -130,7 +130,7 @@ def _wants_more(rank: Rank, count: int, run: Run, failed: bool) -> bool:
     if error is not None:
         # By the time the process was gone the status page had moved on.
         phase, armed = str(error.get("phase") or ""), integer(error, "armed")
-    elif not failed and (run.exit_status is not None or run.taken - status.since < PATIENCE):
+    elif not failed and (run.exit_status is not None or run.waits_for(rank) < PATIENCE):
         return False
     return (armed > count and phase == Phase.BACKWARD.label) or (
         armed >= count and phase == Phase.WAIT.label

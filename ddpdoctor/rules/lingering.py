@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ddpdoctor.finding import Location, Severity
-from ddpdoctor.rules.standing import BUSY, Standing, brief
-from ddpdoctor.rules.whereabouts import Whereabouts, doing, waits_for_network, works
+from ddpdoctor.rules.standing import Standing, brief
+from ddpdoctor.rules.whereabouts import Whereabouts, computes, doing, waits_for_network, works
 from ddpdoctor.stacks.model import ENDING, Thread
 from ddpdoctor.stacks.process_state import ENDED
 from ddpdoctor.stacks.user_frames import innermost, is_ours
@@ -110,8 +110,7 @@ def _children(rank: Standing, since: str) -> Whereabouts:
 
 
 def _native(rank: Standing, text: str, place: Location | None) -> Whereabouts:
-    busy = rank.activity("cpu") >= BUSY
-    severity = Severity.WARNING if busy else Severity.ERROR
+    severity = Severity.WARNING if computes(rank) else Severity.ERROR
     return Whereabouts("DDP815", f"{text} ({doing(rank)})", severity, place, _LET_GO)
 
 

@@ -113,7 +113,7 @@ def _settled(run: Run, rank: Rank, found: dict[int, Record]) -> bool:
     if run.exit_status is not None or rank.ended is not None or rank.status is None:
         return True
     last = max((integer(record, "step") for record in found.values()), default=0)
-    return rank.status.step > last or run.taken - rank.status.since > PATIENCE
+    return rank.status.step > last or run.waits_for(rank) > PATIENCE
 
 
 @rule("DDP305", "unused-parameters", Severity.ERROR)

@@ -34,8 +34,9 @@ def never_joined(run: Run) -> Iterator[Finding]:
         Right: a timeout on that request, or the request made by all ranks.
 
     When it stays silent
-        Until `--hang-after`; in a debugger. A rank that computes or moves bytes, also over the
-        network, is a warning, not an error. Causes with a code of their own (DDP401, DDP403,
+        Until `--hang-after`, which for a rank that works counts only the time in which it had a
+        core; in a debugger. A rank that computes or moves bytes, also over the network, is a
+        warning, not an error. Causes with a code of their own (DDP401, DDP403,
         DDP801, DDP805 on) come first.
 
     Since
@@ -102,7 +103,8 @@ def endless_loop(run: Run) -> Iterator[Finding]:
 
     What it finds
         A rank that computes within one and the same `while` at two moments, whose test is a
-        constant or reads names that its body never sets, and whose body never leaves it.
+        constant or reads names that its body never sets, and whose body never leaves it. Also in a
+        data set or a collate function; in a DataLoader's worker where py-spy is installed.
 
     Why it is bad
         The other ranks wait for it for ever; nothing fails but their timeout.
@@ -171,7 +173,8 @@ def waits_for_loader(run: Run) -> Iterator[Finding]:
         Right: a lock made in `worker_init_fn`.
 
     When it stays silent
-        Workers that compute, or wait for the network, are a warning: loading is slow, then.
+        Workers that compute, or would if they had a core, or wait for the network, are a warning:
+        loading is slow, then.
 
     Since
         0.1.0
@@ -197,7 +200,8 @@ def holds_the_gil(run: Run) -> Iterator[Finding]:
         Wrong: `ctypes.PyDLL(...)` for a function that waits. Right: `ctypes.CDLL(...)`.
 
     When it stays silent
-        Until `--hang-after`; for a process that is stopped (DDP805) or in disk sleep (DDP806).
+        Until `--hang-after`; for a process that is stopped (DDP805) or in disk sleep (DDP806), or
+        whose threads wait for a core.
 
     Since
         0.1.0
@@ -278,7 +282,9 @@ def waits_for_ranks(run: Run) -> Iterator[Finding]:
         Wrong: `--nnodes 2`, started on one node. Right: started on both.
 
     When it stays silent
-        While processes still start (they use the CPU), for ten times `--hang-after`.
+        While processes still start (they use the CPU), for ten times `--hang-after`; while one of
+        them, or the launcher, computes or lacks a core. When as many ranks have come as were asked
+        for, that is DDP814.
 
     Since
         0.1.0
@@ -305,8 +311,8 @@ def stands_still(run: Run) -> Iterator[Finding]:
         Right: `NCCL_SOCKET_IFNAME` set to an interface that all nodes reach.
 
     When it stays silent
-        When a rank is missing, or does something else: then that is said. When all ranks are in a
-        `sleep` outside of a `while`: a pause.
+        When a rank is missing, or does something else: then that is said. When a rank has no core
+        to work on. When all ranks are in a `sleep` outside of a `while`: a pause.
 
     Since
         0.1.0
@@ -336,9 +342,9 @@ def does_not_end(run: Run) -> Iterator[Finding]:
         Right: `None` put into that queue at the end of the script, which ends the loop.
 
     When it stays silent
-        Until `--hang-after`; for 5 minutes where the rank computes, writes, or waits for the
-        network at its end. It is a warning, unless native code stands still, or other ranks wait
-        for this one.
+        Until `--hang-after`; for 5 minutes where the rank computes, lacks a core, writes, or waits
+        for the network at its end. It is a warning, unless native code stands still, or other ranks
+        wait for this one.
 
     Since
         0.1.0

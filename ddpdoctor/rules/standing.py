@@ -254,6 +254,25 @@ class Standing:
         return str((self.record.get("activity") or {}).get("letters") or "")
 
     @property
+    def busy(self) -> float:
+        """Cores that it used, of those that it got: a process that is starved is busy all the same.
+
+        Examinations of before knew CPU time alone.
+        """
+        return max(self.activity("busy"), self.activity("cpu"))
+
+    @property
+    def on_queue(self) -> bool:
+        """Whether its main thread ran, or was ready to run, when it was seen last."""
+        return self.letters.endswith("R")
+
+    @property
+    def lost(self) -> float:
+        """Seconds of its silence in which it, or a child process of it, had no core."""
+        value = self.record.get("lost")
+        return float(value) if isinstance(value, (int, float)) else 0.0
+
+    @property
     def looked_at(self) -> bool:
         """Whether its process could be looked at."""
         return "activity" in self.record
@@ -312,7 +331,7 @@ class Standing:
             return self.phase == Phase.BACKWARD.label
         if self.flight is None:
             # Nobody tells which of DDP's collectives are pending: then idling in torch is waiting.
-            return self.activity("cpu") < BUSY and (
+            return not (self.busy >= BUSY or self.on_queue) and (
                 not is_user_path(inner.path)
                 if self.phase == Phase.BACKWARD.label
                 else any(part in inner.path for part in _DDP)
@@ -367,6 +386,11 @@ class Standstill:
     def number(self) -> int:
         """Which examination it was."""
         return integer(self.record, "number")
+
+    @property
+    def limit(self) -> float:
+        """Seconds without a sign, but with a core, after which a rank is worth a word."""
+        return float(self.record.get("limit") or 0.0)
 
     @property
     def seconds(self) -> float:

@@ -200,4 +200,4 @@ def _stuck(rank: Rank, run: Run) -> bool:
     until = run.taken if run.exit_status is None else status.since
     if rank.exit is not None:
         until = integer(rank.exit, "time")
-    return until - status.since > PATIENCE
+    return run.waits_for(rank, until) > PATIENCE

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from ddpdoctor.finding import Location, Severity
 from ddpdoctor.rules.guards import constant_while, statement
 from ddpdoctor.rules.standing import BUSY, Standing, brief, quoted
-from ddpdoctor.stacks.model import Frame
-from ddpdoctor.stacks.user_frames import is_user_path
+from ddpdoctor.stacks.model import Frame, from_record
+from ddpdoctor.stacks.user_frames import innermost, is_user_path
 
 NOTICED = 5.0
 """Seconds within which a launcher notices that a rank has died."""
@@ -19,7 +19,13 @@ MOVING = 1 << 20
 LIVELY = 10
 """Times within a second that a process got what it waited for at a socket: something comes."""
 
+STIRS = 0.02
+"""Share of a core, from one examination to the next, that a process does not use by only waiting
+with a timeout."""
+
 _LOADER = "torch/utils/data/dataloader.py"
+_WORKER = "torch/utils/data/_utils/worker.py"
+_GIVE_AN_END = "Nothing in the loop changes what its condition tests: give it a way to end."
 _PROMPT = ("input(", "pdb.", "breakpoint(", "sys.stdin", "getpass(")
 _DEBUGGERS = ("/pdb.py", "/bdb.py", "/cmd.py", "/ipdb/", "/pudb/")
 _JOINING = ("init_process_group", "new_group", "rendezvous", "_store_based_barrier")
@@ -58,7 +64,7 @@ def state_of(rank: Standing) -> Whereabouts | None:
     at = f"at {quoted(place)}" if rank.frame is not None else f"last seen at {quoted(place)}"
     since = f"since {rank.seconds} s"
     if rank.dead_for is not None:
-        if rank.dead_for < NOTICED:
+        if rank.dead_for < NOTICED or rank.record.get("launcher_works"):
             return None
         return Whereabouts(
             "DDP812",
@@ -97,14 +103,22 @@ def state_of(rank: Standing) -> Whereabouts | None:
             "failing disk): `dmesg`, `df`.",
             (f"moved {_bytes(rank.activity('disk'))} to or from a device within a second",),
         )
-    if rank.silent and rank.looked_at:
+    if rank.silent and rank.looked_at and _holds_the_gil(rank):
         return _native(rank, place, since, at)
     return None
 
 
+def _holds_the_gil(rank: Standing) -> bool:
+    """Whether a thread of ours was seen to wait for the GIL while nothing kept it from a core.
+
+    A process that gets no core is as silent.
+    """
+    return rank.stacks is not None and rank.stacks.gil_held
+
+
 def _native(rank: Standing, place: Location | None, since: str, at: str) -> Whereabouts:
     cpu = rank.activity("cpu")
-    doing = f"busy, {_percent(cpu)} of a core" if cpu >= BUSY else "idle"
+    doing = f"busy, {_percent(cpu)} of a core" if rank.busy >= BUSY else "idle"
     return Whereabouts(
         "DDP810",
         f"holds the GIL in native code {since}, {at} ({doing}), so that none of its Python threads "
@@ -152,8 +166,11 @@ def whereabouts(rank: Standing, starting: bool) -> Whereabouts:
             if debugger
             else "Read answers on no rank, or on rank 0 and broadcast them; a job has no keyboard.",
         )
+    loop = _loop(rank) if computes(rank) else None
     if any(_LOADER in frame.path for frame in frames[-12:]):
-        return _loader(rank, place, since)
+        # Below the loader, and not the loop around it that draws the batches.
+        inner = loop if loop is not None and _inside_loader(rank) else None
+        return inner or _loop_of_worker(rank) or _loader(rank, place, since)
     joining = next((f.function for f in reversed(frames) if f.function in _JOINING), None)
     if joining is not None or (frames and not rank.joined and _in_store(frames)):
         return Whereabouts(
@@ -176,8 +193,7 @@ def whereabouts(rank: Standing, starting: bool) -> Whereabouts:
             if waits
             else "",
         )
-    loop = _loop(rank)
-    if loop is not None and rank.activity("cpu") >= BUSY:
+    if loop is not None:
         return loop
     working = works(rank)
     return Whereabouts(
@@ -208,21 +224,65 @@ def doing(rank: Standing) -> str:
     elif _exchanges(rank):
         told.append("sending or receiving over the network")
     cpu, below = rank.activity("cpu"), rank.activity("children_cpu")
-    if cpu >= BUSY:
-        told.append(f"computing ({_percent(cpu)} of a core)")
-    elif below >= BUSY:
-        told.append(f"waiting for its child processes, which compute ({_percent(below)} of a core)")
+    if computes(rank):
+        told.append(_computing(cpu))
+    elif _children_compute(rank):
+        told.append(f"waiting for its child processes, which are {_computing(below)}")
     return ", ".join(told) or "idle"
+
+
+def _computing(cpu: float) -> str:
+    """With how much of a core; little, if others have it."""
+    if cpu >= BUSY:
+        return f"computing ({_percent(cpu)} of a core)"
+    return f"short of CPU (gets {_percent(cpu)} of a core)"
+
+
+def computes(rank: Standing) -> bool:
+    """Whether it computes, or would if it had a core."""
+    return rank.busy >= BUSY or rank.on_queue
+
+
+def _children_compute(rank: Standing) -> bool:
+    share = max(rank.activity("children_busy"), rank.activity("children_cpu"))
+    return share >= BUSY or "R" in _text(rank, "children_letters")
+
+
+def _text(rank: Standing, key: str) -> str:
+    value = (rank.record.get("activity") or {}).get(key)
+    return value if isinstance(value, str) else ""
+
+
+def lacks_cpu(rank: Standing, limit: float) -> bool:
+    """Whether it works, and had no core for so much of its silence that this is why it is late."""
+    got = rank.seconds - rank.lost
+    # Its silence is counted in whole seconds.
+    return rank.lost > got and got < limit + 1 and works(rank)
+
+
+def starves(rank: Standing) -> bool:
+    """Whether it would do something if it had a core."""
+    return computes(rank) and rank.activity("cpu") < BUSY
 
 
 def works(rank: Standing) -> bool:
     """Whether it makes progress that can be seen from outside."""
     return (
-        rank.activity("cpu") >= BUSY
-        or rank.activity("children_cpu") >= BUSY
+        computes(rank)
+        or _children_compute(rank)
         or rank.activity("characters") >= MOVING
         or rank.activity("disk") >= MOVING
         or _exchanges(rank)
+        or _stirs(rank)
+    )
+
+
+def _stirs(rank: Standing) -> bool:
+    """Whether it did anything since it was looked at before (`examination`)."""
+    return (
+        rank.activity("wrote") > 0
+        or rank.activity("since_cpu") >= STIRS
+        or rank.activity("since_children_cpu") >= STIRS
     )
 
 
@@ -243,26 +303,60 @@ def _exchanges(rank: Standing) -> bool:
 
 def _loop(rank: Standing) -> Whereabouts | None:
     """An endless loop: at two moments within one ``while`` that cannot end."""
-    frame = rank.frame
-    if frame is None:
+    found = _endless(rank.frames, rank.later_frames)
+    if found is None:
         return None
-    head = constant_while(frame.path, frame.line)
-    if head is None:
-        return None
-    later = [each for each in rank.later_frames if each.path == frame.path]
-    if not any(constant_while(each.path, each.line) == head for each in later):
-        return None
-    lines = sorted({frame.line, *(each.line for each in later if each.function == frame.function)})
-    place = Location(frame.path, head)
+    place, lines = found
     return Whereabouts(
         "DDP807",
         f"runs in an endless loop, {quoted(place)}, since {rank.seconds} s "
         f"({_percent(rank.activity('cpu'))} of a core)",
         Severity.ERROR,
         place,
-        "Nothing in the loop changes what its condition tests: give it a way to end.",
-        (f"seen at lines {', '.join(map(str, lines))} within a second",),
+        _GIVE_AN_END,
+        (lines,),
     )
+
+
+def _endless(before: tuple[Frame, ...], after: tuple[Frame, ...]) -> tuple[Location, str] | None:
+    """The loop that cannot end in which a stack is at two moments, and at which lines."""
+    frame = innermost(before)
+    head = constant_while(frame.path, frame.line) if frame is not None else None
+    if frame is None or head is None:
+        return None
+    later = [each for each in after if each.path == frame.path]
+    if not any(constant_while(each.path, each.line) == head for each in later):
+        return None
+    lines = sorted({frame.line, *(each.line for each in later if each.function == frame.function)})
+    return Location(frame.path, head), f"seen at lines {', '.join(map(str, lines))} within a second"
+
+
+def _inside_loader(rank: Standing) -> bool:
+    """Whether the user's code that it is in was called by the loader: a data set, a collate."""
+    paths = [frame.path for frame in rank.frames]
+    loader = max(at for at, path in enumerate(paths) if _LOADER in path)
+    return rank.frame is not None and any(is_user_path(path) for path in paths[loader + 1 :])
+
+
+def _loop_of_worker(rank: Standing) -> Whereabouts | None:
+    """An endless loop in a worker of its DataLoader, where py-spy saw the worker's stack."""
+    for told in rank.record.get("workers") or ():
+        stacks = [from_record(each) for each in told if isinstance(each, dict)]
+        mains = [each.main.frames if each.main is not None else () for each in stacks]
+        if len(mains) == 2 and all(any(_WORKER in f.path for f in frames) for frames in mains):
+            found = _endless(mains[0], mains[1])
+            if found is not None:
+                place, lines = found
+                return Whereabouts(
+                    "DDP807",
+                    f"waits for the worker {stacks[0].pid} of its DataLoader, which runs in an "
+                    f"endless loop, {quoted(place)}, since {rank.seconds} s",
+                    Severity.ERROR,
+                    place,
+                    _GIVE_AN_END,
+                    (lines,),
+                )
+    return None
 
 
 def _prompts(rank: Standing, frames: tuple[Frame, ...]) -> bool:
@@ -274,7 +368,7 @@ def _prompts(rank: Standing, frames: tuple[Frame, ...]) -> bool:
         and is_user_path(last.path)
         and any(word in statement(last.path, last.line) for word in _PROMPT)
     )
-    return (_told(rank, "input") and rank.activity("cpu") < BUSY) or (asks and not works(rank))
+    return (_told(rank, "input") and not computes(rank)) or (asks and not works(rank))
 
 
 def _in_store(frames: tuple[Frame, ...]) -> bool:
@@ -324,9 +418,13 @@ def _loader(rank: Standing, place: Location | None, since: str) -> Whereabouts:
             "Look at the storage that the data come from, and give each request a timeout.",
             states,
         )
-    elif rank.activity("children_cpu") >= BUSY:
-        share = _percent(rank.activity("children_cpu"))
-        what = f"which compute{'s' if number == 1 else ''} ({share} of a core)"
+    elif _children_compute(rank) or _stirs(rank):
+        cpu = rank.activity("children_cpu")
+        what = (
+            f"which {_is(number)} {_computing(cpu)}"
+            if _children_compute(rank)
+            else (f"which work{'s' if number == 1 else ''} now and then")
+        )
         return Whereabouts(
             "DDP809",
             f"waits for the {workers} of its DataLoader at {quoted(place)}{since}, {what}",

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ddpdoctor.record import Record
+from ddpdoctor.record import Record, integer
 from ddpdoctor.stacks.declared import Declared
 from ddpdoctor.stacks.model import CUT, ENDING, MAIN, Frame, Thread
 from ddpdoctor.stacks.parse import at, parse
@@ -28,14 +28,20 @@ from ddpdoctor.stacks.process_state import (
     ENDED,
     is_foreign,
     is_open,
+    lacked,
     read_signals,
     read_stat,
+    read_turns,
     read_wait,
 )
 from ddpdoctor.stacks.user_frames import is_ours
 
 GIL_HELD = 1.0
-"""Seconds for which it waits for the GIL. Python itself hands that over every 5 milliseconds."""
+"""Seconds for which it waits for the GIL. Python itself hands that over every 5 milliseconds, if
+the thread that has it gets a core: what any thread of the process waits for one does not count."""
+
+_NEARLY = 0.9
+"""Of that second, since on a machine that idles a thread loses a few milliseconds, too."""
 
 _TGKILL = {"x86_64": 234, "aarch64": 131}
 """Numbers of a system call for which C libraries have no name before glibc 2.30."""
@@ -51,6 +57,8 @@ class Asking:
         self._bit = 1 << (declared.signal - 1) if declared.signal else 0
         self.threads: tuple[Thread, ...] = ()
         self.gil_held = False
+        self.world_size = 0
+        """Of the ``init_process_group`` that it is in."""
         self.trouble = ""
         """Why there are no stacks, in a few words."""
 
@@ -103,7 +111,7 @@ class Asking:
         """Ask, and wait for the answer, or until it is known that there will be none."""
         declared = self._declared
         asked = False
-        waits_since: float | None = None
+        waits: _Patience | None = None
         while not self._answered(file):
             thread = read_wait(declared.pid, declared.thread)
             if thread is None:
@@ -121,9 +129,8 @@ class Asking:
             # It sleeps although there is a request, so it waits for the GIL. If all it wanted were
             # a core, it would not sleep; if it waited for the disk, that is told.
             if thread.letter == "S" and thread.wchan in ("", "futex"):
-                now = time.monotonic()
-                waits_since = waits_since or now
-                if now - waits_since >= GIL_HELD:
+                waits = waits or _Patience(declared.pid)
+                if waits.over(GIL_HELD):
                     self.gil_held = True
                     return
             yield
@@ -135,8 +142,9 @@ class Asking:
         if not (written.startswith(b"{") and written.endswith(b"\n")):
             return False
         try:
-            told = json.loads(written.splitlines()[-1])["threads"]
-            threads = [self._thread(each) for each in told]
+            told = json.loads(written.splitlines()[-1])
+            threads = [self._thread(each) for each in told["threads"]]
+            self.world_size = integer(told, "world_size")
         except (ValueError, LookupError, TypeError, RecursionError):
             return False
         self.threads = _main_first(threads)
@@ -192,6 +200,36 @@ class Asking:
         """Whether the main thread has not handled the signal yet, or is at it."""
         signals = read_signals(self._declared.pid, self._declared.main_thread)
         return signals is not None and bool((signals.pending | signals.blocked) & self._bit)
+
+
+class _Patience:
+    """Time that passes while no thread of a process waits for a core."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._when = time.monotonic()
+        self._turns = read_turns(pid)
+        self._passed = 0.0
+
+    def over(self, seconds: float) -> bool:
+        """Whether so much has passed; looks at the process once it may have."""
+        now = time.monotonic()
+        since = now - self._when
+        if self._passed + since < seconds:
+            return False
+        turns = read_turns(self._pid)
+        without = max(
+            (
+                lacked(self._turns[thread], turn, since)
+                for thread, turn in turns.items()
+                if thread in self._turns
+            ),
+            default=0.0,
+        )
+        self._passed += max(0.0, since - without)
+        self._when, self._turns = now, turns
+        # What was lost is measured again over a while, not from one look to the next.
+        return self._passed >= seconds * _NEARLY
 
 
 def _main_first(threads: Iterator[Thread] | list[Thread]) -> tuple[Thread, ...]:

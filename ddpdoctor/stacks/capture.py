@@ -12,13 +12,23 @@ from ddpdoctor.stacks import py_spy
 from ddpdoctor.stacks.asking import Asking
 from ddpdoctor.stacks.declared import Declared, read_declared
 from ddpdoctor.stacks.model import ProcessState, RankStacks
-from ddpdoctor.stacks.process_state import ENDED, read_stat, read_state
+from ddpdoctor.stacks.process_state import (
+    ENDED,
+    Turn,
+    lacked,
+    read_stat,
+    read_state,
+    read_turn,
+)
 
 PATIENCE = 3.0
 """Seconds that all ranks together are waited for."""
 
 _ANSWERS = 0.7
 """Share of that for ranks to answer in, where py-spy may look into those that do not."""
+
+_MOST = 3.0
+"""Times as long at most for ranks that have no core to answer on."""
 
 _POLLS = (0.001, 0.02)
 """Seconds between two looks whether ranks have answered: at first, and at most."""
@@ -58,6 +68,7 @@ def capture(
     askings = {number: asking for number, (asking, _) in dialogues.items()}
     limit = patience * (_ANSWERS if py_spy.find_py_spy() is not None else 1.0)
     poll, slowest = _POLLS
+    until, turns_before = limit, {number: _turns(sought[number]) for number in dialogues}
     while dialogues:
         for number, (_, turns) in list(dialogues.items()):
             try:
@@ -65,18 +76,39 @@ def capture(
             except StopIteration:
                 del dialogues[number]
         if dialogues:
-            if time.monotonic() >= began + limit:
-                break
+            waited = time.monotonic() - began
+            if waited >= until:
+                without = max(
+                    _without_core(turns_before[number], sought[number], waited)
+                    for number in dialogues
+                )
+                until = min(limit + without, _MOST * limit)
+                if waited >= until:
+                    break
             time.sleep(poll)
             poll = min(poll * 1.5, slowest)
     for _, turns in dialogues.values():
         turns.close()  # type: ignore[attr-defined]
-    found = [target.stacks(askings.get(number), limit) for number, target in enumerate(sought)]
+    found = [target.stacks(askings.get(number), until) for number, target in enumerate(sought)]
     left = max(began + patience - time.monotonic(), patience * (1.0 - _ANSWERS))
     found = py_spy.read_silent(found, left)
     if native:
         found = py_spy.add_native(found, patience)
     return tuple(found)
+
+
+def _turns(target: _Target) -> dict[int, Turn]:
+    """What the threads of a process that an answer hangs on have had of the cores."""
+    declared = target.declared
+    threads = (declared.thread, declared.main_thread) if declared is not None else ()
+    found = {thread: read_turn(target.pid, thread) for thread in threads}
+    return {thread: turn for thread, turn in found.items() if turn is not None}
+
+
+def _without_core(before: dict[int, Turn], target: _Target, seconds: float) -> float:
+    after = _turns(target)
+    lost = [lacked(before[each], after[each], seconds) for each in before if each in after]
+    return max(lost, default=0.0)
 
 
 @dataclass
@@ -118,8 +150,14 @@ class _Target:
         trouble = asking.trouble
         if not trouble and not asking.threads:
             waits = ", in disk sleep" if self.state.letter == "D" else ""
-            trouble = f"did not answer within {patience:g} s{waits}"
-        return replace(found, threads=asking.threads, gil_held=asking.gil_held, trouble=trouble)
+            trouble = f"did not answer within {patience:.3g} s{waits}"
+        return replace(
+            found,
+            threads=asking.threads,
+            gil_held=asking.gil_held,
+            world_size=asking.world_size,
+            trouble=trouble,
+        )
 
 
 def _targets(run: Run) -> list[_Target]:

@@ -93,6 +93,8 @@ class RankStacks:
     """Why there are no stacks, in a few words: ``stopped (SIGSTOP)``. Empty where there are."""
     note: str = ""
     """What is missing although there are stacks, in a few words: why there are no native frames."""
+    world_size: int = 0
+    """Of the ``init_process_group`` that it is in; 0 if it is in none, or that is not known."""
 
     @property
     def main(self) -> Thread | None:
@@ -109,6 +111,7 @@ def to_record(stacks: RankStacks) -> Record:
         "pid": stacks.pid,
         "host": stacks.host,
         "gil_held": stacks.gil_held,
+        "world_size": stacks.world_size,
         "trouble": stacks.trouble,
         "note": stacks.note,
         "state": {
@@ -148,6 +151,7 @@ def from_record(record: Record) -> RankStacks:
         pid=integer(record, "pid"),
         host=_text(record, "host"),
         gil_held=record.get("gil_held") is True,
+        world_size=integer(record, "world_size"),
         trouble=_text(record, "trouble"),
         note=_text(record, "note"),
         native=tuple(each for each in _list(record.get("native")) if isinstance(each, str)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ddpdoctor.stacks.model import ChildState, ProcessState
@@ -94,6 +95,82 @@ def _command(pid: int) -> str:
     except OSError:
         return ""
     return " ".join(word.decode("utf-8", "replace") for word in words if word)[:_MOST_COMMAND]
+
+
+class Turn(NamedTuple):
+    """What one thread has had of the cores so far."""
+
+    letter: str
+    ran: float
+    """Seconds on a core."""
+    waited: float
+    """Seconds ready to run, without a core; the kernel adds them once the wait is over."""
+    sleeps: int
+    """How often it went to sleep by itself."""
+
+
+Turns = Mapping[int, Turn]
+"""The threads of a process, by their native ids."""
+
+
+def read_turns(pid: int) -> dict[int, Turn]:
+    """What each thread of a process has had of the cores; empty if there is no such process."""
+    found: dict[int, Turn] = {}
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            turn = read_turn(pid, int(thread))
+            if turn is not None:
+                found[int(thread)] = turn
+    return found
+
+
+def read_turn(pid: int, thread: int) -> Turn | None:
+    """What one thread has had of the cores, None if there is no such thread."""
+    letter, sleeps, ran, waited = "", 0, 0.0, 0.0
+    try:
+        with open(f"/proc/{pid}/task/{thread}/status", "rb") as file:
+            for line in file:
+                if line.startswith(b"State:"):
+                    letter = line.split()[1].decode()
+                elif line.startswith(b"voluntary_ctxt_switches:"):
+                    sleeps = int(line.split()[1])
+        with open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as file:
+            ran, waited = (int(word) / 1e9 for word in file.read().split()[:2])
+    except (FileNotFoundError, ProcessLookupError):
+        # The thread has ended; or this kernel does not count.
+        return Turn(letter, 0.0, 0.0, sleeps) if letter else None
+    except (OSError, ValueError, IndexError):
+        return None
+    return Turn(letter, ran, waited, sleeps)
+
+
+def share(before: Turn, after: Turn, seconds: float) -> float:
+    """For which part of the time that a thread had a core, or needed none, it used one.
+
+    A thread that gets 3 % of a core and would take all of it counts as busy; one that waits long
+    for a core, whenever it wakes up to see that there is nothing to do, does not.
+    """
+    if before.letter == after.letter == "R" and before.sleeps == after.sleeps:
+        # It has not slept in between.
+        return 1.0
+    ran = max(0.0, after.ran - before.ran)
+    waited = max(0.0, after.waited - before.waited)
+    return min(1.0, ran / max(seconds - waited, ran)) if ran > 0 else 0.0
+
+
+def lacked(before: Turn, after: Turn, seconds: float) -> float:
+    """For how many seconds a thread was ready to run and had no core."""
+    ran = max(0.0, after.ran - before.ran)
+    if before.letter == after.letter == "R" and before.sleeps == after.sleeps:
+        # The kernel has not counted the wait that is under way.
+        return max(0.0, seconds - ran)
+    return min(max(0.0, after.waited - before.waited), seconds)
+
+
+def busy(before: Turns, after: Turns, seconds: float) -> float:
+    """The shares of all threads of a process together."""
+    new = Turn("", 0.0, 0.0, 0)
+    return sum(share(before.get(thread, new), turn, seconds) for thread, turn in after.items())
 
 
 def is_foreign(pid: int) -> bool:

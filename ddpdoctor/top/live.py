@@ -19,6 +19,7 @@ from ddpdoctor.pace import WARM_UP
 from ddpdoctor.probe.watch import namespace
 from ddpdoctor.record import Parts, Phase, Record, Status, integer
 from ddpdoctor.run import read_manifest
+from ddpdoctor.stacks.process_state import Turn, lacked, read_turn
 from ddpdoctor.top import gpus, steplog, story, times, verdict
 from ddpdoctor.top.ages import Ages
 from ddpdoctor.top.machine import Meter
@@ -34,6 +35,9 @@ T = TypeVar("T")
 
 LIST_EVERY = 2.0
 """Seconds between two listings of the run directory."""
+
+GLANCE = 0.05
+"""Seconds over which a process that gives no heartbeat is watched when that is seen first."""
 
 STALE = 5.0
 """Seconds without a heartbeat, which comes four times a second, after which a rank is stale."""
@@ -81,6 +85,8 @@ class LiveSource:
         self._recent: dict[int, Recent] = {}
         self._opened: dict[int, Record] = {}
         self._errors: dict[int, Record] = {}
+        self._turns: dict[int, tuple[float, Turn | None]] = {}
+        """What the main threads of silent ranks had had of the cores at a moment, by pid."""
         self._tails: dict[int, tuple[StepTail, float]] = {}
         self.live = True
         """Whether the run lived when it was read last."""
@@ -281,12 +287,29 @@ class LiveSource:
             return "stale", ""
         if told == psutil.STATUS_ZOMBIE:
             return "dead", "its process has ended"
+        if told == psutil.STATUS_RUNNING and self._lacks_core(pid):
+            # It works, as far as it can; so does the thread that has to tell.
+            return "running", "gets little CPU"
         words = {
             psutil.STATUS_STOPPED: "its process is stopped (SIGSTOP)",
             psutil.STATUS_TRACING_STOP: "its process is traced",
             psutil.STATUS_DISK_SLEEP: "its process waits for a disk",
         }
         return "stale", words.get(told, "")
+
+    def _lacks_core(self, pid: int) -> bool:
+        """Whether a main thread that is ready to run has had no core for most of the time."""
+        now, turn = time.monotonic(), read_turn(pid, pid)
+        if pid not in self._turns:
+            self._turns[pid] = (now, turn)
+            time.sleep(GLANCE)
+            now, turn = time.monotonic(), read_turn(pid, pid)
+        when, before = self._turns[pid]
+        if now - when >= LIST_EVERY:
+            self._turns[pid] = (now, turn)
+        if before is None or turn is None:
+            return False
+        return lacked(before, turn, now - when) > (now - when) / 2
 
     # -- the whole
 

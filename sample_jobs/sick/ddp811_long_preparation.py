@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 def prepare(seconds: float) -> None:
     """Index the data."""
-    end = time.monotonic() + seconds
+    end = time.process_time() + seconds
     index: dict[int, int] = {}
-    while time.monotonic() < end:  # or: DDP811 rank 1
+    while time.process_time() < end:  # or: DDP811 rank 1
         index[len(index) % 1000] = len(index)  # expect: DDP811 rank 1
 
 
@@ -23,7 +23,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     if rank == 1:
-        prepare(14.0)
+        prepare(12.0)
     dist.barrier()
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Linear(16, 4))

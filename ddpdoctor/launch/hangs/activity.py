@@ -1,12 +1,22 @@
-"""What processes did within a second, as the kernel counts it: CPU time, bytes read and written."""
+"""What processes did within a second, as the kernel counts it: CPU time, bytes read and written.
+
+CPU time alone tells little where processes share the cores: who gets 3 % of one may be working as
+hard as it can. So each thread is also seen to sleep, to run, or to wait for a core.
+"""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ddpdoctor.launch import kernel
 from ddpdoctor.record import Record
+from ddpdoctor.stacks.process_state import Turns, busy, read_turns
+
+BUSY = 0.2
+"""Cores that a process uses at least, of those that it gets, if it is at work."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -22,9 +32,12 @@ class Sample:
     children_cpu: float = 0.0
     """Seconds of its living children and theirs."""
     characters: int = 0
-    """Bytes that went through ``read`` and ``write``: files, pipes, terminals."""
+    """Bytes that went through ``read`` and ``write``: files, pipes, terminals; its children's,
+    too."""
+    written: int = 0
+    """Those of them that it, and no child, wrote."""
     disk: int = 0
-    """Bytes that devices moved for it."""
+    """Bytes that devices moved for it and its children."""
     input: bool = False
     """It sleeps in ``read`` on its standard input."""
     terminal: bool = False
@@ -35,6 +48,10 @@ class Sample:
     """One of those below it does."""
     switches: int = 0
     """How often its main thread waited for something that came."""
+    turns: Turns = field(default_factory=dict)
+    """What its threads have had of the cores."""
+    children_turns: Mapping[int, Turns] = field(default_factory=dict)
+    """The same of its living children and theirs, by pid."""
 
 
 def sample(pid: int) -> Sample:
@@ -42,8 +59,8 @@ def sample(pid: int) -> Sample:
     letter, cpu = _stat(pid)
     if not letter:
         return Sample("")
-    characters, disk = _io(pid)
     below = _below(pid)
+    moved = [_io(each) for each in (pid, *below)]
     children_cpu = sum(_stat(child)[1] for child in below)
     call, first = _system_call(pid)
     reads_input = call == "read" and first == 0
@@ -51,21 +68,34 @@ def sample(pid: int) -> Sample:
         letter,
         cpu,
         children_cpu,
-        characters,
-        disk,
+        sum(each.characters for each in moved),
+        moved[0].written,
+        sum(each.disk for each in moved),
         input=reads_input,
         terminal=reads_input and _leads_to(pid, 0, ("/dev/pts/", "/dev/tty")),
         network=call == "poll" or _at_socket(pid, call, first),
         children_network=any(_at_socket(child, *_system_call(child)) for child in below),
         switches=_switches(pid),
+        turns=read_turns(pid),
+        children_turns={child: read_turns(child) for child in below},
     )
 
 
 def compared(before: Sample, after: Sample, seconds: float) -> Record:
     """What happened between two samples, as a record: shares of a core, bytes, the last state."""
+    children = {
+        child: (before.children_turns.get(child, {}), turns)
+        for child, turns in after.children_turns.items()
+    }
     return {
         "seconds": round(seconds, 2),
         "letters": before.letter + after.letter,
+        # Of the time in which it was not kept from running; see `process_state.share`.
+        "busy": round(busy(before.turns, after.turns, seconds), 3),
+        "children_busy": round(sum(busy(*each, seconds) for each in children.values()), 3),
+        "children_letters": "".join(
+            turns[child].letter for child, (_, turns) in children.items() if child in turns
+        ),
         "cpu": round(max(0.0, after.cpu - before.cpu) / seconds, 3),
         "children_cpu": round(max(0.0, after.children_cpu - before.children_cpu) / seconds, 3),
         "characters": max(0, after.characters - before.characters),
@@ -78,9 +108,40 @@ def compared(before: Sample, after: Sample, seconds: float) -> Record:
     }
 
 
-def cpu_of_tree(pid: int) -> float:
-    """Seconds of CPU time of a process and of all below it."""
-    return _stat(pid)[1] + sum(_stat(each)[1] for each in _below(pid))
+def main_cpu(before: Sample, after: Sample, pid: int) -> tuple[float, float]:
+    """Seconds that the main threads of a process and of its children ran between two samples."""
+
+    def ran(pid: int, known: Turns, turns: Turns) -> float:
+        return turns[pid].ran - known[pid].ran if pid in turns and pid in known else 0.0
+
+    children = (
+        ran(child, before.children_turns.get(child, {}), turns)
+        for child, turns in after.children_turns.items()
+    )
+    return ran(pid, before.turns, after.turns), sum(children)
+
+
+def turns_of(pid: int | None) -> Turns:
+    """What the threads of a process have had of the cores; nothing if there is none."""
+    return read_turns(pid) if pid is not None else {}
+
+
+def turns_of_tree(pid: int) -> dict[int, Turns]:
+    """The same of a process and of all below it, by pid."""
+    return {each: read_turns(each) for each in (pid, *_below(pid))}
+
+
+def works(before: Turns, after: Turns, seconds: float) -> bool:
+    """Whether a process computes, or would if it had a core."""
+    return busy(before, after, seconds) >= BUSY or any(
+        turn.letter == "R" and before.get(thread, turn).letter == "R"
+        for thread, turn in after.items()
+    )
+
+
+def cores_of_tree(before: Mapping[int, Turns], after: Mapping[int, Turns], seconds: float) -> float:
+    """How many cores processes used, of those that they got."""
+    return sum(busy(before.get(pid, {}), turns, seconds) for pid, turns in after.items())
 
 
 def _below(pid: int) -> set[int]:
@@ -102,16 +163,24 @@ def _stat(pid: int) -> tuple[str, float]:
         return "", 0.0
 
 
-def _io(pid: int) -> tuple[int, int]:
+class _Moved(NamedTuple):
+    characters: int = 0
+    written: int = 0
+    disk: int = 0
+
+
+def _io(pid: int) -> _Moved:
     try:
         with open(f"/proc/{pid}/io") as file:
             told = dict(line.split(": ") for line in file.read().splitlines())
-        return (
-            int(told["rchar"]) + int(told["wchar"]),
+        written = int(told["wchar"])
+        return _Moved(
+            int(told["rchar"]) + written,
+            written,
             int(told["read_bytes"]) + int(told["write_bytes"]),
         )
     except (OSError, ValueError, KeyError):
-        return 0, 0
+        return _Moved()
 
 
 _CALLS = {

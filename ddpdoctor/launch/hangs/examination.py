@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from ddpdoctor.launch.hangs import activity
 from ddpdoctor.probe.ring import read_ring
@@ -19,7 +20,7 @@ from ddpdoctor.record import Record, UnreadableError, rank_stem, read_status
 from ddpdoctor.run import Rank, Run
 from ddpdoctor.stacks import py_spy
 from ddpdoctor.stacks.capture import capture
-from ddpdoctor.stacks.model import RankStacks, Thread, from_record, to_record
+from ddpdoctor.stacks.model import ProcessState, RankStacks, Thread, from_record, to_record
 
 BETWEEN = 1.0
 """Seconds over which CPU time and bytes are compared."""
@@ -37,12 +38,29 @@ OTHER_FRAMES = 8
 """Frames of any other thread."""
 
 MOST_THREADS = 24
+WORKERS = 4
+"""Workers of a rank's DataLoader that are looked into."""
+
 AGAIN = 16
 """Ranks whose stacks are taken twice, so that a loop can be told from a wait."""
 
 
+class Seen(NamedTuple):
+    """A process when it was looked at last."""
+
+    pid: int
+    when: float
+    """Monotonic seconds."""
+    sample: activity.Sample
+
+
 def examine(
-    run: Run, number: int, waiting: Collection[int], before: Mapping[int, Record]
+    run: Run,
+    number: int,
+    waiting: Collection[int],
+    before: Mapping[int, Record],
+    seen: dict[int, Seen] | None = None,
+    launcher: int | None = None,
 ) -> list[Record]:
     """What each rank of this host is doing, one record a rank.
 
@@ -51,6 +69,8 @@ def examine(
         number: What ranks were asked with: their Flight Recorder's answer names it.
         waiting: Ranks that are in a collective and only wait.
         before: What the examination before this one told of each rank.
+        seen: The processes of the ranks as they were then; as they are now, on return.
+        launcher: The process of the job's command.
     """
     here = namespace()
     began = time.monotonic()
@@ -58,6 +78,8 @@ def examine(
     samples = {
         rank.rank: activity.sample(rank.status.pid) for rank in local if rank.status is not None
     }
+    seen = {} if seen is None else seen
+    turns = activity.turns_of(launcher)
     first = {each.rank: each for each in capture(run, patience=PATIENCE)}
     for each in first.values():
         if each.state.letter:
@@ -68,10 +90,12 @@ def examine(
     answered = [rank for rank, each in first.items() if each.threads and not each.note]
     suspects = [rank for rank in answered if rank not in waiting and not first[rank].gil_held]
     suspects = suspects[:AGAIN]
+    workers = {rank: _workers(first[rank]) for rank in answered}
     later = {each.rank: each for each in capture(run, suspects, PATIENCE)} if suspects else {}
-    seconds = time.monotonic() - began
     records = {rank.rank: _of_rank(run, rank) for rank in run.last}
-    flights = _flights(run, local, number, began + BETWEEN + PATIENCE)
+    # Those that were slow to answer for want of a core are given as much time again.
+    deadline = max(began + BETWEEN, time.monotonic() - PATIENCE / 2) + PATIENCE
+    flights = _flights(run, local, number, deadline)
     for rank, record in records.items():
         record.update(flights.get(rank, {}))
     for rank, stacks in first.items():
@@ -84,11 +108,86 @@ def examine(
         if rank in later:
             record["later"] = to_record(_shortened(later[rank], threads=1))
         record["pid"] = stacks.pid
+        if workers.get(rank):
+            record["workers"] = _twice(workers[rank])
+    now = time.monotonic()
+    works = activity.works(turns, activity.turns_of(launcher), now - began)
     for rank, record in records.items():
+        record["launcher_works"] = works
         if rank in samples and "pid" in record:
             after = activity.sample(record["pid"])
-            record["activity"] = activity.compared(samples[rank], after, seconds)
+            record["activity"] = {
+                **activity.compared(samples[rank], after, now - began),
+                **_since(seen.get(rank), record["pid"], after, now),
+            }
+            seen[rank] = Seen(record["pid"], now, after)
     return [records[rank] for rank in sorted(records)]
+
+
+def look_again(run: Run, records: Mapping[int, Record], seen: dict[int, Seen]) -> None:
+    """Bring up to date what can be without asking the ranks for anything.
+
+    Args:
+        run: A snapshot of the run, a new one.
+        records: What an examination found, by rank.
+        seen: The processes as they were then; as they are now, on return.
+    """
+    for rank in run.last:
+        if rank.rank in records:
+            records[rank.rank].update(_of_rank(run, rank))
+    for rank_number, before in list(seen.items()):
+        record = records.get(rank_number, {})
+        if record.get("pid") != before.pid:
+            continue
+        now, after = time.monotonic(), activity.sample(before.pid)
+        record["activity"] = {
+            **activity.compared(before.sample, after, max(now - before.when, 0.001)),
+            **_since(before, before.pid, after, now),
+            # Nobody has asked it for anything meanwhile.
+            "wrote": max(0, after.written - before.sample.written),
+        }
+        seen[rank_number] = Seen(before.pid, now, after)
+
+
+def _since(before: Seen | None, pid: int, after: activity.Sample, now: float) -> Record:
+    """What the main threads of a process and its children did since it was looked at before."""
+    if before is None or before.pid != pid or now <= before.when:
+        return {}
+    own, below = activity.main_cpu(before.sample, after, pid)
+    seconds = now - before.when
+    return {
+        "since_cpu": round(own / seconds, 4),
+        "since_children_cpu": round(below / seconds, 4),
+    }
+
+
+def _workers(stacks: RankStacks) -> list[RankStacks]:
+    """What py-spy sees of the workers of a DataLoader that the main thread waits for.
+
+    None is held; without py-spy there are none.
+    """
+    main = stacks.main
+    waits = main is not None and any(
+        "torch/utils/data/dataloader.py" in frame.path and "get_data" in frame.function
+        for frame in main.frames
+    )
+    if not waits or py_spy.find_py_spy() is None:
+        return []
+    children = [
+        RankStacks(stacks.rank, stacks.restart, each.pid, stacks.host, state=ProcessState("S"))
+        for each in stacks.state.children[:WORKERS]
+        if "resource_tracker" not in each.command
+    ]
+    return py_spy.read_silent(children, PATIENCE)
+
+
+def _twice(workers: list[RankStacks]) -> list[list[Record]]:
+    """The stacks of workers, and those of now."""
+    blank = [replace(each, threads=()) for each in workers]
+    return [
+        [to_record(_shortened(each, threads=1)) for each in pair if each.threads]
+        for pair in zip(workers, py_spy.read_silent(blank, PATIENCE), strict=True)
+    ]
 
 
 def add_native(records: Iterable[Record], ranks: Collection[int], known: dict[int, Record]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from statistics import median
 
+from ddpdoctor.launch.hangs.cores import MOST
 from ddpdoctor.record import Phase
 from ddpdoctor.run import Rank, Run
 
@@ -19,6 +21,9 @@ PATIENCE = 4
 
 FIRST = 10
 """Times as long the first step may take: data are loaded, kernels compiled."""
+
+SHORT = 1.0
+"""Seconds without a sign that are too few to ask what a rank had of the cores."""
 
 RECENT = 64
 """Steps of a rank that the median is taken of."""
@@ -39,7 +44,7 @@ class Still:
     """A job, or ranks of it, that give no sign of life."""
 
     seconds: float
-    """For how long."""
+    """For how long, without the time in which they had no core."""
     limit: float
     """After how many seconds it is worth a look."""
     ranks: tuple[int, ...]
@@ -48,6 +53,8 @@ class Still:
     """Whether nobody moves."""
     fresh: bool
     """Whether one of them is still in its first step."""
+    lost: Mapping[int, float] = field(default_factory=dict)
+    """For how many seconds of its silence each living rank had no core."""
 
 
 class Signs:
@@ -55,10 +62,14 @@ class Signs:
 
     Args:
         hang_after: Seconds, if a person named them.
+        lost: For how many seconds of its silence a rank had no core, at a moment.
     """
 
-    def __init__(self, hang_after: float | None) -> None:
+    def __init__(
+        self, hang_after: float | None, lost: Callable[[Rank, float], float] = lambda *_: 0.0
+    ) -> None:
         self._asked = hang_after
+        self._lost = lost
         self._restart = -1
         self._seen: dict[int, _Seen] = {}
 
@@ -74,7 +85,12 @@ class Signs:
                 self._seen[rank.rank] = _Seen(sign, now)
         if not alive:
             return None
-        quiet = {rank.rank: now - self._seen[rank.rank].when for rank in alive}
+        quiet, lost = {}, {}
+        for rank in alive:
+            seconds = now - self._seen[rank.rank].when
+            without = self._lost(rank, now) if seconds >= SHORT else 0.0
+            lost[rank.rank] = min(without, seconds)
+            quiet[rank.rank] = max(seconds - without, seconds / MOST)
         least = min(quiet.values())
         base = self._asked if self._asked is not None else LEAST
         if max(quiet.values()) < base:
@@ -83,7 +99,7 @@ class Signs:
         limit = self._limit(alive, base)
         fresh = any(rank.status is not None and rank.status.step == 0 for rank in alive)
         if least >= limit:
-            return Still(least, limit, tuple(quiet), True, fresh)
+            return Still(least, limit, tuple(quiet), True, fresh, lost)
         waiting = [
             rank.rank
             for rank in alive
@@ -93,7 +109,7 @@ class Signs:
         ]
         if waiting:
             shortest = min(quiet[rank] for rank in waiting)
-            return Still(shortest, PATIENCE * limit, tuple(waiting), False, fresh)
+            return Still(shortest, PATIENCE * limit, tuple(waiting), False, fresh, lost)
         return None
 
     def _limit(self, alive: list[Rank], base: float) -> float:

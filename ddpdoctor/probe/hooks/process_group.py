@@ -20,13 +20,24 @@ def install(c10d: ModuleType) -> None:
 
     Runs before ``torch.distributed`` copies the names, so every way to reach them is wrapped.
     """
-    _wrap(c10d, "init_process_group", _joined, before=stacks.declare)
+    _wrap(c10d, "init_process_group", _joined, before=_joins)
     for name in ("new_group", "split_group"):
         if hasattr(c10d, name):
             _wrap(c10d, name, _nothing)
 
 
+@shield.shielded
+def _joins(kwargs: dict[str, Any]) -> None:
+    """``init_process_group`` is called; for how many ranks, as far as it is easy to see."""
+    stacks.declare()
+    asked = kwargs.get("world_size", -1)
+    elsewhere = kwargs.get("init_method") not in (None, "env://") or "store" in kwargs
+    size = None if elsewhere else rank.environment_int("WORLD_SIZE")
+    stacks.joining = asked if isinstance(asked, int) and asked > 0 else size or 0
+
+
 def _joined() -> None:
+    stacks.joining = 0
     torch = sys.modules["torch"]
     _become(torch)
     _offer(torch.distributed)
@@ -44,19 +55,22 @@ def _offer(distributed: Any) -> None:
     )
 
 
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     pass
 
 
 def _wrap(
-    c10d: ModuleType, name: str, after: Callable[[], None], before: Callable[[], None] = _nothing
+    c10d: ModuleType,
+    name: str,
+    after: Callable[[], None],
+    before: Callable[[dict[str, Any]], None] = _nothing,
 ) -> None:
     original = getattr(c10d, name)
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def make_group(*args: Any, **kwargs: Any) -> Any:
-        before()
+        before(_bound(signature, args, kwargs))
         asked: object = None
         if timeouts.least():
             args, kwargs, asked = _without_timeout(signature, args, kwargs)
@@ -71,6 +85,17 @@ def _wrap(
         return result
 
     setattr(c10d, name, make_group)
+
+
+def _bound(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call by their names."""
+    try:
+        return dict(signature.bind(*args, **kwargs).arguments)
+    except TypeError:
+        # The call will say so itself.
+        return {}
 
 
 def _without_timeout(
