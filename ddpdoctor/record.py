@@ -45,6 +45,7 @@ STICKY = frozenset(
         "unowned",
         "remade",
         "finding",
+        "profile",
     }
 )
 """Kinds that are written again at the head of each new segment: rotation never loses them."""

@@ -33,6 +33,7 @@ from ddpdoctor.launch.oom import OomWatch
 from ddpdoctor.launch.passthrough import Passthrough
 from ddpdoctor.launch.ranks import RankWatch
 from ddpdoctor.launch.showing import Showing
+from ddpdoctor.launch.stragglers import Stragglers
 from ddpdoctor.launch.suspicions import Suspicions
 from ddpdoctor.probe import budget
 from ddpdoctor.probe.watch import MARK, namespace
@@ -122,6 +123,7 @@ class Supervisor:
         self._showing: Showing | None = None
         self._reader: RunReader | None = None
         self._suspicions: Suspicions | None = None
+        self._stragglers: Stragglers | None = None
         self._hangs: HangWatch | None = None
         self._killed = False
         """The job hung and was ended for it."""
@@ -182,7 +184,8 @@ class Supervisor:
                 self._gpu_poll.stop()
             if self._debugging is not None:
                 self._debugging.stop()
-            for held in (self._journal, self._lock, self._suspicions, self._hangs):
+            watches = (self._suspicions, self._stragglers, self._hangs)
+            for held in (self._journal, self._lock, *watches):
                 if held is not None:
                     held.close()
 
@@ -198,6 +201,7 @@ class Supervisor:
             self._journal = Journal(str(self._directory / "supervisor.jsonl"), 1 << 24)
             self._reader = RunReader(self._directory)
             self._suspicions = Suspicions(self._directory, self._write)
+            self._stragglers = Stragglers(self._directory, self._write)
             self._showing = Showing(self._directory, self._passthrough)
             self._hangs = HangWatch(
                 self._directory,
@@ -338,6 +342,8 @@ class Supervisor:
             self._write(record)
             self._happened = self._happened or now
         if self._suspicions is not None and self._suspicions.look(run):
+            self._happened = now - SETTLE
+        if self._stragglers is not None and self._stragglers.look(run):
             self._happened = now - SETTLE
         if self._hangs is not None and self._hangs.look(run):
             # With the record that was just written.
