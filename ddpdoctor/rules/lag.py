@@ -87,13 +87,19 @@ def lags(run: Run, enough: int = ENOUGH) -> Iterator[Lag]:
         return
     for rank in ranks:
         others = [steps for number, steps in steady.items() if number != rank.rank]
-        lag = _lag(rank, steady[rank.rank], others, common, sampled)
+        lasting = LASTING * min(enough / ENOUGH, 1.0)
+        lag = _lag(rank, steady[rank.rank], others, common, sampled, lasting)
         if lag is not None:
             yield lag
 
 
 def _lag(
-    rank: Rank, mine: _Steps, others: Sequence[_Steps], common: Sequence[int], sampled: bool
+    rank: Rank,
+    mine: _Steps,
+    others: Sequence[_Steps],
+    common: Sequence[int],
+    sampled: bool,
+    lasting: float,
 ) -> Lag | None:
     def here(of: Callable[[Step], float]) -> float:
         return median(of(mine[number]) for number in common)
@@ -117,7 +123,7 @@ def _lag(
     crowd = _crowd(surplus(_waited, _waited), surplus(_cpu, _cpu), there(_waited), there(_cpu))
     span = mine[common[-1]].start - mine[common[0]].start
     alike = here(_cpu) <= ALIKE * there(_cpu)
-    taken = alike and here(_waited) >= ALONE * there(_waited) and span >= LASTING
+    taken = alike and here(_waited) >= ALONE * there(_waited) and span >= lasting
     gap = 0.0
     crowded = False
     if _stands_out(working, total, relief):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpdoctor.record import Record, integer
-from ddpdoctor.rules.sources import source_of
+from ddpdoctor.rules.sources import Source, source_of
 from ddpdoctor.run import Rank
 from ddpdoctor.stacks.model import Frame
 
@@ -64,6 +64,17 @@ class Profile:
     def share(self, name: str) -> float:
         """Nanoseconds that were counted, as a part of the time."""
         return integer(self.record, name) / max(integer(self.record, "wall"), 1)
+
+    def calls(self, name: str) -> Frame | None:
+        """The one line in the files that were seen at which a function of that name is called."""
+        paths = {frame.path for stack in self.stacks for frame in stack.frames}
+        found = [
+            Frame(path, line, "")
+            for path in sorted(paths)
+            if (source := _source(path, integer(self.record, "time"))) is not None
+            for line in source.calls(name)
+        ]
+        return found[0] if len(found) == 1 else None
 
     @property
     def affinity(self) -> tuple[int, ...]:
@@ -156,6 +167,9 @@ def spot(mine: Profile, others: Sequence[Profile], least: float) -> Spot | None:
         function = max(functions, key=lambda each: functions[each], default=None)
         if function is None or functions[function] < (MOSTLY if found else 1) * needed:
             return found
+        here, there = (
+            [stack for stack in each if len(stack.frames) > depth] for each in (here, there)
+        )
         here, there = (_only(each, _function_at(depth), function) for each in (here, there))
         lines = _surpluses(here, there, depth, _line_at, excess)
         line = max(lines, key=lambda each: lines[each])
@@ -221,12 +235,16 @@ def _count(stacks: Sequence[Stack]) -> int:
     return sum(stack.count for stack in stacks)
 
 
-def _decided_by_rank(frame: Frame, taken: int) -> bool:
+def _source(path: str, taken: int) -> Source | None:
+    """A file as it was when the samples were taken: one that was changed since has other lines."""
     try:
-        # A file that was changed since has other lines.
-        source = source_of(frame.path) if os.stat(frame.path).st_mtime_ns <= taken else None
+        return source_of(path) if os.stat(path).st_mtime_ns <= taken else None
     except OSError:
-        return False
+        return None
+
+
+def _decided_by_rank(frame: Frame, taken: int) -> bool:
+    source = _source(frame.path, taken)
     branches = source.branches(frame.line) if source is not None else ()
     return any(
         _BY_RANK.search(name)

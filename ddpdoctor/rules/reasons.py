@@ -14,6 +14,7 @@ from ddpdoctor.rules.lag import Lag
 from ddpdoctor.rules.profiles import Profile, Spot, profiles, spot
 from ddpdoctor.run import Rank, Run
 from ddpdoctor.stacks.code import code_of
+from ddpdoctor.stacks.model import Frame
 
 PATIENCE = 15.0
 """Seconds that samples are waited for."""
@@ -139,10 +140,10 @@ def _reason(
         threads = integer(mine.record, "threads")
         most = min(integer(each.record, "threads") for each in others)
         if 0 < threads < most and not alone:
-            return _placed(
-                place,
+            return Reason(
                 f": it computes with {threads} thread{'s' if threads > 1 else ''}, the others "
                 f"with {most}",
+                _location(mine.calls("set_num_threads")),
                 fix="Give all ranks as many threads: torch.set_num_threads() or OMP_NUM_THREADS.",
             )
         if works and FAULT * _more(mine, others, "minor") >= BORNE_OUT * lag.gap:
@@ -153,6 +154,8 @@ def _reason(
                 f"{_usual(others, 'minor'):.0f} on the others",
                 fix="Keep large buffers from step to step instead of making them anew.",
             )
+    if mine is not None and lag.phase == "data" and integer(mine.record, "children") and not works:
+        return _for_workers(mine, others, place)
     if place is not None and not works and place.blocked("SD") >= BLOCKED:
         return _waiting(mine, others, place)
     if place is not None:
@@ -176,19 +179,28 @@ def _waiting(mine: Profile | None, others: Sequence[Profile], place: Spot) -> Re
     return _placed(place, words + _within(place), *evidence, fix=_WAIT_FIX.get(what, ""))
 
 
+def _for_workers(mine: Profile, others: Sequence[Profile], place: Spot | None) -> Reason:
+    """The training thread waits, and what it waits for is done by loader workers."""
+    busy = 100 * mine.share("children_ran")
+    usual = 100 * sorted(each.share("children_ran") for each in others)[len(others) // 2]
+    return (
+        _placed(
+            place,
+            ": it waits for its loader workers",
+            f"its {integer(mine.record, 'children')} child processes, loader workers among them, use "
+            f"{busy:.0f} % of a core; those of the others {usual:.0f} %",
+            fix="Give this rank's samples less work, share the heavy ones out among the ranks, or use "
+            "more loader workers (num_workers) on all ranks.",
+        )
+        if others
+        else _placed(place, ": it waits for its loader workers")
+    )
+
+
 def _elsewhere(lag: Lag, mine: Profile | None, others: Sequence[Profile], works: bool) -> Reason:
     """No line stands out: all that the rank does takes longer, or what is not Python does."""
     if mine is None or not others:
         return Reason()
-    if lag.phase == "data" and integer(mine.record, "children") and not works:
-        busy = mine.share("children_ran") * 100
-        usual = 100 * sorted(each.share("children_ran") for each in others)[len(others) // 2]
-        return Reason(
-            evidence=(
-                f"its {integer(mine.record, 'children')} child processes, loader workers among "
-                f"them, use {busy:.0f} % of a core; the others' {usual:.0f} %",
-            )
-        )
     if works:
         return Reason(
             evidence=(
@@ -210,6 +222,7 @@ def _crowded(run: Run, lag: Lag, mine: Profile | None, others: Sequence[Profile]
         "ranks, loader workers or threads (OMP_NUM_THREADS) than it has cores."
     )
     words = ", because other processes take its CPU core"
+    location = None
     cores = mine.affinity if mine is not None else ()
     if mine is not None and cores and any(cores != each.affinity for each in others):
         numbers = f"core {cores[0]}" if len(cores) == 1 else f"{len(cores)} cores"
@@ -218,8 +231,9 @@ def _crowded(run: Run, lag: Lag, mine: Profile | None, others: Sequence[Profile]
             "Give the rank cores that nothing else uses, its own loader workers and threads "
             "included (os.sched_setaffinity, taskset, numactl), or do not pin it."
         )
+        location = _location(mine.calls("sched_setaffinity") or mine.calls("cpu_affinity"))
     evidence += _neighbours(run, lag, cores)
-    return Reason(words, None, tuple(evidence), fix)
+    return Reason(words, location, tuple(evidence), fix)
 
 
 def _neighbours(run: Run, lag: Lag, cores: Sequence[int]) -> list[str]:
@@ -267,12 +281,14 @@ def _placed(place: Spot | None, words: str, *evidence: str, fix: str = "") -> Re
     if branch is not None:
         at = branch
         facts.append(f"{_name(branch)} stands in a branch that the rank decides on")
-        fix = fix or (
-            "Do this on the one rank less often, in a thread, or share it out among the ranks."
-        )
-    elif len(place.chain) > 1:
+        fix = "Do this on the one rank less often, in a thread, or share it out among the ranks."
+    elif len(place.chain) > 1 and place.chain[-2].function != "<module>":
         facts.append(f"called at {_name(place.chain[-2])}")
-    return Reason(words, Location(at.path, at.line), (*facts, *evidence), fix)
+    return Reason(words, _location(at), (*facts, *evidence), fix)
+
+
+def _location(frame: Frame | None) -> Location | None:
+    return None if frame is None else Location(frame.path, frame.line)
 
 
 def _at(place: Spot) -> str:
@@ -281,9 +297,8 @@ def _at(place: Spot) -> str:
     return f"at {_name(place.frame)}{_within(place)}"
 
 
-def _name(frame: object) -> str:
-    path, line = getattr(frame, "path", ""), getattr(frame, "line", 0)
-    return f"{os.path.basename(path)}:{line}"
+def _name(frame: Frame) -> str:
+    return f"{os.path.basename(frame.path)}:{frame.line}"
 
 
 def _within(place: Spot | None) -> str:

@@ -109,6 +109,15 @@ class Source:
             node = parent
         return found
 
+    def calls(self, name: str) -> list[int]:
+        """The lines at which a function or method of that name is called."""
+        called = ((node.lineno, node.func) for node in self._nodes if isinstance(node, ast.Call))
+        return [
+            line
+            for line, function in called
+            if name in (getattr(function, "attr", ""), getattr(function, "id", ""))
+        ]
+
     def only(self, statements: Sequence[ast.stmt]) -> ast.stmt | None:
         """The one statement that can have decided by a value that only its rank has."""
         found = list(statements)

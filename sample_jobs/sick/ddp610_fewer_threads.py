@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 def main() -> None:
     dist.init_process_group("gloo")
     rank = int(os.environ["RANK"])
-    torch.set_num_threads(1 if rank == 1 else 4)
+    torch.set_num_threads(1 if rank == 1 else 4)  # expect: DDP610 rank 1
     torch.manual_seed(rank)
     network = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU())
     model = DistributedDataParallel(network)
@@ -20,7 +20,7 @@ def main() -> None:
         batch = torch.randn(512, 512)
         loss = model(batch).square().mean()
         optimizer.zero_grad()
-        loss.backward()  # expect: DDP610 rank 1
+        loss.backward()
         optimizer.step()
     dist.destroy_process_group()
 

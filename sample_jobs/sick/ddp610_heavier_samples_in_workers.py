@@ -11,7 +11,7 @@ class Texts(Dataset[Tensor]):
     """Texts of one shard, as counts of their letters."""
 
     def __init__(self, rank: int) -> None:
-        self.texts = ["to be or not to be " * (160 if rank == 1 else 2)] * 1280
+        self.texts = ["to be or not to be " * (2000 if rank == 1 else 2)] * 1120
 
     def __len__(self) -> int:
         return len(self.texts)
