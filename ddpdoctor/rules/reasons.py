@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from ddpdoctor.finding import Location
 from ddpdoctor.pace import BORNE_OUT
@@ -181,19 +182,15 @@ def _waiting(mine: Profile | None, others: Sequence[Profile], place: Spot) -> Re
 
 def _for_workers(mine: Profile, others: Sequence[Profile], place: Spot | None) -> Reason:
     """The training thread waits, and what it waits for is done by loader workers."""
-    busy = 100 * mine.share("children_ran")
-    usual = 100 * sorted(each.share("children_ran") for each in others)[len(others) // 2]
-    return (
-        _placed(
-            place,
-            ": it waits for its loader workers",
-            f"its {integer(mine.record, 'children')} child processes, loader workers among them, use "
-            f"{busy:.0f} % of a core; those of the others {usual:.0f} %",
-            fix="Give this rank's samples less work, share the heavy ones out among the ranks, or use "
-            "more loader workers (num_workers) on all ranks.",
-        )
-        if others
-        else _placed(place, ": it waits for its loader workers")
+    busy, usual = mine.share("children_ran"), [each.share("children_ran") for each in others]
+    children = integer(mine.record, "children")
+    fact = f"its {children} child processes, workers among them, use {busy:.0%} of a core"
+    return _placed(
+        place,
+        ": it waits for its loader workers",
+        f"{fact}; those of the others {median(usual):.0%}" if usual else fact,
+        fix="Share the heavy samples out among the ranks, make them lighter, or use more loader "
+        "workers (num_workers) on all ranks.",
     )
 
 
@@ -316,8 +313,7 @@ def _awaited(place: Spot) -> str:
 
 
 def _usual(others: Sequence[Profile], name: str) -> float:
-    values = sorted(each.a_step(name) for each in others)
-    return values[len(values) // 2]
+    return median(each.a_step(name) for each in others)
 
 
 def _more(mine: Profile, others: Sequence[Profile], name: str) -> float:
