@@ -114,7 +114,6 @@ class Sampler:
         _running = None
         with contextlib.suppress(ValueError):
             gc.callbacks.remove(self._on_collection)
-        self._state.budget.grant(self._cost)
         self._state.budget.spend(self._cost)
         self._state.recorder.add(self._record())
 
@@ -148,6 +147,9 @@ class Sampler:
                 found.append((code, frame.f_lineno or 0))
             frame = frame.f_back
         return tuple(found)
+
+    def _files(self) -> set[str]:
+        return {code.co_filename for sample in self._samples for code, _ in sample[0]}
 
     def _on_collection(self, phase: str, info: dict[str, int]) -> None:
         if threading.get_ident() != self._thread:
@@ -191,8 +193,9 @@ class Sampler:
         }
         counted["children"] = min(self._before.get("children", 0), after["children"])
         stacks: dict[tuple[object, ...], int] = {}
+        paths = {each: os.path.abspath(each) for each in self._files()}
         for lines, innermost, letter, phase in self._samples:
-            frames = tuple((_path(code), line, code.co_name) for code, line in lines)
+            frames = tuple((paths[code.co_filename], line, code.co_name) for code, line in lines)
             waits = (os.path.basename(innermost.co_filename), innermost.co_name)
             key = (frames, waits, letter, phase)
             stacks[key] = stacks.get(key, 0) + 1
@@ -244,10 +247,6 @@ def _affinity(task: int) -> list[int]:
         return sorted(os.sched_getaffinity(task))
     except (OSError, AttributeError):
         return []
-
-
-def _path(code: CodeType) -> str:
-    return os.path.abspath(code.co_filename)
 
 
 @contextlib.contextmanager
