@@ -123,7 +123,10 @@ def test_waits_that_one_rank_alone_has_are_named(written: Written) -> None:
 
 def test_a_rank_that_is_pinned_and_who_is_on_its_core(written: Written) -> None:
     asked(written)
-    busy = [[4711, 0.5, 0, "python compress.py"], [4712, 0.9, 1, "python elsewhere.py"]]
+    busy = [
+        [4711, 0.5, 0, "python compress.py (pid 4711)"],
+        [4712, 0.9, 1, "python elsewhere.py (pid 4712)"],
+    ]
     written.supervisor.append({"kind": "profile", "time": T0, "asked": 1, "busy": busy})
     rank(written, 0, [*steps(12, 60, 12, 1), profile(BACKWARD)])
     rank(written, 1, [*steps(71, 1, 12, 59), profile(BACKWARD, affinity=[0])])

@@ -247,10 +247,8 @@ def _neighbours(run: Run, lag: Lag, cores: Sequence[int]) -> list[str]:
                 pid, share, core, command = each
                 if pid != own and (not cores or core in cores) and len(found) < 3:
                     who = "another rank, " if pid in pids else ""
-                    found.append(
-                        f"also on its core: {who}{str(command)[:60]} (pid {int(pid)}), "
-                        f"{float(share):.0%} of a core"
-                    )
+                    used = f"{float(share):.0%} of a core"
+                    found.append(f"also on its core: {who}{str(command)[:120]}, {used}")
             except (TypeError, ValueError):
                 continue
     return found

@@ -54,7 +54,7 @@ def straggler(run: Run) -> Iterator[Finding]:
         if reason is None:
             continue
         rank, name = lag.rank.rank, PHASE_NAMES[lag.phase]
-        evidence = (
+        evidence: tuple[str, ...] = (
             f"own time {shown_ms(lag.own[0])} a step; the others {shown_ms(lag.own[1])} "
             f"(medians of {lag.steps} steps)",
             f"{name}: {shown_ms(lag.slow)} against {shown_ms(lag.usual)}",

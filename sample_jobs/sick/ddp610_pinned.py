@@ -18,12 +18,12 @@ def main() -> None:
     helpers = []
     if rank == 1:
         os.sched_setaffinity(0, {0})  # expect: DDP610 rank 1
-        helpers = [subprocess.Popen([sys.executable, "-c", COMPRESS]) for _ in range(4)]
+        helpers = [subprocess.Popen([sys.executable, "-c", COMPRESS]) for _ in range(3)]
     torch.manual_seed(rank)
     network = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU())
     model = DistributedDataParallel(network)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(200):
+    for _ in range(130):
         loss = model(torch.randn(256, 512)).square().mean()
         optimizer.zero_grad()
         loss.backward()
