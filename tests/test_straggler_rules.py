@@ -146,6 +146,12 @@ def test_sleep_on_a_crowded_machine_takes_a_line_that_sleeps(written: Written) -
     assert written.findings(status=0) == []
 
 
+def test_sleep_on_a_crowded_machine_that_waits_cannot_explain(written: Written) -> None:
+    rank(written, 0, steps(6, 30, 4, 3))
+    rank(written, 1, steps(34, 2, 4, 8))
+    assert [each.ranks for each in written.findings(status=0)] == [(1,)]
+
+
 def test_workers_that_want_for_cores_are_no_stragglers_fault(written: Written) -> None:
     counted = {"children": 2, "children_ran": 200 * MS}
     fetch = stack(40, MAIN, loop(30), letter="S", waits=("queue.py", "get"))

@@ -57,6 +57,9 @@ class Lag:
     """The step as it was."""
     calm: bool
     """Whether hardly any rank waits for a core, so that every time is what it looks like."""
+    sure: bool
+    """Whether the gap is there however the others' waits for a core are shared out between their
+    own time and the all-reduce."""
     own: tuple[float, float]
     """Its own time and that of the others, waits for a core left out."""
     wait: tuple[float, float]
@@ -120,6 +123,7 @@ def _lag(
     net = _without_waits if sampled else _net
     rest = _own if sampled else _net
     working = surplus(net, rest)
+    safely = surplus(net, _at_most)
     crowd = _crowd(surplus(_waited, _waited), surplus(_cpu, _cpu), there(_waited), there(_cpu))
     span = mine[common[-1]].start - mine[common[0]].start
     alike = here(_cpu) <= ALIKE * there(_cpu)
@@ -145,6 +149,7 @@ def _lag(
         total=total,
         wall=wall,
         calm=waits <= CALM * wall,
+        sure=_stands_out(safely, total, relief) and median(safely) >= BORNE_OUT * gap,
         own=(here(net), there(rest)),
         wait=(here(lambda step: step.wait), there(lambda step: step.wait)),
         cores=(here(_waited), there(_waited)),
@@ -187,6 +192,11 @@ def _without_waits(step: Step) -> float:
 
 def _own(step: Step) -> float:
     return step.own
+
+
+def _at_most(step: Step) -> float:
+    """Its own time, if it waited for a core in the all-reduce rather than before."""
+    return step.own - max(_waited(step) - step.wait, 0)
 
 
 def _waited(step: Step) -> float:

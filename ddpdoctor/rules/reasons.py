@@ -115,7 +115,9 @@ def explain(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
         return _crowded(run, lag, mine, others)
     # CPU time is what it is; but what slept on a crowded machine may have waited for others.
     works = lag.cpu >= BORNE_OUT * lag.gap
-    if not (works or lag.calm or (place is not None and place.blocked("SD") >= BLOCKED)):
+    # Loader workers wait for cores, too, which a rank's own waits do not show.
+    sure = lag.calm or (lag.sure and lag.phase != "data")
+    if not (works or sure or (place is not None and place.blocked("SD") >= BLOCKED)):
         return None
     if mine is not None and others and _workers_crowded(lag, mine, others):
         return None
