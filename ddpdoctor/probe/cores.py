@@ -1,6 +1,6 @@
 """What a thread got of the CPU cores: how long it ran, and how long it was ready and had to wait.
 
-On a machine that runs more than it has cores for, a rank may be slow through no fault of its own.
+On a machine that runs more than it has cores for, a rank may be slow without any fault in the job.
 The kernel counts this wait by thread (``schedstat``, Linux). It is read once a step, in 2 us, from
 a file that is kept open.
 """
@@ -44,14 +44,14 @@ class CoreClock:
         try:
             waited = waited_for_core(self._descriptor)
         except (OSError, ValueError, IndexError):
-            # The job has closed what is not its own. The number may be a file of its own now.
+            # The job has closed what is not its own. The number may be one of its files now.
             self._descriptor = -1
             return None
         ran = time.thread_time_ns()
-        told = ran - self._ran, waited - self._waited
+        counted = ran - self._ran, waited - self._waited
         self._ran, self._waited = ran, waited
         # Of another thread, which closes a last step, they say nothing.
-        return told if min(told) >= 0 else None
+        return counted if min(counted) >= 0 else None
 
     def close(self) -> None:
         """Let go of the file."""

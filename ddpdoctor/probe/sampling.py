@@ -163,28 +163,28 @@ class Sampler:
             self._collecting = 0
 
     def _counters(self) -> dict[str, int]:
-        """What the kernel has counted for the training thread so far; what it tells of that."""
-        told = {"wall": time.perf_counter_ns(), "steps": self._state.tracker.steps}
+        """What the kernel has counted for the training thread so far, as far as it can be read."""
+        counted = {"wall": time.perf_counter_ns(), "steps": self._state.tracker.steps}
         with contextlib.suppress(OSError, ValueError, IndexError):
             ran, waited = _numbers(f"{self._task}/schedstat")[:2]
-            told |= {"ran": ran, "waited": waited}
+            counted |= {"ran": ran, "waited": waited}
         with contextlib.suppress(OSError, ValueError, IndexError):
             fields = _read(f"{self._task}/stat").rpartition(b")")[2].split()
-            told |= {
+            counted |= {
                 "minor": int(fields[7]),
                 "major": int(fields[9]),
                 "system": int(fields[12]) * _TICK,
             }
         with contextlib.suppress(OSError, ValueError):
             words = dict(line.split(b": ") for line in _read(f"{self._task}/io").splitlines())
-            told |= {"characters": int(words[b"rchar"]) + int(words[b"wchar"])}
-            told |= {"disk": int(words[b"read_bytes"]) + int(words[b"write_bytes"])}
+            counted |= {"characters": int(words[b"rchar"]) + int(words[b"wchar"])}
+            counted |= {"disk": int(words[b"read_bytes"]) + int(words[b"write_bytes"])}
         ran = waited = number = 0
         for child in _children()[:MOST_CHILDREN]:
             with contextlib.suppress(OSError, ValueError, IndexError):
                 one = _numbers(f"/proc/{child}/schedstat")
                 ran, waited, number = ran + one[0], waited + one[1], number + 1
-        return {**told, "children": number, "children_ran": ran, "children_waited": waited}
+        return {**counted, "children": number, "children_ran": ran, "children_waited": waited}
 
     def _record(self) -> Record:
         after = self._counters()
@@ -280,7 +280,7 @@ class Profiles:
         self._taken = 0
 
     def look(self) -> None:
-        """Begin if somebody has asked anew; runs in the writing thread."""
+        """Begin if somebody has asked; runs in the writing thread."""
         number = self._asked.news()
         if number and self._taken < MOST and _running is None and self._state.budget.enabled:
             self._taken += 1
@@ -290,7 +290,7 @@ class Profiles:
 @shield.shielded
 def _step_ended(optimizer: Any, number: int) -> None:
     if _running is not None and not _running.threads:
-        # Each thread has a number of its own, so the training thread has to ask.
+        # The number differs by thread, so the training thread has to ask.
         _running.threads = int(sys.modules["torch"].get_num_threads())
 
 

@@ -256,8 +256,8 @@ def _decided_by_rank(frame: Frame, taken: int) -> bool:
 
 def _stacks(record: Record) -> list[Stack]:
     found = []
-    told = record.get("stacks")
-    for each in told if isinstance(told, list) else ():
+    seen = record.get("stacks")
+    for each in seen if isinstance(seen, list) else ():
         try:
             count, frames, waits, letter, _ = each
             lines = tuple(Frame(str(path), int(line), str(name)) for path, line, name in frames)

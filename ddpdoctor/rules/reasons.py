@@ -155,7 +155,7 @@ def _reason(
                 ": it touches new memory" + _within(place),
                 f"{mine.a_step('minor'):.0f} page faults a step, "
                 f"{_usual(others, 'minor'):.0f} on the others",
-                fix="Keep large buffers from step to step instead of making them anew.",
+                fix="Keep large buffers from step to step instead of making new ones.",
             )
     if mine is not None and lag.phase == "data" and integer(mine.record, "children") and not works:
         return _for_workers(mine, others, place)
