@@ -51,7 +51,7 @@ KINDS: dict[str, Kind] = {
     "fault": Kind("An error of ddpdoctor's own, of which each part tells once.", EVERY),
     "step": Kind("A step and where its time went; a line every step.", 0),
     "site": Kind("A line of the user's code that enters a phase, told once.", EVERY),
-    "cores": Kind("The wait for a CPU core, at steps that double.", EVERY),
+    "profile": Kind("Where the time of a rank went, by samples of its stack; 3 of a rank.", EVERY),
     "ddp": Kind("A DDP module was built.", EVERY),
     "model": Kind("The parameters that a rank gave to DDP; long.", 8),
     "tensors": Kind("The names of what fingerprints are of, told when they change.", EVERY),

@@ -74,6 +74,10 @@ class Step:
     backwards: int = 1
     skipped: bool = False
     outside: int = 0
+    cpu: int | None = None
+    """For how long the training thread ran; None if the kernel does not tell."""
+    waited: int | None = None
+    """For how long it was ready to run and had no CPU core."""
 
     @property
     def own(self) -> int:

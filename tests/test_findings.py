@@ -245,7 +245,7 @@ def test_a_rank_whose_core_others_use_is_no_slow_rank(doctor: Doctor) -> None:
         else:
             os.sched_setaffinity(0, cores[1:])
         try:
-            for _ in range(60):
+            for _ in range(140):
                 optimizer.zero_grad()
                 ddp(batch).square().mean().backward()
                 optimizer.step()
@@ -258,7 +258,7 @@ def test_a_rank_whose_core_others_use_is_no_slow_rank(doctor: Doctor) -> None:
     result = doctor.run(*TWO, str(script))
     result.check_success()
     (finding,) = [each for each in findings(result) if each.code == "DDP610"]
-    assert (finding.ranks, finding.severity.label) == ((1,), "info"), finding
+    assert (finding.ranks, finding.severity.label) == ((1,), "warning"), finding
     assert "other processes take its CPU core" in finding.message
 
 
@@ -287,7 +287,6 @@ def test_data_bound_on_all_ranks(doctor: Doctor) -> None:
 def test_healthy_jobs_are_met_with_silence(doctor: Doctor, options: tuple[str, ...]) -> None:
     result = doctor.run(*TWO, TRAIN, *options)
     result.check_success()
-    # That other load takes a rank's core is told, and not of the job.
     found = [each for each in findings(result) if each.severity > Severity.INFO]
     assert [each.code for each in found] == []
 

@@ -48,6 +48,46 @@ def test_losses_and_random_state_are_the_same_bit_for_bit(doctor: Doctor, worker
     assert [len(rank.steps) for rank in watched.run.last] == [6, 6]
 
 
+@pytest.mark.slow
+def test_losses_are_the_same_where_stacks_are_sampled(doctor: Doctor) -> None:
+    script = doctor.write(
+        "slow_rank.py",
+        """
+        import torch, torch.distributed as dist
+        from torch import nn
+        from torch.nn.parallel import DistributedDataParallel
+
+        def clean(batch):
+            return sorted(batch.flatten().tolist())
+
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        torch.manual_seed(rank)
+        ddp = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Dropout(), nn.ReLU()))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        for _ in range(150):
+            batch = torch.randn(256, 64)
+            if rank == 1:
+                clean(batch), clean(batch), clean(batch)
+            loss = ddp(batch).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(f"{rank} {loss.item():.17g}")
+        print(f"{rank} {torch.initial_seed()} {torch.get_rng_state().sum()}", flush=True)
+        """,
+    )
+    bare = doctor.torchrun("--nproc-per-node=2", str(script))
+    watched = doctor.run("--nproc-per-node=2", str(script))
+    bare.check_success()
+    watched.check_success()
+    assert len(bare.stdout.splitlines()) == 2 * 151
+    assert sorted(watched.stdout.splitlines()) == sorted(bare.stdout.splitlines())
+    for rank in watched.run.last:
+        (profile,) = rank.of_kind("profile")
+        assert profile["samples"] > 12
+
+
 def own_lines(result: Result) -> list[str]:
     """What the job printed; gloo of torch 2.8 prints between it, both ranks at once."""
     lines = result.stdout.splitlines()

@@ -56,28 +56,6 @@ def test_a_slow_rank_that_nobody_waits_for_is_no_straggler(written: Written) -> 
     assert written.findings() == []
 
 
-def cores(*waited: int) -> list[Record]:
-    return [
-        {"kind": "cores", "time": T0, "step": 10 << index, "ran": 0, "waited": each * MS}
-        for index, each in enumerate(waited)
-    ]
-
-
-def test_a_rank_whose_core_is_taken_is_told_as_such(written: Written) -> None:
-    written.rank(0, [*steps(own=20, wait=30, count=300, every=1), *cores(5, 10, 20)])
-    written.rank(1, [*steps(own=49, wait=1, count=300, every=1), *cores(300, 600, 1200)])
-    (finding,) = written.findings()
-    assert (finding.code, finding.ranks, finding.severity) == ("DDP610", (1,), Severity.INFO)
-    assert "it waits 29.5 ms a step longer" in finding.evidence[0]
-
-
-def test_a_slow_rank_with_a_core_of_its_own_is_a_straggler(written: Written) -> None:
-    written.rank(0, [*steps(own=20, wait=30, count=300, every=1), *cores(5, 10, 20)])
-    written.rank(1, [*steps(own=49, wait=1, count=300, every=1), *cores(300, 400, 600)])
-    (finding,) = written.findings()
-    assert (finding.code, finding.ranks, finding.severity) == ("DDP610", (1,), Severity.WARNING)
-
-
 WATCHDOG = (
     "[rank0]:[E1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9)\n",
     # That of torch 2.15.

@@ -34,6 +34,7 @@ from ddpdoctor.launch.oom import OomWatch
 from ddpdoctor.launch.passthrough import Passthrough
 from ddpdoctor.launch.ranks import RankWatch
 from ddpdoctor.launch.showing import Showing
+from ddpdoctor.launch.stragglers import Stragglers
 from ddpdoctor.launch.suspicions import Suspicions
 from ddpdoctor.launch.unwatched import Unwatched, bare_option, of_option
 from ddpdoctor.probe import budget, watch
@@ -140,6 +141,7 @@ class Supervisor:
         self._showing: Showing | None = None
         self._reader: RunReader | None = None
         self._suspicions: Suspicions | None = None
+        self._stragglers: Stragglers | None = None
         self._hangs: HangWatch | None = None
         self._killed = False
         """The job hung and was ended for it."""
@@ -205,7 +207,8 @@ class Supervisor:
                 self._gpu_poll.stop()
             if self._debugging is not None:
                 self._faults.guarded(DEBUGGER_END, self._debugging.stop)
-            for held in (self._journal, self._lock, self._suspicions, self._hangs):
+            watches = (self._suspicions, self._stragglers, self._hangs)
+            for held in (self._journal, self._lock, *watches):
                 if held is not None:
                     held.close()
 
@@ -220,6 +223,7 @@ class Supervisor:
             self._journal = Journal(str(self._directory / "supervisor.jsonl"), 1 << 24)
             self._reader = RunReader(self._directory)
             self._suspicions = Suspicions(self._directory, self._write)
+            self._stragglers = Stragglers(self._directory, self._write)
             self._showing = Showing(self._directory, self._passthrough)
             self._hangs = HangWatch(
                 self._directory,
@@ -391,6 +395,10 @@ class Supervisor:
         if guarded("the GPU watch", self._note, partial(self._gpus.look_at, run)):
             self._happened = self._happened or now
         if self._suspicions is not None and guarded("the suspicions", self._suspicions.look, run):
+            self._happened = now - SETTLE
+        if self._stragglers is not None and guarded(
+            "the straggler watch", self._stragglers.look, run
+        ):
             self._happened = now - SETTLE
         if self._hangs is not None and guarded("the hang watch", self._hangs.look, run):
             # With the record that was just written.

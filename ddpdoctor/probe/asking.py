@@ -13,7 +13,10 @@ import struct
 from ddpdoctor.record import mapped
 
 NAME = "examination"
-"""The file in the run directory."""
+"""The file in the run directory by which an examination of a hang is asked for."""
+
+PROFILE = "profile"
+"""That by which samples of the training thread's stack are."""
 
 _NUMBER = struct.Struct("<q")
 
@@ -23,13 +26,14 @@ class Asking:
 
     Args:
         directory: The run directory.
+        name: The file in it: what is asked for.
 
     Raises:
         OSError: The file cannot be made.
     """
 
-    def __init__(self, directory: str) -> None:
-        self._memory = mapped(os.path.join(directory, NAME), _NUMBER.size)
+    def __init__(self, directory: str, name: str = NAME) -> None:
+        self._memory = mapped(os.path.join(directory, name), _NUMBER.size)
 
     def ask(self, number: int) -> None:
         """Ask; who answers names the number, greater than all before."""
@@ -45,14 +49,15 @@ class Asked:
 
     Args:
         directory: The run directory.
+        name: The file in it: what is asked for.
 
     Raises:
         OSError: There is no such file.
         ValueError: It is empty.
     """
 
-    def __init__(self, directory: str) -> None:
-        with open(os.path.join(directory, NAME), "rb") as file:
+    def __init__(self, directory: str, name: str = NAME) -> None:
+        with open(os.path.join(directory, name), "rb") as file:
             self._memory = mmap.mmap(file.fileno(), _NUMBER.size, access=mmap.ACCESS_READ)
         self._seen = 0
 

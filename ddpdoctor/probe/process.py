@@ -8,7 +8,6 @@ import sys
 from ddpdoctor.probe import (
     batches,
     buffers,
-    cores,
     debugger,
     evaluations,
     fingerprints,
@@ -20,6 +19,7 @@ from ddpdoctor.probe import (
     optimizers,
     pacing,
     rank,
+    sampling,
     stacks,
 )
 from ddpdoctor.probe.hooks import (
@@ -64,6 +64,7 @@ def start() -> None:
     os.register_at_fork(after_in_child=models.forget)
     os.register_at_fork(after_in_child=batches.forget)
     os.register_at_fork(after_in_child=pacing.forget)
+    os.register_at_fork(after_in_child=sampling.forget)
     forks.install()
     stacks.declare_worker()
     errors.install()
@@ -97,7 +98,7 @@ def start() -> None:
     buffers.install()
     evaluations.install()
     batches.install()
-    cores.install()
+    sampling.install()
     pacing.install()
     # Last, since this may wait for a debugger before the user's first line.
     debugger.install()

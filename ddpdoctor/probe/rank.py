@@ -95,6 +95,7 @@ def become(torch: Any) -> None:
         warn(f"rank {rank} cannot write to the run directory: {error}")
         return
     recorder = Recorder(page, journal)
+    from ddpdoctor.probe import sampling
     from ddpdoctor.probe.hooks import errors, optimizer
 
     tracker = StepTracker(recorder, optimizer.any_made)
@@ -137,6 +138,8 @@ def become(torch: Any) -> None:
     with contextlib.suppress(OSError, ValueError):
         flight = Flight(run_directory(), stem + ".flight.json", ring, tracker.backwards)
         recorder.each_round.append(flight.look)
+    with contextlib.suppress(OSError, ValueError):
+        recorder.each_round.append(sampling.Profiles(_state, run_directory()).look)
     errors.watch_fatal_signals(stem + ".fault")
     tracker.page_phase(Phase.STARTING)
     recorder.start()

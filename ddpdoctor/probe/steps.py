@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from ddpdoctor.probe.clocks import CudaClock, Measured, Times
+from ddpdoctor.probe.cores import CoreClock
 from ddpdoctor.probe.recorder import NotYet, Recorder
 from ddpdoctor.probe.sites import Site
 from ddpdoctor.probe.vitals import Vitals
@@ -57,6 +58,7 @@ class OpenStep:
     __slots__ = (
         "armed",
         "backwards",
+        "cores",
         "epoch",
         "exposed",
         "fed",
@@ -97,6 +99,8 @@ class OpenStep:
         self.total = 0
         self.times = _ZERO
         self.measured: Measured | None = None
+        self.cores: tuple[int, int] | None = None
+        """Nanoseconds for which the training thread ran, and waited for a core."""
 
     def line(self, last: bool = False) -> bytes:
         """The journal's line; runs in the writing thread.
@@ -135,6 +139,8 @@ class OpenStep:
             f',"total":{data + forward + backward + optimizer + other + wait}'
             f',"split":{"true" if split else "false"}'
         )
+        if self.cores is not None:
+            text += f',"cpu":{self.cores[0]},"waited":{self.cores[1]}'
         if self.fetched or self.fed:
             text += f',"samples":{self.fetched or self.fed}'
         loss = self.loss() if callable(self.loss) else self.loss
@@ -166,6 +172,9 @@ class StepTracker:
         self._show = recorder.page.show
         self._optimizers = optimizers
         self._thread = _thread()
+        self.native = threading.get_native_id()
+        """The training thread, as the kernel numbers it."""
+        self._cores = CoreClock()
         self._mark = _now()
         self._began = self._mark
         self._unix = time.time_ns() - self._mark
@@ -179,6 +188,8 @@ class StepTracker:
         self.phase = int(Phase.STARTING)
         self.steps = 0
         """Steps closed so far."""
+        self.last_total = 0
+        """Nanoseconds of the last of them, as the host saw it."""
         self.armed = 0
         """Forwards so far whose backward is all-reduced."""
         self._vitals = Vitals(recorder.page)
@@ -275,6 +286,9 @@ class StepTracker:
         """Make the calling thread the training thread."""
         if _thread() != self._thread:
             self._thread = _thread()
+            self.native = threading.get_native_id()
+            self._cores.close()
+            self._cores = CoreClock()
             self._stack.clear()
             self.phase = _OTHER
 
@@ -347,6 +361,7 @@ class StepTracker:
         """Begin to measure anew."""
         self._began = self._mark = _now()
         self._times = _ZERO.copy()
+        self._cores.cut()
         if self._device is not None:
             self._device.charge(self.phase)
             self._device.cut()
@@ -377,7 +392,8 @@ class StepTracker:
         if self._device is not None:
             self._device.charge(self.phase)
             step.measured = self._device.cut()
-        step.total = now - self._began
+        step.cores = self._cores.cut()
+        step.total = self.last_total = now - self._began
         step.epoch = self.epoch
         step.skipped = skipped
         self.steps += 1
@@ -393,6 +409,11 @@ class StepTracker:
             self._vitals.ask(now)
         self.step = OpenStep(self.steps, now + self._unix, self._vitals)
         self._page.totals(self.steps, self.epoch, step.total, self._recorder.dropped)
+
+    @property
+    def thread(self) -> int:
+        """The training thread, as Python numbers it."""
+        return self._thread
 
     @property
     def last_change(self) -> int:

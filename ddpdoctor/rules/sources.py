@@ -109,6 +109,26 @@ class Source:
             node = self._parents.get(node)
         return node
 
+    def branches(self, line: int) -> list[ast.If]:
+        """The ``if`` statements of one function that a line is in a branch of, innermost first."""
+        found: list[ast.If] = []
+        node: ast.AST | None = self._statement(line)
+        while node is not None and not isinstance(node, _SCOPES):
+            parent = self._parents.get(node)
+            if isinstance(parent, ast.If) and node is not parent.test:
+                found.append(parent)
+            node = parent
+        return found
+
+    def calls(self, name: str) -> list[int]:
+        """The lines at which a function or method of that name is called."""
+        called = ((node.lineno, node.func) for node in self._nodes if isinstance(node, ast.Call))
+        return [
+            line
+            for line, function in called
+            if name in (getattr(function, "attr", ""), getattr(function, "id", ""))
+        ]
+
     def only(self, statements: Sequence[ast.stmt]) -> ast.stmt | None:
         """The one statement that can have decided by a value that only its rank has."""
         found = list(statements)

@@ -6,40 +6,13 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from ddpdoctor.finding import Finding, Location, Severity, rule
-from ddpdoctor.pace import (
-    BORNE_OUT,
-    DATA_SHARE,
-    NOTICEABLE,
-    PHASE_NAMES,
-    SLOWER,
-    WARM_UP,
-)
+from ddpdoctor.pace import DATA_SHARE, NOTICEABLE, PHASE_NAMES, WARM_UP
 from ddpdoctor.record import integer
 from ddpdoctor.relations import pace
+from ddpdoctor.rules.lag import ENOUGH, lags, on_gpu
 from ddpdoctor.rules.ranks import named
-from ddpdoctor.run import PHASES, Rank, Run, Step
-
-ENOUGH = 20
-"""Steps that a verdict needs, after the warm-up."""
-
-ENOUGH_SAMPLED = 6
-"""The same on a GPU, where DDP times only every hundredth step."""
-
-STEADY = 0.75
-"""In what part of the steps the surplus must be there."""
-
-
-def _steady(run: Run, rank: Rank) -> dict[int, Step]:
-    """Steps after the warm-up whose backward was split into compute and wait, by number."""
-    return {
-        step.step: step
-        for step in rank.split_steps
-        if step.step >= WARM_UP
-        and step.split
-        and not step.skipped
-        and step.total > 0
-        and run.undisturbed(step)
-    }
+from ddpdoctor.rules.reasons import asked_lately, explain, shown_ms
+from ddpdoctor.run import Rank, Run
 
 
 @rule("DDP610", "straggler", Severity.WARNING, lapses=pace)
@@ -49,15 +22,15 @@ def straggler(run: Run) -> Iterator[Finding]:
     What it finds
         A rank whose own time (data, forward, backward compute, optimizer, and its code in between)
         exceeds the others' by more than 15 % of a step in three of four steps, while the others
-        wait in the all-reduce correspondingly longer than it does.
+        wait in the all-reduce correspondingly longer. Samples of the stacks say at which line, and
+        whether it computes, sleeps, waits for a lock or a disk, or has no core of its own.
 
     Why it is bad
         DDP goes at the pace of its slowest rank: every other rank idles for the difference.
 
     How to fix it
-        Look at the phase that is named. Data: this rank's storage, workers or samples. Forward or
-        backward: a GPU that throttles or is shared, uneven batch shapes. Between the phases: work
-        that only one rank does (logging, checkpoints).
+        Look at the line that is named. Where there is none, look at the phase. Data: this rank's
+        storage, workers or samples. Forward or backward: a GPU that throttles or is shared.
 
     Example
         Wrong: `if rank == 0: save_images(batch)` in every step.
@@ -66,97 +39,46 @@ def straggler(run: Run) -> Iterator[Finding]:
     When it stays silent
         In the first 10 steps, before 20 more were seen, for a single rank, for differences that no
         other rank waits for, and for steps in which a rank was in the debugger. On GPUs DDP times
-        every hundredth step, and 6 of them are needed. Where the rank is slow because other
-        processes took its CPU core, it is told as an info that says so.
+        every hundredth step, and 6 of them are needed. Time in which a rank is ready to run and
+        gets no CPU core does not count where the others wait for theirs, too.
 
     Since
         0.1.0
     """
-    ranks = run.last
-    steady = {rank.rank: _steady(run, rank) for rank in ranks}
-    if len(ranks) < 2:
-        return
-    common = sorted(set.intersection(*(set(steps) for steps in steady.values())))
-    sampled = any(_on_gpu(rank) for rank in ranks)
-    if len(common) < (ENOUGH_SAMPLED if sampled else ENOUGH):
-        return
-    for rank in ranks:
-        mine = steady[rank.rank]
-        others = [steps for number, steps in steady.items() if number != rank.rank]
-        surplus = [
-            mine[number].own - median(steps[number].own for steps in others) for number in common
-        ]
-        relief = [
-            median(steps[number].wait for steps in others) - mine[number].wait for number in common
-        ]
-        total = median(mine[number].total for number in common)
-        gap = median(surplus)
-        if gap < SLOWER * total or gap < NOTICEABLE:
+    found = list(lags(run))
+    for lag in found:
+        if asked_lately(run, lag.rank.rank):
+            # The stacks are being sampled.
             continue
-        if median(relief) < BORNE_OUT * gap:
+        slow = {each.rank.rank for each in found}
+        reason = explain(run, lag, [each for each in run.last if each.rank not in slow])
+        if reason is None:
             continue
-        if sum(value > gap / 2 for value in surplus) < STEADY * len(surplus):
-            continue
-        crowded = _waited(rank) - median(_waited(each) for each in ranks if each is not rank)
-        if crowded >= BORNE_OUT * gap:
-            yield _crowded(rank, gap, crowded)
-            continue
-        phase, slow, usual = _slow_phase(mine, others, common)
+        rank, name = lag.rank.rank, PHASE_NAMES[lag.phase]
+        evidence: tuple[str, ...] = (
+            f"own time {shown_ms(lag.own[0])} a step; the others {shown_ms(lag.own[1])} "
+            f"(medians of {lag.steps} steps)",
+            f"{name}: {shown_ms(lag.slow)} against {shown_ms(lag.usual)}",
+            f"the others wait {shown_ms(lag.wait[1])} a step in the all-reduce, rank {rank} "
+            f"{shown_ms(lag.wait[0])}",
+        )
+        if not lag.crowded and not lag.calm:
+            evidence += (
+                f"not counted: rank {rank} waits {shown_ms(lag.cores[0])} a step for a CPU core, "
+                f"the others {shown_ms(lag.cores[1])}: the machine is crowded",
+            )
+        where = "" if lag.crowded else f", in its {name}"
         yield Finding(
             code="DDP610",
-            about=f"rank {rank.rank}",
+            about=f"rank {rank}",
             severity=Severity.WARNING,
-            message=f"rank {rank.rank} holds the others up by {_ms(gap)} a step, in its "
-            f"{PHASE_NAMES[phase]}",
-            ranks=(rank.rank,),
-            location=_site(rank, phase),
-            evidence=(
-                f"own time {_ms(median(mine[n].own for n in common))} a step; the others "
-                f"{_ms(median(median(s[n].own for s in others) for n in common))} "
-                f"(medians of {len(common)} steps)",
-                f"{PHASE_NAMES[phase]}: {_ms(slow)} against {_ms(usual)}",
-                f"the others wait {_ms(median(median(s[n].wait for s in others) for n in common))} "
-                f"a step in the all-reduce, rank {rank.rank} "
-                f"{_ms(median(mine[n].wait for n in common))}",
-            ),
-            fix=_STRAGGLER_FIX[phase],
+            message=f"rank {rank} holds the others up by {shown_ms(lag.gap)} a step{where}"
+            f"{reason.words}",
+            ranks=(rank,),
+            location=reason.location or _site(lag.rank, lag.phase),
+            evidence=(*reason.evidence, *evidence),
+            fix=reason.fix or _STRAGGLER_FIX[lag.phase],
         )
-
-
-def _waited(rank: Rank) -> float:
-    """Nanoseconds a step for which the training thread wanted a CPU core; 0 if not known."""
-    told = [each for each in rank.of_kind("cores") if integer(each, "step") >= WARM_UP]
-    steps = integer(told[-1], "step") - integer(told[0], "step") if told else 0
-    return (integer(told[-1], "waited") - integer(told[0], "waited")) / steps if steps else 0.0
-
-
-def _crowded(rank: Rank, gap: float, waited: float) -> Finding:
-    return Finding(
-        code="DDP610",
-        about=f"rank {rank.rank}",
-        severity=Severity.INFO,
-        message=f"rank {rank.rank} holds the others up by {_ms(gap)} a step, because other "
-        "processes take its CPU core",
-        ranks=(rank.rank,),
-        evidence=(f"it waits {_ms(waited)} a step longer than the others for a core to run on",),
-        fix="See what else runs on this machine, processes that the rank started included; run "
-        "fewer ranks, loader workers or threads (OMP_NUM_THREADS) than it has cores.",
-    )
-
-
-def _slow_phase(
-    mine: dict[int, Step], others: Sequence[dict[int, Step]], common: Sequence[int]
-) -> tuple[str, float, float]:
-    """The phase with the largest surplus: its name, its median here, its median elsewhere."""
-    found = []
-    for phase in PHASES:
-        here = median(getattr(mine[number], phase) for number in common)
-        there = median(
-            median(getattr(steps[number], phase) for steps in others) for number in common
-        )
-        found.append((here - there, phase, here, there))
-    _, phase, here, there = max(found)
-    return phase, here, there
 
 
 @rule("DDP611", "data-bound", Severity.WARNING, lapses=pace)
@@ -186,7 +108,7 @@ def data_bound(run: Run) -> Iterator[Finding]:
     """
     shares: dict[int, tuple[float, float, float]] = {}
     for rank in run.last:
-        if str(rank.opened.get("backend", "")).startswith("nccl") and not _on_gpu(rank):
+        if str(rank.opened.get("backend", "")).startswith("nccl") and not on_gpu(rank):
             # No DDP module, so no times of the device: the host's say nothing about it.
             return
         steps = [
@@ -214,11 +136,11 @@ def data_bound(run: Run) -> Iterator[Finding]:
         about="data",
         severity=Severity.WARNING,
         message=f"{_ranks(bound, len(shares))} for data {100 * share:.0f} % of "
-        f"every step ({_ms(wait)} of {_ms(total)})",
+        f"every step ({shown_ms(wait)} of {shown_ms(total)})",
         ranks=tuple(sorted(bound)),
         location=_site(rank, "data"),
         evidence=tuple(
-            f"rank {number}: {100 * shares[number][0]:.0f} %, {_ms(shares[number][1])} a step"
+            f"rank {number}: {100 * shares[number][0]:.0f} %, {shown_ms(shares[number][1])} a step"
             for number in sorted(bound)[:4]
         ),
         fix="Give the DataLoader more workers (num_workers, persistent_workers=True), or make a "
@@ -235,26 +157,15 @@ _STRAGGLER_FIX = {
 }
 
 
-def _on_gpu(rank: Rank) -> bool:
-    """Whether the rank's steps were timed on a GPU."""
-    return any(str(record.get("device", "")).startswith("cuda") for record in rank.of_kind("ddp"))
-
-
 def _ranks(numbers: Sequence[int], of: int) -> str:
     if len(numbers) == of > 1:
         return "both ranks wait" if of == 2 else f"all {of} ranks wait"
     return f"{named(numbers)} {'waits' if len(numbers) == 1 else 'wait'}"
 
 
-def _ms(nanoseconds: float) -> str:
-    milliseconds = nanoseconds / 1e6
-    return f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.1f} ms"
-
-
 def _site(rank: Rank, phase: str) -> Location | None:
-    """Where the phase is entered; for the code in between, where the forward is."""
-    wanted = "forward" if phase == "other" else phase
+    """Where the phase is entered; the code in between is entered nowhere."""
     for record in rank.of_kind("site"):
-        if record.get("phase") == wanted and record.get("path"):
+        if record.get("phase") == phase and record.get("path"):
             return Location(str(record["path"]), integer(record, "line"))
     return None

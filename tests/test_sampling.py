@@ -1,0 +1,160 @@
+"""Samples of the training thread's stack: the right line, at a small cost, and nothing else."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ddpdoctor.probe import sampling
+from ddpdoctor.probe.budget import Budget
+from ddpdoctor.record import Record
+from ddpdoctor.rules.profiles import Profile, spot
+from ddpdoctor.rules.profiles import _stacks as read_stacks
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's counters are Linux's")
+
+
+def state(added: list[Record], budget: float = 0.5) -> Any:
+    tracker = SimpleNamespace(
+        thread=threading.get_ident(),
+        native=threading.get_native_id(),
+        last_total=0,
+        steps=0,
+        phase=1,
+    )
+    recorder = SimpleNamespace(add=added.append)
+    return SimpleNamespace(tracker=tracker, recorder=recorder, budget=Budget(budget))
+
+
+def sampled(work: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> Record:
+    """What is seen of this thread while it works."""
+    monkeypatch.setattr(sampling, "QUICKEST", 0.005)
+    added: list[Record] = []
+    thread = threading.Thread(target=sampling.Sampler(state(added), 1).run)
+    thread.start()
+    while thread.is_alive():
+        work()
+    (record,) = added
+    return record
+
+
+def busy() -> int:
+    return sum(number * number for number in range(3_000))
+
+
+def idle() -> None:
+    time.sleep(0.002)  # the line
+
+
+def collect() -> None:
+    gc.collect()
+
+
+def test_the_line_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = sampled(idle, monkeypatch)
+    assert record["samples"] == sampling.SAMPLES
+    one = Profile(0, record, tuple(read_stacks(record)))
+    other_record = sampled(busy, monkeypatch)
+    other = Profile(1, other_record, tuple(read_stacks(other_record)))
+    found = spot(one, [other], 0.3)
+    assert found is not None
+    line = idle.__code__.co_firstlineno + 1
+    assert (found.frame.path, found.frame.line, found.function) == (__file__, line, "idle")
+    assert found.others == 0
+    found = spot(other, [one], 0.3)
+    assert found is not None
+    assert found.function == "busy"
+
+
+@linux
+def test_sleep_and_work_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeps, works = sampled(idle, monkeypatch), sampled(busy, monkeypatch)
+    letters = [
+        {letter: sum(each[0] for each in record["stacks"] if each[3] == letter) for letter in "RS"}
+        for record in (sleeps, works)
+    ]
+    assert letters[0]["S"] > letters[0]["R"]
+    assert letters[1]["R"] > letters[1]["S"]
+    assert works["ran"] > sleeps["ran"]
+
+
+def test_garbage_collections_are_counted_while_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = list(gc.callbacks)
+    record = sampled(collect, monkeypatch)
+    assert record["collections"] > 0
+    assert record["gc"] > 0
+    assert gc.callbacks == before
+
+
+def test_no_frame_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor would live as long as a frame that holds it."""
+    kept: list[Any] = []
+    original = sampling.Sampler._record
+
+    def record(self: sampling.Sampler) -> Record:
+        kept.extend(self._samples)
+        return original(self)
+
+    monkeypatch.setattr(sampling.Sampler, "_record", record)
+    sampled(busy, monkeypatch)
+    assert kept
+    held = [each for sample in kept for each in gc.get_referents(sample)]
+    assert not [each for each in held if type(each).__name__ == "frame"]
+
+
+def test_a_rank_that_ends_writes_what_it_has() -> None:
+    added: list[Record] = []
+    sampler = sampling.Sampler(state(added), 7)
+    thread = threading.Thread(target=sampler.run)
+    thread.start()
+    while sampling._running is not sampler:
+        time.sleep(0.001)
+    sampling._rank_ends()
+    thread.join()
+    assert [each["asked"] for each in added] == [7]
+    assert sampling._running is None
+
+
+def test_intervals_are_the_same_each_time_and_not_even() -> None:
+    """Neither an RNG nor the rhythm of the steps has a part in them."""
+    waits: list[list[float]] = []
+    for _ in range(2):
+        sampler = sampling.Sampler(state([]), 1)
+        waited: list[float] = []
+
+        def wait(seconds: float, waited: list[float] = waited) -> bool:
+            waited.append(round(seconds, 9))
+            return False
+
+        sampler._stop.wait = wait  # type: ignore[method-assign, assignment]
+        sampler.run()
+        waits.append(waited)
+    assert waits[0] == waits[1]
+    assert len(set(waits[0])) == sampling.SAMPLES
+    assert sum(waits[0]) == pytest.approx(sampling.QUICKEST * sampling.SAMPLES, rel=0.05)
+
+
+@pytest.mark.parametrize(("budget", "taken"), [(0.5, sampling.MOST), (0.0, 0)])
+def test_profiles_are_few(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, budget: float, taken: int
+) -> None:
+    from ddpdoctor.probe.asking import PROFILE, Asking
+
+    page = Asking(str(tmp_path), PROFILE)
+    profiles = sampling.Profiles(state([], budget), str(tmp_path))
+    started: list[object] = []
+    thread = SimpleNamespace(start=lambda: started.append(1))
+    monkeypatch.setattr(sampling, "background", lambda name, target: thread)
+    for number in range(1, 8):
+        page.ask(number)
+        profiles.look()
+        profiles.look()
+    page.close()
+    assert len(started) == taken

@@ -1,0 +1,300 @@
+"""DDP610 on written runs: what is a straggler on a crowded machine, and what is said of one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpdoctor.finding import Finding, Location, Severity
+from ddpdoctor.record import FORMAT, Journal, Phase, Record, StatusPage, rank_stem
+from tests.written import MS, T0, Written
+
+STEPS = 120
+
+
+def steps(
+    own: float, wait: float, cpu: float, waited: float, *, phase: str = "other", last: int = STEPS
+) -> Iterable[Record]:
+    """Steps of milliseconds; what waits for a core does so in its own time first."""
+    length = own + wait
+    for number in range(last):
+        yield {
+            "kind": "step", "step": number, "start": T0 + int(number * length * MS), "split": True,
+            phase: int(own * MS), "wait": int(wait * MS), "total": int(length * MS),
+            "cpu": int(cpu * MS), "waited": int(waited * MS),
+        }  # fmt: skip
+
+
+def rank(written: Written, number: int, records: Iterable[Record]) -> None:
+    """A rank that trains on the CPU."""
+    stem = written.path / rank_stem(number, 0)
+    StatusPage(
+        f"{stem}.status", rank=number, world_size=3, local_rank=number, restart=0, started=T0
+    ).show(Phase.ENDED, T0, 0)
+    journal = Journal(f"{stem}.jsonl", 1 << 20)
+    journal.write([{"kind": "open", "format": FORMAT, "rank": number, "backend": "gloo"}, *records])
+    journal.close()
+
+
+def stack(
+    count: int, *frames: tuple[str, int, str], letter: str = "R", waits: Sequence[str] = ("", "")
+) -> list[Any]:
+    """A stack that was seen, its frames outermost first."""
+    return [count, [list(frame) for frame in reversed(frames)], list(waits), letter, 1]
+
+
+def profile(*stacks: list[Any], **counted: object) -> Record:
+    counters = {"steps": 20, "wall": 2_000 * MS, "threads": 1, "affinity": [0, 1], "children": 0}
+    return {
+        "kind": "profile", "time": time.time_ns(), "asked": 1, "step": 40, "stacks": list(stacks),
+        **counters, **counted,
+    }  # fmt: skip
+
+
+def asked(written: Written, number: int = 1) -> None:
+    written.supervisor.append(
+        {"kind": "profile", "time": T0, "restart": 0, "asked": 1, "rank": number}
+    )
+
+
+MAIN = ("/job/train.py", 90, "<module>")
+
+
+def loop(line: int) -> tuple[str, int, str]:
+    return ("/job/train.py", line, "main")
+
+
+BACKWARD = stack(40, MAIN, loop(33), letter="S", waits=("graph.py", "_engine_run_backward"))
+
+
+def sick(
+    written: Written, mine: Record, theirs: Record | None = None, *, cpu: float = 45.0
+) -> Finding:
+    """The finding on a rank that takes 40 ms longer than the other two, on a calm machine."""
+    asked(written)
+    for number in (0, 2):
+        quick = theirs or profile(BACKWARD, stack(4, MAIN, loop(31)))
+        rank(written, number, [*steps(10, 40, 9, 0), quick])
+    rank(written, 1, [*steps(50, 1, cpu, 0), mine])
+    (finding,) = written.findings(status=0)
+    assert (finding.code, finding.ranks, finding.severity) == ("DDP610", (1,), Severity.WARNING)
+    return finding
+
+
+# -- waits for a core
+
+
+def test_a_rank_with_more_work_is_found_on_a_crowded_machine(written: Written) -> None:
+    """It needs 10 ms more, and waits 60 ms for its core because of that: seen at load 12."""
+    rank(written, 0, steps(3.6, 78, 3.5, 0.2))
+    rank(written, 1, steps(73, 8, 11, 66))
+    (finding,) = written.findings(status=0)
+    assert (finding.ranks, finding.severity) == ((1,), Severity.WARNING)
+    assert "by 7.5 ms a step" in finding.message
+    assert "other processes" not in finding.message
+    assert any("waits 66.0 ms a step for a CPU core" in each for each in finding.evidence)
+
+
+def test_ranks_that_wait_alike_for_their_cores_are_no_stragglers(written: Written) -> None:
+    for number, own in enumerate((80, 110, 95)):
+        rank(written, number, steps(own, 130 - own, 12, own - 12, last=300))
+    assert written.findings(status=0) == []
+
+
+def test_a_rank_whose_work_is_that_of_the_others_only_waits(written: Written) -> None:
+    """For a second: the kernel will balance it."""
+    rank(written, 0, steps(12, 40, 12, 0.2, last=40))
+    rank(written, 1, steps(51, 1, 12, 39, last=40))
+    assert written.findings(status=0) == []
+
+
+def test_waits_that_one_rank_alone_has_are_named(written: Written) -> None:
+    rank(written, 0, steps(12, 60, 12, 1))
+    rank(written, 1, steps(71, 1, 12, 59))
+    (finding,) = written.findings(status=0)
+    assert (finding.ranks, finding.severity) == ((1,), Severity.WARNING)
+    assert finding.message.endswith("because other processes take its CPU core")
+    assert finding.evidence[0].startswith("it waits 59.0 ms a step for a core")
+
+
+def test_a_rank_that_is_pinned_and_who_is_on_its_core(written: Written) -> None:
+    asked(written)
+    busy = [
+        [4711, 0.5, 0, "python compress.py (pid 4711)"],
+        [4712, 0.9, 1, "python elsewhere.py (pid 4712)"],
+    ]
+    written.supervisor.append({"kind": "profile", "time": T0, "asked": 1, "busy": busy})
+    rank(written, 0, [*steps(12, 60, 12, 1), profile(BACKWARD)])
+    rank(written, 1, [*steps(71, 1, 12, 59), profile(BACKWARD, affinity=[0])])
+    (finding,) = written.findings(status=0)
+    assert finding.message.endswith("take its CPU core: it is pinned to core 0")
+    said = [each for each in finding.evidence if each.startswith("also on its core")]
+    assert said == ["also on its core: python compress.py (pid 4711), 50% of a core"]
+    assert "sched_setaffinity" in finding.fix
+
+
+def test_sleep_on_a_crowded_machine_takes_a_line_that_sleeps(written: Written) -> None:
+    """Without one it may have waited for what others of the machine keep from running."""
+    for number in (0, 2):
+        rank(written, number, [*steps(40, 45, 10, 28), profile(BACKWARD)])
+    rank(written, 1, [*steps(80, 5, 10, 30), profile(BACKWARD)])
+    asked(written)
+    assert written.findings(status=0) == []
+
+
+def test_sleep_on_a_crowded_machine_that_waits_cannot_explain(written: Written) -> None:
+    rank(written, 0, steps(6, 30, 4, 3))
+    rank(written, 1, steps(34, 2, 4, 8))
+    assert [each.ranks for each in written.findings(status=0)] == [(1,)]
+
+
+def test_workers_that_want_for_cores_are_no_stragglers_fault(written: Written) -> None:
+    counted = {"children": 2, "children_ran": 200 * MS}
+    fetch = stack(40, MAIN, loop(30), letter="S", waits=("queue.py", "get"))
+    asked(written)
+    theirs = profile(BACKWARD, **counted, children_waited=100 * MS)
+    rank(written, 0, [*steps(20, 50, 10, 2, phase="data"), theirs])
+    mine = profile(fetch, **counted, children_waited=900 * MS)
+    rank(written, 1, [*steps(69, 1, 10, 2, phase="data"), mine])
+    assert "DDP610" not in [each.code for each in written.findings(status=0)]
+
+
+# -- lines
+
+
+def test_the_line_is_the_one_with_the_surplus(written: Written) -> None:
+    work = stack(30, MAIN, loop(30), ("/job/clean.py", 12, "normalize"))
+    common = stack(10, MAIN, loop(31), ("/job/clean.py", 40, "load"))
+    theirs = profile(BACKWARD, common)
+    finding = sick(written, profile(work, common, stack(8, MAIN, loop(33))), theirs)
+    assert finding.location == Location("/job/clean.py", 12)
+    assert finding.message == (
+        "rank 1 holds the others up by 40.0 ms a step, in its code between the phases: it runs "
+        "normalize()"
+    )
+    assert finding.evidence[:2] == (
+        "30 of 48 samples of its stack (62%) are at clean.py:12 in normalize(); of the others' 0 "
+        "of 100",
+        "called at train.py:30",
+    )
+
+
+def test_what_all_ranks_do_is_no_surplus(written: Written) -> None:
+    common = [stack(24, MAIN, loop(31)), stack(24, MAIN, loop(33))]
+    finding = sick(written, profile(*common), profile(*common))
+    assert finding.location is None
+    assert finding.evidence[0] == (
+        "its training thread runs 36.0 ms a step longer, at the same lines as the others: heavier "
+        "data, or a slower core"
+    )
+
+
+def test_a_surplus_spread_over_a_function_is_that_function(written: Written) -> None:
+    lines = [stack(9, MAIN, loop(30), ("/job/a.py", line, "clean")) for line in (3, 4, 5, 6)]
+    finding = sick(written, profile(*lines, stack(10, MAIN, loop(33))))
+    assert finding.location == Location("/job/a.py", 3)
+    assert "36 of 46 samples of its stack (78%) are in clean(), 9 of them at a.py:3" in str(
+        finding.evidence
+    )
+
+
+def test_a_branch_by_rank_is_the_cause(written: Written, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("def main(rank):\n    if rank == 1:\n        log()\n")
+    here = ((str(script), 3, "main"), (str(tmp_path / "log.py"), 7, "log"))
+    finding = sick(written, profile(stack(40, *here)))
+    assert finding.location == Location(str(script), 3)
+    assert "train.py:3 stands in a branch that the rank decides on" in finding.evidence
+    assert finding.fix.startswith("Do this on the one rank less often")
+
+
+# -- reasons
+
+
+@pytest.mark.parametrize(
+    ("text", "letter", "waits", "words"),
+    [
+        ("time.sleep(delay)", "S", ("a.py", "fetch"), "it sleeps in fetch()"),
+        ("with self.lock:", "S", ("a.py", "fetch"), "it waits for a lock in fetch()"),
+        ("item = source.get()", "S", ("queue.py", "get"), "it waits for a queue in fetch()"),
+        ("page = ask(url)", "S", ("ssl.py", "read"), "it waits for the network in fetch()"),
+        ("text = file.read()", "S", ("a.py", "fetch"), "it waits for a file in fetch()"),
+        ("text = file.read()", "D", ("a.py", "fetch"), "it waits for the disk in fetch()"),
+        ("do_something()", "S", ("a.py", "fetch"), "it waits in fetch()"),
+    ],
+)
+def test_what_a_line_waits_for(
+    written: Written, tmp_path: Path, text: str, letter: str, waits: tuple[str, str], words: str
+) -> None:
+    helper = tmp_path / "a.py"
+    helper.write_text(f"def fetch():\n    {text}\n")
+    here = stack(40, MAIN, loop(30), (str(helper), 2, "fetch"), letter=letter, waits=waits)
+    finding = sick(written, profile(here), cpu=10.0)
+    assert finding.message.endswith(words)
+    assert finding.location == Location(str(helper), 2)
+
+
+def test_garbage(written: Written) -> None:
+    work = stack(40, MAIN, loop(30))
+    finding = sick(written, profile(work, gc=20 * 35 * MS))
+    assert finding.message.endswith(": Python collects garbage")
+    assert "Python's collector takes 35.0 ms a step, 0.0 ms on the others" in finding.evidence
+
+
+def test_fewer_threads(written: Written, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch\n\ntorch.set_num_threads(1)\n")
+    mine = profile(stack(40, (str(script), 9, "<module>")), threads=1)
+    theirs = profile(stack(40, (str(script), 9, "<module>")), threads=4)
+    finding = sick(written, mine, theirs)
+    assert finding.message.endswith(": it computes with 1 thread, the others with 4")
+    assert finding.location == Location(str(script), 3)
+    assert "set_num_threads" in finding.fix
+
+
+def test_page_faults(written: Written) -> None:
+    work = stack(40, MAIN, loop(30), ("/job/a.py", 3, "pad"))
+    finding = sick(written, profile(work, minor=20 * 120_000))
+    assert finding.message.endswith(": it touches new memory in pad()")
+    assert "120000 page faults a step, 0 on the others" in finding.evidence
+
+
+def test_loader_workers(written: Written) -> None:
+    fetch = stack(40, MAIN, loop(30), letter="S", waits=("queue.py", "get"))
+    asked(written)
+    for number, waits in ((0, BACKWARD), (1, fetch)):
+        ran = (1_900 if number else 200) * MS
+        times = steps(50, 1, 5, 0, phase="data") if number else steps(10, 41, 5, 0, phase="data")
+        rank(written, number, [*times, profile(waits, children=2, children_ran=ran)])
+    (finding,) = written.findings(status=0)
+    assert finding.message.endswith("in its data loading: it waits for its loader workers")
+    assert finding.location == Location("/job/train.py", 30)
+    assert any("use 95% of a core; those of the others 10%" in each for each in finding.evidence)
+
+
+def test_damaged_samples_are_left_out(written: Written) -> None:
+    damaged: list[Any] = [None, [1], [2, "x", 3, 4, 5], {"a": 1}, [1, [[1, 2]], ["a"], "R", 1]]
+    finding = sick(written, profile(*damaged, gc="much", affinity=7, steps=None))
+    assert finding.location is None
+
+
+# -- when
+
+
+def test_the_verdict_waits_for_the_samples_of_a_live_run(written: Written) -> None:
+    now = time.time_ns()
+    written.supervisor.append({"kind": "profile", "time": now, "restart": 0, "asked": 1, "rank": 1})
+    rank(written, 0, steps(10, 40, 9, 0))
+    rank(written, 1, steps(50, 1, 45, 0))
+    assert written.findings() == []
+
+
+def test_the_verdict_does_not_wait_for_ever(written: Written) -> None:
+    asked(written)
+    rank(written, 0, steps(10, 40, 9, 0))
+    rank(written, 1, steps(50, 1, 45, 0))
+    assert [each.ranks for each in written.findings()] == [(1,)]
