@@ -15,6 +15,7 @@ from ddpdoctor.probe import (
     finite,
     forks,
     gradients,
+    independent,
     local_gradients,
     optimizers,
     pacing,
@@ -63,6 +64,7 @@ def start() -> None:
     os.register_at_fork(after_in_child=models.forget)
     os.register_at_fork(after_in_child=batches.forget)
     os.register_at_fork(after_in_child=pacing.forget)
+    os.register_at_fork(after_in_child=independent.forget)
     forks.install()
     stacks.declare_worker()
     errors.install()
@@ -94,6 +96,7 @@ def start() -> None:
     fingerprints.install()
     buffers.install()
     evaluations.install()
+    independent.install()
     batches.install()
     cores.install()
     pacing.install()
