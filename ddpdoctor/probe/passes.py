@@ -133,8 +133,9 @@ class Pass:
         self.followed = followed
         self.share_at = share_at
         self.lookup = lookup
-        self.collectives = 0
-        """Collectives that the rank had called when the pass began."""
+        self.collectives = 0, 0, 0
+        """Collectives that the rank had called when the pass began; reductions and gathers of them.
+        """
         self.batches = 0
         """Batches of indices drawn so far."""
         self.draws = 0

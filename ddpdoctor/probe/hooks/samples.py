@@ -98,9 +98,10 @@ _subsets = _Book()
 _passes: dict[tuple[Site, Site | None], int] = {}
 _open: dict[tuple[Site, Site | None], Pass] = {}
 _waiting: list[Pass] = []
-_evaluated: list[tuple[Pass, int]] = []
+_evaluated: list[Pass] = []
 _followed = 0
 _collectives = 0
+_reductions = 0
 _gathers = 0
 _sketched = 0
 """Nanoseconds that it took to look at all samples."""
@@ -108,12 +109,12 @@ _sketched = 0
 
 def forget() -> None:
     """In a forked child: the parent's passes are the parent's."""
-    global _followed, _collectives
+    global _followed, _collectives, _reductions, _gathers, _sketched
     _passes.clear()
     _open.clear()
     _waiting.clear()
     _evaluated.clear()
-    _followed = _collectives = 0
+    _followed = _collectives = _reductions = _gathers = _sketched = 0
 
 
 # -- what was built where
@@ -260,7 +261,7 @@ def _begin(iterator: Any) -> Pass | None:
         "collates": torch_private.batches_at_once(iterator),
     }
     drawn = _map_style(iterator, facts, state.budget.left())
-    drawn.collectives = _collectives
+    drawn.collectives = _collectives, _reductions, _gathers
     _followed += 1
     _open[key] = drawn
     state.budget.spend(clock() - began)
@@ -490,8 +491,12 @@ def _told_first(drawn: Pass) -> Callable[[bool], bytes | Record]:
 
 
 def _collective(name: str) -> None:
-    global _collectives
+    global _collectives, _reductions, _gathers
     _collectives += 1
+    if "reduce" in name:
+        _reductions += 1
+    elif "gather" in name:
+        _gathers += 1
 
 
 def _judge_evaluations() -> None:
@@ -499,8 +504,11 @@ def _judge_evaluations() -> None:
     if not _evaluated:
         return
     state = rank.current()
-    for drawn, before in _evaluated:
-        drawn.facts["collectives"] = _collectives - before
+    for drawn in _evaluated:
+        every, reductions, gathers = drawn.collectives
+        drawn.facts["collectives"] = _collectives - every
+        drawn.facts["reductions"] = _reductions - reductions
+        drawn.facts["gathers"] = _gathers - gathers
         if state is not None:
             state.recorder.add(drawn.told("ended"))
     _evaluated.clear()
@@ -525,7 +533,7 @@ def _close(drawn: Pass, how: str) -> None:
         drawn.facts["armed_after"] = state.tracker.armed
         state.recorder.add(drawn.told(how))
         if how == "ended" and drawn.facts["armed"] and not drawn.marks:
-            _evaluated.append((drawn, drawn.collectives))
+            _evaluated.append(drawn)
 
 
 def _ended() -> None:
