@@ -21,6 +21,7 @@ from ddpdoctor.probe import (
     pacing,
     rank,
     stacks,
+    statistics,
 )
 from ddpdoctor.probe.hooks import (
     amp,
@@ -97,6 +98,7 @@ def start() -> None:
     buffers.install()
     evaluations.install()
     independent.install()
+    statistics.install()
     batches.install()
     cores.install()
     pacing.install()
