@@ -15,6 +15,9 @@ ddp_built: list[Callable[[Any], None]] = []
 forward_begins: list[Callable[[Any, bool], None]] = []
 """A DDP module's forward begins, in grad mode: the module, and whether its backward is reduced."""
 
+evaluation_begins: list[Callable[[Any], None]] = []
+"""A DDP module's forward begins without gradients: the module."""
+
 buffers_begin: list[Callable[[Any], None]] = []
 """DDP is about to broadcast its module's buffers before a forward: the DDP module."""
 

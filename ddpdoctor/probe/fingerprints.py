@@ -502,6 +502,11 @@ def modules_that_hold(module: Any) -> list[int]:
     ]
 
 
+def modules() -> list[_Module]:
+    """The DDP modules of this rank."""
+    return [] if _fingerprints is None else _fingerprints.modules
+
+
 def number_of(ddp: Any) -> int | None:
     """The number of a DDP module among this rank's."""
     if _fingerprints is None:

@@ -20,6 +20,9 @@ DEFAULT_GROUP = ""
 _MOST_WORKS = 256
 """Asynchronous calls that nobody has waited for, of which is known which they are."""
 
+NARROW = 64
+"""Elements below which a tensor is a number or a metric, and no gradient."""
+
 _now = time.time_ns
 
 
@@ -50,6 +53,8 @@ class Ledger:
         self._chains: dict[tuple[Site, ...], int] = {}
         self._works: dict[int, int] = {}
         self._waited = 0
+        self.wide = 0
+        """Calls that may have moved gradients or parameters, unknown ones among them."""
 
     @property
     def count(self) -> int:
@@ -77,8 +82,10 @@ class Ledger:
         place = self._chains.get(chain) or self._place(chain)
         if tensor is None:
             dtype, shape, numel = 0, (), -1
+            self.wide += name[:10] == "all_to_all"
         else:
             shape, numel = tensor.shape, tensor.numel()
+            self.wide += numel > NARROW
             dtype = self._dtypes.get(tensor.dtype, -1)
             if dtype < 0:
                 dtype = self._ring.text(str(tensor.dtype).removeprefix("torch."))
@@ -155,6 +162,8 @@ class Ledger:
         self._waited = self._works.pop(id(work), 0)
         if self._waited:
             self._ring.waits_for(self._waited)
+        else:
+            self.wide += 1
         return bool(self._waited)
 
     def waited(self, now: int) -> None:

@@ -6,6 +6,7 @@ small pseudo-random part, so that what two ranks drew of it tells exactly whethe
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from collections import deque
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from zlib import crc32
 
+from ddpdoctor.probe.sketches import Rows, Sketch
 from ddpdoctor.record import Record
 
 SAMPLE = 128
@@ -20,6 +22,9 @@ SAMPLE = 128
 
 CONTENTS = 64
 """Those of them whose content is hashed, too."""
+
+CLOSED = ("ended", "left")
+"""States of a pass that draws no more."""
 
 HEAD = 64
 """Draws at the beginning whose order is hashed apart."""
@@ -29,6 +34,10 @@ FIRST = 16
 
 _MASK = (1 << 64) - 1
 _BITS = (1 << 53) - 1
+
+Draw = tuple[Any, ...]
+Row = tuple[int | None, list[int]]
+"""The index of a sample, where there is one, and the hashes of what it held."""
 
 
 @functools.lru_cache(maxsize=16)
@@ -52,17 +61,21 @@ def digest_of(numbers: Iterable[Any]) -> int:
     return hash(tuple(map(operator.index, numbers))) & _BITS
 
 
+def _plain(indices: Draw) -> tuple[int, ...]:
+    """Indices as whole numbers, whatever they are."""
+    try:
+        return tuple(map(operator.index, indices))
+    except Exception:
+        # Words, tuples with a size, tensors of several elements: no index space.
+        return tuple(crc32(repr(index).encode()) for index in indices)
+
+
 def _meets(wanted: frozenset[int], indices: tuple[Any, ...]) -> bool:
     try:
         return not wanted.isdisjoint(indices)
     except TypeError:
         # Indices of a kind of their own, lists say.
         return False
-
-
-Draw = tuple[Any, ...]
-Row = tuple[int | None, list[int]]
-"""The index of a sample, where there is one, and the hashes of what it held."""
 
 
 class Pass:
@@ -94,6 +107,7 @@ class Pass:
         "_repeats",
         "_rows",
         "_seen",
+        "_sketch",
         "batches",
         "collectives",
         "draws",
@@ -119,8 +133,9 @@ class Pass:
         self.followed = followed
         self.share_at = share_at
         self.lookup = lookup
-        self.collectives = 0
-        """Collectives that the rank had called when the pass began."""
+        self.collectives = 0, 0, 0
+        """Collectives that the rank had called when the pass began; reductions and gathers of them.
+        """
         self.batches = 0
         """Batches of indices drawn so far."""
         self.draws = 0
@@ -135,7 +150,9 @@ class Pass:
         inside = frozenset(sample_of(length)[:: 1 if length <= CONTENTS else SAMPLE // CONTENTS])
         self._contents = frozenset(index for index, name in followed.items() if name in inside)
         self._awaited: deque[list[tuple[int, int, int]]] = deque(maxlen=4096)
-        self._pending: deque[Draw | list[tuple[Any, Callable[[], list[list[int]]]]]] = deque()
+        self._pending: deque[Draw | Rows | list[tuple[Any, Callable[[], list[list[int]]]]]] = (
+            deque()
+        )
         self._digested = self._seen = self._drawn = 0
         self._head: list[int] = []
         self._order = 0
@@ -144,6 +161,7 @@ class Pass:
         self._falls = 0
         self._opaque = False
         self._rows: list[Row] = []
+        self._sketch = Sketch()
 
     # -- in the training thread
 
@@ -154,6 +172,8 @@ class Pass:
         self._drawn += 1
         before = self.draws
         self.draws += len(indices)
+        if before < HEAD:
+            self._begin(indices[: HEAD - before])
         wanted = self._contents
         looked: list[tuple[int, int, int]] = []
         if before == 0 or _meets(wanted, indices):
@@ -166,6 +186,14 @@ class Pass:
         self._awaited.append(looked)
         return before < self.share_at <= self.draws
 
+    def _begin(self, indices: Draw) -> None:
+        """Keep the names of the first draws."""
+        lookup = self.lookup
+        if lookup is not None:
+            with contextlib.suppress(TypeError, IndexError):
+                indices = tuple(lookup[index] for index in indices)
+        self._head.extend(indices)
+
     def arrived(self) -> list[tuple[int, int, int]]:
         """A batch arrived, in the order drawn: what to look at, as position, index, batch size."""
         return self._awaited.popleft() if self._awaited else []
@@ -175,9 +203,15 @@ class Pass:
         self._pending.append([(names, contents)])
         self._drawn += 1
 
+    def gave(self, rows: Rows) -> None:
+        """A batch arrived; ``rows`` hashes its samples later, and holds copies only."""
+        self._pending.append(rows)
+        self._drawn += 1
+
     def told(self, state: str) -> Callable[[bool], bytes | Record]:
         """The record of the pass as it stands now."""
         upto = self._drawn
+        head = tuple(self._head)
         facts = {
             **self.facts,
             "state": state,
@@ -189,6 +223,9 @@ class Pass:
         def line(last: bool) -> Record:
             self._digest(upto)
             facts.update(self._summary())
+            facts["head"] = [len(head), digest_of(_plain(head))]
+            if state in CLOSED and self._sketch.looked and facts["marks"]:
+                facts["sketch"] = self._sketch.told()
             if not facts["marks"]:
                 # Of an evaluation nobody asks which samples they were.
                 facts.pop("rows", None)
@@ -216,6 +253,11 @@ class Pass:
             if isinstance(item, tuple):
                 self._count(item)
                 continue
+            if callable(item):
+                # A tensor of a kind that has no plain bits.
+                with contextlib.suppress(Exception):
+                    self._sketch.add(item())
+                continue
             for names, contents in item:
                 try:
                     hashes = contents()
@@ -229,11 +271,8 @@ class Pass:
             try:
                 indices = tuple(map(operator.index, indices))
             except Exception:
-                # Words, tuples with a size, tensors of several elements: no index space.
                 self._opaque = True
-                indices = tuple(crc32(repr(index).encode()) for index in indices)
-        if len(self._head) < HEAD:
-            self._head.extend(indices[: HEAD - len(self._head)])
+                indices = _plain(indices)
         self._seen += len(indices)
         self._order = hash((self._order, indices))
         self._falls += sum(map(operator.gt, indices, indices[1:]))
@@ -249,7 +288,6 @@ class Pass:
     def _summary(self) -> Record:
         summary: Record = {
             "draws": self._seen,
-            "head": [len(self._head), hash(tuple(self._head)) & _BITS],
             "order": self._order & _BITS,
             "falls": self._falls,
             "repeats": self._repeats,

@@ -15,12 +15,14 @@ from ddpdoctor.probe import (
     flight,
     forks,
     gradients,
+    independent,
     local_gradients,
     optimizers,
     pacing,
     rank,
     sampling,
     stacks,
+    statistics,
 )
 from ddpdoctor.probe.hooks import (
     amp,
@@ -65,6 +67,7 @@ def start() -> None:
     os.register_at_fork(after_in_child=batches.forget)
     os.register_at_fork(after_in_child=pacing.forget)
     os.register_at_fork(after_in_child=sampling.forget)
+    os.register_at_fork(after_in_child=independent.forget)
     forks.install()
     stacks.declare_worker()
     errors.install()
@@ -97,6 +100,8 @@ def start() -> None:
     fingerprints.install()
     buffers.install()
     evaluations.install()
+    independent.install()
+    statistics.install()
     batches.install()
     sampling.install()
     pacing.install()

@@ -17,10 +17,12 @@ from ddpdoctor.rules.draws import (
     Passes,
     location,
     matched,
+    other_data,
     overlap,
     passes_of,
     same_data,
     same_order,
+    same_part,
     training,
 )
 from ddpdoctor.rules.endings import PATIENCE
@@ -64,6 +66,9 @@ def _unsharded(run: Run) -> Iterator[Passes]:
         doubled, total = overlap(passes)
         everything = all(_draws_all(one) for one in each) and 4 * doubled >= total
         beyond = all(_exceeds_share(one, len(each)) for one in each) and 8 * doubled >= total
+        if not same_part(passes):
+            # Each draws from a part of its own, however much they share.
+            continue
         if (everything or beyond or same_order(passes)) and same_data(passes):
             yield passes
 
@@ -313,7 +318,7 @@ def wrong_shard(run: Run) -> Iterator[Finding]:
         shared = Counter(shards.values()).most_common(1)[0]
         twins = {n: passes[n] for n in group if shards[n] == shared[0]}
         first = passes[wrong[0]] if wrong else None
-        if first is None:
+        if first is None or not same_part(passes) or other_data(passes):
             continue
         if shared[1] > 1 and same_order(twins) and same_data(twins):
             what = f"{named(twins)} draw the same samples"

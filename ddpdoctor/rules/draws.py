@@ -188,25 +188,39 @@ def same_data(passes: Passes) -> bool:
     varies so much that it cannot be equal by accident.
     """
     first, *others = passes.values()
-    return all(_same(first, other) for other in others)
+    return all(_same(first, other) is True for other in others)
 
 
-def _same(one: Pass, other: Pass) -> bool:
+def other_data(passes: Passes) -> bool:
+    """Whether equal indices held other samples on some rank."""
+    first, *others = passes.values()
+    return any(_same(first, other) is False for other in others)
+
+
+def _same(one: Pass, other: Pass) -> bool | None:
+    """Whether they are the same samples; None if that cannot be seen."""
     common = sorted(one.rows.keys() & other.rows.keys())
     if len(common) < 2:
-        return False
+        return None
     width = min(len(row) for each in (one, other) for row in each.rows.values())
+    alike = False
     for column in range(width):
         if all(one.rows[index][column] == other.rows[index][column] for index in common):
+            alike = True
             held = {**one.rows, **other.rows}.values()
             shares = [count / len(held) for count in Counter(row[column] for row in held).values()]
             if sum(share * share for share in shares) ** len(common) < SURE:
                 return True
-    return False
+    return None if alike else False
+
+
+def same_part(passes: Passes) -> bool:
+    """Whether each rank was given the same subset, or none: only then are equal numbers equal."""
+    return len({one["subset"] for one in passes.values()}) == 1
 
 
 def same_order(passes: Passes) -> bool:
-    """Whether all ranks began with the same samples in the same order."""
+    """Whether all ranks began with the same numbers of samples in the same order."""
     heads = {each.head for each in passes.values()}
     return len(heads) == 1 and heads.pop()[0] >= FEW
 

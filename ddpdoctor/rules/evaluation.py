@@ -1,19 +1,25 @@
-"""Evaluation through the DDP wrapper (DDP402): a broadcast that not all ranks take part in."""
+"""Evaluation: a broadcast that some ranks miss (DDP402), statistics that differ (DDP708)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
-from ddpdoctor.finding import Finding, Severity, rule
+from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.record import Record, integer
 from ddpdoctor.relations import MISPAIRED, STANDSTILL, STANDSTILLS, brings_about
 from ddpdoctor.rules.decisions import decisions
+from ddpdoctor.rules.draws import Passes, matched, same_part
 from ddpdoctor.rules.ranks import named
-from ddpdoctor.rules.replicas import group_of, place
+from ddpdoctor.rules.replicas import elements, group_of, list_of, place
 from ddpdoctor.run import Rank, Run
 
 MOST = 64
 """Evaluations that a rank writes down; with that many, later ones are not known."""
+
+APART = 0.01
+"""How far statistics have to be apart to change an evaluation: means in standard deviations,
+variances as a part of themselves."""
 
 
 @rule(
@@ -111,3 +117,132 @@ def _passed(rank: Rank, point: int, run: Run) -> bool:
     # Two forwards later, what it wrote before them has arrived.
     fingerprints = [integer(record, "armed") for record in rank.of_kind("fingerprint")]
     return max(fingerprints, default=0) > point + 1
+
+
+@rule("DDP708", "evaluation-differs", Severity.WARNING)
+def evaluation_differs(run: Run) -> Iterator[Finding]:
+    """The ranks evaluate with other running statistics, and put their results together.
+
+    What it finds
+        An evaluation in which each rank of a DDP group takes its part of the data, in evaluation
+        mode, with running statistics of BatchNorm that are not those of the other ranks, after
+        which numbers are reduced or gathered over the ranks.
+
+    Why it is bad
+        The metric mixes as many models as there are ranks. The one that is saved, rank 0's, was
+        evaluated on its part alone.
+
+    How to fix it
+        Let DDP broadcast the buffers (its default), or broadcast them before the evaluation, or
+        train with `SyncBatchNorm.convert_sync_batchnorm(model)`, which keeps them equal.
+
+    Example
+        Wrong: `DDP(model, broadcast_buffers=False)`, and each rank evaluates its shard.
+        Right: before that, `for b in model.buffers(): dist.broadcast(b, src=0)`.
+
+    When it stays silent
+        Where one rank evaluates, or each evaluates all of the data; where nothing is reduced or
+        gathered; for statistics that agree within 1 %, for models without any, and where DDP
+        broadcasts the buffers, whose statistics differ by the last step alone.
+
+    Since
+        0.1.0
+    """
+    members = {rank.rank: rank for rank in run.last}
+    looks: dict[tuple[int, tuple[int, ...], int], dict[int, Record]] = {}
+    for rank in run.last:
+        for record in rank.of_kind("statistics"):
+            key = integer(record, "module"), group_of(record), integer(record, "armed")
+            looks.setdefault(key, {})[rank.rank] = record
+    evaluations = {
+        (tuple(sorted(passes)), next(iter(passes.values())).number("armed")): passes
+        for passes in matched(run)
+        if _put_together(passes)
+    }
+    for (module, group, armed), records in sorted(looks.items()):
+        passes = evaluations.get((tuple(sorted(group)), armed))
+        if passes is None or set(records) != set(group) or not set(group) <= set(members):
+            continue
+        name, most, differing = _statistics_apart([records[each] for each in sorted(group)])
+        if most < APART:
+            continue
+        first = passes[min(passes)]
+        at = Location(str(first["path"]), first.number("line"))
+        layers = integer(records[min(records)], "layers")
+        yield Finding(
+            code="DDP708",
+            about=f"module {module} {at}",
+            severity=Severity.WARNING,
+            message=f"{named(group)} evaluate with other running statistics at {at}, and their "
+            "results are put together",
+            ranks=tuple(sorted(group)),
+            location=at,
+            evidence=(
+                f"after {armed} synchronized forwards, {differing} of {layers} normalizing layers "
+                f"differ between ranks, layer "
+                f"{name or 'without a name'} by {most:.1%}",
+                "DDP's broadcast of buffers is turned off",
+                *(f"rank {one.rank}: {one.draws} samples" for one in list(passes.values())[:4]),
+                f"{first.number('reductions') + first.number('gathers')} reductions and gathers "
+                "before the next training step",
+            ),
+            fix="Broadcast the buffers from one rank before the evaluation, leave "
+            "broadcast_buffers on, or convert the model to SyncBatchNorm.",
+        )
+        return
+
+
+def _put_together(passes: Passes) -> bool:
+    """Whether each rank evaluated its part, and results met afterwards."""
+    each = list(passes.values())
+    return (
+        all(
+            one["state"] == "ended"
+            and not one.number("marks")
+            and one.indexed
+            and one.number("reductions") + one.number("gathers") > 0
+            for one in each
+        )
+        # Of one data set that all read in full, the result of any rank would do.
+        and not (same_part(passes) and all(one.draws >= one.length for one in each))
+        and len({(one["subset"], one.head) for one in each}) == len(each)
+    )
+
+
+def _statistics_apart(records: list[Record]) -> tuple[str, float, int]:
+    """The layer that differs most of those looked at, by how much, and how many layers differ."""
+    hashes = [list_of(record, "hashes") for record in records]
+    differing = {
+        index // 2
+        for index, values in enumerate(zip(*hashes, strict=False))
+        if len(set(map(str, values))) > 1
+    }
+    found = ("", 0.0)
+    names = [str(name) for name in list_of(records[0], "names")]
+    samples = [list_of(record, "samples") for record in records]
+    for index in sorted(differing):
+        places = slice(2 * index, 2 * index + 2)
+        pairs = [[_values(each) for each in packed[places]] for packed in samples]
+        if any(len(pair) != 2 for pair in pairs):
+            continue
+        apart = _apart([(mean, variance) for mean, variance in pairs])
+        if apart > found[1]:
+            found = (names[index] if index < len(names) else "", apart)
+    return (*found, len(differing))
+
+
+def _values(packed: object) -> tuple[float, ...]:
+    return elements(packed) if isinstance(packed, list) and len(packed) == 3 else ()
+
+
+def _apart(statistics: list[tuple[tuple[float, ...], tuple[float, ...]]]) -> float:
+    """How far means and variances of a layer are apart between ranks."""
+    (mean, variance), *others = statistics
+    size, deviation = math.hypot(*variance), math.sqrt(sum(map(abs, variance)))
+    if not size or any(len(each) != len(mean) for pair in statistics for each in pair):
+        return 0.0
+    apart = max(
+        max(math.dist(mean, theirs) / deviation, math.dist(variance, spread) / size)
+        for theirs, spread in others
+    )
+    return apart if math.isfinite(apart) else 0.0

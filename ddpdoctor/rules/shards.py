@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.record import integer
-from ddpdoctor.rules.draws import Passes, matched, passes_of
+from ddpdoctor.rules.draws import Passes, matched, passes_of, same_part
 from ddpdoctor.run import Run
 
 
@@ -25,6 +25,7 @@ def _evaluations(run: Run) -> Iterator[Passes]:
                 for one in each
             )
             and len({one.length for one in each}) == 1
+            and same_part(passes)
             and len({one.shard for one in each}) == len(each)
         ):
             yield passes
@@ -103,13 +104,14 @@ def _kept_apart(run: Run, passes: Passes) -> bool:
     return len(set(files)) == len(files)
 
 
-@rule("DDP107", "eval-padding-duplicates", Severity.INFO)
+@rule("DDP107", "eval-padding-duplicates", Severity.WARNING)
 def padded(run: Run) -> Iterator[Finding]:
     """The evaluation counts some samples twice.
 
     What it finds
         An evaluation over a sampler's shards that together drew more samples than the data set
-        has, since its length is no multiple of the number of ranks.
+        has, since its length is no multiple of the number of ranks. A warning, if a metric is then
+        reduced over the ranks; else information, as results that are gathered may be cut.
 
     Why it is bad
         `DistributedSampler` repeats samples until all shards are equally long. In training that
@@ -136,16 +138,21 @@ def padded(run: Run) -> Iterator[Finding]:
         extra = drawn - first.length
         if first.sampler.get("drop_last") or not 0 < extra < len(each):
             continue
+        if any(one["collectives"] is None for one in each):
+            # What becomes of the results is not known yet.
+            continue
+        reported = all(one.number("reductions") > 0 >= one.number("gathers") for one in each)
         yield Finding(
             code="DDP107",
             about=str(first.at),
-            severity=Severity.INFO,
+            severity=Severity.WARNING if reported else Severity.INFO,
             message=f"the evaluation counts {extra} of {first.length} samples twice: the sampler "
             f"built at {first.at} pads its shards to equal length",
             location=first.at,
             evidence=(
                 *(f"rank {one.rank}: {one.draws} samples" for one in each[:4]),
                 f"together {drawn} of {first.length}",
+                *(["numbers are reduced over the ranks afterwards"] if reported else []),
             ),
             fix="Drop the repeated samples after gathering, or shard the evaluation without "
             "padding.",

@@ -48,7 +48,7 @@ def same_stream(run: Run) -> Iterator[Finding]:
         each = list(passes.values())
         if not all(one.trains and one["iterable"] for one in each):
             continue
-        values = _common_stream(each)
+        values = common_stream(each)
         if values is None:
             continue
         first = each[0]
@@ -80,7 +80,7 @@ def _columns(each: Sequence[Pass]) -> range:
     return range(min((len(row) - 1 for one in each for row in one["rows"] or ()), default=0))
 
 
-def _common_stream(each: Sequence[Pass]) -> int | None:
+def common_stream(each: Sequence[Pass]) -> int | None:
     """How many samples all ranks have in common, if that is nearly all they have."""
     if not all(one["rows"] for one in each):
         return None

@@ -207,6 +207,8 @@ def _before(ddp: Any) -> bool:
                 told(ddp, armed)
         else:
             tracker.evaluating()
+            for looks in events.evaluation_begins:
+                looks(ddp)
         step = tracker.step
         if not tracker.enter(_FORWARD, sites.site_of(frame)):
             return False

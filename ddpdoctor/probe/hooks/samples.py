@@ -14,7 +14,16 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe import contents, events, loops, rank, shield, torch_private
+from ddpdoctor.probe import (
+    contents,
+    datasets,
+    events,
+    loops,
+    rank,
+    shield,
+    sketches,
+    torch_private,
+)
 from ddpdoctor.probe.budget import clock
 from ddpdoctor.probe.passes import Pass, digest_of, sample_of
 from ddpdoctor.probe.sites import Site, site_of
@@ -31,6 +40,12 @@ ROWS = 8
 
 CHUNK = 32
 """Batches of indices that wait for the writing thread at most."""
+
+SKETCHED = 2
+"""Passes over a loader whose samples are all looked at, the first ones."""
+
+SKETCH_AHEAD = 10_000_000
+"""Nanoseconds that this may take in advance of the eighth of the budget that it has."""
 
 KNOWN = 64
 """Loaders and samplers that are remembered with the line that built them."""
@@ -83,19 +98,23 @@ _subsets = _Book()
 _passes: dict[tuple[Site, Site | None], int] = {}
 _open: dict[tuple[Site, Site | None], Pass] = {}
 _waiting: list[Pass] = []
-_evaluated: list[tuple[Pass, int]] = []
+_evaluated: list[Pass] = []
 _followed = 0
 _collectives = 0
+_reductions = 0
+_gathers = 0
+_sketched = 0
+"""Nanoseconds that it took to look at all samples."""
 
 
 def forget() -> None:
     """In a forked child: the parent's passes are the parent's."""
-    global _followed, _collectives
+    global _followed, _collectives, _reductions, _gathers, _sketched
     _passes.clear()
     _open.clear()
     _waiting.clear()
     _evaluated.clear()
-    _followed = _collectives = 0
+    _followed = _collectives = _reductions = _gathers = _sketched = 0
 
 
 # -- what was built where
@@ -242,7 +261,7 @@ def _begin(iterator: Any) -> Pass | None:
         "collates": torch_private.batches_at_once(iterator),
     }
     drawn = _map_style(iterator, facts, state.budget.left())
-    drawn.collectives = _collectives
+    drawn.collectives = _collectives, _reductions, _gathers
     _followed += 1
     _open[key] = drawn
     state.budget.spend(clock() - began)
@@ -270,28 +289,27 @@ def _map_style(iterator: Any, facts: Record, left: int) -> Pass:
         return Pass(facts, 0, {}, 0, None)
     samplers = torch_private.samplers_of(iterator)
     _tell_samplers(samplers, dataset, facts)
-    lookup: list[int] | None = None
-    subset = hasattr(dataset, "indices") and hasattr(dataset, "dataset")
-    if subset:
-        # torch's own Subset, or one that looks like it; a Subset of a Subset goes down twice.
-        split = _subsets.find(dataset)
+    try:
+        found = datasets.bottom(dataset, left)
+        length = len(dataset) if found is None else found.length
+    except Exception:
+        # Lengths and indices are the job's own code, and may be anything.
+        return Pass(facts, 0, {}, 0, None)
+    lookup = None if found is None else found.lookup
+    if found is not None:
+        split = _subsets.find(found.subset)
         if split is not None and split.site.path:
             facts["split"] = [split.site.path, split.site.line]
-        lookup, digest, dataset = _resolve(dataset, left)
-        facts["subset"] = digest
-        facts["subset_length"] = len(lookup) if lookup is not None else None
-    try:
-        length = len(dataset)
-    except Exception:
-        return Pass(facts, 0, {}, 0, None)
+        facts["subset"] = None if lookup is None else digest_of(lookup)
+        facts["subset_length"] = None if lookup is None else len(lookup)
+        if lookup is None:
+            return Pass(facts, 0, {}, 0, None)
     facts["length"] = length
     batches = _batches(samplers)
     if batches is not None:
         facts["batches"] = batches
     wanted = sample_of(length)
-    if subset:
-        if lookup is None:
-            return Pass(facts, 0, {}, 0, None)
+    if lookup is not None:
         inside = frozenset(wanted)
         followed = {place: name for place, name in enumerate(lookup) if name in inside}
     else:
@@ -300,24 +318,6 @@ def _map_style(iterator: Any, facts: Record, left: int) -> Pass:
     world = sys.modules["torch"].distributed.get_world_size()
     whole = length if lookup is None else len(lookup)
     return Pass(facts, length, followed, -(-3 * whole // (2 * world)), lookup)
-
-
-def _resolve(subset: Any, left: int) -> tuple[list[int] | None, int | None, Any]:
-    """A subset's indices in the data set at its bottom, their hash, and that data set."""
-    lookup: list[int] | None = None
-    for _ in range(4):
-        if not (hasattr(subset, "indices") and hasattr(subset, "dataset")):
-            break
-        indices = subset.indices
-        # Some 150 ns an index.
-        if len(indices) * 150 > left:
-            return None, None, subset
-        plain: list[int] = indices.tolist() if hasattr(indices, "tolist") else indices
-        if not isinstance(plain, list):
-            plain = list(plain)
-        lookup = plain if lookup is None else [plain[place] for place in lookup]
-        subset = subset.dataset
-    return lookup, None if lookup is None else digest_of(lookup), subset
 
 
 def _tell_samplers(samplers: list[Any], dataset: Any, facts: Record) -> None:
@@ -392,6 +392,8 @@ def _fetched(iterator: Any, data: Any) -> None:
         elif drawn in _waiting:
             _waiting.remove(drawn)
         _waiting.append(drawn)
+        if drawn.facts["number"] < SKETCHED and drawn.facts["collates"]:
+            _sketch(drawn, data)
     if drawn.facts.get("iterable"):
         if drawn.fetched <= BATCHES:
             _look(drawn, data)
@@ -424,6 +426,23 @@ def _look_at(drawn: Pass, data: Any, places: list[tuple[int, int, int]]) -> None
     if hashes is not None:
         drawn.see([index for _, index, _ in places], hashes)
     _spend(began)
+
+
+def _sketch(drawn: Pass, data: Any) -> None:
+    """Look at all samples of a batch, whatever they are called."""
+    global _sketched
+    state = rank.current()
+    if state is None or _sketched > SKETCH_AHEAD + state.budget.earned() // 8:
+        return
+    began = clock()
+    rows = sketches.rows(data)
+    if rows is not None:
+        drawn.gave(rows)
+        if drawn.facts.get("iterable") and drawn.fetched % CHUNK == 0:
+            state.recorder.add(drawn.digested())
+    spent = clock() - began
+    _sketched += spent
+    state.budget.spend(spent)
 
 
 def _spend(began: int) -> None:
@@ -472,8 +491,12 @@ def _told_first(drawn: Pass) -> Callable[[bool], bytes | Record]:
 
 
 def _collective(name: str) -> None:
-    global _collectives
+    global _collectives, _reductions, _gathers
     _collectives += 1
+    if "reduce" in name:
+        _reductions += 1
+    elif "gather" in name:
+        _gathers += 1
 
 
 def _judge_evaluations() -> None:
@@ -481,8 +504,11 @@ def _judge_evaluations() -> None:
     if not _evaluated:
         return
     state = rank.current()
-    for drawn, before in _evaluated:
-        drawn.facts["collectives"] = _collectives - before
+    for drawn in _evaluated:
+        every, reductions, gathers = drawn.collectives
+        drawn.facts["collectives"] = _collectives - every
+        drawn.facts["reductions"] = _reductions - reductions
+        drawn.facts["gathers"] = _gathers - gathers
         if state is not None:
             state.recorder.add(drawn.told("ended"))
     _evaluated.clear()
@@ -508,7 +534,7 @@ def _close(drawn: Pass, how: str) -> None:
         drawn.facts["closed"] = time.time_ns()
         state.recorder.add(drawn.told(how))
         if how == "ended" and drawn.facts["armed"] and not drawn.marks:
-            _evaluated.append((drawn, drawn.collectives))
+            _evaluated.append(drawn)
 
 
 def _ended() -> None:

@@ -1,0 +1,166 @@
+"""Data (DDP117): ranks whose parts of the data overlap, whatever they call the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ddpdoctor.finding import Finding, Location, Severity, rule
+from ddpdoctor.rules.draws import (
+    FEW,
+    Passes,
+    location,
+    matched,
+    other_data,
+    overlap,
+    same_data,
+    same_part,
+)
+from ddpdoctor.rules.streams import common_stream
+from ddpdoctor.run import Run
+
+LEAST = 0.02
+"""The part of all draws that has to be shared; less may be what fills a last round."""
+
+REPEATED = 0.1
+"""The part of a rank's own draws above which it draws with replacement."""
+
+KEPT = 256
+"""Hashes that a rank writes of a pass: with fewer, these are all."""
+
+
+@dataclass(frozen=True)
+class _Shared:
+    shared: int
+    looked: int
+    """Draws that could be compared, of which so many were of samples that another rank drew."""
+    what: str
+
+
+@rule("DDP117", "shared-rows", Severity.WARNING)
+def shared_rows(run: Run) -> Iterator[Finding]:
+    """The ranks' parts of the training data overlap.
+
+    What it finds
+        A pass in which ranks of a DDP group drew the same samples, although each has a part of the
+        data to itself: subsets that overlap, a copy that each rank shuffled for itself, slices
+        that reach into the neighbour's. Samples are known by what they hold, or by their number
+        in a data set that is the same on all ranks.
+
+    Why it is bad
+        Shared samples weigh more than others in each epoch, and as many are in no rank's part and
+        are never trained on.
+
+    How to fix it
+        Cut the parts from one order: the same permutation (one seed) on every rank, then
+        `order[rank::world_size]`, or leave the cutting to a `DistributedSampler`.
+
+    Example
+        Wrong: `Subset(data, torch.randperm(len(data))[rank::world])`, with a seed for each rank.
+        Right: the same with `generator=torch.Generator().manual_seed(0)`.
+
+    When it stays silent
+        For draws with replacement, for samplers of the job's own that give ranks the same samples,
+        for data that repeat within a rank, for less than 2 % of the draws, and where inputs are
+        augmented at random or lie on a GPU. Where every rank draws all of one data set it is
+        DDP102, and DDP115 for a stream.
+
+    Since
+        0.1.0
+    """
+    for passes in matched(run):
+        each = list(passes.values())
+        if not all(one.trains and one.closed for one in each):
+            continue
+        if any(one.sampler.get("replacement") is True for one in each):
+            continue
+        found = _by_content(passes) or _by_number(passes)
+        if found is None:
+            continue
+        first = each[0]
+        at = location(first["split"]) or first.made
+        drawn = sum(max(one.draws, _looked(one["sketch"])) for one in each)
+        about = round(drawn * found.shared / found.looked)
+        count = f"{about}" if found.looked == drawn else f"about {about}"
+        yield Finding(
+            code="DDP117",
+            about=str(at),
+            severity=Severity.WARNING,
+            message=f"the ranks' parts of the training data overlap: {count} of {drawn} samples "
+            f"drawn in one pass at {Location(str(first['path']), first.number('line'))} were "
+            "drawn by another rank, too",
+            ranks=tuple(passes),
+            location=at,
+            evidence=(
+                f"of {found.looked} draws that were compared {found.what}, {found.shared} were of "
+                "samples that another rank drew in the same pass",
+                *(
+                    f"rank {one.rank}: {max(one.draws, _looked(one['sketch']))} samples"
+                    for one in each[:4]
+                ),
+            ),
+            fix="Cut the ranks' parts from one order that is the same on every rank (one seed), "
+            "or give the whole data set to a DistributedSampler.",
+        )
+        return
+
+
+def _by_number(passes: Passes) -> _Shared | None:
+    """Of subsets of one data set: the samples that several of them gave."""
+    each = list(passes.values())
+    if (
+        not all(one.indexed for one in each)
+        or len({one.number("length") for one in each}) > 1
+        or any(one.number("repeats") > REPEATED * len(one.hits) for one in each)
+    ):
+        return None
+    if same_part(passes):
+        # Which sampler gives ranks the same samples on purpose, its class alone knows.
+        names = {(one.sampler.get("name"), one.sampler.get("torch")) for one in each}
+        if names != {("SubsetRandomSampler", True)}:
+            return None
+    elif all(one.shard is not None and one.shard[1] == len(each) for one in each):
+        # Shards of other subsets: DDP110.
+        return None
+    if not same_data(passes):
+        return None
+    shared, looked = overlap(passes)
+    return _enough(shared, looked, len(each), "by their number in the data set")
+
+
+def _by_content(passes: Passes) -> _Shared | None:
+    """Samples that were equal, whatever the ranks call them."""
+    each = list(passes.values())
+    sketches = [one["sketch"] for one in each]
+    if not all(_looked(sketch) for sketch in sketches):
+        return None
+    if all(one["iterable"] for one in each):
+        if common_stream(each) is not None:
+            return None
+    elif not other_data(passes) and same_part(passes) and overlap(passes)[0] >= len(each):
+        # The ranks mean the same samples by the same numbers: that is the sampler's affair.
+        return None
+    elif not same_part(passes) and all(one.shard and one.shard[1] == len(each) for one in each):
+        return None
+    hashes = [frozenset[int](sketch[2]) for sketch in sketches]
+    bounds = [max(known) for known in hashes if len(known) >= KEPT]
+    if bounds:
+        # Of what is larger, some rank has not written all.
+        hashes = [frozenset(value for value in known if value <= min(bounds)) for known in hashes]
+    looked = sum(map(len, hashes))
+    shared = looked - len(frozenset[int]().union(*hashes))
+    # What the data themselves hold several times comes again within a rank as well.
+    if 4 * len(each) * sum(sketch[1] for sketch in sketches) > shared:
+        return None
+    return _enough(shared, looked, max(FEW, 2 * len(each)), "by their content")
+
+
+def _enough(shared: int, looked: int, least: int, what: str) -> _Shared | None:
+    return _Shared(shared, looked, what) if shared >= max(3, least, LEAST * looked) else None
+
+
+def _looked(sketch: object) -> int:
+    """How many samples a rank hashed."""
+    if isinstance(sketch, list) and len(sketch) == 3 and isinstance(sketch[2], list):
+        return int(sketch[0])
+    return 0

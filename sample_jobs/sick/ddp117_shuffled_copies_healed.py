@@ -1,0 +1,37 @@
+"""The copies are shuffled alike."""
+
+import gc
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(320, 16, generator=generator)
+    labels = (features.sum(1) > 0).long()
+    order = torch.randperm(len(features), generator=generator)
+    dataset = TensorDataset(features[order], labels[order])
+    sampler = DistributedSampler(dataset)
+    loader = DataLoader(dataset, batch_size=16, sampler=sampler)
+
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), labels)
+            loss.backward()
+            optimizer.step()
+    del model, optimizer
+
+
+if __name__ == "__main__":
+    main()
+    gc.collect()
+    dist.destroy_process_group()

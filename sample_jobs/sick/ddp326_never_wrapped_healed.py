@@ -1,0 +1,36 @@
+"""The model is wrapped in DistributedDataParallel."""
+
+import gc
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(320, 16, generator=generator)
+    dataset = TensorDataset(features, (features.sum(1) > 0).long())
+    sampler = DistributedSampler(dataset)
+    loader = DataLoader(dataset, batch_size=16, sampler=sampler)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2))
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(ddp(inputs), labels)
+            loss.backward()
+            optimizer.step()
+    del ddp, optimizer
+
+
+if __name__ == "__main__":
+    main()
+    gc.collect()
+    dist.destroy_process_group()

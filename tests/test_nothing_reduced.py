@@ -1,0 +1,158 @@
+"""Ranks that train without DDP, and ranks that evaluate with statistics of their own."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from ddpdoctor.finding import Finding, Severity
+from ddpdoctor.probe.ring import RingWriter
+from ddpdoctor.record import Record
+from ddpdoctor.rules.evaluation import evaluation_differs
+from ddpdoctor.rules.nothing_reduced import nothing_reduced
+from ddpdoctor.run import Rank, Run
+from tests.test_data_rules import evaluated, run_of
+
+Build = Callable[..., Run]
+
+
+def trained(rank: int, steps: Iterable[int] = range(8), **facts: object) -> list[Record]:
+    """What a rank writes that trains alone."""
+    return [
+        {
+            "kind": "solo", "step": step, "optimizer": "SGD", "shapes": [[4, 4]], "parameters": 1,
+            "elements": 16, "hyper": [[0.1, 0, None, 0]], "calls": 0, "before": 0, "wide": 0,
+            "outside": False, "gradients": [1.0 + rank + step], "values": [2.0 + rank * step],
+            **facts,
+        }
+        for step in steps
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Build:
+    def make(*ranks: list[Record], collectives: Iterable[str] = (), status: int | None = 0) -> Run:
+        found = []
+        for number, records in enumerate(ranks):
+            path = tmp_path / f"{number}-{len(list(tmp_path.iterdir()))}"
+            ring = RingWriter(str(path))
+            group = ring.text("0|0-1")
+            for order, name in enumerate(collectives, 1):
+                ring.begin(1, order, (ring.text(name), group, 0, 0, 0), (1,), 1, -1, 0)
+            opened = {"kind": "open", "world_size": 2}
+            found.append(Rank(number, 0, None, opened, records=tuple(records), ring_file=path))
+        ends = () if status is None else ({"kind": "job", "status": status},)
+        return Run(tmp_path, {}, tuple(found), supervisor=ends, taken=10**12)
+
+    return make
+
+
+def said(run: Run) -> list[Finding]:
+    return list(nothing_reduced(run))
+
+
+def test_ranks_that_start_alike_and_exchange_nothing(build: Build) -> None:
+    (finding,) = said(build(trained(0), trained(1)))
+    assert (finding.code, finding.ranks, finding.severity) == ("DDP326", (0, 1), Severity.ERROR)
+    assert "each rank trains its own model" in finding.message
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        trained(1, hyper=[[0.2, 0, None, 0]]),
+        trained(1, shapes=[[8, 2]]),
+        trained(1, wide=3),
+        trained(1, outside=True),
+        trained(0),
+        [*trained(1), {"kind": "solo_end", "steps": 8, "wide": 5, "outside": False}],
+        [*trained(1), {"kind": "ddp", "group_ranks": [0, 1]}],
+        [*trained(1), {"kind": "data_parallel"}],
+        [],
+    ],
+)
+def test_ranks_that_differ_by_design_or_exchange_something(
+    build: Build, other: list[Record]
+) -> None:
+    assert said(build(trained(0), other)) == []
+
+
+def test_gradients_that_were_averaged_are_equal(build: Build) -> None:
+    assert said(build(trained(0, gradients=[1.0]), trained(1, gradients=[1.0]))) == []
+    # Averaged now and then, the models are equal now and then.
+    meets = [[*trained(rank)[:5], *trained(rank, [5], values=[9.0]), *trained(rank, [6, 7])]
+             for rank in (0, 1)]  # fmt: skip
+    assert said(build(*meets)) == []
+
+
+def test_trials_that_only_hand_in_their_results(build: Build) -> None:
+    trials = [[{**each, "values": [2.5 + rank]} for each in trained(rank)] for rank in (0, 1)]
+    assert said(build(*trials, collectives=["all_gather_object"])) == []
+    (finding,) = said(build(*trials, collectives=["barrier"]))
+    assert finding.severity == Severity.WARNING
+    (finding,) = said(build(*trials, collectives=["all_reduce"]))
+    assert finding.severity == Severity.ERROR
+
+
+def test_a_file_for_each_rank_is_a_model_for_each(build: Build) -> None:
+    ranks = [[*trained(rank), {"kind": "save", "file": f"model{rank}.pt"}] for rank in (0, 1)]
+    assert said(build(*ranks)) == []
+
+
+@pytest.mark.parametrize("status", [None, 1])
+def test_a_job_that_goes_on_may_yet_average(build: Build, status: int | None) -> None:
+    assert said(build(trained(0), trained(1), status=status)) == []
+    long = [*range(8), *(1 << power for power in range(3, 11))]
+    ranks = []
+    for number in (0, 1):
+        epochs: list[Record] = [
+            {"kind": "pass", "pass": each, "number": each, "path": "t.py", "line": 9, "marks": 9,
+             "fetched": 9, "state": "ended" if each == 0 else "trains"}
+            for each in (0, 1)
+        ]  # fmt: skip
+        ranks.append([*trained(number, long), *epochs])
+    assert [each.code for each in said(build(*ranks, status=status))] == ["DDP326"]
+    assert said(build(*(each[:-1] for each in ranks), status=status)) == []
+
+
+# -- evaluation
+
+
+def packed(value: float) -> list[object]:
+    return [4, "f", base64.b64encode(struct.pack("<4f", *[value] * 4)).decode()]
+
+
+def shard(rank: int, mean: float = 0, gathers: int = 0, reductions: int = 1) -> list[Record]:
+    _, part, _ = evaluated(rank, "x")
+    part.update(collectives=1, gathers=gathers, reductions=reductions)
+    statistics: Record = {
+        "kind": "statistics", "module": 0, "group": [0, 1], "armed": 13, "layers": 1,
+        "names": ["norm"], "hashes": [f"{mean}", "1"], "samples": [packed(mean), packed(1.0)],
+    }  # fmt: skip
+    return [part, statistics]
+
+
+def test_statistics_of_each_rank_make_several_models() -> None:
+    (finding,) = evaluation_differs(run_of(shard(0), shard(1, 0.2)))
+    assert (finding.code, finding.ranks, finding.severity) == ("DDP708", (0, 1), Severity.WARNING)
+    assert "layer norm by 20.0%" in finding.evidence[0]
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        [shard(0, 0.2), shard(1, 0.2)],
+        [shard(0), shard(1, 0.001)],
+        [shard(0), shard(1, 0.2)[:1]],
+        [shard(0, reductions=0), shard(1, 0.2, reductions=0)],
+        [shard(0), [{**shard(0)[0]}, shard(1, 0.2)[1]]],
+        [shard(0)[1:], shard(1, 0.2)[1:]],
+    ],
+    ids=["equal", "near", "one rank", "not put together", "the same part", "no evaluation"],
+)
+def test_statistics_that_no_result_depends_on(ranks: list[list[Record]]) -> None:
+    assert list(evaluation_differs(run_of(*ranks))) == []
