@@ -18,7 +18,7 @@ from collections.abc import Callable
 from types import FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from ddpdoctor.probe import debugger, events, file_facts, inner, rank, shield
+from ddpdoctor.probe import debugger, events, file_facts, inner, ports, rank, shield
 from ddpdoctor.probe.imports import when_imported
 from ddpdoctor.probe.sites import Site, caller
 from ddpdoctor.record import Phase, Record, encode
@@ -112,7 +112,7 @@ def describe(error: BaseException) -> Record:
     """An exception as a journal record."""
     record = _in_words(error)
     try:
-        file = file_facts.facts(error)
+        file = file_facts.facts(error) or ports.facts(inner.text(error))
     except Exception as fault:
         shield.fault("file_facts", fault)
     else:

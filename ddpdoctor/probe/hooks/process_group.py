@@ -10,7 +10,9 @@ from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe import debugger, rank, shield, stacks, timeouts, torch_private
+from ddpdoctor.probe import debugger, ports, rank, shield, stacks, timeouts, torch_private
+from ddpdoctor.probe.hooks import errors
+from ddpdoctor.probe.sites import caller
 
 _become = shield.shielded(rank.become)
 
@@ -20,7 +22,7 @@ def install(c10d: ModuleType) -> None:
 
     Runs before ``torch.distributed`` copies the names, so every way to reach them is wrapped.
     """
-    _wrap(c10d, "init_process_group", _joined, before=stacks.declare)
+    _wrap(c10d, "init_process_group", _joined, before=_joins)
     for name in ("new_group", "split_group"):
         if hasattr(c10d, name):
             _wrap(c10d, name, _nothing)
@@ -44,19 +46,42 @@ def _offer(distributed: Any) -> None:
     )
 
 
-def _nothing() -> None:
+def _joins(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    stacks.declare()
+    _note_store(signature, args, kwargs)
+
+
+@shield.shielded
+def _note_store(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Write down the address of a store that nobody will open: the call may never return."""
+    try:
+        arguments = signature.bind(*args, **kwargs).arguments
+    except TypeError:
+        return
+    record = ports.unopened(arguments) if rank.current() is None else None
+    if record is not None:
+        site = caller()
+        errors.stray({**record, "path": site.path, "line": site.line})
+
+
+def _nothing(*_: object) -> None:
     pass
 
 
 def _wrap(
-    c10d: ModuleType, name: str, after: Callable[[], None], before: Callable[[], None] = _nothing
+    c10d: ModuleType,
+    name: str,
+    after: Callable[[], None],
+    before: Callable[[inspect.Signature, tuple[Any, ...], dict[str, Any]], None] = _nothing,
 ) -> None:
     original = getattr(c10d, name)
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def make_group(*args: Any, **kwargs: Any) -> Any:
-        before()
+        before(signature, args, kwargs)
         asked: object = None
         if timeouts.least():
             args, kwargs, asked = _without_timeout(signature, args, kwargs)
