@@ -43,6 +43,9 @@ STICKY = frozenset(
         "find_unused",
         "batchnorm",
         "unowned",
+        "not_applied",
+        "applied",
+        "thread_error",
         "remade",
         "finding",
     }

@@ -21,10 +21,10 @@ FAILURES = (
             "The port of the rendezvous is taken.",
             "An exception of torch's store: it failed to listen, with EADDRINUSE. A warning of "
             "the same words that no exception follows is left alone: torchrun tries again.",
-            "The job cannot start. The port's holder is another job on this machine, or an orphan "
-            "of an earlier one.",
+            "The job cannot start. Another job on this machine holds the port, an orphan of an "
+            "earlier one, or a process of this job: two that both think they are rank 0, say.",
             "`ss -tlnp | grep PORT` names the holder. End it, or start with another "
-            "`--master-port`; `--standalone` takes a free one.",
+            "`--master-port`; `--standalone` takes a free one. Give each rank its own number.",
             "Wrong: two jobs with `--master-port 29500` on one machine. "
             "Right: `torchrun --standalone ...` for each of them.",
             "For a port that a program of your own wanted (a dashboard): that is DDP901.",

@@ -52,6 +52,7 @@ def unopened(arguments: dict[str, Any]) -> Record | None:
     given = _initial_environment()
     launcher = given.get("MASTER_ADDR"), given.get("MASTER_PORT")
     method = arguments.get("init_method")
+    wanted: tuple[str | None, str | None]
     if isinstance(method, str) and method.startswith("tcp://"):
         parts = urlsplit(method)
         wanted = parts.hostname, str(parts.port)
