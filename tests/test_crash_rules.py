@@ -310,6 +310,54 @@ def test_words_of_a_database_are_no_lost_peer(written: Written) -> None:
     assert finding.code == "DDP901"
 
 
+ENDS = {
+    "print_exc and sys.exit": (
+        "import traceback\ntry:\n    main()\nexcept Exception:\n    traceback.print_exc()\n"
+        "    sys.exit(1)\n"
+    ),
+    "logging and os._exit": (
+        "import logging\ntry:\n    main()\nexcept Exception:\n    logging.exception('failed')\n"
+        "    os._exit(1)\n"
+    ),
+    "printed, and left later": (
+        "import traceback\ndef guarded():\n    try:\n        main()\n    except Exception:\n"
+        "        traceback.print_exc()\n        return 1\nsys.exit(guarded())\n"
+    ),
+    "raised again": (
+        "try:\n    main()\nexcept KeyError as error:\n"
+        "    raise RuntimeError('training failed') from error\n"
+    ),
+}
+"""Ways in which scripts deal with an exception of all of the training."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ENDS)
+def test_whatever_becomes_of_an_exception_it_is_named(doctor: Doctor, end: str) -> None:
+    script = doctor.write(
+        "train.py",
+        """\
+        import os
+        import sys
+        import torch
+        import torch.distributed as dist
+
+        def main():
+            dist.init_process_group("gloo")
+            if dist.get_rank() == 1:
+                {"cat": 0}["dog"]
+            dist.all_reduce(torch.ones(1))
+
+        """,
+    )
+    script.write_text(script.read_text() + ENDS[end])
+    result = doctor.run("--nproc-per-node=2", "--", str(script))
+    assert result.status == 1
+    assert result.codes == ["DDP901"], result.stderr
+    assert "rank 1 raised KeyError: 'dog'" in words(result)
+    assert "train.py:9" in result.ours
+
+
 # -- ports
 
 

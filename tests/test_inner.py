@@ -29,7 +29,8 @@ def caught(function: Callable[[], object]) -> BaseException:
 
 
 def _missing() -> None:
-    {}["label"]
+    row: dict[str, int] = {}
+    row["label"]
 
 
 def _from() -> None:
@@ -42,7 +43,7 @@ def _from() -> None:
 def test_an_explicit_cause_is_the_one() -> None:
     raised, outer = inner.told(caught(_from))
     assert (raised.name, raised.message, raised.path) == ("KeyError", "'label'", HERE)
-    assert raised.line == _missing.__code__.co_firstlineno + 1
+    assert raised.line == _missing.__code__.co_firstlineno + 2
     assert outer is not None
     assert outer.message == "could not set up"
 
@@ -103,7 +104,7 @@ def test_the_exception_of_a_worker() -> None:
 def test_the_line_in_the_process_of_a_pool() -> None:
     def again() -> None:
         remote = 'Traceback:\n  File "/job/tokens.py", line 5, in f\n    x\nValueError: no token\n'
-        raise ValueError("no token") from _RemoteTraceback(remote)
+        raise ValueError("no token") from _RemoteTraceback(remote)  # type: ignore[arg-type]
 
     raised, outer = inner.told(caught(again))
     assert raised == ("ValueError", "no token", "/job/tokens.py", 5)
