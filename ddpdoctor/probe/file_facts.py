@@ -7,7 +7,6 @@ import os
 import resource
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
 from ddpdoctor.record import Record
 
@@ -54,6 +53,9 @@ def facts(error: BaseException) -> Record | None:
 
 def _address(url: Any) -> str:
     """Server and path of a URL or of a request for it."""
+    # Imported only here: a start must not pay for it.
+    from urllib.parse import urlsplit
+
     url = url if isinstance(url, str) else getattr(url, "full_url", "")
     try:
         parts = urlsplit(url if isinstance(url, str) else "")

@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
 from ddpdoctor.probe.watch import MARK
 from ddpdoctor.record import Record
@@ -54,6 +53,9 @@ def unopened(arguments: dict[str, Any]) -> Record | None:
     method = arguments.get("init_method")
     wanted: tuple[str | None, str | None]
     if isinstance(method, str) and method.startswith("tcp://"):
+        # Imported only here: a start must not pay for it.
+        from urllib.parse import urlsplit
+
         parts = urlsplit(method)
         wanted = parts.hostname, str(parts.port)
     elif method in (None, "env://"):
