@@ -70,6 +70,11 @@ KINDS: dict[str, Kind] = {
     # Its begin without its end would be a loop that was never left.
     "loop": Kind("A training loop began, or ended: of late ones it is said how.", 0),
     "evaluation": Kind("A forward of DDP without gradients, its buffers broadcast; 64.", EVERY),
+    "applied": Kind("A load that was not applied was made up for.", EVERY),
+    "not_applied": Kind("Most of a checkpoint was passed over by strict=False.", EVERY),
+    "thread_error": Kind("An exception that ended a thread; a few of a rank.", EVERY),
+    "shown_error": Kind("The exception whose traceback was printed last.", EVERY),
+    "own_store": Kind("A rank joins a store of the script that no rank opens.", EVERY),
     "no_gradient": Kind("Parameters that got no gradient.", EVERY),
     "unreduced": Kind("Gradients that were not all-reduced, and an optimizer stepped.", EVERY),
     "no_sync_vain": Kind("A no_sync() that saved nothing.", EVERY),

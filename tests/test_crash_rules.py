@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
 
 import pytest
 
 from ddpdoctor.finding import Severity
+from ddpdoctor.probe import ports
 from ddpdoctor.record import Phase, Record
 from tests.conftest import Doctor, Result
 from tests.written import MS, SECOND, T0, Written
@@ -196,6 +199,244 @@ def test_an_end_that_was_not_seen_is_no_crash(written: Written, why: str) -> Non
         unseen(written, 0, T0 - MS)
     stderr = f"Sending process {os.getpid()} closing signal SIGTERM\n"
     assert written.findings(stderr=stderr if why == "stopped by torchrun" else "") == []
+
+
+# -- exceptions that end no process by themselves
+
+
+LEFT = {"how": "sys.exit", "status": 1, "path": "/job/train.py", "line": 40}
+
+
+def test_an_exception_that_was_caught_before_the_exit_is_the_cause(written: Written) -> None:
+    written.rank(0, [error("RuntimeError", "Connection closed by peer [10.0.0.1]:1", T0 + SECOND)])
+    written.rank(1, [error("KeyError", "'dog'", left=LEFT)])
+    written.exit(0, 1, T0 + 2 * SECOND)
+    written.exit(1, 1, T0 + SECOND)
+    (finding,) = written.findings(status=1)
+    assert (finding.code, finding.ranks) == ("DDP901", (1,))
+    assert finding.message == "rank 1 raised KeyError: 'dog'"
+    assert finding.location is not None
+    assert finding.location.line == 7
+    left = "the script caught it and ended itself by sys.exit(1) at /job/train.py:40"
+    assert left in finding.evidence
+
+
+def test_a_lost_peer_that_was_caught_is_still_a_consequence(written: Written) -> None:
+    lost = "[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:1"
+    written.rank(0, [error("RuntimeError", lost, left=LEFT)])
+    written.rank(1, [error("ValueError", "bad", T0 + SECOND)])
+    written.exit(0, 1, T0 + SECOND)
+    written.exit(1, 1, T0 + 2 * SECOND)
+    (finding,) = written.findings(status=1)
+    assert (finding.code, finding.ranks) == ("DDP901", (1,))
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_what_was_printed_last_counts_if_the_status_says_so(written: Written, status: int) -> None:
+    shown = {**error("KeyError", "'dog'"), "kind": "shown_error"}
+    written.rank(0, [shown])
+    written.exit(0, status, T0 + SECOND)
+    codes = [finding.code for finding in written.findings(status=status)]
+    assert codes == (["DDP901"] if status else [])
+
+
+@pytest.mark.parametrize(("name", "line"), [("_queue.Empty", 12), ("ValueError", 7)])
+def test_a_thread_for_which_the_main_one_waited(written: Written, name: str, line: int) -> None:
+    thread = {**error("OSError", "shard 2 is unreadable"), "line": 12}
+    thread |= {"kind": "thread_error", "thread": "loader"}
+    written.rank(1, [thread, error(name, "", T0 + SECOND)])
+    written.exit(1, 1, T0 + 2 * SECOND)
+    (finding,) = written.findings(status=1)
+    assert finding.code == "DDP901"
+    assert finding.location is not None
+    assert finding.location.line == line
+
+
+def test_the_worker_and_the_loop_of_a_wrapped_exception(written: Written) -> None:
+    outer = {
+        "exception": "KeyError", "path": "/job/train.py", "line": 30,
+        "message": "Caught KeyError in DataLoader worker process 0.\nOriginal Traceback ...",
+    }  # fmt: skip
+    written.rank(1, [error("KeyError", "'label'", outer=outer)])
+    written.exit(1, 1, T0 + SECOND)
+    (finding,) = written.findings(status=1)
+    assert finding.message == "rank 1 raised KeyError: 'label'"
+    assert finding.evidence == (
+        "in DataLoader worker process 0, whose batch was awaited at /job/train.py:30",
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_interrupt_of_one_rank_alone_came_from_outside(written: Written, ranks: int) -> None:
+    lost = error("RuntimeError", "[pair.cc:1] Connection closed by peer [10.0.0.1]:1", T0 + SECOND)
+    stop = error("KeyboardInterrupt", "")
+    for rank in (0, 1):
+        written.rank(rank, [stop if rank < ranks else lost])
+        written.exit(rank, 1, T0 + 2 * SECOND)
+    found = [(each.code, each.ranks) for each in written.findings(status=1)]
+    assert ("DDP902", (0,)) in found if ranks == 1 else "DDP902" not in dict(found)
+
+
+def test_options_that_are_refused_are_said(written: Written) -> None:
+    said = "the following arguments are required: --lr"
+    call = {"kind": "exit", "time": T0, **LEFT, "status": 2, "refused": said}
+    written.rank(0, [call])
+    written.exit(0, 2, T0)
+    (finding,) = written.findings(status=2)
+    assert finding.message == f"rank 0 refused the script's options: {said}"
+
+
+def test_the_text_of_an_exit_is_said(written: Written) -> None:
+    call = {"kind": "exit", "time": T0, **LEFT, "said": "no checkpoint\x1b[2J"}
+    written.rank(0, [call])
+    written.exit(0, 1, T0)
+    (finding,) = written.findings(status=1)
+    assert finding.message == "rank 0 ended itself: sys.exit('no checkpoint\\x1b[2J')"
+
+
+def test_a_rank_that_torchrun_stopped_at_its_end_did_not_abort(written: Written) -> None:
+    end = {"kind": "end", "time": T0, "steps": 4, "armed": 0}
+    written.rank(0, [end])
+    written.rank(1, [error("ValueError", "bad")])
+    written.exit(0, -15, T0 + SECOND)
+    written.exit(1, 1, T0)
+    assert [each.code for each in written.findings(status=1)] == ["DDP901"]
+
+
+def test_words_of_a_database_are_no_lost_peer(written: Written) -> None:
+    written.rank(0, [error("RuntimeError", "wandb: Connection reset by peer")])
+    written.exit(0, 1, T0)
+    (finding,) = written.findings(status=1)
+    assert finding.code == "DDP901"
+
+
+ENDS = {
+    "print_exc and sys.exit": (
+        "import traceback\ntry:\n    main()\nexcept Exception:\n    traceback.print_exc()\n"
+        "    sys.exit(1)\n"
+    ),
+    "logging and os._exit": (
+        "import logging\ntry:\n    main()\nexcept Exception:\n    logging.exception('failed')\n"
+        "    os._exit(1)\n"
+    ),
+    "printed, and left later": (
+        "import traceback\ndef guarded():\n    try:\n        main()\n    except Exception:\n"
+        "        traceback.print_exc()\n        return 1\nsys.exit(guarded())\n"
+    ),
+    "raised again": (
+        "try:\n    main()\nexcept KeyError as error:\n"
+        "    raise RuntimeError('training failed') from error\n"
+    ),
+}
+"""Ways in which scripts deal with an exception of all of the training."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ENDS)
+def test_whatever_becomes_of_an_exception_it_is_named(doctor: Doctor, end: str) -> None:
+    script = doctor.write(
+        "train.py",
+        """\
+        import os
+        import sys
+        import torch
+        import torch.distributed as dist
+
+        def main():
+            dist.init_process_group("gloo")
+            if dist.get_rank() == 1:
+                {"cat": 0}["dog"]
+            dist.all_reduce(torch.ones(1))
+
+        """,
+    )
+    script.write_text(script.read_text() + ENDS[end])
+    result = doctor.run("--nproc-per-node=2", "--", str(script))
+    assert result.status == 1
+    assert result.codes == ["DDP901"], result.stderr
+    assert "rank 1 raised KeyError: 'dog'" in words(result)
+    assert "train.py:9" in result.ours
+
+
+# -- ports
+
+
+TAKEN = (
+    "The server socket has failed to listen on any local network address. port: 29501, "
+    "useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"
+)
+
+
+@pytest.mark.parametrize(
+    ("facts", "said", "fix"),
+    [
+        ({"ours": True, "rank": "1"}, "another process of this job holds it (pid 9, started as "
+         "rank 1)", "its own rank"),
+        ({"ours": True, "spawned": True}, "another process of this job", "mp.spawn"),
+        ({"ours": False}, "a process of another job holds it (pid 9)", "--master-port"),
+        ({"ours": True, "itself": True}, "this process holds it already", "Open the store once"),
+        (None, "another process holds the port", "--master-port"),
+    ],
+)  # fmt: skip
+def test_who_holds_a_port(written: Written, facts: Record | None, said: str, fix: str) -> None:
+    file: Record = {"port": 29501}
+    if facts is not None:
+        file |= {"holder": {"pid": 9, "name": "python a.py", **facts}, **facts}
+    written.rank(0, [error("torch.distributed.DistNetworkError", TAKEN, file=file)])
+    written.exit(0, 1, T0)
+    (finding,) = written.findings(status=1)
+    assert finding.code == "DDP002"
+    assert said in finding.message
+    assert fix in finding.fix
+
+
+def test_a_port_that_no_rank_opens(written: Written) -> None:
+    words = "The client socket has timed out after 6000ms while trying to connect to (h, 23457)."
+    store = {
+        "kind": "own_store", "time": T0, "restart": 0, "rank": 0, "host": "h", "port": "23457",
+        "launcher": "localhost:37481", "spawned": False,
+    }  # fmt: skip
+    (written.path / "process-7.jsonl").write_text(json.dumps(store) + "\n")
+    written.rank(0, [error("torch.distributed.DistNetworkError", words)])
+    written.exit(0, 1, T0)
+    (finding,) = written.findings(status=1)
+    assert finding.message == "rank 0 waited for a store at h:23457 that no rank opens"
+    assert "torchrun keeps the job's store at localhost:37481" in finding.evidence
+    assert "env://" in finding.fix
+
+
+def test_the_holder_of_a_port_is_found() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        found = ports.facts(TAKEN.replace("29501", str(port)))
+    assert found is not None
+    assert found["holder"]["pid"] == os.getpid()
+    assert found["holder"]["itself"]
+    assert ports.facts("Connection refused") is None
+
+
+@pytest.mark.parametrize(
+    ("method", "agent", "opened"),
+    [
+        ("tcp://127.0.0.1:23456", "True", False),
+        ("tcp://127.0.0.1:29400", "True", True),
+        ("tcp://127.0.0.1:23456", "False", True),
+        ("env://", "True", True),
+        (None, "True", True),
+        ("file:///tmp/store", "True", True),
+    ],
+)
+def test_an_address_that_no_rank_opens(
+    monkeypatch: pytest.MonkeyPatch, method: str | None, agent: str, opened: bool
+) -> None:
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
+    monkeypatch.setattr(ports, "_initial_environment", lambda: given)
+    for name, value in {**given, "TORCHELASTIC_USE_AGENT_STORE": agent}.items():
+        monkeypatch.setenv(name, value)
+    assert (ports.unopened({"init_method": method}) is None) == opened
+    assert ports.unopened({"init_method": method, "store": object()}) is None
 
 
 # -- failures in disguise, on real disks

@@ -224,7 +224,6 @@ _TOLD = """\
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        ("DDP913", "socket.gaierror: [Errno -2] Name or service not known"),
         ("DDP914", "RuntimeError: [../gloo/transport/tcp/pair.cc:800] failed to connect, "
                    "willRetry=0, retry=10, remote=[10.0.0.5]:3001, error=Connection refused"),
         ("DDP003", "RuntimeError: Gloo connectFullMesh failed with [../pair.cc:800] failed to "
@@ -244,3 +243,81 @@ _TOLD = """\
 def test_other_words_for_the_same_failure(code: str, words: str) -> None:
     (found,) = findings(read("job.log", [_TOLD.format(words).encode()]))
     assert (found.code, found.ranks) == (code, (1,))
+
+
+_THROUGH = """\
+Traceback (most recent call last):
+  File "/job/train.py", line 22, in <module>
+    train()
+  File "{}", line 7, in call
+    call()
+{}
+"""
+_LIB = "/usr/lib/python3.11"
+_SITE = f"{_LIB}/site-packages"
+_NO_NAME = "socket.gaierror: [Errno -2] Name or service not known"
+_POOL = (
+    "requests.exceptions.ConnectionError: HTTPSConnectionPool(host='{}', port=443): Max retries "
+)
+_POOL += (
+    "exceeded with url: /a (Caused by NewConnectionError('[Errno 101] Network is unreachable'))"
+)
+
+
+@pytest.mark.parametrize(
+    ("code", "frame", "words"),
+    [
+        ("DDP913", f"{_SITE}/torch/distributed/rendezvous.py", _NO_NAME),
+        ("DDP901", "/job/database.py", _NO_NAME),
+        ("DDP901", f"{_SITE}/redis/connection.py", _NO_NAME),
+        ("DDP936", f"{_LIB}/urllib/request.py", _NO_NAME),
+        ("DDP936", f"{_SITE}/requests/adapters.py", _POOL.format("huggingface.co")),
+        ("DDP901", f"{_SITE}/requests/adapters.py", _POOL.format("localhost")),
+        ("DDP901", f"{_SITE}/wandb/sdk/internal.py", _POOL.format("api.wandb.ai")),
+        ("DDP936", f"{_SITE}/aiohttp/connector.py", "aiohttp.ClientConnectorError: Cannot connect "
+                   "to host data.org:443 ssl:default [Name or service not known]"),
+        ("DDP901", "/job/train.py", "ValueError: expected <urlopen error> in the log"),
+        ("DDP901", f"{_LIB}/urllib/request.py", "urllib.error.HTTPError: HTTP Error 404: No file"),
+        ("DDP002", f"{_SITE}/torch/distributed/rendezvous.py", "torch.DistNetworkError: The server "
+                   "socket has failed to listen on any local network address. port: 29500, "
+                   "useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"),
+        ("DDP901", f"{_LIB}/socketserver.py", "OSError: [Errno 98] Address already in use"),
+        ("DDP901", f"{_SITE}/zmq/sugar/socket.py", "zmq.error.ZMQError: EADDRINUSE: port 29500"),
+        ("DDP901", f"{_SITE}/psycopg/connection.py", "psycopg.OperationalError: connection failed: "
+                   "Connection refused"),
+        ("DDP901", f"{_LIB}/socket.py", "TimeoutError: timed out"),
+        ("DDP901", "/job/train.py", "FileNotFoundError: [Errno 2] No such file or directory: 'a'"),
+        ("DDP006", "/job/data.py", "OSError: [Errno 24] Too many open files: '/data/1.npy'"),
+        ("DDP901", "/job/data.py", "ValueError: Too many open files in the manifest: 12"),
+        ("DDP935", "/job/data.py", "OSError: [Errno 28] No space left on device: '/data/1.npy'"),
+        ("DDP901", "/job/data.py", "ValueError: 'No space left on device' is no label"),
+        ("DDP901", f"{_SITE}/watchdog/observers/inotify_c.py",
+                   "OSError: [Errno 28] inotify watch limit reached: No space left on device"),
+        ("DDP928", "/job/train.py", "torch.OutOfMemoryError: CUDA out of memory. Tried"),
+        ("DDP928", "/job/train.py", "RuntimeError: CUDA error: out of memory"),
+        ("DDP901", "/job/train.py", "ValueError: estimate: CUDA out of memory for batch 512"),
+        ("DDP927", "/job/train.py", "torch.AcceleratorError: CUDA error: invalid device ordinal"),
+        ("DDP901", "/job/train.py", "ValueError: invalid device ordinal 'x' in the configuration"),
+        ("DDP001", f"{_SITE}/torch/distributed/rendezvous.py", "ValueError: Error initializing "
+                   "torch.distributed using env:// rendezvous: environment variable RANK expected, "
+                   "but not set"),
+        ("DDP901", "/job/train.py", "ValueError: environment variable DATA expected, but not set"),
+        ("DDP212", f"{_LIB}/multiprocessing/reduction.py",
+                   "AttributeError: Can't pickle local object 'main.<locals>.<lambda>'"),
+        ("DDP901", f"{_LIB}/copy.py", "TypeError: cannot pickle '_thread.lock' object"),
+        ("DDP945", f"{_SITE}/torch/serialization.py",
+                   "_pickle.UnpicklingError: invalid load key, 'x'."),
+        ("DDP901", "/job/data.py", "_pickle.UnpicklingError: invalid load key, 'x'."),
+        ("DDP901", "/job/data.py", "RuntimeError: remote process exited with 3"),
+    ],
+)  # fmt: skip
+def test_words_count_only_from_where_they_belong(code: str, frame: str, words: str) -> None:
+    (found,) = findings(read("job.log", [_THROUGH.format(frame, words).encode()]))
+    assert found.code == code
+
+
+def test_what_a_download_wanted_is_named() -> None:
+    text = _THROUGH.format(f"{_SITE}/requests/adapters.py", _POOL.format("huggingface.co"))
+    (found,) = findings(read("job.log", [text.encode()]))
+    assert "has no network for a download from huggingface.co" in found.message
+    assert "HF_HUB_OFFLINE=1" in found.fix

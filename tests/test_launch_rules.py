@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ddpdoctor.finding import Finding
-from ddpdoctor.probe.hooks import errors
+from ddpdoctor.probe.hooks import applied, errors
 from tests.written import Written
 
 MISSING = (
@@ -91,3 +93,69 @@ def test_a_load_that_was_caught_is_left_alone(written: Written) -> None:
     written.rank(0, [error])
     written.exit(0, 0, 2)
     assert written.findings(status=0) == []
+
+
+def not_applied(**more: object) -> dict[str, object]:
+    return {
+        "kind": "not_applied", "number": 0, "matched": 0, "given": 4, "wanted": 4,
+        "missing": ["0.weight"], "unexpected": ["module.0.weight"], "prefix": "module.",
+        "of": "checkpoint", "path": "/job/train.py", "line": 9, **more,
+    }  # fmt: skip
+
+
+def test_a_checkpoint_of_which_nothing_was_applied(written: Written) -> None:
+    save = {
+        "kind": "save",
+        "time": 1,
+        "file": "/a.pt",
+        "content": "wrapped",
+        "path": "/b",
+        "line": 1,
+    }
+    written.rank(0, [save, not_applied()])
+    written.rank(1, [not_applied()])
+    found = written.findings(status=0)
+    finding = only(found, "DDP509")
+    assert finding.severity.name == "ERROR"
+    assert (finding.ranks, str(finding.location)) == ((0, 1), "/job/train.py:9")
+    assert finding.message.endswith("with strict=False, and none of 4 names in it fit the model")
+    assert "Strip the prefix" in finding.fix
+    assert only(found, "DDP502").severity.name == "WARNING", "that it cannot be loaded is proven"
+
+
+def test_less_than_half_of_a_checkpoint_is_a_warning(written: Written) -> None:
+    written.rank(0, [not_applied(matched=1, prefix="", of="")])
+    finding = only(written.findings(status=0), "DDP509")
+    assert finding.severity.name == "WARNING"
+    assert "1 of 4 names" in finding.message
+
+
+def test_a_second_load_that_fits_makes_it_good(written: Written) -> None:
+    written.rank(0, [not_applied(), {"kind": "applied", "number": 0}])
+    assert written.findings(status=0) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "missing", "unexpected", "told"),
+    [
+        (4, ["a", "b"], ["module.a", "module.b", "module.c", "module.d"], True),
+        (4, ["head.a"], ["classifier.a"], False),
+        (6, [], ["head.a", "head.b", "x", "y", "z"], False),
+        (1, ["a", "b", "c"], [], False),
+        (4, ["a", "b", "c"], ["x", "y"], True),
+    ],
+)
+def test_what_counts_as_not_applied(
+    given: int, missing: list[str], unexpected: list[str], told: bool
+) -> None:
+    names = dict.fromkeys([*unexpected, *map(str, range(given))][: max(given, len(unexpected))])
+    record = applied._record(names, missing, unexpected)
+    assert (record is not None) == told
+
+
+def test_the_prefix_of_either_side() -> None:
+    assert applied._prefix(["a.w", "b.w"], ["module.a.w", "module.b.w"]) == {
+        "prefix": "module.", "of": "checkpoint",
+    }  # fmt: skip
+    assert applied._prefix(["net.a.w"], ["a.w"]) == {"prefix": "net.", "of": "model"}
+    assert applied._prefix(["a.w"], ["b.w"]) == {}

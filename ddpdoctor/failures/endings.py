@@ -77,7 +77,8 @@ FAILURES = (
         name="nccl-aborted",
         weight=Weight.CONSEQUENCE,
         anchors=("NCCL communicator", "ncclRemoteError", "remote process exited"),
-        pattern=r"NCCL communicator (?:was|is) aborted|ncclRemoteError|remote process exited",
+        pattern=r"NCCL communicator (?:was|is) aborted|ncclRemoteError"
+        r"|due to [^\n]*remote process exited|remote process exited or there was a network error",
         says="lost its peers in NCCL",
         fix=_LOOK,
         torch="2.x",

@@ -69,6 +69,7 @@ class Failure:
             its groups matched nothing.
         fix: What to change.
         within: Regular expression that the frames of an exception have to match besides.
+        unless: Regular expression that they must not match: the same words of other libraries.
         page: The code's page; None where a rule has it, or an earlier entry of that code.
         likely: The text alone does not prove it.
         severity: Of its finding.
@@ -83,6 +84,7 @@ class Failure:
     says: str
     fix: str
     within: str = ""
+    unless: str = ""
     page: Page | None = None
     likely: bool = False
     severity: Severity = Severity.ERROR
@@ -98,6 +100,8 @@ class Failure:
         if not any(anchor in text for anchor in self.anchors):
             return None
         if self.within and not re.search(self.within, traceback):
+            return None
+        if self.unless and re.search(self.unless, traceback):
             return None
         found = self.regex.search(text)
         if found is None:

@@ -174,7 +174,8 @@ FAILURES = (
         name="invalid-device-ordinal",
         weight=Weight.CAUSE,
         anchors=("invalid device ordinal",),
-        pattern=r"invalid device ordinal",
+        pattern=r"CUDA error: invalid device ordinal|(?:RuntimeError|AcceleratorError): [^\n]*"
+        r"invalid device ordinal",
         says="asked for a GPU that this node does not have",
         fix="Use LOCAL_RANK, not RANK, as the device, and start at most as many ranks as GPUs are "
         "visible (CUDA_VISIBLE_DEVICES).",
@@ -196,8 +197,10 @@ FAILURES = (
         name="gpu-memory",
         weight=Weight.CAUSE,
         anchors=("CUDA out of memory", "CUDA error: out of memory"),
-        pattern=r"CUDA out of memory\.?(?:[^\n]*?Tried to allocate (?P<size>[\d.]+ [KMGT]iB))?"
-        r"|CUDA error: out of memory",
+        # Others may speak of it, too: a script that estimates its batch, say.
+        pattern=r"(?:OutOfMemoryError|RuntimeError): CUDA out of memory"
+        r"\.?(?:[^\n]*?Tried to allocate (?P<size>[\d.]+ [KMGT]iB))?"
+        r"|(?:Error:|what\(\):) +CUDA error: out of memory",
         says="ran out of GPU memory[ when it wanted {size}]",
         fix="See who else holds it (`nvidia-smi`: an orphan of an earlier job?), whether other "
         "ranks also use this GPU, then a smaller batch or checkpointed activations.",

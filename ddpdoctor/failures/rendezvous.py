@@ -11,8 +11,8 @@ FAILURES = (
         code="DDP002",
         name="port-in-use",
         weight=Weight.CAUSE,
-        anchors=("EADDRINUSE", "server socket has failed to listen"),
-        pattern=r"Error: (?:The server socket has failed to listen|[^\n]*EADDRINUSE)"
+        anchors=("server socket has failed to listen",),
+        pattern=r"Error: (?:\[[^\n]*)?The server socket has failed to listen"
         r"(?:[^\n]*?(?:port: |\]:)(?P<port>\d+))?",
         says="could not listen[ on port {port}]: another process holds the port",
         fix="See who holds it (`ss -tlnp`): another job or a rank that an earlier job left behind. "
@@ -21,10 +21,10 @@ FAILURES = (
             "The port of the rendezvous is taken.",
             "An exception of torch's store: it failed to listen, with EADDRINUSE. A warning of "
             "the same words that no exception follows is left alone: torchrun tries again.",
-            "The job cannot start. The port's holder is another job on this machine, or an orphan "
-            "of an earlier one.",
+            "The job cannot start. Another job on this machine holds the port, an orphan of an "
+            "earlier one, or a process of this job: two that both think they are rank 0, say.",
             "`ss -tlnp | grep PORT` names the holder. End it, or start with another "
-            "`--master-port`; `--standalone` takes a free one.",
+            "`--master-port`; `--standalone` takes a free one. Give each rank its own number.",
             "Wrong: two jobs with `--master-port 29500` on one machine. "
             "Right: `torchrun --standalone ...` for each of them.",
             "For a port that a program of your own wanted (a dashboard): that is DDP901.",
@@ -93,9 +93,9 @@ FAILURES = (
         name="name-unresolved",
         # A warning about IPv6 alone is harmless; torch tries on, and says later that it gave up.
         weight=Weight.SYMPTOM,
-        anchors=("cannot be retrieved", "gaierror"),
+        anchors=("cannot be retrieved",),
         pattern=r"network addresses of \((?P<host>[^,)]+)[^)]*\) cannot be retrieved "
-        r"\(gai error: (?:-2|-3|8) |^(?:[\w.]+\.)?gaierror: \[Errno",
+        r"\(gai error: (?:-2|-3|8) ",
         says="could not resolve the name[ {host}] of the first node",
         fix="Put the name into /etc/hosts on every node, or give an address: --master-addr IP, or "
         "--local-addr IP on the first node.",
@@ -108,9 +108,22 @@ FAILURES = (
             "nodes in /etc/hosts everywhere.",
             "Wrong: `--master-addr node0` where node1 has no such name. "
             "Right: `--master-addr 10.0.0.1`.",
-            "For torch's remark that an address has no name (DDP951), which is harmless.",
+            "For torch's remark that an address has no name (DDP951), which is harmless; for the "
+            "names of a download (DDP936).",
         ),
         torch="1.13, 2.13; pytorch#150532",
+    ),
+    Failure(
+        code="DDP913",
+        name="name-unresolved-in-python",
+        weight=Weight.SYMPTOM,
+        anchors=("gaierror",),
+        pattern=r"(?m)^(?:[\w.]+\.)?gaierror: \[Errno",
+        within=r"[/\\]torch[/\\]distributed[/\\]",
+        says="could not resolve the name of the first node",
+        fix="Put the name into /etc/hosts on every node, or give an address: --master-addr IP, or "
+        "--local-addr IP on the first node.",
+        torch="2.13",
     ),
     Failure(
         code="DDP003",

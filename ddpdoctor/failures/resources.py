@@ -1,10 +1,83 @@
-"""Failures for want of memory, shared memory, files, disk."""
+"""Failures for want of memory, shared memory, files, disk, network."""
 
 from __future__ import annotations
 
 from ddpdoctor.failures.model import Failure, Page, Weight
 
+_OF_SYSTEM = r"(?:OSError|IOError|RuntimeError|error: |what\(\): )"
+"""How the system's own refusals begin; a script may say such words of something else."""
+
+_SERVICE = r"[/\\](?:wandb|mlflow|comet_ml|neptune|clearml|redis|psycopg|pymongo|sqlalchemy)[/\\]"
+"""Libraries that speak to a service of the job's, and download nothing."""
+
+_NO_ANSWER = (
+    r"Name or service not known|Temporary failure in name resolution|No address associated"
+    r"|nodename nor servname|Network is unreachable|No route to host|Connection timed out|timed out"
+)
+
+_NO_NETWORK = (
+    "Download before the job, on a machine that has network: then HF_HUB_OFFLINE=1 with the "
+    "cache, local_files_only=True, or a path on the shared disk."
+)
+
 FAILURES = (
+    Failure(
+        code="DDP936",
+        name="no-network-for-download",
+        weight=Weight.CAUSE,
+        anchors=(
+            "urlopen error",
+            "Max retries exceeded with url",
+            "We couldn't connect to '",
+            "Cannot connect to host",
+            "Could not connect to the endpoint URL",
+            "locate the file on the Hub",
+            "locate the files on the Hub",
+        ),
+        pattern=r"<urlopen error (?:\[Errno -?\d+\] )?(?:"
+        + _NO_ANSWER
+        + r")|HTTPS?ConnectionPool\(host='(?!localhost|127\.)(?P<host>[^'\s]{1,80})', port=\d+\): "
+        r"Max retries exceeded with url: [^\n]*(?:"
+        + _NO_ANSWER
+        + r"|ConnectTimeout|Failed to resolve)"
+        r"|We couldn't connect to '(?P<url>[^'\s]{1,120})'"
+        r"|Cannot connect to host (?!localhost|127\.)(?P<peer>[^\s:]{1,80}):\d+ ssl[^\n]*\["
+        r"|Could not connect to the endpoint URL: \"(?P<endpoint>[^\"?\s]{1,120})"
+        r"|trying to locate the files? on the Hub and we cannot find",
+        unless=_SERVICE,
+        says="has no network for a download[ from {host}][ from {url}][ from {peer}]"
+        "[ from {endpoint}]",
+        fix=_NO_NETWORK,
+        page=Page(
+            "A rank wants to download, and has no network.",
+            "The exceptions of urllib, requests, aiohttp, botocore and the Hugging Face Hub whose "
+            "server has no name here, or does not answer.",
+            "Compute nodes often have no way out. Every rank would download the same besides, and "
+            "the first that fails ends the job on all.",
+            "Download before the job. With the files in the cache: `HF_HUB_OFFLINE=1`, or "
+            "`local_files_only=True`.",
+            'Wrong: `AutoModel.from_pretrained("bert-base-uncased")` on a node without network. '
+            "Right: the same with `local_files_only=True`, downloaded before.",
+            "When the script catches it, for a server on this machine, and for trackers and "
+            "databases (DDP901).",
+        ),
+        torch="any",
+    ),
+    Failure(
+        code="DDP936",
+        name="no-name-for-download",
+        weight=Weight.CAUSE,
+        anchors=("gaierror", "ConnectError"),
+        pattern=r"(?m)^(?:[\w.]+\.)?(?:gaierror|ConnectError): \[Errno -?\d+\] (?:"
+        + _NO_ANSWER
+        + ")",
+        within=r"[/\\](?:requests|urllib3?|http[/\\]client|ftplib|httpx|httpcore|aiohttp|botocore"
+        r"|huggingface_hub|datasets)\b",
+        unless=_SERVICE,
+        says="has no network for a download",
+        fix=_NO_NETWORK,
+        torch="any",
+    ),
     Failure(
         code="DDP005",
         name="shared-memory-full",
@@ -88,7 +161,7 @@ FAILURES = (
         name="too-many-open-files",
         weight=Weight.CAUSE,
         anchors=("Too many open files",),
-        pattern=r"Too many open files",
+        pattern=rf"{_OF_SYSTEM}[^\n]*Too many open files",
         says="may open no more files (`ulimit -n`)",
         fix="`ulimit -n 65536` before the job; or torch.multiprocessing.set_sharing_strategy("
         '"file_system"), and close the files that the dataset opens.',
@@ -141,9 +214,12 @@ FAILURES = (
             "PytorchStreamWriter failed",
             "File too large",
         ),
-        pattern=r"No space left on device|Disk quota exceeded|\[Errno 27\] File too large"
+        pattern=rf"{_OF_SYSTEM}[^\n]*(?:No space left on device|Disk quota exceeded)"
+        r"|\[Errno 27\] File too large"
         r"|unexpected pos \d+ vs \d+|basic_ios::clear: iostream error"
         r"|PytorchStreamWriter failed writing",
+        # Watches of files, and semaphores in /dev/shm, are refused in the same words.
+        unless=r"inotify|multiprocessing[/\\](?:synchronize|heap|shared_memory)\.py",
         says="could not write a file: the disk is full, or a quota or size limit is reached",
         fix="`df -h` and `quota` where it writes; keep fewer checkpoints, and write to a temporary "
         "name that is renamed afterwards, so that the last good one stays.",

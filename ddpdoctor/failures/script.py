@@ -161,7 +161,7 @@ FAILURES = (
         name="environment-missing",
         weight=Weight.CAUSE,
         anchors=("expected, but not set",),
-        pattern=r"environment variable (?P<name>\w+) expected, but not set",
+        pattern=r"rendezvous: environment variable (?P<name>\w+) expected, but not set",
         says="was not started by a launcher: {name} is not set",
         fix="Start it with torchrun (or ddpdoctor run), or let the script do without a process "
         "group when it runs alone.",
@@ -238,6 +238,8 @@ FAILURES = (
         anchors=("an't pickle", "annot pickle", "an't get local object"),
         pattern=r"(?:AttributeError|TypeError|PicklingError): (?:[^\n]*: )?"
         r"(?:Can't (?:pickle|get) local object|[Cc]an(?:no|')t pickle) ?(?P<what>[^\n]{0,60})",
+        # What is copied or saved stays in its process.
+        unless=r"[/\\]copy\.py\"|torch[/\\]serialization\.py|pickle\.dumps?\(",
         says="could not send[ {what}] to another process: it cannot be pickled",
         fix="Use functions and classes of the module's top level; no lambdas, open files, locks or "
         "generators in a dataset or in the arguments of spawn.",
@@ -285,14 +287,11 @@ FAILURES = (
             "not a ZIP archive",
             "unexpected EOF",
             "Weights only load failed",
-            "invalid load key",
-            "pickle data was truncated",
         ),
         pattern=r"PytorchStreamReader failed (?:reading|locating)|in the legacy \.tar format"
         r"|not a ZIP archive|unexpected EOF, expected \d+ more bytes"
         r"|Weights only load failed[\s\S]*(?:Unsupported operand \d|invalid load key"
-        r"|Ran out of input|persistent_load)"
-        r"|UnpicklingError: (?:invalid load key|pickle data was truncated)",
+        r"|Ran out of input|persistent_load)",
         says="could not read a checkpoint: the file is damaged",
         fix="It was cut short, or several ranks wrote it at once. Do not set weights_only=False; "
         "save on rank 0 alone to a temporary name, os.replace, then a barrier.",
@@ -314,10 +313,11 @@ FAILURES = (
         code="DDP945",
         name="checkpoint-cut",
         weight=Weight.CAUSE,
-        anchors=("Invalid argument", "Ran out of input"),
-        pattern=r"OSError: \[Errno 22\] Invalid argument|EOFError: Ran out of input",
+        anchors=("Invalid argument", "Ran out of input", "invalid load key", "was truncated"),
+        pattern=r"OSError: \[Errno 22\] Invalid argument|EOFError: Ran out of input"
+        r"|UnpicklingError: (?:invalid load key|pickle data was truncated)",
         within=r"torch[/\\]serialization\.py",
-        says="could not read a checkpoint: the file is cut short",
+        says="could not read a checkpoint: the file is cut short, or is none",
         fix="A job was stopped while it wrote, the disk was full, or several ranks wrote it at "
         "once: load an older one. Save on rank 0 alone to a temporary name, then os.replace.",
         torch="2.13",

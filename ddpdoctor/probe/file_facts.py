@@ -1,4 +1,4 @@
-"""The file that an exception is about, and the room there was: torch's own words name neither."""
+"""The file or address that an exception is about, and the room there was; words name neither."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ from typing import Any
 from ddpdoctor.record import Record
 
 _SERIALIZATION = os.path.join("torch", "serialization.py")
+_ASKING = (
+    (os.path.join("urllib", "request.py"), "urlopen", "url"),
+    (os.path.join("requests", "sessions.py"), "request", "url"),
+)
+"""Functions that download, and their argument that says what."""
+
 _ACCESS = {"save": "write", "load": "read"}
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MOST = 8
@@ -23,8 +29,8 @@ def facts(error: BaseException) -> Record | None:
     Returns:
         ``path``, ``access`` (``read`` or ``write``), and in bytes: ``size`` of the file, ``free``
         and ``total`` of its file system, ``limit`` on the size of files; what cannot be had is
-        absent.
-        None if the exception is about no file.
+        absent. ``url`` alone of a download, without passwords and queries.
+        None if the exception is about neither.
     """
     for each in _chain(error):
         trace = each.__traceback__
@@ -34,10 +40,28 @@ def facts(error: BaseException) -> Record | None:
                 path = _path(trace.tb_frame.f_locals.get("f"))
                 if path:
                     return _known(path, _ACCESS[code.co_name])
+            for file, function, argument in _ASKING:
+                if code.co_name == function and code.co_filename.endswith(file):
+                    url = _address(trace.tb_frame.f_locals.get(argument))
+                    if url:
+                        return {"url": url}
             trace = trace.tb_next
         if isinstance(each, OSError) and each.errno in _NO_ROOM:
             return _known(_path(each.filename), "write")
     return None
+
+
+def _address(url: Any) -> str:
+    """Server and path of a URL or of a request for it."""
+    # Imported only here: a start must not pay for it.
+    from urllib.parse import urlsplit
+
+    url = url if isinstance(url, str) else getattr(url, "full_url", "")
+    try:
+        parts = urlsplit(url if isinstance(url, str) else "")
+    except ValueError:
+        return ""
+    return f"{parts.scheme}://{parts.hostname}{parts.path}"[:200] if parts.hostname else ""
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

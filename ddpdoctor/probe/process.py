@@ -26,6 +26,7 @@ from ddpdoctor.probe import (
 )
 from ddpdoctor.probe.hooks import (
     amp,
+    applied,
     backward,
     changes,
     checkpoints,
@@ -61,6 +62,7 @@ def start() -> None:
     os.register_at_fork(after_in_child=debugger.forget)
     os.register_at_fork(after_in_child=checkpoints.forget)
     os.register_at_fork(after_in_child=loads.forget)
+    os.register_at_fork(after_in_child=applied.forget)
     os.register_at_fork(after_in_child=changes.forget)
     os.register_at_fork(after_in_child=samples.forget)
     os.register_at_fork(after_in_child=models.forget)
@@ -87,6 +89,7 @@ def start() -> None:
     when_imported("torch.optim.optimizer", optimizer.install)
     when_imported("torch.amp.grad_scaler", amp.install)
     when_imported("torch.nn.modules.module", changes.install_module)
+    when_imported("torch.nn.modules.module", applied.install)
     when_imported("torch.optim.lr_scheduler", changes.install_schedules)
     when_imported("torch.optim.optimizer", changes.install_optimizer)
     when_imported("torch.serialization", checkpoints.install)

@@ -48,7 +48,7 @@ def attempt_finding(
         message=message,
         ranks=() if cause.rank is None else (cause.rank,),
         location=location,
-        evidence=evidence + tuple(_consequences(run, restart, cause)),
+        evidence=evidence + cause.notes + tuple(_consequences(run, restart, cause)),
         fix=fix,
         traceback=traceback,
         subjects=_subjects(run, restart, cause, lost=lost),

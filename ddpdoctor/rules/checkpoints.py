@@ -11,6 +11,7 @@ from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.record import Record, integer
 from ddpdoctor.rules.endings import Ending, endings, first_failure
 from ddpdoctor.rules.files import torn
+from ddpdoctor.rules.ranks import named
 from ddpdoctor.run import Rank, Run
 
 _REFUSED = re.compile(r"Error\(s\) in loading state_dict for (\w+)")
@@ -124,8 +125,9 @@ def save_wrapped_state(run: Run) -> Iterator[Finding]:
 
     What it finds
         A checkpoint whose parameter names all begin with `module.`; a model or a whole wrapper that
-        was pickled; and, as an error, a job that failed because the names of a checkpoint and those
-        of what it was loaded into differ by that prefix.
+        was pickled; a warning where the job itself could not load such names. As an error, a job
+        that failed because the names of a checkpoint and those of what it was loaded into differ by
+        that prefix.
 
     Why it is bad
         The names fit only a model wrapped in DDP again: a single process, or an inference script,
@@ -147,14 +149,16 @@ def save_wrapped_state(run: Run) -> Iterator[Finding]:
         0.1.0
     """
     yield from _refused(run)
+    proven = _cannot_be_loaded(run)
     for rank in run.last:
         for record in rank.of_kind("save"):
-            what = _HOLDS.get(str(record.get("content")))
+            content = str(record.get("content"))
+            what = _HOLDS.get(content)
             if what is None:
                 continue
             yield Finding(
                 code="DDP502",
-                severity=Severity.INFO,
+                severity=Severity.WARNING if proven and content == "wrapped" else Severity.INFO,
                 message=f"the checkpoint {os.path.basename(str(record['file']))} holds {what}",
                 ranks=(rank.rank,),
                 location=_location(record),
@@ -165,6 +169,106 @@ def save_wrapped_state(run: Run) -> Iterator[Finding]:
                 fix="Save `model.module.state_dict()`, which loads with and without DDP.",
                 about=f"{record.get('path')}:{record.get('line')}",
             )
+
+
+def _cannot_be_loaded(run: Run) -> bool:
+    """Whether a load of this job met the wrapper's prefix, and failed or passed over all names."""
+    cause = first_failure(run, run.restarts[-1])
+    if cause is not None and refused_for_prefix(run, cause):
+        names = _by_prefix(cause.message)
+        return names is not None and names[1].startswith(_PREFIX)
+    return any(
+        record.get("prefix") == _PREFIX and record.get("of") == "checkpoint"
+        for rank in run.last
+        for record in _not_applied(rank)
+    )
+
+
+@rule("DDP509", "checkpoint-not-applied", Severity.ERROR)
+def checkpoint_not_applied(run: Run) -> Iterator[Finding]:
+    """A checkpoint was loaded with `strict=False`, and few of its names or none fit the model.
+
+    What it finds
+        A `load_state_dict(..., strict=False)` after which at most half of the names fit, with names
+        left over in both the checkpoint and the model. An error where none fits.
+
+    Why it is bad
+        `strict=False` passes over what does not fit without a word: the model keeps its random
+        weights, and the training starts from nothing.
+
+    How to fix it
+        Make the names equal: strip or add the prefix, or load into `model.module`. Look at the
+        `missing_keys` and `unexpected_keys` that the call returns.
+
+    Example
+        Wrong: `net.load_state_dict(torch.load("ddp.pt"), strict=False)` with `module.` names.
+        Right: `net.load_state_dict({k.removeprefix("module."): v for k, v in state.items()})`.
+
+    When it stays silent
+        When more than half of the names fit (a new head), when none is left over on one of the two
+        sides (an adapter, a part of a model, a shard of a checkpoint), and when a later load into
+        the same module fits.
+
+    Since
+        0.1.0
+    """
+    found: dict[Location | None, list[tuple[Rank, Record]]] = defaultdict(list)
+    for rank in run.last:
+        for record in _not_applied(rank):
+            found[_location(record)].append((rank, record))
+    for place, loads in found.items():
+        record = loads[0][1]
+        matched, given = integer(record, "matched"), integer(record, "given")
+        ranks = tuple(sorted({rank.rank for rank, _ in loads}))
+        share = f"{matched} of {given}" if matched else f"none of {given}"
+        evidence = [
+            f"the model wants {integer(record, 'wanted')} names, {_names(record, 'missing')} "
+            "among them",
+            f"the checkpoint has {_names(record, 'unexpected')} instead",
+        ]
+        prefix = _short(str(record.get("prefix") or ""))
+        if prefix:
+            whose = "checkpoint's" if record.get("of") == "checkpoint" else "model's"
+            evidence.append(f'they differ by the prefix "{prefix}" of the {whose} names')
+        yield Finding(
+            code="DDP509",
+            severity=Severity.WARNING if matched else Severity.ERROR,
+            message=f"{named(ranks)} loaded a checkpoint with strict=False, and {share} names in "
+            "it fit the model",
+            ranks=ranks,
+            location=place,
+            evidence=tuple(evidence),
+            fix=_rename(record, prefix),
+            about=str(place),
+        )
+
+
+def _not_applied(rank: Rank) -> Iterator[Record]:
+    """The loads that applied little, without those that were made good later."""
+    good = {integer(record, "number", -1) for record in rank.of_kind("applied")}
+    return (
+        record
+        for record in rank.of_kind("not_applied")
+        if integer(record, "number", -1) not in good
+    )
+
+
+def _names(record: Record, key: str) -> str:
+    names = record.get(key)
+    return ", ".join(f'"{_short(str(name))}"' for name in names) if isinstance(names, list) else ""
+
+
+def _rename(record: Record, prefix: str) -> str:
+    if not prefix:
+        return (
+            "Compare the names of both, and rename those of the checkpoint; then load it with "
+            "strict=True, or check the missing_keys that the call returns."
+        )
+    if record.get("of") == "checkpoint":
+        return f'Strip the prefix: {{k.removeprefix("{prefix}"): v for k, v in state.items()}}.'
+    if prefix == _PREFIX:
+        return "Load it into `model.module`, or before the wrap."
+    return f"Load it into `model.{prefix.rstrip('.')}`, or add the prefix to the names."
 
 
 def refused_for_prefix(run: Run, cause: Ending) -> bool:

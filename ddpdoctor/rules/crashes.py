@@ -36,9 +36,11 @@ def exception(run: Run) -> Iterator[Finding]:
     """A rank raised an exception, and the job failed because of it.
 
     What it finds
-        The first exception, in time, that no other rank's failure explains. torchrun's "Root Cause
-        (first observed failure)" is the first exit that its agent noticed, which often is a rank
-        that lost its peers.
+        The first exception, in time, that no other rank's failure explains; also one that the
+        script catches and prints before it leaves with an exit status, and one of a thread that the
+        main one waits for. Of exceptions that wrap each other it is the inner one. torchrun's
+        "Root Cause (first observed failure)" is the first exit that its agent noticed, often that
+        of a rank that lost its peers.
 
     Why it is bad
         One rank's exception ends the job on all of them: the others wait for it in a collective
@@ -60,6 +62,8 @@ def exception(run: Run) -> Iterator[Finding]:
         0.1.0
     """
     for restart, cause in _causes(run, "exception"):
+        if cause.interrupted:
+            continue
         if restart == run.restarts[-1] and explained(cause.text):
             continue
         if restart == run.restarts[-1] and refused_for_prefix(run, cause):
@@ -80,7 +84,8 @@ def killed(run: Run) -> Iterator[Finding]:
     """A rank was killed from outside.
 
     What it finds
-        A rank that ended by a signal nobody catches (SIGKILL) or that it did not cause itself.
+        A rank that ended by a signal nobody catches (SIGKILL) or that it did not cause itself,
+        SIGINT to a single rank among them.
 
     Why it is bad
         The rank could neither save nor say anything. On a machine under load it usually was the
@@ -109,6 +114,18 @@ def killed(run: Run) -> Iterator[Finding]:
             f"{cause.name} was killed by {cause.text}{moment(cause)}",
             "Find out who sent it: a scheduler's limit, a person, or the kernel (see dmesg).",
         )
+    for restart, cause in _causes(run, "exception"):
+        if cause.interrupted:
+            yield attempt_finding(
+                run,
+                "DDP902",
+                restart,
+                cause,
+                f"{cause.name} alone was interrupted by SIGINT{moment(cause)}",
+                "Find out who sent it: Ctrl-C in a terminal reaches all ranks. `kill` the "
+                "launcher to stop the job, not one of its ranks.",
+                traceback=cause.traceback,
+            )
 
 
 @rule("DDP903", "out-of-memory", Severity.ERROR, yields_to=EXPLAINED_BY)
@@ -236,13 +253,18 @@ def silent_exit(run: Run) -> Iterator[Finding]:
         0.1.0
     """
     for restart, cause in _causes(run, "exit"):
+        refused = f"refused the script's options: {short(cause.message, 200)}"
         yield attempt_finding(
             run,
             "DDP905",
             restart,
             cause,
-            f"{cause.name} ended itself: {cause.text}{moment(cause)}",
-            "The script refused its options (argparse ends with status 2): see its message above."
+            f"{cause.name} {refused}"
+            if cause.message
+            else f"{cause.name} ended itself: {short(cause.text, 200)}{moment(cause)}",
+            "Give the script the options that it takes, after `--`."
+            if cause.message
+            else "The script refused its options: see its message above."
             if cause.status == 2 and not cause.initialized
             else "Raise an exception that says why, or agree on leaving with all ranks.",
         )

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.record import integer
 from ddpdoctor.relations import STANDSTILL
-from ddpdoctor.rules import apart
+from ddpdoctor.rules import apart, ports
 from ddpdoctor.rules.decisions import decisions
 from ddpdoctor.rules.evaluation import alone_evaluating
 from ddpdoctor.rules.guards import only_sleeps
@@ -31,6 +31,11 @@ from ddpdoctor.run import Run
 from ddpdoctor.stacks.user_frames import user_frames
 
 _PLURAL = {"is": "are", "has": "have", "does": "do"}
+
+_START = (
+    "Start the missing ranks, or correct the world size; all need the same address and port, and a "
+    "network that lets them through."
+)
 
 NATIVE = 4
 """Native frames that are shown."""
@@ -350,17 +355,21 @@ def _before_joining(run: Run, still: Standstill) -> Iterator[Finding]:
         rank, each = joining[0]
         who = named([rank.rank for rank, _ in joining])
         verb = "wait" if len(joining) > 1 else "waits"
+        missing, fix, evidence = "ranks that never came", _START, _launched(run)
+        store = ports.unopened(run)
+        if store is not None:
+            missing = f"a store at {ports.address(store)} that no rank opens"
+            fix, evidence = ports.advice(store)
         yield Finding(
             code="DDP813",
             about="rendezvous",
             severity=Severity.ERROR,
             message=f"{who} {verb} in init_process_group at {quoted(each.location)} since "
-            f"{still.seconds:.0f} s for ranks that never came",
+            f"{still.seconds:.0f} s for {missing}",
             ranks=tuple(rank.rank for rank, _ in joining),
             location=each.location,
-            evidence=_launched(run),
-            fix="Start the missing ranks, or correct the world size; all need the same address "
-            "and port, and a network that lets them through.",
+            evidence=evidence,
+            fix=fix,
             traceback=_traceback(rank),
         )
     elif (

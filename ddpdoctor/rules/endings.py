@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ddpdoctor.finding import Location
@@ -31,6 +31,12 @@ _VICTIM = re.compile(
     re.IGNORECASE,
 )
 """What a rank says whose peers are gone: the consequence of a failure elsewhere."""
+
+_COMMON = re.compile(r"Connection reset by peer|Broken pipe|Socket (?:Timeout|closed)", re.I)
+"""What a database or a download says, too."""
+
+_OF_TORCH = re.compile(r"gloo|nccl|TCPStore|c10d|\[[^\]]*\.(?:cc|cpp|h):\d+\]", re.IGNORECASE)
+_THROUGH_TORCH = re.compile(r"[/\\]torch[/\\](?:distributed|autograd|_tensor|nn[/\\]parallel)")
 
 _MISPAIRED = re.compile(
     r"op\.preamble\.length <= op\.nbytes|Received data size doesn't match expected size"
@@ -72,6 +78,14 @@ _FATAL_SIGNALS = {
 }
 """What ``faulthandler`` writes for which signal."""
 
+_ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""torchrun sends these to the survivors of a failure."""
+
+_STARVED = ("Empty", "TimeoutError", "BrokenBarrierError")
+"""What the main thread raises that waits in vain for another one."""
+
+_IN_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)")
+
 _TORCHRUN_EXIT = re.compile(r"exitcode\s*: (-?\d+)\s*\(pid: (\d+)\)")
 _TORCHRUN_LOG = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
 
@@ -93,6 +107,7 @@ class Ending:
         file: What is known of the file that an exception is about.
         last_seen: The last line of the user's code that the probe saw, if ``location`` is unknown.
         initialized: Whether it had joined the process group.
+        notes: How it came from there to the end of the process, a sentence each.
     """
 
     rank: int | None
@@ -109,11 +124,17 @@ class Ending:
     file: Record = field(default_factory=dict)
     last_seen: Location | None = None
     initialized: bool = True
+    notes: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """Whose end it is, as the subject of a sentence."""
         return f"rank {self.rank}" if self.rank is not None else "a process of the job"
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether SIGINT ended it, as Python passes that on."""
+        return self.kind == "exception" and self.text == "KeyboardInterrupt"
 
     @property
     def printed(self) -> str:
@@ -138,9 +159,15 @@ def endings(run: Run, restart: int) -> list[Ending]:
     joined = {rank.rank for rank in ranks}
     found += _stray_endings(run, restart, joined)
     limit = run.stopped_at
-    return sorted(
+    found = sorted(
         (each for each in found if limit is None or each.time < limit), key=lambda each: each.time
     )
+    if run.exit_status is not None and limit is None:
+        stops = [each for each in found if each.interrupted]
+        # Ctrl-C reaches every rank; a signal to a single one is nobody's consequence.
+        if len(stops) == 1 and len(ranks) > 1 and stops[0] is found[0]:
+            found[0] = replace(stops[0], victim=False)
+    return found
 
 
 def first_failure(run: Run, restart: int) -> Ending | None:
@@ -172,30 +199,33 @@ def _rank_ending(
         return None
     error = next(rank.of_kind("error"), None)
     if error is not None:
-        return _exception(rank.rank, error, status)
+        return _exception(rank.rank, _of_thread(rank, error) or error, status)
     call = next((r for r in rank.of_kind("exit") if r.get("status")), None)
     if call is not None and (status == call["status"] or (status is None and job_failed)):
-        return _exit_call(rank.rank, call)
+        thread = _of_thread(rank, call)
+        return _exit_call(rank.rank, call) if thread is None else _exception(rank.rank, thread)
     if status is None:
         return None
     # An end that nobody saw happen is dated by the last sign of life.
     seen = rank.exit is not None and rank.exit.get("status") is not None
     when = integer(rank.exit, "time") if rank.exit is not None and seen else rank.status.since
     if status > 0:
+        shown = next(rank.of_kind("shown_error"), None)
+        if shown is not None:
+            return _exception(rank.rank, shown, status)
         text = f"exit status {status} without an exception"
         return Ending(
             rank.rank, when, "exit", False, text, _where(rank), _site(rank), status=status
         )
     name = signal_name(-status)
-    if rank.ended is not None:
+    asked = -status in _ASKED
+    if rank.ended is not None and not asked:
         return Ending(rank.rank, when, "abort-at-exit", False, name, status=status)
     return Ending(
         rank=rank.rank,
         time=when,
         kind="signal",
-        # torchrun sends these to the survivors of a failure.
-        victim=-status in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        or (-status == signal.SIGABRT and rank.rank in aborted),
+        victim=asked or (-status == signal.SIGABRT and rank.rank in aborted),
         text=name,
         where=_where(rank),
         location=_site(rank),
@@ -255,18 +285,17 @@ def _stray_endings(run: Run, restart: int, joined: set[int]) -> Iterator[Ending]
 
 
 def _exception(
-    rank: int | None, record: Record, status: int | None, initialized: bool = True
+    rank: int | None, record: Record, status: int | None = None, initialized: bool = True
 ) -> Ending:
     name = str(record.get("exception", "an exception"))
     message = str(record.get("message", ""))
     wrapper = name.rpartition(".")[2] in _WRAPPERS
-    first = next((line for line in message.splitlines() if line.strip()), "")
     return Ending(
         rank=rank,
         time=integer(record, "time"),
         kind="exception",
-        victim=wrapper or name == "KeyboardInterrupt" or _lost_peer(name, message),
-        text=f"{name}: {_clean(first)}" if first else name,
+        victim=wrapper or name == "KeyboardInterrupt" or _lost_peer(record),
+        text=_in_short(record),
         where=_moment(record.get("step"), record.get("collective") or record.get("phase")),
         location=_location(record),
         traceback=str(record.get("traceback") or ""),
@@ -274,7 +303,54 @@ def _exception(
         status=status,
         file=file if isinstance(file := record.get("file"), dict) else {},
         initialized=initialized,
+        notes=tuple(_notes(record)),
     )
+
+
+def _in_short(record: Record) -> str:
+    """An exception with the first line of its message."""
+    name = str(record.get("exception", "an exception"))
+    lines = str(record.get("message", "")).splitlines()
+    first = next((line for line in lines if line.strip()), "")
+    return f"{name}: {_clean(first)}" if first else name
+
+
+def _notes(record: Record) -> Iterator[str]:
+    """What became of an exception before it ended the process."""
+    if record.get("thread"):
+        yield f"it ended the thread {str(record['thread'])[:60]!r}, which the main one waited for"
+    outer = record.get("outer")
+    if isinstance(outer, dict):
+        place = f" at {_location(outer)}" if _location(outer) is not None else ""
+        worker = _IN_WORKER.match(str(outer.get("message")))
+        if worker is not None:
+            yield f"in {worker[1]}, whose batch was awaited{place}"
+        else:
+            yield f"it was raised again as {_in_short(outer)[:160]}{place}"
+    left = record.get("left")
+    if isinstance(left, dict):
+        place = f" at {_location(left)}" if _location(left) is not None else ""
+        yield f"the script caught it and ended itself by {_call(left)}{place}"
+    elif record.get("kind") == "shown_error":
+        yield "the script caught it, printed it, and ended itself"
+
+
+def _of_thread(rank: Rank, end: Record) -> Record | None:
+    """The exception of a thread for whose work the main one waited until it failed, too."""
+    if end.get("kind") == "error" and str(end.get("exception")).rpartition(".")[2] not in _STARVED:
+        return None
+    failed = [
+        record
+        for record in rank.of_kind("thread_error")
+        if integer(record, "time") < integer(end, "time")
+    ]
+    return failed[-1] if failed else None
+
+
+def _call(record: Record) -> str:
+    said = record.get("said")
+    told = repr(str(said)) if said is not None else record.get("status")
+    return f"{record.get('how')}({told})"
 
 
 def _exit_call(rank: int | None, record: Record, initialized: bool = True) -> Ending:
@@ -283,18 +359,25 @@ def _exit_call(rank: int | None, record: Record, initialized: bool = True) -> En
         time=integer(record, "time"),
         kind="exit",
         victim=False,
-        text=f"{record.get('how')}({record.get('status')})",
+        text=_call(record),
         where=_moment(record.get("step"), record.get("phase")),
         location=_location(record),
+        message=str(record.get("refused") or ""),
         status=integer(record, "status", 1),
         initialized=initialized,
     )
 
 
-def _lost_peer(name: str, message: str) -> bool:
+def _lost_peer(record: Record) -> bool:
     """Whether torch says that a peer is gone; the same words of a download are its own failure."""
-    ours = name == "RuntimeError" or name.startswith("torch.")
-    return ours and bool(_VICTIM.search(message))
+    name, message = str(record.get("exception", "")), str(record.get("message", ""))
+    if name != "RuntimeError" and not name.startswith("torch."):
+        return False
+    found = _VICTIM.search(message)
+    if found is None or not _COMMON.fullmatch(found[0]):
+        return found is not None
+    frames = str(record.get("traceback") or "")
+    return bool(_OF_TORCH.search(message) or not frames or _THROUGH_TORCH.search(frames))
 
 
 def _clean(message: str) -> str:

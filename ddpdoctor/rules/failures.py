@@ -15,6 +15,7 @@ from ddpdoctor.failures.tracebacks import parse
 from ddpdoctor.failures.verdict import causes
 from ddpdoctor.finding import RULES, Detect, Finding, Rule
 from ddpdoctor.relations import same_subject
+from ddpdoctor.rules import ports
 from ddpdoctor.rules.attempts import EXPLAINED_BY, attempt_finding
 from ddpdoctor.rules.checkpoints import refused_for_prefix
 from ddpdoctor.rules.endings import Ending, endings, first_failure
@@ -174,7 +175,8 @@ def _found(code: str, run: Run) -> Iterator[Finding]:
         failure = each.failure
         if (each.code or failure.code) != code:
             continue
-        facts = described(each.cause, failure)
+        about_port = ports.described(run, each.cause, failure)
+        facts = about_port if about_port.said else described(each.cause, failure)
         likely = "likely " if each.likely or failure.likely else ""
         said = facts.said or failure.said(each.groups)
         yield attempt_finding(

@@ -6,11 +6,13 @@ import os
 from dataclasses import dataclass
 
 from ddpdoctor.failures import Failure, recognise
+from ddpdoctor.failures.lines import shortened
 from ddpdoctor.record import integer
 from ddpdoctor.rules.endings import Ending, first_failure
 from ddpdoctor.run import Run
 
 DISK_FULL = "DDP935"
+NO_NETWORK = "DDP936"
 UNREADABLE = ("DDP944", "DDP945")
 """Codes of checkpoints that cannot be read; what torch says of a torn one fits either."""
 
@@ -34,6 +36,9 @@ def described(cause: Ending, failure: Failure) -> Facts:
     path = str(cause.file.get("path") or "")
     if failure.code == DISK_FULL:
         return _unwritten(cause, path)
+    url = shortened(str(cause.file.get("url") or ""))
+    if failure.code == NO_NETWORK and url:
+        return Facts(f"has no network for a download from {url}")
     if failure.code in UNREADABLE and path:
         return Facts(evidence=(f"the file is {path}, {_size(integer(cause.file, 'size'))}",))
     return Facts()

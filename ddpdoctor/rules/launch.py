@@ -20,6 +20,13 @@ def _first(run: Run, kind: str) -> list[tuple[Rank, Record]]:
     return [(rank, record) for rank, record in firsts if record is not None]
 
 
+def _use(record: Record) -> tuple[str, ...]:
+    used = record.get("used")
+    if not isinstance(used, list) or len(used) != 2 or not isinstance(used[1], int):
+        return ()
+    return (f"the script uses it at {Location(str(used[0]), used[1])}",)
+
+
 @rule("DDP206", "local-rank-never-filled", Severity.WARNING)
 def local_rank_never_filled(run: Run) -> Iterator[Finding]:
     """The script reads its local rank from an option that torchrun never fills.
@@ -61,7 +68,8 @@ def local_rank_never_filled(run: Run) -> Iterator[Finding]:
             f"rank {rank.rank}: args.local_rank is {integer(each, 'parsed')}, LOCAL_RANK is "
             f"{integer(each, 'environment')}"
             for rank, each in found[:4]
-        ),
+        )
+        + _use(record),
         fix='Read int(os.environ["LOCAL_RANK"]), for example as the default of the option.',
         about="local_rank",
     )

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--local_rank", type=int, default=0)
-    args = parser.parse_args()  # expect: DDP206 rank 1
+    parser.add_argument("--local_rank", type=int, default=0)  # expect: DDP206 rank 1
+    args = parser.parse_args()
     cuda = torch.cuda.device_count() > args.local_rank
     device = torch.device("cuda", args.local_rank) if cuda else torch.device("cpu")
     dist.init_process_group("gloo")

@@ -193,7 +193,8 @@ class HangWatch:
 
     def _before_any_rank(self, run: Run, now: float) -> Still | None:
         quiet = now - self._started
-        if run.strays or quiet < self._base:
+        ended = any(each["kind"] in ("error", "exit") for each in run.strays)
+        if ended or quiet < self._base:
             return None
         return Still(quiet, self._base, (), True, True)
 

@@ -10,7 +10,6 @@ import atexit
 import faulthandler
 import functools
 import os
-import re
 import sys
 import threading
 import time
@@ -19,22 +18,39 @@ from collections.abc import Callable
 from types import FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from ddpdoctor.probe import debugger, events, file_facts, rank, shield
+from ddpdoctor.probe import debugger, events, file_facts, inner, ports, rank, shield
 from ddpdoctor.probe.imports import when_imported
-from ddpdoctor.probe.sites import Site, caller, user_file
+from ddpdoctor.probe.sites import Site, caller
 from ddpdoctor.record import Phase, Record, encode
 
 _MESSAGE = 4_000
 _LINE = 1_500
 _TRACEBACK = 60_000
-_FILE_LINE = re.compile(r'File "([^"\n]+)", line (\d+)')
+_SAID = 300
+_NEAR = 8
+"""Frames above ``sys.exit`` in which its reason is looked for."""
 
+_SAME = 1_000_000_000
+"""Nanoseconds within which an exception of the same id is the same one."""
+
+_FRESH = 60_000_000_000
+"""Nanoseconds after which an exception that was printed explains no exit."""
+
+_NO_FAILURE = ("SystemExit", "GeneratorExit", "Exit", "Abort")
+"""Exceptions by which a script, or click, leaves on purpose."""
+
+_format_exception = traceback.format_exception
+_owner = os.getpid()
 _last_exit: Record | None = None
+_shown: tuple[int, Record] | None = None
+"""The exception that was printed last, with its id: the process may end of it without raising."""
 
 
 def install() -> None:
     """Hook this process; modules it has not imported yet are hooked when it does."""
     _wrap_excepthook()
+    _wrap_thread_excepthook()
+    _wrap_printing()
     _wrap_exits()
     when_imported("multiprocessing.process", _wrap_process_run)
 
@@ -65,6 +81,17 @@ def uncaught(error: BaseException) -> None:
         stray(record)
         return
     state.error_told = True
+    _placed(record, error)
+    for told in events.rank_fails:
+        told(error)
+    rank.tell(record)
+
+
+def _placed(record: Record, error: BaseException) -> None:
+    """Add what the rank did at that moment, if this process is one."""
+    state = rank.current()
+    if state is None:
+        return
     tracker = state.tracker
     record["step"] = tracker.steps
     record["armed"] = tracker.armed
@@ -72,9 +99,6 @@ def uncaught(error: BaseException) -> None:
         record["phase"], record["collective"] = tracker.failed[1], tracker.failed[2]
     elif _raised_in(error, tracker.optimizer_frame):
         record["phase"] = Phase.OPTIMIZER.label
-    for told in events.rank_fails:
-        told(error)
-    rank.tell(record)
 
 
 def _raised_in(error: BaseException, frame: FrameType | None) -> bool:
@@ -86,26 +110,9 @@ def _raised_in(error: BaseException, frame: FrameType | None) -> bool:
 
 def describe(error: BaseException) -> Record:
     """An exception as a journal record."""
-    kind = type(error)
-    name = kind.__qualname__
-    if kind.__module__ not in ("builtins", "__main__"):
-        name = f"{kind.__module__}.{name}"
-    message = _text(error)
-    path, line = _guilty_line(error, message)
-    formatted = "".join(traceback.format_exception(kind, error, error.__traceback__))
-    record: Record = {
-        "kind": "error",
-        "time": time.time_ns(),
-        "pid": os.getpid(),
-        "exception": name,
-        "message": _shortened(message),
-        "path": path,
-        "line": line,
-        "user_frames": _user_frames(error),
-        "traceback": formatted[-_TRACEBACK:],
-    }
+    record = _in_words(error)
     try:
-        file = file_facts.facts(error)
+        file = file_facts.facts(error) or ports.facts(inner.text(error))
     except Exception as fault:
         shield.fault("file_facts", fault)
     else:
@@ -113,11 +120,29 @@ def describe(error: BaseException) -> Record:
     return record
 
 
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:
-        return "(its message could not be made)"
+def _in_words(error: BaseException) -> Record:
+    """The same without what the system knows of its file."""
+    raised, outer = inner.told(error)
+    formatted = "".join(_format_exception(type(error), error, error.__traceback__))
+    record: Record = {
+        "kind": "error",
+        "time": time.time_ns(),
+        "pid": os.getpid(),
+        "exception": raised.name,
+        "message": _shortened(raised.message),
+        "path": raised.path,
+        "line": raised.line,
+        "user_frames": inner.frames(error),
+        "traceback": formatted[-_TRACEBACK:],
+    }
+    if outer is not None:
+        record["outer"] = {
+            "exception": outer.name,
+            "message": _shortened(outer.message),
+            "path": outer.path,
+            "line": outer.line,
+        }
+    return record
 
 
 def _shortened(message: str) -> str:
@@ -126,26 +151,6 @@ def _shortened(message: str) -> str:
         return message
     # A load_state_dict tells of missing keys in one line, and of unexpected ones in the next.
     return "\n".join(line[:_LINE] for line in message[: 1 << 20].splitlines()[:100])[:_MESSAGE]
-
-
-def _user_frames(error: BaseException) -> list[tuple[str, int, str]]:
-    return [
-        (os.path.abspath(frame.f_code.co_filename), number, frame.f_code.co_name)
-        for frame, number in traceback.walk_tb(error.__traceback__)
-        if user_file(frame.f_code.co_filename)
-    ]
-
-
-def _guilty_line(error: BaseException, message: str) -> tuple[str, int]:
-    if isinstance(error, SyntaxError) and error.filename:
-        return os.path.abspath(error.filename), error.lineno or 0
-    if "Original Traceback" in message:
-        # A DataLoader worker's exception, raised again in the rank with its text.
-        inner = [found for found in _FILE_LINE.findall(message) if user_file(found[0])]
-        if inner:
-            return os.path.abspath(inner[-1][0]), int(inner[-1][1])
-    frames = _user_frames(error)
-    return (frames[-1][0], frames[-1][1]) if frames else ("", 0)
 
 
 def stray(record: Record) -> None:
@@ -167,12 +172,92 @@ def stray(record: Record) -> None:
         os.close(descriptor)
 
 
+# -- exceptions that end no process by themselves
+
+
+def _wrap_thread_excepthook() -> None:
+    """Of an exception in a thread the main one learns nothing, and fails of something else."""
+    previous = threading.excepthook
+
+    def excepthook(args: Any, /) -> None:
+        _thread_failed(args)
+        previous(args)
+
+    threading.excepthook = excepthook
+
+
+@shield.shielded
+def _thread_failed(args: Any) -> None:
+    state, error = rank.current(), args.exc_value
+    if state is None or error is None or isinstance(error, SystemExit):
+        return
+    record = {**_in_words(error), "kind": "thread_error"}
+    record["thread"] = str(getattr(args.thread, "name", ""))
+    _placed(record, error)
+    state.recorder.add(record)
+
+
+def _wrap_printing() -> None:
+    """``print_exc``, ``format_exc`` and ``logging`` all end in these two."""
+    for name in ("print_exception", "format_exception"):
+        setattr(traceback, name, _noting(getattr(traceback, name)))
+
+
+def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def show(*args: Any, **kwargs: Any) -> Any:
+        _note_shown(args, kwargs)
+        try:
+            return original(*args, **kwargs)
+        except BaseException as error:
+            shield.hide_frame(error)
+            raise
+
+    return show
+
+
+@shield.shielded
+def _note_shown(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Remember what is printed; the exception itself would keep its frames alive."""
+    global _shown
+    error = kwargs.get("value", args[1] if len(args) > 1 else args[0] if args else None)
+    if not isinstance(error, BaseException) or not _is_failure(error):
+        return
+    if os.getpid() != _owner and rank.current() is None:
+        return
+    if _shown is None or _shown[0] != id(error) or time.time_ns() - _shown[1]["time"] > _SAME:
+        record = _in_words(error)
+        _placed(record, error)
+        _shown = id(error), record
+
+
+def _is_failure(error: BaseException) -> bool:
+    return type(error).__name__ not in _NO_FAILURE
+
+
+def _behind() -> Record | None:
+    """The exception for which the process is being left: it is being handled, or was printed.
+
+    One after which a step went on had been dealt with.
+    """
+    error = sys.exc_info()[1]
+    if error is not None and _is_failure(error):
+        record = describe(error)
+        _placed(record, error)
+        return record
+    state = rank.current()
+    if _shown is None or time.time_ns() - _shown[1]["time"] > _FRESH:
+        return None
+    if state is not None and _shown[1].get("step") != state.tracker.steps:
+        return None
+    return _shown[1]
+
+
 # -- exits without an exception
 
 
 def _wrap_exits() -> None:
     sys_exit, os_exit = sys.exit, os._exit
-    owner = os.getpid()
 
     @functools.wraps(sys_exit)
     def exit(status: Any = None, /) -> NoReturn:
@@ -186,7 +271,7 @@ def _wrap_exits() -> None:
     @functools.wraps(os_exit)
     def _exit(status: int) -> NoReturn:
         # Forked children (multiprocessing's among them) always end this way, ranks or not.
-        own = os.getpid() == owner
+        own = os.getpid() == _owner
         if own or rank.current() is not None:
             _hard_exit(status, own)
         os_exit(status)
@@ -208,6 +293,12 @@ def _exit_record(how: str, status: int, site: Site) -> Record:
     }
 
 
+def _told_exit(call: Record) -> Record:
+    """The record of an exit: that of the exception behind it, where there is one."""
+    behind = call.pop("behind", None)
+    return call if behind is None else {**behind, "left": call}
+
+
 @shield.shielded
 def _note_exit(status: Any) -> None:
     """Remember the call; only the end of the process tells whether it was not caught."""
@@ -216,9 +307,29 @@ def _note_exit(status: Any) -> None:
         return
     number = 0 if status is None else status if isinstance(status, int) else 1
     _last_exit = _exit_record("sys.exit", number, caller())
+    if number and not isinstance(status, int):
+        _last_exit["said"] = inner.text(status)[:_SAID]
+    refused = _refusal()
+    if refused:
+        _last_exit["refused"] = refused
+    elif number:
+        _last_exit["behind"] = _behind()
     state = rank.current()
     if state is not None:
         _last_exit["step"], _last_exit["armed"] = state.tracker.steps, state.tracker.armed
+
+
+def _refusal() -> str:
+    """What ``ArgumentParser.error`` was given, if that is what leaves."""
+    frame: FrameType | None = sys._getframe()
+    for _ in range(_NEAR):
+        if frame is None:
+            break
+        code = frame.f_code
+        if code.co_name == "error" and os.path.basename(code.co_filename) == "argparse.py":
+            return str(frame.f_locals.get("message") or "")[:_SAID]
+        frame = frame.f_back
+    return ""
 
 
 @shield.shielded
@@ -230,14 +341,17 @@ def _hard_exit(status: int, own: bool) -> None:
         if own and not state.error_told:
             record = _exit_record("os._exit", status, caller())
             record["step"], record["armed"] = state.tracker.steps, state.tracker.armed
-            state.recorder.add(record)
+            record["behind"] = _behind() if status else None
+            state.recorder.add(_told_exit(record))
         if status == 0:
             rank.end()
         else:
             state.tracker.finish()
             state.recorder.flush(0.2, last=True)
     elif status:
-        stray(_exit_record("os._exit", status, caller()))
+        record = _exit_record("os._exit", status, caller())
+        record["behind"] = _behind()
+        stray(_told_exit(record))
 
 
 def _unseen_exception() -> None:
@@ -253,8 +367,13 @@ def at_exit(state: rank.RankState) -> None:
     _unseen_exception()
     call = _last_exit
     # A call with steps after it was caught.
-    if call is not None and not state.error_told and call["time"] > state.tracker.last_change:
-        state.recorder.add(call)
+    if state.error_told:
+        return
+    if call is not None and call["time"] > state.tracker.last_change:
+        state.recorder.add(_told_exit(call))
+    elif _shown is not None and _shown[1].get("step") == state.tracker.steps:
+        # The status tells whether it mattered.
+        state.recorder.add({**_shown[1], "kind": "shown_error"})
 
 
 @shield.shielded
@@ -262,7 +381,7 @@ def _stray_at_exit() -> None:
     """At the end of a process that never became a rank: a ``sys.exit`` with a status."""
     call = _last_exit
     if rank.current() is None and call and call["status"] and call["pid"] == os.getpid():
-        stray(call)
+        stray(_told_exit(call))
 
 
 # -- processes made by multiprocessing, whose exceptions never reach an excepthook

@@ -17,12 +17,18 @@ from ddpdoctor.probe.sites import Site, caller
 
 _READ = re.compile(r"\.local_rank\b(?!\s*=[^=])")
 
+_OPTION = re.compile(r"--?local[-_]rank$")
+
+_option: Site | None = None
+"""Where the option was added."""
+
 _parsed: tuple[weakref.ref[Any], Site] | None = None
 _parallel: Site | None = None
 
 
 def install_argparse(argparse: ModuleType) -> None:
-    """Wrap ``ArgumentParser.parse_known_args``, which ``parse_args`` calls."""
+    """Wrap ``parse_known_args``, which ``parse_args`` calls, and ``add_argument``."""
+    _install_add_argument(argparse)
     parser_class = argparse.ArgumentParser
     original = parser_class.parse_known_args
 
@@ -38,6 +44,29 @@ def install_argparse(argparse: ModuleType) -> None:
 
     parser_class.parse_known_args = parse_known_args
     events.ddp_built.append(_built)
+
+
+def _install_add_argument(argparse: ModuleType) -> None:
+    container_class = argparse._ActionsContainer
+    original = container_class.add_argument
+
+    @functools.wraps(original)
+    def add_argument(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _added(args)
+        try:
+            return original(self, *args, **kwargs)
+        except BaseException as error:
+            shield.hide_frame(error)
+            raise
+
+    container_class.add_argument = add_argument
+
+
+@shield.shielded
+def _added(names: tuple[Any, ...]) -> None:
+    global _option
+    if any(isinstance(name, str) and _OPTION.match(name) for name in names):
+        _option = caller()
 
 
 @shield.shielded
@@ -57,26 +86,32 @@ def _built(ddp: Any) -> None:
     (reference, site), _parsed = _parsed, None
     options = reference()
     told, here = getattr(options, "local_rank", None), rank.environment_int("LOCAL_RANK")
-    if here is None or not isinstance(told, int) or told == here or not _is_read(site):
+    if here is None or not isinstance(told, int) or told == here:
         return
+    use = _use(site)
+    if not use:
+        return
+    added = _option if _option is not None and _option.path else site
     state.recorder.add(
         {
             "kind": "local_rank",
             "parsed": told,
             "environment": here,
-            "path": site.path,
-            "line": site.line,
+            "path": added.path,
+            "line": added.line,
+            "used": [site.path, use],
         }
     )
 
 
-def _is_read(site: Site) -> bool:
-    """Whether the file that parsed the option does anything with it."""
+def _use(site: Site) -> int:
+    """The first line of the file that parsed the option which does anything with it; 0 if none."""
     try:
         with open(site.path, encoding="utf-8", errors="replace") as file:
-            return any(_READ.search(line.partition("#")[0]) for line in file)
+            lines = enumerate(file, 1)
+            return next((n for n, line in lines if _READ.search(line.partition("#")[0])), 0)
     except OSError:
-        return False
+        return 0
 
 
 def install_data_parallel(module: ModuleType) -> None:

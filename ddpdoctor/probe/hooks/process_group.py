@@ -10,7 +10,9 @@ from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe import debugger, rank, shield, stacks, timeouts, torch_private
+from ddpdoctor.probe import debugger, ports, rank, shield, stacks, timeouts, torch_private
+from ddpdoctor.probe.hooks import errors
+from ddpdoctor.probe.sites import caller
 
 _become = shield.shielded(rank.become)
 
@@ -26,8 +28,13 @@ def install(c10d: ModuleType) -> None:
             _wrap(c10d, name, _nothing)
 
 
+def _joins(arguments: dict[str, Any]) -> None:
+    _declare(arguments)
+    _note_store(arguments)
+
+
 @shield.shielded
-def _joins(kwargs: dict[str, Any]) -> None:
+def _declare(kwargs: dict[str, Any]) -> None:
     """``init_process_group`` is called; for how many ranks, as far as it is easy to see."""
     stacks.declare()
     asked = kwargs.get("world_size", -1)
@@ -53,6 +60,15 @@ def _offer(distributed: Any) -> None:
             "local_rank": rank.environment_int("LOCAL_RANK"),
         }
     )
+
+
+@shield.shielded
+def _note_store(arguments: dict[str, Any]) -> None:
+    """Write down the address of a store that nobody will open: the call may never return."""
+    record = ports.unopened(arguments) if rank.current() is None else None
+    if record is not None:
+        site = caller()
+        errors.stray({**record, "path": site.path, "line": site.line})
 
 
 def _nothing(*_: object) -> None:
