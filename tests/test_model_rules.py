@@ -57,6 +57,17 @@ def test_local_sgd_is_left_alone(written: Written) -> None:
     assert codes(written) == []
 
 
+@pytest.mark.parametrize(("seen", "expected"), [(("m", "m"), []), (("m", "n"), ["DDP301"])])
+def test_parameters_that_are_averaged_between_sightings_are_left_alone(
+    written: Written, seen: tuple[str, str], expected: list[str]
+) -> None:
+    for rank in (0, 1):
+        norms = [sighting(s, 1.0 + rank, 5.0 + rank * s) for s in range(8)]
+        mean = {"kind": "together", "step": 49, "module": 0, "armed": 0, "parameters": seen[rank]}
+        written.rank(rank, [*norms, mean])
+    assert codes(written) == expected
+
+
 def test_replicas_of_different_groups_are_different_models(written: Written) -> None:
     for rank in (0, 1):
         alone: Record = {"kind": "ddp", "device": "cpu", "group_ranks": [rank]}

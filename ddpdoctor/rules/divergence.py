@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ddpdoctor.finding import RULES, Finding, Severity, rule
 from ddpdoctor.record import Record, integer
+from ddpdoctor.rules import averaging
 from ddpdoctor.rules.decisions import decisions
 from ddpdoctor.rules.ranks import named
 from ddpdoctor.rules.replicas import Difference, Replica, list_of, odd, place, replicas, site
@@ -52,11 +53,11 @@ def parameters_differ(run: Run) -> Iterator[Finding]:
         Right: `parameter.grad += torch.randn(parameter.shape, generator=same_seed)`.
 
     When it stays silent
-        For replicas that become equal again (they are averaged now and then, as in local SGD), for
-        parameters that DDP was told to ignore, and where another finding names the cause: weights
-        changed on some ranks (DDP319), hyper-parameters that differ (DDP702), a forward around DDP
-        or a backward that it did not reduce (DDP301, DDP302, DDP303, DDP305, DDP308). A first
-        difference is believed once a second fingerprint shows it, or the job has ended.
+        For replicas that are averaged, as in local SGD: they are equal again after a collective, or
+        a line of the job that averages parameters has not run yet. For parameters that DDP ignores,
+        and where another finding names the cause (DDP301, DDP302, DDP303, DDP305, DDP308, DDP319,
+        DDP702). A first difference is believed once a second fingerprint shows it, or the job has
+        ended.
 
     Since
         0.1.0
@@ -66,6 +67,8 @@ def parameters_differ(run: Run) -> Iterator[Finding]:
         if difference is None or _more_to_come(replica):
             continue
         if _rank_only_changes(replica, difference):
+            continue
+        if averaging.pending(run) or not replica.lasts(difference):
             continue
         if any(_hyper_difference(each, difference.first) for each in replicas(run)):
             continue
