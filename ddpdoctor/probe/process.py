@@ -20,6 +20,7 @@ from ddpdoctor.probe import (
     pacing,
     rank,
     stacks,
+    zeroing,
 )
 from ddpdoctor.probe.hooks import (
     amp,
@@ -63,11 +64,13 @@ def start() -> None:
     os.register_at_fork(after_in_child=models.forget)
     os.register_at_fork(after_in_child=batches.forget)
     os.register_at_fork(after_in_child=pacing.forget)
+    os.register_at_fork(after_in_child=zeroing.forget)
     forks.install()
     stacks.declare_worker()
     errors.install()
     gradients.install()
     optimizers.install()
+    zeroing.install()
     when_imported("torch.distributed.distributed_c10d", process_group.install)
     when_imported("torch.distributed.distributed_c10d", collectives.install)
     when_imported("torch.nn.parallel.distributed", ddp.install)

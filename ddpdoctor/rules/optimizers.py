@@ -1,4 +1,4 @@
-"""Optimizers (DDP311, DDP324, DDP325): parameters that nobody steps, state that is thrown away."""
+"""Optimizers (DDP311, DDP312, DDP324, DDP325): what they step, forget and never forget."""
 
 from __future__ import annotations
 
@@ -176,3 +176,66 @@ def optimizer_in_loop(run: Run) -> Iterator[Finding]:
             fix="Make the optimizer once, before the loop.",
             about="remade",
         )
+
+
+@rule("DDP312", "zero-grad-missing", Severity.ERROR)
+def zero_grad_missing(run: Run) -> Iterator[Finding]:
+    """Gradients are never set to zero.
+
+    What it finds
+        An optimizer whose gradients are still there when the next backward begins, after each of
+        its steps: a watched parameter's has the same norm then as when the step ended, and the
+        backward adds to it.
+
+    Why it is bad
+        Each step uses the sum of all gradients since the start. The loss falls at first, then the
+        steps get too large or go the wrong way, and no error says why.
+
+    How to fix it
+        `optimizer.zero_grad()` once for each step, before the backward or after the step.
+
+    Example
+        Wrong: `loss.backward(); optimizer.step()` in a loop.
+        Right: `optimizer.zero_grad(); loss.backward(); optimizer.step()`.
+
+    When it stays silent
+        Where gradients were set to zero or to None once, as in accumulation; where something else
+        changes them between steps; in jobs of fewer than six steps. In a job that goes on it waits
+        for 100 such steps.
+
+    Since
+        0.1.0
+    """
+    told: dict[tuple[str, int], list[tuple[int, Record]]] = {}
+    for rank in run.last:
+        for record in rank.of_kind("unzeroed"):
+            key = str(record.get("path")), integer(record, "line")
+            told.setdefault(key, []).append((rank.rank, record))
+    for (path, line), seen in sorted(told.items()):
+        if not all(_is_carried(record) for _, record in seen):
+            continue
+        ranks = sorted({rank for rank, _ in seen})
+        first = seen[0][1]
+        carried, norm = integer(first, "carried"), (first.get("after") or [0.0])[0]
+        yield Finding(
+            code="DDP312",
+            severity=Severity.ERROR,
+            message=f"the gradients of {first.get('optimizer')} are never set to zero: each "
+            "backward adds to those of all steps before",
+            ranks=tuple(ranks),
+            location=place(first),
+            evidence=(
+                f"{carried} steps in a row by step {first.get('step')} whose gradients were still "
+                "there when the next backward began",
+                f"the norm of one of them is {norm:.6g} when a step ends, and the same when the "
+                "next backward begins",
+            ),
+            fix="Call optimizer.zero_grad() once for each step, before the backward.",
+            about=f"unzeroed {path}:{line}",
+        )
+
+
+def _is_carried(record: Record) -> bool:
+    """Whether gradients were really there, and not set to zero without anybody seeing it."""
+    after, before, edited = (record.get(key) or [] for key in ("after", "before", "edited"))
+    return bool(after) and after == before and min([*after, *edited]) > 0
