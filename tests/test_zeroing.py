@@ -24,7 +24,7 @@ class Loop:
 
     def backward(self) -> None:
         zeroing.backward_begins()
-        self.weight.square().sum().backward()
+        torch.autograd.backward(self.weight.square().sum())
         zeroing.backward_ended()
 
     def step(self) -> None:

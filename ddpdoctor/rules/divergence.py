@@ -8,6 +8,7 @@ from ddpdoctor.finding import RULES, Finding, Severity, rule
 from ddpdoctor.record import Record, integer
 from ddpdoctor.rules import averaging
 from ddpdoctor.rules.decisions import decisions
+from ddpdoctor.rules.edits import edited_alone
 from ddpdoctor.rules.ranks import named
 from ddpdoctor.rules.replicas import Difference, Replica, list_of, odd, place, replicas, site
 from ddpdoctor.rules.updates import left_out
@@ -54,10 +55,9 @@ def parameters_differ(run: Run) -> Iterator[Finding]:
 
     When it stays silent
         For replicas that are averaged, as in local SGD: they are equal again after a collective, or
-        a line of the job that averages parameters has not run yet. For parameters that DDP ignores,
-        and where another finding names the cause (DDP301, DDP302, DDP303, DDP305, DDP308, DDP319,
-        DDP702). A first difference is believed once a second fingerprint shows it, or the job has
-        ended.
+        a line of the job that averages parameters has not run yet. For parameters that DDP ignores.
+        Where another finding names the cause: DDP301 to DDP303, DDP305, DDP308, DDP319, DDP702,
+        DDP709. A first difference is believed once a second fingerprint shows it, or at the end.
 
     Since
         0.1.0
@@ -77,7 +77,7 @@ def parameters_differ(run: Run) -> Iterator[Finding]:
         scales = [each.difference("scale") for each in replicas(run)]
         if any(each and each.first <= difference.first for each in scales):
             continue
-        if _explained(run):
+        if _explained(run) or edited_alone(run, replica, difference):
             continue
         cause, evidence = _cause(replica, difference)
         guilty = replica.odd(difference.first, "parameters")
