@@ -517,6 +517,53 @@ def test_parameters_changed_by_hand_on_one_rank(written: Written) -> None:
     assert (finding.code, finding.ranks) == ("DDP319", (1,))
 
 
+WRITES = {
+    "copy": "if rank == 0:\n    model.weight.copy_(best)\n",
+    "assigned": "if rank == 0:\n    p.data = best\n",
+    "element": "if rank == 0:\n    model.weight[:] = best\n",
+    "init": "if rank == 0:\n    nn.init.zeros_(head)\n",
+    "apply": "if dist.get_rank() == 0:\n    model.apply(start)\n",
+    "loop": "if rank == 0:\n    [p.data.mul_(2) for p in model.parameters()]\n",
+    "helper": "def reset(m):\n    m.weight.zero_()\nif rank == 0:\n    reset(model)\n",
+}
+NO_WRITES = {
+    "everywhere": "model.weight.zero_()\n\n",
+    "gradient": "if rank == 0:\n    p.grad.zero_()\n",
+    "total": "if rank == 0:\n    total.add_(loss)\n",
+    "called everywhere": "def reset(m):\n    m.weight.zero_()\nreset(model)\n",
+    "two": WRITES["copy"] + WRITES["init"],
+}
+
+
+@pytest.mark.parametrize("seen", [False, True])
+@pytest.mark.parametrize("name", [*WRITES, *NO_WRITES])
+def test_the_line_that_changes_weights_on_one_rank(
+    written: Written, tmp_path: Path, name: str, seen: bool
+) -> None:
+    train = tmp_path / "train.py"
+    train.write_text({**WRITES, **NO_WRITES}[name])
+    at = {"kind": "site", "phase": "forward", "path": str(train), "line": 1}
+    outside = {"kind": "outside", "step": 1, "module": 0, "count": 1, "names": ["second.weight"]}
+    same = {"gradients": "g"}
+    changed = [*prints("aabb", **same), *([outside] if seen else [])]
+    ranks(written, [at, *prints("aaaa", **same)], changed)
+    (finding,) = found(written)
+    assert finding.code == ("DDP319" if seen or name in WRITES else "DDP701")
+    assert finding.ranks == ((1,) if seen else (0, 1))
+    if name in WRITES:
+        assert finding.location is not None and finding.location.path == str(train)
+        assert "likely" in finding.message or seen
+    elif seen:
+        assert finding.location is None
+
+
+def test_a_change_on_a_rank_is_not_its_own_where_another_has_not_looked(written: Written) -> None:
+    outside = {"kind": "outside", "step": 1, "module": 0, "count": 1, "names": ["second.weight"]}
+    sparse = [each for each in prints("aaaa") if each["step"] != 1]
+    ranks(written, sparse, [*prints("aabb"), outside])
+    assert [each.code for each in found(written)] == ["DDP701"]
+
+
 def test_a_difference_of_learning_rates_is_said_once_with_its_consequence(
     written: Written,
 ) -> None:

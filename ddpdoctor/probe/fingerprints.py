@@ -130,6 +130,17 @@ class _Module:
         ]
 
 
+_Version = tuple[int, str, "weakref.ref[Any]", int, int]
+"""Of a parameter: its module and name, itself, how often it was written, and where it lies."""
+
+
+def _versions(module: _Module, named: list[tuple[str, Any]]) -> list[_Version]:
+    return [
+        (module.number, name, weakref.ref(each), each._version, each.data_ptr())
+        for name, each in named[:MOST_TENSORS]
+    ]
+
+
 class Fingerprints:
     """The fingerprints of one rank.
 
@@ -149,7 +160,7 @@ class Fingerprints:
         self._pending: deque[tuple[list[Record], list[Readback], list[Callable[[], None]]]] = (
             deque()
         )
-        self._versions: list[tuple[int, str, weakref.ref[Any], int]] = []
+        self._versions: list[_Version] = []
         self._versions_step = -1
         self._moved = 0
         self._together = 0
@@ -161,7 +172,10 @@ class Fingerprints:
 
     def built(self, ddp: Any) -> None:
         """A DDP module was built."""
-        self.modules.append(_Module(len(self.modules), ddp))
+        module = _Module(len(self.modules), ddp)
+        self.modules.append(module)
+        if not self.state.tracker.steps:
+            self._versions += _versions(module, module.tensors(ddp))
 
     def step_begins(self) -> None:
         """Were parameters changed since the last fingerprint, which the step before took?"""
@@ -171,9 +185,9 @@ class Fingerprints:
             return
         start = clock()
         changed: dict[int, list[str]] = {}
-        for module, name, ref, version in versions:
+        for module, name, ref, *before in versions:
             parameter = ref()
-            if parameter is not None and parameter._version != version:
+            if parameter is not None and [parameter._version, parameter.data_ptr()] != before:
                 changed.setdefault(module, []).append(name)
         for module, names in changed.items():
             self.state.recorder.add(
@@ -362,10 +376,7 @@ class Fingerprints:
                 continue
             named = module.tensors(ddp)
             self._tell_names(module, ddp, [name for name, _ in named])
-            self._versions += [
-                (module.number, name, weakref.ref(each), each._version)
-                for name, each in named[:MOST_TENSORS]
-            ]
+            self._versions += _versions(module, named)
             record: Record = {
                 "kind": "fingerprint",
                 "step": number,

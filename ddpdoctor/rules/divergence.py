@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddpdoctor.finding import RULES, Finding, Severity, rule
+from ddpdoctor.finding import RULES, Finding, Location, Severity, rule
 from ddpdoctor.record import Record, integer
 from ddpdoctor.rules import averaging
 from ddpdoctor.rules.decisions import decisions
@@ -12,6 +12,7 @@ from ddpdoctor.rules.edits import edited_alone
 from ddpdoctor.rules.ranks import named
 from ddpdoctor.rules.replicas import Difference, Replica, list_of, odd, place, replicas, site
 from ddpdoctor.rules.updates import left_out
+from ddpdoctor.rules.writes import likely, on_some_ranks
 from ddpdoctor.run import Rank, Run
 
 CAUSES = ("DDP301", "DDP302", "DDP303", "DDP305", "DDP306", "DDP308", "DDP314")
@@ -66,7 +67,7 @@ def parameters_differ(run: Run) -> Iterator[Finding]:
         difference = replica.difference("parameters")
         if difference is None or _more_to_come(replica):
             continue
-        if _rank_only_changes(replica, difference):
+        if _rank_only_changes(replica, difference) or _likely_change(run, replica, difference):
             continue
         if averaging.pending(run) or not replica.lasts(difference):
             continue
@@ -209,6 +210,11 @@ def _tensors(replica: Replica, difference: Difference) -> Iterator[str]:
 
 # -- weights changed on some ranks
 
+_ALIKE = (
+    "Do it on every rank, or before DistributedDataParallel(model), which broadcasts rank 0's "
+    "weights."
+)
+
 
 @rule("DDP319", "rank-only-weight-change", Severity.ERROR)
 def rank_only_weight_change(run: Run) -> Iterator[Finding]:
@@ -216,7 +222,9 @@ def rank_only_weight_change(run: Run) -> Iterator[Finding]:
 
     What it finds
         Parameters that differ between ranks from a step on, and in the interval before it a
-        `load_state_dict`, or a change outside of the optimizer's step, on some ranks only.
+        `load_state_dict`, or a change outside of the optimizer's step, on some ranks only. The line
+        of such a change is taken from the source, if a single one there changes weights under a
+        condition on the rank; and if that is all that is known, it is called likely.
 
     Why it is bad
         DDP makes the replicas equal once, when it is built, and only averages gradients later: a
@@ -240,16 +248,22 @@ def rank_only_weight_change(run: Run) -> Iterator[Finding]:
     for replica in replicas(run):
         difference = replica.difference("parameters")
         changes = difference and _rank_only_changes(replica, difference)
-        if difference is None or not changes or _more_to_come(replica):
+        if difference is None or _more_to_come(replica):
+            continue
+        if not changes:
+            where = _likely_change(run, replica, difference)
+            if where is not None:
+                yield _likely(replica, difference, where)
             continue
         guilty = tuple(sorted(changes))
         record = changes[guilty[0]]
-        where = place(record)
-        what = "loaded weights" if record["kind"] == "load" else "changed parameters"
-        step = integer(record, "step") + (record["kind"] == "outside")
+        loaded = record["kind"] == "load"
+        what = "loaded weights" if loaded else "changed parameters"
+        step = integer(record, "step") + (not loaded)
         others = [rank for rank in sorted(replica.prints) if rank not in guilty]
         names = list_of(record, "names")
         detail = f": {', '.join(map(str, names[:3]))}" if names else ""
+        lines = [] if loaded else on_some_ranks(run, gradients=False)
         yield Finding(
             code="DDP319",
             about=f"module {replica.module}",
@@ -257,15 +271,61 @@ def rank_only_weight_change(run: Run) -> Iterator[Finding]:
             message=f"{named(guilty)} {what} after DDP was built and {named(others)} did not: "
             f"the parameters differ {difference.since}",
             ranks=guilty,
-            location=where,
+            location=lines[0] if len(lines) == 1 else place(record),
             evidence=(
                 *_bounds(replica, difference),
                 f"{named(guilty)} {what} before step {step}{detail}",
+                *likely(lines, "weights"),
                 *_tensors(replica, difference),
             ),
-            fix="Do it on every rank, or before DistributedDataParallel(model), which broadcasts "
-            "rank 0's weights.",
+            fix=_ALIKE,
         )
+
+
+def _likely(replica: Replica, difference: Difference, where: Location) -> Finding:
+    everyone = tuple(sorted(replica.prints))
+    return Finding(
+        code="DDP319",
+        about=f"module {replica.module}",
+        severity=Severity.ERROR,
+        message=f"the parameters differ between ranks {difference.since} though their gradients "
+        "are equal: this line, which some ranks alone run, is likely what changes them",
+        ranks=replica.odd(difference.first, "parameters") or everyone,
+        location=where,
+        evidence=(
+            *_bounds(replica, difference),
+            *likely([where], "weights"),
+            *_tensors(replica, difference),
+        ),
+        fix=_ALIKE,
+    )
+
+
+def _likely_change(run: Run, replica: Replica, difference: Difference) -> Location | None:
+    """The only line of the job by which equal gradients can have led to other weights.
+
+    What is written through `.data` is seen by nothing but its effect.
+    """
+    rich = [each for step in replica.steps if (each := _gradients(replica, difference, step))]
+    if not rich or any(len(set(map(str, each.values()))) > 1 for each in rich):
+        return None
+    seen = any(
+        _in_doubt(record, replica, difference)
+        for rank in replica.ranks
+        for record in rank.of_kind("outside")
+    )
+    lines = [] if seen else on_some_ranks(run, gradients=False)
+    if len(lines) != 1 or any(_hyper_difference(each, None) for each in replicas(run)):
+        return None
+    state = replica.difference("state")
+    if (state and state.first <= difference.first) or _explained(run):
+        return None
+    return lines[0]
+
+
+def _gradients(replica: Replica, difference: Difference, step: int) -> dict[int, object]:
+    """The hashes of the gradients in a step from the difference on, where they are known."""
+    return replica.values(step, "gradients") if step >= difference.first else {}
 
 
 def _rank_only_changes(replica: Replica, difference: Difference) -> dict[int, Record]:
@@ -288,7 +348,13 @@ def _rank_only_changes(replica: Replica, difference: Difference) -> dict[int, Re
         for record in rank.of_kind("outside")
         if _in_doubt(record, replica, difference)
     }
-    return changed if len(changed) < len(replica.ranks) else {}
+    # A rank sees such a change only behind a fingerprint, and each has a pace of its own.
+    looked = all(
+        step < 0 or step in prints
+        for step in {integer(record, "step") for record in changed.values()}
+        for prints in replica.prints.values()
+    )
+    return changed if looked and len(changed) < len(replica.ranks) else {}
 
 
 # -- hyper-parameters

@@ -9,7 +9,7 @@ from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.record import Record, integer
 from ddpdoctor.rules.ranks import named
 from ddpdoctor.rules.replicas import Difference, Replica, list_of, odd, place, replicas, site
-from ddpdoctor.rules.writes import on_some_ranks
+from ddpdoctor.rules.writes import likely, on_some_ranks
 from ddpdoctor.run import Rank, Run
 
 LOOKS = 64
@@ -141,7 +141,7 @@ def _changed(run: Run, replica: Replica, steps: range) -> Edit | None:
             (
                 f"of the gradients looked at in step {step}: {looked}"
                 + (f" ({names})" if names else ""),
-                *_likely(lines),
+                *likely(lines, "gradients"),
             ),
         )
     return None
@@ -161,22 +161,13 @@ def _guarded(run: Run, replica: Replica, difference: Difference) -> Edit | None:
         "ranks alone run, is likely what changes them",
         difference.first,
         lines[0],
-        (f"gradients differ in step {difference.first}", *_likely(lines)),
+        (f"gradients differ in step {difference.first}", *likely(lines, "gradients")),
     )
 
 
 def _only(replica: Replica, guilty: tuple[int, ...], lines: list[Location]) -> Location | None:
     member = next(rank for rank in replica.ranks if rank.rank in guilty)
     return lines[0] if len(lines) == 1 else site(member, "optimizer")
-
-
-def _likely(lines: list[Location]) -> Iterator[str]:
-    """What the source says of it."""
-    if len(lines) == 1:
-        yield f"{lines[0]} is the only line that changes gradients under a condition on the rank"
-    elif lines:
-        listed = ", ".join(map(str, lines[:4]))
-        yield f"lines that change gradients under a condition on the rank: {listed}"
 
 
 def _turns(replica: Replica, kind: str, steps: range) -> list[int]:

@@ -18,10 +18,11 @@ _IN_PLACE = re.compile(
     r"(add|sub|mul|div|copy|zero|fill|normal|uniform|clamp|clip|lerp|addcmul|addcdiv|neg|round"
     r"|sign|bernoulli|trunc_normal|masked_fill|index_fill|index_copy|index_add|set)_$"
 )
-_WHOLE = ("apply", "load_state_dict", "reset_parameters", "vector_to_parameters")
-"""Calls that write the weights of a module."""
+_WHOLE = ("reset_parameters", "vector_to_parameters")
+"""Calls that write a module's weights; those of ``load_state_dict`` are seen where they run."""
 
 _GRADIENT = re.compile(r"\.grad\b|\bgrads\b")
+_MODULE = re.compile(r"model|module|ddp|net|layer|head|encoder|decoder", re.IGNORECASE)
 _WEIGHT = re.compile(r"\.(weight|bias)\b|param")
 _ELEMENTS = re.compile(r"\.(data|grad|weight|bias)\b")
 
@@ -52,6 +53,15 @@ def on_some_ranks(run: Run, gradients: bool) -> list[Location]:
         if rank_guard(write.location.path, write.location.line) is not None
         or _called_on_some_ranks(write.function, paths)
     ]
+
+
+def likely(lines: list[Location], what: str) -> Iterator[str]:
+    """What such lines say of a change that was seen, or whose effect was."""
+    if len(lines) == 1:
+        yield f"{lines[0]} is the only line that changes {what} under a condition on the rank"
+    elif lines:
+        listed = ", ".join(map(str, lines[:4]))
+        yield f"lines that change {what} under a condition on the rank: {listed}"
 
 
 def _called_on_some_ranks(function: str, paths: list[str]) -> bool:
@@ -122,11 +132,15 @@ def _written(call: ast.Call, scope: Scope) -> bool | None:
         return False
     if name.startswith("_foreach_") and name.endswith("_") and call.args:
         return bool(_GRADIENT.search(ast.unparse(call.args[0])))
-    if not isinstance(call.func, ast.Attribute) or not _IN_PLACE.match(name):
+    if not isinstance(call.func, ast.Attribute):
         return None
     owner = ast.unparse(call.func.value)
-    if owner.rpartition(".")[2] == "init":
+    if name == "apply" and _MODULE.search(owner):
         return False
+    if owner.rpartition(".")[2] == "init" and name.endswith("_"):
+        return False
+    if not _IN_PLACE.match(name):
+        return None
     if _GRADIENT.search(owner):
         return True
     weights = _WEIGHT.search(owner) or of_model(call.func.value, scope, DEPTH)
