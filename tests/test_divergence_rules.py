@@ -544,9 +544,8 @@ def test_the_line_that_changes_weights_on_one_rank(
     train.write_text({**WRITES, **NO_WRITES}[name])
     at = {"kind": "site", "phase": "forward", "path": str(train), "line": 1}
     outside = {"kind": "outside", "step": 1, "module": 0, "count": 1, "names": ["second.weight"]}
-    same = {"gradients": "g"}
-    changed = [*prints("aabb", **same), *([outside] if seen else [])]
-    ranks(written, [at, *prints("aaaa", **same)], changed)
+    changed = [*prints("aabb", gradients="g"), *([outside] if seen else [])]
+    ranks(written, [at, *prints("aaaa", gradients="g")], changed)
     (finding,) = found(written)
     assert finding.code == ("DDP319" if seen or name in WRITES else "DDP701")
     assert finding.ranks == ((1,) if seen else (0, 1))

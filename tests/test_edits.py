@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad
 
-from ddpdoctor.probe import edits, rank, torch_private
+from ddpdoctor.probe import edits, rank, replicas, torch_private
 from ddpdoctor.probe.hooks import clipping
 from ddpdoctor.probe.replicas import Watched
 from ddpdoctor.record import Record
@@ -58,8 +58,7 @@ def test_gradients_that_one_rank_changes_are_the_cause(
 
 
 def test_equal_gradients_are_not_the_cause(written: Written) -> None:
-    same = {"gradients": "g"}
-    ranks(written, [*prints("aaaa", **same), clip(0)], list(prints("aabb", **same)))
+    ranks(written, [*prints("aaaa", gradients="g"), clip(0)], list(prints("aabb", gradients="g")))
     assert [code for code, _, _ in said(written)] == ["DDP701"]
 
 
@@ -97,7 +96,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Record]]:
     monkeypatch.setattr(rank, "active", state.tracker)
     ddp = Module()
     assert torch_private.reduced_parameters(ddp)
-    monkeypatch.setattr(edits, "watched", [Watched(ddp, 0)])
+    monkeypatch.setattr(replicas, "watched", [Watched(ddp, 0)])
+    monkeypatch.setattr(edits, "watched", replicas.watched)
     for name in clipping.NAMES:
         monkeypatch.setattr(clip_grad, name, getattr(clip_grad, name))
     clipping.install(clip_grad)
@@ -108,7 +108,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Record]]:
 
 def train(steps: dict[int, str]) -> None:
     """Five steps; in some of them the gradients are clipped, or changed."""
-    (each,) = edits.watched
+    (each,) = replicas.watched
     parameters = [each.parameter(index) for index in range(len(each.names))]
     for step in range(5):
         for parameter in parameters:

@@ -85,6 +85,25 @@ def test_a_job_that_runs_on_is_judged_when_it_is_certain(
     assert codes(written, status=None) == expected
 
 
+@pytest.mark.parametrize(
+    ("every", "more", "expected"),
+    [("step", "load", ["DDP311"]), ("epoch", "", ["DDP311"])]
+    + [("epoch", kind, []) for kind in ("load", "together")],
+)
+def test_an_optimizer_that_is_made_again_by_epoch(
+    written: Written, every: str, more: str, expected: list[str]
+) -> None:
+    remade = {
+        "kind": "remade", "time": T0, "step": 16, "optimizer": "Adam", "times": 3, "every": every,
+        "path": "/job/train.py", "line": 4,
+    }  # fmt: skip
+    for rank in (0, 1):
+        written.rank(rank, [remade, *([{"kind": more, "step": 8}] if more else [])])
+    found = written.findings(status=0)
+    assert [each.code for each in found] == expected
+    assert all(every in each.message for each in found)
+
+
 def missing(why: str = "unused", step: int = 0) -> Record:
     return {
         "kind": "no_gradient", "time": T0, "step": step, "ddp": 0, "iteration": 1,

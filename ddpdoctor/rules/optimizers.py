@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ddpdoctor.finding import Finding, Severity, rule
 from ddpdoctor.record import Record, integer
 from ddpdoctor.rules.model import listed, place, plural
-from ddpdoctor.run import Run
+from ddpdoctor.run import Rank, Run
 
 
 def _told(run: Run, kind: str) -> dict[int, tuple[list[int], Record]]:
@@ -130,11 +130,12 @@ def optimizer_of_old_parameters(run: Run) -> Iterator[Finding]:
 
 @rule("DDP311", "optimizer-in-loop", Severity.WARNING)
 def optimizer_in_loop(run: Run) -> Iterator[Finding]:
-    """The optimizer is made anew for every step.
+    """The optimizer is made again for every step, or every epoch.
 
     What it finds
         Optimizers made again and again at one line for the same parameters, each of which took a
-        single step and had then something to remember: momentum, Adam's moments.
+        single step, or the steps of one epoch, and had then something to remember: momentum, Adam's
+        moments.
 
     Why it is bad
         What an optimizer has learnt of the gradients is lost with it: Adam stays in its first,
@@ -148,8 +149,9 @@ def optimizer_in_loop(run: Run) -> Iterator[Finding]:
         Right: `optimizer = Adam(model.parameters())` before the loop.
 
     When it stays silent
-        For optimizers without state (plain SGD), LBFGS, those that take several steps each, such
-        as one per epoch, and those of copies, as in meta-learning.
+        For optimizers without state (plain SGD), LBFGS, and those of copies, as in meta-learning.
+        By epoch: below three of them, with other options or parameters, after loaded weights, for
+        several epochs each, and where replicas are averaged, as in federated training.
 
     Since
         0.1.0
@@ -158,24 +160,31 @@ def optimizer_in_loop(run: Run) -> Iterator[Finding]:
     first: Record | None = None
     for rank in run.last:
         record = next(rank.of_kind("remade"), None)
-        if record is not None:
+        if record is not None and not (record.get("every") == "epoch" and _begins_anew(rank)):
             ranks.append(rank.rank)
             first = first or record
     if first is not None:
+        by_epoch = first.get("every") == "epoch"
         yield Finding(
             code="DDP311",
             severity=Severity.WARNING,
-            message=f"{first.get('optimizer')} is made anew here for every step, and its state is "
-            "lost each time",
+            message=f"{first.get('optimizer')} is made again here for every "
+            f"{'epoch' if by_epoch else 'step'}, and its state is lost each time",
             ranks=tuple(ranks),
             location=place(first),
             evidence=(
                 f"{first.get('times')} optimizers of the same parameters in a row by step "
-                f"{first.get('step')}, all but the last stepped once",
+                f"{first.get('step')}, all but the last stepped "
+                + ("for one epoch" if by_epoch else "once"),
             ),
             fix="Make the optimizer once, before the loop.",
             about="remade",
         )
+
+
+def _begins_anew(rank: Rank) -> bool:
+    """Whether weights were loaded or averaged meanwhile, so that the old state is of no use."""
+    return any(True for kind in ("load", "together") for _ in rank.of_kind(kind))
 
 
 @rule("DDP312", "zero-grad-missing", Severity.ERROR)
