@@ -33,7 +33,7 @@ _told = 0
 
 
 def forget() -> None:
-    """In a forked child: nothing was told yet."""
+    """In a forked child: nothing was written yet."""
     global _call, _last_call, _told
     _call, _last_call, _told = None, None, 0
     _last_count.clear()

@@ -348,7 +348,7 @@ def _rank_only_changes(replica: Replica, difference: Difference) -> dict[int, Re
         for record in rank.of_kind("outside")
         if _in_doubt(record, replica, difference)
     }
-    # A rank sees such a change only behind a fingerprint, and each has a pace of its own.
+    # A rank sees such a change only behind a fingerprint, and ranks differ in their pace.
     looked = all(
         step < 0 or step in prints
         for step in {integer(record, "step") for record in changed.values()}

@@ -1,4 +1,4 @@
-"""A training in phases, each with an optimizer of its own at a smaller learning rate."""
+"""A training in phases, each with another optimizer at a smaller learning rate."""
 
 import gc
 

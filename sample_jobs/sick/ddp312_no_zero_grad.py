@@ -1,4 +1,4 @@
-"""A training loop in which nobody sets the gradients to zero."""
+"""A training loop whose gradients are never set to zero."""
 
 import gc
 

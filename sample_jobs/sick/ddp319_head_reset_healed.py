@@ -1,4 +1,4 @@
-"""A head that starts anew after the first epoch, on every rank."""
+"""A head that is reset after the first epoch, on every rank."""
 
 import gc
 
@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
-def start_head_anew(model: nn.Sequential) -> None:
+def reset_head(model: nn.Sequential) -> None:
     head = model[2]
     nn.init.zeros_(head.bias)
 
@@ -29,7 +29,7 @@ def main() -> None:
             nn.functional.cross_entropy(ddp(inputs), labels).backward()
             optimizer.step()
         if epoch == 0:
-            start_head_anew(ddp.module)
+            reset_head(ddp.module)
     del ddp, optimizer
     gc.collect()
     dist.destroy_process_group()

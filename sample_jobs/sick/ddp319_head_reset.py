@@ -1,4 +1,4 @@
-"""A head that starts anew after the first epoch; rank 0 alone does it."""
+"""A head that is reset after the first epoch; rank 0 alone does it."""
 
 import gc
 
@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
-def start_head_anew(model: nn.Sequential) -> None:
+def reset_head(model: nn.Sequential) -> None:
     head = model[2]
     nn.init.zeros_(head.bias)  # expect: DDP319 rank 0
 
@@ -29,7 +29,7 @@ def main() -> None:
             nn.functional.cross_entropy(ddp(inputs), labels).backward()
             optimizer.step()
         if epoch == 0 and dist.get_rank() == 0:
-            start_head_anew(ddp.module)
+            reset_head(ddp.module)
     del ddp, optimizer
     gc.collect()
     dist.destroy_process_group()
