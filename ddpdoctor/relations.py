@@ -47,6 +47,9 @@ LOST = "a lost peer"
 END = "the end of attempt "
 """With its number: subject of what ended an attempt."""
 
+LIKELY = "a likely cause"
+"""Subject of what is taken for the cause because none is known for sure."""
+
 STANDSTILLS = (
     "DDP401",
     *(f"DDP{number}" for number in range(802, 816)),
@@ -68,6 +71,11 @@ def always(cause: Finding, effect: Finding) -> bool:
 def certain(cause: Finding, effect: Finding) -> bool:
     """The cause is certain: a warning explains nothing."""
     return cause.severity.label == "error"
+
+
+def of_likely(cause: Finding, effect: Finding) -> bool:
+    """The cause is certain, and the other is only likely."""
+    return certain(cause, effect) and LIKELY in effect.subjects
 
 
 def same_subject(cause: Finding, effect: Finding) -> bool:

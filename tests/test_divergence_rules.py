@@ -187,14 +187,20 @@ class Purse:
 
 
 def written_by(
-    monkeypatch: pytest.MonkeyPatch, left: int, change: bool = False
+    monkeypatch: pytest.MonkeyPatch, left: int, change: bool = False, moved: int | None = None
 ) -> tuple[list[Record], torch.nn.Module]:
-    """What a rank writes in four steps; between the second and the third a weight is changed."""
+    """What a rank writes in four steps; between the second and the third a weight is changed.
+
+    Or as many elements are moved by collectives.
+    """
+    ledger = SimpleNamespace(moved=0) if moved is not None else None
     monkeypatch.setattr(torch_private, "group_ranks", lambda ddp: [0, 1])
     records: list[Record] = []
     tracker = SimpleNamespace(armed=0, steps=0)
     recorder = SimpleNamespace(add=records.append)
-    state: Any = SimpleNamespace(tracker=tracker, recorder=recorder, budget=Purse(left))
+    state: Any = SimpleNamespace(
+        tracker=tracker, recorder=recorder, budget=Purse(left), ledger=ledger
+    )
     model = torch.nn.Linear(3, 2)
     ddp = torch.nn.Module()
     ddp.module = model
@@ -210,6 +216,8 @@ def written_by(
         if change and step == 1:
             with torch.no_grad():
                 model.bias.zero_()
+        if ledger is not None and moved is not None and step == 1:
+            ledger.moved += moved
     fingerprints.rank_ends()
     return records, model
 
@@ -230,6 +238,25 @@ def test_parameters_changed_between_steps_are_written(monkeypatch: pytest.Monkey
     records, _ = written_by(monkeypatch, left=10**12, change=True)
     (outside,) = (each for each in records if each["kind"] == "outside")
     assert (outside["step"], outside["names"]) == (1, ["bias"])
+
+
+@pytest.mark.parametrize(("moved", "expected"), [(7, 0), (8, 1), (1000, 1)])
+def test_parameters_are_looked_at_after_collectives_that_may_have_carried_them(
+    monkeypatch: pytest.MonkeyPatch, moved: int, expected: int
+) -> None:
+    records, _ = written_by(monkeypatch, left=10**12, moved=moved)
+    looks = [each for each in records if each["kind"] == "together"]
+    assert len(looks) == expected
+    for look in looks:
+        after = next(
+            each for each in records if each["kind"] == "fingerprint" and each["step"] == 1
+        )
+        assert (look["step"], look["parameters"]) == (1, after["parameters"])
+
+
+def test_a_look_that_is_too_dear_is_told_without_a_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    records, _ = written_by(monkeypatch, left=0, moved=8)
+    assert [(each["kind"], "parameters" in each) for each in records] == [("together", False)]
 
 
 def test_who_cannot_pay_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,6 +383,81 @@ def test_replicas_that_are_averaged_now_and_then_are_left_alone(written: Written
     assert found(written) == []
 
 
+def together(step: int, letter: str | None) -> Record:
+    record = {"kind": "together", "step": step, "module": 0, "armed": step + 2}
+    return record if letter is None else {**record, "parameters": letter}
+
+
+@pytest.mark.parametrize(
+    ("step", "seen", "expected"),
+    [
+        (3, ("m", "m"), 0),
+        # They were brought together before they differed, or not at all.
+        (0, ("m", "m"), 1),
+        (3, ("m", "n"), 1),
+        # One of them could not pay for the look.
+        (3, ("m", None), 0),
+    ],
+)
+def test_replicas_that_are_equal_after_a_collective_are_averaged(
+    written: Written, step: int, seen: tuple[str, str | None], expected: int
+) -> None:
+    each = [[*prints(hashes), together(step, seen[rank])] for rank, hashes in enumerate(AVERAGED)]
+    ranks(written, *each)
+    assert len(found(written)) == expected
+
+
+AVERAGED = ("aaaaaaaa", "abbbbbbb")
+
+AVERAGES = {
+    "loop": "for p in model.parameters():\n    dist.all_reduce(p.data)\n",
+    "vector": "flat = torch.cat([p for p in model.parameters()])\ndist.broadcast(flat, 0)\n",
+    "averager": "averager.average_parameters(model.parameters())\n",
+    "state": "for value in model.state_dict().values():\n    dist.all_reduce(value)\n",
+}
+OTHERS = {
+    "gradients": "for p in model.parameters():\n    dist.all_reduce(p.grad)\n",
+    "loss": "dist.all_reduce(loss.data)\n",
+    "flat": "flat = torch.cat([p.grad for p in model.parameters()])\ndist.all_reduce(flat)\n",
+}
+
+
+@pytest.mark.parametrize("helper", [False, True])
+@pytest.mark.parametrize("name", [*AVERAGES, *OTHERS])
+def test_who_averages_later_is_left_alone_until_then(
+    written: Written, tmp_path: Path, name: str, helper: bool
+) -> None:
+    body = {**AVERAGES, **OTHERS}[name]
+    train = tmp_path / "train.py"
+    train.write_text("import helper\n" if helper else body)
+    (tmp_path / "helper.py").write_text(body)
+    at = {"kind": "site", "phase": "forward", "path": str(train), "line": 1}
+    ranks(written, *([at, *prints(hashes)] for hashes in AVERAGED))
+    assert len(found(written, over=False)) == (name in OTHERS)
+
+
+@pytest.mark.parametrize(("status", "ran", "expected"), [(0, 0, 1), (1, 0, 0), (1, 2, 1)])
+def test_an_averaging_that_never_came_is_none(
+    written: Written, tmp_path: Path, status: int, ran: int, expected: int
+) -> None:
+    train = tmp_path / "train.py"
+    train.write_text(AVERAGES["loop"])
+    # Weights that are spread before the training are no averaging to come.
+    at = {"kind": "site", "phase": "wait", "path": str(train), "line": ran}
+    ranks(written, *([at, *prints(hashes)] for hashes in AVERAGED))
+    codes = [each.code for each in written.findings(status=status)]
+    assert codes.count("DDP701") == expected
+
+
+@pytest.mark.parametrize(("over", "expected"), [(False, 0), (True, 1)])
+def test_steps_without_an_all_reduce_may_be_averaged_later(
+    written: Written, over: bool, expected: int
+) -> None:
+    each = [[{**one, "armed": 0} for one in prints(hashes)] for hashes in AVERAGED]
+    ranks(written, *each)
+    assert len(found(written, over=over)) == expected
+
+
 def test_a_hook_of_local_sgd_says_that_replicas_differ_by_design(written: Written) -> None:
     for rank, hashes in enumerate(("aaaa", "bbbb")):
         written.rank(rank, [tensors([0, 1], hook="post_localSGD_hook"), *prints(hashes)])
@@ -413,6 +515,52 @@ def test_parameters_changed_by_hand_on_one_rank(written: Written) -> None:
     ranks(written, list(prints("aaaa")), [*prints("aabb"), outside])
     (finding,) = found(written)
     assert (finding.code, finding.ranks) == ("DDP319", (1,))
+
+
+WRITES = {
+    "copy": "if rank == 0:\n    model.weight.copy_(best)\n",
+    "assigned": "if rank == 0:\n    p.data = best\n",
+    "element": "if rank == 0:\n    model.weight[:] = best\n",
+    "init": "if rank == 0:\n    nn.init.zeros_(head)\n",
+    "apply": "if dist.get_rank() == 0:\n    model.apply(start)\n",
+    "loop": "if rank == 0:\n    [p.data.mul_(2) for p in model.parameters()]\n",
+    "helper": "def reset(m):\n    m.weight.zero_()\nif rank == 0:\n    reset(model)\n",
+}
+NO_WRITES = {
+    "everywhere": "model.weight.zero_()\n\n",
+    "gradient": "if rank == 0:\n    p.grad.zero_()\n",
+    "total": "if rank == 0:\n    total.add_(loss)\n",
+    "called everywhere": "def reset(m):\n    m.weight.zero_()\nreset(model)\n",
+    "two": WRITES["copy"] + WRITES["init"],
+}
+
+
+@pytest.mark.parametrize("seen", [False, True])
+@pytest.mark.parametrize("name", [*WRITES, *NO_WRITES])
+def test_the_line_that_changes_weights_on_one_rank(
+    written: Written, tmp_path: Path, name: str, seen: bool
+) -> None:
+    train = tmp_path / "train.py"
+    train.write_text({**WRITES, **NO_WRITES}[name])
+    at = {"kind": "site", "phase": "forward", "path": str(train), "line": 1}
+    outside = {"kind": "outside", "step": 1, "module": 0, "count": 1, "names": ["second.weight"]}
+    changed = [*prints("aabb", gradients="g"), *([outside] if seen else [])]
+    ranks(written, [at, *prints("aaaa", gradients="g")], changed)
+    (finding,) = found(written)
+    assert finding.code == ("DDP319" if seen or name in WRITES else "DDP701")
+    assert finding.ranks == ((1,) if seen else (0, 1))
+    if name in WRITES:
+        assert finding.location is not None and finding.location.path == str(train)
+        assert "likely" in finding.message or seen
+    elif seen:
+        assert finding.location is None
+
+
+def test_a_change_on_a_rank_is_not_its_own_where_another_has_not_looked(written: Written) -> None:
+    outside = {"kind": "outside", "step": 1, "module": 0, "count": 1, "names": ["second.weight"]}
+    sparse = [each for each in prints("aaaa") if each["step"] != 1]
+    ranks(written, sparse, [*prints("aabb"), outside])
+    assert [each.code for each in found(written)] == ["DDP701"]
 
 
 def test_a_difference_of_learning_rates_is_said_once_with_its_consequence(

@@ -57,6 +57,17 @@ def test_local_sgd_is_left_alone(written: Written) -> None:
     assert codes(written) == []
 
 
+@pytest.mark.parametrize(("seen", "expected"), [(("m", "m"), []), (("m", "n"), ["DDP301"])])
+def test_parameters_that_are_averaged_between_sightings_are_left_alone(
+    written: Written, seen: tuple[str, str], expected: list[str]
+) -> None:
+    for rank in (0, 1):
+        norms = [sighting(s, 1.0 + rank, 5.0 + rank * s) for s in range(8)]
+        mean = {"kind": "together", "step": 49, "module": 0, "armed": 0, "parameters": seen[rank]}
+        written.rank(rank, [*norms, mean])
+    assert codes(written) == expected
+
+
 def test_replicas_of_different_groups_are_different_models(written: Written) -> None:
     for rank in (0, 1):
         alone: Record = {"kind": "ddp", "device": "cpu", "group_ranks": [rank]}
@@ -72,6 +83,25 @@ def test_a_job_that_runs_on_is_judged_when_it_is_certain(
     for rank in (0, 1):
         written.rank(rank, [sighting(s, 1.0 + rank, 5.0 + rank * s) for s in range(count)])
     assert codes(written, status=None) == expected
+
+
+@pytest.mark.parametrize(
+    ("every", "more", "expected"),
+    [("step", "load", ["DDP311"]), ("epoch", "", ["DDP311"])]
+    + [("epoch", kind, []) for kind in ("load", "together")],
+)
+def test_an_optimizer_that_is_made_again_by_epoch(
+    written: Written, every: str, more: str, expected: list[str]
+) -> None:
+    remade = {
+        "kind": "remade", "time": T0, "step": 16, "optimizer": "Adam", "times": 3, "every": every,
+        "path": "/job/train.py", "line": 4,
+    }  # fmt: skip
+    for rank in (0, 1):
+        written.rank(rank, [remade, *([{"kind": more, "step": 8}] if more else [])])
+    found = written.findings(status=0)
+    assert [each.code for each in found] == expected
+    assert all(every in each.message for each in found)
 
 
 def missing(why: str = "unused", step: int = 0) -> Record:

@@ -63,6 +63,9 @@ HYPER = ("lr", "momentum", "betas", "weight_decay")
 LARGEST = 3.4e38
 """Norms from here on are written as infinite: in single precision they are."""
 
+TOGETHER = 8
+"""Times that parameters may have been averaged that are looked at; later the powers of two."""
+
 SUSPICIONS = 2
 """Suspicions that this rank pays for: the first may not know yet which tensors to write."""
 
@@ -114,6 +117,8 @@ class _Module:
         self.number = number
         self.ref = weakref.ref(ddp)
         self.names: list[str] = []
+        self.trained = sum(each.numel() for _, each in self.tensors(ddp) if each.requires_grad)
+        """Elements of the parameters that are trained."""
 
     def tensors(self, ddp: Any) -> list[tuple[str, Any]]:
         """Names and parameters that DDP keeps equal, trained or not."""
@@ -123,6 +128,17 @@ class _Module:
             for name, parameter in ddp.module.named_parameters()
             if name not in ignored and hashable(parameter)
         ]
+
+
+_Version = tuple[int, str, "weakref.ref[Any]", int, int]
+"""Of a parameter: its module and name, itself, how often it was written, and where it lies."""
+
+
+def _versions(module: _Module, named: list[tuple[str, Any]]) -> list[_Version]:
+    return [
+        (module.number, name, weakref.ref(each), each._version, each.data_ptr())
+        for name, each in named[:MOST_TENSORS]
+    ]
 
 
 class Fingerprints:
@@ -144,8 +160,10 @@ class Fingerprints:
         self._pending: deque[tuple[list[Record], list[Readback], list[Callable[[], None]]]] = (
             deque()
         )
-        self._versions: list[tuple[int, str, weakref.ref[Any], int]] = []
+        self._versions: list[_Version] = []
         self._versions_step = -1
+        self._moved = 0
+        self._together = 0
         self._reader = _reader()
         self._suspicion: Suspicion | None = None
         self._suspicions = 0
@@ -154,18 +172,22 @@ class Fingerprints:
 
     def built(self, ddp: Any) -> None:
         """A DDP module was built."""
-        self.modules.append(_Module(len(self.modules), ddp))
+        module = _Module(len(self.modules), ddp)
+        self.modules.append(module)
+        if not self.state.tracker.steps:
+            self._versions += _versions(module, module.tensors(ddp))
 
     def step_begins(self) -> None:
         """Were parameters changed since the last fingerprint, which the step before took?"""
+        self._look_together(self.state.tracker.steps - 1)
         versions, self._versions = self._versions, []
         if not versions:
             return
         start = clock()
         changed: dict[int, list[str]] = {}
-        for module, name, ref, version in versions:
+        for module, name, ref, *before in versions:
             parameter = ref()
-            if parameter is not None and parameter._version != version:
+            if parameter is not None and [parameter._version, parameter.data_ptr()] != before:
                 changed.setdefault(module, []).append(name)
         for module, names in changed.items():
             self.state.recorder.add(
@@ -182,6 +204,7 @@ class Fingerprints:
     def step_ended(self, optimizer: Any, number: int) -> None:
         """An optimizer's step ended: take a fingerprint if it closed a training step."""
         self._remember(optimizer)
+        self._look_together(number)
         if self._pending:
             self._drain()
         # After join() a rank may have taken fewer steps than others: numbers tell nothing any more.
@@ -224,6 +247,49 @@ class Fingerprints:
     def rank_ends(self) -> None:
         """Write what is still on its way, if it came."""
         self._drain()
+
+    # -- averaging
+
+    def _look_together(self, step: int) -> None:
+        """After collectives that may have carried all parameters: are the ranks equal now?
+
+        Replicas of a local SGD are equal after their averaging and never after a step.
+        """
+        ledger = self.state.ledger
+        if ledger is None or ledger.moved == self._moved:
+            return
+        moved, self._moved = ledger.moved - self._moved, ledger.moved
+        modules = [each for each in self.modules if 0 < each.trained <= moved]
+        if not modules:
+            return
+        self._together += 1
+        count = self._together
+        if count > TOGETHER and count & (count - 1):
+            return
+        torch: Any = sys.modules["torch"]
+        paid = self.state.budget.left() >= (self._cost or self._guess())
+        paid = paid and len(self._pending) < MOST_PENDING and not capturing(torch)
+        start = clock()
+        for module in modules:
+            ddp = module.ref()
+            if ddp is None:
+                continue
+            record: Record = {
+                "kind": "together",
+                "step": step,
+                "module": module.number,
+                "armed": self.state.tracker.armed,
+            }
+            if not paid:
+                self.state.recorder.add(record)
+                continue
+            with torch.no_grad():
+                read = Readback([hash_of(each) for _, each in module.tensors(ddp)])
+            self._pending.append(
+                ([record], [read], [_finisher(record, {"parameters": read}, None)])
+            )
+        self._drain()
+        self.state.budget.spend(clock() - start)
 
     # -- suspicion
 
@@ -310,10 +376,7 @@ class Fingerprints:
                 continue
             named = module.tensors(ddp)
             self._tell_names(module, ddp, [name for name, _ in named])
-            self._versions += [
-                (module.number, name, weakref.ref(each), each._version)
-                for name, each in named[:MOST_TENSORS]
-            ]
+            self._versions += _versions(module, named)
             record: Record = {
                 "kind": "fingerprint",
                 "step": number,

@@ -53,6 +53,9 @@ NORMALIZING = 3
 USED_FOR = 50
 """Synchronized backwards after which it is told that no parameter was ever unused."""
 
+USED_IN_ALL = 5
+"""The same at the end of a rank that had fewer."""
+
 
 def forward(ddp: Any, armed: bool) -> None:
     """A forward in grad mode begins."""
@@ -376,17 +379,29 @@ def _look_for_unused(state: rank.RankState, each: Watched, ddp: Any) -> None:
     least = used.min().double()
     each.least = least if each.least is None else each.least.minimum(least)
     if each.reduced == USED_FOR:
-        record: Record = {
-            "kind": "find_unused",
-            "ddp": each.number,
-            "iterations": each.reduced,
-            "parameters": len(each.names),
-        }
-        state.recorder.add(
-            norms.lazy([Readback([each.least])], lambda values: {**record, "least": values[0]})
-        )
-        each.least = None
+        _tell_use(state, each)
     state.budget.spend(clock() - began)
+
+
+def _tell_use(state: rank.RankState, each: Watched) -> None:
+    record: Record = {
+        "kind": "find_unused",
+        "ddp": each.number,
+        "iterations": each.reduced,
+        "parameters": len(each.names),
+    }
+    state.recorder.add(
+        norms.lazy([Readback([each.least])], lambda values: {**record, "least": values[0]})
+    )
+    each.least = None
+
+
+def rank_ends() -> None:
+    """Tell of a short job, too, that no parameter was ever unused."""
+    state = rank.current()
+    for each in watched:
+        if state is not None and each.least is not None and each.reduced >= USED_IN_ALL:
+            _tell_use(state, each)
 
 
 def install() -> None:
@@ -397,4 +412,5 @@ def install() -> None:
     events.backward_begins.append(pacing.paced(backward_begins))
     events.backward_ended.append(pacing.paced(backward_ended))
     events.step_begins.append(pacing.paced(step_begins))
+    events.rank_ends.append(shield.shielded(rank_ends))
     events.rank_fails.append(shield.shielded(rank_fails))

@@ -17,6 +17,9 @@ from ddpdoctor.probe.ring import POINT_TO_POINT, RingWriter, chain_text
 from ddpdoctor.probe.sites import Site
 
 DEFAULT_GROUP = ""
+OBJECT = 1 << 50
+"""Elements that an object counts as, whose size is not known."""
+
 _MOST_WORKS = 256
 """Asynchronous calls that nobody has waited for, of which is known which they are."""
 
@@ -55,6 +58,8 @@ class Ledger:
         self._waited = 0
         self.wide = 0
         """Calls that may have moved gradients or parameters, unknown ones among them."""
+        self.moved = 0
+        """Elements that collectives were called with so far, none of them point to point."""
 
     @property
     def count(self) -> int:
@@ -98,6 +103,8 @@ class Ledger:
             sequence = 0
         else:
             sequence = known.calls = known.calls + 1
+            # An object may hold a whole model.
+            self.moved += OBJECT if numel < 0 and "object" in name else max(0, numel)
         texts = (number, known.text, dtype, self._reduce(name, op), place)
         return self._ring.begin(
             _now(), sequence, texts, shape, numel, -1 if root is None else root, flags

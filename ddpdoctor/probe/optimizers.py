@@ -24,6 +24,9 @@ FROM, TO = 2, 12
 REMADE = 5
 """Optimizers in a row, each made at the same line and stepped once, that make a habit."""
 
+REMADE_BY_EPOCH = 3
+"""The same of optimizers that stepped for one epoch each."""
+
 MEASURED = 4
 """Parameters whose values are compared."""
 
@@ -51,11 +54,16 @@ class Made:
 class Habit:
     """The optimizers that one line has made for one parameter."""
 
-    __slots__ = ("last", "row")
+    __slots__ = ("epoch", "epochs", "last", "row", "shape")
 
-    def __init__(self, last: Made) -> None:
+    def __init__(self, last: Made, epoch: int, shape: object) -> None:
         self.last = last
         self.row = 0
+        self.epoch = epoch
+        """The epoch in which the last one began."""
+        self.epochs = 0
+        """Optimizers in a row before the last one that stepped for one epoch each."""
+        self.shape = shape
 
 
 _made: weakref.WeakKeyDictionary[Any, Made] = weakref.WeakKeyDictionary()
@@ -221,21 +229,29 @@ def _first_step(optimizer: Any, each: Made, number: int) -> None:
         return
     key = (each.site, id(first))
     habit = _habits.get(key)
+    epoch = state.tracker.epoch
+    # With other parameters or options it is the next phase of a training.
+    shape = (len(owned(optimizer)), repr(optimizer.defaults))
     if habit is None:
-        _habits[key] = Habit(each)
+        _habits[key] = Habit(each, epoch, shape)
         return
+    one = habit.last.steps > 1 and epoch == habit.epoch + 1 and shape == habit.shape
+    habit.epochs = habit.epochs + 1 if one and _remembers(optimizer, first) else 0
+    habit.epoch, habit.shape = epoch, shape
     once = habit.last.steps == 1 and _remembers(optimizer, first)
     habit.row = habit.row + 1 if once else 0
     habit.last = each
     known = any(id(first) in module.ids for module in watched)
-    if habit.row == REMADE and known:
+    by_epoch = habit.epochs == REMADE_BY_EPOCH - 1
+    if (habit.row == REMADE or by_epoch) and known:
         state.recorder.add(
             {
                 "kind": "remade",
                 "time": time.time_ns(),
                 "step": number,
                 "optimizer": each.name,
-                "times": habit.row + 1,
+                "times": (habit.epochs if by_epoch else habit.row) + 1,
+                "every": "epoch" if by_epoch else "step",
                 "path": each.site.path,
                 "line": each.site.line,
             }

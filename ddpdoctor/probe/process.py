@@ -9,6 +9,7 @@ from ddpdoctor.probe import (
     batches,
     buffers,
     debugger,
+    edits,
     evaluations,
     fingerprints,
     finite,
@@ -23,6 +24,7 @@ from ddpdoctor.probe import (
     sampling,
     stacks,
     statistics,
+    zeroing,
 )
 from ddpdoctor.probe.hooks import (
     amp,
@@ -30,6 +32,7 @@ from ddpdoctor.probe.hooks import (
     backward,
     changes,
     checkpoints,
+    clipping,
     collectives,
     dataloader,
     ddp,
@@ -70,11 +73,15 @@ def start() -> None:
     os.register_at_fork(after_in_child=pacing.forget)
     os.register_at_fork(after_in_child=sampling.forget)
     os.register_at_fork(after_in_child=independent.forget)
+    os.register_at_fork(after_in_child=zeroing.forget)
+    os.register_at_fork(after_in_child=edits.forget)
     forks.install()
     stacks.declare_worker()
     errors.install()
     gradients.install()
     optimizers.install()
+    zeroing.install()
+    edits.install()
     when_imported("torch.distributed.distributed_c10d", process_group.install)
     when_imported("torch.distributed.distributed_c10d", collectives.install)
     when_imported("torch.distributed.distributed_c10d", flight.install)
@@ -90,6 +97,7 @@ def start() -> None:
     when_imported("torch.amp.grad_scaler", amp.install)
     when_imported("torch.nn.modules.module", changes.install_module)
     when_imported("torch.nn.modules.module", applied.install)
+    when_imported("torch.nn.utils.clip_grad", clipping.install)
     when_imported("torch.optim.lr_scheduler", changes.install_schedules)
     when_imported("torch.optim.optimizer", changes.install_optimizer)
     when_imported("torch.serialization", checkpoints.install)

@@ -20,7 +20,8 @@ Mark = tuple[int, int]
 """Tells one state of a parameter's gradient from another."""
 
 
-def _mark(parameter: Any) -> Mark:
+def mark_of(parameter: Any) -> Mark:
+    """The state of a parameter's gradient as it is now."""
     gradient = parameter.grad
     return (0, 0) if gradient is None else (id(gradient), gradient._version)
 
@@ -94,7 +95,7 @@ class Watched:
     def take_marks(self, indices: Iterable[int]) -> list[tuple[int, Mark]]:
         """The state of the gradients of some parameters."""
         return [
-            (index, _mark(parameter))
+            (index, mark_of(parameter))
             for index in indices
             if (parameter := self.parameter(index)) is not None
         ]
@@ -104,7 +105,7 @@ class Watched:
         return [
             index
             for index, mark in marks
-            if (parameter := self.parameter(index)) is not None and _mark(parameter) != mark
+            if (parameter := self.parameter(index)) is not None and mark_of(parameter) != mark
         ]
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddpdoctor.finding import Finding, Severity, rule
+from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.record import Record, integer
-from ddpdoctor.relations import certain
+from ddpdoctor.relations import LIKELY, certain, of_likely
+from ddpdoctor.rules import averaging
+from ddpdoctor.rules.edits import edited_alone
 from ddpdoctor.rules.ranks import named
 from ddpdoctor.rules.replicas import Difference, Replica, list_of, odd, place, replicas, site
+from ddpdoctor.rules.writes import likely, on_some_ranks
 from ddpdoctor.run import Rank, Run
 
 CAUSES = ("DDP301", "DDP302", "DDP303", "DDP305", "DDP306", "DDP308")
@@ -51,11 +54,10 @@ def parameters_differ(run: Run) -> Iterator[Finding]:
         Right: `parameter.grad += torch.randn(parameter.shape, generator=same_seed)`.
 
     When it stays silent
-        For replicas that become equal again (they are averaged now and then, as in local SGD), for
-        parameters that DDP was told to ignore, and where another finding names the cause: weights
-        changed on some ranks (DDP319), hyper-parameters that differ (DDP702), a forward around DDP
-        or a backward that it did not reduce (DDP301, DDP302, DDP303, DDP305, DDP308). A first
-        difference is believed once a second fingerprint shows it, or the job has ended.
+        For replicas that are averaged, as in local SGD: they are equal again after a collective, or
+        a line of the job that averages parameters has not run yet. For parameters that DDP ignores.
+        Where another finding names the cause: DDP301 to DDP303, DDP305, DDP308, DDP319, DDP702,
+        DDP709. A first difference is believed once a second fingerprint shows it, or at the end.
 
     Since
         0.1.0
@@ -64,7 +66,9 @@ def parameters_differ(run: Run) -> Iterator[Finding]:
         difference = replica.difference("parameters")
         if difference is None or _more_to_come(replica):
             continue
-        if _rank_only_changes(replica, difference):
+        if _rank_only_changes(replica, difference) or _likely_change(run, replica, difference):
+            continue
+        if averaging.pending(run) or not replica.lasts(difference):
             continue
         if any(_hyper_difference(each, difference.first) for each in replicas(run)):
             continue
@@ -72,6 +76,8 @@ def parameters_differ(run: Run) -> Iterator[Finding]:
             continue
         scales = [each.difference("scale") for each in replicas(run)]
         if any(each and each.first <= difference.first for each in scales):
+            continue
+        if edited_alone(run, replica, difference):
             continue
         cause, evidence = _cause(replica, difference)
         guilty = replica.odd(difference.first, "parameters")
@@ -194,14 +200,26 @@ def _tensors(replica: Replica, difference: Difference) -> Iterator[str]:
 
 # -- weights changed on some ranks
 
+_ALIKE = (
+    "Do it on every rank, or before DistributedDataParallel(model), which broadcasts rank 0's "
+    "weights."
+)
 
-@rule("DDP319", "rank-only-weight-change", Severity.ERROR)
+
+@rule(
+    "DDP319",
+    "rank-only-weight-change",
+    Severity.ERROR,
+    yields_to=dict.fromkeys((*CAUSES, "DDP403"), of_likely),
+)
 def rank_only_weight_change(run: Run) -> Iterator[Finding]:
     """Weights were loaded or changed on some ranks only, after DDP was built.
 
     What it finds
         Parameters that differ between ranks from a step on, and in the interval before it a
-        `load_state_dict`, or a change outside of the optimizer's step, on some ranks only.
+        `load_state_dict`, or a change outside of the optimizer's step, on some ranks only. The line
+        of such a change is taken from the source, if a single one there changes weights under a
+        condition on the rank; and if that is all that is known, it is called likely.
 
     Why it is bad
         DDP makes the replicas equal once, when it is built, and only averages gradients later: a
@@ -225,16 +243,22 @@ def rank_only_weight_change(run: Run) -> Iterator[Finding]:
     for replica in replicas(run):
         difference = replica.difference("parameters")
         changes = difference and _rank_only_changes(replica, difference)
-        if difference is None or not changes or _more_to_come(replica):
+        if difference is None or _more_to_come(replica):
+            continue
+        if not changes:
+            where = _likely_change(run, replica, difference)
+            if where is not None:
+                yield _likely(replica, difference, where)
             continue
         guilty = tuple(sorted(changes))
         record = changes[guilty[0]]
-        where = place(record)
-        what = "loaded weights" if record["kind"] == "load" else "changed parameters"
-        step = integer(record, "step") + (record["kind"] == "outside")
+        loaded = record["kind"] == "load"
+        what = "loaded weights" if loaded else "changed parameters"
+        step = integer(record, "step") + (not loaded)
         others = [rank for rank in sorted(replica.prints) if rank not in guilty]
         names = list_of(record, "names")
         detail = f": {', '.join(map(str, names[:3]))}" if names else ""
+        lines = [] if loaded else on_some_ranks(run, gradients=False)
         yield Finding(
             code="DDP319",
             about=f"module {replica.module}",
@@ -242,15 +266,60 @@ def rank_only_weight_change(run: Run) -> Iterator[Finding]:
             message=f"{named(guilty)} {what} after DDP was built and {named(others)} did not: "
             f"the parameters differ {difference.since}",
             ranks=guilty,
-            location=where,
+            location=lines[0] if len(lines) == 1 else place(record),
             evidence=(
                 *_bounds(replica, difference),
                 f"{named(guilty)} {what} before step {step}{detail}",
+                *likely(lines, "weights"),
                 *_tensors(replica, difference),
             ),
-            fix="Do it on every rank, or before DistributedDataParallel(model), which broadcasts "
-            "rank 0's weights.",
+            fix=_ALIKE,
         )
+
+
+def _likely(replica: Replica, difference: Difference, where: Location) -> Finding:
+    everyone = tuple(sorted(replica.prints))
+    return Finding(
+        code="DDP319",
+        about=f"module {replica.module}",
+        subjects=frozenset((LIKELY,)),
+        severity=Severity.ERROR,
+        message=f"the parameters differ between ranks {difference.since} though their gradients "
+        "are equal: this line, which some ranks alone run, is likely what changes them",
+        ranks=replica.odd(difference.first, "parameters") or everyone,
+        location=where,
+        evidence=(
+            *_bounds(replica, difference),
+            *likely([where], "weights"),
+            *_tensors(replica, difference),
+        ),
+        fix=_ALIKE,
+    )
+
+
+def _likely_change(run: Run, replica: Replica, difference: Difference) -> Location | None:
+    """The only line of the job by which equal gradients can have led to other weights.
+
+    What is written through `.data` is seen by nothing but its effect.
+    """
+    rich = [each for step in replica.steps if (each := _gradients(replica, difference, step))]
+    if not rich or any(len(set(map(str, each.values()))) > 1 for each in rich):
+        return None
+    seen = any(
+        _in_doubt(record, replica, difference)
+        for rank in replica.ranks
+        for record in rank.of_kind("outside")
+    )
+    lines = [] if seen else on_some_ranks(run, gradients=False)
+    if len(lines) != 1 or any(_hyper_difference(each, None) for each in replicas(run)):
+        return None
+    state = replica.difference("state")
+    return None if state and state.first <= difference.first else lines[0]
+
+
+def _gradients(replica: Replica, difference: Difference, step: int) -> dict[int, object]:
+    """The hashes of the gradients in a step from the difference on, where they are known."""
+    return replica.values(step, "gradients") if step >= difference.first else {}
 
 
 def _rank_only_changes(replica: Replica, difference: Difference) -> dict[int, Record]:
@@ -273,7 +342,13 @@ def _rank_only_changes(replica: Replica, difference: Difference) -> dict[int, Re
         for record in rank.of_kind("outside")
         if _in_doubt(record, replica, difference)
     }
-    return changed if len(changed) < len(replica.ranks) else {}
+    # A rank sees such a change only behind a fingerprint, and ranks differ in their pace.
+    looked = all(
+        step < 0 or step in prints
+        for step in {integer(record, "step") for record in changed.values()}
+        for prints in replica.prints.values()
+    )
+    return changed if looked and len(changed) < len(replica.ranks) else {}
 
 
 # -- hyper-parameters

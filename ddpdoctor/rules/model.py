@@ -271,7 +271,7 @@ def find_unused_not_needed(run: Run) -> Iterator[Finding]:
 
     What it finds
         A DDP module that searches for unused parameters, of which none was unused on any rank in
-        its first 50 synchronized backwards.
+        its first 50 synchronized backwards, or in all of a shorter job.
 
     Why it is bad
         Every step walks through the whole autograd graph and all-reduces a map of the parameters,
@@ -285,8 +285,8 @@ def find_unused_not_needed(run: Run) -> Iterator[Finding]:
         Right: `DDP(model)`.
 
     When it stays silent
-        If any rank left a parameter out once, with `static_graph=True`, and before the 50th
-        synchronized backward.
+        If any rank left a parameter out once, with `static_graph=True`, before the 50th
+        synchronized backward of a job that goes on, and in jobs of fewer than five.
 
     Since
         0.1.0

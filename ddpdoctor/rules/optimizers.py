@@ -1,4 +1,4 @@
-"""Optimizers (DDP311, DDP324, DDP325): parameters that nobody steps, state that is thrown away."""
+"""Optimizers (DDP311, DDP312, DDP324, DDP325): what they step, forget and never forget."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ddpdoctor.finding import Finding, Severity, rule
 from ddpdoctor.record import Record, integer
 from ddpdoctor.rules.model import listed, place, plural
-from ddpdoctor.run import Run
+from ddpdoctor.run import Rank, Run
 
 
 def _told(run: Run, kind: str) -> dict[int, tuple[list[int], Record]]:
@@ -130,11 +130,12 @@ def optimizer_of_old_parameters(run: Run) -> Iterator[Finding]:
 
 @rule("DDP311", "optimizer-in-loop", Severity.WARNING)
 def optimizer_in_loop(run: Run) -> Iterator[Finding]:
-    """The optimizer is made anew for every step.
+    """The optimizer is made again for every step, or every epoch.
 
     What it finds
         Optimizers made again and again at one line for the same parameters, each of which took a
-        single step and had then something to remember: momentum, Adam's moments.
+        single step, or the steps of one epoch, and had then something to remember: momentum, Adam's
+        moments.
 
     Why it is bad
         What an optimizer has learnt of the gradients is lost with it: Adam stays in its first,
@@ -148,8 +149,9 @@ def optimizer_in_loop(run: Run) -> Iterator[Finding]:
         Right: `optimizer = Adam(model.parameters())` before the loop.
 
     When it stays silent
-        For optimizers without state (plain SGD), LBFGS, those that take several steps each, such
-        as one per epoch, and those of copies, as in meta-learning.
+        For optimizers without state (plain SGD), LBFGS, and those of copies, as in meta-learning.
+        By epoch: below three of them, with other options or parameters, after loaded weights, for
+        several epochs each, and where replicas are averaged, as in federated training.
 
     Since
         0.1.0
@@ -158,21 +160,91 @@ def optimizer_in_loop(run: Run) -> Iterator[Finding]:
     first: Record | None = None
     for rank in run.last:
         record = next(rank.of_kind("remade"), None)
-        if record is not None:
+        if record is not None and not (record.get("every") == "epoch" and _begins_anew(rank)):
             ranks.append(rank.rank)
             first = first or record
     if first is not None:
+        by_epoch = first.get("every") == "epoch"
         yield Finding(
             code="DDP311",
             severity=Severity.WARNING,
-            message=f"{first.get('optimizer')} is made anew here for every step, and its state is "
-            "lost each time",
+            message=f"{first.get('optimizer')} is made again here for every "
+            f"{'epoch' if by_epoch else 'step'}, and its state is lost each time",
             ranks=tuple(ranks),
             location=place(first),
             evidence=(
                 f"{first.get('times')} optimizers of the same parameters in a row by step "
-                f"{first.get('step')}, all but the last stepped once",
+                f"{first.get('step')}, all but the last stepped "
+                + ("for one epoch" if by_epoch else "once"),
             ),
             fix="Make the optimizer once, before the loop.",
             about="remade",
         )
+
+
+def _begins_anew(rank: Rank) -> bool:
+    """Whether weights were loaded or averaged meanwhile, so that the old state is of no use."""
+    return any(True for kind in ("load", "together") for _ in rank.of_kind(kind))
+
+
+@rule("DDP312", "zero-grad-missing", Severity.ERROR)
+def zero_grad_missing(run: Run) -> Iterator[Finding]:
+    """Gradients are never set to zero.
+
+    What it finds
+        An optimizer whose gradients are still there when the next backward begins, after each of
+        its steps: a watched parameter's has the same norm then as when the step ended, and the
+        backward adds to it.
+
+    Why it is bad
+        Each step uses the sum of all gradients since the start. The loss falls at first, then the
+        steps get too large or go the wrong way, and no error says why.
+
+    How to fix it
+        `optimizer.zero_grad()` once for each step, before the backward or after the step.
+
+    Example
+        Wrong: `loss.backward(); optimizer.step()` in a loop.
+        Right: `optimizer.zero_grad(); loss.backward(); optimizer.step()`.
+
+    When it stays silent
+        Where gradients were set to zero or to None once, as in accumulation; where something else
+        changes them between steps; in jobs of fewer than six steps. In a job that goes on it waits
+        for 100 such steps.
+
+    Since
+        0.1.0
+    """
+    told: dict[tuple[str, int], list[tuple[int, Record]]] = {}
+    for rank in run.last:
+        for record in rank.of_kind("unzeroed"):
+            key = str(record.get("path")), integer(record, "line")
+            told.setdefault(key, []).append((rank.rank, record))
+    for (path, line), seen in sorted(told.items()):
+        if not all(_is_carried(record) for _, record in seen):
+            continue
+        ranks = sorted({rank for rank, _ in seen})
+        first = seen[0][1]
+        carried, norm = integer(first, "carried"), (first.get("after") or [0.0])[0]
+        yield Finding(
+            code="DDP312",
+            severity=Severity.ERROR,
+            message=f"the gradients of {first.get('optimizer')} are never set to zero: each "
+            "backward adds to those of all steps before",
+            ranks=tuple(ranks),
+            location=place(first),
+            evidence=(
+                f"{carried} steps in a row by step {first.get('step')} whose gradients were still "
+                "there when the next backward began",
+                f"the norm of one of them is {norm:.6g} when a step ends, and the same when the "
+                "next backward begins",
+            ),
+            fix="Call optimizer.zero_grad() once for each step, before the backward.",
+            about=f"unzeroed {path}:{line}",
+        )
+
+
+def _is_carried(record: Record) -> bool:
+    """Whether gradients were really there, and not set to zero without anybody seeing it."""
+    after, before, edited = (record.get(key) or [] for key in ("after", "before", "edited"))
+    return bool(after) and after == before and min([*after, *edited]) > 0

@@ -6,7 +6,7 @@ import base64
 import math
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,9 @@ from ddpdoctor.run import Rank, Run
 
 PATIENCE = 2.5
 """Seconds that a finding waits for what ranks were asked for; they are asked twice at most."""
+
+LOCAL = 1000
+"""Steps without an all-reduce that a local SGD may take until its first averaging."""
 
 AVERAGED = "post_localSGD"
 """The communication hook under which replicas differ by design between two averagings."""
@@ -92,7 +95,8 @@ class Replica:
     def difference(self, key: str, heals: bool = True) -> Difference | None:
         """Since when a value differs, if it still does and this is borne out by a second look.
 
-        Replicas that become equal again (``heals``) are averaged on purpose.
+        Replicas that become equal again (``heals``), be it between two steps, are averaged on
+        purpose.
         """
         compared = [
             (step, len({repr(value) for value in values.values()}) > 1)
@@ -103,11 +107,25 @@ class Replica:
         if first is None:
             return None
         later = [differs for _, differs in compared[first:]]
-        if heals and not all(later):
+        if heals and (not all(later) or together(self.ranks, self.module, compared[first][0])):
             return None
         if sum(later) < 2 and not self.over:
             return None
         return Difference(compared[first - 1][0] if first else None, compared[first][0], sum(later))
+
+    def lasts(self, difference: Difference) -> bool:
+        """Whether a difference of a live job is no pause between two averagings.
+
+        Without an all-reduce replicas differ at once; whoever means it so averages them later.
+        """
+        before = -1 if difference.equal is None else difference.equal
+        armed = [
+            integer(each[difference.first], "armed")
+            - (integer(each[before], "armed") if before in each else 0)
+            for each in self.prints.values()
+        ]
+        reduced = min(armed) >= difference.first - before
+        return self.over or reduced or self.steps[-1] - difference.first >= LOCAL
 
     def odd(self, step: int, key: str) -> tuple[int, ...]:
         """The ranks that have another value than most; none where there is no majority."""
@@ -145,6 +163,26 @@ class Replica:
             counts = {each[index][0] for each in told}
             if index < len(self.names) and len(lengths) == len(counts) == 1 and lengths != {0}:
                 yield _apart(self.names[index], step, counts.pop(), values, ranks)
+
+
+def together(ranks: Sequence[Rank], module: int, since: int) -> bool:
+    """Whether a module's replicas were made equal by collectives after a step, or may have been."""
+    seen = [
+        {
+            (integer(record, "step"), integer(record, "armed")): record.get("parameters")
+            for record in rank.of_kind("together")
+            if record.get("module") == module and integer(record, "step") >= since
+        }
+        for rank in ranks
+    ]
+    if not seen:
+        return False
+    common = set.intersection(*(set(each) for each in seen))
+    # A rank that could not pay for the look has only said that there was something to see.
+    return any(
+        len(hashes) == 1 or None in hashes
+        for hashes in ({each[key] for each in seen} for key in common)
+    )
 
 
 @dataclass(frozen=True)

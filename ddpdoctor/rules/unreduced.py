@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.record import Record, integer
+from ddpdoctor.rules import averaging
 from ddpdoctor.rules.model import Missing, listed, missing_gradients, place, plural, shown
 from ddpdoctor.rules.ranks import named
 from ddpdoctor.rules.reduction import ddp_record
+from ddpdoctor.rules.replicas import together
 from ddpdoctor.run import Rank, Run
 
 GRADIENTS_DIFFER = 1e-6
@@ -79,7 +81,10 @@ def unreduced(run: Run) -> Iterator[Unreduced]:
         live = run.exit_status is None
         needed = max(2, built.get((number, members), 0)) if live else 2
         found = _harm(number, cause, steps, needed, CERTAIN if live else 1)
-        if found is not None:
+        if found is None or averaging.pending(run):
+            continue
+        group = [rank for rank in run.last if rank.rank in found.ranks]
+        if not together(group, number, integer(found.record, "step")):
             yield found
 
 

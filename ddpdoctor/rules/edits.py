@@ -1,0 +1,187 @@
+"""Gradients that some ranks alone change after the all-reduce (DDP709)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ddpdoctor.finding import Finding, Location, Severity, rule
+from ddpdoctor.record import Record, integer
+from ddpdoctor.rules.ranks import named
+from ddpdoctor.rules.replicas import Difference, Replica, list_of, odd, place, replicas, site
+from ddpdoctor.rules.writes import likely, on_some_ranks
+from ddpdoctor.run import Rank, Run
+
+LOOKS = 64
+"""Steps at the beginning whose gradients every rank looks at; later each so many."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A change of gradients that some ranks alone made, and the parameters differ since."""
+
+    ranks: tuple[int, ...]
+    others: tuple[int, ...]
+    what: str
+    """What they did, as in ``rank 1 clips its gradients``, or did not."""
+    step: int
+    location: Location | None
+    evidence: tuple[str, ...]
+
+
+@rule("DDP709", "gradient-changed-on-one-rank", Severity.ERROR)
+def gradient_changed_on_one_rank(run: Run) -> Iterator[Finding]:
+    """Some ranks alone change their gradients before the optimizer uses them.
+
+    What it finds
+        Parameters that differ between ranks from a step on, and in that step gradients that some
+        ranks alone clipped (`clip_grad_norm_`, `clip_grad_value_`), or changed in another way
+        between backward and `optimizer.step()`. Where that is not seen, but gradients differ, the
+        only line of the job that changes them under a condition on the rank.
+
+    Why it is bad
+        DDP has made the gradients equal; after the change each rank makes another step, and the
+        parameters stay different for good.
+
+    How to fix it
+        Do it on every rank: the gradients are the same there, and so is the result.
+
+    Example
+        Wrong: `if rank == 0: clip_grad_norm_(ddp.parameters(), 1.0)`.
+        Right: the same without the condition.
+
+    When it stays silent
+        For changes that all ranks make, and for those that leave the parameters equal, such as
+        clipping of gradients that are small enough. Changes other than clipping are looked for in
+        the first 64 steps and in each 64th.
+
+    Since
+        0.1.0
+    """
+    for replica in replicas(run):
+        difference = replica.difference("parameters")
+        found = edited_alone(run, replica, difference) if difference is not None else None
+        if found is None or difference is None:
+            continue
+        yield Finding(
+            code="DDP709",
+            about=f"module {replica.module}",
+            severity=Severity.ERROR,
+            message=f"{found.what}: the parameters differ {difference.since}",
+            ranks=found.ranks,
+            location=found.location,
+            evidence=found.evidence,
+            fix="Change gradients in the same way on every rank: after DDP's all-reduce they are "
+            "equal there.",
+        )
+
+
+def edited_alone(run: Run, replica: Replica, difference: Difference) -> Edit | None:
+    """The change of gradients by which replicas came to differ."""
+    gradients = replica.values(difference.first, "gradients")
+    if gradients and len(set(map(str, gradients.values()))) == 1:
+        return None
+    first = 0 if difference.equal is None else difference.equal + 1
+    steps = range(first, difference.first + 1)
+    return (
+        _clipped(replica, steps)
+        or _changed(run, replica, steps)
+        or (_guarded(run, replica, difference) if gradients else None)
+    )
+
+
+def _clipped(replica: Replica, steps: range) -> Edit | None:
+    """The first step in which some ranks alone called one of torch's functions."""
+    for step in _turns(replica, "clip", steps):
+        states = {rank.rank: _state(rank, "clip", None, step) for rank in replica.ranks}
+        calls = {rank: str((each or {}).get("call") or "") for rank, each in states.items()}
+        clipping = tuple(sorted(rank for rank, call in calls.items() if call))
+        rest = tuple(sorted(rank for rank, call in calls.items() if not call))
+        if not clipping or not rest:
+            continue
+        record = states[clipping[0]] or {}
+        call, many = calls[clipping[0]], len(clipping) > 1
+        return Edit(
+            clipping if len(clipping) <= len(rest) else rest,
+            rest,
+            f"{named(clipping)} call{'' if many else 's'} {call} here and {named(rest)} "
+            f"do{'es' if len(rest) == 1 else ''} not",
+            step,
+            place(record),
+            (f"the first step of that kind since the parameters were equal is step {step}",),
+        )
+    return None
+
+
+def _changed(run: Run, replica: Replica, steps: range) -> Edit | None:
+    """The first step in which some ranks changed other gradients than the others."""
+    for step in _turns(replica, "edit", steps):
+        if step >= LOOKS and step % LOOKS:
+            continue
+        states = {rank.rank: _state(rank, "edit", replica.module, step) for rank in replica.ranks}
+        counts = {rank: integer(each or {}, "count") for rank, each in states.items()}
+        if len(set(counts.values())) == 1:
+            continue
+        most = max(counts.values())
+        guilty = odd(counts) or tuple(rank for rank in sorted(counts) if counts[rank] == most)
+        others = tuple(rank for rank in sorted(counts) if rank not in guilty)
+        names = ", ".join(map(str, list_of(states[guilty[0]] or {}, "names")))
+        lines = on_some_ranks(run, gradients=True)
+        looked = ", ".join(
+            f"{count} changed on rank {rank}" for rank, count in sorted(counts.items())[:4]
+        )
+        verb = "changes its" if len(guilty) == 1 else "change their"
+        return Edit(
+            guilty,
+            others,
+            f"{named(guilty)} {verb} gradients between backward and optimizer.step() otherwise "
+            f"than {named(others)}",
+            step,
+            _only(replica, guilty, lines),
+            (
+                f"of the gradients looked at in step {step}: {looked}"
+                + (f" ({names})" if names else ""),
+                *likely(lines, "gradients"),
+            ),
+        )
+    return None
+
+
+def _guarded(run: Run, replica: Replica, difference: Difference) -> Edit | None:
+    """The only line that can be it, where gradients differ and no change of them was seen."""
+    lines = on_some_ranks(run, gradients=True)
+    if len(lines) != 1:
+        return None
+    everyone = tuple(sorted(replica.prints))
+    guilty = replica.odd(difference.first, "gradients")
+    return Edit(
+        guilty or everyone,
+        (),
+        "gradients differ between ranks when the optimizer uses them, and this line, which some "
+        "ranks alone run, is likely what changes them",
+        difference.first,
+        lines[0],
+        (f"gradients differ in step {difference.first}", *likely(lines, "gradients")),
+    )
+
+
+def _only(replica: Replica, guilty: tuple[int, ...], lines: list[Location]) -> Location | None:
+    member = next(rank for rank in replica.ranks if rank.rank in guilty)
+    return lines[0] if len(lines) == 1 else site(member, "optimizer")
+
+
+def _turns(replica: Replica, kind: str, steps: range) -> list[int]:
+    """The steps in which the ranks may have begun to do other things than each other."""
+    told = {integer(record, "step") for rank in replica.ranks for record in rank.of_kind(kind)}
+    return sorted({*steps[:1], *(step for step in told if step in steps)})
+
+
+def _state(rank: Rank, kind: str, ddp: int | None, step: int) -> Record | None:
+    """What a rank did in a step: it writes when that becomes another thing."""
+    last: Record | None = None
+    for record in rank.of_kind(kind):
+        if integer(record, "step") > step:
+            break
+        if ddp is None or integer(record, "ddp") == ddp:
+            last = record
+    return last

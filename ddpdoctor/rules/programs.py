@@ -1,0 +1,69 @@
+"""The user's files that a run consists of, as far as it has shown them."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+
+from ddpdoctor.rules.sources import LARGEST
+from ddpdoctor.run import Run
+
+MOST_FILES = 64
+"""Files of the user's that are read."""
+
+
+def files_of(run: Run) -> list[str]:
+    """The files of the user's that are known to have run, and what they import beside them."""
+    found: dict[str, None] = {}
+    for rank in run.last:
+        for kind in ("site", "ddp"):
+            for record in rank.of_kind(kind):
+                if record.get("path"):
+                    found[str(record["path"])] = None
+    # The dictionary grows: an imported file may import others.
+    queue = list(found)
+    for path in queue:
+        for each in _imports(path, changed(path)):
+            if each not in found and len(found) < MOST_FILES:
+                found[each] = None
+                queue.append(each)
+    return list(found)
+
+
+def changed(path: str) -> int:
+    """When a file was changed; 0 if it cannot be read, or is too large."""
+    try:
+        told = os.stat(path)
+    except OSError:
+        return 0
+    return told.st_mtime_ns if told.st_size <= LARGEST else 0
+
+
+@functools.lru_cache(maxsize=MOST_FILES)
+def tree_of(path: str, when: int) -> ast.Module | None:
+    """A file, parsed; None if it cannot be."""
+    try:
+        with open(path, "rb") as file:
+            return ast.parse(file.read()) if when else None
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return None
+
+
+@functools.lru_cache(maxsize=MOST_FILES)
+def _imports(path: str, when: int) -> tuple[str, ...]:
+    """The files that a file imports, as far as they lie in its folder or below."""
+    tree = tree_of(path, when)
+    names: list[str] = []
+    for node in ast.walk(tree) if tree is not None else ():
+        if isinstance(node, ast.Import):
+            names += [each.name for each in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            names += [module, *(f"{module}.{each.name}".lstrip(".") for each in node.names)]
+    folder = os.path.dirname(path)
+    found = []
+    for name in dict.fromkeys(filter(None, names)):
+        base = os.path.join(folder, *name.split("."))
+        found += [each for each in (f"{base}.py", f"{base}/__init__.py") if os.path.isfile(each)]
+    return tuple(found)

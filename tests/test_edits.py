@@ -1,0 +1,158 @@
+"""Gradients that some ranks alone change: what the probe sees, and what is said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils import clip_grad
+
+from ddpdoctor.probe import edits, rank, replicas, torch_private
+from ddpdoctor.probe.hooks import clipping
+from ddpdoctor.probe.replicas import Watched
+from ddpdoctor.record import Record
+from tests.test_divergence_rules import SITE, prints, ranks, tensors
+from tests.written import Written
+
+
+def clip(step: int, call: str = "clip_grad_norm_") -> Record:
+    return {"kind": "clip", "step": step, "call": call, "path": "/job/train.py", "line": 7}
+
+
+def edit(step: int, count: int) -> Record:
+    return {"kind": "edit", "step": step, "ddp": 0, "count": count, "names": ["first.weight"]}
+
+
+def said(written: Written) -> list[tuple[str, tuple[int, ...], int]]:
+    return [
+        (each.code, each.ranks, each.location.line if each.location else 0)
+        for each in written.findings(status=0)
+        if each.code.startswith("DDP7")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        pytest.param(([clip(0)], []), [("DDP709", (0,), 7)], id="one rank clips"),
+        pytest.param(([clip(0)], [clip(0)]), [("DDP701", (0, 1), 9)], id="both clip"),
+        pytest.param(([clip(2)], []), [("DDP709", (0,), 7)], id="from that step on"),
+        pytest.param(([clip(3)], []), [("DDP701", (0, 1), 9)], id="one clips later"),
+        pytest.param(
+            ([clip(0), clip(1, "")], []), [("DDP701", (0, 1), 9)], id="one had clipped before"
+        ),
+        pytest.param(([], [edit(2, 1)]), [("DDP709", (1,), 9)], id="one rank changes"),
+        pytest.param(([edit(0, 2)], [edit(0, 1)]), [("DDP709", (0,), 9)], id="more on one"),
+        pytest.param(([edit(0, 2)], [edit(0, 2)]), [("DDP701", (0, 1), 9)], id="both change"),
+    ],
+)
+def test_gradients_that_one_rank_changes_are_the_cause(
+    written: Written, told: tuple[list[Record], list[Record]], expected: list[object]
+) -> None:
+    ranks(written, [*prints("aaaaaa"), *told[0]], [*prints("aabbbb"), *told[1]])
+    assert said(written) == expected
+
+
+def test_equal_gradients_are_not_the_cause(written: Written) -> None:
+    ranks(written, [*prints("aaaa", gradients="g"), clip(0)], list(prints("aabb", gradients="g")))
+    assert [code for code, _, _ in said(written)] == ["DDP701"]
+
+
+@pytest.mark.parametrize("guards", [0, 1, 2])
+def test_the_only_guarded_line_is_likely(written: Written, tmp_path: Path, guards: int) -> None:
+    train = tmp_path / "train.py"
+    train.write_text("if rank == 0:\n    p.grad.data.mul_(0.5)\n" * guards)
+    at = {"kind": "site", "phase": "backward", "path": str(train), "line": 1}
+    for number, letters in enumerate(("aaaa", "aabb")):
+        differing = prints(letters, gradients=f"g{number}")
+        written.rank(number, [SITE, at, tensors([0, 1]), *differing])
+    found = said(written)
+    assert found == ([("DDP709", (0, 1), 2)] if guards == 1 else [("DDP701", (0, 1), 9)])
+
+
+# -- the probe
+
+
+class Module(torch.nn.Module):
+    """What a DDP module is to the probe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = torch.nn.Linear(3, 2)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Record]]:
+    """What the rank has written, which has a module and whose clipping is watched."""
+    records: list[Record] = []
+    state: Any = SimpleNamespace(
+        recorder=SimpleNamespace(add=records.append), tracker=SimpleNamespace(steps=0)
+    )
+    monkeypatch.setattr(rank, "_state", state)
+    monkeypatch.setattr(rank, "active", state.tracker)
+    ddp = Module()
+    assert torch_private.reduced_parameters(ddp)
+    monkeypatch.setattr(replicas, "watched", [Watched(ddp, 0)])
+    monkeypatch.setattr(edits, "watched", replicas.watched)
+    for name in clipping.NAMES:
+        monkeypatch.setattr(clip_grad, name, getattr(clip_grad, name))
+    clipping.install(clip_grad)
+    edits.forget()
+    yield records
+    edits.forget()
+
+
+def train(steps: dict[int, str]) -> None:
+    """Five steps; in some of them the gradients are clipped, or changed."""
+    (each,) = replicas.watched
+    parameters = [each.parameter(index) for index in range(len(each.names))]
+    for step in range(5):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        edits.backward_ended()
+        how = steps.get(step, "")
+        if how == "clip":
+            clip_grad.clip_grad_norm_(parameters, 0.1)
+        elif how == "none":
+            parameters[1].grad = None
+        elif how == "scale":
+            parameters[0].grad *= 2
+        edits.step_begins(None)
+        state = rank.current()
+        assert state is not None
+        state.tracker.steps += 1
+
+
+def test_a_rank_that_leaves_gradients_alone_writes_nothing(told: list[Record]) -> None:
+    train({})
+    assert told == []
+
+
+def test_a_rank_writes_when_it_begins_and_ceases_to_clip(told: list[Record]) -> None:
+    train({1: "clip", 2: "clip", 3: "clip"})
+    kinds = [(each["kind"], each["step"]) for each in told]
+    assert kinds == [("clip", 1), ("edit", 1), ("clip", 4), ("edit", 4)]
+    first, _, last, _ = told
+    assert (first["call"], last["call"]) == ("clip_grad_norm_", "")
+    assert first["path"] == __file__
+
+
+@pytest.mark.parametrize(("how", "name"), [("none", "module.bias"), ("scale", "module.weight")])
+def test_gradients_that_are_changed_by_hand_are_named(
+    told: list[Record], how: str, name: str
+) -> None:
+    train({2: how})
+    assert [(each["step"], each["count"]) for each in told] == [(2, 1), (3, 0)]
+    assert told[0]["names"] == [name.removeprefix("module.")]
+
+
+def test_clipping_returns_and_raises_as_before(told: list[Record]) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.full((2,), 3.0)
+    assert float(clip_grad.clip_grad_norm_([weight], 1.0)) == pytest.approx(18**0.5)
+    with pytest.raises(TypeError):
+        clip_grad.clip_grad_norm_()  # type: ignore[call-arg]
