@@ -303,10 +303,18 @@ def judge(
         failed = not ending.startswith("0 ") and "terminate called without" not in ending
         return Judged(case, not found, True, len(errors) + failed, words or ending[:200], seconds)
     fault = FAULTS[case.fault]
+    ranks = [[case.rank]]
+    others = [rank for rank in range(case.ranks) if rank != case.rank]
+    if case.fault == "missing":
+        # Which ranks never call it, or which alone do.
+        ranks.append(others)
+    if case.ranks == 2 and case.fault in ("operation", "size"):
+        # Each takes a branch of one condition, and none is the majority.
+        ranks.append([0, 1])
     right = [
         each
         for each in found
-        if each["code"] in fault.codes and (fault.anywhere or each["ranks"] == [case.rank])
+        if each["code"] in fault.codes and (fault.anywhere or each["ranks"] in ranks)
     ]
     first = found[0] if found else {}
     at = [each["location"] for each in right if each["location"] is not None]

@@ -186,6 +186,21 @@ def test_a_rank_whose_status_the_launcher_took_is_named_while_others_hang(
     assert "most likely SIGKILL (its exit status was not seen)" in finding.message
 
 
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [("signal SIGSEGV", "DDP904"), ("signal SIGKILL", "DDP902"), ("exit code 3", "DDP905")],
+)
+def test_a_spawned_rank_whose_status_its_parent_took(written: Written, how: str, code: str) -> None:
+    written.rank(0, [])
+    written.rank(1, [], phase=Phase.WAIT)
+    unseen(written, 1, T0)
+    written.exit(0, -15, T0 + MS)
+    name = "torch.multiprocessing.spawn.ProcessExitedException"
+    stderr = f"{HEAD}{name}: process 1 terminated with {how}\n"
+    (finding,) = written.findings(status=1, stderr=stderr)
+    assert (finding.code, finding.ranks) == (code, (1,))
+
+
 @pytest.mark.parametrize("why", ["ended well", "all ended", "stopped by torchrun", "later"])
 def test_an_end_that_was_not_seen_is_no_crash(written: Written, why: str) -> None:
     import os

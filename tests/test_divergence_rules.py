@@ -548,7 +548,9 @@ def test_the_line_that_changes_weights_on_one_rank(
     ranks(written, [at, *prints("aaaa", gradients="g")], changed)
     (finding,) = found(written)
     assert finding.code == ("DDP319" if seen or name in WRITES else "DDP701")
-    assert finding.ranks == ((1,) if seen else (0, 1))
+    # By what was seen, else by the condition around the line, if that is known.
+    alone = name in WRITES and name != "helper"
+    assert finding.ranks == ((1,) if seen else (0,) if alone else (0, 1))
     if name in WRITES:
         assert finding.location is not None and finding.location.path == str(train)
         assert "likely" in finding.message or seen
@@ -943,3 +945,30 @@ def test_other_names_alone_make_no_other_model(written: Written) -> None:
     (finding,) = found(written, over=False)
     assert finding.ranks == (2,)
     assert finding.message.startswith("rank 2 gives DDP another model than ranks 0 and 1: b is [9]")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("if rank == 0:\n    group['lr'] *= 2\n", 2),
+        ("if rank == 0:\n    optimizer.param_groups[0]['lr'] = 1.0\n", 2),
+        ("optimizer.param_groups[0]['lr'] = 1.0\n", None),
+        ("if rank == 0:\n    settings['lr'] = 1.0\n    group['lr'] = 1.0\n", None),
+    ],
+)
+def test_the_line_that_sets_another_learning_rate_on_one_rank(
+    written: Written, tmp_path: Path, text: str, line: int | None
+) -> None:
+    train = tmp_path / "train.py"
+    train.write_text(text)
+    at = {"kind": "site", "phase": "optimizer", "path": str(train), "line": 9}
+    rates = ([[[0.1, 0, None, 0]]], [[[0.2, 0, None, 0]]])
+    for number, rate in enumerate(rates):
+        first = {"kind": "fingerprint", "step": 0, "module": 0, "armed": 1, "parameters": "a"}
+        lines = [{**first, "hyper": rates[1]}]
+        lines += [{**first, "step": step, "armed": step + 1, "hyper": rate} for step in (1, 2)]
+        written.rank(number, [SITE, at, tensors([0, 1]), *lines])
+    (finding,) = found(written)
+    assert (finding.code, finding.ranks) == ("DDP702", (0,))
+    place = finding.location
+    assert place is not None and place.line == (9 if line is None else line)

@@ -71,7 +71,7 @@ def test_the_only_guarded_line_is_likely(written: Written, tmp_path: Path, guard
         differing = prints(letters, gradients=f"g{number}")
         written.rank(number, [SITE, at, tensors([0, 1]), *differing])
     found = said(written)
-    assert found == ([("DDP709", (0, 1), 2)] if guards == 1 else [("DDP701", (0, 1), 9)])
+    assert found == ([("DDP709", (0,), 2)] if guards == 1 else [("DDP701", (0, 1), 9)])
 
 
 # -- the probe

@@ -16,7 +16,7 @@ sampler = DistributedSampler(dataset, shuffle=True)
 loader = DataLoader(dataset, batch_size=6, sampler=sampler)  # place: sampler
 net = DDP(nn.Linear(10, 1))
 opt = torch.optim.SGD(net.parameters(), lr=0.01)
-for epoch in range(3):
+for epoch in range(5):
     sampler.set_epoch(epoch)  # place: epoch
     for i, (a, b) in enumerate(loader):  # place: loop i
         opt.zero_grad()  # place: step i

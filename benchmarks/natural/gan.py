@@ -48,7 +48,7 @@ class GAN:
 
 
 def train(gan, loader, rank):
-    for epoch in range(3):
+    for epoch in range(5):
         loader.sampler.set_epoch(epoch)  # place: epoch
         for step, (real,) in enumerate(loader):  # place: loop step
             critic_loss = gan.critic_step(real)  # place: step step

@@ -49,7 +49,7 @@ class Model(nn.Module):
 
 
 def learning_rate(step):
-    return 0.5 * (1 + math.cos(math.pi * step / 36))
+    return 0.5 * (1 + math.cos(math.pi * step / 60))
 
 
 def train():
@@ -58,7 +58,7 @@ def train():
     model = DDP(Model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate)
-    loader = DataLoader(Text(rank, world_size, 4 * 30 * world_size), batch_size=4)
+    loader = DataLoader(Text(rank, world_size, 4 * 48 * world_size), batch_size=4)
     for step, tokens in enumerate(loader):  # place: loop step
         optimizer.zero_grad(set_to_none=True)  # place: step step
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -42,7 +42,7 @@ def worker(rank, world_size, port):
     data = Squares()
     sampler = DistributedSampler(data, num_replicas=world_size, rank=rank)
     loader = DataLoader(data, batch_size=5, sampler=sampler, num_workers=1)  # place: sampler
-    for epoch in range(3):
+    for epoch in range(5):
         sampler.set_epoch(epoch)  # place: epoch
         for step, (images, labels) in enumerate(loader):  # place: loop step
             optimizer.zero_grad()  # place: step step

@@ -75,7 +75,7 @@ def main():
     dist.init_process_group(backend="gloo")
     torch.manual_seed(0)
     trainer = Trainer()
-    trainer.fit(3)
+    trainer.fit(5)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -36,7 +36,7 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
     labelled, unlabelled = loaders(world_size)
-    for epoch in range(3):
+    for epoch in range(5):
         labelled.sampler.set_epoch(epoch)  # place: epoch
         unlabelled.sampler.set_epoch(epoch)
         pairs = zip(labelled, unlabelled, strict=False)

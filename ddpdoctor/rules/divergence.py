@@ -11,7 +11,7 @@ from ddpdoctor.rules import averaging
 from ddpdoctor.rules.edits import edited_alone
 from ddpdoctor.rules.ranks import named
 from ddpdoctor.rules.replicas import Difference, Replica, list_of, odd, place, replicas, site
-from ddpdoctor.rules.writes import likely, on_some_ranks
+from ddpdoctor.rules.writes import likely, on_some_ranks, ranks_of
 from ddpdoctor.run import Rank, Run
 
 CAUSES = ("DDP301", "DDP302", "DDP303", "DDP305", "DDP306", "DDP308")
@@ -248,7 +248,7 @@ def rank_only_weight_change(run: Run) -> Iterator[Finding]:
         if not changes:
             where = _likely_change(run, replica, difference)
             if where is not None:
-                yield _likely(replica, difference, where)
+                yield _likely(run, replica, difference, where)
             continue
         guilty = tuple(sorted(changes))
         record = changes[guilty[0]]
@@ -258,7 +258,7 @@ def rank_only_weight_change(run: Run) -> Iterator[Finding]:
         others = [rank for rank in sorted(replica.prints) if rank not in guilty]
         names = list_of(record, "names")
         detail = f": {', '.join(map(str, names[:3]))}" if names else ""
-        lines = [] if loaded else on_some_ranks(run, gradients=False)
+        lines = [] if loaded else on_some_ranks(run, "weights")
         yield Finding(
             code="DDP319",
             about=f"module {replica.module}",
@@ -277,8 +277,9 @@ def rank_only_weight_change(run: Run) -> Iterator[Finding]:
         )
 
 
-def _likely(replica: Replica, difference: Difference, where: Location) -> Finding:
+def _likely(run: Run, replica: Replica, difference: Difference, where: Location) -> Finding:
     everyone = tuple(sorted(replica.prints))
+    guilty = replica.odd(difference.first, "parameters") or ranks_of(run, [where])
     return Finding(
         code="DDP319",
         about=f"module {replica.module}",
@@ -286,7 +287,7 @@ def _likely(replica: Replica, difference: Difference, where: Location) -> Findin
         severity=Severity.ERROR,
         message=f"the parameters differ between ranks {difference.since} though their gradients "
         "are equal: this line, which some ranks alone run, is likely what changes them",
-        ranks=replica.odd(difference.first, "parameters") or everyone,
+        ranks=guilty or everyone,
         location=where,
         evidence=(
             *_bounds(replica, difference),
@@ -310,7 +311,7 @@ def _likely_change(run: Run, replica: Replica, difference: Difference) -> Locati
         for rank in replica.ranks
         for record in rank.of_kind("outside")
     )
-    lines = [] if seen else on_some_ranks(run, gradients=False)
+    lines = [] if seen else on_some_ranks(run, "weights")
     if len(lines) != 1 or any(_hyper_difference(each, None) for each in replicas(run)):
         return None
     state = replica.difference("state")
@@ -397,6 +398,8 @@ def hyper_parameters_differ(run: Run) -> Iterator[Finding]:
         what = _WORDS[HYPER[index]]
         listed = ", ".join(f"{_value(values[rank])} on rank {rank}" for rank in everyone[:4])
         groups = f"parameter group {group}, optimizer {optimizer}"
+        lines = [] if cut else on_some_ranks(run, "hyper-parameters")
+        written = lines[0] if len(lines) == 1 else site(member, "optimizer")
         parameters = replica.difference("parameters")
         yield Finding(
             code="DDP702",
@@ -405,7 +408,7 @@ def hyper_parameters_differ(run: Run) -> Iterator[Finding]:
             message=f"the {what} differs between ranks {difference.since}: {listed}"
             + ("; ReduceLROnPlateau follows a metric that is not averaged" if cut else ""),
             ranks=guilty or everyone,
-            location=place(cut) if cut else site(member, "optimizer"),
+            location=place(cut) if cut else written,
             evidence=(
                 *_bounds(replica, difference),
                 f"{groups}: {listed}",
@@ -414,6 +417,7 @@ def hyper_parameters_differ(run: Run) -> Iterator[Finding]:
                     for rank, record in _cuts(replica, difference)
                 ),
                 *((f"the parameters differ {parameters.since}",) if parameters else ()),
+                *likely(lines, "hyper-parameters"),
             ),
             fix="Average the metric over the ranks (dist.all_reduce) before scheduler.step(metric)."
             if cut

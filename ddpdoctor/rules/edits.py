@@ -9,7 +9,7 @@ from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.record import Record, integer
 from ddpdoctor.rules.ranks import named
 from ddpdoctor.rules.replicas import Difference, Replica, list_of, odd, place, replicas, site
-from ddpdoctor.rules.writes import likely, on_some_ranks
+from ddpdoctor.rules.writes import likely, on_some_ranks, ranks_of
 from ddpdoctor.run import Rank, Run
 
 LOOKS = 64
@@ -123,10 +123,10 @@ def _changed(run: Run, replica: Replica, steps: range) -> Edit | None:
         if len(set(counts.values())) == 1:
             continue
         most = max(counts.values())
+        lines = on_some_ranks(run, "gradients")
         guilty = odd(counts) or tuple(rank for rank in sorted(counts) if counts[rank] == most)
         others = tuple(rank for rank in sorted(counts) if rank not in guilty)
         names = ", ".join(map(str, list_of(states[guilty[0]] or {}, "names")))
-        lines = on_some_ranks(run, gradients=True)
         looked = ", ".join(
             f"{count} changed on rank {rank}" for rank, count in sorted(counts.items())[:4]
         )
@@ -149,11 +149,11 @@ def _changed(run: Run, replica: Replica, steps: range) -> Edit | None:
 
 def _guarded(run: Run, replica: Replica, difference: Difference) -> Edit | None:
     """The only line that can be it, where gradients differ and no change of them was seen."""
-    lines = on_some_ranks(run, gradients=True)
+    lines = on_some_ranks(run, "gradients")
     if len(lines) != 1:
         return None
     everyone = tuple(sorted(replica.prints))
-    guilty = replica.odd(difference.first, "gradients")
+    guilty = replica.odd(difference.first, "gradients") or ranks_of(run, lines)
     return Edit(
         guilty or everyone,
         (),

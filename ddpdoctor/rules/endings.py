@@ -90,6 +90,10 @@ _TORCHRUN_EXIT = re.compile(r"exitcode\s*: (-?\d+)\s*\(pid: (\d+)\)")
 _TORCHRUN_LOG = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
 
 
+_SPAWNED = re.compile(r"process \d+ terminated with (?:signal (SIG[A-Z]+)|exit code (\d+))")
+"""What ``torch.multiprocessing.spawn`` says of the first of its processes that failed."""
+
+
 @dataclass(frozen=True)
 class Ending:
     """The end of one process.
@@ -151,6 +155,7 @@ def endings(run: Run, restart: int) -> list[Ending]:
     aborted = {int(number) for number in _NATIVE_VICTIM.findall(run.stderr)}
     found: list[Ending] = []
     ranks = run.attempt(restart)
+    told |= _spawned(run, ranks, told)
     for rank in ranks:
         ending = _rank_ending(rank, told, bool(run.exit_status), aborted)
         if ending is not None:
@@ -233,6 +238,24 @@ def _rank_ending(
         oom=str(rank.exit.get("oom") or "") if rank.exit is not None else "",
         last_seen=last_line(rank),
     )
+
+
+def _spawned(run: Run, ranks: tuple[Rank, ...], told: dict[int, int]) -> dict[int, int]:
+    """The exit status, by pid, of a rank whose parent took it before it was seen."""
+    said = _SPAWNED.search(run.stderr)
+    unknown = [
+        rank
+        for rank in ranks
+        if rank.exit is not None
+        and _status(rank, told) is None
+        and not any(any(rank.of_kind(kind)) for kind in ("end", "error", "exit"))
+    ]
+    if said is None or not unknown:
+        return {}
+    first = min(unknown, key=lambda rank: integer(rank.exit, "time") if rank.exit else 0)
+    number = getattr(signal, said[1], None) if said[1] else None
+    status = -int(number) if number is not None else int(said[2] or 0)
+    return {first.status.pid: status} if status and first.status is not None else {}
 
 
 def _unseen_endings(

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 from ddpdoctor.finding import Finding, Severity, rule
 from ddpdoctor.record import Record, integer
+from ddpdoctor.rules.arithmetic import lines_of
 from ddpdoctor.rules.ranks import named
-from ddpdoctor.rules.replicas import Replica, replicas, site
+from ddpdoctor.rules.replicas import Replica, list_of, replicas, site
+from ddpdoctor.rules.standing import quoted
 from ddpdoctor.run import Rank, Run
 
 LASTING = 3
@@ -79,15 +81,20 @@ def not_finite(run: Run) -> Iterator[Finding]:
     later = [rank for rank in sorted(first) if rank not in guilty]
     member = next(rank for rank in run.last if rank.rank == guilty[0])
     whose = "every rank" if everyone and len(guilty) > 1 else named(guilty)
+    backward = site(member, "backward")
+    own = root and not root.get("within")
+    names = list_of(root, "operations") if own else []
+    lines = lines_of([str(name) for name in names], site(member, "forward"), backward)
+    began = f" in {quoted(lines[0])}" if len(lines) == 1 else _place(root)
     yield Finding(
         code="DDP706",
         about="not finite",
         severity=Severity.ERROR,
         message=f"the loss of {whose} is {value} at step {step}"
         + ("" if everyone else ", before any other rank's")
-        + (f"; it began{_place(root)}" if root.get("module") else ""),
+        + (f"; it began{began}" if began else ""),
         ranks=guilty,
-        location=site(member, "backward"),
+        location=lines[0] if len(lines) == 1 else backward,
         evidence=(
             *(
                 f"rank {rank}: {first[rank].get('loss')} from step {integer(first[rank], 'step')} "

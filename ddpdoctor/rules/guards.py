@@ -9,8 +9,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ddpdoctor.finding import Location
-from ddpdoctor.rules.rank_words import Words, discerns, is_plain, runs_on_one_rank, words_of
-from ddpdoctor.rules.sources import LARGEST
+from ddpdoctor.rules.programs import changed as changed_at
+from ddpdoctor.rules.programs import tree_of
+from ddpdoctor.rules.rank_words import (
+    Words,
+    allowed,
+    discerns,
+    is_plain,
+    runs_on_one_rank,
+    words_of,
+)
 
 
 @dataclass(frozen=True)
@@ -56,9 +64,32 @@ def rank_guard(path: str, line: int) -> int | None:
     return found[0][0].line if found else None
 
 
+def ranks_at(path: str, line: int, world_size: int, *, one_node: bool) -> tuple[int, ...]:
+    """The ranks that may run a line, by the conditions around it; empty where all may.
+
+    Args:
+        path: The file.
+        line: The line.
+        world_size: Ranks there are.
+        one_node: Whether a rank and a local rank are the same.
+    """
+    tree = tree_of(path, changed_at(path))
+    words = _words(path, changed_at(path))
+    found = set(range(world_size))
+    for node in ast.walk(tree) if tree is not None else ():
+        if not isinstance(node, ast.If) or not discerns(node.test, words):
+            continue
+        if not one_node and "local" in ast.unparse(node.test).lower():
+            continue
+        for part, wanted in ((node.body, True), (node.orelse, False)):
+            if part and part[0].lineno <= line <= (part[-1].end_lineno or 0):
+                found = {rank for rank in found if wanted in allowed(node.test, words, rank)}
+    return tuple(sorted(found)) if len(found) < world_size else ()
+
+
 def statement(path: str, line: int) -> str:
     """The source of a line in short, empty if it cannot be read."""
-    text = _lines(path, _changed(path))
+    text = _lines(path, changed_at(path))
     return text[line - 1].strip() if 0 < line <= len(text) else ""
 
 
@@ -69,7 +100,7 @@ def constant_while(path: str, line: int) -> int | None:
     body leaves it.
     """
     best: int | None = None
-    for start, end, head in _loops(path, _changed(path)):
+    for start, end, head in _loops(path, changed_at(path)):
         if start <= line <= end:
             best = head if best is None else max(best, head)
     return best
@@ -77,7 +108,7 @@ def constant_while(path: str, line: int) -> int | None:
 
 def only_sleeps(path: str, line: int) -> bool:
     """Whether a line calls ``sleep``, and not in a ``while``, which may wait for something."""
-    tree = _tree(path, _changed(path))
+    tree = tree_of(path, changed_at(path))
     if tree is None:
         return False
     around = [
@@ -93,15 +124,7 @@ def only_sleeps(path: str, line: int) -> bool:
 
 
 def _guards(path: str) -> tuple[Guard, ...]:
-    return _found(path, _changed(path))
-
-
-def _changed(path: str) -> int:
-    try:
-        told = os.stat(path)
-    except OSError:
-        return 0
-    return told.st_mtime_ns if told.st_size <= LARGEST else 0
+    return _found(path, changed_at(path))
 
 
 @functools.lru_cache(maxsize=32)
@@ -116,22 +139,14 @@ def _lines(path: str, changed: int) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=32)
-def _tree(path: str, changed: int) -> ast.Module | None:
-    try:
-        return ast.parse("\n".join(_lines(path, changed)) + "\n") if changed else None
-    except (SyntaxError, ValueError, RecursionError):
-        return None
-
-
-@functools.lru_cache(maxsize=32)
 def _words(path: str, changed: int) -> Words:
     """The names by which a file, or one that it imports from beside it, knows about the rank."""
-    tree = _tree(path, changed)
+    tree = tree_of(path, changed)
     if tree is None:
         return Words()
     words = words_of(tree)
     for other in _imported(path, tree):
-        there = _tree(other, _changed(other))
+        there = tree_of(other, changed_at(other))
         if there is not None:
             words |= words_of(there)
     return words
@@ -157,7 +172,7 @@ def _imported(path: str, tree: ast.Module) -> list[str]:
 
 @functools.lru_cache(maxsize=32)
 def _found(path: str, changed: int) -> tuple[Guard, ...]:
-    tree = _tree(path, changed)
+    tree = tree_of(path, changed)
     if tree is None:
         return ()
     words = _words(path, changed)
@@ -231,7 +246,7 @@ def _blocks(node: ast.AST) -> list[list[ast.stmt]]:
 
 @functools.lru_cache(maxsize=32)
 def _loops(path: str, changed: int) -> list[tuple[int, int, int]]:
-    tree = _tree(path, changed)
+    tree = tree_of(path, changed)
     if tree is None:
         return []
     return [

@@ -132,6 +132,9 @@ def _wants_more(rank: Rank, count: int, run: Run, failed: bool) -> bool:
         phase, armed = str(error.get("phase") or ""), integer(error, "armed")
     elif not failed and (run.exit_status is not None or run.waits_for(rank) < PATIENCE):
         return False
+    if failed and error is not None and phase == Phase.FORWARD.label:
+        # In it DDP broadcasts buffers, and once the order of its buckets.
+        return armed >= count
     return (armed > count and phase == Phase.BACKWARD.label) or (
         armed >= count and phase == Phase.WAIT.label
     )

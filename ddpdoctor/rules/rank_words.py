@@ -118,6 +118,12 @@ def discerns(test: ast.expr, words: Words) -> bool:
     return any(each is _UNKNOWN for each in values) or len({bool(each) for each in values}) > 1
 
 
+def allowed(test: ast.expr, words: Words, rank: int) -> set[bool]:
+    """What a condition may be on a rank: one of both, or both where that is not known."""
+    value = _value(test, rank, words)
+    return {True, False} if value is _UNKNOWN else {bool(value)}
+
+
 def is_plain(test: ast.expr, words: Words) -> bool:
     """Whether a condition calls nothing that may itself be a collective."""
     calls = [_name(node.func) for node in ast.walk(test) if isinstance(node, ast.Call)]

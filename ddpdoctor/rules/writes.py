@@ -1,4 +1,4 @@
-"""Lines of the job that write gradients or weights in place on some ranks only, read from it."""
+"""Lines of the job that write gradients, weights or hyper-parameters on some ranks only."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from ddpdoctor.finding import Location
 from ddpdoctor.rules.averaging import DEPTH, Scope, of_model
-from ddpdoctor.rules.guards import rank_guard
+from ddpdoctor.rules.guards import rank_guard, ranks_at
 from ddpdoctor.rules.programs import MOST_FILES, changed, files_of, tree_of
 from ddpdoctor.run import Run
 
@@ -25,6 +26,9 @@ _GRADIENT = re.compile(r"\.grad\b|\bgrads\b")
 _MODULE = re.compile(r"model|module|ddp|net|layer|head|encoder|decoder", re.IGNORECASE)
 _WEIGHT = re.compile(r"\.(weight|bias)\b|param")
 _ELEMENTS = re.compile(r"\.(data|grad|weight|bias)\b")
+_HYPER = re.compile(r"param_groups\b|\b(param_)?group\[|\['(lr|momentum|betas|weight_decay)'\]$")
+
+What = Literal["gradients", "weights", "hyper-parameters"]
 
 
 @dataclass(frozen=True)
@@ -32,20 +36,16 @@ class Write:
     """A line that writes."""
 
     location: Location
-    gradients: bool
-    """Gradients, and not weights."""
+    what: What
     function: str
     """The function that it stands in, empty at the top of a file."""
 
 
-def on_some_ranks(run: Run, gradients: bool) -> list[Location]:
-    """The lines that write gradients, or else weights, where a condition on the rank decides."""
+def on_some_ranks(run: Run, what: What) -> list[Location]:
+    """The lines that write something where a condition on the rank decides."""
     paths = files_of(run)
     writes = [
-        write
-        for path in paths
-        for write in _writes(path, changed(path))
-        if write.gradients is gradients
+        write for path in paths for write in _writes(path, changed(path)) if write.what == what
     ]
     return [
         write.location
@@ -53,6 +53,16 @@ def on_some_ranks(run: Run, gradients: bool) -> list[Location]:
         if rank_guard(write.location.path, write.location.line) is not None
         or _called_on_some_ranks(write.function, paths)
     ]
+
+
+def ranks_of(run: Run, lines: list[Location]) -> tuple[int, ...]:
+    """The ranks that alone may run the only line; empty where that is not known."""
+    ranks = run.last
+    world = max((rank.status.world_size for rank in ranks if rank.status is not None), default=0)
+    hosts = {str(rank.opened.get("host")) for rank in ranks}
+    if len(lines) != 1:
+        return ()
+    return ranks_at(lines[0].path, lines[0].line, world, one_node=len(hosts) == 1)
 
 
 def likely(lines: list[Location], what: str) -> Iterator[str]:
@@ -105,8 +115,8 @@ def _nodes(node: ast.AST, scope: Scope) -> Iterator[tuple[Scope, ast.AST]]:
         yield from _nodes(child, child if isinstance(child, ast.FunctionDef) else scope)
 
 
-def _kind(node: ast.AST, scope: Scope) -> bool | None:
-    """Whether a statement or a call writes gradients; False for weights, None for neither."""
+def _kind(node: ast.AST, scope: Scope) -> What | None:
+    """What a statement or a call writes."""
     if isinstance(node, ast.Assign):
         return next((kind for each in node.targets if (kind := _stored(each)) is not None), None)
     if isinstance(node, ast.AugAssign):
@@ -116,35 +126,41 @@ def _kind(node: ast.AST, scope: Scope) -> bool | None:
     return None
 
 
-def _stored(target: ast.expr) -> bool | None:
+def _stored(target: ast.expr) -> What | None:
     """What an assignment writes: to an attribute, or to elements of a tensor."""
     if isinstance(target, ast.Attribute) and target.attr in ("grad", "data"):
-        return target.attr == "grad" or bool(_GRADIENT.search(ast.unparse(target)))
+        return "gradients" if target.attr == "grad" else _tensor(ast.unparse(target))
     text = ast.unparse(target)
     if isinstance(target, ast.Subscript) and _ELEMENTS.search(text):
-        return bool(_GRADIENT.search(text))
+        return _tensor(text)
+    if isinstance(target, ast.Subscript) and _HYPER.search(text):
+        return "hyper-parameters"
     return None
 
 
-def _written(call: ast.Call, scope: Scope) -> bool | None:
+def _tensor(text: str) -> What:
+    return "gradients" if _GRADIENT.search(text) else "weights"
+
+
+def _written(call: ast.Call, scope: Scope) -> What | None:
     name = _name(call)
     if name in _WHOLE:
-        return False
+        return "weights"
     if name.startswith("_foreach_") and name.endswith("_") and call.args:
-        return bool(_GRADIENT.search(ast.unparse(call.args[0])))
+        return _tensor(ast.unparse(call.args[0]))
     if not isinstance(call.func, ast.Attribute):
         return None
     owner = ast.unparse(call.func.value)
     if name == "apply" and _MODULE.search(owner):
-        return False
+        return "weights"
     if owner.rpartition(".")[2] == "init" and name.endswith("_"):
-        return False
+        return "weights"
     if not _IN_PLACE.match(name):
         return None
     if _GRADIENT.search(owner):
-        return True
+        return "gradients"
     weights = _WEIGHT.search(owner) or of_model(call.func.value, scope, DEPTH)
-    return False if weights else None
+    return "weights" if weights else None
 
 
 def _name(call: ast.Call) -> str:

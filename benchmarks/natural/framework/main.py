@@ -35,7 +35,7 @@ def main():
     loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data))  # place: sampler
     model = nn.Sequential(nn.Linear(14, 20), nn.ReLU(), nn.Dropout(0.1), nn.Linear(20, 1))
     optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
-    Engine(model, optimizer, compute_loss, [MeanLoss()]).run(loader, epochs=3)
+    Engine(model, optimizer, compute_loss, [MeanLoss()]).run(loader, epochs=5)
     dist.destroy_process_group()
 
 
