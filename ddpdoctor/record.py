@@ -61,8 +61,8 @@ KINDS: dict[str, Kind] = {
     "outside": Kind("Parameters were changed between two optimizer steps.", 1024),
     # Replicas that were made equal again by the job itself do not diverge.
     "together": Kind("Hashes of the parameters after collectives of their size.", 16),
-    "clip": Kind("Gradients were clipped by another call than before, or by none.", 1024),
-    "edit": Kind("Other gradients than before were changed ahead of the step.", 1024),
+    "clip": Kind("Gradients were clipped by another call than before, or by none.", 64),
+    "edit": Kind("Other gradients than before were changed ahead of the step.", 64),
     "unzeroed": Kind("Gradients that were never set to zero.", EVERY),
     "solo": Kind("A rank that trains without DDP: what of it other ranks share.", 16),
     "solo_end": Kind("The same at its end.", EVERY),

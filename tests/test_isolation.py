@@ -196,7 +196,7 @@ def test_a_watcher_that_fails_ends_alone(
         # Nobody else has anything to look at then, but the debugger's ports and what is shown.
         others = {"the debugger", "the monitor's files", "the rank watch"}
     for other in others:
-        assert looked.count(other) == 4, other
+        assert looked.count(other) >= 4, other
 
 
 def _listen(

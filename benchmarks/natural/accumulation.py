@@ -35,7 +35,7 @@ def run(rank):
     held_out = DataLoader(validation, 8, sampler=DistributedSampler(validation, shuffle=False))
     model = build()
     optimizer = optim.SGD(model.parameters(), lr=0.1)
-    for epoch in range(5):
+    for epoch in range(8):
         loader.sampler.set_epoch(epoch)  # place: epoch
         for step, (x, y) in enumerate(loader):  # place: loop step
             last = (step + 1) % ACCUMULATE == 0  # place: step step
