@@ -190,7 +190,7 @@ def call(sequence: int, done: bool, name: str = "all_reduce") -> dict[str, Any]:
         "dtypes": ["Float"],
         "created": sequence,
         "retired": done,
-        "site": "/job/train.py:61",
+        "lines": ["/job/train.py:61"],
     }
 
 
@@ -262,7 +262,7 @@ def test_a_rank_that_waits_in_another_collective(tmp_path: Path) -> None:
 def test_a_recorder_without_lines_leaves_them_to_the_ring(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text("def sync():\n    barrier()\nif rank == 0:\n    sync()\nloss.backward()\n")
-    bare = {"frames": [], "name": "barrier", "shapes": [], "dtypes": []}
+    bare = {"lines": [], "name": "barrier", "shapes": [], "dtypes": []}
     ring = {
         "order": 1, "began": NOW, "ended": 0, "sequence": 1, "name": "barrier", "group": "0|0-1",
         "dtype": "", "reduce": "", "numel": -1, "root": -1, "asynchronous": False,
@@ -270,7 +270,7 @@ def test_a_recorder_without_lines_leaves_them_to_the_ring(tmp_path: Path) -> Non
     }  # fmt: skip
     first = rank(0, "wait", flight=[{**call(9, False), **bare}], collectives=[ring], waited=1)
     other = waiting(1)
-    other["flight"] = [{**call(9, False), "frames": []}]
+    other["flight"] = [{**call(9, False), "lines": []}]
     other["stacks"] = stacks(1, (str(path), 5, "<module>"), IN_TORCH)
     (found,) = findings(tmp_path, first, other)
     assert (found.code, found.ranks, found.location and found.location.line) == ("DDP401", (0,), 4)
@@ -300,20 +300,21 @@ def test_the_recorders_of_all_backends_are_one_history() -> None:
 
     gloo = [entry(10 * number, "gloo", number) for number in range(1, 31)]
     nccl = [entry(255, "nccl2", 1), entry(291, "nccl2", 2)]
-    told = newest([*gloo, *nccl], lambda created: f"train.py:{created}")
+    told = newest([*gloo, *nccl], lambda created: (f"train.py:{created}",))
     told.sort(key=lambda each: int(each["id"]))
     assert [each["created"] for each in told] == sorted(
         each["time_created_ns"] for each in (*gloo[-NEWEST:], *nccl)
     )
     assert [each["sequence"] for each in told if each["backend"] == "nccl2"] == [1, 2]
-    assert all(each["site"] == f"train.py:{each['created']}" for each in told)
+    assert all(each["lines"] == [f"train.py:{each['created']}"] for each in told)
 
 
 def test_who_called_what_a_recorder_recorded() -> None:
     def called(began: int, ended: int, line: int, asynchronous: bool = False) -> Collective:
         site = f"/job/train.py:{line}"
         facts = ("all_reduce", "0|0-1", "float32", "SUM", (4,), 4, -1)
-        return Collective(began, began, ended, 1, *facts, asynchronous, False, site)
+        callers = ("/job/main.py:5",)
+        return Collective(began, began, ended, 1, *facts, asynchronous, False, site, callers)
 
     def passed(began: int, ended: int) -> Backward:
         found = Backward(began, Site("/job/train.py", 90))
@@ -325,11 +326,14 @@ def test_who_called_what_a_recorder_recorded() -> None:
         [passed(35, 48), passed(60, 70), passed(190, 0)],
     )
     # One of several, one that goes on, and DDP's own beside it; the last of each is under way.
-    assert [place(each) for each in (12, 15, 31, 40, 65, 101, 201)] == [
+    asked = (12, 15, 31, 40, 65, 101, 201)
+    lines = [place(each) for each in asked]
+    assert [each[0] for each in lines] == [
         f"/job/train.py:{line}" for line in (1, 1, 2, 90, 90, 3, 4)
     ]
+    assert [each[1:] for each in lines[2:4]] == [("/job/main.py:5",), ()]
     # Before everything that is known, between, and without a time.
-    assert [place(each) for each in (5, 25, 150, None)] == ["", "", "", ""]
+    assert [place(each) for each in (5, 25, 150, None)] == [()] * 4
 
 
 @pytest.mark.parametrize(
@@ -366,7 +370,7 @@ def test_the_flight_recorder_is_turned_on_by_the_name_that_torch_does_not_warn_o
 
 def test_a_call_of_no_known_line_waits_where_its_rank_stands(tmp_path: Path) -> None:
     other = waiting(1)
-    other["flight"][-1] = {**call(9, False, "broadcast"), "site": ""}
+    other["flight"][-1] = {**call(9, False, "broadcast"), "lines": []}
     other["stacks"] = stacks(1, ("/job/train.py", 70, "main"), IN_TORCH)
     (found,) = findings(tmp_path, waiting(0), other, waiting(2))
     assert (found.code, str(found.location)) == ("DDP803", "/job/train.py:70")

@@ -108,7 +108,10 @@ def steps(
     records: list[Record] = []
     tracker = SimpleNamespace(armed=0, steps=0)
     recorder = SimpleNamespace(add=records.append)
-    state: Any = SimpleNamespace(tracker=tracker, recorder=recorder, budget=purse, restart=0)
+    ledger = SimpleNamespace(moved=0, count=0)
+    state: Any = SimpleNamespace(
+        tracker=tracker, recorder=recorder, ledger=ledger, budget=purse, restart=0
+    )
     ddp = torch.nn.Module()
     ddp.module = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(ddp.module.parameters(), lr=0.1)

@@ -37,8 +37,9 @@ GROUPS = 16
 KEPT = "2000"
 """Collectives that torch's Flight Recorder keeps, as later versions do by themselves."""
 
-Place = Callable[["int | None"], str]
-"""The user's line, ``path:line``, that called the collective made at a Unix time in nanoseconds."""
+Place = Callable[["int | None"], tuple[str, ...]]
+"""The user's lines, ``path:line``, that called the collective made at a Unix time in nanoseconds:
+its own and those that led to it, innermost first; empty where that is not known."""
 
 
 def install(distributed: ModuleType) -> None:
@@ -121,20 +122,20 @@ def places(collectives: Sequence[Collective], backwards: Sequence[Backward]) -> 
     begins = [each.began for each in collectives]
     begun: set[int] = set()
 
-    def place(created: int | None) -> str:
+    def place(created: int | None) -> tuple[str, ...]:
         if created is None:
-            return ""
+            return ()
         at = bisect.bisect_right(begins, created) - 1
         if at >= 0:
             call = collectives[at]
             # One that is waited for may be made of several; one that goes on is itself alone.
             if at not in begun if call.asynchronous else created <= (call.ended or created):
                 begun.add(at)
-                return call.site
+                return call.site, *call.callers
         for passed in backwards:
             if passed.began <= created <= (passed.ended or created):
-                return passed.site.text
-        return ""
+                return (passed.site.text,)
+        return ()
 
     return place
 
@@ -170,5 +171,5 @@ def _told(order: int, entry: dict[str, Any], place: Place) -> dict[str, Any]:
         "created": entry.get("time_created_ns"),
         "retired": bool(entry.get("retired")),
         "state": entry.get("state"),
-        "site": place(entry.get("time_created_ns")),
+        "lines": list(place(entry.get("time_created_ns"))),
     }

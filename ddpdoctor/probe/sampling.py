@@ -40,6 +40,9 @@ SPAN = 6
 MOST = 3
 """Profiles that a rank takes in its life."""
 
+ATTEMPTS = 3
+"""Times that samples are taken until some steps were among them: not a loader that starts."""
+
 MOST_FRAMES = 32
 """Frames of the user's code that are kept of a sample, the innermost ones."""
 
@@ -91,19 +94,26 @@ class Sampler:
         global _running
         interval = SPAN * self._state.tracker.last_total / 1e9 / SAMPLES
         interval = min(max(interval, QUICKEST), SLOWEST)
-        self._before = self._counters()
         _running = self
         gc.callbacks.append(self._on_collection)
         try:
             with _opened(f"{self._task}/stat") as status:
-                for number in range(SAMPLES):
-                    # Neither drawn nor in step with the training: from a half to one and a half.
-                    if self._stop.wait(interval * (0.5 + number * _GOLDEN % 1.0)):
-                        break
-                    if self._sample(status):
+                for _ in range(ATTEMPTS):
+                    if self._take(status, interval):
                         break
         finally:
             self.finish()
+
+    def _take(self, status: int, interval: float) -> bool:
+        """Take all samples; False if no step was closed meanwhile."""
+        self._before = self._counters()
+        self._samples = []
+        self._collected = self._collections = 0
+        for number in range(SAMPLES):
+            # Neither drawn nor in step with the training: from a half to one and a half.
+            if self._stop.wait(interval * (0.5 + number * _GOLDEN % 1.0)) or self._sample(status):
+                return True
+        return self._state.tracker.steps > self._before["steps"] + 1
 
     def finish(self) -> None:
         """Write what there is; once, from whichever thread comes first."""

@@ -81,6 +81,10 @@ def straggler(run: Run) -> Iterator[Finding]:
         )
 
 
+CROWDED = 0.05
+"""Share of a step that the training thread wants a core and gets none, on a machine too full."""
+
+
 @rule("DDP611", "data-bound", Severity.WARNING, lapses=pace)
 def data_bound(run: Run) -> Iterator[Finding]:
     """The ranks wait for data in more than a fifth of every step.
@@ -101,7 +105,8 @@ def data_bound(run: Run) -> Iterator[Finding]:
 
     When it stays silent
         In the first 10 steps, before 20 more were seen, below 1 ms a step, for batches that do not
-        come from a DataLoader, and when a single rank alone is slow in its data (that is DDP610).
+        come from a DataLoader, where the ranks lack CPU cores, and when a single rank alone is slow
+        in its data (that is DDP610).
 
     Since
         0.1.0
@@ -117,6 +122,9 @@ def data_bound(run: Run) -> Iterator[Finding]:
             if step.step >= WARM_UP and step.total > 0 and run.undisturbed(step)
         ]
         if len(steps) < ENOUGH:
+            return
+        if median((step.waited or 0) / step.total for step in steps) >= CROWDED:
+            # The loader's workers get no core either.
             return
         wait = median(step.data for step in steps)
         share = median(step.data / step.total for step in steps)

@@ -14,7 +14,7 @@ from ddpdoctor.record import Phase, Record, integer
 from ddpdoctor.rules.guards import statement
 from ddpdoctor.run import Run
 from ddpdoctor.stacks.model import Frame, RankStacks, from_record
-from ddpdoctor.stacks.user_frames import innermost, is_user_path
+from ddpdoctor.stacks.user_frames import innermost, is_user_path, user_frames
 
 BUSY = 0.2
 """Share of a core above which a process is at work; ranks may have to share their cores."""
@@ -126,6 +126,7 @@ def _from_flight(told: Mapping[str, Any]) -> Call:
             size *= int(dimension)
         numel += size
     dtypes = told.get("dtypes") or [""]
+    lines = [at for each in told.get("lines") or () if (at := location(str(each))) is not None]
     return Call(
         group=str(told.get("group")),
         members="",
@@ -136,10 +137,11 @@ def _from_flight(told: Mapping[str, Any]) -> Call:
         reduce="",
         root=-1,
         done=bool(told.get("retired")) or told.get("state") == "completed",
-        site=location(str(told.get("site") or "")),
+        site=lines[0] if lines else None,
         order=int(told.get("id") or 0),
         began=int(told.get("created") or 0),
         backend=str(told.get("backend") or ""),
+        callers=tuple(lines[1:]),
     )
 
 
@@ -319,7 +321,12 @@ class Standing:
             return None
         found = next((each for each in self.flight if not each.done), None)
         # Of one that no line is known for (compiled, say): it waits where its main thread is.
-        return replace(found, site=self.site) if found and found.site is None else found
+        if found is None or found.site is not None:
+            return found
+        if self.under_way is not None:
+            return replace(found, site=self.under_way.site, callers=self.under_way.callers)
+        lines = [Location(each.path, each.line) for each in user_frames(self.frames)][::-1]
+        return replace(found, site=lines[0] if lines else self.site, callers=tuple(lines[1:]))
 
     @cached_property
     def in_collective(self) -> bool:
