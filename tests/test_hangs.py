@@ -358,10 +358,8 @@ def test_the_flight_recorder_is_turned_on_by_the_name_that_torch_does_not_warn_o
     c10d = SimpleNamespace(**({"_dump_fr_trace": print} if generic else {}))
     native = SimpleNamespace(_distributed_c10d=c10d)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__=version, _C=native))
-    for name in SWITCHES:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in own.items():
-        monkeypatch.setenv(name, value)
+    # What is set here must be gone afterwards: the jobs of other tests inherit it.
+    monkeypatch.setattr(os, "environ", {**own})
     flight.install(ModuleType("torch.distributed.distributed_c10d"))
     assert {name: os.environ[name] for name in SWITCHES if name in os.environ} == wanted
     for name in SWITCHES:
