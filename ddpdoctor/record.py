@@ -89,7 +89,7 @@ KINDS: dict[str, Kind] = {
     "find_unused": Kind("find_unused_parameters, and whether any were unused.", EVERY),
     "batchnorm": Kind("BatchNorms of a small batch.", EVERY),
     "unowned": Kind("Parameters that no optimizer holds.", EVERY),
-    "remade": Kind("Optimizers that were made anew at each step.", EVERY),
+    "remade": Kind("Optimizers that were re-created at each step.", EVERY),
     "local_rank": Kind("A local rank that the script parsed and torchrun did not fill.", EVERY),
     "data_parallel": Kind("An nn.DataParallel was built.", EVERY),
     # of the supervisor

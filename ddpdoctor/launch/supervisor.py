@@ -352,7 +352,7 @@ class Supervisor:
                 self._watch([each for each in ready if each != wake])
 
     def _rank_ends(self) -> list[int]:
-        # Those that nobody takes in any more would wake us all the time.
+        # Those that are not taken in any more would wake us all the time.
         return [] if "the rank watch" in self._faults else self._ranks.descriptors
 
     def _watch(self, ended: list[int]) -> None:

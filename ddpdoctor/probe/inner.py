@@ -32,7 +32,7 @@ def told(error: BaseException) -> tuple[Raised, Raised | None]:
     """What to report of an exception, and what it was wrapped in, if it was.
 
     An inner exception counts if it came through the user's own code and says something: what a
-    library catches and words anew is better known by the library's words.
+    library catches and rewords is better known by the library's words.
     """
     outer = _plain(error)
     current = error
@@ -91,7 +91,7 @@ def _first_part(error: BaseException) -> BaseException | None:
 
 
 def _of_worker(error: BaseException) -> Raised | None:
-    """The exception of a DataLoader's worker, which is raised anew in the rank with its text."""
+    """The exception of a DataLoader's worker, which is raised again in the rank with its text."""
     _, head, rest = text(error).partition(_WORKER)
     if not head:
         return None

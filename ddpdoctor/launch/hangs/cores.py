@@ -39,7 +39,7 @@ class Cores:
 
         Args:
             pid: The process.
-            since: What its silence began with; it begins anew when this changes.
+            since: What its silence began with; it starts again when this changes.
             now: Monotonic seconds.
         """
         turns = _turns(pid)

@@ -143,7 +143,7 @@ def look_again(run: Run, records: Mapping[int, Record], seen: dict[int, Seen]) -
         record["activity"] = {
             **activity.compared(before.sample, after, max(now - before.when, 0.001)),
             **_since(before, before.pid, after, now),
-            # Nobody has asked it for anything meanwhile.
+            # It was asked for nothing meanwhile.
             "wrote": max(0, after.written - before.sample.written),
         }
         seen[rank_number] = Seen(before.pid, now, after)

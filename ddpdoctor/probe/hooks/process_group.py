@@ -64,7 +64,7 @@ def _offer(distributed: Any) -> None:
 
 @shield.shielded
 def _note_store(arguments: dict[str, Any]) -> None:
-    """Write down the address of a store that nobody will open: the call may never return."""
+    """Write down the address of a store that no process will open: the call may never return."""
     record = ports.unopened(arguments) if rank.current() is None else None
     if record is not None:
         site = caller()
