@@ -310,6 +310,11 @@ class DapClient:
         self.request("disconnect", {"restart": False, "terminateDebuggee": False})
         self.close()
 
+    def leave(self, *, terminate: bool) -> None:
+        """End the session as VS Code's Stop does; the answer may be the end of the connection."""
+        with contextlib.suppress(DapError):
+            self.request("disconnect", {"restart": False, "terminateDebuggee": terminate})
+
     def kill(self) -> None:
         """End the client as a crash of VS Code would."""
         self._process.kill()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.conftest import JOBS, Doctor, Live
@@ -139,16 +144,58 @@ def test_a_process_without_a_probe_by_gdb(
     script = doctor.write("bare.py", "import time\nwhile True:\n    time.sleep(0.05)\n")
     bare = subprocess.Popen([sys.executable, "-I", str(script)], env=doctor.environment())
     try:
-        injected = doctor.cli("attach", "--gdb", str(bare.pid))
-        assert injected.status == 0, injected.stderr
-        port = int(injected.stdout.rpartition(":")[2])
-        with DapClient(modules, port, env=doctor.environment()) as client:
-            client.attach({script: [3]})
-            assert client.stack(client.wait_for_stop())[0].line == 3
-            client.disconnect()
+        # Whoever has the first port does not get the debugger's client.
+        with taken_port() as taken:
+            for _ in range(2):
+                command = [sys.executable, "-m", "ddpdoctor", "attach", "--gdb", str(bare.pid)]
+                serving = doctor.start(*command, watch=False)
+                port = debug_port(serving)
+                assert port != taken
+                with DapClient(modules, port, env=doctor.environment()) as client:
+                    client.attach({script: [3]}, timeout=120)
+                    assert client.stack(client.wait_for_stop(120))[0].line == 3
+                    client.disconnect()
+                # It listens itself: nothing of the process or of an adapter does.
+                assert listening(bare.pid) == set()
+                assert listening(serving.process.pid) == {port}
+                serving.process.send_signal(signal.SIGINT)
+                closed = serving.finish()
+                assert closed.status == 0, closed.stderr
+                assert "goes on" in closed.stdout
+                assert bare.poll() is None
     finally:
         bare.kill()
         bare.wait()
+
+
+@contextlib.contextmanager
+def taken_port() -> Iterator[int]:
+    """The first port that ddpdoctor tries is another process's."""
+    try:
+        with socket.create_server(("127.0.0.1", 5678)):
+            yield 5678
+    except OSError:
+        # Somebody else's, which does as well.
+        yield 5678
+
+
+def debug_port(live: Live) -> int:
+    deadline = time.monotonic() + 120
+    while not (found := re.search(r"attach to 127\.0\.0\.1:(\d+)", live.out.read_text())):
+        assert live.process.poll() is None, live.err.read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return int(found[1])
+
+
+def listening(pid: int) -> set[int]:
+    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    return {
+        each.laddr.port
+        for process in processes
+        for each in process.net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN
+    }
 
 
 # -- launch.json of a run

@@ -220,8 +220,9 @@ def test_tasks_too(choose: random.Random) -> None:
     added = tasks_json.installed(text, ["train.py"])
     assert added is not None
     tasks = independent(added)["tasks"]
-    assert [task["label"].removeprefix(PREFIX) for task in tasks[:3]] == ["run", "check", "top"]
-    assert tasks[3:] == (independent(text) or {}).get("tasks", [])
+    ours = ["run", "report", "check", "top"]
+    assert [task["label"].removeprefix(PREFIX) for task in tasks[:4]] == ours
+    assert tasks[4:] == (independent(text) or {}).get("tasks", [])
     assert tasks_json.installed(added, ["train.py"]) == added
     assert tasks_json.removed(added) == text
 
@@ -322,6 +323,11 @@ def test_a_messy_file() -> None:
             '{\n  "a": 1\n}',
             '{\n  "l": [ // made by ddpdoctor\n    {\n      "name": "ddpdoctor: x"\n    }\n  ],\n'
             '  "a": 1\n}',
+        ),
+        (
+            '{\n  // about the file\n  // and more\n  "a": 1\n}',
+            '{\n  // about the file\n  // and more\n  "l": [ // made by ddpdoctor\n    {\n'
+            '      "name": "ddpdoctor: x"\n    }\n  ],\n  "a": 1\n}',
         ),
         (
             "// c",

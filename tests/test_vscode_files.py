@@ -364,9 +364,25 @@ def here(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run_task(workspace: Path) -> dict[str, Any]:
     tasks = load(workspace / ".vscode/tasks.json")["tasks"]
-    assert [task["label"] for task in tasks] == [f"ddpdoctor: {n}" for n in ("run", "check", "top")]
+    ours = ("run", "report", "check", "top")
+    assert [task["label"] for task in tasks] == [f"ddpdoctor: {name}" for name in ours]
     found: dict[str, Any] = tasks[0]
     return found
+
+
+def test_the_files_of_this_repository(here: Path) -> None:
+    """They are what the command of today makes of them."""
+    for name in ("launch.json", "tasks.json"):
+        (here / ".vscode").mkdir(exist_ok=True)
+        (here / ".vscode" / name).write_bytes((ROOT / ".vscode" / name).read_bytes())
+    script = "sample_jobs/resnet50_synthetic.py"
+    (here / script).parent.mkdir()
+    (here / script).touch()
+    before = (here / ".vscode/tasks.json").read_bytes()
+    first = load(here / ".vscode/launch.json")["configurations"][0]
+    assert first["postDebugTask"] == "ddpdoctor: report"
+    assert vscode.main(["--nproc-per-node", "2", script, "--break-at", "1"]) == 0
+    assert (here / ".vscode/tasks.json").read_bytes() == before
 
 
 def ports(workspace: Path) -> list[int]:
@@ -381,6 +397,14 @@ def test_the_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"wrote {both}: {press}\n"
     assert ports(here) == [5678, 5679, 5680]
     compounds = load(here / ".vscode/launch.json")["compounds"]
+    # Its problems stay when those of the run, which ends with the job, are taken away.
+    report = load(here / ".vscode/tasks.json")["tasks"][1]
+    after = [c.get("postDebugTask") for c in load(here / ".vscode/launch.json")["configurations"]]
+    assert after == [report["label"], None, None]
+    assert "background" not in report["problemMatcher"]
+    assert "isBackground" not in report
+    # Else VS Code, which starts it twice after a Stop of the compound, asks which one to end.
+    assert report["runOptions"] == {"instancePolicy": "silent"}
     check(load(here / ".vscode/launch.json"), SCHEMA)
     assert compounds[1]["preLaunchTask"] == run_task(here)["label"]
     before = (here / ".vscode/launch.json").read_bytes()
@@ -389,7 +413,8 @@ def test_the_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not launch_json.update(here, points)
     assert (here / ".vscode/launch.json").read_bytes() == before
     assert run_task(here)["args"] == [
-        *["-m", "ddpdoctor", "run", "--wait-for-attach", "--output", "problems"],
+        *["-m", "ddpdoctor", "run", "--wait-for-attach", "--stop-with-debugger"],
+        *["--output", "problems"],
         *["--nproc-per-node", "3", "train.py", "--nproc-per-node=9"],
     ]
     assert "options" not in run_task(here)
@@ -411,7 +436,7 @@ def test_the_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_open_file_is_run_if_there_is_no_script(here: Path) -> None:
     vscode.main(["--ranks", "4", "--debug-port=6000"])
     assert ports(here) == [6000, 6001, 6002, 6003]
-    assert run_task(here)["args"][6:] == [
+    assert run_task(here)["args"][7:] == [
         *["--debug-port", "6000", "--nproc-per-node", "4", "${file}"]
     ]
 
@@ -434,7 +459,32 @@ def test_as_many_ranks_as_configurations(
     vscode.main(["--", *words])
     assert len(ports(here)) == ranks
     extra = ["--nproc-per-node", str(ranks)] if added else []
-    assert run_task(here)["args"][6:] == [*extra, *words]
+    assert run_task(here)["args"][7:] == [*extra, *words]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--nproc-per-node", "3", "train.py", "--lr", "0.1"],
+        ["--nproc-per-node=3", "--hang-after", "10", "--", "train.py", "--ranks", "7"],
+        ["--quiet", "--nproc-per-node", "3", "-m", "package.train"],
+    ],
+)
+def test_the_command_line_that_run_takes(here: Path, words: list[str]) -> None:
+    vscode.main(words)
+    assert len(ports(here)) == 3
+    assert run_task(here)["args"][7:] == words
+    # Those of both commands are understood, wherever they stand before the script.
+    place = words.index("train.py") if "train.py" in words else words.index("-m")
+    place -= words[place - 1] == "--"
+    vscode.main([*words[:place], "--debug-port", "6000", *words[place:]])
+    assert ports(here) == [6000, 6001, 6002]
+    assert run_task(here)["args"][7:] == ["--debug-port", "6000", *words]
+
+
+def test_options_of_run_without_a_script_are_for_the_open_file(here: Path) -> None:
+    vscode.main(["--quiet", "--ranks", "3"])
+    assert run_task(here)["args"][7:] == ["--nproc-per-node", "3", "--quiet", "${file}"]
 
 
 def test_from_a_folder_below(
@@ -449,13 +499,13 @@ def test_from_a_folder_below(
         {"localRoot": "${workspaceFolder}/src", "remoteRoot": "/app"},
         {"localRoot": "/x", "remoteRoot": "/y"},
     ]
-    assert run_task(here)["args"][6:] == [
+    assert run_task(here)["args"][7:] == [
         *["--path-map", "${workspaceFolder}/src=/app", "--path-map", "/x=/y"],
         *["--nproc-per-node", "2", "train.py"],
     ]
     assert str(here / ".vscode/launch.json") in capsys.readouterr().out
     vscode.main(["--workspace", "..", "--", "train.py"])
-    assert run_task(here)["args"][6:8] == ["--workspace", "${workspaceFolder}"]
+    assert run_task(here)["args"][7:9] == ["--workspace", "${workspaceFolder}"]
 
 
 def test_the_name_that_the_shell_has_for_the_folder(
@@ -494,8 +544,8 @@ def test_the_lines_of_problems_match(here: Path) -> None:
     ("words", "message"),
     [
         (["--rank", "3"], "unknown option --rank (did you mean --ranks?)"),
-        (["--nproc-per-node", "3"], "behind --"),
-        (["train.py"], "ddpdoctor vscode -- train.py"),
+        (["--nproc-per-node"], "needs a value"),
+        (["--quite", "train.py"], "did you mean --quiet?"),
         (["--ranks"], "option --ranks needs a value"),
         (["--ranks", "--remove"], "option --ranks needs a value"),
         (["--ranks", "0"], "from 1 to 1024, not '0'"),

@@ -6,7 +6,6 @@ import contextlib
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ import psutil
 
 from ddpdoctor import rundir
 from ddpdoctor.errors import DoctorError
-from ddpdoctor.launch import attach_points, debug_ports
+from ddpdoctor.launch import attach_points, debug_ports, injection
 from ddpdoctor.probe.watch import MARK
 from ddpdoctor.record import integer
 from ddpdoctor.run import Run, RunReader
@@ -41,7 +40,7 @@ Options:
                     the ports there, and with --write its ends.
   --rank N          Print the line that attaches Neovim (nvim-dap) to rank N.
   --gdb PID         Inject debugpy into a Python process that runs without
-                    ddpdoctor; needs gdb.
+                    ddpdoctor, and hold a port for it until Ctrl-C; needs gdb.
   -h, --help        Show this text.
 
 Exit status: 0; 2 if there is no such run, rank or process.
@@ -224,29 +223,12 @@ def _inject(pid: int) -> int:
         raise DoctorError(f"process {pid} ({name}) is no Python")
     if shutil.which("gdb") is None:
         raise DoctorError("gdb is not installed", "it is what injects debugpy; install gdb")
-    ports = debug_ports.bind_block(debug_ports.LOOPBACK, debug_ports.DEFAULT_PORT, 1)
-    port = ports.numbers[0]
-    ports.close()
-    command = [sys.executable, "-m", "debugpy", "--listen", f"{debug_ports.LOOPBACK}:{port}"]
-    command += ["--configure-subProcess", "false", "--pid", str(pid)]
-    done = subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYDEVD_DISABLE_FILE_VALIDATION": "1"},
-    )
-    if done.returncode != 0 or not _listens(port):
-        reason = next(
-            (line for line in done.stdout.splitlines() if "ptrace" in line or "No symbol" in line),
-            "gdb could not attach",
-        )
+    if process.uids().effective != os.geteuid():
         raise DoctorError(
-            f"debugpy could not be injected into {pid}: {reason.strip()}",
-            "ptrace must be allowed: run as the same user, see /proc/sys/kernel/yama/ptrace_scope",
+            f"process {pid} belongs to uid {process.uids().effective}",
+            "run this command as that user: the port lets in only that user and root",
         )
-    print(f"process {pid} listens; attach to {debug_ports.LOOPBACK}:{port}")
+    injection.serve(pid, debug_ports.DEFAULT_PORT, lambda text: print(text, flush=True))
     return 0
 
 
@@ -256,10 +238,3 @@ def _is_python(process: psutil.Process) -> bool:
     except OSError as error:
         raise DoctorError(f"process {process.pid} cannot be read: {error.strerror}") from None
     return "python" in maps
-
-
-def _listens(port: int) -> bool:
-    return any(
-        each.laddr and each.laddr.port == port and each.status == psutil.CONN_LISTEN
-        for each in psutil.net_connections("tcp")
-    )

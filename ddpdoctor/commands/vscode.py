@@ -15,13 +15,15 @@ from ddpdoctor.vscode import files, launch_json, tasks_json
 from ddpdoctor.vscode.launch_json import FOLDER, AttachPoint, PathMapping
 
 HELP = """\
-Usage: ddpdoctor vscode [OPTIONS] [-- [TORCHRUN OPTIONS] SCRIPT [ARGS...]]
+Usage: ddpdoctor vscode [OPTIONS] [COMMAND LINE OF ddpdoctor run]
 
 Write the entries into .vscode/launch.json and .vscode/tasks.json with which
 F5 starts the job and attaches the debugger to all its ranks. Everything else
 in these files stays as it is, comments too.
 
-Without SCRIPT the file that is open in VS Code is run.
+The job is named as for `ddpdoctor run`: options of run and of torchrun, the
+script and its arguments. Without a script the file that is open in VS Code is
+run.
 
 Options:
   --workspace DIR          The folder that VS Code opens
@@ -145,17 +147,18 @@ def _remove(workspace: Path) -> None:
 def _take_apart(words: Sequence[str]) -> _Options:
     options = _Options()
     queue = list(words)
+    of_run: list[str] = []
+    script: list[str] = []
     while queue:
         word = queue.pop(0)
         if word == "--":
-            options.job = queue
+            script = ["--", *queue] if of_run else queue
             if not queue:
                 raise DoctorError("no script behind --", "leave -- out to run the open file")
             break
-        if not word.startswith("-"):
-            raise DoctorError(
-                f"unexpected word {word}", f"the job goes behind --: ddpdoctor vscode -- {word}"
-            )
+        if not word.startswith("-") or word == "-":
+            script = [word, *queue]
+            break
         name, equals, value = word.partition("=")
         if name in _WITH_VALUE:
             if not equals:
@@ -170,7 +173,15 @@ def _take_apart(words: Sequence[str]) -> _Options:
         elif name in _FLAGS:
             raise DoctorError(f"option {name} takes no value")
         else:
-            raise DoctorError(f"unknown option {name}", _suggestion(name))
+            # Parsed only where there is one: torchrun's options are read from its source.
+            from ddpdoctor.launch import command
+
+            if _close(name):
+                raise DoctorError(f"unknown option {name}", f"did you mean {_close(name)}?")
+            taken = command.taken_by_option([word, *queue])
+            of_run += [word, *queue[: taken - 1]]
+            del queue[: taken - 1]
+    options.job = of_run + (script or (["${file}"] if of_run else []))
     if options.remove and (options.job or set(options.values) - {"--workspace"}):
         raise DoctorError("--remove goes with no other option than --workspace")
     return options
@@ -180,11 +191,10 @@ def _number(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
-def _suggestion(name: str) -> str:
-    if name in _NPROC:
-        return "options of torchrun go behind --: ddpdoctor vscode -- --nproc-per-node 2 train.py"
-    close = difflib.get_close_matches(name, [*_WITH_VALUE, *_FLAGS], n=1)
-    return f"did you mean {close[0]}?" if close else "`ddpdoctor vscode --help` lists them"
+def _close(name: str) -> str:
+    """The option of ours that was meant; not one of run's or torchrun's with a like name."""
+    close = difflib.get_close_matches(name, [*_WITH_VALUE, *_FLAGS], n=1, cutoff=0.9)
+    return close[0] if close else ""
 
 
 def _nproc(job: Sequence[str]) -> str | None:
@@ -202,6 +212,8 @@ def _nproc(job: Sequence[str]) -> str | None:
 def _for_torchrun(job: Sequence[str]) -> bool:
     """Whether the job is surely one for torchrun, and no command that starts its own ranks."""
     first = job[0]
+    if first.startswith("-") and "--" in job[:-1]:
+        first = job[job.index("--") + 1]
     return first.endswith((".py", "${file}")) or (first.startswith("-") and "--" not in job)
 
 

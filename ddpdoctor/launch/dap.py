@@ -12,7 +12,10 @@ from typing import Any
 Message = dict[str, Any]
 
 _HEADER_END = b"\r\n\r\n"
+_RESUME = (1 << 30) + 1
+"""The number of our own ``continue``."""
 _MOST_HEADER = 512
+_LEAVING = frozenset({"disconnect", "terminate"})
 _RESUMING = frozenset(
     {"continue", "next", "stepIn", "stepOut", "stepBack", "reverseContinue", "goto"}
 )
@@ -34,14 +37,27 @@ class Decoder:
     def __init__(self) -> None:
         self._rest = b""
 
+    @property
+    def rest(self) -> bytes:
+        """What has come of a message that is not whole yet."""
+        return self._rest
+
     def feed(self, data: bytes) -> list[Message]:
         """The messages that ``data`` completes.
 
         Raises:
             NotDapError: This is no such stream.
         """
+        return [message for message, _ in self.cut(data)]
+
+    def cut(self, data: bytes) -> list[tuple[Message, bytes]]:
+        """The messages that ``data`` completes, each with the bytes it came in.
+
+        Raises:
+            NotDapError: This is no such stream.
+        """
         self._rest += data
-        messages: list[Message] = []
+        messages: list[tuple[Message, bytes]] = []
         while True:
             head, found, rest = self._rest.partition(_HEADER_END)
             if not found:
@@ -51,8 +67,8 @@ class Decoder:
             length = _length(head)
             if len(rest) < length:
                 return messages
-            self._rest = rest[length:]
-            messages.append(_parse(rest[:length]))
+            self._rest, body = rest[length:], rest[:length]
+            messages.append((_parse(body), head + found + body))
 
 
 def _could_begin(head: bytes) -> bool:
@@ -89,29 +105,113 @@ class Tap:
         """``path:line`` of the stop, once the client asked for the stack."""
         self.ended = False
         """The client has taken its leave."""
+        self.stopped_by_client = False
+        """The client asked for the end of the session, and not to begin another one."""
+        self.at_gate = False
+        """It began while the ranks were held before their first line."""
+        self.terminates = False
+        """The client waits for the event that the session is over."""
         self.unanswered: dict[int, str] = {}
         """Requests of the client that wait for their response: the command by its number."""
+        self.pausing: object = None
+        """The thread that the client has asked to pause, until something has stopped."""
+        self.shown: object = None
+        """The thread in native code that the client was shown as stopped."""
+        self.for_client: list[Message] = []
+        self.for_rank: list[Message] = []
+        """What the gateway itself has to say to either side."""
+        self._resumes = False
+        """The client has let a shown thread go on, before it could stop."""
+        self.breakpoints: dict[str, list[Message]] = {}
+        """By file, as the rank has answered them."""
+        self._files: dict[int, str] = {}
         self._from_client = Decoder()
         self._from_rank = Decoder()
         self._blind = False
 
-    def to_rank(self, data: bytes) -> None:
-        """Bytes of the client."""
-        for message in self._decode(self._from_client, data):
-            if message.get("type") == "request" and isinstance(message.get("seq"), int):
-                self.unanswered[message["seq"]] = str(message.get("command"))
+    def to_rank(self, data: bytes) -> bytes:
+        """What the rank gets of a client's bytes: all of it, but nothing that would end the rank.
 
-    def to_client(self, data: bytes) -> list[Message]:
-        """Bytes of the rank; the messages in them."""
-        messages = self._decode(self._from_rank, data)
-        for message in messages:
-            if message.get("type") == "response":
-                self._answered(message)
-            elif message.get("event") == "stopped":
-                self.stopped, self.place = True, ""
-            elif message.get("event") == "continued":
-                self.stopped = False
-        return messages
+        VS Code's Stop asks all sessions of a compound but one to end their process. A rank that
+        ends alone leaves its peers hanging, so each is a detach; whether the job ends is decided
+        for all ranks together.
+
+        Raises:
+            NotDapError: This is no such stream; what ends a rank could hide in it.
+        """
+        passed = []
+        for message, raw in self._from_client.cut(data):
+            if message.get("type") == "request" and isinstance(message.get("seq"), int):
+                if message.get("command") == "continue" and self.shown is not None:
+                    # debugpy answers only for a thread that stands.
+                    self.shown, self._resumes = None, True
+                    self.for_client.append(_continued(message))
+                    continue
+                if message.get("command") in _LEAVING:
+                    message, raw = self._leave(message)
+                self._asked(message["seq"], str(message.get("command")), message.get("arguments"))
+            passed.append(raw)
+        return b"".join(passed)
+
+    def _asked(self, seq: int, command: str, arguments: object) -> None:
+        self.unanswered[seq] = command
+        given = arguments if isinstance(arguments, dict) else {}
+        if command == "pause":
+            self.pausing, self._resumes = given.get("threadId"), False
+        elif command in _RESUMING or command in _LEAVING:
+            self.pausing = None
+        elif command == "setBreakpoints" and isinstance(given.get("source"), dict):
+            self._files[seq] = str(given["source"].get("path"))
+
+    def _leave(self, request: Message) -> tuple[Message, bytes]:
+        """The detach in place of a request that ends the session."""
+        arguments = request.get("arguments")
+        arguments = arguments if isinstance(arguments, dict) else {}
+        self.stopped_by_client |= not arguments.get("restart")
+        self.terminates |= request.get("command") == "terminate"
+        detach = {**DISCONNECT, "seq": request["seq"]}
+        return detach, encode(detach)
+
+    def to_client(self, data: bytes) -> list[tuple[Message, bytes]]:
+        """What the client gets of a rank's bytes: whole messages, each with its bytes.
+
+        What is no stream of messages is passed as it is, with an empty message.
+        """
+        if self._blind:
+            return [({}, data)]
+        try:
+            messages = self._from_rank.cut(data)
+        except NotDapError:
+            self._blind = True
+            return [({}, self._from_rank.rest)]
+        return [(message, raw) for message, raw in messages if self._take(message)]
+
+    def _take(self, message: Message) -> bool:
+        """Take in a message of the rank; whether it is one for the client."""
+        if message.get("type") == "response":
+            if message.get("request_seq") == _RESUME:
+                return False
+            self._answered(message)
+        elif message.get("event") == "stopped":
+            body = message.get("body")
+            if self._resumes and isinstance(body, dict) and body.get("reason") == "pause":
+                self._resumes = False
+                self.for_rank.append(_resume(body.get("threadId")))
+                return False
+            self.stopped, self.place, self.pausing, self.shown = True, "", None, None
+        elif message.get("event") == "continued":
+            self.stopped = False
+        return True
+
+    def file_of(self, response: Message) -> str | None:
+        """The file whose breakpoints a message answers, which are kept; None for all others."""
+        path = self._files.pop(response.get("request_seq", 0), None)
+        body = response.get("body")
+        found = body.get("breakpoints") if isinstance(body, dict) else None
+        if path is None or not response.get("success") or not isinstance(found, list):
+            return None
+        self.breakpoints[path] = [each for each in found if isinstance(each, dict)]
+        return path
 
     def _answered(self, message: Message) -> None:
         command = self.unanswered.pop(message.get("request_seq", 0), None)
@@ -126,15 +226,23 @@ class Tap:
         elif command == "stackTrace" and self.stopped and not self.place:
             self.place = _top(message)
 
-    def _decode(self, decoder: Decoder, data: bytes) -> list[Message]:
-        """The messages; after bytes that are none, nothing more is followed, but all is passed."""
-        if self._blind:
-            return []
-        try:
-            return decoder.feed(data)
-        except NotDapError:
-            self._blind = True
-            return []
+
+def _continued(request: Message) -> Message:
+    """Our answer to a ``continue``."""
+    return {
+        "seq": 0,
+        "type": "response",
+        "request_seq": request["seq"],
+        "command": "continue",
+        "success": True,
+        "body": {"allThreadsContinued": True},
+    }
+
+
+def _resume(thread: object) -> Message:
+    """Our own ``continue``."""
+    arguments = {"threadId": thread}
+    return {"seq": _RESUME, "type": "request", "command": "continue", "arguments": arguments}
 
 
 def _top(message: Message) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import socket
 from dataclasses import dataclass
 
@@ -77,6 +78,16 @@ def _bind(host: str, at: int, count: int) -> tuple[socket.socket, ...] | None:
             listeners.append(listener)
         undo.pop_all()
         return tuple(listeners)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def reachable(host: str) -> str:

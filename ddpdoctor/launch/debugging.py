@@ -9,7 +9,7 @@ from typing import Protocol
 
 from ddpdoctor.errors import DoctorError
 from ddpdoctor.faults import Faults
-from ddpdoctor.launch import debug_ports, rank_sets
+from ddpdoctor.launch import debug_ports, peers, rank_sets
 from ddpdoctor.launch.command import Command
 from ddpdoctor.launch.editor import Editor
 from ddpdoctor.launch.gateway import Gateway
@@ -57,6 +57,7 @@ class Debugging:
         self._command = command
         self._speaker = speaker
         _check_gate(command)
+        _check_host(command)
         count = command.local_ranks or MOST_RANKS
         first = own.debug_port
         self._own_debugpy = first == debug_ports.DEFAULT_PORT and _listens_itself(command)
@@ -66,13 +67,17 @@ class Debugging:
         self._ports = debug_ports.bind_block(own.debug_host, first, count)
         self._gateway = Gateway(
             self._ports,
+            unidentified=own.debug_unidentified,
             gate=own.wait_for_attach,
+            ends_job=own.stop_with_debugger,
             hold_errors=own.debug_on_error,
             expected=command.local_ranks,
         )
         self._stops = PartialStops()
         self._written: dict[int, int] = {}
         self._expects = False
+        self.stopped = False
+        """The debugger was stopped, and with it the job is to end."""
 
     def environment(self) -> dict[str, str]:
         """What tells the ranks that a debugger may come."""
@@ -96,6 +101,7 @@ class Debugging:
         return {
             "host": self._ports.host,
             "ports": list(self._ports.numbers),
+            "sockets": self._gateway.sockets,
             "workspace": None if workspace is None else str(workspace),
             "label": self._editor.label,
         }
@@ -137,14 +143,26 @@ class Debugging:
             )
             state = "taken" if last == own.debug_port else "free"
             self._speaker.note(f"{taken} {state}; debuggers attach at {_span(numbers)} instead")
-        if self._ports.host not in (debug_ports.LOOPBACK, "::1", "localhost"):
+            self._warn_of_strangers(own.debug_port, last)
+        if own.debug_unidentified:
             self._speaker.say(
-                f"warning: --debug-host {self._ports.host} lets everybody who can reach this "
-                "address run code as you, in your job, without a password; on a network that is "
-                "not yours alone, use 127.0.0.1 and an SSH tunnel (`ddpdoctor attach` prints it)"
+                "warning: --debug-unidentified lets everybody on another machine who can reach "
+                f"{self._ports.host} run code as you, in your job, without a password; on a "
+                "network that is not yours alone, use 127.0.0.1 and an SSH tunnel (`ddpdoctor "
+                "attach --tunnel` prints it)"
             )
         if own.wait_for_attach is not None:
             self._speaker.say("waiting for the ranks to start; each is held before its first line")
+
+    def _warn_of_strangers(self, first: int, last: int) -> None:
+        """An editor trusts what it attaches to: a stranger at the usual port could answer it."""
+        for port in range(first, last + 1):
+            uid = peers.listener(port)
+            if uid is not None and not peers.is_trusted(uid):
+                self._speaker.say(
+                    f"warning: port {port} is held by another user (uid {uid}): do not attach there"
+                )
+                return
 
     def look(self) -> list[Record]:
         """Take in what has happened, say it, and return its records for the journal."""
@@ -192,6 +210,14 @@ class Debugging:
                 f"all ranks listening on {self._ports.host}:{_span(self._ports.numbers)}; they "
                 f'start when a debugger is attached{who}: F5 "{self._editor.compound}"'
             )
+        elif state == "stop":
+            self.stopped = True
+        elif state == "refused":
+            if record["uid"] is not None:
+                who = f"uid {record['uid']}"
+            else:
+                who = f"a client whose user is not known ({record['why']})"
+            self._speaker.say(f"refused: {who} at {record['at']}")
         elif state == "broken":
             self._speaker.say(f"warning: the debug ports are closed: {record['error']}")
 
@@ -227,6 +253,18 @@ def _check_gate(command: Command) -> None:
         raise DoctorError(
             f"--wait-for-attach: there will be no {rank_sets.words(missing)}",
             f"this job has {rank_sets.words(range(count))}",
+        )
+
+
+def _check_host(command: Command) -> None:
+    """Refuse ports for clients whose user nothing tells, unless they are asked for."""
+    own = command.own
+    if not own.debug_unidentified and not debug_ports.is_loopback(own.debug_host):
+        raise DoctorError(
+            f"--debug-host {own.debug_host} is for clients of other machines, and nothing says "
+            "whose they are",
+            "use 127.0.0.1 and an SSH tunnel (`ddpdoctor attach --tunnel` prints it), or add "
+            "--debug-unidentified to let in everybody who can reach that address",
         )
 
 

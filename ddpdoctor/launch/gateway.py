@@ -1,6 +1,7 @@
 """The debug ports of a run: passes bytes between a debugger and the rank that it wants.
 
 The supervisor listens; a rank starts debugpy only when the first client has sent its first message.
+No rank listens: for each session it makes one more connection to the supervisor's control socket.
 All of it lives on one thread with an event loop of its own, so that a slow client holds up nothing.
 """
 
@@ -8,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import secrets
 import socket
 import sys
 import threading
@@ -21,7 +24,8 @@ from typing import Any
 import psutil
 
 from ddpdoctor.launch import dap
-from ddpdoctor.launch.debug_ports import LOOPBACK, Ports
+from ddpdoctor.launch.admission import Admission
+from ddpdoctor.launch.debug_ports import Ports
 from ddpdoctor.launch.rank_link import Message, RankLink, SilentError
 from ddpdoctor.probe.control import NAME, short_path
 from ddpdoctor.record import Record
@@ -48,8 +52,20 @@ COMPILED = (
     "ddpdoctor: this rank runs functions that torch.compile took; breakpoints in them are not hit"
 )
 
+PAUSES = 1.0
+"""Seconds that a thread has to stop when it is asked to."""
+
+NATIVE = "in native code"
+"""Short: VS Code cuts the session's name, and with it the rank, for a longer one."""
+
+IN_WORKERS = (
+    "DataLoader workers run this line, and no debugger is in them: set num_workers=0 to stop here"
+)
+
 _SOCKET_STAYS: dict[str, Any] = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
 """From 3.13 on asyncio removes the socket's file, by its name, which led there only to bind it."""
+
+_Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 _MOST_FIRST = 1 << 20
 _CHUNK = 1 << 16
@@ -67,6 +83,8 @@ class Slot:
     port: int
     link: RankLink | None = None
     session: dap.Tap | None = None
+    client: asyncio.StreamWriter | None = None
+    """Where the session's messages go."""
     waits: Message | None = None
     """Where the rank stands until a debugger comes: ``why``, ``path``, ``line``."""
     last_rank: int | None = None
@@ -92,8 +110,11 @@ class Gateway:
 
     Args:
         ports: The listening sockets.
+        unidentified: Serve clients at the ports whose user cannot be determined, too.
         gate: Ranks that have to be attached before any may start; all of them if empty; None for
             no gate.
+        ends_job: The first client that stops a session it began before the gate was open ends the
+            job.
         hold_errors: Ranks hold at an uncaught exception, so timeouts are lifted from the start.
         expected: How many ranks there will be, None if only they know.
     """
@@ -102,7 +123,9 @@ class Gateway:
         self,
         ports: Ports,
         *,
+        unidentified: bool,
         gate: frozenset[int] | None,
+        ends_job: bool,
         hold_errors: bool,
         expected: int | None,
     ) -> None:
@@ -110,6 +133,8 @@ class Gateway:
         self._slots = [Slot(index, port) for index, port in enumerate(ports.numbers)]
         self._gate = gate
         self._gate_open = gate is None
+        self._ends_job = ends_job
+        self._stop_said = False
         self._hold_errors = hold_errors
         self._expected = expected
         self._news: Callable[[], None] = lambda: None
@@ -119,26 +144,33 @@ class Gateway:
         self._said_listening = False
         self._hello_at = 0.0
         self._main_task: asyncio.Task[None] | None = None
+        self._admission = Admission(unidentified, self._tell)
         self._links: set[RankLink] = set()
+        self._sessions: dict[str, asyncio.Future[_Streams]] = {}
+        """The connections that ranks were asked to make, by their key."""
         self._changed = asyncio.Condition()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = threading.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._control: socket.socket | None = None
+        self._doors: list[socket.socket] = []
         self._thread = threading.Thread(target=self._serve, name="ddpdoctor-gateway", daemon=True)
+        self.sockets: list[str] = []
+        """The Unix socket beside each port, once there is one."""
 
     # -- from the supervisor's thread
 
     def open(self, directory: Path) -> None:
-        """Make the ranks' control socket in ``directory``; they may connect from then on.
+        """Make the sockets in ``directory``: the ranks' control socket, and one beside each port.
 
         Raises:
-            OSError: The socket cannot be made.
+            OSError: A socket cannot be made.
         """
-        self._control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with short_path(str(directory / NAME)) as path:
-            self._control.bind(path)
-        self._control.listen(128)
+        self._control = _private_socket(str(directory / NAME))
+        for slot in self._slots:
+            path = str(directory / f"debug-{slot.index}.sock")
+            self._doors.append(_private_socket(path))
+            self.sockets.append(path)
 
     def start(self, news: Callable[[], None]) -> None:
         """Serve, from a thread of its own, which calls ``news`` when there is some to take."""
@@ -154,8 +186,13 @@ class Gateway:
                 loop.call_soon_threadsafe(self._cancel)
             self._thread.join(2.0)
         self._ports.close()
-        if self._control is not None:
-            self._control.close()
+        for door in (self._control, *self._doors):
+            if door is not None:
+                door.close()
+        # Nothing listens there any more, and a socket cannot be copied with the directory.
+        for path in self.sockets:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
 
     def take(self) -> list[Record]:
         """What has happened since the last call: ``debug`` records for the journal."""
@@ -206,6 +243,8 @@ class Gateway:
                 await self._take_client(slot, reader, writer)
 
             servers.append(await asyncio.start_server(take_client, sock=listener))
+            door = self._doors[slot.index]
+            servers.append(await asyncio.start_unix_server(take_client, sock=door, **_SOCKET_STAYS))
         with contextlib.suppress(asyncio.CancelledError):
             self._main_task = asyncio.current_task()
             if not self._stopping.is_set():
@@ -260,6 +299,9 @@ class Gateway:
     # -- ranks
 
     async def _take_link(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self._admission.admits(writer, "the control socket of the ranks"):
+            writer.close()
+            return
         link = RankLink(reader, writer)
         self._links.add(link)
         slot: Slot | None = None
@@ -267,6 +309,9 @@ class Gateway:
             async for message in link.messages():
                 if message.get("say") == "hello":
                     slot = await self._hello(link, slot, message)
+                elif message.get("say") == "session":
+                    self._take_session(message, reader, writer)
+                    return
                 elif slot is not None:
                     await self._said(slot, message)
                 elif message.get("say") == "waits":
@@ -280,6 +325,16 @@ class Gateway:
                 slot.link = slot.waits = None
                 self._restore_timeouts()
                 await self._notify()
+
+    def _take_session(
+        self, message: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """A connection that a rank has made for debugpy; what follows is debugpy's."""
+        awaited = self._sessions.pop(str(message.get("key")), None)
+        if awaited is None or awaited.done():
+            writer.close()
+        else:
+            awaited.set_result((reader, writer))
 
     async def _hello(self, link: RankLink, slot: Slot | None, hello: Message) -> Slot | None:
         rank = link.rank
@@ -331,6 +386,8 @@ class Gateway:
             self._begin(self._lift_timeouts())
             if slot.session is None or not slot.session.attached:
                 self._report(slot, "waits", **_place(message))
+        elif message.get("say") == "workers":
+            self._begin(self._look_at_workers(slot))
         elif message.get("say") == "expects":
             self._report(slot, "expects", **_place(message))
         elif message.get("say") == "goes on":
@@ -404,7 +461,8 @@ class Gateway:
         assert task is not None
         self._tasks.add(task)
         try:
-            await self._client(slot, reader, writer)
+            if self._admission.admits(writer, f"the debug port of rank {slot.rank}"):
+                await self._client(slot, reader, writer)
         except (OSError, asyncio.TimeoutError, dap.NotDapError):
             pass
         except asyncio.CancelledError:
@@ -424,9 +482,10 @@ class Gateway:
             return
         data, requests = first
         tap = dap.Tap()
+        tap.at_gate = not self._gate_open
         try:
             await self._free(slot)
-            slot.session = tap
+            slot.session, slot.client = tap, writer
             try:
                 upstream = await self._reach(slot, writer)
                 try:
@@ -450,9 +509,7 @@ class Gateway:
                 f"rank {slot.rank} is in a debugger already; disconnect that session first"
             )
 
-    async def _reach(
-        self, slot: Slot, client: asyncio.StreamWriter
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _reach(self, slot: Slot, client: asyncio.StreamWriter) -> _Streams:
         """A connection to debugpy in the rank, which it starts if it has not."""
         link = await self._link_of(slot)
         await self._lift_timeouts()
@@ -463,15 +520,21 @@ class Gateway:
                 f"rank {slot.rank} (pid {link.pid}) does not answer: native code holds Python's "
                 "lock, or the process is stopped; `ddpdoctor stacks` shows what it does"
             ) from None
+        key = secrets.token_hex(16)
+        session = self._sessions[key] = asyncio.get_running_loop().create_future()
         try:
-            answer = await link.ask("debug", START)
-        except SilentError as error:
+            answer = await link.ask("debug", START, key=key)
+            if "error" in answer:
+                raise RefusedError(f"rank {slot.rank} cannot start debugpy: {answer['error']}")
+            # Made before the answer was sent.
+            upstream: _Streams = await asyncio.wait_for(session, ANSWER)
+        except (SilentError, asyncio.TimeoutError) as error:
             raise RefusedError(f"rank {slot.rank} cannot start debugpy: {error}") from None
-        if "error" in answer:
-            raise RefusedError(f"rank {slot.rank} cannot start debugpy: {answer['error']}")
+        finally:
+            self._sessions.pop(key, None)
         if answer.get("compiled"):
             client.write(dap.encode(dap.output(COMPILED)))
-        return await asyncio.open_connection(LOOPBACK, int(answer["port"]))
+        return upstream
 
     async def _link_of(self, slot: Slot) -> RankLink:
         with contextlib.suppress(asyncio.TimeoutError):
@@ -490,8 +553,8 @@ class Gateway:
         slot: Slot,
         tap: dap.Tap,
         data: bytes,
-        client: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-        upstream: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        client: _Streams,
+        upstream: _Streams,
     ) -> None:
         """Carry bytes both ways until one side ends."""
         from_client, to_client = client
@@ -500,16 +563,29 @@ class Gateway:
         async def outward() -> None:
             chunk = data
             while chunk:
-                tap.to_rank(chunk)
-                to_rank.write(chunk)
+                to_rank.write(tap.to_rank(chunk))
+                while tap.for_client:
+                    to_client.write(dap.encode(tap.for_client.pop(0)))
+                if tap.stopped_by_client:
+                    self._left(slot, tap)
+                if tap.pausing is not None:
+                    self._begin(self._show_pause(tap, tap.pausing, to_client))
                 await to_rank.drain()
                 chunk = await from_client.read(_CHUNK)
 
         async def inward() -> None:
             while chunk := await from_rank.read(_CHUNK):
                 before = (tap.attached, tap.stopped, tap.place)
-                tap.to_client(chunk)
-                to_client.write(chunk)
+                for message, raw in tap.to_client(chunk):
+                    path = tap.file_of(message)
+                    if path is not None and await self._in_workers(slot, tap, path):
+                        raw = dap.encode(message)
+                    to_client.write(raw)
+                while tap.for_rank:
+                    to_rank.write(dap.encode(tap.for_rank.pop(0)))
+                if tap.ended and tap.terminates:
+                    tap.terminates = False
+                    to_client.write(dap.encode(dap.event("terminated", {})))
                 await to_client.drain()
                 self._follow(slot, tap, before)
 
@@ -531,6 +607,49 @@ class Gateway:
             await asyncio.gather(*carried, return_exceptions=True)
             to_rank.close()
 
+    async def _show_pause(self, tap: dap.Tap, thread: object, client: asyncio.StreamWriter) -> None:
+        """Show the stack of a thread that cannot stop now: it waits in native code.
+
+        It stops where Python goes on; until then the client asks for no stack by itself.
+        """
+        await asyncio.sleep(PAUSES)
+        if tap.pausing == thread and not tap.ended:
+            tap.pausing, tap.shown = None, thread
+            text = f"{NATIVE}; it stops where Python goes on"
+            body = {"reason": "pause", "description": NATIVE, "text": text, "threadId": thread}
+            client.write(dap.encode(dap.event("stopped", {**body, "allThreadsStopped": False})))
+
+    async def _in_workers(self, slot: Slot, tap: dap.Tap, path: str) -> list[Message]:
+        """The breakpoints of a file that only DataLoader workers would hit; unverified from now."""
+        found = [each for each in tap.breakpoints[path] if each.get("verified")]
+        if not found or slot.link is None:
+            return []
+        lines = [each.get("line") for each in found]
+        try:
+            answer = await slot.link.ask("workers", ANSWER, path=path, lines=lines)
+        except SilentError:
+            return []
+        missed = [each for each in found if each.get("line") in answer.get("lines", ())]
+        for each in missed:
+            each.update(verified=False, message=IN_WORKERS)
+        return missed
+
+    async def _look_at_workers(self, slot: Slot) -> None:
+        """A DataLoader has started workers: tell the client which breakpoints are in their code."""
+        tap, client = slot.session, slot.client
+        if tap is None or client is None:
+            return
+        for path in list(tap.breakpoints):
+            for each in await self._in_workers(slot, tap, path):
+                changed = dap.event("breakpoint", {"reason": "changed", "breakpoint": each})
+                client.write(dap.encode(changed))
+
+    def _left(self, slot: Slot, tap: dap.Tap) -> None:
+        """A client has stopped its session; with it the job, if this was what the job ran for."""
+        if self._ends_job and tap.at_gate and not self._stop_said:
+            self._stop_said = True
+            self._report(slot, "stop")
+
     def _follow(self, slot: Slot, tap: dap.Tap, before: tuple[bool, bool, str]) -> None:
         attached, stopped, place = before
         if tap.attached and not attached:
@@ -550,11 +669,29 @@ class Gateway:
                 await slot.link.ask("detached", ANSWER)
 
     async def _end(self, slot: Slot, tap: dap.Tap) -> None:
-        slot.session = None
+        slot.session = slot.client = None
         if tap.attached:
             self._report(slot, "detached")
         self._restore_timeouts()
         await self._notify()
+
+
+def _private_socket(path: str) -> socket.socket:
+    """A Unix socket that listens, for this user alone.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with short_path(path) as short:
+            made.bind(short)
+            os.chmod(short, 0o600)
+        made.listen(128)
+    except OSError:
+        made.close()
+        raise
+    return made
 
 
 def _place(message: Message) -> Message:

@@ -1,9 +1,9 @@
 """The debugger in a rank: started when somebody attaches, silent again after they left.
 
-debugpy is imported by the first client's request, on the control thread, and listens on a private
-loopback port, to which the supervisor passes the client's bytes. A rank waits for a client at three
-places: before its first user line if asked to, at ``breakpoint()``, and after an uncaught exception
-if asked to.
+debugpy is imported by the first client's request, on the control thread. It listens nowhere: each
+session is a connection that the rank makes to the supervisor, which passes the client's bytes. A
+rank waits for a client at three places: before its first user line if asked to, at
+``breakpoint()``, and after an uncaught exception if asked to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-from ddpdoctor.probe import control, debugpy_private, rank, shield, timeouts, torch_private
+from ddpdoctor.probe import (
+    control,
+    debugpy_private,
+    rank,
+    shield,
+    timeouts,
+    torch_private,
+    worker_code,
+)
 from ddpdoctor.probe.control import Message
 from ddpdoctor.probe.sites import user_file
 
@@ -68,7 +76,9 @@ def install() -> None:
         go=_open_gate,
         lift=_lift,
         restore=_restore,
+        workers=_workers,
     )
+    worker_code.fresh.append(_tell_of_workers)
     if wanted & {"error", "lift"}:
         timeouts.keep_at_least(timeouts.LIFTED)
     if "error" in wanted:
@@ -112,10 +122,11 @@ def _answer(message: Message) -> None:
 
 
 def _debug(message: Message) -> Message:
-    """Start debugpy, or wake it; the answer has its port, or the error."""
+    """Start debugpy, or wake it, and connect it to the supervisor; the answer may have an error."""
     hook = sys.breakpointhook
     try:
-        return {"port": debugpy_private.listen(), "compiled": torch_private.has_compiled()}
+        debugpy_private.serve(control.session(str(message["key"])))
+        return {"compiled": torch_private.has_compiled()}
     except ImportError:
         return {"error": f"{sys.executable} has no debugpy; install it there (pip install debugpy)"}
     except Exception as error:
@@ -123,6 +134,16 @@ def _debug(message: Message) -> Message:
     finally:
         # pydevd puts its own there, which ignores a breakpoint() while no client is attached.
         sys.breakpointhook = hook
+
+
+def _workers(message: Message) -> Message:
+    """Which of these lines of a file only DataLoader workers run."""
+    return {"lines": worker_code.lines_in_workers(str(message["path"]), message["lines"])}
+
+
+def _tell_of_workers() -> None:
+    if control.is_joined():
+        control.say("workers")
 
 
 def _client_came(message: Message) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import socket
 import sys
 import threading
@@ -18,46 +19,149 @@ from typing import Any
 
 _VALIDATION = "PYDEVD_DISABLE_FILE_VALIDATION"
 
-_port: int | None = None
+_NOWHERE = ("127.0.0.1", 1)
+"""The address that debugpy is made to believe in; nothing listens there for it."""
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+_THREAD_STARTS = 30.0
+"""Seconds for a thread of pydevd to start, on a machine that is busy."""
+
+_arrivals: _Arrivals | None = None
 _jobs_trace: Any = None
 """What the job itself traces new threads with (coverage, say)."""
 
 
-def listen() -> int:
-    """Start debugpy in this process, or wake it after :func:`silence`; the port it listens on.
+class _Arrivals:
+    """What pydevd accepts connections from, in place of a listening socket.
+
+    A socket that listens could be reached by every user of the machine; here the sessions are
+    handed in by :func:`serve`. It has the methods of a socket that pydevd calls.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
+
+    def put(self, connection: socket.socket) -> None:
+        """Hand a session in."""
+        self._waiting.put(connection)
+
+    def getsockname(self) -> tuple[str, int]:
+        """No address that anybody could connect to."""
+        return _NOWHERE
+
+    def listen(self, backlog: int) -> None:
+        """Called before each ``accept``."""
+
+    def accept(self) -> tuple[socket.socket, str]:
+        """The next session.
+
+        Raises:
+            OSError: pydevd ends.
+        """
+        connection = self._waiting.get()
+        if connection is None:
+            raise OSError("closed")
+        return connection, ""
+
+    def close(self) -> None:
+        """End the wait."""
+        self._waiting.put(None)
+
+
+def serve(connection: socket.socket) -> None:
+    """Have debugpy serve one session; starts it, or wakes it after :func:`silence`.
 
     Raises:
         ImportError: This interpreter has no debugpy.
         RuntimeError: The job has made debugpy listen itself.
     """
-    global _port, _jobs_trace
-    if _port is None:
-        _jobs_trace = threading.gettrace()
-        _port = _start()
-    else:
-        import pydevd
-        import pydevd_tracing
+    global _arrivals, _jobs_trace
+    try:
+        if _arrivals is None:
+            _jobs_trace = threading.gettrace()
+            _arrivals = _start()
+        else:
+            import pydevd
+            import pydevd_tracing
 
-        pydevd_tracing.replace_sys_set_trace_func()
-        pydevd.settrace(suspend=False, trace_only_current_thread=False, patch_multiprocessing=False)
-    return _port
+            pydevd_tracing.replace_sys_set_trace_func()
+            pydevd.settrace(
+                suspend=False, trace_only_current_thread=False, patch_multiprocessing=False
+            )
+    except BaseException:
+        connection.close()
+        raise
+    _arrivals.put(connection)
 
 
-def _start() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
+def load() -> None:
+    """Import debugpy.
+
+    Raises:
+        ImportError: This interpreter has none.
+    """
     # Without it, Python's frozen modules draw a warning on the job's stderr.
+    with _environment(_VALIDATION, "1"):
+        import debugpy.server  # noqa: F401 (puts pydevd on sys.path)
+
+
+def _start() -> _Arrivals:
+    arrivals = _Arrivals()
+    load()
     with _environment(_VALIDATION, "1"):
         import debugpy
 
         # Else DataLoader workers are dragged in, whatever the client says (debugpy#1168).
         debugpy.configure(subProcess=False)
-        # In this process: an adapter process of its own would hold the rank's stdout open.
-        debugpy.listen(("127.0.0.1", port), in_process_debug_adapter=True)
+        with _accepting_from(arrivals):
+            # In this process: an adapter process of its own would hold the rank's stdout open.
+            debugpy.listen(_NOWHERE, in_process_debug_adapter=True)
+    with contextlib.suppress(Exception):
+        _count_as_library()
     register = getattr(threading, "_register_atexit", None)
     if register is not None:
         register(_let_go)
-    return port
+    return arrivals
+
+
+def _count_as_library() -> None:
+    """Show our frames in a stack as those of a library: a client opens the first one that is not.
+
+    What is in site-packages is taken for one anyway; an editable installation, say, is elsewhere.
+    """
+    import pydevd
+
+    filtering = pydevd.get_global_debugger()._files_filtering
+    filtering.set_library_roots([*filtering._get_library_roots(), _PACKAGE])
+
+
+@contextlib.contextmanager
+def _accepting_from(arrivals: _Arrivals) -> Iterator[None]:
+    """Have pydevd's thread that waits for connections take ``arrivals`` for its listening socket.
+
+    Raises:
+        RuntimeError: This debugpy makes its socket in another way.
+    """
+    import debugpy
+    import pydevd
+
+    made = threading.Event()
+
+    def create_server_socket(host: str, port: int) -> _Arrivals:
+        made.set()
+        return arrivals
+
+    before = getattr(pydevd, "create_server_socket", None)
+    if before is None:
+        raise RuntimeError(f"debugpy {debugpy.__version__} is not known to ddpdoctor")
+    pydevd.create_server_socket = create_server_socket
+    try:
+        yield
+        if not made.wait(_THREAD_STARTS):
+            raise RuntimeError(f"debugpy {debugpy.__version__} did not start")
+    finally:
+        pydevd.create_server_socket = before
 
 
 def _let_go() -> None:
@@ -89,7 +193,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 def silence() -> None:
     """Stop tracing in all threads: debugpy leaves it on after a disconnect."""
-    if _port is None:
+    if _arrivals is None:
         return
     import pydevd
     from _pydev_bundle import pydev_monkey
@@ -198,7 +302,7 @@ def _unmonitored() -> Iterator[None]:
 
 def leave_child_alone() -> None:
     """In a forked child: neither tracing nor connections, for what serves a stop is not in it."""
-    if _port is None:
+    if _arrivals is None:
         return
     import pydevd
     from _pydev_bundle import pydev_monkey
@@ -215,9 +319,7 @@ def leave_child_alone() -> None:
         _untrace(sys._getframe())
         pydevd_tracing.restore_sys_set_trace_func()
     debugger = pydevd.get_global_debugger()
-    waiting = getattr(debugger, "_waiting_for_connection_thread", None)
     for owner, name in (
-        (waiting, "_server_socket"),
         (debugger, "_client_socket"),
         (getattr(debugger, "reader", None), "sock"),
         (getattr(debugger, "writer", None), "sock"),

@@ -15,6 +15,8 @@ FILE = "launch.json"
 RUN = f"{PREFIX}run + attach"
 """The compound that F5 starts: the task that runs the job, then all ranks."""
 RUN_TASK = f"{PREFIX}run"
+REPORT_TASK = f"{PREFIX}report"
+"""The task whose problems stay when the job has ended."""
 
 FOLDER = "${workspaceFolder}"
 
@@ -104,8 +106,9 @@ def updated(
 
     points = sorted(points, key=lambda point: point.rank)
     names = [rank_name(point.rank, label) for point in points]
+    wanted = _configurations(points, mappings, label, reports=not label and _has_report(document))
     sections = [
-        Section("configurations", "name", _configurations(points, mappings, label), replaced),
+        Section("configurations", "name", wanted, replaced),
         Section("compounds", "name", [_attach_all(names, label)] if names else [], replaced),
     ]
     text = owned.rewrite(text, sections, _DEFAULTS)
@@ -133,8 +136,9 @@ def installed(
         "stopAll": True,
         "presentation": _presentation(1),
     }
+    wanted = _configurations(points, mappings, "", reports=True)
     sections = [
-        Section("configurations", "name", _configurations(points, mappings, ""), replaced),
+        Section("configurations", "name", wanted, replaced),
         Section("compounds", "name", [_attach_all(names, ""), run], replaced),
     ]
     return owned.rewrite(text, sections, _DEFAULTS)
@@ -170,8 +174,9 @@ def _presentation(order: int) -> dict[str, object]:
 
 
 def _configurations(
-    points: Sequence[AttachPoint], mappings: Sequence[PathMapping], label: str
+    points: Sequence[AttachPoint], mappings: Sequence[PathMapping], label: str, *, reports: bool
 ) -> list[Mapping[str, object]]:
+    """The configurations; with ``reports`` the end of the first one's session runs that task."""
     return [
         {
             "name": rank_name(point.rank, label),
@@ -183,6 +188,7 @@ def _configurations(
             ],
             "justMyCode": False,
             "presentation": _presentation(order),
+            **({"postDebugTask": REPORT_TASK} if reports and order == 3 else {}),
         }
         for order, point in enumerate(points, 3)
     ]
@@ -195,6 +201,15 @@ def _attach_all(names: Sequence[str], label: str) -> Mapping[str, object]:
         "stopAll": True,
         "presentation": _presentation(2),
     }
+
+
+def _has_report(document: jsonc.Document) -> bool:
+    """Whether `ddpdoctor vscode` has made the task that the end of a session runs."""
+    configurations = document.root.members("configurations") if document.root else []
+    items = [item.node.value for node in configurations for item in node.items]
+    return any(
+        isinstance(each, dict) and each.get("postDebugTask") == REPORT_TASK for each in items
+    )
 
 
 def _with_names_in_run(text: str, names: Sequence[str]) -> str:

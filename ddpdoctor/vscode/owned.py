@@ -173,6 +173,16 @@ def _behind_marker(document: Document, node: Node) -> int:
     return node.start + 1
 
 
+def _behind_header(document: Document, root: Node) -> int:
+    """Where to insert in the root: behind the comments before its first member.
+
+    VS Code makes files that begin with some, which are about the file.
+    """
+    first = root.items[0].start if root.items else root.end
+    header = [comment.end for comment in document.comments_of(root) if comment.start < first]
+    return max([_behind_marker(document, root), *header])
+
+
 def _with_root(document: Document, defaults: Mapping[str, object], marker: str) -> str:
     """The text with an object behind its comments, on a line of its own."""
     text, eol = document.text, document.eol
@@ -208,7 +218,7 @@ def _with_list(document: Document, key: str) -> str:
     root = document.root
     assert root is not None
     text, lead = document.text, document.eol + document.member_indent
-    at = _behind_marker(document, root)
+    at = _behind_header(document, root)
     made = f"{lead}{jsonc.render(document, key, '')}: [ {MADE}{lead}]"
     return text[:at] + made + ("," if root.items else "") + text[at:]
 

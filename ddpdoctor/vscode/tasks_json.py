@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ddpdoctor.vscode import owned
-from ddpdoctor.vscode.launch_json import FOLDER, RUN_TASK
+from ddpdoctor.vscode.launch_json import FOLDER, REPORT_TASK, RUN_TASK
 from ddpdoctor.vscode.owned import PREFIX, Section
 
 FILE = "tasks.json"
 
+_RUN = ("run", "--wait-for-attach", "--stop-with-debugger", "--output", "problems")
 _DEFAULTS = {"version": "2.0.0"}
-_MATCHER = {
+_MATCHER: Mapping[str, object] = {
     "owner": "ddpdoctor",
     "source": "ddpdoctor",
     "fileLocation": ["autoDetect", FOLDER],
@@ -24,6 +25,8 @@ _MATCHER = {
         "code": 5,
         "message": 6,
     },
+}
+_BACKGROUND = {
     # Without a pattern that ends the start, VS Code waits for the job itself before it attaches.
     "background": {
         "activeOnStart": True,
@@ -31,6 +34,11 @@ _MATCHER = {
         "endsPattern": "^ddpdoctor: all ranks listening",
     },
 }
+_REPORT = ("report", "latest", "--output", "problems", "--wait", "10")
+"""VS Code takes a background task's problems away when it ends; those of this one stay.
+
+The ranks, and with them the debugger, end a moment before the run has said all that it found.
+"""
 
 
 def installed(text: str | None, words: Sequence[str], cwd: str = "") -> str | None:
@@ -45,13 +53,21 @@ def installed(text: str | None, words: Sequence[str], cwd: str = "") -> str | No
         JsoncError: The text cannot be edited.
     """
     run = {
-        **_process(RUN_TASK, ["run", "--wait-for-attach", "--output", "problems", *words], cwd),
+        **_process(RUN_TASK, [*_RUN, *words], cwd),
         "isBackground": True,
         "presentation": {"reveal": "always", "panel": "dedicated", "clear": True},
-        "problemMatcher": _MATCHER,
+        "problemMatcher": {**_MATCHER, **_BACKGROUND},
     }
     tasks = [
         run,
+        {
+            **_process(REPORT_TASK, _REPORT, cwd),
+            "presentation": {"reveal": "silent", "panel": "dedicated", "clear": True},
+            # Stop on a compound ends the focused session twice for VS Code, which then asks which
+            # instance of the task to end.
+            "runOptions": {"instancePolicy": "silent"},
+            "problemMatcher": _MATCHER,
+        },
         {**_process(f"{PREFIX}check", ["check"], cwd), "problemMatcher": []},
         {
             **_process(f"{PREFIX}top", ["top"], cwd),
