@@ -1,6 +1,6 @@
 """What ddpdoctor costs: the same job under torchrun and under ``ddpdoctor run``, in turn.
 
-    python benchmarks/overhead.py [tiny|hooks|resnet|fingerprints|delay|startup|supervisor ...]
+    python benchmarks/overhead.py [tiny|hooks|resnet|child|startup|supervisor|fingerprints|delay]
 
 Each figure is a ratio or a difference within a pair of runs that follow each other, so that a
 machine that gets faster or slower meanwhile does not show; the median over the pairs is quoted.
@@ -179,8 +179,33 @@ def startup(pairs: int, directory: str) -> None:
     )
 
 
+def child(pairs: int, directory: str) -> None:
+    """What a Python that imports no torch pays for being a child of the job: ``python -c pass``."""
+    entry = HERE.parent / "ddpdoctor" / "probe" / "entry"
+    # The interpreter may write the entry's bytecode, as an installer does.
+    plain = {name: each for name, each in os.environ.items() if "BYTECODE" not in name}
+    ours = {**plain, "DDPDOCTOR_RUN_DIR": directory, "PYTHONPATH": str(entry)}
+    seconds: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    for index in range(pairs + 1):
+        for watched in (False, True) if index % 2 == 0 else (True, False):
+            start = time.perf_counter()
+            environment = ours if watched else plain
+            pid = os.posix_spawn(sys.executable, [sys.executable, "-c", "pass"], environment)
+            used = os.wait4(pid, 0)[2]
+            seconds[watched].append((time.perf_counter() - start, used.ru_utime + used.ru_stime))
+    both = list(zip(seconds[False][1:], seconds[True][1:], strict=True))
+    for place, name in enumerate(("wall", "CPU")):
+        extra = [1000 * (b[place] - a[place]) for a, b in both]
+        print(
+            f"python -c pass, {name}: {1000 * median(a[place] for a, _ in both):.1f} ms; "
+            f"{median(extra):+.2f} ms as a child of a job (middle half from "
+            f"{sorted(extra)[pairs // 4]:+.2f} to {sorted(extra)[3 * pairs // 4]:+.2f}); "
+            f"{pairs} pairs"
+        )
+
+
 def supervisor(directory: str, seconds: float = 20.0) -> None:
-    """CPU and memory of the supervisor and its guard while the tiny job runs."""
+    """CPU and memory of the supervisor and its keepers while the tiny job runs."""
     job = [str(HERE / "jobs" / "tiny.py"), "--iterations", "100000000"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": directory}
     process = subprocess.Popen(
@@ -189,29 +214,28 @@ def supervisor(directory: str, seconds: float = 20.0) -> None:
     try:
         time.sleep(10)
         watched = psutil.Process(process.pid)
-        guards = [
-            child for child in watched.children() if "ddpdoctor.launch.guard" in child.cmdline()
-        ]
-        before = [each.cpu_times() for each in (watched, *guards)]
+        (above,) = watched.children()
+        keepers = [above, *above.children()]
+        before = [each.cpu_times() for each in (watched, *keepers)]
         time.sleep(seconds)
-        after = [each.cpu_times() for each in (watched, *guards)]
+        after = [each.cpu_times() for each in (watched, *keepers)]
         used = sum(
             b.user + b.system - a.user - a.system for a, b in zip(before, after, strict=True)
         )
-        memory = [each.memory_info().rss / 2**20 for each in (watched, *guards)]
+        memory = [each.memory_info().rss / 2**20 for each in (watched, *keepers)]
     finally:
         process.terminate()
         process.wait(60)
     print(
         f"supervisor: {100 * used / seconds:.2f} % of a core, {memory[0]:.0f} MiB; "
-        f"guard {sum(memory[1:]):.0f} MiB; over {seconds:.0f} s of the tiny job"
+        f"keepers {sum(memory[1:]):.0f} MiB; over {seconds:.0f} s of the tiny job"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument(
-        "what", nargs="*", default=["tiny", "hooks", "resnet", "startup", "supervisor"]
+        "what", nargs="*", default=["tiny", "hooks", "resnet", "child", "startup", "supervisor"]
     )
     parser.add_argument("--pairs", type=int, default=7)
     options = parser.parse_args()
@@ -232,6 +256,8 @@ def main() -> None:
                 options.pairs,
                 directory,
             )
+        if "child" in options.what:
+            child(10 * options.pairs, directory)
         if "startup" in options.what:
             startup(options.pairs, directory)
         if "fingerprints" in options.what:

@@ -15,7 +15,7 @@ from ddpdoctor.run import glance
 from ddpdoctor.stacks.capture import capture
 from ddpdoctor.stacks.model import RankStacks, Thread
 from ddpdoctor.stacks.user_frames import innermost
-from tests.conftest import Doctor, Live
+from tests.conftest import LIMIT, Doctor, Live
 
 ENTRY = Path(ddpdoctor.probe.__file__).parent / "entry"
 
@@ -78,12 +78,12 @@ class Candidates:
             },
         )  # fmt: skip
         self.started.append(live)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + LIMIT
         while "ready" not in live.out.read_text() and time.monotonic() < deadline:
             time.sleep(0.02)
         return live
 
-    def capture(self, patience: float = 20.0) -> tuple[RankStacks, ...]:
+    def capture(self, patience: float = 60.0) -> tuple[RankStacks, ...]:
         """Longer than a person would wait: this machine may be busy with other tests."""
         return capture(glance(self.run_dir), patience=patience)
 

@@ -292,3 +292,65 @@ def test_a_rank_is_watched_whatever_the_user_s_sitecustomize_does(doctor: Doctor
     (mine / "sitecustomize.py").write_text("raise ValueError('of the user')\n")
     result = doctor.run("--nproc-per-node=1", TRAIN, "--steps=2", env={"PYTHONPATH": str(mine)})
     check_ranks(result, 2, ranks=1)
+
+
+LOADED = """
+import sys
+print(sorted(name for name in sys.modules if "ddpdoctor" in name or "importlib.util" == name))
+"""
+
+
+@pytest.mark.parametrize("how", ["helper", "of a worker", "of another session"])
+def test_a_python_that_is_no_rank_loads_nothing_of_ours(how: str, doctor: Doctor) -> None:
+    doctor.write("helper.py", LOADED)
+    bare = doctor.run(sys.executable, "helper.py", watch=False)
+    if how == "helper":
+        result = doctor.run("--", sys.executable, "helper.py")
+        result.check_success()
+        assert result.stdout == bare.stdout
+        return
+    doctor.write(
+        "worker.py",
+        f"""
+        import subprocess, sys
+        apart = {how == "of another session"}
+        environment = None
+        if apart:
+            import os
+            environment = {{k: v for k, v in os.environ.items() if k != "LOCAL_RANK"}}
+        subprocess.run([sys.executable, "helper.py"], start_new_session=apart, env=environment)
+        """,
+    )
+    result = doctor.run("--nproc-per-node", "1", "worker.py")
+    result.check_success()
+    assert result.stdout == bare.stdout
+
+
+def test_an_error_before_torch_is_recorded(doctor: Doctor) -> None:
+    doctor.write("early.py", "import no_such_module_at_all")
+    result = doctor.run("--", sys.executable, "early.py")
+    assert result.status == 1
+    (error,) = result.run.strays
+    assert error["exception"] == "ModuleNotFoundError"
+    bare = doctor.run(sys.executable, "early.py", watch=False)
+    assert result.stderr.replace(result.ours, "") == bare.stderr
+
+
+def test_a_hook_that_calls_the_one_before_is_called_once(doctor: Doctor) -> None:
+    doctor.write(
+        "chained.py",
+        """
+        import sys
+        before = sys.excepthook
+        def hook(*args):
+            print("mine")
+            before(*args)
+        sys.excepthook = hook
+        raise ValueError("early")
+        """,
+    )
+    result = doctor.run("--", sys.executable, "chained.py")
+    bare = doctor.run(sys.executable, "chained.py", watch=False)
+    assert (result.status, result.stdout) == (bare.status, bare.stdout) == (1, "mine\n")
+    assert result.stderr.replace(result.ours, "") == bare.stderr
+    assert len(result.run.strays) == 1

@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 from ddpdoctor.errors import DoctorError
 from ddpdoctor.gpu.reader import Device
 from ddpdoctor.gpu.visible import choice, visible
+from ddpdoctor.launch import command as job_command
 from ddpdoctor.launch.command import Command, build
 from ddpdoctor.launch.torchrun_options import read_options, torchrun_source
 from tests.fake_nvml import Machine
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+TORCHRUN = (sys.executable, job_command.TORCHRUN)
 
 
 @pytest.fixture(autouse=True)
@@ -63,8 +64,8 @@ def passed_on(words: Sequence[str]) -> list[str]:
     """The words that torchrun gets."""
     command = doctor(words)
     assert command.through_torchrun
-    assert command.argv[:3] == TORCHRUN
-    return list(command.argv[3:])
+    assert command.argv[: len(TORCHRUN)] == TORCHRUN
+    return list(command.argv[len(TORCHRUN) :])
 
 
 def assert_same_meaning(words: Sequence[str]) -> None:
@@ -162,7 +163,7 @@ def test_a_module_behind_the_separator_as_behind_python() -> None:
     before = doctor(["--nproc-per-node", "2", "-m", "pkg.train", "--lr", "1"])
     behind = doctor(["--nproc-per-node", "2", "--", "-m", "pkg.train", "--lr", "1"])
     assert behind.argv == (*TORCHRUN, "--nproc-per-node", "2", "-m", "--", *before.argv[-3:])
-    assert meaning(behind.argv[3:]) == meaning(before.argv[3:])
+    assert meaning(behind.argv[len(TORCHRUN) :]) == meaning(before.argv[len(TORCHRUN) :])
     assert behind.script == before.script == "pkg.train"
 
 
@@ -171,7 +172,7 @@ def test_ours_among_torchruns(work: Path) -> None:
     command = doctor(
         [*words.split(), "--journal-mb", "5", "--nproc-per-node", "1", "--", "train.py", "--quiet"]
     )
-    assert meaning(command.argv[3:]) == meaning(
+    assert meaning(command.argv[len(TORCHRUN) :]) == meaning(
         ["--nnodes", "1", "-r", "3", "--nproc-per-node", "1", "train.py", "--quiet"]
     )
     assert command.own.quiet
@@ -321,7 +322,7 @@ def test_an_option_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_two_ranks_without_a_gpu_and_a_line_that_says_so() -> None:
     command = doctor(["train.py"])
-    assert meaning(command.argv[3:])["nproc_per_node"] == "2"
+    assert meaning(command.argv[len(TORCHRUN) :])["nproc_per_node"] == "2"
     assert "2 ranks" in command.note
     assert "no GPU" in command.note
     assert "--nproc-per-node" in command.note
@@ -390,7 +391,7 @@ def test_visible_partitions(chosen: str | None, places: tuple[int, ...], count: 
 
 def test_one_rank_per_visible_gpu(four_gpus: None) -> None:
     command = doctor(["train.py"], {"CUDA_VISIBLE_DEVICES": "0,1,2"})
-    assert meaning(command.argv[3:])["nproc_per_node"] == "3"
+    assert meaning(command.argv[len(TORCHRUN) :])["nproc_per_node"] == "3"
     assert "3 ranks" in command.note
     assert "GPU (3)" in command.note
 

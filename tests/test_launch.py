@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from tests.conftest import LIMIT
+
 if TYPE_CHECKING:
     from tests.conftest import Doctor, Live, Result
 
@@ -73,7 +75,7 @@ while True:
 """
 
 
-def wait_until(condition: Callable[[], bool], timeout: float = 30) -> None:
+def wait_until(condition: Callable[[], bool], timeout: float = LIMIT) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "never happened"
@@ -177,7 +179,7 @@ def test_stdin_from_a_pipe(doctor: Doctor) -> None:
     data = os.urandom(300_000)
     for words in (("--", PYTHON, "echo.py"), ("--nproc-per-node", "1", "echo.py")):
         live = doctor.start(*words, stdin=subprocess.PIPE)
-        live.process.communicate(data, timeout=60)
+        live.process.communicate(data, timeout=LIMIT)
         assert live.process.returncode == 0
         assert live.out.read_bytes() == data[::-1]
 
@@ -726,7 +728,7 @@ def test_a_reader_that_has_seen_enough(words: list[str], doctor: Doctor) -> None
             env=doctor.environment(),
             stdout=writer,
             stderr=subprocess.PIPE,
-            timeout=30,
+            timeout=LIMIT,
         )
     finally:
         os.close(writer)

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from tests.conftest import LIMIT
+
 if TYPE_CHECKING:
     from tests.conftest import Doctor, Live
 
@@ -82,7 +84,7 @@ dist.destroy_process_group()
 '''
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout: float = 60) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout: float = LIMIT) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"never happened: {what}"
@@ -125,20 +127,40 @@ def assert_all_end(doctor: Doctor, *besides: int) -> None:
         assert not alive(pid)
 
 
-def guard_of(live: Live) -> psutil.Process | None:
-    with contextlib.suppress(psutil.Error):
-        for child in psutil.Process(live.process.pid).children():
-            with contextlib.suppress(psutil.Error):
-                if "ddpdoctor.launch.guard" in child.cmdline():
-                    return child
+def is_keeper(process: psutil.Process, form: str = "keep") -> bool:
+    words = _words(process)
+    return form in words and any(word.endswith("launch/keeper.py") for word in words)
+
+
+def keepers_of(live: Live) -> list[psutil.Process]:
+    """Both keepers of a job, the one above first."""
+    below = psutil.Process(live.process.pid).children(recursive=True)
+    found = [process for process in below if is_keeper(process)]
+    assert len(found) == 2
+    assert found[1].ppid() == found[0].pid
+    return found
+
+
+def standby_of(live: Live) -> psutil.Process | None:
+    for child in psutil.Process(live.process.pid).children():
+        if is_keeper(child, "standby"):
+            return child
     return None
 
 
 def torchrun_of(live: Live) -> psutil.Process:
-    for child in psutil.Process(live.process.pid).children():
-        if "torch.distributed.run" in child.cmdline():
+    for child in keepers_of(live)[1].children():
+        if any(os.path.basename(word) == "torchrun" for word in child.cmdline()):
             return child
     raise AssertionError("no torchrun")
+
+
+def kill_together(*processes: psutil.Process) -> None:
+    """So that none of them has the time to notice the end of another."""
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
 
 
 def pid_in(path: Path) -> int:
@@ -175,8 +197,8 @@ def start_stuck(doctor: Doctor, *words: str, options: tuple[str, ...] = ()) -> L
         assert live.process.poll() is None, live.err.read_text()
         return all(name.exists() for name in names)
 
-    wait_until(there, "two ranks with workers")
-    live.wait_for(lambda run: len(run.ranks) == 2)
+    wait_until(there, "two ranks with workers", 300)
+    live.wait_for(lambda run: len(run.ranks) == 2, 300)
     return live
 
 
@@ -221,51 +243,141 @@ def test_kill_a_worker(doctor: Doctor) -> None:
 
 
 @pytest.mark.slow
-def test_the_guard_is_started_again(doctor: Doctor) -> None:
-    live = start_stuck(doctor, "stubborn")
+def test_the_job_outlives_its_keepers_and_not_the_supervisor(doctor: Doctor) -> None:
+    live = start_stuck(doctor, "stubborn", "helper")
+    for keeper in keepers_of(live):
+        keeper.kill()
+    wait_until(lambda: standby_of(live) is not None, "a standby", 10)
     for _ in range(2):
-        first = guard_of(live)
+        first = standby_of(live)
         assert first is not None
         first.kill()
-        wait_until(lambda old=first: guard_of(live) not in (None, old), "a new guard", 10)  # type: ignore[misc]
+        wait_until(lambda old=first: standby_of(live) not in (None, old), "a new one", 10)  # type: ignore[misc]
     assert live.process.poll() is None
     assert alive(pid_in(doctor.directory / "rank-0.0"))
+    time.sleep(2.0)  # it looks every half second what there is
     live.process.kill()
     live.process.wait()
+    assert_all_end(doctor)
+
+
+@pytest.mark.parametrize("which", [(0,), (1,), (0, 1)], ids=["above", "below", "both"])
+def test_the_status_comes_through_without_keepers(which: tuple[int, ...], doctor: Doctor) -> None:
+    live = doctor.start("--", "bash", "-c", "touch there; read line; exit 15", stdin=-1)
+    wait_until((doctor.directory / "there").exists, "the job")
+    keepers = keepers_of(live)
+    kill_together(*(keepers[number] for number in which))
+    time.sleep(0.5)
+    live.process.communicate(b"\n", timeout=30)
+    assert live.process.returncode == 15
+
+
+DAEMON = """
+import os, signal, sys, time
+if os.fork() or os.setsid() is None and os.fork():
+    os._exit(0)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+os.execve("/bin/sh", ["sh", "-c", "trap '' TERM; echo $$ > daemon; while :; do sleep 1; done"], {})
+"""
+"""Two forks, a session of its own, an empty environment, and deaf to SIGTERM."""
+
+
+@pytest.mark.parametrize(
+    "which",
+    [(), pytest.param((0,), marks=pytest.mark.slow), (1,)],
+    ids=["alone", "with keeper 1", "with keeper 2"],
+)
+def test_kill_the_supervisor_of_a_job_with_a_daemon(which: tuple[int, ...], doctor: Doctor) -> None:
+    doctor.write("daemon.py", DAEMON)
+    live = doctor.start("--", "bash", "-c", f"{PYTHON} daemon.py; sleep 3600 & sleep 3600; true")
+    daemon = doctor.directory / "daemon"
+    wait_until(lambda: daemon.exists() and bool(daemon.read_text().strip()), "the daemon")
+    pid = pid_in(daemon)
+    keepers = keepers_of(live)
+    try:
+        kill_together(psutil.Process(live.process.pid), *(keepers[number] for number in which))
+        live.process.wait()
+        assert_all_end(doctor)
+        wait_until(lambda: not alive(pid), "the daemon's end", 3)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("how", ["-f", pytest.param("name", marks=pytest.mark.slow)])
+def test_all_that_are_called_so_are_killed(how: str, doctor: Doctor) -> None:
+    # As `pkill -9 -f train.py` and `killall -9 python` do it.
+    doctor.write("daemon.py", DAEMON)
+    doctor.write("train.py", "import time; time.sleep(3600)")
+    command = f"{PYTHON} daemon.py; setsid sleep 3600 & {PYTHON} train.py; true"
+    live = doctor.start("--", "bash", "-c", command)
+    daemon = doctor.directory / "daemon"
+    wait_until(lambda: daemon.exists() and bool(daemon.read_text().strip()), "the daemon")
+    pid = pid_in(daemon)
+    below = psutil.Process(live.process.pid).children(recursive=True)
+    kill_together(
+        psutil.Process(live.process.pid),
+        *(
+            process
+            for process in below
+            if (
+                "train.py" in " ".join(_words(process))
+                if how == "-f"
+                else "python" in name(process)
+            )
+        ),
+    )
+    live.process.wait()
+    try:
+        assert_all_end(doctor)
+        wait_until(lambda: not alive(pid), "the daemon's end", 3)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def name(process: psutil.Process) -> str:
+    """As the kernel has it, to which psutil adds."""
+    return Path(f"/proc/{process.pid}/comm").read_text()
+
+
+def test_the_whole_process_group_is_killed(doctor: Doctor) -> None:
+    # As a harness does it, or `timeout --signal=KILL`.
+    live = start_stuck(doctor, "stubborn", "helper")
+    os.killpg(live.process.pid, signal.SIGKILL)
+    live.process.wait()
+    assert_all_end(doctor)
+
+
+@pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_kill_supervisor_and_a_keeper(which: int, doctor: Doctor) -> None:
+    live = start_stuck(doctor, "stubborn", "helper")
+    kill_together(psutil.Process(live.process.pid), keepers_of(live)[which])
+    live.process.wait()
+    assert_all_end(doctor)
+
+
+@pytest.mark.slow
+def test_kill_a_keeper_while_it_ends_the_job(doctor: Doctor) -> None:
+    live = start_stuck(doctor, "stubborn", "helper")
+    below = keepers_of(live)[1]
+    live.process.kill()
+    live.process.wait()
+    time.sleep(1.0)
+    below.kill()
     assert_all_end(doctor)
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        pytest.param((), id="plain"),
-        pytest.param(("stubborn", "helper"), id="stubborn"),
-    ],
+    "words", [pytest.param((), marks=pytest.mark.slow), ("stubborn", "helper")]
 )
-@pytest.mark.slow
-def test_kill_supervisor_and_guard(words: tuple[str, ...], doctor: Doctor) -> None:
+@pytest.mark.parametrize("torchrun", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_kill_everything_but_the_ranks(
+    words: tuple[str, ...], torchrun: bool, doctor: Doctor
+) -> None:
     live = start_stuck(doctor, *words)
-    guard = guard_of(live)
-    assert guard is not None
-    guard.send_signal(signal.SIGSTOP)
-    live.process.send_signal(signal.SIGSTOP)
-    guard.kill()
-    live.process.kill()
-    live.process.wait()
-    assert_all_end(doctor)
-
-
-@pytest.mark.slow
-def test_kill_everything_but_the_ranks(doctor: Doctor) -> None:
-    # Fails, as above.
-    live = start_stuck(doctor, "stubborn")
-    guard, torchrun = guard_of(live), torchrun_of(live)
-    assert guard is not None
-    doomed = [guard, torchrun, psutil.Process(live.process.pid)]
-    for process in doomed:
-        process.send_signal(signal.SIGSTOP)
-    for process in doomed:
-        process.kill()
+    doomed = [psutil.Process(live.process.pid), *keepers_of(live)]
+    kill_together(*doomed, *([torchrun_of(live)] if torchrun else []))
     live.process.wait()
     assert_all_end(doctor)
 
@@ -330,7 +442,7 @@ def test_a_rank_that_no_torchrun_started_leaves_no_workers(doctor: Doctor) -> No
     os.kill(pid_in(doctor.directory / "rank-0.0"), signal.SIGKILL)
     wait_until(lambda: not alive(pid), "the worker's end", DEADLINE)
     assert live.process.poll() is None
-    live.process.communicate(b"\n", timeout=30)
+    live.process.communicate(b"\n", timeout=LIMIT)
     assert live.process.returncode == 14
 
 
@@ -349,7 +461,7 @@ def test_helpers_in_sessions_of_their_own_end_with_the_job(doctor: Doctor) -> No
         """,
     )
     live = doctor.start("--", PYTHON, "leave.py")
-    result = live.finish(DEADLINE + 5)
+    result = live.finish(120)
     assert result.status == 0
     assert processes(doctor) == []
     assert "ended 2 processes that the job left behind" in result.ours
@@ -383,8 +495,8 @@ time.sleep(3600)
 
 @pytest.mark.parametrize("end", ["asked", pytest.param("finished", marks=pytest.mark.slow)])
 def test_a_process_whose_environment_is_gone(end: str, doctor: Doctor) -> None:
-    # setproctitle and `env -i` hide a process from the search by environment; the supervisor still
-    # knows it for its descendant. (The guard of a killed one does not, if it left the session.)
+    # setproctitle and `env -i` hide a process from the search by environment; it is known for a
+    # descendant.
     doctor.write("clobber.py", CLOBBER)
     hidden = doctor.directory / "hidden"
     rest = "while [ ! -e hidden ]; do sleep 0.05; done" if end == "finished" else "sleep 3600"

@@ -335,6 +335,35 @@ def test_what_an_uncaught_error_prints_is_the_same(doctor: Doctor, place: str) -
     assert len(watched.codes) == 1
 
 
+TRAINS = """
+    import torch, torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, TensorDataset
+
+    dist.init_process_group("gloo")
+    ddp = DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for (inputs,) in DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=2):
+        optimizer.zero_grad()
+        ddp(inputs).sum().backward()
+        optimizer.step()
+    dist.all_reduce(torch.ones(4))
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_job_that_trains_warns_of_nothing_else(doctor: Doctor) -> None:
+    # Not of a variable either that ddpdoctor sets and torch calls by another name since.
+    words = ["--nproc-per-node=1", str(doctor.write("trains.py", TRAINS))]
+    env = {"PYTHONWARNINGS": "always"}
+    bare, watched = doctor.torchrun(*words, env=env), doctor.run(*words, env=env)
+    bare.check_success()
+    watched.check_success()
+    assert without_noise(watched.stderr) == without_noise(bare.stderr)
+
+
 FORKS = """
     import os, threading
 

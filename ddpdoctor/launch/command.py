@@ -18,6 +18,10 @@ from ddpdoctor.launch import rank_sets
 from ddpdoctor.launch.debug_ports import DEFAULT_PORT, LOOPBACK
 from ddpdoctor.launch.torchrun_options import TorchrunOptions, read_options, torchrun_source
 
+TORCHRUN = str(Path(__file__).parent / "entry" / "torchrun")
+"""torchrun's own entry point. Not ``-m torch.distributed.run``: as ``__main__`` its log lines have
+another head, and the working directory is in its path."""
+
 DEFAULT_CPU_RANKS = 2
 _NUMBER = re.compile(r"-$|-\d+$|-\d*\.\d+$")
 _NPROC = ("--nproc-per-node", "--nproc_per_node")
@@ -42,9 +46,11 @@ class OwnOptions:
     no_debug: bool = False
     debug_port: int = DEFAULT_PORT
     debug_host: str = LOOPBACK
+    debug_unidentified: bool = False
     debug_on_error: bool = False
     wait_for_attach: frozenset[int] | None = None
     """Ranks to wait for, all of them if empty; None: no rank is held."""
+    stop_with_debugger: bool = False
     no_vscode: bool = False
     workspace: str | None = None
     path_map: tuple[tuple[str, str], ...] = ()
@@ -147,6 +153,13 @@ def _address(text: str) -> str:
     return text
 
 
+def _name(text: str) -> str:
+    """A file or directory; an empty one would be the working directory, as in ``"$UNSET"``."""
+    if not text:
+        raise ValueError
+    return text
+
+
 def _output(text: str) -> str:
     if text not in ("text", "problems"):
         raise ValueError
@@ -166,18 +179,20 @@ _OWN: dict[str, tuple[str, Callable[[str], object], str]] = {
     "--grace": ("grace", _seconds, "a number of seconds, 0 or more"),
     "--hang-after": ("hang_after", _positive_seconds, "a number of seconds, 1 or more"),
     "--kill-on-hang": ("kill_on_hang", _flag, ""),
-    "--run-dir": ("run_dir", str, "a directory"),
-    "--json": ("json", str, "a file name"),
+    "--run-dir": ("run_dir", _name, "a directory"),
+    "--json": ("json", _name, "a file name"),
     "--output": ("output", _output, "text or problems"),
     "--journal-mb": ("journal_mb", _megabytes, "a number of megabytes, 1 or more"),
     "--overhead-budget": ("overhead_budget", _percent, "per cent of the step time, 0 to 100"),
     "--no-debug": ("no_debug", _flag, ""),
     "--debug-port": ("debug_port", _port, "a port number (0: any)"),
     "--debug-host": ("debug_host", _address, "an address of this machine"),
+    "--debug-unidentified": ("debug_unidentified", _flag, ""),
     "--debug-on-error": ("debug_on_error", _flag, ""),
     "--wait-for-attach": ("wait_for_attach", rank_sets.parse, "ranks such as 0,2-3"),
+    "--stop-with-debugger": ("stop_with_debugger", _flag, ""),
     "--no-vscode": ("no_vscode", _flag, ""),
-    "--workspace": ("workspace", str, "a directory"),
+    "--workspace": ("workspace", _name, "a directory"),
     "--path-map": ("path_map", _mapping, "LOCAL=REMOTE"),
 }
 _REPEATED = frozenset({"--path-map"})
@@ -209,6 +224,11 @@ def build(words: Sequence[str], environ: Mapping[str, str]) -> Command | None:
     if own.no_debug and (own.wait_for_attach is not None or own.debug_on_error):
         wanted = "--debug-on-error" if own.debug_on_error else "--wait-for-attach"
         raise DoctorError(f"{wanted} needs the debugger", "leave out --no-debug")
+    if own.stop_with_debugger and own.wait_for_attach is None:
+        raise DoctorError(
+            "--stop-with-debugger is for the debugger that the ranks wait for at the start",
+            "add --wait-for-attach",
+        )
     if not parts.rest:
         raise DoctorError(
             "no script to run", "for example: ddpdoctor run --nproc-per-node 2 -- train.py"
@@ -245,8 +265,7 @@ def build(words: Sequence[str], environ: Mapping[str, str]) -> Command | None:
     elif not as_module:
         _check_script(script)
     separator = ["--"] if parts.separator else []
-    torchrun = [sys.executable, "-m", "torch.distributed.run"]
-    argv = [*torchrun, *parts.typed(), *extra, *separator, *parts.rest]
+    argv = [sys.executable, TORCHRUN, *parts.typed(), *extra, *separator, *parts.rest]
     return Command(
         argv=tuple(argv),
         own=own,
@@ -269,27 +288,46 @@ def _take_apart(words: Sequence[str], options: TorchrunOptions) -> _Words:
         if not word.startswith("-") or word == "-":
             parts.rest = [word, *queue]
             break
-        name, equals, given = word.partition("=")
-        if name in _OWN:
-            _take_own(parts, name, given if equals else None, queue)
-            continue
-        if not word.startswith("--") and len(word) > 2:
-            _take_joined(parts, word, options, queue)
-            continue
-        option = options.resolve(name)
-        if option is None:
-            raise DoctorError(f"unknown option {name}", _suggestion(name, options))
-        if option in ("-h", "--help"):
-            parts.help = True
-        elif not options.takes_value[option]:
-            if equals:
-                raise DoctorError(f"option {name} takes no value")
-            parts.torchrun.append((option, word, None))
-        elif equals:
-            parts.torchrun.append((option, word, given))
-        else:
-            parts.torchrun.append((option, word, _value(name, queue)))
+        _take_option(parts, word, options, queue)
     return parts
+
+
+def _take_option(parts: _Words, word: str, options: TorchrunOptions, queue: list[str]) -> None:
+    """Take one option in, and its value off the queue."""
+    name, equals, given = word.partition("=")
+    if name in _OWN:
+        _take_own(parts, name, given if equals else None, queue)
+        return
+    if not word.startswith("--") and len(word) > 2:
+        _take_joined(parts, word, options, queue)
+        return
+    option = options.resolve(name)
+    if option is None:
+        raise DoctorError(f"unknown option {name}", _suggestion(name, options))
+    if option in ("-h", "--help"):
+        parts.help = True
+    elif not options.takes_value[option]:
+        if equals:
+            raise DoctorError(f"option {name} takes no value")
+        parts.torchrun.append((option, word, None))
+    elif equals:
+        parts.torchrun.append((option, word, given))
+    else:
+        parts.torchrun.append((option, word, _value(name, queue)))
+
+
+def taken_by_option(words: Sequence[str]) -> int:
+    """How many words an option of ``ddpdoctor run`` or torchrun takes, itself included.
+
+    Args:
+        words: The option, and what follows it.
+
+    Raises:
+        DoctorError: There is no such option, or its value is missing or wrong.
+    """
+    queue = list(words[1:])
+    _take_option(_Words(), words[0], read_options(torchrun_source()), queue)
+    return len(words) - len(queue)
 
 
 def _take_python_options(parts: _Words) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
@@ -18,22 +17,10 @@ def become_subreaper() -> None:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def die_with_parent(signal_number: int) -> Callable[[], None] | None:
-    """A ``preexec_fn`` that makes the kernel signal the child when the calling thread ends.
-
-    Call it, and start the child, on the main thread: the kernel means the thread, not the process.
-    """
-    libc = _libc
-    if libc is None:
-        return None
-    parent = os.getpid()
-
-    def before_exec() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return before_exec
+def set_name(name: str) -> None:
+    """How this process is called in lists, and by `killall`: at most 15 letters."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def children(pid: int) -> set[int]:
@@ -66,6 +53,17 @@ def zombie_status(pid: int) -> int | None:
         return os.waitstatus_to_exitcode(int(fields[-1]))
     except (OSError, ValueError, IndexError):
         return None
+
+
+def pending(pid: int) -> set[int]:
+    """The signals that were sent to a process, which blocks them; empty if it has ended."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            masks = [line.split()[1] for line in file if line.startswith(("SigPnd", "ShdPnd"))]
+    except (OSError, IndexError):
+        return set()
+    bits = int(masks[0], 16) | int(masks[1], 16)
+    return {number for number in range(1, 65) if bits >> (number - 1) & 1}
 
 
 def session_of(pid: int) -> int | None:

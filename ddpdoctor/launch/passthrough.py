@@ -28,9 +28,13 @@ class Passthrough:
     Where our stderr is a terminal, the job gets one, too (a pseudo-terminal), so progress bars and
     ``isatty`` stay as they were; else a pipe. One thread does all the writing: a reader that stops
     reading blocks that thread, and through it the job as it would without us, but nothing else.
+
+    Args:
+        direct: Where our stderr is a terminal, the job gets that itself, and nothing is read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, direct: bool = False) -> None:
+        self._direct = direct
         self._terminal = os.isatty(_OUT)
         self._stdout_shares = self._terminal and os.isatty(1)
         self._lock = threading.Lock()
@@ -49,7 +53,9 @@ class Passthrough:
         self.resize()
         self._thread = threading.Thread(target=self._pump, name="ddpdoctor-stderr", daemon=True)
 
-    def _open(self) -> tuple[int, int]:
+    def _open(self) -> tuple[int | None, int]:
+        if self._terminal and self._direct:
+            return None, os.dup(_OUT)
         if self._terminal:
             try:
                 source, child_end = os.openpty()

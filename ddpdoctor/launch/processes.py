@@ -1,8 +1,14 @@
 """The processes of a job: finding them all, and ending them.
 
-A process belongs to the job if its environment holds the run's id (inherited at exec, kept across
-forks, new sessions and re-parenting), if it descends from one that does, or from the supervisor, or
-if it stayed in the session of the job's command. Nothing else is ever signalled.
+A process belongs to the job if it descends from a keeper (`ddpdoctor.launch.keeper`) or from the
+supervisor, which the kernel keeps true for every orphan below them, since they are subreapers. Only
+where none of them is left, a process is known by the run's id in its environment, or because it was
+seen below them. Nothing else is ever signalled.
+
+No control group is used: it, too, needs somebody alive to empty it, and the job would see another
+``/proc/self/cgroup`` and other limits than without ddpdoctor.
+
+Standard library only, since a keeper is a bare interpreter.
 """
 
 from __future__ import annotations
@@ -11,89 +17,138 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import NamedTuple
 
-import psutil
-
+from ddpdoctor.launch import kernel
 from ddpdoctor.probe.watch import MARK
 
 
-@dataclass(frozen=True)
-class Job:
+class Process(NamedTuple):
+    """A process as the kernel lists it."""
+
+    pid: int
+    parent: int
+    state: str
+    """One letter: R, S, D, T (stopped), Z (zombie)..."""
+    group: int
+    started: str
+    """When, in the system's own words; with the pid it names a process for ever."""
+
+
+class Job(NamedTuple):
     """How the processes of one job are known.
 
     Attributes:
         run_id: The value of their `MARK`, or its beginning.
-        session: The session of the job's command, which is its leader's pid; None if not started.
-        ancestor: A process whose descendants all belong to the job: the supervisor itself.
-        spared: Processes that are not the job's all the same: the guards.
+        ancestors: Processes whose descendants all belong to the job.
+        known: Processes that were seen to belong to it; their descendants do, too.
+        spared: Processes that are not the job's all the same: the supervisor, the keepers.
     """
 
     run_id: str
-    session: int | None = None
-    ancestor: int | None = None
+    ancestors: frozenset[int] = frozenset()
+    known: frozenset[Process] = frozenset()
     spared: frozenset[int] = frozenset()
 
-    def processes(self) -> list[psutil.Process]:
+    def processes(self) -> list[Process]:
         """All live processes of the job."""
-        every: dict[int, psutil.Process] = {}
-        parents: dict[int, int] = {}
-        mine: set[int] = set()
-        for process in psutil.process_iter():
-            try:
-                with process.oneshot():
-                    parents[process.pid] = process.ppid()
-                    if process.status() == psutil.STATUS_ZOMBIE:
-                        continue
-                every[process.pid] = process
-                if self._is_marked(process):
-                    mine.add(process.pid)
-            except (psutil.Error, OSError):
-                continue
-        roots = mine | ({self.ancestor} if self.ancestor is not None else set())
-        skip = self.spared | {os.getpid()}
-        return [
-            process
-            for pid, process in every.items()
-            if pid not in skip and (pid in mine or _descends(pid, roots, self.spared, parents))
-        ]
+        pids = self._seen() if self.known or not self.ancestors else below(self.ancestors)
+        found = map(_read, pids - self.spared - self.ancestors - {os.getpid()})
+        return [each for each in found if each is not None and each.state not in "ZX"]
 
-    def _is_marked(self, process: psutil.Process) -> bool:
-        if self.session is not None:
-            with contextlib.suppress(OSError):
-                if os.getsid(process.pid) == self.session:
-                    return True
-        if process.uids().real != os.getuid():
-            return False
-        mark = process.environ().get(MARK, "")
-        return mark == self.run_id or mark.startswith(f"{self.run_id}/")
+    def _seen(self) -> set[int]:
+        """Those without an ancestor that is known to be of this job and nothing else."""
+        known = {(process.pid, process.started) for process in self.known}
+        mine = {
+            process.pid
+            for process in listed()
+            if (process.pid, process.started) in known or _is_marked(process.pid, self.run_id)
+        }
+        return mine | below(mine)
 
 
-def _descends(
-    pid: int, roots: Collection[int], barriers: Collection[int], parents: Mapping[int, int]
-) -> bool:
-    """Whether ``pid`` has an ancestor among ``roots``, with no barrier in between."""
+def below(roots: Collection[int]) -> set[int]:
+    """The pids of all descendants of some processes."""
+    if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
+        every = {process.pid: process for process in listed()}
+        return {pid for pid in every if _descends(pid, roots, every)}
+    found: set[int] = set()
+    waiting = set(roots)
+    while waiting:
+        new = kernel.children(waiting.pop()) - found
+        found |= new
+        waiting |= new
+    return found
+
+
+def listed() -> Iterator[Process]:
+    """All processes of this machine."""
+    try:
+        names = os.listdir("/proc")
+    except OSError:
+        names = []
+    if "self" not in names and "1" not in names:
+        yield from _listed_by_ps()
+        return
+    for name in names:
+        if name.isdigit() and (process := _read(int(name))) is not None:
+            yield process
+
+
+def _read(pid: int) -> Process | None:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        return Process(pid, int(fields[1]), fields[0].decode(), int(fields[2]), fields[19].decode())
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def _listed_by_ps() -> Iterator[Process]:
+    """Where there is no ``/proc``: macOS."""
+    import subprocess
+
+    words = ["ps", "-axo", "pid=,ppid=,stat=,pgid=,lstart="]
+    with contextlib.suppress(OSError, ValueError):
+        for line in subprocess.run(words, capture_output=True, text=True).stdout.splitlines():
+            pid, parent, state, group, started = line.split(None, 4)
+            yield Process(int(pid), int(parent), state[0], int(group), started)
+
+
+def _is_marked(pid: int, run_id: str) -> bool:
+    """Whether a process of this user's carries the run's id."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            if os.fstat(file.fileno()).st_uid != os.getuid():
+                return False
+            entries = file.read().split(b"\0")
+    except OSError:
+        return False
+    wanted = f"{MARK}={run_id}".encode()
+    return any(each == wanted or each.startswith(wanted + b"/") for each in entries)
+
+
+def _descends(pid: int, roots: Collection[int], every: Mapping[int, Process]) -> bool:
     seen = set()
-    while pid in parents and pid not in seen:
+    while pid in every and pid not in seen:
         seen.add(pid)
-        pid = parents[pid]
-        if pid in barriers:
-            return False
+        pid = every[pid].parent
         if pid in roots:
             return True
     return False
 
 
-def describe(process: psutil.Process) -> str:
+def describe(pid: int) -> str:
     """A process in a few words, for a person: ``python train.py (pid 4711)``."""
     try:
-        words = process.cmdline()
-    except psutil.Error:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = os.fsdecode(file.read()).rstrip("\0").split("\0")
+    except OSError:
         words = []
-    words = [os.path.basename(words[0]), *words[1:]] if words else ["a process"]
+    words = [os.path.basename(words[0]), *words[1:]] if words and words[0] else ["a process"]
     text = " ".join(words)
-    return f"{text[:60]}{'...' if len(text) > 60 else ''} (pid {process.pid})"
+    return f"{text[:60]}{'...' if len(text) > 60 else ''} (pid {pid})"
 
 
 def end(
@@ -119,23 +174,42 @@ def end(
     while left and time.monotonic() < deadline:
         idle(0.1)
         left = job.processes()
-    ended = [describe(process) for process in left]
-    for signal_number, wait in ((signal.SIGTERM, soft), (signal.SIGKILL, 2.0)):
-        if not left:
-            break
-        deadline = time.monotonic() + wait
-        for process in left:
-            _signal(process, signal_number)
-        while left and time.monotonic() < deadline:
-            idle(0.05)
-            left = job.processes()
+    ended = [describe(process.pid) for process in left]
     for process in left:
-        # Born while we were killing its parents.
-        _signal(process, signal.SIGKILL)
+        send(process, signal.SIGTERM)
+    deadline = time.monotonic() + soft
+    while left and time.monotonic() < deadline:
+        idle(0.05)
+        left = job.processes()
+    deadline = time.monotonic() + 2.0
+    while left and time.monotonic() < deadline:
+        # Each time all of them: one may be born while its parent is being killed.
+        for process in left:
+            send(process, signal.SIGKILL)
+        idle(0.05)
+        left = job.processes()
     return ended
 
 
-def _signal(process: psutil.Process, signal_number: int) -> None:
-    # psutil compares the start time first: a pid that was given away is not signalled.
-    with contextlib.suppress(psutil.Error, OSError):
-        process.send_signal(signal_number)
+def send(process: Process, number: int) -> bool:
+    """Signal a process, never another one that was given its pid since; whether it was there."""
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return False
+    except (AttributeError, OSError):
+        descriptor = -1
+    try:
+        now = _read(process.pid)
+        if now is not None and now.started != process.started:
+            return False
+        if descriptor >= 0:
+            signal.pidfd_send_signal(descriptor, number)
+        else:
+            os.kill(process.pid, number)
+    except OSError:
+        return False
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+    return True

@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import psutil
@@ -110,16 +110,17 @@ class RankWatch:
             oom = self._oom.kernel_says(watched.pid)
         return _exit_record(watched.rank, watched.restart, watched.pid, status, oom)
 
-    def end_leftovers(self) -> None:
+    def end_leftovers(self, keepers: Iterable[int]) -> None:
         """End the processes of dead ranks that had their time.
 
-        As a subreaper the supervisor adopts them. A rank's worker keeps the rank's session; a
+        The keepers adopt them, or the supervisor. A rank's worker keeps the rank's session; a
         program that the job put in the background on purpose has one of its own.
         """
         if not self._dead:
             return
         now = time.monotonic()
-        for pid in kernel.children(os.getpid()) - self._leftovers.keys():
+        adopted = set().union(*(kernel.children(pid) for pid in (os.getpid(), *keepers)))
+        for pid in adopted - self._leftovers.keys():
             session = kernel.session_of(pid)
             if session in self._dead or any(pid in known for known in self._dead.values()):
                 with contextlib.suppress(psutil.Error):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ddpdoctor import rundir
+from ddpdoctor import opening, rundir
 from ddpdoctor.finding import Finding
 from ddpdoctor.run import Run
 
@@ -25,7 +25,8 @@ def kept(run: Run, finding: Finding) -> Path | None:
     """Where it was written during the run; None if it was not, or another one took its place."""
     path = place(run, finding)
     try:
-        same = path is not None and path.read_bytes() == _text(finding)
+        text = _text(finding)
+        same = path is not None and opening.contents(path, len(text)) == text
     except OSError:
         return None
     return path if same else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 
 from ddpdoctor.probe import (
     batches,
@@ -22,6 +21,7 @@ from ddpdoctor.probe import (
     pacing,
     rank,
     sampling,
+    schedulers,
     stacks,
     statistics,
     zeroing,
@@ -48,18 +48,8 @@ from ddpdoctor.probe.hooks import (
 from ddpdoctor.probe.imports import when_imported
 
 
-def is_launcher() -> bool:
-    """Whether this process is torchrun itself, which is never a rank."""
-    words = sys.orig_argv[1:8]
-    return bool({"torch.distributed.run", "torch.distributed.launch"} & set(words)) or any(
-        os.path.basename(word) in ("torchrun", "torchrun-script.py") for word in words[:2]
-    )
-
-
 def start() -> None:
-    """Called once per process, before the user's first line."""
-    if is_launcher():
-        return
+    """Called once per process, before it imports torch."""
     os.register_at_fork(after_in_child=rank.forget)
     os.register_at_fork(after_in_child=stacks.forget)
     os.register_at_fork(after_in_child=debugger.forget)
@@ -75,6 +65,7 @@ def start() -> None:
     os.register_at_fork(after_in_child=independent.forget)
     os.register_at_fork(after_in_child=zeroing.forget)
     os.register_at_fork(after_in_child=edits.forget)
+    os.register_at_fork(after_in_child=schedulers.forget)
     forks.install()
     stacks.declare_worker()
     errors.install()
@@ -99,6 +90,7 @@ def start() -> None:
     when_imported("torch.nn.modules.module", applied.install)
     when_imported("torch.nn.utils.clip_grad", clipping.install)
     when_imported("torch.optim.lr_scheduler", changes.install_schedules)
+    when_imported("torch.optim.lr_scheduler", schedulers.install)
     when_imported("torch.optim.optimizer", changes.install_optimizer)
     when_imported("torch.serialization", checkpoints.install)
     when_imported("torch.serialization", loads.install)
