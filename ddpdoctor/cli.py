@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from ddpdoctor import __version__, working_directory
+from ddpdoctor.control_characters import shown
 from ddpdoctor.errors import DoctorError
 
 COMMANDS = {
@@ -48,8 +49,9 @@ def main(words: Sequence[str] | None = None) -> int:
         return status
     except DoctorError as error:
         hint = f"ddpdoctor: {error.hint}\n" if error.hint else ""
+        text = shown(f"ddpdoctor: error: {error.message}\n{hint}", "\n")
         with contextlib.suppress(OSError):
-            os.write(2, f"ddpdoctor: error: {error.message}\n{hint}".encode())
+            os.write(2, text.encode())
         return error.status
     except BrokenPipeError:
         # Whoever read our output has seen enough; what is left in the buffer goes nowhere.

@@ -17,10 +17,12 @@ import mmap
 import os
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from functools import lru_cache, partial
 from typing import Any, BinaryIO, NamedTuple
+
+from ddpdoctor import opening
 
 FORMAT = 1
 """Version of every file in a run directory; raised when an old reader would misread a new file."""
@@ -70,7 +72,8 @@ KINDS: dict[str, Kind] = {
     "elements": Kind("Elements of tensors that were suspected to differ; long.", 8),
     "nonfinite": Kind("A loss that was not finite; a few of a rank.", EVERY),
     "nonfinite_gradient": Kind("A gradient of the rank alone that was not finite; a few.", EVERY),
-    "load": Kind("Weights were loaded; 50 of a rank.", EVERY),
+    "load": Kind("Weights were loaded into a module; 64 of a rank.", EVERY),
+    "gpu_load": Kind("torch.load put tensors on a GPU; 50 of a rank.", EVERY),
     "save": Kind("A checkpoint was saved; 50 of a rank.", EVERY),
     "resume": Kind("An optimizer's state was loaded; 64 of a rank.", EVERY),
     "cut": Kind("A scheduler cut the learning rate; 64 of a rank.", EVERY),
@@ -89,7 +92,7 @@ KINDS: dict[str, Kind] = {
     "find_unused": Kind("find_unused_parameters, and whether any were unused.", EVERY),
     "batchnorm": Kind("BatchNorms of a small batch.", EVERY),
     "unowned": Kind("Parameters that no optimizer holds.", EVERY),
-    "remade": Kind("Optimizers that were re-created at each step.", EVERY),
+    "remade": Kind("Optimizers or schedulers re-created at each step or epoch.", EVERY),
     "local_rank": Kind("A local rank that the script parsed and torchrun did not fill.", EVERY),
     "data_parallel": Kind("An nn.DataParallel was built.", EVERY),
     # of the supervisor
@@ -384,7 +387,7 @@ class SuspicionReader:
     """
 
     def __init__(self, path: str) -> None:
-        with open(path, "rb") as file:
+        with opening.file(path) as file:
             head = file.read(_SUSPECT_SIZE)
             if len(head) < _SUSPECT_SIZE or head[:8] != _SUSPECT_MAGIC:
                 raise UnreadableError(f"{path} is no suspicion, or was cut short")
@@ -422,7 +425,7 @@ def read_status(path: str) -> Status:
         UnreadableError: The file is too short, not a status page, or of a newer format.
         OSError: The file cannot be opened.
     """
-    with open(path, "rb") as file:
+    with opening.file(path) as file:
         page = file.read(PAGE_SIZE)
         # The writer takes no lock; two equal readings in a row cannot be a torn one.
         for _ in range(4):
@@ -493,10 +496,16 @@ def _uuid(raw: bytes) -> str:
     return "-".join(digits[start:end] for start, end in places) if any(raw) else ""
 
 
+_WORD = 1 << 63
+
+
 def integer(record: Record, key: str, default: int = 0) -> int:
-    """A number of a record that may be damaged; ``default`` if it is missing or no number."""
+    """A number of a record that may be damaged; ``default`` if it is missing or no number.
+
+    Nor is one that no writer has: with more than 64 bits it could not even be divided.
+    """
     value = record.get(key)
-    return value if isinstance(value, int) else default
+    return value if isinstance(value, int) and -_WORD <= value < _WORD else default
 
 
 def encode(record: Record) -> bytes:
@@ -556,18 +565,21 @@ class Journal:
         """Of them, those of kinds that are written often."""
         self._kept: Counter[str] = Counter()
         self._written = 0
-        self._number = -1
-        self._file: BinaryIO
-        self._create()
+        self._number = 0
+        # One descriptor for all segments: `write_now` may use it at any moment.
+        self._file: BinaryIO = os.fdopen(self._create(), "ab", buffering=0)
+        self._begin(self._file.fileno())
 
-    def _create(self) -> None:
-        descriptor = os.open(
-            self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600
-        )
-        self._file = os.fdopen(descriptor, "ab", buffering=0)
-        self._number += 1
+    def _create(self) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        return os.open(self.path, flags, 0o600)
+
+    def _begin(self, descriptor: int, sticky: Sequence[bytes] = ()) -> None:
+        """Write the head of a segment."""
         # By its number a reader knows a segment again: inodes are given away anew.
-        self._append([segment_line(self._number)])
+        data = b"".join((segment_line(self._number), *sticky))
+        self._written = len(data)
+        self._check(os.write(descriptor, data), len(data))
 
     def write(self, records: Iterable[Record | bytes]) -> None:
         """Append records, or lines made already, in one write (two where a segment ends)."""
@@ -610,15 +622,29 @@ class Journal:
             data = b"".join(chunk)
             written = self._file.write(data)
             self._written += len(data)
-            if written != len(data):
-                raise OSError(f"{self.path}: only {written} of {len(data)} bytes were written")
+            self._check(written, len(data))
+
+    def _check(self, written: int, size: int) -> None:
+        if written != size:
+            raise OSError(f"{self.path}: only {written} of {size} bytes were written")
+
+    def write_now(self, line: bytes) -> None:
+        """Append a line while another thread may be in `write`, which this does not wait for.
+
+        It ends no segment, and is in no later one's head.
+        """
+        self._written += len(line)
+        self._check(self._file.write(line), len(line))
 
     def _rotate(self) -> None:
-        self._file.close()
         os.replace(self.path, self.path + ".1")
-        self._written = 0
-        self._create()
-        self._append(self._sticky)
+        self._number += 1
+        descriptor = self._create()
+        try:
+            self._begin(descriptor, self._sticky)
+            os.dup2(descriptor, self._file.fileno(), inheritable=False)
+        finally:
+            os.close(descriptor)
 
     def close(self) -> None:
         """Close the file; what was written stays."""

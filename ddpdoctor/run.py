@@ -17,10 +17,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ddpdoctor import opening
 from ddpdoctor.errors import DoctorError
 from ddpdoctor.probe.ring import Ring, read_ring
 from ddpdoctor.record import (
+    EVERY,
     FORMAT,
+    KINDS,
     SEGMENT_SIZE,
     Record,
     Status,
@@ -37,10 +40,21 @@ WINDOW = 512
 SPLIT_WINDOW = 128
 """Split step records a snapshot keeps per rank."""
 
+MOST_NEW = 256 << 20
+"""Bytes of a journal's segment that are read at once; of more, the last ones."""
+
+MOST_LINE = 2 << 20
+"""Bytes of a record; a longer one is left out."""
+
+MOST_RECORDS = 16 << 20
+"""Bytes of the records of a journal that are kept, other than steps."""
+
 HANG = "hang-*.json"
 """The files with what was gathered while a job stood still, in alphabetical order."""
 
 _STATUS_NAME = re.compile(r"rank-(\d{4,})\.r(\d+)\.status$")
+_CHUNK = 1 << 20
+_MOST_STEP = 1 << 14
 _STEP_LINE = b'{"kind":"step"'
 _SPLIT = b',"split":true'
 _SEGMENT_LINE = b'{"kind":"segment"'
@@ -187,6 +201,13 @@ class Run:
             record.get("kind") == "signal" and record.get("hang") for record in self.supervisor
         )
 
+    @property
+    def ended_by_debugger(self) -> bool:
+        """Whether the job was ended because its debugger was stopped."""
+        return any(
+            record.get("kind") == "signal" and record.get("debugger") for record in self.supervisor
+        )
+
     @cached_property
     def hang(self) -> Record | None:
         """The newest examination of a job that stands still, or stood still to its end.
@@ -214,10 +235,9 @@ class Run:
         if not isinstance(name, str) or os.path.basename(name) != name:
             return newest
         try:
-            told = json.loads((self.path / name).read_bytes())
-        except (OSError, ValueError, RecursionError):
+            return opening.json_object(self.path / name, opening.MOST_RECORD)
+        except (OSError, ValueError):
             return newest
-        return told if isinstance(told, dict) else newest
 
     @cached_property
     def _lost(self) -> dict[tuple[int, int, int], int]:
@@ -301,6 +321,8 @@ class JournalReader:
     """Reads a journal as it grows, across rotation, without parsing steps nobody asks for."""
 
     def __init__(self, path: Path, window: int = WINDOW) -> None:
+        self.left_out = ""
+        """What was not read, or not kept, because there is too much of it; in words."""
         self._path = path
         self._older = path.with_name(path.name + ".1")
         self._segment: int | None = None
@@ -309,7 +331,11 @@ class JournalReader:
         self._step_lines: deque[bytes] = deque(maxlen=window)
         self._split_lines: deque[bytes] = deque(maxlen=min(window, SPLIT_WINDOW))
         self.records: list[Record] = []
-        self._seen: set[bytes] = set()
+        self._size = 0
+        """Bytes of their lines, about."""
+        self._seen: set[int] = set()
+        self._skips = False
+        """Whether the rest of a line that is too long is passed over."""
 
     def poll(self) -> bool:
         """Take in what was written since the last call; True if there was anything."""
@@ -321,6 +347,7 @@ class JournalReader:
                     continue
                 if number != self._segment:
                     self._segment, self._offset, self._torn = number, 0, b""
+                    self._skips = False
                 fresh |= self._take(file)
             return fresh
 
@@ -337,22 +364,55 @@ class JournalReader:
         return sorted(dict(found).items())
 
     def _take(self, file: BinaryIO) -> bool:
+        size = os.fstat(file.fileno()).st_size
+        if size - self._offset > MOST_NEW:
+            self.left_out = f"{self._path.name}: all but its last {MOST_NEW >> 20} MB"
+            self._offset, self._torn, self._skips = size - MOST_NEW, b"", True
         file.seek(self._offset)
-        data = file.read()
-        self._offset += len(data)
+        begin = self._offset
+        while self._offset < size and (data := file.read(min(_CHUNK, size - self._offset))):
+            self._offset += len(data)
+            self._take_lines(data)
+        return self._offset > begin
+
+    def _take_lines(self, data: bytes) -> None:
         lines = (self._torn + data).split(b"\n")
         self._torn = lines.pop()
+        if lines and self._skips:
+            self._skips = False
+            del lines[0]
+        if self._skips or len(self._torn) > MOST_LINE:
+            self._torn, self._skips = b"", True
         for line in lines:
             if line.startswith(_STEP_LINE):
-                self._step_lines.append(line)
-                if _SPLIT in line:
-                    self._split_lines.append(line)
-            elif line and line not in self._seen and not line.startswith(_SEGMENT_LINE):
-                self._seen.add(line)
-                record = _parse(line)
-                if record is not None:
-                    self.records.append(record)
-        return bool(data)
+                if len(line) <= _MOST_STEP:
+                    self._step_lines.append(line)
+                    if _SPLIT in line:
+                        self._split_lines.append(line)
+            elif line and len(line) <= MOST_LINE and not line.startswith(_SEGMENT_LINE):
+                self._take_record(line)
+
+    def _take_record(self, line: bytes) -> None:
+        known = hash(line)
+        if known in self._seen:
+            return
+        self._seen.add(known)
+        record = _parse(line)
+        if record is None:
+            return
+        self.records.append(record)
+        self._size += len(line)
+        while self._size > MOST_RECORDS:
+            self._thin()
+
+    def _thin(self) -> None:
+        """Let go of the older half of what there is much of; what is rare is kept if it can be."""
+        half = len(self.records) // 2
+        rare = [record for record in self.records[:half] if _is_rare(record)]
+        kept = [*rare[: half // 2], *self.records[half + (half == 0) :]]
+        self.left_out = f"{self._path.name}: older records than {MOST_RECORDS >> 20} MB of them"
+        self._size = self._size * len(kept) // len(self.records)
+        self.records = kept
 
     @property
     def step_lines(self) -> tuple[bytes, ...]:
@@ -365,10 +425,15 @@ class JournalReader:
         return tuple(self._split_lines)
 
 
+def _is_rare(record: Record) -> bool:
+    """Whether a record is of a kind that cannot become many."""
+    return record["kind"] in KINDS and KINDS[record["kind"]].first == EVERY
+
+
 def _segment(path: Path, stack: contextlib.ExitStack) -> tuple[int, BinaryIO] | None:
     """A segment's number and its open file; None if there is none, or not yet."""
     try:
-        file = stack.enter_context(open(path, "rb"))
+        file = stack.enter_context(opening.file(path))
         head = file.read(SEGMENT_SIZE)
     except OSError:
         return None
@@ -443,7 +508,7 @@ class RunReader:
         name = STDERR if STDERR in names else STDERR_SO_FAR
         path = self.path / name
         try:
-            facts = path.stat()
+            facts = path.lstat()
         except OSError:
             return ""
         seen = (name, facts.st_ino, facts.st_mtime_ns, facts.st_size)
@@ -501,6 +566,7 @@ class RunReader:
             for record in self._journal(name).records
         ]
         self.manifest = self._read_manifest()
+        left_out = [each.left_out for each in self._journals.values() if each.left_out]
         return Run(
             path=self.path,
             manifest=self.manifest,
@@ -509,7 +575,7 @@ class RunReader:
             supervisor=supervisor,
             taken=time.time_ns(),
             stderr=self._stderr(names),
-            unreadable=(*self._damage, *unreadable),
+            unreadable=(*self._damage, *unreadable, *left_out),
         )
 
 
@@ -541,9 +607,9 @@ def glance(path: Path) -> Run:
 
 
 def _text(path: Path) -> str:
-    """The contents of a small text file, empty if there is none."""
+    """The end of a text file, empty if there is none."""
     try:
-        return path.read_text("utf-8", "replace")
+        return opening.ending(path, opening.MOST_TEXT).decode("utf-8", "replace")
     except OSError:
         return ""
 
@@ -561,11 +627,13 @@ def read_manifest(path: Path) -> Record:
     """
     file = path / MANIFEST
     try:
-        manifest = json.loads(file.read_bytes())
+        manifest = opening.json_object(file, opening.MOST_MANIFEST)
         version = int(manifest["format"])
-    except OSError as error:
+    except FileNotFoundError as error:
         raise DamagedError(f"{path} is not a run directory: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except OSError as error:
+        raise DamagedError(f"{file} {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, OverflowError):
         raise DamagedError(
             f"{file} is damaged", "the run cannot be read; name another run directory"
         ) from None

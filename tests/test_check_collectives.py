@@ -21,7 +21,7 @@ from ddpdoctor.preflight.collectives import WITHOUT_PEERS, environment
 from ddpdoctor.preflight.nccl_obstacle import why_no_nccl
 from ddpdoctor.preflight.nccl_words import advice
 from ddpdoctor.preflight.situation import Once, Situation, gpu_facts
-from tests.conftest import TOKEN, Doctor, marked
+from tests.conftest import LIMIT, TOKEN, Doctor, marked
 
 CHECK = (sys.executable, "-m", "ddpdoctor", "check", "--only", "collectives")
 
@@ -206,13 +206,13 @@ def test_an_interrupt_leaves_nothing_behind(
     with subprocess.Popen(
         CHECK, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     ) as process:
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + LIMIT
         while len(ranks(token)) < 2 and time.monotonic() < deadline:
             time.sleep(0.1)
         assert len(ranks(token)) == 2
         process.send_signal(number)
-        process.wait(10)
-        deadline = time.monotonic() + 5
+        process.wait(LIMIT)
+        deadline = time.monotonic() + LIMIT
         while marked(token) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert marked(token) == []
@@ -257,7 +257,7 @@ def test_the_check_itself_never_imports_torch(doctor: Doctor) -> None:
         env=doctor.environment(),
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=LIMIT,
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     assert "2 of 2 ranks reduced correctly" in done.stdout

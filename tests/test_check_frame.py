@@ -32,7 +32,7 @@ from ddpdoctor.preflight.running import GRACE, run_checks
 from ddpdoctor.preflight.situation import Options, Situation, split_endpoint
 from ddpdoctor.render import checks as render
 from ddpdoctor.render.checks import Progress
-from tests.conftest import ROOT, Doctor
+from tests.conftest import LIMIT, ROOT, Doctor
 
 
 def made(name: str, run: Run, limit: float = 5.0) -> Check:
@@ -293,7 +293,7 @@ def test_a_directory_that_was_removed(tmp_path: Path, words: str, status: int) -
         env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT,
     )
     assert ran.returncode == status
     assert "the working directory was removed" in ran.stderr

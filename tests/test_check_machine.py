@@ -41,7 +41,7 @@ from ddpdoctor.preflight import (
 from ddpdoctor.preflight.check import Outcome, Status
 from ddpdoctor.preflight.deadline import bounded
 from ddpdoctor.preflight.situation import Once, Options, Situation, gpu_facts
-from tests.conftest import Doctor
+from tests.conftest import LIMIT, Doctor
 from tests.test_check_gpus import device
 
 
@@ -379,7 +379,7 @@ def test_limits_of_the_shell(
         capture_output=True,
         text=True,
         preexec_fn=limited(limit, value),
-        timeout=60,
+        timeout=LIMIT,
     )
     (told,) = json.loads(done.stdout)["checks"]
     found = [finding["message"] for finding in told["findings"]]
@@ -783,7 +783,7 @@ def test_real_orphans_are_found_and_ended_when_asked_to(
         watch=False,
     )  # fmt: skip
     launcher = psutil.Process(live.process.pid)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LIMIT
     while not launcher.children() and time.monotonic() < deadline:
         time.sleep(0.1)
     (rank,) = launcher.children()
@@ -798,7 +798,7 @@ def test_real_orphans_are_found_and_ended_when_asked_to(
     assert mine() == []
     live.process.send_signal(signal.SIGKILL)
     live.process.wait(10)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + LIMIT
     while not mine() and time.monotonic() < deadline:
         time.sleep(0.1)
     (orphan,) = mine()
@@ -840,7 +840,7 @@ def test_it_asks_and_ends_them_in_a_machine_of_their_own(
         text=True,
     ) as process:
         os.write(head, f"{answer}\n".encode())
-        shown, _ = process.communicate(timeout=90)
+        shown, _ = process.communicate(timeout=LIMIT)
     os.close(tail)
     os.close(head)
     assert ("2 of 2 ended" if answer == "y" else "nothing was ended") in shown

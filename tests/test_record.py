@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
+from ddpdoctor import opening
 from ddpdoctor.errors import DoctorError
 from ddpdoctor.finding import RULES, examine
 from ddpdoctor.probe.recorder import QUEUE, NotYet, Recorder
@@ -40,6 +41,7 @@ from ddpdoctor.record import (
     segment_number,
 )
 from ddpdoctor.run import Rank, RunReader, read_manifest
+from tests.conftest import LIMIT
 
 PACKAGE = Path(__file__).parent.parent / "ddpdoctor"
 SMALL = 1 << 15
@@ -533,17 +535,19 @@ def test_a_rotation_while_a_reader_looks_loses_nothing(
     opened = path.with_name(path.name + ".1") if segment == "older" else path
     meddled = False
 
+    real = opening.file
+
     def meddling(file: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal meddled
         try:
-            return open(file, *args, **kwargs)
+            return real(file, *args, **kwargs)
         finally:
             if not meddled and file == opened:
                 meddled = True
                 write(22)
 
     with monkeypatch.context() as patch:
-        patch.setattr("ddpdoctor.run.open", meddling, raising=False)
+        patch.setattr(opening, "file", meddling)
         live.poll()
     assert meddled
     write(1)
@@ -723,7 +727,7 @@ def test_records_are_written_in_order_soon_after(rig: Rig) -> None:
     rig.recorder.add({"kind": "a"})
     rig.recorder.add(lambda last: encode({"kind": "b"}))
     rig.recorder.add({"kind": "c"})
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + LIMIT
     while len(rig.kinds()) < 3 and time.monotonic() < deadline:
         time.sleep(0.02)
     assert rig.kinds() == ["a", "b", "c"]
@@ -791,6 +795,66 @@ def test_a_record_that_cannot_be_encoded_does_not_end_the_writing_thread(
     rig.recorder.add({"kind": "after"})
     rig.recorder.flush(5)
     assert "after" in rig.kinds()
+
+
+def test_what_cannot_wait_is_written_while_the_writing_thread_is_at_work(rig: Rig) -> None:
+    held, done = threading.Event(), threading.Event()
+
+    def slow(last: bool) -> bytes:
+        held.set()
+        done.wait(30)
+        return encode({"kind": "slow"})
+
+    rig.recorder.add(slow)
+    rig.recorder.start()
+    assert held.wait(30)
+    rig.recorder.add_now({"kind": "urgent"})
+    assert rig.kinds() == ["urgent"]
+    done.set()
+    rig.recorder.close(30)
+    assert rig.kinds() == ["urgent", "slow"]
+
+
+def test_what_cannot_wait_does_not_wait_for_a_device(rig: Rig) -> None:
+
+    def busy(last: bool) -> bytes:
+        raise NotYet
+
+    rig.recorder.add({"kind": "a"})
+    rig.recorder.add(busy)
+    rig.recorder.add_now({"kind": "urgent"})
+    assert sorted(rig.kinds()) == ["a", "urgent"]
+
+
+def test_lines_written_at_once_are_whole_while_the_journal_rotates(tmp_path: Path) -> None:
+    """A thread ends one segment after the other, and no line gets into another file."""
+    path = tmp_path / "journal"
+    journal = Journal(str(path), SMALL)
+    other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
+    over = threading.Event()
+
+    def write() -> None:
+        for number in range(2_000):
+            journal.write([step(number)])
+            # What the job opens meanwhile must not get a descriptor of ours.
+            os.close(os.open(tmp_path / "other", os.O_RDWR))
+        over.set()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    said = 0
+    while not over.is_set():
+        journal.write_now(encode({"kind": "loop", "number": said}))
+        said += 1
+    thread.join()
+    journal.close()
+    assert said
+    assert os.fstat(other).st_size == 0
+    os.close(other)
+    segments = [path.with_name("journal.1"), path]
+    lines = [line for each in segments for line in each.read_bytes().splitlines()]
+    assert all(json.loads(line)["kind"] in ("segment", "step", "loop") for line in lines)
+    assert all(segment_number(each.read_bytes()[:SEGMENT_SIZE]) is not None for each in segments)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")

@@ -14,7 +14,7 @@ import pytest
 
 from ddpdoctor.commands import report
 from ddpdoctor.errors import DoctorError
-from tests.conftest import JOBS, Doctor, Result, marked
+from tests.conftest import JOBS, LIMIT, Doctor, Result, marked
 
 TRAIN = str(JOBS / "train.py")
 TWO = ("--nproc-per-node", "2")
@@ -210,6 +210,7 @@ def test_the_newest_run_that_is_over(doctor: Doctor) -> None:
         (["a", "b"], "report takes one run", "--log FILE"),
         (["--jsn"], "unknown option --jsn", "did you mean --json?"),
         (["--output", "xml"], "option --output needs text or problems", ""),
+        (["--wait", "x"], "option --wait needs a number of seconds", ""),
     ],
 )
 def test_bad_input_is_one_clear_line(
@@ -232,7 +233,7 @@ def test_nothing_heavy_is_imported(failed: Result) -> None:
         "{name.split('.')[0] for name in sys.modules}\n"
         "assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=LIMIT)
 
 
 def test_a_log_from_a_pipe_in_plain_ascii(doctor: Doctor) -> None:
@@ -242,7 +243,7 @@ def test_a_log_from_a_pipe_in_plain_ascii(doctor: Doctor) -> None:
         input=log.read_bytes(),
         capture_output=True,
         env={**doctor.environment(), "LC_ALL": "C", "PYTHONIOENCODING": "ascii", "COLUMNS": "80"},
-        timeout=60,
+        timeout=LIMIT,
     )
     assert (done.returncode, done.stderr) == (2, b"")
     assert done.stdout.startswith(b"error DDP803: ")

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ddpdoctor import rundir
+from ddpdoctor.commands import report
 from ddpdoctor.errors import DoctorError
 from ddpdoctor.run import RunReader
+from tests.conftest import LIMIT
 
 if TYPE_CHECKING:
     from tests.conftest import Doctor, Result
@@ -40,6 +42,10 @@ def mode(path: Path) -> int:
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The base directory of this test; not made yet."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(rundir, "_remarked", set())
+    for name in ("XDG_RUNTIME_DIR", "XDG_STATE_HOME"):
+        monkeypatch.setenv(name, f"{tmp_path}/nowhere")
+    (tmp_path / "nowhere").touch()
     assert rundir.base_directory() == tmp_path / f"ddpdoctor-{os.getuid()}"
     return rundir.base_directory()
 
@@ -121,7 +127,8 @@ def test_a_link_named_by_run_dir_is_refused(tmp_path: Path) -> None:
 def test_the_attack_as_a_person_sees_it(doctor: Doctor) -> None:
     (doctor.directory / "victim").mkdir()
     (doctor.directory / f"ddpdoctor-{os.getuid()}").symlink_to("victim")
-    result = doctor.cli("run", "--", PYTHON, "-c", "open('ran', 'w')")
+    nowhere = {"XDG_RUNTIME_DIR": "/dev/null", "XDG_STATE_HOME": "/dev/null"}
+    result = doctor.cli("run", "--", PYTHON, "-c", "open('ran', 'w')", env=nowhere)
     assert result.status == 2
     assert "refused" in result.stderr.splitlines()[0]
     assert "--run-dir" in result.stderr.splitlines()[1]
@@ -141,11 +148,102 @@ def test_every_file_of_a_run_is_behind_a_closed_door(doctor: Doctor) -> None:
 # -- a directory that was chosen
 
 
-def test_an_empty_directory_is_taken_and_closed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", [0o700, 0o755, 0o2775, 0o1777], ids=oct)
+def test_an_empty_directory_keeps_its_mode(before: int, tmp_path: Path) -> None:
     chosen = tmp_path / "empty"
-    chosen.mkdir(mode=0o755)
+    chosen.mkdir()
+    chosen.chmod(before)
     assert rundir.create(str(chosen)) == chosen
-    assert mode(chosen) == 0o700
+    assert mode(chosen) == before
+
+
+def test_the_files_of_a_run_are_the_users_alone(doctor: Doctor) -> None:
+    chosen = doctor.directory / "open"
+    chosen.mkdir()
+    chosen.chmod(0o777)
+    code = "import ddpdoctor"
+    result = doctor.cli("run", "--run-dir", str(chosen), "--", PYTHON, "-c", code)
+    assert mode(chosen) == 0o777
+    files = {path.name: oct(mode(path)) for path in chosen.iterdir() if path.is_file()}
+    assert {"run.json", "lock", "supervisor.jsonl", "stderr.log"} <= files.keys()
+    assert {name: each for name, each in files.items() if int(each, 8) & 0o077} == {}
+    assert result.ours.count("others may write to") == 1
+
+
+@pytest.mark.parametrize("option", ["--run-dir", "--json", "--workspace"])
+def test_an_empty_name_is_no_name(option: str, doctor: Doctor) -> None:
+    for words in ((option, ""), (f"{option}=",)):
+        result = doctor.cli("run", *words, "--", PYTHON, "-c", "open('ran', 'w')")
+        assert result.status == 2
+        assert f"error: option {option} needs a" in result.stderr
+    assert not (doctor.directory / "ran").exists()
+
+
+# -- a base that is taken
+
+
+@pytest.fixture
+def taken(base: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The base directory, which somebody else has made and filled with a run."""
+    made(base / "20990101-000000-abcdef")
+    (base / rundir.LATEST).symlink_to("20990101-000000-abcdef")
+    if os.getuid() == 0:
+        os.chown(base, 4711, 4711)
+    else:
+        base.rename(base.with_name("theirs"))
+        base.symlink_to("theirs")
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setenv("XDG_STATE_HOME", str(base.parent / "state"))
+    return base
+
+
+def test_runs_go_elsewhere_if_the_place_is_taken(
+    taken: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(taken.iterdir())
+    path = published()
+    elsewhere = taken.parent / "state" / "ddpdoctor"
+    assert (path.parent, mode(elsewhere)) == (elsewhere, 0o700)
+    assert rundir.find(rundir.LATEST) == rundir.find(path.name) == path.resolve()
+    assert rundir.finished() == [path.resolve()]
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert str(taken) in lines[0] and lines[0].endswith(f"runs are kept in {elsewhere}")
+    assert sorted(taken.iterdir()) == before
+
+
+def test_the_runtime_directory_comes_first(taken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(taken.parent / "runtime"))
+    (taken.parent / "runtime").mkdir(mode=0o700)
+    assert rundir.create(None).parent == taken.parent / "runtime" / "ddpdoctor"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "relative")
+    assert rundir.create(None).parent == taken.parent / "state" / "ddpdoctor"
+
+
+def test_no_run_of_somebody_else_is_named(taken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (rundir.LATEST, "20990101-000000-abcdef"):
+        with pytest.raises(DoctorError, match="no run named"):
+            rundir.find(name)
+        with pytest.raises(DoctorError, match="no run named"):
+            report.main([name])
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
+    for name in (rundir.LATEST, "20990101-000000-abcdef"):
+        with pytest.raises(DoctorError, match="refused"):
+            rundir.find(name)
+        with pytest.raises(DoctorError, match="refused"):
+            report.main([name])
+
+
+def test_a_directory_that_was_chosen_and_is_somebody_elses_now(base: Path) -> None:
+    path = made(rundir.create(str(base.parent / "chosen")))
+    lock = rundir.Lock(path)
+    rundir.publish(path)
+    assert rundir.live() == [path]
+    if os.getuid() != 0:
+        pytest.skip("only root can give a directory to somebody else")
+    os.chown(path, 4711, 4711)
+    assert rundir.live() == []
+    lock.close()
 
 
 def test_a_relative_directory_is_made_absolute(
@@ -279,7 +377,7 @@ def test_a_running_job_survives_twenty_others(doctor: Doctor) -> None:
     doctor.cli("run", "--", "true")
     assert sum(path.exists() for path in newer) < 25
     assert mine.is_dir()
-    live.process.communicate(b"\n", timeout=30)
+    live.process.communicate(b"\n", timeout=LIMIT)
     assert live.process.returncode == 11
     assert mine.is_dir()
 
@@ -323,7 +421,7 @@ def limited(doctor: Doctor, kilobytes: int, *words: str) -> Result:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=LIMIT,
     )
     from tests.conftest import Result
 

@@ -42,7 +42,7 @@ from ddpdoctor.stacks.py_spy import find_py_spy, native_frames
 from ddpdoctor.stacks.ranks import rank_set
 from ddpdoctor.stacks.user_frames import innermost, is_user_path
 from tests.candidates import HOLDS_GIL, SLEEPS, SPINS, Candidates, at, line_of
-from tests.conftest import Doctor
+from tests.conftest import LIMIT, Doctor
 
 ENTRY = Path(ddpdoctor.probe.__file__).parent / "entry"
 TORCH = "/srv/env/lib/python3.12/site-packages/torch"
@@ -468,15 +468,18 @@ def test_children_of_a_candidate_are_none(candidates: Candidates) -> None:
     helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     if os.fork() == 0:
         time.sleep(600)
-    time.sleep(0.5)
     print("ready")
     time.sleep(600)  # here
     """
     live = candidates.start(source)
-    (found,) = candidates.capture()
+    # Both have to have come to their sleep.
+    deadline = time.monotonic() + LIMIT
+    while time.monotonic() < deadline:
+        (found,) = candidates.capture()
+        if [child.letter for child in found.state.children] == ["S", "S"]:
+            break
+    assert [child.letter for child in found.state.children] == ["S", "S"]
     assert (found.pid, at(found.main)) == (live.process.pid, line_of(live, "here"))
-    assert len(found.state.children) == 2
-    assert all(child.letter == "S" for child in found.state.children)
     assert any("time.sleep(600)" in child.command for child in found.state.children)
     for child in found.state.children:
         os.kill(child.pid, signal.SIGKILL)
@@ -556,7 +559,7 @@ def test_the_jobs_own_faulthandler_works_as_before(candidates: Candidates, tmp_p
     (found,) = candidates.capture()
     assert found.trouble == ""
     live.process.send_signal(signal.SIGUSR1)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + LIMIT
     names = ("own-usr1", "own-later")
     while time.monotonic() < deadline and not all(
         (tmp_path / name).read_text().strip() for name in names

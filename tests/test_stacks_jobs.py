@@ -19,7 +19,7 @@ from ddpdoctor.run import glance
 from ddpdoctor.stacks.capture import capture
 from ddpdoctor.stacks.declared import read_declared
 from ddpdoctor.stacks.user_frames import innermost
-from tests.conftest import JOBS, Doctor, Live, Result, marked
+from tests.conftest import JOBS, LIMIT, Doctor, Live, Result, marked
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="stacks are asked for by /proc")
 
@@ -62,7 +62,7 @@ def start(doctor: Doctor, *places: str) -> Stuck:
                 return False
         return len(found) == len(places)
 
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + LIMIT
     while not ((live.run_dir / "run.json").exists() and is_stuck()):
         assert live.process.poll() is None, live.err.read_text()
         assert time.monotonic() < deadline, "the ranks never got where they get stuck"
@@ -173,7 +173,7 @@ sys.exit(cli.main(words))
 def test_ranks_of_another_user_say_so(stuck: Stuck) -> None:
     def as_nobody() -> Result:
         return stuck.doctor.run(
-            sys.executable, "-c", AS_NOBODY, str(stuck.run_dir), watch=False, timeout=30
+            sys.executable, "-c", AS_NOBODY, str(stuck.run_dir), watch=False, timeout=LIMIT
         )
 
     refused = as_nobody()
@@ -204,7 +204,7 @@ def test_ranks_of_another_user_say_so(stuck: Stuck) -> None:
 def test_ranks_that_are_not_ranks_yet_and_the_end(doctor: Doctor) -> None:
     """One waits in init_process_group for one that never gets there."""
     made = start(doctor, "sleep", "before")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LIMIT
     wanted = [f"stuck.py:{LINES[place]} " for place in ("init", "before")]
     while not all(place in (said := made.says()).stdout for place in wanted):
         assert time.monotonic() < deadline, said.stdout

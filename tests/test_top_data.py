@@ -35,7 +35,7 @@ from ddpdoctor.top.snapshot import RankRow, Snapshot
 from ddpdoctor.top.source import Replay, Want, live_runs, open_source
 from ddpdoctor.top.steplog import StepLog, StepTail
 from ddpdoctor.top.verdict import Facts, judge
-from tests.conftest import Doctor
+from tests.conftest import LIMIT, Doctor
 from tests.generated import MS, USUAL, Generated, step_line, uuid
 from tests.test_showing import FOUND
 
@@ -962,7 +962,7 @@ def test_the_slowed_rank_of_a_real_job_is_blamed(doctor: Doctor) -> None:
     job.wait_for_steps(60)
     source = open_source(str(job.run_dir))
     assert isinstance(source, LiveSource)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + LIMIT
     snapshot: Snapshot = source.read(ALL)
     while (snapshot.verdict.rank is None or not snapshot.output) and time.monotonic() < deadline:
         time.sleep(1)

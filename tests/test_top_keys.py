@@ -33,6 +33,7 @@ from ddpdoctor.top.snapshot import Snapshot
 from ddpdoctor.top.source import RunChoice, Want
 from ddpdoctor.top.view import View
 from tests import top_snapshots as made
+from tests.conftest import LIMIT
 
 
 class Frames:
@@ -88,7 +89,7 @@ def drive(app: TopApp, test: Test, size: tuple[int, int] = (100, 30)) -> None:
 
 
 async def until(pilot: Pilot[None], condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + LIMIT
     while not condition():
         assert time.monotonic() < deadline, "never happened"
         await pilot.pause(0.01)

@@ -16,10 +16,11 @@ from ddpdoctor.top import demo, prometheus
 from ddpdoctor.top.prometheus import Exporter, address
 from ddpdoctor.top.snapshot import Snapshot, Verdict
 from ddpdoctor.top.source import ALL
+from tests.conftest import LIMIT
 
 
 def scrape(port: int) -> dict[str, list[Any]]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=LIMIT) as answer:
         text = answer.read().decode()
     return {family.name: family.samples for family in text_string_to_metric_families(text)}
 

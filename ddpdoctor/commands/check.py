@@ -15,6 +15,7 @@ from types import FrameType
 
 import ddpdoctor.preflight  # noqa: F401 (registers the checks)
 from ddpdoctor import working_directory
+from ddpdoctor.control_characters import shown
 from ddpdoctor.errors import DoctorError
 from ddpdoctor.preflight import arguments, orphans
 from ddpdoctor.preflight.check import CHECKS, Check, Outcome, Status
@@ -136,13 +137,13 @@ def _tell(
         return
     colour = sys.stdout.isatty() and _wants_colour()
     width = min(shutil.get_terminal_size((80, 24)).columns, 100)
-    sys.stdout.write(_heading(situation, host))
+    sys.stdout.write(shown(_heading(situation, host), "\n"))
     sys.stdout.write(render.table(outcomes, colour=colour, width=width))
     sys.stdout.write(render.findings(outcomes, colour=colour, width=width))
     print(f"\n{render.summary(outcomes, seconds)}")
     line = next_line(situation, outcomes)
     if line:
-        print(f"\nstart the job on this node with:\n{line}")
+        print(f"\nstart the job on this node with:\n{shown(line)}")
 
 
 def _end_orphans(situation: Situation) -> None:
@@ -156,7 +157,7 @@ def _end_orphans(situation: Situation) -> None:
         print("no rank of an earlier job is left\n")
         return
     for orphan in found:
-        print(orphans.describe(orphan))
+        print(shown(orphans.describe(orphan)))
     if not sys.stdin.isatty():
         pids = " ".join(str(orphan.process.pid) for orphan in found)
         raise DoctorError(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ddpdoctor import rundir
+from ddpdoctor.control_characters import shown
 from ddpdoctor.errors import DoctorError
 from ddpdoctor.failures import sources, verdict
 from ddpdoctor.failures.log import Sighting, read
@@ -39,6 +41,7 @@ Options:
   --json            Each finding as a line of JSON, as `run --json` writes them.
   --output FORMAT   text, or problems: findings as lines that an editor's problem
                     matcher understands (path:line:col: severity CODE message).
+  --wait SECONDS    Wait so long for the end of a run that lives [default: 0].
   -h, --help        Show this text.
 
 A copied directory tells the same as on its own machine, without the lines of
@@ -51,7 +54,7 @@ or file, or it cannot be read.
 UNREADABLE = 3
 """Exit status where there is nothing to report on."""
 
-_FLAGS = ("--log", "--json", "--output", "--help", "-h")
+_FLAGS = ("--log", "--json", "--output", "--wait", "--help", "-h")
 _FORMATS = ("text", "problems")
 _OF_A_RUN = ("rank-*.status", "rank-*.jsonl", "supervisor.jsonl", "process-*.jsonl")
 
@@ -62,6 +65,7 @@ class _Options:
     log: bool = False
     json: bool = False
     output: str = "text"
+    wait: float = 0.0
     help: bool = False
 
 
@@ -99,6 +103,10 @@ def _parse(words: Sequence[str]) -> _Options:
             if value not in _FORMATS:
                 raise _wrong(f"option --output needs text or problems, not {value!r}")
             options.output = value
+        elif name == "--wait":
+            if not equals:
+                value = queue.pop(0) if queue else ""
+            options.wait = _seconds(value)
         elif word == "--":
             options.names += queue
             break
@@ -113,6 +121,12 @@ def _parse(words: Sequence[str]) -> _Options:
     if not options.help:
         _check(options)
     return options
+
+
+def _seconds(text: str) -> float:
+    if not (text.isascii() and text.isdigit() and len(text) < 6):
+        raise _wrong(f"option --wait needs a number of seconds, not {text!r}")
+    return float(text)
 
 
 def _check(options: _Options) -> None:
@@ -133,6 +147,9 @@ def _of_run(options: _Options) -> list[Finding]:
     path, remark = _chosen(options.names[0] if options.names else None)
     import ddpdoctor.rules  # noqa: F401 (registers the rules; not before they are needed)
 
+    deadline = time.monotonic() + options.wait
+    while rundir.is_live(path) and time.monotonic() < deadline:
+        time.sleep(0.1)
     try:
         run = RunReader(path, lenient=True).snapshot()
     except OSError as error:
@@ -157,7 +174,7 @@ def _of_run(options: _Options) -> list[Finding]:
         return found
     for finding in found:
         text = faults.guarded(f"the text of {finding.code}", _text_of_run, run, finding)
-        print(text or f"{finding.severity.label} {finding.code}: {finding.message}")
+        print(text or shown(f"{finding.severity.label} {finding.code}: {finding.message}"))
     _print(faults.guarded("the summary", lambda: list(summary.lines(run))) or ())
     _print([remark] if remark else [])
     if live:
@@ -172,14 +189,14 @@ def _chosen(name: str | None) -> tuple[Path, str]:
         try:
             over, live = rundir.finished(), rundir.live()
         except OSError as error:
-            raise _wrong(f"cannot read {rundir.base_directory()}: {error.strerror}") from None
+            raise _wrong(f"the runs cannot be listed: {error}") from None
         if over:
             return over[0], ""
         if live:
             return live[0], "no run of yours is over yet"
         raise _wrong("there is no run yet", "`ddpdoctor run` starts one; --log FILE reads a log")
     given = Path(name)
-    path = given if given.exists() else rundir.base_directory() / name
+    path = next((each for each in rundir.places(name) if each.exists()), given)
     if path.is_file():
         raise _wrong(f"{name} is a file, not a run directory", f"ddpdoctor report --log {name}")
     if not path.is_dir():
@@ -252,11 +269,11 @@ class _Counted:
 
 def _print(lines: Iterable[str]) -> None:
     for line in lines:
-        print(line)
+        print(shown(line))
 
 
 def _complain(text: str) -> None:
-    print(f"ddpdoctor: {text}", file=sys.stderr)
+    print(f"ddpdoctor: {shown(text)}", file=sys.stderr)
 
 
 def _text_of_run(run: Run, finding: Finding) -> str:

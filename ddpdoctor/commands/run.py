@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ddpdoctor import rundir, working_directory
 from ddpdoctor.errors import DoctorError
 from ddpdoctor.launch import command as job_command
-from ddpdoctor.launch import tracebacks
+from ddpdoctor.launch import terminal, tracebacks
 from ddpdoctor.launch.debugging import Debugging
 from ddpdoctor.launch.passthrough import Passthrough
 from ddpdoctor.launch.supervisor import Supervisor, end_like
@@ -50,11 +50,17 @@ Options of ddpdoctor:
 Debugger (debugpy starts in a rank only when somebody attaches):
   --debug-port PORT Local rank R listens on PORT + R [default: 5678; 0: any].
   --debug-host ADDRESS
-                    Listen there instead of on 127.0.0.1: anybody who can reach
-                    it can run code as you.
+                    Listen there instead of on 127.0.0.1, where only you and
+                    root are let in; needs --debug-unidentified.
+  --debug-unidentified
+                    Let in clients whose user cannot be determined, as those of
+                    other machines: they can run code as you.
   --wait-for-attach [RANKS]
                     Hold every rank before its first line until a debugger is
                     attached to RANKS, such as 0,2-3 [default: all].
+  --stop-with-debugger
+                    End the job, all ranks at once, when such a debugger is
+                    stopped; any other only detaches.
   --debug-on-error  Hold a rank at an uncaught exception until a debugger has
                     looked at it.
   --no-debug        No debug ports; breakpoint() is Python's own.
@@ -84,13 +90,15 @@ def main(words: Sequence[str]) -> int:
     if command is None:
         sys.stdout.write(HELP)
         return 0
-    passthrough = Passthrough()
+    passthrough = Passthrough(direct=terminal.is_typed_into(command.argv))
     reporter = Reporter(passthrough.say, command.own, tracebacks.keep)
     if working_directory.is_gone():
         reporter.warn(f'{working_directory.GONE}, and torch hardly starts there: type `cd "$PWD"`')
     debugging = None if command.own.no_debug else _debugging(command, reporter)
     try:
         directory = rundir.create(command.own.run_dir)
+        if rundir.is_open_to_others(directory):
+            reporter.note(f"others may write to {directory}, and what they put there is read")
     except OSError as error:
         directory = None
         reporter.warn(f"no run directory ({error}); the job runs unwatched")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import sys
 import time
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddpdoctor.control_characters import json_text, shown
 from ddpdoctor.errors import DoctorError
 
 if TYPE_CHECKING:
@@ -88,8 +88,7 @@ def main(words: Sequence[str]) -> int:
             "without --rank you see the ranks there are",
         )
     if "--json" in options.flags:
-        json.dump(_as_json(taken), sys.stdout, indent=1)
-        sys.stdout.write("\n")
+        print(json_text(_as_json(taken), indent=1))
     else:
         _print(taken, options)
     return 0
@@ -140,7 +139,8 @@ def _take(options: _Options) -> _Taken:
         path, *others = rundir.some_live()
     if others:
         names = ", ".join(each.name for each in others[:3])
-        print(f"ddpdoctor: {path.name} is the newest live run of several: {names}", file=sys.stderr)
+        text = f"{path.name} is the newest live run of several: {names}"
+        print(f"ddpdoctor: {shown(text)}", file=sys.stderr)
     if not rundir.is_live(path):
         return _last(path, options)
     from ddpdoctor.run import glance

@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 from ddpdoctor.probe.sites import user_file
 
+LONGEST = 1 << 16
+"""Bytes of a line that are looked at: to search one of megabytes takes seconds."""
+
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 _MARK = re.compile(
     r"\[rank(?P<rank>\d+)\]:[ ]?"  # torch's own, of an uncaught exception or a log line
@@ -47,10 +50,12 @@ class Line(NamedTuple):
 def clean(raw: bytes) -> str:
     """A raw line as a terminal would leave it: without colours, and what a progress bar drew last.
 
-    Invalid UTF-8 becomes replacement characters.
+    Invalid UTF-8 becomes replacement characters. Of a line that is too long both ends are left.
     """
-    text = raw.decode("utf-8", "replace").rstrip("\r\n").rpartition("\r")[2]
-    return _CONTROL.sub("", text)
+    raw = raw.rstrip(b"\r\n").rpartition(b"\r")[2]
+    if len(raw) > LONGEST:
+        raw = raw[: LONGEST // 2] + b" ... " + raw[-LONGEST // 2 :]
+    return _CONTROL.sub("", raw.decode("utf-8", "replace"))
 
 
 def taken_apart(text: str) -> Line:

@@ -45,7 +45,10 @@ ENDED_BY = "the rank was ended by"
 
 GLOO_IN_FULL = "TORCH_CPP_LOG_LEVEL=INFO ddpdoctor check --only collectives"
 
-_LEFT_OUT = ("TORCHELASTIC_", "PET_", "DDPDOCTOR_RUN_", "DDPDOCTOR_SUPERVISOR")
+_LEFT_OUT = (
+    *("TORCHELASTIC_", "PET_"),
+    *("DDPDOCTOR_RUN_", "DDPDOCTOR_SUPERVISOR", "DDPDOCTOR_KEEPERS"),
+)
 _NOT_PASSED = frozenset(
     {
         "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",

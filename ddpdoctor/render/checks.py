@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import textwrap
@@ -11,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from typing import TextIO
 
+from ddpdoctor.control_characters import json_text, shown
 from ddpdoctor.preflight.check import Outcome, Status, outcome_record
 
 _STYLE = {
@@ -41,7 +41,7 @@ def table(outcomes: Sequence[Outcome], *, colour: bool, width: int) -> str:
         word = _SHORT.get(outcome.status, outcome.status.value).ljust(_WORD)
         if colour:
             word = f"\x1b[{_STYLE[outcome.status]}m{word}\x1b[0m"
-        details = textwrap.wrap(outcome.detail, room, break_on_hyphens=False) or [""]
+        details = textwrap.wrap(shown(outcome.detail, "\n\t"), room, break_on_hyphens=False) or [""]
         lines.append(f"{outcome.check:<{_NAME}} {word} {details[0]}".rstrip())
         lines += [f"{'':<{_NAME + _WORD + 2}}{each}" for each in details[1:]]
     return "".join(f"{line}\n" for line in lines)
@@ -79,7 +79,7 @@ def summary(outcomes: Sequence[Outcome], seconds: float) -> str:
 
 def document(outcomes: Sequence[Outcome], host: str, exit_status: int, seconds: float) -> str:
     """All outcomes as one JSON object."""
-    return json.dumps(
+    return json_text(
         {
             "host": host,
             "exit_status": exit_status,
@@ -115,6 +115,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """A line for somebody who waits, on a terminal or in a log; from any thread."""
+        text = shown(text, "\n")
         with self._lock:
             self._write(f"\r\x1b[K{text}\n" if self._shows else f"{text}\n")
             self._show()

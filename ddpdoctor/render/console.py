@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import linecache
 import os
 import re
 import socket
@@ -12,6 +11,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from ddpdoctor import opening
+from ddpdoctor.control_characters import shown
 from ddpdoctor.failures.lines import users_file
 from ddpdoctor.finding import Finding, Location, Severity
 from ddpdoctor.run import Run
@@ -65,13 +66,13 @@ def render(
     style = _STYLE[finding.severity]
     head = Text()
     head.append(finding.severity.label, style)
-    head.append(f" {finding.code}: ", "bold")
-    head.append(finding.message, "bold")
+    head.append(f" {shown(finding.code)}: ", "bold")
+    head.append(shown(finding.message), "bold")
     console.print(head)
     if finding.location is not None:
         _code_frame(console, finding, finding.location, style, written)
     for frame in _calls(finding):
-        console.print(Text(f"  {frame}", "dim"), soft_wrap=True)
+        console.print(Text(f"  {shown(frame)}", "dim"), soft_wrap=True)
     for line in finding.evidence:
         _bullet(console, "evidence:", line)
     if kept is not None:
@@ -80,13 +81,13 @@ def render(
         _bullet(console, "fix:", finding.fix, "green")
     if finding.paste:
         # In one piece, however long: it is there to be copied.
-        console.print(Text(f"  {'paste:':<10}{finding.paste}"), soft_wrap=True)
+        console.print(Text(f"  {'paste:':<10}{shown(finding.paste)}"), soft_wrap=True)
     return buffer.getvalue()
 
 
 def _bullet(console: Console, label: str, text: str, style: str = "") -> None:
     indent = " " * 12
-    lines = Text(text).wrap(console, max(20, console.width - len(indent)))
+    lines = Text(shown(text, "\n\t")).wrap(console, max(20, console.width - len(indent)))
     for number, line in enumerate(lines):
         lead = Text(f"  {label:<10}" if number == 0 else indent, style)
         line.rstrip()
@@ -115,7 +116,7 @@ def _as_it_was(finding: Finding, location: Location, line: str, written: float |
     if written is None:
         return True
     try:
-        return os.stat(location.path).st_mtime <= written
+        return opening.facts(location.path).st_mtime <= written
     except OSError:
         return False
 
@@ -125,13 +126,13 @@ def _code_frame(
 ) -> None:
     path = shown_path(location.path)
     console.print(Text(f"  --> {path}:{location.line}", "cyan"), soft_wrap=True)
-    linecache.checkcache(location.path)
+    source = _source(location.path)
     first = max(1, location.line - _CONTEXT)
     lines = [
-        (number, _shown(linecache.getline(location.path, number).rstrip()))
+        (number, shown(source[number - 1].rstrip(), "\t") if number <= len(source) else "")
         for number in range(first, location.line + _CONTEXT + 1)
     ]
-    guilty_line = next(text for number, text in lines if number == location.line)
+    guilty_line = next((text for number, text in lines if number == location.line), "")
     if not guilty_line or not _as_it_was(finding, location, guilty_line, written):
         return
     digits = len(str(lines[-1][0]))
@@ -145,11 +146,13 @@ def _code_frame(
         console.print(row, soft_wrap=True)
 
 
-def _shown(line: str) -> str:
-    """A line without what a terminal would take for orders: not every file is text."""
-    return "".join(
-        each if each.isprintable() or each == "\t" else "\N{REPLACEMENT CHARACTER}" for each in line
-    )
+def _source(path: str) -> list[str]:
+    """The lines of a source file, as Python counts them; none if it cannot be read here."""
+    try:
+        text = opening.contents(path, opening.MOST_SOURCE, links=True)
+    except (OSError, ValueError):
+        return []
+    return io.TextIOWrapper(io.BytesIO(text), "utf-8", "replace").read().split("\n")
 
 
 def _calls(finding: Finding) -> list[str]:
@@ -179,9 +182,9 @@ def _calls(finding: Finding) -> list[str]:
 def shown_path(path: str) -> str:
     """A path as a person would type it: relative if it lies below the working directory."""
     try:
-        return str(Path(path).relative_to(Path.cwd()))
+        return shown(str(Path(path).relative_to(Path.cwd())))
     except (ValueError, OSError):
-        return path
+        return shown(path)
 
 
 def wants_colour(descriptor: int = 2) -> bool:

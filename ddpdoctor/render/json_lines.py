@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
+from ddpdoctor.control_characters import json_text
 from ddpdoctor.finding import Finding, to_record
 from ddpdoctor.said import Withdrawn, record
 
@@ -13,7 +12,7 @@ def line(finding: Finding) -> str:
 
     ``location`` is ``{"path": ..., "line": ...}`` or null.
     """
-    return json.dumps(to_record(finding))
+    return json_text(to_record(finding))
 
 
 def retraction(withdrawn: Withdrawn) -> str:
@@ -22,4 +21,4 @@ def retraction(withdrawn: Withdrawn) -> str:
     ``retracts`` is the number of the line that it is about, from 1; ``why`` is ``explained``,
     ``restated``, ``untrue`` or ``over``, and ``by`` the code that explains it, or null.
     """
-    return json.dumps(record(withdrawn))
+    return json_text(record(withdrawn))

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+from ddpdoctor.control_characters import shown
 from ddpdoctor.errors import DoctorError
 from ddpdoctor.faults import Faults
 from ddpdoctor.finding import RULES, Finding, examine
@@ -166,6 +167,7 @@ def script(run: Run) -> str:
 def _lines(text: str) -> str:
     """A sentence of ours, wrapped if it goes to a terminal."""
     width = terminal_width(2)
+    text = shown(text)
     rows = textwrap.wrap(text, width - len(PREFIX)) if width else [text]
     return "".join(f"{PREFIX}{row}\n" for row in rows)
 

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ddpdoctor.control_characters import shown
 from ddpdoctor.render.console import shown_path
 from ddpdoctor.stacks.code import Code
 from ddpdoctor.stacks.folding import FOLDED, fold, libraries, tail
@@ -155,7 +156,8 @@ class _Tree:
             else:
                 head = f"{indent}{places[frame]:<{room}}  "
                 code = self.code.get(frame, "")
-                function = f"{frame.function:<{names}}" if code else frame.function
+                name = shown(frame.function)
+                function = f"{name:<{names}}" if code else name
                 line: list[Span] = [(head, ""), (function, "dim")]
                 left = look.width - len(head) - len(function) - 2
                 if code and left >= min(_LEAST_CODE, len(code)):

@@ -71,6 +71,8 @@ def _ending(run: Run) -> str:
         return "; the job succeeded"
     if run.ended_for_hang:
         return "; the job hung and was ended"
+    if run.ended_by_debugger:
+        return "; the job was ended by the debugger"
     from ddpdoctor.rules.endings import signal_name
 
     how = f"ended by {signal_name(-status)}" if status < 0 else f"failed with exit status {status}"

@@ -14,12 +14,14 @@ import ctypes
 import fcntl
 import json
 import os
+import stat
 import sys
 import termios
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ddpdoctor import opening
 from ddpdoctor.record import Record, integer
 from ddpdoctor.stacks.declared import Declared
 from ddpdoctor.stacks.model import CUT, ENDING, MAIN, Frame, Thread
@@ -35,6 +37,9 @@ from ddpdoctor.stacks.process_state import (
     read_wait,
 )
 from ddpdoctor.stacks.user_frames import is_ours
+
+_MOST_ANSWER = 16 << 20
+"""Bytes of an answer that are read."""
 
 GIL_HELD = 1.0
 """Seconds for which it waits for the GIL. Python itself hands that over every 5 milliseconds, if
@@ -65,7 +70,7 @@ class Asking:
     def turns(self) -> Iterator[None]:
         """Ask; yields where the process has to be waited for, so that others get their turn."""
         try:
-            with open(self._declared.path, "r+b") as file:
+            with opening.file(self._declared.path, os.O_RDWR) as file:
                 while not _locked(file.fileno()):
                     # Somebody else is asking, and two answers in one file are hard to tell apart.
                     yield
@@ -81,12 +86,12 @@ class Asking:
 
     def _obstacle(self) -> str:
         declared = self._declared
-        stat = read_stat(declared.pid)
-        if stat is None or stat.start != declared.start or stat.letter in ENDED:
+        process = read_stat(declared.pid)
+        if process is None or process.start != declared.start or process.letter in ENDED:
             return "has ended"
-        if stat.letter == "T":
+        if process.letter == "T":
             return "stopped (SIGSTOP)"
-        if stat.letter == "t":
+        if process.letter == "t":
             return "held by a tracer such as gdb"
         return ""
 
@@ -98,7 +103,14 @@ class Asking:
             self.trouble = OTHER_PROGRAM
             return
         try:
-            if os.fstat(pipe).st_ino != declared.pipe_inode:
+            facts = os.fstat(pipe)
+            # The file says which descriptor it is, and may be anybody's: nothing but a pipe of a
+            # process that has that file open is ever written to.
+            if (
+                facts.st_ino != declared.pipe_inode
+                or not stat.S_ISFIFO(facts.st_mode)
+                or not is_open(declared.pid, declared.file, str(declared.path))
+            ):
                 self.trouble = OTHER_PROGRAM
                 return
             yield from self._wait(file, pipe)
@@ -138,7 +150,7 @@ class Asking:
     def _answered(self, file: int) -> bool:
         """Take what the process's thread wrote; whether it has."""
         head = self._declared.head
-        written = os.pread(file, os.fstat(file).st_size - head, head)
+        written = os.pread(file, min(os.fstat(file).st_size - head, _MOST_ANSWER), head)
         if not (written.startswith(b"{") and written.endswith(b"\n")):
             return False
         try:
@@ -186,7 +198,8 @@ class Asking:
             # It was a long call that has just returned.
             self.gil_held = False
             return
-        written = os.pread(file, os.fstat(file).st_size - declared.head, declared.head)
+        size = min(os.fstat(file).st_size - declared.head, _MOST_ANSWER)
+        written = os.pread(file, size, declared.head)
         found = parse(written.decode("ascii", "replace"), declared.cwd)
         self.threads = _main_first(
             replace(thread, name=MAIN) if thread.ident == declared.main_ident else thread

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from ddpdoctor import opening
 from ddpdoctor.stacks.model import Frame
 from ddpdoctor.stacks.user_frames import is_user_path
-
-_MOST = 1 << 20
 
 Code = Mapping[Frame, str]
 """A line of source for each frame of which it is known."""
@@ -38,9 +36,9 @@ def code_of(frames: Iterable[Frame], before: int) -> dict[Frame, str]:
 
 def _lines(path: Path, before: int) -> list[str]:
     try:
-        with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_mtime_ns > before:
-                return []
-            return file.read(_MOST).decode("utf-8", "replace").splitlines()
+        if opening.facts(path).st_mtime_ns > before:
+            return []
+        source = opening.contents(path, opening.MOST_SOURCE, links=True)
+        return source.decode("utf-8", "replace").splitlines()
     except OSError:
         return []

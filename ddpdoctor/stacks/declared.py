@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddpdoctor import opening
 from ddpdoctor.record import STACKS_SUFFIX, Record, integer
 
 _NAME = re.compile(rf"stacks-(\d+)-(\d+){re.escape(STACKS_SUFFIX)}$")
@@ -96,8 +97,8 @@ def _from_record(record: Record, path: Path, head: int, pid: int, start: int) ->
 
 def _first_line(path: Path) -> bytes:
     try:
-        with open(path, "rb") as file:
-            head = file.readline(_MOST_HEAD)
+        with opening.file(path) as file:
+            head, newline, _ = file.read(_MOST_HEAD).partition(b"\n")
     except OSError:
         return b""
-    return head if head.endswith(b"\n") else b""
+    return head + newline if newline else b""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpdoctor import rundir
+from ddpdoctor import opening, rundir
 from ddpdoctor.record import FORMAT, Record, integer
 from ddpdoctor.stacks.model import RankStacks, from_record, to_record
 
@@ -40,9 +40,9 @@ def save(directory: Path, stacks: Iterable[RankStacks], time: int) -> None:
 def load(directory: Path) -> Saved | None:
     """What was kept last, None if there is nothing that can be read."""
     try:
-        record = json.loads((directory / NAME).read_bytes())
+        record = opening.json_object(directory / NAME, opening.MOST_RECORD)
         if integer(record, "format") > FORMAT:
             return None
         return Saved(integer(record, "time"), tuple(from_record(each) for each in record["ranks"]))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None

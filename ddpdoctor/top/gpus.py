@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -10,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ddpdoctor import opening
 from ddpdoctor.gpu.reader import same_uuid
 from ddpdoctor.record import FORMAT, Record
 from ddpdoctor.top.snapshot import Gpu
@@ -117,16 +117,16 @@ class GpuFiles:
     def _take(self, name: str, now: float) -> None:
         path = self._directory / name
         try:
-            facts = path.stat()
+            facts = path.lstat()
             key = (facts.st_mtime_ns, facts.st_ino)
             if self._seen.get(name) == key:
                 return
-            told: Record = json.loads(path.read_bytes())
-            if not isinstance(told, dict) or int(told.get("format", 0)) > FORMAT:
+            told: Record = opening.json_object(path, opening.MOST_RECORD)
+            if int(told.get("format", 0)) > FORMAT:
                 raise ValueError
         except OSError:
             return
-        except (ValueError, TypeError, RecursionError):
+        except (ValueError, TypeError, OverflowError):
             self._trouble[name] = f"{name} is damaged"
             return
         # Of the first look only the clock of the file system says how old it is.

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 
 from rich.cells import cell_len, set_cell_size
 
+from ddpdoctor.control_characters import shown
+
 Span = tuple[str, str]
 """A text, and its style's name; empty: plain."""
 
@@ -66,11 +68,9 @@ def shortened(text: str, room: int, ellipsis: str) -> str:
 
 
 def clean(text: str, ascii_only: bool) -> str:
-    """A text that can do nothing to a terminal: no control, no escape, no invisible characters."""
+    """A text for a line: what would steer a terminal is shown, tabs and newlines are spaces."""
     if not text.isprintable():
-        text = "".join(
-            each if each.isprintable() else " " if each in "\t\n" else "?" for each in text
-        )
+        text = shown(text.replace("\t", " ").replace("\n", " "))
     if ascii_only and not text.isascii():
         text = text.encode("ascii", "replace").decode()
     return text

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
+from ddpdoctor.control_characters import json_text
 from ddpdoctor.finding import Finding, from_record, to_record
 from ddpdoctor.top.snapshot import (
     FindingRow,
@@ -28,7 +29,7 @@ FORMAT = 1
 
 def line(snapshot: Snapshot) -> str:
     """A snapshot as one line of JSON."""
-    return json.dumps({"format": FORMAT, **_plain(snapshot)}, separators=(",", ":"))
+    return json_text({"format": FORMAT, **_plain(snapshot)}, separators=(",", ":"))
 
 
 def _plain(value: Any) -> Any:

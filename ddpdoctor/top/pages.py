@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
+from ddpdoctor import opening
 from ddpdoctor.record import PAGE_SIZE, Status, UnreadableError, parse_status, rank_stem
 
 MOST_OPEN = 256
@@ -77,7 +78,7 @@ class Pages:
         descriptor = self._open.get(rank)
         if descriptor is None:
             path = self.path(rank, "status")
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            descriptor = opening.opened(path)
             if len(self._open) < MOST_OPEN:
                 self._open[rank] = descriptor
         try:

@@ -15,6 +15,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from ddpdoctor.control_characters import shown
 from ddpdoctor.errors import DoctorError
 from ddpdoctor.top.snapshot import PHASES, RankRow, Snapshot
 
@@ -151,7 +152,7 @@ def _gauge(name: str, what: str, labels: Sequence[str]) -> Any:
 
 def _labels(row: RankRow, run: str) -> list[str]:
     gpu = row.gpu
-    return [
+    labels = [
         str(row.rank),
         "" if row.local_rank is None else str(row.local_rank),
         run,
@@ -161,3 +162,4 @@ def _labels(row: RankRow, run: str) -> list[str]:
         "" if gpu is None else f"nvidia{gpu.index}",
         "" if gpu is None else gpu.name,
     ]
+    return [shown(label) for label in labels]

@@ -7,6 +7,7 @@ import time
 from array import array
 from typing import BinaryIO
 
+from ddpdoctor import opening
 from ddpdoctor.errors import DoctorError
 from ddpdoctor.top import outputs
 from ddpdoctor.top.snapshot import Snapshot, Verdict
@@ -67,7 +68,7 @@ class RecordingSource:
 
     def __init__(self, path: str) -> None:
         try:
-            self._file = open(path, "rb", buffering=0)
+            self._file = opening.file(path, links=True)
         except OSError as error:
             raise DoctorError(f"cannot read {path}: {error.strerror}") from None
         self._path = path

@@ -6,7 +6,8 @@ import re
 from collections import defaultdict, deque
 from pathlib import Path
 
-from ddpdoctor import rundir
+from ddpdoctor import opening, rundir
+from ddpdoctor.control_characters import shown, without_formatting
 
 LINES = 100
 """Lines that are shown of the whole job."""
@@ -16,7 +17,6 @@ OF_RANK = 40
 
 _SIZE = 64 << 10
 _MARK = re.compile(r"\[(rank|default)(\d+)\]:\s?")
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Stderr:
@@ -36,13 +36,11 @@ class Stderr:
         """Look at it."""
         for path in self._paths:
             try:
-                facts = path.stat()
+                facts = path.lstat()
                 seen = (facts.st_ino, facts.st_mtime_ns, facts.st_size)
                 if seen == self._seen:
                     return
-                with path.open("rb") as file:
-                    file.seek(max(0, facts.st_size - _SIZE))
-                    data = file.read(_SIZE)
+                data = opening.ending(path, _SIZE)
             except OSError:
                 continue
             self._seen = seen
@@ -73,5 +71,5 @@ class Stderr:
 
 
 def clean(text: str) -> str:
-    """Text that cannot steer a terminal."""
-    return _CONTROL.sub("", text.replace("\t", " "))
+    """Text that cannot steer a terminal: without its colours, and all else is shown."""
+    return shown(without_formatting(text.replace("\t", " ")))

@@ -14,6 +14,7 @@ from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
+from ddpdoctor import opening
 from ddpdoctor.record import SEGMENT_SIZE, Parts, Record, integer, segment_number
 
 _STEP = re.compile(rb'\{"kind":"step","step":(\d+)')
@@ -90,7 +91,7 @@ def parse(line: bytes) -> StepLine | None:
 
 def _open(path: Path) -> int | None:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        return opening.opened(path)
     except OSError:
         return None
 

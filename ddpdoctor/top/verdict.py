@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddpdoctor.launch import rank_sets
-from ddpdoctor.pace import BORNE_OUT, DATA_SHARE, NOTICEABLE, PHASE_NAMES, SLOWER, WARM_UP
+from ddpdoctor.pace import DATA_SHARE, NOTICEABLE, PHASE_NAMES, WARM_UP, stands_out
 from ddpdoctor.top import times as medians
 from ddpdoctor.top.snapshot import FindingRow, RankRow, Times, Verdict
 
@@ -256,7 +256,7 @@ def _straggler(rows: Sequence[RankRow]) -> Verdict | None:
     gap = own(mine) - medians.middle(own(each) for each in others)
     relief = medians.middle(each.total - own(each) for each in others) - (mine.total - own(mine))
     total = mine.total
-    if gap < max(SLOWER * total, NOTICEABLE / 1e9) or relief < BORNE_OUT * gap:
+    if not stands_out(gap * 1e9, total * 1e9, relief * 1e9):
         return None
     # Ranks that are as slow are no victims: the others would wait for them just the same.
     slow = sorted(rank for rank in timed if own(timed[rank]) > own(mine) - gap / 2)

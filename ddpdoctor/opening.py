@@ -1,0 +1,125 @@
+"""Opens what others may have put there: files of run directories, logs, sources that records name.
+
+A run directory may be a copy from anywhere, and what it names may be anything. So a file is opened
+only if it is a regular one: no FIFO that never answers, no device whose opening does something. Of
+a run directory no link is followed. And nothing is read without a limit: not beyond the size that
+the file had when it was opened (`/proc` and `/dev` hold files that never end), and not more than
+the reader says.
+
+Every reader of such a file uses this module, in the ranks, too, so it imports next to nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import stat
+from typing import Any
+
+MOST_MANIFEST = 4 << 20
+"""Bytes of ``run.json``: the command line is in it."""
+
+MOST_RECORD = 16 << 20
+"""Bytes of a file that holds one JSON object: stacks, an examination of a hang, GPUs."""
+
+MOST_TEXT = 1 << 20
+"""Bytes of a text, of which the end is read: stderr, what ``faulthandler`` wrote."""
+
+MOST_SOURCE = 2 << 20
+"""Bytes of a source file."""
+
+Path = str | os.PathLike[str]
+
+
+def facts(path: Path, *, links: bool = True) -> os.stat_result:
+    """What the file system knows of a path.
+
+    Raises:
+        OSError: There is nothing, or the text cannot be a path.
+    """
+    try:
+        return os.stat(path, follow_symlinks=links)
+    except ValueError:
+        # A zero byte, or half a character.
+        raise OSError(errno.EINVAL, "is no path", repr(path)) from None
+
+
+def opened(path: Path, flags: int = os.O_RDONLY, *, links: bool = False) -> int:
+    """A descriptor of a regular file.
+
+    Args:
+        path: The file.
+        flags: ``O_RDONLY`` or ``O_RDWR``; never one that creates.
+        links: Follow a link at the end of the path, as a person's own files may be one.
+
+    Raises:
+        OSError: There is no such file, or it is not a regular one.
+    """
+    # Looked at first: to open a device may be enough to do something.
+    _regular(facts(path, links=links), path)
+    flags |= os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if links else os.O_NOFOLLOW)
+    descriptor = os.open(path, flags)
+    try:
+        _regular(os.fstat(descriptor), path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _regular(found: os.stat_result, path: Path) -> None:
+    if stat.S_ISLNK(found.st_mode):
+        raise OSError(errno.ELOOP, "is a link, which is not followed", os.fspath(path))
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "is not a regular file", os.fspath(path))
+
+
+def file(path: Path, flags: int = os.O_RDONLY, *, links: bool = False) -> io.FileIO:
+    """As :func:`opened`, as a file without a buffer."""
+    return io.FileIO(opened(path, flags, links=links), "r" if flags == os.O_RDONLY else "r+")
+
+
+def contents(path: Path, most: int, *, links: bool = False) -> bytes:
+    """A whole file.
+
+    Raises:
+        OSError: It cannot be opened (:func:`opened`), or is larger than ``most`` bytes.
+    """
+    with file(path, links=links) as opened_file:
+        size = os.fstat(opened_file.fileno()).st_size
+        if size > most:
+            words = f"is larger than {most >> 20} MB"
+            raise OSError(errno.EFBIG, words, os.fspath(path))
+        return opened_file.read(size)
+
+
+def ending(path: Path, most: int) -> bytes:
+    """The last ``most`` bytes of a file.
+
+    Raises:
+        OSError: It cannot be opened (:func:`opened`).
+    """
+    with file(path) as opened_file:
+        size = os.fstat(opened_file.fileno()).st_size
+        opened_file.seek(max(0, size - most))
+        return opened_file.read(min(size, most))
+
+
+def json_object(path: Path, most: int) -> dict[str, Any]:
+    """A file that holds one JSON object.
+
+    Raises:
+        OSError: It cannot be opened, or is too large (:func:`contents`).
+        ValueError: It holds something else.
+    """
+    try:
+        told = json.loads(contents(path, most))
+    except RecursionError:
+        raise ValueError(f"{os.fspath(path)} is nested too deeply") from None
+    if not isinstance(told, dict):
+        raise ValueError(f"{os.fspath(path)} is no JSON object")
+    return told

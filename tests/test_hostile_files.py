@@ -1,0 +1,337 @@
+"""Run directories and logs that somebody made to harm who reads them."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ddpdoctor
+from ddpdoctor import opening, rundir
+from ddpdoctor.failures.lines import LONGEST
+from ddpdoctor.failures.log import read
+from ddpdoctor.failures.sources import chunks
+from ddpdoctor.finding import Finding, Location, Severity
+from ddpdoctor.record import Journal, Phase, mapped
+from ddpdoctor.render import console
+from ddpdoctor.run import MOST_RECORDS, JournalReader, RunReader
+from ddpdoctor.stacks import saved
+from ddpdoctor.stacks.model import Frame, RankStacks, Thread
+from tests.written import MS, T0, Written
+
+PACKAGE = Path(ddpdoctor.__file__).parent
+LIMIT_S = 60
+MEMORY = 1 << 30
+"""Bytes of address space of a command that reads something hostile."""
+
+FILES = (
+    "run.json",
+    "lock",
+    "supervisor.jsonl",
+    "rank-0000.r0.status",
+    "rank-0000.r0.jsonl",
+    "rank-0000.r0.jsonl.1",
+    "rank-0000.r0.fault",
+    "rank-0000.r0.collectives",
+    "process-7.jsonl",
+    "stderr.log",
+    "stacks.json",
+    "gpus-here.json",
+    "hang-0001.json",
+    "traceback-DDP901-rank-0001.txt",
+)
+"""The files of a run directory that somebody may replace."""
+
+COMMANDS = (("report",), ("report", "--json"), ("top", "--once"), ("stacks",))
+
+
+@pytest.fixture
+def directory(written: Written) -> Path:
+    """A run that is over, with every file that one can have."""
+    path = written.path
+    error = {
+        "kind": "error", "time": T0, "exception": "ValueError", "message": "no", "path": "/a.py",
+        "line": 1, "traceback": 'Traceback (most recent call last):\n  File "/a.py", line 1\n',
+    }  # fmt: skip
+    steps = [
+        {"kind": "step", "step": number, "start": T0 + number * 10 * MS, "data": MS, "total": MS}
+        for number in range(20)
+    ]
+    written.rank(0, steps, steps=20)
+    written.rank(1, [*steps, error], steps=20)
+    mapped(str(path / "rank-0000.r0.collectives"), 1 << 12).close()
+    hang = {"kind": "hang", "time": T0, "restart": 0, "file": "hang-0001.json"}
+    written.supervisor.append(hang)
+    (path / "hang-0001.json").write_text(json.dumps(hang))
+    written.exit(1, 1, T0)
+    written.findings(status=1, stderr="ValueError: no\n")
+    (path / "lock").touch()
+    frame = Frame("/a.py", 1, "main")
+    stacks = RankStacks(0, 0, 1, "here", (Thread(1, "MainThread", False, (frame,)),))
+    saved.save(path, [stacks], T0)
+    return path
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    """A command, of which neither time nor memory is unlimited."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+
+    return subprocess.run(
+        [sys.executable, "-m", "ddpdoctor", *words],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="surrogateescape",
+        timeout=LIMIT_S,
+        preexec_fn=limit,
+    )
+
+
+def replace(path: Path, what: str) -> None:
+    """Put something hostile in a file's place."""
+    path.unlink(missing_ok=True)
+    if what == "fifo":
+        os.mkfifo(path)
+    elif what == "zeros":
+        path.symlink_to("/dev/zero")
+    elif what == "sparse":
+        with path.open("wb") as file:
+            file.truncate(1 << 40)
+    elif what == "directory":
+        path.mkdir()
+    else:
+        path.symlink_to(what)
+
+
+def check(result: subprocess.CompletedProcess[str]) -> None:
+    assert "Traceback (most recent call last)" not in result.stderr, result.stderr
+    assert "MemoryError" not in result.stderr + result.stdout
+    assert result.returncode in (0, 1, 2, 3), result
+
+
+@pytest.mark.parametrize("what", ["fifo", "zeros", "sparse"])
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_file_may_be_anything(what: str, command: tuple[str, ...], directory: Path) -> None:
+    for name in FILES:
+        replace(directory / name, what)
+    check(run(*command, str(directory)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("what", ["fifo", "zeros", "sparse", "directory"])
+def test_any_file_may_be_anything(what: str, name: str, directory: Path) -> None:
+    replace(directory / name, what)
+    for command in COMMANDS:
+        check(run(*command, str(directory)))
+
+
+def test_no_link_leads_out_of_a_run_directory(directory: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    for name in FILES:
+        copy = secret / name
+        copy.parent.mkdir(exist_ok=True)
+        if (directory / name).exists():
+            shutil.copy(directory / name, copy)
+        else:
+            copy.write_text("RuntimeError: of somebody else\n")
+    whole = RunReader(directory).snapshot()
+    assert whole.ranks[0].records and whole.stderr and whole.supervisor
+    for name in FILES:
+        if name != "run.json":
+            replace(directory / name, str(secret / name))
+    found = RunReader(directory).snapshot()
+    assert (found.stderr, found.supervisor, found.strays) == ("", (), ())
+    assert found.ranks[0].status is None and found.ranks[0].records == ()
+    assert found.ranks[1].status is not None
+    assert saved.load(directory) is None
+    assert rundir.is_live(directory) is False
+    replace(directory / "run.json", str(secret / "run.json"))
+    with pytest.raises(ddpdoctor.errors.DoctorError, match=r"run\.json is a link"):
+        RunReader(directory)
+
+
+def test_a_device_is_not_even_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "open", None)
+    with pytest.raises(OSError, match="is not a regular file"):
+        opening.opened("/dev/null", links=True)
+
+
+def test_what_is_written_follows_no_link(directory: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    for name in (".stacks.json.new", "stacks.json"):
+        replace(directory / name, str(victim))
+    saved.save(directory, [], T0)
+    assert victim.read_text() == "precious"
+    assert not (directory / "stacks.json").is_symlink()
+    replace(directory / "lock", str(victim))
+    with pytest.raises(OSError, match="File exists"):
+        rundir.Lock(directory)
+
+
+# -- sources, which records name
+
+
+@contextlib.contextmanager
+def ends_soon() -> Iterator[None]:
+    """Fails where something waits for ever, which no signal of Python's own ends."""
+    done = threading.Event()
+
+    def give_up() -> None:
+        if not done.wait(LIMIT_S):
+            os._exit(99)
+
+    threading.Thread(target=give_up, daemon=True).start()
+    yield
+    done.set()
+
+
+@pytest.mark.parametrize("what", ["fifo", "zeros", "sparse"])
+def test_a_source_may_be_anything(what: str, tmp_path: Path, written: Written) -> None:
+    source = tmp_path / "train.py"
+    replace(source, what)
+    finding = Finding("DDP901", Severity.ERROR, "it failed", (0,), Location(str(source), 3))
+    with ends_soon():
+        assert f"{source}:3" in console.render(finding, colour=False, width=80)
+        place = {"path": str(source), "line": 3}
+        records = [{"kind": "error", "time": T0, "exception": "ValueError", **place}]
+        site = {"kind": "site", "phase": "wait", "site": f"{source}:3"}
+        loop = {"kind": "loop", "time": T0, "path": str(source), "line": 3, "state": "left"}
+        for rank in range(2):
+            written.rank(rank, [site, loop, *records], phase=Phase.WAIT)
+        written.exit(0, 1, T0)
+        written.findings(status=1)
+
+
+# -- much of it
+
+
+def test_a_long_line_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0000.r0.jsonl"
+    long = b'{"kind":"error","message":"' + b"x" * (20 << 20) + b'"}\n'
+    after = b'{"kind":"end","time":1}\n'
+    path.write_bytes(long + after)
+    reader = JournalReader(path)
+    reader.poll()
+    assert reader.records == [{"kind": "end", "time": 1}]
+    with path.open("ab") as file:
+        file.write(b'{"kind":"exit","time":2}\n')
+    assert reader.poll()
+    assert [record["kind"] for record in reader.records] == ["end", "exit"]
+
+
+def test_records_that_are_many_leave_room_for_those_that_are_rare(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0000.r0.jsonl"
+    journal = Journal(str(path), 1 << 30)
+    filler = "x" * 10_000
+    rare = {"kind": "ddp", "number": 0}
+    many = ({"kind": "fingerprint", "number": each, "x": filler} for each in range(4_000))
+    journal.write([rare, *many])
+    journal.close()
+    reader = JournalReader(path)
+    reader.poll()
+    assert reader.records[0] == rare
+    assert reader.records[-1]["number"] == 3_999
+    assert len(reader.records) * 10_000 <= MOST_RECORDS
+    assert "older records" in reader.left_out
+
+
+def test_a_log_of_one_line_is_searched_at_both_ends() -> None:
+    line = b"RuntimeError: CUDA error: out of memory " + b"RuntimeError: " * 1_500_000
+    (sighting, *_) = read("job.log", [line])
+    assert len(sighting.text) <= LONGEST + 5
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_log_that_is_a_fifo(inside: bool, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rank0.log")
+    (tmp_path / "rank1.log").symlink_to("/dev/zero")
+    (tmp_path / "rank2.log").write_text("Traceback (most recent call last):\nValueError: no\n")
+    result = run("report", "--log", str(tmp_path if inside else tmp_path / "rank0.log"))
+    check(result)
+    if inside:
+        assert (result.returncode, "ValueError" in result.stdout) == (2, True)
+    else:
+        assert result.returncode == 3
+        assert "rank0.log: is not a regular file" in result.stderr
+        assert "- for standard input" in result.stderr
+
+
+def test_the_output_of_a_command_is_a_log(tmp_path: Path) -> None:
+    words = f"{sys.executable} -m ddpdoctor report --log <(echo Traceback; echo 'ValueError: no')"
+    result = subprocess.run(["bash", "-c", words], capture_output=True, text=True, timeout=LIMIT_S)
+    assert result.returncode in (0, 2), result.stderr
+    assert "1 file" in result.stdout
+
+
+def test_of_a_sparse_log_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpdoctor.failures.sources.MOST", 1 << 20)
+    path = tmp_path / "job.log"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\nValueError: no\n")
+    data = b"".join(chunks(str(path), 3))
+    assert len(data) == 1 << 20
+    assert data.endswith(b"ValueError: no\n")
+
+
+# -- one module opens
+
+READS = {"read_text", "read_bytes"}
+
+OF_THE_KERNEL = {
+    "stacks/process_state.py",  # /proc
+    "launch/hangs/activity.py",  # /proc
+    "launch/hangs/watch.py",  # /proc/pressure
+}
+
+READERS = (
+    *(PACKAGE / name for name in ("run.py", "record.py", "rundir.py", "said.py", "finding.py")),
+    *(PACKAGE / "launch" / name for name in ("tracebacks.py", "showing.py", "suspicions.py")),
+    *(PACKAGE / "probe" / name for name in ("ring.py", "asking.py")),
+    *(
+        path
+        for part in ("top", "stacks", "rules", "render", "failures", "launch/hangs")
+        for path in sorted((PACKAGE / part).rglob("*.py"))
+    ),
+    PACKAGE / "commands" / "report.py",
+    PACKAGE / "commands" / "stacks.py",
+    PACKAGE / "commands" / "top.py",
+)
+
+
+def opens(path: Path) -> Iterator[str]:
+    """Where a file opens another one to read it, by other means than `ddpdoctor.opening`."""
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import) and any(each.name == "linecache" for each in node.names):
+            yield f"{path}:{node.lineno}: linecache"
+        if not isinstance(node, ast.Call):
+            continue
+        text = ast.unparse(node)
+        called = node.func
+        name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+        owner = ast.unparse(called.value) if isinstance(called, ast.Attribute) else ""
+        if name in READS or (name == "open" and owner in ("", "os", "io", "gzip", "path")):
+            writes = "O_CREAT" in text or ", 'w" in text or ", 'a" in text or ", flags" in text
+            if not writes and "/proc/" not in text:
+                yield f"{path}:{node.lineno}: {text}"
+
+
+def test_one_module_opens() -> None:
+    checked = [path for path in READERS if str(path.relative_to(PACKAGE)) not in OF_THE_KERNEL]
+    assert len(checked) > 100
+    assert [each for path in checked for each in opens(path)] == []
