@@ -109,8 +109,7 @@ def outcome(kind: str, path: Path, limit: float) -> Outcome:
             ours = [line for line in errors if line.startswith("ddpdoctor: ")]
         if any("Traceback" in line or "internal error" in line for line in ours):
             trouble = "an internal error"
-        found = [each for each in standing(read(report)) if each["severity"] != "info"]
-    heard = [(said(each), each) for each in found]
+        heard = [(said(each), each) for each in standing(read(report))]
     named = bool(expected) and all(
         any(each.fits(mark) for each, _ in heard for mark in places) for places in expected
     )
@@ -126,7 +125,7 @@ def outcome(kind: str, path: Path, limit: float) -> Outcome:
         path,
         named,
         tuple(text for severity, text in words if severity == "error"),
-        tuple(text for severity, text in words if severity != "error"),
+        tuple(text for severity, text in words if severity == "warning"),
         killed=status == HANG and not any(code.startswith(("DDP4", "DDP8")) for code in codes),
         trouble=trouble,
         seconds=time.monotonic() - began,

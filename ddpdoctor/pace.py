@@ -25,3 +25,27 @@ PHASE_NAMES = {
     "other": "code between the phases",
 }
 """What the parts of a rank's own time are called in sentences."""
+
+
+def own_time(own: float, cpu: float, waited: float) -> float:
+    """A step's own time without waits for a core, but at least what the thread ran.
+
+    Some of the waits were in the all-reduce, so it may be a little more.
+
+    Args:
+        own: All of the step but the wait for others; all three in one unit of time.
+        cpu: For how long the training thread ran.
+        waited: For how long it was ready to run and had no core.
+    """
+    return max(own - waited, min(cpu, own))
+
+
+def stands_out(gap: float, total: float, relief: float) -> bool:
+    """Whether a surplus is worth a word, and waited for by the other ranks.
+
+    Args:
+        gap: What a rank spends itself beyond the others, nanoseconds a step.
+        total: The step, nanoseconds.
+        relief: How much longer the others wait than this rank, nanoseconds a step.
+    """
+    return gap >= max(SLOWER * total, NOTICEABLE) and relief >= BORNE_OUT * gap

@@ -47,6 +47,9 @@ LOST = "a lost peer"
 END = "the end of attempt "
 """With its number: subject of what ended an attempt."""
 
+PARAMETERS = "the parameters of module "
+"""With its number: subject of parameters that differ between ranks, and of what explains that."""
+
 LIKELY = "a likely cause"
 """Subject of what is taken for the cause because none is known for sure."""
 

@@ -32,6 +32,9 @@ ROOT = Path(__file__).parent.parent
 JOBS = Path(__file__).parent / "jobs"
 TOKEN = "DDPDOCTOR_TEST_TOKEN"
 
+LIMIT = 300.0
+"""Seconds after which what is awaited will never happen, also beside thirty busy processes."""
+
 SPURIOUS_ABORT = "terminate called without an active exception"
 """gloo's threads race with the interpreter's exit in torch 2.13, with and without ddpdoctor."""
 
@@ -95,7 +98,7 @@ class Live:
     def snapshot(self) -> Run:
         return RunReader(self.run_dir, window=100_000).snapshot()
 
-    def wait_for(self, condition: Callable[[Run], bool], timeout: float = 60) -> Run:
+    def wait_for(self, condition: Callable[[Run], bool], timeout: float = LIMIT) -> Run:
         """The first snapshot for which the condition holds."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
@@ -118,7 +121,7 @@ class Live:
             )
         )
 
-    def finish(self, timeout: float = 60) -> Result:
+    def finish(self, timeout: float = LIMIT) -> Result:
         status = self.process.wait(timeout)
         return Result(
             status,
@@ -152,7 +155,7 @@ def marked(token: str) -> list[psutil.Process]:
 @pytest.fixture(autouse=True)
 def _nothing_left_running(token: str) -> Iterator[None]:
     yield
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while marked(token) and time.monotonic() < deadline:
         time.sleep(0.1)
     left = marked(token)
@@ -244,7 +247,11 @@ class Doctor:
         return Live(process, run_dir, out, err)
 
     def run(
-        self, *words: str, env: Environment | None = None, timeout: float = 90, watch: bool = True
+        self,
+        *words: str,
+        env: Environment | None = None,
+        timeout: float = LIMIT,
+        watch: bool = True,
     ) -> Result:
         """Start a command and wait for its end."""
         live = self.start(*words, env=env, watch=watch)

@@ -49,3 +49,38 @@ def test_what_cannot_be_read_has_no_lines(tmp_path: Path) -> None:
     missing = Location(str(tmp_path / "gone.py"), 3)
     assert lines_of(["mul"], missing, None) == []
     assert named(tmp_path / "train.py", "def broken(:\n", "mul", 1, 1) == []
+
+
+TWICE = """\
+def train():
+    for batch in loader:
+        loss = model(batch).mean()
+        loss = loss * weight
+        if rank == 1:
+            loss = loss * float("nan")
+        loss = loss * scale
+        loss.backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("order", "constant", "lines"),
+    [
+        ((0, 3), False, [4]),
+        ((1, 3), True, [6]),
+        ((2, 3), True, [7]),
+        # On a rank that did not take the branch, or with one of the model's own among them.
+        ((0, 2), False, [4, 6, 7]),
+        ((0, 4), False, [4, 6, 7]),
+        (None, False, [4, 6, 7]),
+        (None, True, [6]),
+    ],
+)
+def test_one_of_several_lines(
+    tmp_path: Path, order: tuple[int, int] | None, constant: bool, lines: list[int]
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(TWICE)
+    sites = Location(str(path), 3), Location(str(path), 8)
+    found = lines_of(["mul"], *sites, order, constant=constant)
+    assert [each.line for each in found] == lines

@@ -165,7 +165,7 @@ def test_callers_beyond_the_room_leave_the_line(tmp_path: Path) -> None:
     path = str(tmp_path / "ring")
     ring = RingWriter(path)
     ledger = Ledger(ring)
-    ledger._groups[DEFAULT_GROUP] = _Group(ring.text("0|0-1"))
+    ledger._groups[DEFAULT_GROUP] = _Group("0", ring.text("0|0-1"))
     inner, outer = Site("/job/comm.py", 5), Site("/job/train.py", 9)
     no_group = (None, None, None, None, None, 0)
     ledger.begin("barrier", no_group, (inner,))
@@ -174,6 +174,63 @@ def test_callers_beyond_the_room_leave_the_line(tmp_path: Path) -> None:
     ledger.begin("barrier", no_group, (inner, outer))
     found = [(each.name, each.site, each.callers) for each in read_ring(path).collectives]
     assert found == [("barrier", "/job/comm.py:5", ())] * 2
+
+
+def test_calls_of_a_group_that_two_threads_use_have_no_known_numbers(doctor: Doctor) -> None:
+    """As those of a communication hook, whose callbacks run wherever the call before ended."""
+    script = doctor.write(
+        "train.py",
+        """
+        import threading
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        group, rank = dist.new_group(), dist.get_rank()
+        def elsewhere(mine):
+            thread = threading.Thread(target=dist.all_reduce, args=(torch.ones(9),), kwargs=mine)
+            thread.start()
+            thread.join()
+        dist.all_reduce(torch.ones(3))
+        elsewhere({"group": group})
+        dist.barrier()
+        dist.all_reduce(torch.ones(4))
+        if rank == 0:
+            dist.all_reduce(torch.ones(9), group=group)
+        else:
+            elsewhere({"group": group})
+        for numel in (5, 6):
+            dist.all_reduce(torch.ones(numel), group=group)
+        dist.barrier()
+        dist.destroy_process_group()
+        """,
+    )
+    result = doctor.run("--nproc-per-node", "2", "--", str(script))
+    result.check_success()
+    assert result.codes == []
+    rings = [rank.ring for rank in result.run.ranks]
+    assert all(ring is not None and ring.partial for ring in rings)
+
+
+def test_a_group_of_another_thread_alone_is_no_obstacle(doctor: Doctor) -> None:
+    script = doctor.write(
+        "train.py",
+        """
+        import threading
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        group = dist.new_group()
+        words = {"target": dist.all_reduce, "args": (torch.ones(9),), "kwargs": {"group": group}}
+        for _ in range(3):
+            thread = threading.Thread(**words)
+            thread.start()
+            dist.all_reduce(torch.ones(3))
+            thread.join()
+        dist.destroy_process_group()
+        """,
+    )
+    result = doctor.run("--nproc-per-node", "2", "--", str(script))
+    result.check_success()
+    rings = [rank.ring for rank in result.run.ranks]
+    assert all(ring is not None and not ring.partial for ring in rings)
 
 
 def test_texts_beyond_the_room_are_empty(tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import struct
 from pathlib import Path
 
 import pytest
 
 from ddpdoctor.finding import Finding
+from ddpdoctor.probe.ring import RingWriter
 from ddpdoctor.record import Phase, Record
 from ddpdoctor.rules.sources import source_of
 from tests.written import SECOND, T0, Written
@@ -38,6 +40,12 @@ def train(loader, steps):
             if step >= steps:
                 break
 """
+
+
+ABORTED = (
+    "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  "
+    "[enforce fail at pair.cc:452] op.preamble.length <= op.nbytes. 68 vs 4. \n"
+)
 
 
 class Job:
@@ -212,10 +220,11 @@ def test_a_job_that_was_asked_to_stop(job: Job) -> None:
 
 
 def test_a_rank_that_was_only_slower_when_another_node_failed(job: Job) -> None:
-    """Rank 0 is in the next epoch; the end of its loop, 0.1 s ago, is not yet written."""
-    job.written.rank(0, [job.loop()], phase=Phase.BACKWARD, armed=13, steps=12, reduced=13)
-    job.written.exit(0, -15, T0 + SECOND // 10)
+    """Rank 0 is in the next epoch, and has not been there for long enough to wait."""
     left = [job.loop(), job.over("left", 12, 12, left_at=BREAK)]
+    later = job.loop(number=1, before=12)
+    job.written.rank(0, [*left, later], phase=Phase.BACKWARD, armed=13, steps=12, reduced=13)
+    job.written.exit(0, -15, T0 + SECOND // 10)
     job.written.rank(1, left, phase=Phase.OTHER, armed=12, steps=12, reduced=12)
     job.written.exit(1, -15, T0 + SECOND // 10)
     assert job.codes() == []
@@ -232,6 +241,37 @@ def test_a_rank_that_is_missed_in_the_broadcast_of_buffers(job: Job) -> None:
     job.written.exit(0, 1, T0)
     job.ends(1, [job.loop(), job.over("left", 12, 12, left_at=BREAK)], reduced=12)
     assert job.decided() == ((1,), BREAK)
+
+
+AHEAD = """\
+def train(pairs, persistent):
+    for number, batch in enumerate(pairs):
+        loss = model(batch)
+        if loss.isnan():
+            break
+        loss.backward()
+        dist.all_reduce(number)
+    dist.all_reduce(loss)
+"""
+
+
+@pytest.mark.parametrize(("line", "codes"), [(8, ["DDP403"]), (7, [])])
+def test_an_iterator_that_outlives_the_rank(written: Written, line: int, codes: list[str]) -> None:
+    """It was not let go of; the call that the rank died in says where it had got to."""
+    job = Job(written, AHEAD, at=2)
+    job.written.rank(0, [job.loop()], phase=Phase.OTHER, armed=5, steps=4, reduced=5)
+    job.written.exit(0, -15, T0 + SECOND // 10)
+    job.written.rank(1, [job.loop()], phase=Phase.WAIT, armed=5, steps=4, reduced=4)
+    job.written.exit(1, -6, T0)
+    ring = RingWriter(str(written.path / "rank-0001.r0.collectives"))
+    words = ("all_reduce", "0|0-1", "float32", "SUM", f"{job.path}:{line}")
+    name, group, dtype, reduce, site = map(ring.text, words)
+    ring.begin(T0 - SECOND, 1, (name, group, dtype, reduce, site), (1,), 1, -1, 0)
+    found = job.written.findings(status=1, stderr=ABORTED)
+    assert [each.code for each in found if each.code == "DDP403"] == codes
+    assert [each.location.line for each in found if each.code == "DDP403" and each.location] == [
+        5 for _ in codes
+    ]
 
 
 # -- a batch that was skipped
@@ -270,6 +310,52 @@ def test_a_batch_that_was_skipped_right_before_native_code_ended_the_rank(job: J
     (finding,) = job.written.findings(status=1, stderr=f"[rank1]:{words}\n")
     assert (finding.code, finding.ranks) == ("DDP403", (1,))
     assert "rank 1 took 8 batches and began 7 reduced backwards in it" in finding.evidence
+
+
+def test_peers_that_were_ended_before_they_told_of_their_failure(job: Job) -> None:
+    """The rank that is ahead aborts, and at once its launcher ends the others."""
+    job.written.rank(0, [job.loop()], phase=Phase.OTHER, armed=20, steps=19, reduced=20)
+    job.written.exit(0, -15, T0 + SECOND // 10)
+    skipped = job.over("ended", 20, 19, idle=[[3, 3, False]], idled=1)
+    records = [job.loop(), *job.sites(), skipped]
+    job.written.rank(1, records, phase=Phase.WAIT, armed=19, steps=19, reduced=19)
+    job.written.exit(1, -6, T0)
+    (finding,) = job.written.findings(status=1, stderr=ABORTED)
+    assert (finding.code, finding.ranks) == ("DDP403", (1,))
+    assert "rank 0 took 20 batches and began 20 reduced backwards in it" in finding.evidence
+
+
+def test_ranks_whose_exit_status_only_mp_spawn_tells(job: Job) -> None:
+    job.written.rank(0, [job.loop()], phase=Phase.OTHER, armed=20, steps=19, reduced=20)
+    skipped = job.over("ended", 20, 19, idle=[[3, 3, False]], idled=1)
+    records = [job.loop(), *job.sites(), skipped]
+    job.written.rank(1, records, phase=Phase.WAIT, armed=19, steps=19, reduced=19)
+    for rank in (0, 1):
+        job.written.exit(rank, 0, T0 + (1 - rank) * SECOND // 10)
+        job.written.supervisor[-1]["status"] = None
+        with open(job.written.path / f"rank-000{rank}.r0.status", "r+b") as page:
+            page.seek(16)
+            page.write(struct.pack("<q", 700 + rank))
+    words = (
+        "W0102 torch/multiprocessing/spawn.py:165] Terminating process 700 via signal SIGTERM\n"
+        "torch.multiprocessing.spawn.ProcessExitedException: "
+        "process 1 terminated with signal SIGABRT\n"
+    )
+    (finding,) = job.written.findings(status=1, stderr=ABORTED + words)
+    assert (finding.code, finding.ranks) == ("DDP403", (1,))
+
+
+def test_ranks_that_were_ended_for_another_reason_had_not_come_apart(job: Job) -> None:
+    """Rank 0 trains on a batch that rank 1, a moment later, may yet pass over as well."""
+    job.written.rank(0, [job.loop()], phase=Phase.BACKWARD, armed=5, steps=4, reduced=5)
+    skips = {
+        "kind": "loop", "loop": 0, "time": T0, "state": "skips", "step": 3, "idle": [[3, 3, False]],
+    }  # fmt: skip
+    records = [job.loop(), *job.sites(), skips]
+    job.written.rank(1, records, phase=Phase.BACKWARD, armed=4, steps=3, reduced=4)
+    for rank in (0, 1):
+        job.written.exit(rank, -15, T0 + SECOND // 10)
+    assert job.codes() == []
 
 
 CAUGHT = """\

@@ -701,6 +701,23 @@ def test_where_a_loss_became_nan_is_told(written: Written) -> None:
     assert finding.evidence[0].endswith("the first infinite value came out of log behind module fc")
 
 
+def test_lines_that_may_be_it_are_all_named(written: Written, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("loss = model(batch)\nloss = loss * a\nloss = loss * b\nloss.backward()\n")
+    sites = [
+        {**SITE, "path": str(script), "phase": phase, "line": line}
+        for phase, line in (("forward", 1), ("backward", 4))
+    ]
+    origin = {"what": "input", "operations": ["mul"], "module": "head", "within": False}
+    records = [*sites, tensors([0, 1]), *poisoned(3)]
+    written.rank(0, [*records, {**nonfinite(3), "origin": origin}])
+    written.rank(1, records)
+    (finding,) = found(written)
+    both = f"in `loss = loss * a` {script.name}:2 or in `loss = loss * b` {script.name}:3"
+    assert finding.message.endswith(f"it began {both}")
+    assert finding.evidence[0] == "either of these lines may be it"
+
+
 def nonfinite_gradient(step: int) -> Record:
     return {"kind": "nonfinite_gradient", "time": T0, "step": step, "names": ["first.bias"]}
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import JOBS, SPURIOUS_ABORT, Doctor, Result, marked
+from tests.conftest import JOBS, LIMIT, SPURIOUS_ABORT, Doctor, Result, marked
 
 TRAIN = str(JOBS / "train.py")
 
@@ -89,7 +89,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Broken:
     )
     script = doctor.directory / "broken.py"
     script.write_text(source)
-    result = doctor.run("--", sys.executable, str(script), *BREAKS, timeout=120)
+    result = doctor.run("--", sys.executable, str(script), *BREAKS, timeout=4 * LIMIT)
     assert not marked(token)
     return Broken(result)
 

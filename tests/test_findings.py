@@ -182,6 +182,43 @@ def test_mp_spawn_exception(doctor: Doctor) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("leaves", ["sys.exit(0)", "raise SystemExit"])
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_leaving_early_within_mp_spawn_names_the_line(
+    doctor: Doctor, leaves: str, method: str
+) -> None:
+    """multiprocessing catches it, and ends the process by another exit."""
+    script = doctor.write(
+        "left.py",
+        f"""
+        import datetime, sys
+        import torch, torch.distributed as dist, torch.multiprocessing as mp
+        from torch.nn.parallel import DistributedDataParallel
+        def main(rank, port):
+            dist.init_process_group(
+                "gloo", init_method=f"tcp://127.0.0.1:{{port}}", rank=rank, world_size=2,
+                timeout=datetime.timedelta(seconds=10),
+            )
+            ddp = DistributedDataParallel(torch.nn.Linear(4, 4))
+            for step in range(6):
+                if step == 3 and rank == 0:
+                    {leaves}
+                ddp(torch.ones(2, 4)).sum().backward()
+        if __name__ == "__main__":
+            import socket
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            mp.start_processes(main, (port,), nprocs=2, start_method="{method}")
+        """,
+    )
+    finding = only(doctor.run("--", sys.executable, str(script)), "DDP801")
+    assert finding.ranks == (0,)
+    assert finding.location is not None
+    assert finding.location.line == 13
+
+
+@pytest.mark.slow
 def test_restarted_attempt_is_a_warning(doctor: Doctor) -> None:
     script = doctor.write(
         "again.py",
@@ -431,7 +468,7 @@ def memory_limit(token: str) -> Iterator[Path]:
     except OSError as error:
         pytest.skip(f"cannot limit memory here: {error}")
     finally:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while (cgroup / "cgroup.procs").read_text() and time.monotonic() < deadline:
             time.sleep(0.1)
         cgroup.rmdir()

@@ -311,7 +311,7 @@ def judged(
 
 
 LOADED = {
-    "kind": "load",
+    "kind": "gpu_load",
     "time": T0,
     "device": "cuda:0",
     "device_uuid": "aaaa",
@@ -443,7 +443,7 @@ def test_what_is_loaded_before_there_is_a_rank_waits_for_it(
     loads._joined(None)
     loads._joined(None)
     (record,) = written
-    assert (record["kind"], record["device"], record["mapped"]) == ("load", "cuda:0", False)
+    assert (record["kind"], record["device"], record["mapped"]) == ("gpu_load", "cuda:0", False)
     assert record["path"] == __file__
 
 

@@ -30,7 +30,7 @@ from ddpdoctor.record import Phase, Status
 from ddpdoctor.rules.guards import constant_while, only_sleeps, rank_guard
 from ddpdoctor.rules.waits import parsed
 from ddpdoctor.run import Rank, Run, RunReader
-from tests.conftest import ROOT, Doctor
+from tests.conftest import LIMIT, ROOT, Doctor
 from tests.written import SECOND, T0, Written
 
 NOW = 1_800_000_000_000_000_000
@@ -408,10 +408,26 @@ def test_without_a_flight_recorder_the_idle_one_waits(tmp_path: Path) -> None:
     assert "computing (98 % of a core)" in found.message
     # In torch, but in nothing that waits for ranks.
     loads = ("/lib/python3.11/site-packages/torch/serialization.py", 8, "load")
-    for phase in ("other", "forward"):
+    for phase in ("other", "forward", "backward"):
         there = {**idle, "phase": phase, "stacks": stacks(0, TRAIN, loads), "rank": 0}
         (found,) = findings(tmp_path, there, idle)
         assert (found.code, found.severity) == ("DDP814", Severity.WARNING)
+
+
+def test_a_backward_that_compiles_waits_for_no_rank(tmp_path: Path) -> None:
+    inductor = "/lib/python3.11/site-packages/torch/_inductor/codecache.py"
+    compiler = (inductor, 8, "load"), ("/lib/python3.11/subprocess.py", 9, "communicate")
+    lock = (inductor, 8, "load"), ("/lib/python3.11/site-packages/filelock/_api.py", 9, "acquire")
+    ranks = [
+        {
+            **waiting(number),
+            "flight": None,
+            "world_size": 2,
+            "stacks": stacks(number, TRAIN, IN_TORCH, *inside),
+        }
+        for number, inside in enumerate((compiler, lock))
+    ]
+    assert all("all-reduce" not in each.message for each in findings(tmp_path, *ranks))
 
 
 @pytest.mark.parametrize(
@@ -579,7 +595,7 @@ def test_native_frames_of_the_rank_that_is_to_blame(doctor: Doctor, ends: bool) 
         return found if found.get("native") or found.get("note") else {}
 
     if not ends:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + LIMIT
         while not of_rank_1(2) and time.monotonic() < deadline:
             time.sleep(0.2)
         live.process.send_signal(signal.SIGINT)
@@ -616,7 +632,7 @@ def test_a_node_that_comes_late_is_waited_for(doctor: Doctor) -> None:
     words = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
     words += ["--hang-after=3"]
     first = doctor.start(*words, "--node-rank=0", "--", str(script))
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LIMIT
     while "DDP813" not in (said := first.err.read_text()):
         assert time.monotonic() < deadline and first.process.poll() is None, said
         time.sleep(0.2)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import ddpdoctor
+from tests.conftest import LIMIT
 
 PACKAGE = Path(ddpdoctor.__file__).parent
 
@@ -32,10 +33,12 @@ LAYERS = (
     ("run",),
     ("rundir", "gpu", "faults"),
     ("record", "errors", "pace", "working_directory"),
+    ("opening", "control_characters"),
 )
-"""From top to bottom; the probe is apart: all may import it, and it imports the record alone."""
+"""From top to bottom; the probe is apart: all may import it, and it imports the record, and what
+opens it, alone."""
 
-PROBE_MAY_IMPORT = {"record", "probe"}
+PROBE_MAY_IMPORT = {"record", "opening", "probe"}
 
 
 def part(module: str) -> str:
@@ -117,7 +120,9 @@ def test_the_probe_names_no_third_party_but_torch_inside_functions(path: Path) -
     debugger = {"debugpy", "pydevd", "pydevd_tracing", "_pydev_bundle", "_pydevd_bundle"}
     # The debugger's own module, whose functions run only once somebody attaches.
     more = debugger if path.name == "debugpy_private.py" else set()
-    assert roots <= {*sys.stdlib_module_names, "ddpdoctor", "torch", *more}
+    # The entry ends with what Python would have imported in its place.
+    entry = {"sitecustomize"} if path.parent.name == "entry" else set()
+    assert roots <= {*sys.stdlib_module_names, "ddpdoctor", "torch", *more, *entry}
     for node in ast.walk(top):
         if isinstance(node, (ast.Import, ast.ImportFrom)) and not _inside_function(top, node):
             names = [alias.name for alias in node.names]
@@ -135,7 +140,7 @@ def _inside_function(tree: ast.Module, wanted: ast.AST) -> bool:
 
 def test_the_wire_needs_nothing_but_the_standard_library() -> None:
     roots = {module.split(".")[0] for module in modules_of(PACKAGE / "record.py")}
-    assert roots <= sys.stdlib_module_names
+    assert roots - {"ddpdoctor"} <= sys.stdlib_module_names
 
 
 def test_top_never_imports_torch() -> None:
@@ -150,7 +155,7 @@ def loaded_by(statement: str) -> set[str]:
         "print(json.dumps(sorted(set(sys.modules) - before)))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=LIMIT
     )
     return set(json.loads(done.stdout.splitlines()[-1]))
 
@@ -175,7 +180,7 @@ def test_a_rank_loads_the_probe_and_nothing_else_of_ours(statement: str) -> None
     loaded = loaded_by(statement)
     assert third_party(loaded) == set()
     mine = {module for module in loaded if module.split(".")[0] == "ddpdoctor"}
-    allowed = {"ddpdoctor", "ddpdoctor.record"}
+    allowed = {"ddpdoctor", "ddpdoctor.record", "ddpdoctor.opening"}
     assert {module for module in mine if not module.startswith("ddpdoctor.probe")} <= allowed
 
 
@@ -217,15 +222,22 @@ def test_the_entry_needs_no_installed_ddpdoctor(tmp_path: Path) -> None:
     # -S leaves site-packages out; what site would do with sitecustomize is then done by hand.
     done = subprocess.run(
         [sys.executable, "-S", "-c", "import site; site.execsitecustomize()\n" + code],
-        env={"PYTHONPATH": str(entry), "DDPDOCTOR_RUN_DIR": str(tmp_path), "PATH": ""},
+        env={
+            "PYTHONPATH": str(entry),
+            "DDPDOCTOR_RUN_DIR": str(tmp_path),
+            "PATH": "",
+            # As a worker of torchrun, which loads the probe at once.
+            **dict.fromkeys(("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK"), "0"),
+        },
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT,
+        start_new_session=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip() == str(PACKAGE / "__init__.py")
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name[:7] for path in tmp_path.iterdir()] == ["stacks-"]
 
 
 def test_the_entry_is_as_if_it_were_not_there(tmp_path: Path) -> None:
@@ -236,10 +248,10 @@ def test_the_entry_is_as_if_it_were_not_there(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT,
     )
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "ImportError: No module named 'sitecustomize'"
+    assert done.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'sitecustomize'"
 
 
 def test_the_layers_name_every_part() -> None:

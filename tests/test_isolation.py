@@ -142,11 +142,12 @@ def supervisor(tmp_path: Path, reporter: Reporter) -> Iterator[Supervisor]:
     Written(tmp_path / "run").rank(0, [], phase=Phase.WAIT)
     made._start()
     yield made
-    assert made._child is not None
-    made._child.wait()
+    while made._keepers.status is None:
+        made._keepers.look()
+        made._idle(0.02)
     made._status = 0
     made._finish()
-    made._guards.dismiss(made._idle)
+    made._keepers.dismiss(made._idle)
     made._passthrough.finish(1.0)
     for held in (made._journal, made._lock, made._suspicions, made._hangs):
         if held is not None:

@@ -85,23 +85,39 @@ def test_a_job_that_runs_on_is_judged_when_it_is_certain(
     assert codes(written, status=None) == expected
 
 
+@pytest.mark.parametrize("role", ["optimizer", "scheduler"])
 @pytest.mark.parametrize(
-    ("every", "more", "expected"),
-    [("step", "load", ["DDP311"]), ("epoch", "", ["DDP311"])]
-    + [("epoch", kind, []) for kind in ("load", "together")],
+    ("every", "more", "at", "expected"),
+    [
+        ("step", "load", 8, ["DDP311"]),
+        ("epoch", "", 0, ["DDP311"]),
+        ("epoch", "load", 8, []),
+        ("epoch", "together", 8, []),
+        # Before the first of them, weights are loaded to begin with.
+        ("epoch", "load", 4, ["DDP311"]),
+        ("epoch", "gpu_load", 8, ["DDP311"]),
+    ],
 )
-def test_an_optimizer_that_is_made_again_by_epoch(
-    written: Written, every: str, more: str, expected: list[str]
+def test_an_optimizer_or_scheduler_that_is_made_again_by_epoch(
+    written: Written, role: str, every: str, more: str, at: int, expected: list[str]
 ) -> None:
     remade = {
-        "kind": "remade", "time": T0, "step": 16, "optimizer": "Adam", "times": 3, "every": every,
-        "path": "/job/train.py", "line": 4,
+        "kind": "remade", "time": T0, "step": 16, "since": 4, role: "Adam", "times": 3,
+        "every": every, "path": "/job/train.py", "line": 4,
     }  # fmt: skip
     for rank in (0, 1):
-        written.rank(rank, [remade, *([{"kind": more, "step": 8}] if more else [])])
+        written.rank(rank, [remade, *([{"kind": more, "step": at}] if more else [])])
     found = written.findings(status=0)
     assert [each.code for each in found] == expected
     assert all(every in each.message for each in found)
+
+
+def test_a_scheduler_that_is_made_again_with_its_optimizer_is_one_fault(written: Written) -> None:
+    remade: Record = {"kind": "remade", "time": T0, "step": 16, "times": 3, "every": "epoch"}
+    for rank in (0, 1):
+        written.rank(rank, [{**remade, "scheduler": "StepLR"}, {**remade, "optimizer": "Adam"}])
+    (finding,) = written.findings(status=0)
+    assert finding.message.startswith("Adam is re-created")
 
 
 def missing(why: str = "unused", step: int = 0) -> Record:

@@ -114,6 +114,19 @@ def test_a_batch_that_was_not_finite(watch: Callable[[nn.Module], None]) -> None
     assert found == {"what": "input", "operations": ["mm"], "module": "first", "within": True}
 
 
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_which_one_of_several_that_are_alike(
+    number: int, watch: Callable[[nn.Module], None]
+) -> None:
+    """Behind the model; what is alike in it does not count."""
+    net = Net(lambda x: x * 2)
+    watch(net)
+    loss = net(BATCH).sum()
+    for each in range(3):
+        loss = loss * torch.tensor(NAN if each == number else 0.5)
+    assert told(loss)["order"] == [number, 3]
+
+
 def test_a_parameter_that_was_not_finite(watch: Callable[[nn.Module], None]) -> None:
     net = Net(torch.tanh)
     watch(net)

@@ -16,7 +16,7 @@ import pytest
 JOBS = Path(__file__).resolve().parent.parent / "sample_jobs"
 RESNET = "resnet50_synthetic.py"
 CIFAR = "cifar10.py"
-TIMEOUT_S = 80.0
+TIMEOUT_S = 300.0
 STOP_S = 40.0
 
 Done = subprocess.CompletedProcess[str]

@@ -34,13 +34,15 @@ def state(added: list[Record], budget: float = 0.5) -> Any:
 
 
 def sampled(work: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> Record:
-    """What is seen of this thread while it works."""
+    """What is seen of this thread while it works, in steps."""
     monkeypatch.setattr(sampling, "QUICKEST", 0.005)
     added: list[Record] = []
-    thread = threading.Thread(target=sampling.Sampler(state(added), 1).run)
+    one = state(added)
+    thread = threading.Thread(target=sampling.Sampler(one, 1).run)
     thread.start()
     while thread.is_alive():
         work()
+        one.tracker.steps += 1
     (record,) = added
     return record
 
@@ -122,8 +124,28 @@ def test_a_rank_that_ends_writes_what_it_has() -> None:
     assert sampling._running is None
 
 
-def test_intervals_are_the_same_each_time_and_not_even() -> None:
+def test_a_pause_between_steps_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loader workers that start, an evaluation: no line of theirs is one of a step."""
+    monkeypatch.setattr(sampling, "QUICKEST", 0.005)
+    added: list[Record] = []
+    one = state(added)
+    thread = threading.Thread(target=sampling.Sampler(one, 1).run)
+    thread.start()
+    # Longer than all samples would take.
+    time.sleep(sampling.ATTEMPTS * sampling.SAMPLES * 0.005 * 1.2)
+    while thread.is_alive():
+        busy()
+        one.tracker.steps += 1
+    (record,) = added
+    assert record["steps"] > 0
+    assert record["samples"] == sampling.SAMPLES
+    steps = [each for each in record["stacks"] if busy.__name__ in {frame[2] for frame in each[1]}]
+    assert sum(each[0] for each in steps) > sampling.SAMPLES / 2
+
+
+def test_intervals_are_the_same_each_time_and_not_even(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither an RNG nor the rhythm of the steps has a part in them."""
+    monkeypatch.setattr(sampling, "PAUSE", 0.0)
     waits: list[list[float]] = []
     for _ in range(2):
         sampler = sampling.Sampler(state([]), 1)

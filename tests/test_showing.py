@@ -115,7 +115,7 @@ for epoch in range(3):
     for (batch,) in DataLoader(data, batch_size=4):
         model.module(batch).sum().backward()
         optimizer.step()
-deadline = time.time() + 20
+deadline = time.time() + 300
 name = os.path.join(os.environ["DDPDOCTOR_RUN_DIR"], "stderr-so-far.log")
 while time.time() < deadline and not os.path.exists(name):
     time.sleep(0.1)

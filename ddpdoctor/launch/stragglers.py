@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-import psutil
 
 from ddpdoctor.launch.processes import describe
 from ddpdoctor.probe.asking import PROFILE, Asking
@@ -18,8 +15,9 @@ from ddpdoctor.rules.lag import Lag, lags
 from ddpdoctor.rules.reasons import PATIENCE
 from ddpdoctor.run import Run
 
-ENOUGH = 8
-"""Steps after the warm-up from which on a rank may be suspected: fewer than a verdict takes."""
+ENOUGH, FEW = 8, 4
+"""Steps after the warm-up, and steps in all, from which on a rank may be suspected: fewer than a
+verdict takes, as that of a job which ends soon can only be told by samples taken before."""
 
 EVERY = 1.0
 """Seconds between two looks at the steps."""
@@ -53,8 +51,8 @@ class Stragglers:
 
     def _begin(self, restart: int) -> None:
         self._restart = restart
-        self._suspected: set[int] = set()
-        """Ranks for whose sake the others were asked."""
+        self._suspected: set[tuple[int, bool]] = set()
+        """Ranks for whose sake the others were asked, and whether for few steps."""
         self._waiting: set[int] = set()
         """Ranks that have not answered."""
         self._until = 0.0
@@ -74,11 +72,11 @@ class Stragglers:
         if now < self._looked + EVERY or len(self._suspected) >= MOST:
             return False
         self._looked = now
-        lag = next((each for each in lags(run, ENOUGH) if self._is_new(each)), None)
+        lag = next((each for each in lags(run, ENOUGH, FEW) if self._is_new(each)), None)
         if lag is None or run.exit_status is not None:
             return False
         self._asked += 1
-        self._suspected.add(lag.rank.rank)
+        self._suspected.add((lag.rank.rank, lag.few))
         self._waiting = {rank.rank for rank in run.last if rank.status is not None}
         self._until = now + PATIENCE
         self._before = now, _cpu_seconds()
@@ -91,7 +89,8 @@ class Stragglers:
         self._page.close()
 
     def _is_new(self, lag: Lag) -> bool:
-        return lag.rank.rank not in self._suspected
+        # What holds it up at the beginning may not be what does so later.
+        return (lag.rank.rank, lag.few) not in self._suspected
 
     def _answered(self, run: Run, now: float) -> bool:
         for rank in run.last:
@@ -149,7 +148,5 @@ def _busy(
     for pid in sorted(shares, key=lambda each: -shares[each])[:NAMED]:
         fields = _stat(pid)
         if shares[pid] >= BUSY and len(fields) > 36:
-            with contextlib.suppress(psutil.Error):
-                words = describe(psutil.Process(pid))
-                found.append([pid, round(shares[pid], 2), int(fields[36]), words])
+            found.append([pid, round(shares[pid], 2), int(fields[36]), describe(pid)])
     return found

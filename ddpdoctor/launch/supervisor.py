@@ -9,7 +9,6 @@ import select
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -23,13 +22,13 @@ from ddpdoctor import __version__, rundir, working_directory
 from ddpdoctor.errors import HANG, STRICT, DoctorError
 from ddpdoctor.faults import Faults
 from ddpdoctor.finding import Finding, Severity
-from ddpdoctor.launch import kernel, processes
+from ddpdoctor.launch import kernel, processes, terminal
 from ddpdoctor.launch.command import Command
 from ddpdoctor.launch.debugging import Debugging
 from ddpdoctor.launch.gpu_poll import GpuPoll
 from ddpdoctor.launch.gpu_watch import GpuWatch
-from ddpdoctor.launch.guards import GuardPost
 from ddpdoctor.launch.hangs.watch import HangWatch
+from ddpdoctor.launch.keepers import Keepers
 from ddpdoctor.launch.oom import OomWatch
 from ddpdoctor.launch.passthrough import Passthrough
 from ddpdoctor.launch.ranks import RankWatch
@@ -149,13 +148,17 @@ class Supervisor:
         self._lock: rundir.Lock | None = None
         self._reporter = reporter
         self._faults = reporter.faults
-        self._child: subprocess.Popen[bytes] | None = None
         self._status: int | None = None
-        self._guards = GuardPost(self._run_id, reporter.warn)
+        self._keepers = Keepers(self._run_id, reporter.warn)
         self._signals: set[int] = set()
         self._unwritten: list[Record] = []
         self._asked_again = False
-        self._had_terminal = _terminal_lives()
+        self._had_terminal = terminal.lives()
+        self._group = os.getpgrp() if self._had_terminal and sys.platform == "linux" else None
+        """The process group of the job's command, where it shares this terminal.
+
+        Elsewhere it cannot be seen whether a signal has reached the job already.
+        """
         self._trouble = 0
         self._happened: float | None = None
         """When something happened that the rules should look at soon."""
@@ -194,15 +197,18 @@ class Supervisor:
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             # Schedulers announce the end of a job's time so, and the job may count them.
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, lambda number, _: self._send(number))
+                signal.signal(number, self._pass_on_every)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGWINCH, self._resize)
+        if self._group is not None and signal.getsignal(signal.SIGTSTP) is not signal.SIG_IGN:
+            # This process stops when the job's command has.
+            signal.signal(signal.SIGTSTP, self._pass_on_every)
         self._start()
         try:
             self._loop(wake_reader)
             return self._finish()
         finally:
-            self._guards.dismiss(self._idle)
+            self._keepers.dismiss(self._idle)
             if self._gpu_poll is not None:
                 self._gpu_poll.stop()
             if self._debugging is not None:
@@ -219,7 +225,7 @@ class Supervisor:
             self._lock = rundir.Lock(self._directory)
             self._open_debugger()
             manifest = json.dumps(self._manifest(), indent=1)
-            (self._directory / rundir.MANIFEST).write_text(manifest)
+            rundir.put(self._directory / rundir.MANIFEST, manifest.encode())
             self._journal = Journal(str(self._directory / "supervisor.jsonl"), 1 << 24)
             self._reader = RunReader(self._directory)
             self._suspicions = Suspicions(self._directory, self._write)
@@ -287,7 +293,6 @@ class Supervisor:
 
     def _environment(self) -> dict[str, str]:
         environment = dict(os.environ)
-        environment[MARK] = self._run_id
         if self._directory is not None:
             before = environment.get("PYTHONPATH")
             environment["PYTHONPATH"] = f"{ENTRY}{os.pathsep}{before}" if before else ENTRY
@@ -300,19 +305,15 @@ class Supervisor:
         return environment
 
     def _start(self) -> None:
-        self._guards.call()
         try:
-            # A session of its own: a terminal's signals reach this process alone, which passes each
-            # on exactly once.
-            self._child = subprocess.Popen(
-                self._command.argv,
-                env=self._environment(),
-                stderr=self._passthrough.child_end,
-                start_new_session=True,
-                preexec_fn=kernel.die_with_parent(signal.SIGTERM),
+            # On a terminal it shares this process's group, which is what a shell calls a job. Else
+            # it has a session of its own: what is sent here reaches this process alone, which
+            # passes each signal on exactly once.
+            self._keepers.start(
+                self._command.argv, self._environment(), self._passthrough.child_end, self._group
             )
         except OSError as error:
-            self._guards.dismiss(self._idle)
+            self._keepers.dismiss(self._idle)
             if self._directory is not None:
                 shutil.rmtree(self._directory, ignore_errors=True)
             raise DoctorError(f"cannot start {self._command.argv[0]}: {error.strerror}") from None
@@ -324,9 +325,8 @@ class Supervisor:
         self._passthrough.start()
         if self._debugging is not None:
             self._faults.guarded("the debugger", self._debugging.start, self._wake)
-        self._guards.tell(self._child.pid)
         if self._hangs is not None:
-            self._faults.guarded("the hang watch", self._hangs.begin, self._child.pid)
+            self._faults.guarded("the hang watch", self._hangs.begin, self._keepers.pid)
         for number in tuple(self._signals):
             # It came while there was no child yet.
             self._send(number)
@@ -339,17 +339,22 @@ class Supervisor:
     def _loop(self, wake: int) -> None:
         while self._status is None:
             ready: list[int] = []
+            ends = [each for each in (wake, self._keepers.descriptor) if each >= 0]
             with contextlib.suppress(InterruptedError):
-                ready = select.select([wake, *self._rank_ends()], [], [], TICK)[0]
+                ready = select.select([*ends, *self._rank_ends()], [], [], TICK)[0]
             if wake in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(wake, 4096)
             self._reap()
+            stopped = self._keepers.look()
+            self._status = self._keepers.status
             self._after_signals()
+            if stopped and self._status is None:
+                self._suspend(stopped)
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._end_tree()
             else:
-                self._watch([each for each in ready if each != wake])
+                self._watch([each for each in ready if each not in ends])
 
     def _rank_ends(self) -> list[int]:
         # Those that are not taken in any more would wake us all the time.
@@ -360,18 +365,20 @@ class Supervisor:
         now, guarded = time.monotonic(), self._faults.guarded
         if self._debugging is not None:
             guarded("the debugger", self._note, self._debugging.look)
+            if self._debugging.stopped:
+                self._end_for_debugger()
         if self._showing is not None:
             guarded("the monitor's files", self._showing.look, at_once=self._happened is not None)
         for descriptor in ended:
             guarded("the rank watch", self._rank_ended, descriptor)
             self._happened = self._happened or now
-        guarded("the rank watch", self._ranks.end_leftovers)
+        guarded("the rank watch", self._ranks.end_leftovers, self._keepers.parents)
         self._ticks += 1
         if self._ticks % 2 == 0:
             guarded("the rank watch", self._ranks.note_children)
         run = self._look()
-        if run is not None and not run.ranks and self._child is not None and self._ticks % 2:
-            look = partial(self._unwatched_ranks.look, self._child.pid)
+        if run is not None and not run.ranks and self._ticks % 2:
+            look = partial(self._unwatched_ranks.look, self._keepers.pid)
             guarded("the look for unwatched ranks", self._note, look)
         if run is not None:
             self._watch_run(run, now)
@@ -448,6 +455,15 @@ class Supervisor:
             self._deadline = time.monotonic() + min(own.grace, KILL_GRACE)
             self._send(signal.SIGTERM)
 
+    def _end_for_debugger(self) -> None:
+        """With ``--stop-with-debugger``: end all ranks, since the person has stopped debugging."""
+        if self._status is None and self._deadline is None:
+            self._reporter.note("the debugger was stopped: ending the job")
+            now = time.time_ns()
+            self._write({"kind": "signal", "time": now, "signal": signal.SIGTERM, "debugger": True})
+            self._deadline = time.monotonic() + self._command.own.grace
+            self._send(signal.SIGTERM)
+
     def _finish(self) -> int:
         assert self._status is not None
         self._after_signals()
@@ -507,7 +523,7 @@ class Supervisor:
         if self._directory is None:
             return
         with contextlib.suppress(OSError):
-            (self._directory / rundir.STDERR).write_bytes(self._passthrough.tail)
+            rundir.put(self._directory / rundir.STDERR, bytes(self._passthrough.tail))
             if self._showing is not None:
                 self._faults.guarded("the monitor's files", self._showing.end)
 
@@ -521,10 +537,7 @@ class Supervisor:
                 return
             if pid == 0:
                 return
-            if self._child is not None and pid == self._child.pid:
-                self._status = self._child.returncode = os.waitstatus_to_exitcode(status)
-            else:
-                self._guards.reaped(pid, status)
+            self._keepers.reaped(pid, status)
 
     def _follow(self, run: Run) -> None:
         for record in self._ranks.follow(run):
@@ -546,9 +559,8 @@ class Supervisor:
     def _job(self) -> processes.Job:
         return processes.Job(
             self._run_id,
-            session=self._child.pid if self._child is not None else None,
-            ancestor=os.getpid(),
-            spared=self._guards.pids,
+            ancestors=self._keepers.parents | {os.getpid()},
+            spared=self._keepers.pids,
         )
 
     def _end_tree(self) -> None:
@@ -558,7 +570,9 @@ class Supervisor:
 
     def _sweep(self) -> None:
         """End what the job left behind."""
-        ended = processes.end(self._job(), patience=LEFT_BEHIND, soft=3.0, idle=self._idle)
+        # A job that was asked to stop has had its time.
+        patience = LEFT_BEHIND / 4 if self._signals else LEFT_BEHIND
+        ended = processes.end(self._job(), patience=patience, soft=3.0, idle=self._idle)
         self._reap()
         if ended:
             more = f" and {len(ended) - 3} more" if len(ended) > 3 else ""
@@ -576,26 +590,64 @@ class Supervisor:
             return
         self._signals.add(number)
         grace = self._command.own.grace
-        if number == signal.SIGHUP and self._had_terminal and not _terminal_lives():
+        if number == signal.SIGHUP and self._had_terminal and not terminal.lives():
             grace = min(grace, HANGUP_GRACE)
         self._deadline = min(self._deadline or float("inf"), time.monotonic() + grace)
         self._unwritten.append({"kind": "signal", "time": time.time_ns(), "signal": number})
-        self._send(number)
+        if not self._keepers.sent_to_group(number):
+            self._send(number)
+
+    def _pass_on_every(self, number: int, frame: FrameType | None) -> None:
+        if not self._keepers.sent_to_group(number):
+            self._send(number)
 
     def _resize(self, number: int, frame: FrameType | None) -> None:
         self._passthrough.resize()
         if not self._command.through_torchrun:
-            # In a session of its own the command does not hear of it from the terminal.
+            # On a terminal it has got one, which may have come before its stderr had its new size.
             self._send(number)
 
     def _send(self, number: int) -> None:
-        child = self._child
-        if child is not None and child.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                if number in _TO_GROUP:
-                    os.killpg(child.pid, number)
-                else:
-                    os.kill(child.pid, number)
+        pid = self._keepers.pid
+        if not pid or self._keepers.status is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            if number not in _TO_GROUP:
+                os.kill(pid, number)
+            elif self._group is None:
+                os.killpg(pid, number)
+            else:
+                for process in self._in_group():
+                    processes.send(process, number)
+
+    def _in_group(self) -> list[processes.Process]:
+        """The job's processes in the group that it shares with this process."""
+        return [each for each in self._job().processes() if each.group == self._group]
+
+    def _suspend(self, number: int) -> None:
+        """The job's command was stopped, as by Ctrl-Z: all of the job stops, and this process.
+
+        They go on when somebody continues this process, as a shell's ``fg`` does.
+        """
+        if self._group is None:
+            return
+        if number == signal.SIGTSTP and terminal.is_orphaned(self._group, self._keepers.parents):
+            # Without ddpdoctor it would not have stopped: there is no shell to continue it.
+            for process in self._in_group():
+                processes.send(process, signal.SIGCONT)
+            return
+        running = [each for each in self._job().processes() if each.state not in "tT"]
+        stopped = [each for each in running if processes.send(each, signal.SIGSTOP)]
+        self._passthrough.finish(0.2)
+        since = time.monotonic()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        if self._hangs is not None:
+            self._faults.guarded("the hang watch", self._hangs.slept, time.monotonic() - since)
+        for process in stopped:
+            processes.send(process, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            # Whoever continued this process alone meant the job.
+            os.kill(self._keepers.pid, signal.SIGCONT)
 
     def _after_signals(self) -> None:
         while self._unwritten:
@@ -612,15 +664,6 @@ class Supervisor:
         fresh = trouble > self._trouble
         self._trouble = trouble
         return fresh
-
-
-def _terminal_lives() -> bool:
-    """Whether this process still has the terminal it was started from."""
-    try:
-        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))
-    except OSError:
-        return False
-    return True
 
 
 def _installed(distribution: str) -> str:

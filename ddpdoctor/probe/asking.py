@@ -10,6 +10,7 @@ import mmap
 import os
 import struct
 
+from ddpdoctor import opening
 from ddpdoctor.record import mapped
 
 NAME = "examination"
@@ -57,7 +58,7 @@ class Asked:
     """
 
     def __init__(self, directory: str, name: str = NAME) -> None:
-        with open(os.path.join(directory, name), "rb") as file:
+        with opening.file(os.path.join(directory, name)) as file:
             self._memory = mmap.mmap(file.fileno(), _NUMBER.size, access=mmap.ACCESS_READ)
         self._seen = 0
 

@@ -136,7 +136,12 @@ def _exhausted(iterator: Any) -> None:
     loop: _Loop | None = getattr(iterator, "_ddpdoctor_loop", None)
     if loop is not None and loop in _open:
         _look_back(loop)
+        partner = _current
         _close(loop, "ended")
+        # Of loaders in one zip the first that ends is the end of the loop, told by the last.
+        if partner is not None and partner is not loop and loop.sites == partner.sites:
+            _look_back(partner)
+            _close(partner, "ended")
 
 
 # -- passes
@@ -215,7 +220,8 @@ def _close(loop: _Loop, how: str, sites: list[Site] | None = None) -> None:
 def _tell(loop: _Loop, how: str, words: dict[str, Any]) -> None:
     state = rank.current()
     if state is not None and not state.closed:
-        state.recorder.add(
+        # The next collective may meet another one, and gloo then aborts the process at once.
+        state.recorder.add_now(
             {
                 "kind": "loop",
                 "time": time.time_ns(),
@@ -225,9 +231,6 @@ def _tell(loop: _Loop, how: str, words: dict[str, Any]) -> None:
                 **words,
             }
         )
-        if how in ("left", "skips"):
-            # The next collective may meet another one, and gloo then aborts the process at once.
-            state.recorder.flush(0.0)
 
 
 def _failed(error: BaseException) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,6 +31,7 @@ actions: dict[str, Action] = {}
 """What the supervisor may ask for, by name; what an action returns is the answer."""
 
 _socket: socket.socket | None = None
+_path = ""
 _sending = threading.Lock()
 ended = threading.Event()
 """The supervisor is gone: nobody waits for it any more."""
@@ -57,16 +59,50 @@ def join(hello: Message) -> None:
     Raises:
         OSError: There is no supervisor to be reached: a container, or another machine.
     """
-    global _socket
     if _socket is None:
         _, _, place = os.environ.get("DDPDOCTOR_SUPERVISOR", "").partition("@")
         if place != namespace():
             return
-        _socket = _connect(os.path.join(os.environ["DDPDOCTOR_RUN_DIR"], NAME))
+        join_at(os.path.join(os.environ["DDPDOCTOR_RUN_DIR"], NAME), hello)
         claim()
-        ended.clear()
-        background("control", _serve, _socket).start()
+    else:
+        say("hello", pid=os.getpid(), **hello)
+
+
+def join_at(path: str, hello: Message) -> None:
+    """Say hello to whoever has its control socket at ``path``, and do what it asks for.
+
+    Raises:
+        OSError: It cannot be reached, or is another user's.
+    """
+    global _socket, _path
+    _socket, _path = _connect(path), path
+    ended.clear()
+    background("control", _serve, _socket).start()
     say("hello", pid=os.getpid(), **hello)
+
+
+def leave() -> None:
+    """End the connection, if there is one."""
+    global _socket
+    if _socket is not None:
+        _socket.close()
+    _socket = None
+
+
+def session(key: str) -> socket.socket:
+    """One more connection to the supervisor, for the debugger session that it knows by ``key``.
+
+    Raises:
+        OSError: The supervisor cannot be reached any more.
+    """
+    connection = _connect(_path)
+    try:
+        connection.sendall(json.dumps({"say": "session", "key": key}).encode() + b"\n")
+    except OSError:
+        connection.close()
+        raise
+    return connection
 
 
 def _connect(path: str) -> socket.socket:
@@ -74,10 +110,25 @@ def _connect(path: str) -> socket.socket:
     try:
         with short_path(path) as short:
             connection.connect(short)
+        _check_supervisor(connection)
     except OSError:
         connection.close()
         raise
     return connection
+
+
+def _check_supervisor(connection: socket.socket) -> None:
+    """Whoever listens there may run code in this process: it has to be this user, or root.
+
+    Raises:
+        PermissionError: It is another user, in whose reach the run directory is.
+    """
+    if hasattr(socket, "SO_PEERCRED"):
+        size = struct.calcsize("3i")
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        uid = struct.unpack("3i", credentials)[1]
+        if uid not in (0, os.geteuid()):
+            raise PermissionError(f"the control socket belongs to uid {uid}")
 
 
 @contextlib.contextmanager

@@ -78,7 +78,8 @@ class Flight:
         if number:
             told = {"asked": number, "time": time.time_ns(), **self._entries()}
             fresh = f"{self._path}.new"
-            with open(fresh, "w") as file:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(fresh, flags, 0o600), "w") as file:
                 json.dump(told, file, separators=(",", ":"), default=str)
             os.replace(fresh, self._path)
 

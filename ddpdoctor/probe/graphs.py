@@ -49,6 +49,8 @@ class Operation(NamedTuple):
     """The name of the parameter that stands here, where one does that is known."""
     size: int
     """The place of that parameter's size, of any parameter."""
+    ran: int
+    """Operations that ran later have greater numbers; -1 where that is not known."""
 
 
 def read(loss: Any, names: dict[int, str], most: int) -> tuple[list[Operation], list[Any]] | None:
@@ -115,6 +117,7 @@ def read(loss: Any, names: dict[int, str], most: int) -> tuple[list[Operation], 
                 complete,
                 names.get(id(variable)),
                 UNKNOWN if variable is None else place(variable),
+                torch_private.sequence_of(node),
             )
         )
     return operations, tensors

@@ -30,9 +30,10 @@ _now = time.time_ns
 
 
 class _Group:
-    __slots__ = ("calls", "text")
+    __slots__ = ("calls", "name", "text")
 
-    def __init__(self, text: int) -> None:
+    def __init__(self, name: str, text: int) -> None:
+        self.name = name
         self.text = text
         self.calls = 0
 
@@ -55,6 +56,8 @@ class Ledger:
         self._sites: dict[Site, int] = {}
         self._chains: dict[tuple[Site, ...], int] = {}
         self._works: dict[int, int] = {}
+        self._elsewhere: set[str] = set()
+        """Groups in which other threads call collectives, too."""
         self._waited = 0
         self.wide = 0
         """Calls that may have moved gradients or parameters, unknown ones among them."""
@@ -102,6 +105,8 @@ class Ledger:
         if flags & POINT_TO_POINT:
             sequence = 0
         else:
+            if self._elsewhere and known.name in self._elsewhere:
+                self.set_partial()
             sequence = known.calls = known.calls + 1
             # An object may hold a whole model.
             self.moved += OBJECT if numel < 0 and "object" in name else max(0, numel)
@@ -109,6 +114,21 @@ class Ledger:
         return self._ring.begin(
             _now(), sequence, texts, shape, numel, -1 if root is None else root, flags
         )
+
+    def begin_elsewhere(self, call: Call) -> None:
+        """Another thread than the training one calls a collective.
+
+        A communication hook may call its next collective in the thread that ended the one before,
+        or in the training thread if that was quick. So the calls that are seen have other numbers
+        on each rank, unless that group is the other thread's alone.
+        """
+        group = self._distributed.group.WORLD if call[4] is None else call[4]
+        name = getattr(group, "group_name", None)
+        if name is None or call[5] & POINT_TO_POINT:
+            return
+        self._elsewhere.add(name)
+        if any(each.name == name and each.calls for each in list(self._groups.values())):
+            self.set_partial()
 
     def _place(self, chain: tuple[Site, ...]) -> int:
         """The number of a text for lines that were not met before."""
@@ -149,7 +169,7 @@ class Ledger:
         ranks = ranges(self._distributed.get_process_group_ranks(actual))
         made = self._groups.get(name)
         if made is None:
-            made = self._groups[name] = _Group(self._ring.text(f"{name}|{ranks}"))
+            made = self._groups[name] = _Group(name, self._ring.text(f"{name}|{ranks}"))
         if actual is world:
             # Under both names it is one group.
             self._groups[DEFAULT_GROUP] = made

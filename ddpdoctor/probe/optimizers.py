@@ -54,10 +54,12 @@ class Made:
 class Habit:
     """The optimizers that one line has made for one parameter."""
 
-    __slots__ = ("epoch", "epochs", "last", "row", "shape")
+    __slots__ = ("began", "epoch", "epochs", "last", "row", "shape", "since")
 
-    def __init__(self, last: Made, epoch: int, shape: object) -> None:
+    def __init__(self, last: Made, step: int, epoch: int, shape: object) -> None:
         self.last = last
+        self.began = self.since = step
+        """The steps at which the last one, and the first one of the row, began."""
         self.row = 0
         self.epoch = epoch
         """The epoch in which the last one began."""
@@ -233,14 +235,16 @@ def _first_step(optimizer: Any, each: Made, number: int) -> None:
     # With other parameters or options it is the next phase of a training.
     shape = (len(owned(optimizer)), repr(optimizer.defaults))
     if habit is None:
-        _habits[key] = Habit(each, epoch, shape)
+        _habits[key] = Habit(each, number, epoch, shape)
         return
     one = habit.last.steps > 1 and epoch == habit.epoch + 1 and shape == habit.shape
     habit.epochs = habit.epochs + 1 if one and _remembers(optimizer, first) else 0
     habit.epoch, habit.shape = epoch, shape
     once = habit.last.steps == 1 and _remembers(optimizer, first)
     habit.row = habit.row + 1 if once else 0
-    habit.last = each
+    if habit.epochs + habit.row <= 1:
+        habit.since = habit.began
+    habit.last, habit.began = each, number
     known = any(id(first) in module.ids for module in watched)
     by_epoch = habit.epochs == REMADE_BY_EPOCH - 1
     if (habit.row == REMADE or by_epoch) and known:
@@ -249,6 +253,7 @@ def _first_step(optimizer: Any, each: Made, number: int) -> None:
                 "kind": "remade",
                 "time": time.time_ns(),
                 "step": number,
+                "since": habit.since,
                 "optimizer": each.name,
                 "times": (habit.epochs if by_epoch else habit.row) + 1,
                 "every": "epoch" if by_epoch else "step",

@@ -51,7 +51,9 @@ def origin(loss: Any, value: float) -> Record | None:
         or a constant), ``parameter`` or ``operation``; ``operations``: their names, the first to
         run first; ``module``: the one whose parameters are nearest; ``within``: whether the
         operation uses them itself; ``infinite``: the same of an infinite value that entered the
-        operation, if NaN came out of it. None if the graph does not tell.
+        operation, if NaN came out of it; ``order``: of a single operation, its place among those of
+        its name behind the last parameter, from 0, and how many these are. None if the graph does
+        not tell.
     """
     with sys.modules["torch"].no_grad():
         found = graphs.read(loss, _names(), MOST)
@@ -201,13 +203,32 @@ class _Search:
 
     def _told(self, what: str, numbers: list[int], at: int) -> Record:
         distance, names = next(self._parameters(at), (0, []))
+        order = self._order(numbers[0]) if len(numbers) == 1 else None
         # Between a layer's operation and its weight there is at most a transposition.
         return {
+            **({"order": order} if order is not None else {}),
             "what": what,
             "operations": [self._word(each) for each in numbers],
             "module": names[0].rpartition(".")[0] if names else None,
             "within": bool(names) and distance <= 2,
         }
+
+    def _order(self, number: int) -> list[int] | None:
+        """The place of an operation among those of its name that ran after the model's layers."""
+        operations = self._operations
+        if any(each.ran < 0 for each in operations):
+            return None
+        trained = {index for index, each in enumerate(operations) if each.size != UNKNOWN}
+        layers = [each.ran for each in operations if trained.intersection(each.below)]
+        last = max(layers, default=-1)
+        word = self._word(number)
+        alike = [
+            each.ran
+            for index, each in enumerate(operations)
+            if each.ran > last and index not in trained and _words(each.name) == word
+        ]
+        mine = operations[number].ran
+        return [sum(each < mine for each in alike), len(alike)] if mine in alike else None
 
     def _parameters(self, number: int) -> Iterator[tuple[int, list[str]]]:
         """The named parameters nearest to an operation, with their distance."""

@@ -179,7 +179,7 @@ def _report(hook: str, error: str) -> None:
 def tell(record: Record) -> None:
     """Write a record now rather than soon: the process may end the next moment."""
     if _state is not None:
-        _state.recorder.add(record)
+        _state.recorder.add_now(record)
         _state.recorder.flush(0.2, last=True)
 
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ddpdoctor.probe.threads import background
-from ddpdoctor.record import Journal, Record, StatusPage
+from ddpdoctor.record import Journal, Record, StatusPage, encode
 
 FLUSH_EVERY = 0.25
 """Seconds between two writes of the journal."""
@@ -57,6 +57,20 @@ class Recorder:
             self.dropped += 1
         else:
             self._queue.append(record)
+
+    def add_now(self, record: Record) -> None:
+        """Write a record, and what is queued if the writing thread is not at it: no waiting.
+
+        For what tells why a process ends that native code may end the next moment. It takes a
+        system call, so it is not for what happens at every step.
+        """
+        line = encode(record)
+        try:
+            self._journal.write_now(line)
+        except (OSError, ValueError):
+            # Should some of the disk be free again, the writing thread finds out.
+            self.add(record)
+        self.flush(0.0)
 
     def flush(self, timeout: float, last: bool = False) -> None:
         """Write what is queued, waiting at most ``timeout`` seconds for the writing thread."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from ddpdoctor import opening
 from ddpdoctor.record import UnreadableError, mapped
 
 FORMAT = 2
@@ -190,7 +191,7 @@ def read_ring(path: str, newest: int = ENTRIES) -> Ring:
         UnreadableError: The file is too short, no ring, or of a newer format.
         OSError: The file cannot be opened.
     """
-    with open(path, "rb") as file:
+    with opening.file(path) as file:
         raw = file.read(SIZE)
         # The writer takes no lock; two equal readings in a row cannot be a torn one.
         for _ in range(4):

@@ -37,11 +37,14 @@ QUICKEST, SLOWEST = 0.03, 1.0
 SPAN = 6
 """Steps that a profile is to span."""
 
-MOST = 3
+MOST = 4
 """Profiles that a rank takes in its life."""
 
 ATTEMPTS = 3
 """Times that samples are taken until some steps were among them: not a loader that starts."""
+
+PAUSE = 60.0
+"""Seconds in which no step ends, as between two epochs, that samples are put off for."""
 
 MOST_FRAMES = 32
 """Frames of the user's code that are kept of a sample, the innermost ones."""
@@ -99,10 +102,18 @@ class Sampler:
         try:
             with _opened(f"{self._task}/stat") as status:
                 for _ in range(ATTEMPTS):
+                    self._await_step(interval)
                     if self._take(status, interval):
                         break
         finally:
             self.finish()
+
+    def _await_step(self, interval: float) -> None:
+        """Wait until a step ends: samples of a pause say nothing of the steps."""
+        steps, until = self._state.tracker.steps, time.monotonic() + PAUSE
+        while self._state.tracker.steps == steps and time.monotonic() < until:
+            if self._stop.wait(interval):
+                return
 
     def _take(self, status: int, interval: float) -> bool:
         """Take all samples; False if no step was closed meanwhile."""
@@ -199,7 +210,9 @@ class Sampler:
     def _record(self) -> Record:
         after = self._counters()
         counted = {
-            name: after[name] - before for name, before in self._before.items() if name in after
+            name: max(after[name] - before, 0)
+            for name, before in self._before.items()
+            if name in after
         }
         counted["children"] = min(self._before.get("children", 0), after["children"])
         stacks: dict[tuple[object, ...], int] = {}

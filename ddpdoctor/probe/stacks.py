@@ -70,7 +70,7 @@ def declare() -> None:
     try:
         # Emptied, since a process that has called `exec` is the same one to the kernel.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
-        file = os.open(path, flags, 0o600)
+        file = os.open(path, flags | os.O_NOFOLLOW, 0o600)
     except OSError:
         # Nobody will be able to ask; that the directory cannot be written is said elsewhere.
         return

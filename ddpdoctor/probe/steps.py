@@ -216,6 +216,10 @@ class StepTracker:
 
     # -- phases
 
+    def is_here(self) -> bool:
+        """Whether the calling thread is the training one."""
+        return _thread() == self._thread
+
     def enter(self, phase: int, site: Site) -> bool:
         """Begin a phase; False (and nothing done) on any thread but the training one."""
         if _thread() != self._thread:

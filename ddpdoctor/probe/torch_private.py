@@ -331,6 +331,14 @@ def workers_of(iterator: Any) -> int:
     return workers if isinstance(workers, int) else 0
 
 
+def worker_functions_of(iterator: Any) -> list[Any]:
+    """What a loader's workers call beside its data set: ``_collate_fn``, ``_worker_init_fn``.
+
+    None where there is none (2.4 to 2.15 have them, the second only with workers).
+    """
+    return [getattr(iterator, name, None) for name in ("_collate_fn", "_worker_init_fn")]
+
+
 def joins(ddp: Any) -> bool:
     """Whether a DDP module runs, or ever ran, within ``join()``: ``_join_config`` (2.4 to 2.15).
 
@@ -483,6 +491,15 @@ def saved_tensors(node: Any) -> tuple[list[tuple[bool, Any]], bool]:
                 own = tensor.grad_fn is node or name.startswith("_raw_saved_result")
                 found.append((own, tensor))
     return found, complete
+
+
+def sequence_of(node: Any) -> int:
+    """Which of a thread's operations it was: later ones have greater numbers; -1 if unknown.
+
+    ``_sequence_nr`` of a node (2.0 to 2.15).
+    """
+    number = getattr(node, "_sequence_nr", None)
+    return int(number()) if number is not None else -1
 
 
 def _saved_names(operation: type[Any]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Ends this process when what launched it has vanished.
 
-The last of three nets: the supervisor ends the job's tree, a guard process does it if the
-supervisor was killed, and this thread does it if both were.
+The last net: the supervisor and two keepers (`ddpdoctor.launch.keeper`) each end the job if the
+others are gone, and this thread of a rank does it if all three were killed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from ddpdoctor.probe.threads import background
 
 MARK = "DDPDOCTOR_RUN_ID"
 """The environment variable that marks a process of a job; ``outer/inner`` in a run within a run."""
+
+KEEPERS = "DDPDOCTOR_KEEPERS"
+"""The environment variable with the pids of the supervisor and the keepers: ``1,2,3``."""
 
 GRACE = 4.0
 """Seconds between SIGTERM and SIGKILL for a process whose launcher vanished."""
@@ -34,23 +37,28 @@ def namespace() -> str:
         return os.uname().nodename
 
 
+def is_command() -> bool:
+    """Whether this process is the job's command itself."""
+    return str(os.getppid()) in os.environ.get(KEEPERS, "").split(",")
+
+
 def start() -> None:
     """Watch the supervisor, if it is a process of this machine, from a thread of its own."""
-    pid, _, place = os.environ.get("DDPDOCTOR_SUPERVISOR", "").partition("@")
-    if not pid.isdigit() or place != namespace():
+    place = os.environ.get("DDPDOCTOR_SUPERVISOR", "").partition("@")[2]
+    pids = os.environ.get(KEEPERS, "").split(",")
+    if place != namespace() or not all(pid.isdigit() for pid in pids):
         return
-    background("watch", _watch, int(pid)).start()
+    background("watch", _watch, [int(pid) for pid in pids]).start()
 
 
-def _watch(supervisor: int) -> None:
+def _watch(keepers: list[int]) -> None:
     try:
-        _wait_for(supervisor)
+        for pid in keepers:
+            _wait_for(pid)
     except OSError:
         return
     import subprocess
 
-    # Others may already be ending this process in good order.
-    time.sleep(1.0)
     # A process of its own, since SIGTERM may end this one before its children.
     rescue = os.path.join(os.path.dirname(os.path.abspath(__file__)), "rescue.py")
     environment = {key: value for key, value in os.environ.items() if key != MARK}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Collection, Iterator
 
 from ddpdoctor.finding import Location
@@ -22,11 +23,22 @@ _OPERATORS: dict[str, type[ast.operator]] = {
 }
 """Python's operators by the name of torch's operation."""
 
+_CONSTANT = re.compile(r"""\b(?:nan|inf|infinity)\b""", re.IGNORECASE)
+"""A constant that is not finite: `float("nan")`, `math.inf`, `torch.nan`."""
+
+MOST = 3
+"""Lines that are named as candidates."""
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
 
 
 def lines_of(
-    operations: Collection[str], forward: Location | None, backward: Location | None
+    operations: Collection[str],
+    forward: Location | None,
+    backward: Location | None,
+    order: tuple[int, int] | None = None,
+    *,
+    constant: bool = False,
 ) -> list[Location]:
     """The lines behind the forward and ahead of the backward that do one of some operations.
 
@@ -34,8 +46,11 @@ def lines_of(
         operations: Their names, as torch's graph has them: ``mul``, ``log``.
         forward: Where the model is called.
         backward: Where ``backward()`` is; both may be in one function, or in two.
+        order: Which one of how many operations of that name it is that is looked for.
+        constant: Whether what is looked for took in something that is not finite and was computed
+            by nobody: a constant, perhaps.
     """
-    found: dict[Location, None] = {}
+    found: list[tuple[Location, str]] = []
     for site, before in ((forward, False), (backward, True)):
         if site is None:
             continue
@@ -50,10 +65,18 @@ def lines_of(
         last = site.line - 1 if before else 1 << 62
         if together and other is not None:
             first, last = (first, other.line - 1) if not before else (other.line, last)
-        for line in _lines(function, operations):
+        for line, text in _lines(function, operations):
+            place = Location(site.path, line), text
             if first <= line <= last:
-                found[Location(site.path, line)] = None
-    return list(found)
+                found.append(place)
+        if together:
+            break
+    if order is not None and order[1] == len(found):
+        # All of them ran, and nothing else did the same: they ran in their order.
+        return [found[order[0]][0]]
+    lines = list(dict.fromkeys(place for place, _ in found))
+    literal = [place for place, text in found if constant and _CONSTANT.search(text)]
+    return literal if len(literal) == 1 and len(lines) > 1 else lines
 
 
 def _around(tree: ast.Module, line: int) -> Function:
@@ -68,10 +91,12 @@ def _holds(function: Function, line: int) -> bool:
     return isinstance(function, ast.Module) or function.lineno <= line <= (function.end_lineno or 0)
 
 
-def _lines(function: Function, operations: Collection[str]) -> Iterator[int]:
+def _lines(function: Function, operations: Collection[str]) -> Iterator[tuple[int, str]]:
+    """The lines that do one of some operations, as often as they do so, with their text."""
     for statement in _statements(function):
-        if any(_does(node, operations) for node in _parts(statement)):
-            yield statement.lineno
+        for node in _parts(statement):
+            if _does(node, operations):
+                yield statement.lineno, ast.unparse(node)
 
 
 def _statements(node: ast.AST) -> Iterator[ast.stmt]:

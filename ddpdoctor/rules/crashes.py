@@ -26,6 +26,7 @@ def _causes(run: Run, kind: Kind) -> Iterator[tuple[int, Ending]]:
         cause = first_failure(run, restart)
         if cause is None or cause.kind != kind:
             continue
+        # An end is classified once, by its text, so that only one of the rules finds it.
         if recognised(run, restart):
             continue
         yield restart, cause

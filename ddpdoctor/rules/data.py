@@ -390,7 +390,8 @@ def seeds_differ(run: Run) -> Iterator[Finding]:
         if not same_data(passes):
             continue
         if name == "epoch" and decisions(run, suspected=True):
-            # The ranks have come apart, and their next epochs with them.
+            # The ranks have come apart, and their next epochs with them; no relation of rules,
+            # since a decision is only suspected here, and may do no harm yet.
             continue
         at = passes[group[0]].at
         yield Finding(
@@ -504,20 +505,24 @@ def _left_alone(run: Run, passes: Passes) -> bool:
     few = min(one.number("batches") for one in passes.values())
     ranks = {rank.rank: rank for rank in run.last}
     over = [
-        one.number("armed_after")
+        one.number("armed_after") if one.closed else one.number("armed") + few
         for one in passes.values()
-        if one.number("batches") == few and one["state"] == "ended"
+        if one.number("batches") == few and _ran_out(run, one)
     ]
     if not over:
         return False
     for number, one in passes.items():
-        status = ranks[number].status
-        if one.number("batches") == few or one.closed or status is None:
+        rank = ranks[number]
+        if one.number("batches") == few or rank.status is None:
             continue
-        error = next(ranks[number].of_kind("error"), None)
-        alone = integer(error, "armed") if error is not None else status.armed
-        waits = error is not None or run.waits_for(ranks[number]) > PATIENCE
-        if waits and alone > max(over) and status.phase in (Phase.BACKWARD, Phase.ENDED):
+        error = next(rank.of_kind("error"), None)
+        alone = integer(error, "armed") if error is not None else rank.status.armed
+        if one.closed and (error is None or alone != one.number("armed_after")):
+            continue
+        # Native code, or a signal, may have ended it without another record.
+        died = rank.exit is not None and rank.ended is None and not rank.status.unwritten
+        waits = error is not None or died or run.waits_for(rank) > PATIENCE
+        if waits and alone > max(over) and rank.status.phase in (Phase.BACKWARD, Phase.ENDED):
             return True
     return False
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from ddpdoctor.finding import Finding, Location, Severity, rule
@@ -46,8 +47,8 @@ class Decision:
     place: Place
     location: Location
     step: int
-    batch: int
-    """The batch that was skipped; else how many were taken."""
+    batch: int | None
+    """The batch that was skipped; else how many were taken, if that is known."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -239,8 +240,8 @@ class _Case:
             tuple(each for each in members if each not in leavers),
             place,
             location,
-            integer(first.record, "step"),
-            first.fetched or 0,
+            first.step,
+            (first.fetched or 0) if first.told else None,
         )
 
     # -- between two of them
@@ -313,9 +314,20 @@ class _Case:
     def _waits(self, trace: Trace) -> bool:
         ending = self._ends.get(trace.rank.rank)
         if ending is not None and (ending.victim or mispaired(self._run, ending)):
+            # Who was ended from outside may have been anywhere.
+            known = not ending.stopped or trace.stuck or self._met
             # After a failure with a cause of its own everybody is a victim of that.
-            return ending.time <= self._limit
+            return known and ending.time <= self._limit
         return ending is None and trace.rank.ended is None and trace.stuck
+
+    @cached_property
+    def _met(self) -> bool:
+        """Whether a collective of one of the ranks met another one."""
+        return any(
+            mispaired(self._run, ending)
+            for rank in self._group
+            if (ending := self._ends.get(rank.rank)) is not None
+        )
 
     def _gone(self, trace: Trace) -> bool:
         """Whether a rank came to its regular end."""
@@ -331,7 +343,8 @@ def _finding(decision: Decision) -> Finding:
         what = f"skipped batch {decision.batch} of the training loop (step {decision.step})"
         went = f"{others} trained on it"
     elif decision.kind == "left":
-        what = f"left the training loop in step {decision.step}, after {_batches(decision.batch)}"
+        after = "" if decision.batch is None else f", after {_batches(decision.batch)}"
+        what = f"left the training loop in step {decision.step}{after}"
         went = f"{others} went on"
     else:
         what = f"began no further epoch after {decision.step} steps"
@@ -365,7 +378,12 @@ def _beside(loop: Location, at: Location) -> str:
 def _did(trace: Trace, loop: Location) -> str:
     reached = trace.reached
     steps = "" if reached is None else f" and began {reached} reduced backwards in it"
-    took = "is still in the loop" if trace.fetched is None else f"took {_batches(trace.fetched)}"
+    if trace.fetched is None:
+        took = "is still in the loop"
+    elif trace.told or trace.state != "left":
+        took = f"took {_batches(trace.fetched)}"
+    else:
+        took = "left the loop"
     return f"rank {trace.rank.rank} {took}{steps}"
 
 

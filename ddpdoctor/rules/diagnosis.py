@@ -10,10 +10,7 @@ from ddpdoctor.finding import Finding, Severity
 from ddpdoctor.record import integer
 from ddpdoctor.relations import STANDSTILL
 from ddpdoctor.rules import apart, ports
-from ddpdoctor.rules.decisions import decisions
-from ddpdoctor.rules.evaluation import alone_evaluating
 from ddpdoctor.rules.guards import only_sleeps
-from ddpdoctor.rules.hangs import leavers
 from ddpdoctor.rules.lingering import lingering
 from ddpdoctor.rules.out_of_step import guarded, mismatch, order, same_number, waiting_line
 from ddpdoctor.rules.ranks import named
@@ -21,6 +18,7 @@ from ddpdoctor.rules.standing import Standing, Standstill, brief, quoted, stands
 from ddpdoctor.rules.waits import Blocked, blocked
 from ddpdoctor.rules.whereabouts import (
     Whereabouts,
+    came_since,
     lacks_cpu,
     starves,
     state_of,
@@ -83,9 +81,6 @@ def _short_of_cpu(still: Standstill) -> bool:
 
 
 def _explained(run: Run, still: Standstill) -> Iterator[Finding]:
-    if _known(run):
-        # What the ranks did before says it better.
-        return
     if not any(rank.joined for rank in still.ranks):
         yield from _before_joining(run, still)
         return
@@ -102,7 +97,7 @@ def _explained(run: Run, still: Standstill) -> Iterator[Finding]:
 
 def _unexplained(run: Run, still: Standstill) -> Iterator[Finding]:
     """The facts, where nobody can be blamed for sure."""
-    if apart.first_apart(apart.rings(run), _gloo(run)) is not None or _known(run):
+    if apart.first_apart(apart.rings(run), _gloo(run)) is not None:
         return
     ranks = [rank for rank in still.ranks if rank.joined and not rank.ended]
     yield Finding(
@@ -127,11 +122,6 @@ def _doing(rank: Standing) -> str:
     return (
         f"waits in {rank.waits_in}" if rank.in_collective else f"is in {rank.phase or 'start-up'}"
     )
-
-
-def _known(run: Run) -> bool:
-    """Whether another rule says why."""
-    return any(leavers(run)) or bool(decisions(run) or alone_evaluating(run))
 
 
 # -- some wait in a collective
@@ -325,7 +315,7 @@ def _before_joining(run: Run, still: Standstill) -> Iterator[Finding]:
     late = [
         (rank, each)
         for rank, each in others
-        if rank.frame is not None and not lacks_cpu(rank, still.limit)
+        if rank.frame is not None and not lacks_cpu(rank, still.limit) and not came_since(rank)
     ]
     if joining and late:
         yield from _late(late, [rank for rank, _ in joining], still)

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.record import Record, integer
-from ddpdoctor.relations import LIKELY, certain, of_likely
+from ddpdoctor.relations import LIKELY, PARAMETERS, certain, of_likely, same_subject
 from ddpdoctor.rules import averaging
-from ddpdoctor.rules.edits import edited_alone
 from ddpdoctor.rules.ranks import named
 from ddpdoctor.rules.replicas import Difference, Replica, list_of, odd, place, replicas, site
 from ddpdoctor.rules.writes import likely, on_some_ranks, ranks_of
@@ -66,18 +65,7 @@ def parameters_differ(run: Run) -> Iterator[Finding]:
         difference = replica.difference("parameters")
         if difference is None or _more_to_come(replica):
             continue
-        if _rank_only_changes(replica, difference) or _likely_change(run, replica, difference):
-            continue
         if averaging.pending(run) or not replica.lasts(difference):
-            continue
-        if any(_hyper_difference(each, difference.first) for each in replicas(run)):
-            continue
-        if any(_resumed_alone(each) for each in replicas(run)):
-            continue
-        scales = [each.difference("scale") for each in replicas(run)]
-        if any(each and each.first <= difference.first for each in scales):
-            continue
-        if edited_alone(run, replica, difference):
             continue
         cause, evidence = _cause(replica, difference)
         guilty = replica.odd(difference.first, "parameters")
@@ -85,6 +73,7 @@ def parameters_differ(run: Run) -> Iterator[Finding]:
         yield Finding(
             code="DDP701",
             about=f"module {replica.module}",
+            subjects=frozenset((f"{PARAMETERS}{replica.module}",)),
             severity=Severity.ERROR,
             message=f"{_which(guilty, everyone, 'parameters')} {difference.since}: {cause}",
             ranks=guilty or everyone,
@@ -210,6 +199,7 @@ _ALIKE = (
     "DDP319",
     "rank-only-weight-change",
     Severity.ERROR,
+    supersedes={"DDP701": same_subject},
     yields_to=dict.fromkeys((*CAUSES, "DDP403"), of_likely),
 )
 def rank_only_weight_change(run: Run) -> Iterator[Finding]:
@@ -262,6 +252,7 @@ def rank_only_weight_change(run: Run) -> Iterator[Finding]:
         yield Finding(
             code="DDP319",
             about=f"module {replica.module}",
+            subjects=frozenset((f"{PARAMETERS}{replica.module}",)),
             severity=Severity.ERROR,
             message=f"{named(guilty)} {what} after DDP was built and {named(others)} did not: "
             f"the parameters differ {difference.since}",
@@ -283,7 +274,7 @@ def _likely(run: Run, replica: Replica, difference: Difference, where: Location)
     return Finding(
         code="DDP319",
         about=f"module {replica.module}",
-        subjects=frozenset((LIKELY,)),
+        subjects=frozenset((LIKELY, f"{PARAMETERS}{replica.module}")),
         severity=Severity.ERROR,
         message=f"the parameters differ between ranks {difference.since} though their gradients "
         "are equal: this line, which some ranks alone run, is likely what changes them",
@@ -312,7 +303,8 @@ def _likely_change(run: Run, replica: Replica, difference: Difference) -> Locati
         for record in rank.of_kind("outside")
     )
     lines = [] if seen else on_some_ranks(run, "weights")
-    if len(lines) != 1 or any(_hyper_difference(each, None) for each in replicas(run)):
+    # It is likely only as long as nothing else is known, be it said or not.
+    if len(lines) != 1 or any(_hyper_difference(each) for each in replicas(run)):
         return None
     state = replica.difference("state")
     return None if state and state.first <= difference.first else lines[0]
@@ -355,7 +347,12 @@ def _rank_only_changes(replica: Replica, difference: Difference) -> dict[int, Re
 # -- hyper-parameters
 
 
-@rule("DDP702", "hyper-parameters-differ", Severity.ERROR)
+@rule(
+    "DDP702",
+    "hyper-parameters-differ",
+    Severity.ERROR,
+    supersedes={"DDP701": same_subject},
+)
 def hyper_parameters_differ(run: Run) -> Iterator[Finding]:
     """The optimizer's hyper-parameters are not the same on all ranks.
 
@@ -383,7 +380,7 @@ def hyper_parameters_differ(run: Run) -> Iterator[Finding]:
         0.1.0
     """
     for replica in replicas(run):
-        found = _hyper_difference(replica, None)
+        found = _hyper_difference(replica)
         if found is None:
             continue
         difference, (optimizer, group, index) = found
@@ -404,6 +401,7 @@ def hyper_parameters_differ(run: Run) -> Iterator[Finding]:
         yield Finding(
             code="DDP702",
             about=f"module {replica.module} {HYPER[index]}",
+            subjects=_parameters_since(run, difference.first),
             severity=Severity.ERROR,
             message=f"the {what} differs between ranks {difference.since}: {listed}"
             + ("; ReduceLROnPlateau follows a metric that is not averaged" if cut else ""),
@@ -425,6 +423,15 @@ def hyper_parameters_differ(run: Run) -> Iterator[Finding]:
         )
 
 
+def _parameters_since(run: Run, step: int) -> frozenset[str]:
+    """The parameters, as subjects, that differ from a step on, or a later one."""
+    return frozenset(
+        f"{PARAMETERS}{replica.module}"
+        for replica in replicas(run)
+        if (difference := replica.difference("parameters")) and step <= difference.first
+    )
+
+
 def _value(value: object) -> str:
     return f"{value:g}" if isinstance(value, (int, float)) else str(value)
 
@@ -433,10 +440,10 @@ Place = tuple[int, int, int]
 """Optimizer, parameter group and index in `HYPER`."""
 
 
-def _hyper_difference(replica: Replica, until: int | None) -> tuple[Difference, Place] | None:
-    """The first hyper-parameter that differs, not later than a step."""
+def _hyper_difference(replica: Replica) -> tuple[Difference, Place] | None:
+    """The first hyper-parameter that differs."""
     difference = replica.difference("hyper", heals=False)
-    if difference is None or (until is not None and difference.first > until):
+    if difference is None:
         return None
     values = list(replica.values(difference.first, "hyper").values())
     for optimizer, group, index in _places(values[0]):
@@ -492,7 +499,12 @@ def _cut(replica: Replica, difference: Difference, guilty: tuple[int, ...]) -> R
 # -- the optimizer's state
 
 
-@rule("DDP703", "optimizer-state-differs", Severity.ERROR)
+@rule(
+    "DDP703",
+    "optimizer-state-differs",
+    Severity.ERROR,
+    supersedes={"DDP701": same_subject},
+)
 def optimizer_state_differs(run: Run) -> Iterator[Finding]:
     """The optimizer's state was loaded on some ranks only, and differs since.
 
@@ -530,6 +542,8 @@ def optimizer_state_differs(run: Run) -> Iterator[Finding]:
         yield Finding(
             code="DDP703",
             about="optimizer state",
+            # From which step on it differs is seen late: not each fingerprint has the state.
+            subjects=_parameters_since(run, 0),
             severity=Severity.ERROR,
             message=f"{named(guilty)} loaded the optimizer's state and {named(others)} did not: "
             f"it differs {difference.since}",
@@ -567,7 +581,7 @@ def _resumed_alone(replica: Replica) -> tuple[Difference, dict[int, Record]] | N
 # -- the scale of mixed precision
 
 
-@rule("DDP705", "scale-differs", Severity.ERROR)
+@rule("DDP705", "scale-differs", Severity.ERROR, supersedes={"DDP701": same_subject})
 def scale_differs(run: Run) -> Iterator[Finding]:
     """The GradScaler's scale is not the same on all ranks.
 
@@ -599,7 +613,8 @@ def scale_differs(run: Run) -> Iterator[Finding]:
             continue
         parameters = replica.difference("parameters")
         if parameters and parameters.first < difference.first:
-            # The consequence: replicas that differ overflow at different steps.
+            # The consequence: replicas that differ overflow at different steps. No relation of
+            # rules, since replicas that are averaged differ without a finding.
             continue
         values = replica.values(difference.first, "scale")
         guilty = odd(values)
@@ -608,6 +623,7 @@ def scale_differs(run: Run) -> Iterator[Finding]:
         yield Finding(
             code="DDP705",
             about="scale",
+            subjects=_parameters_since(run, difference.first),
             severity=Severity.ERROR,
             message=f"the GradScaler's scale differs between ranks {difference.since}: {shown}",
             ranks=guilty or everyone,

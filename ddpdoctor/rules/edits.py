@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.record import Record, integer
+from ddpdoctor.relations import PARAMETERS, same_subject
 from ddpdoctor.rules.ranks import named
 from ddpdoctor.rules.replicas import Difference, Replica, list_of, odd, place, replicas, site
 from ddpdoctor.rules.writes import likely, on_some_ranks, ranks_of
@@ -29,7 +30,12 @@ class Edit:
     evidence: tuple[str, ...]
 
 
-@rule("DDP709", "gradient-changed-on-one-rank", Severity.ERROR)
+@rule(
+    "DDP709",
+    "gradient-changed-on-one-rank",
+    Severity.ERROR,
+    supersedes={"DDP701": same_subject},
+)
 def gradient_changed_on_one_rank(run: Run) -> Iterator[Finding]:
     """Some ranks alone change their gradients before the optimizer uses them.
 
@@ -60,12 +66,13 @@ def gradient_changed_on_one_rank(run: Run) -> Iterator[Finding]:
     """
     for replica in replicas(run):
         difference = replica.difference("parameters")
-        found = edited_alone(run, replica, difference) if difference is not None else None
+        found = _edited_alone(run, replica, difference) if difference is not None else None
         if found is None or difference is None:
             continue
         yield Finding(
             code="DDP709",
             about=f"module {replica.module}",
+            subjects=frozenset((f"{PARAMETERS}{replica.module}",)),
             severity=Severity.ERROR,
             message=f"{found.what}: the parameters differ {difference.since}",
             ranks=found.ranks,
@@ -76,7 +83,7 @@ def gradient_changed_on_one_rank(run: Run) -> Iterator[Finding]:
         )
 
 
-def edited_alone(run: Run, replica: Replica, difference: Difference) -> Edit | None:
+def _edited_alone(run: Run, replica: Replica, difference: Difference) -> Edit | None:
     """The change of gradients by which replicas came to differ."""
     gradients = replica.values(difference.first, "gradients")
     if gradients and len(set(map(str, gradients.values()))) == 1:

@@ -93,6 +93,9 @@ _TORCHRUN_LOG = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid:
 _SPAWNED = re.compile(r"process \d+ terminated with (?:signal (SIG[A-Z]+)|exit code (\d+))")
 """What ``torch.multiprocessing.spawn`` says of the first of its processes that failed."""
 
+_STOPPED = re.compile(r"(?:Terminating|Sending) process (\d+) (?:via|closing) signal (SIG[A-Z]+)")
+"""What it says of each of the others, which it ends, and what torchrun says of them."""
+
 
 @dataclass(frozen=True)
 class Ending:
@@ -134,6 +137,11 @@ class Ending:
     def name(self) -> str:
         """Whose end it is, as the subject of a sentence."""
         return f"rank {self.rank}" if self.rank is not None else "a process of the job"
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal that asks a process to end did it."""
+        return self.kind == "signal" and self.status is not None and -self.status in _ASKED
 
     @property
     def interrupted(self) -> bool:
@@ -241,21 +249,30 @@ def _rank_ending(
 
 
 def _spawned(run: Run, ranks: tuple[Rank, ...], told: dict[int, int]) -> dict[int, int]:
-    """The exit status, by pid, of a rank whose parent took it before it was seen."""
-    said = _SPAWNED.search(run.stderr)
-    unknown = [
-        rank
+    """The exit statuses, by pid, of ranks whose parent took them before they were seen."""
+    unknown = {
+        rank.status.pid: integer(rank.exit, "time")
         for rank in ranks
         if rank.exit is not None
+        and rank.status is not None
         and _status(rank, told) is None
         and not any(any(rank.of_kind(kind)) for kind in ("end", "error", "exit"))
-    ]
-    if said is None or not unknown:
-        return {}
-    first = min(unknown, key=lambda rank: integer(rank.exit, "time") if rank.exit else 0)
-    number = getattr(signal, said[1], None) if said[1] else None
-    status = -int(number) if number is not None else int(said[2] or 0)
-    return {first.status.pid: status} if status and first.status is not None else {}
+    }
+    stopped = {
+        int(pid): _number(name)
+        for pid, name in _STOPPED.findall(run.stderr)
+        if int(pid) in unknown and _number(name)
+    }
+    said = _SPAWNED.search(run.stderr)
+    first = min(unknown.keys() - stopped.keys(), key=lambda pid: unknown[pid], default=None)
+    status = _number(said[1]) or int(said[2] or 0) if said is not None else 0
+    return {**stopped, **({first: status} if first is not None and status else {})}
+
+
+def _number(name: str | None) -> int:
+    """The exit status of a process that a signal of that name ended; 0 if there is none."""
+    number = getattr(signal, name, None) if name else None
+    return -int(number) if isinstance(number, signal.Signals) else 0
 
 
 def _unseen_endings(

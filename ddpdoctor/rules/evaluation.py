@@ -96,6 +96,7 @@ def alone_evaluating(run: Run) -> dict[tuple[int, ...], Alone]:
                 continue
             if all(_passed(members[each], point, run) for each in absent):
                 alone.setdefault(present, []).append((point, record, absent))
+    # No relation of rules, since a decision is only suspected here, and may do no harm yet.
     return {} if alone and decisions(run, suspected=True) else alone
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ddpdoctor.finding import Finding, Severity, rule
+from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.record import Record, integer
-from ddpdoctor.rules.arithmetic import lines_of
+from ddpdoctor.rules.arithmetic import MOST, lines_of
 from ddpdoctor.rules.ranks import named
 from ddpdoctor.rules.replicas import Replica, list_of, replicas, site
 from ddpdoctor.rules.standing import quoted
@@ -26,8 +26,10 @@ def not_finite(run: Run) -> Iterator[Finding]:
         took, and in which parameters; or parameters that are not finite while what was before
         them was. The gradient is that of the rank alone, before the all-reduce. Of a loss it also
         finds the operation and the module out of which the first such value came, or that it was
-        in the batch already. On a GPU that has to be asked for before the loss is known: it is
-        told for the steps in which the overhead budget allowed to ask (torch 2.13 or newer).
+        in the batch already; and the line, where that operation is one of the job's own behind the
+        model: where several lines may be it, it names up to three of them. On a GPU that has to be
+        asked for before the loss is known: it is told for the steps in which the overhead budget
+        allowed to ask (torch 2.13 or newer).
 
     Why it is bad
         The all-reduce carries one rank's NaN to the gradients, and so to the parameters, of all
@@ -83,9 +85,8 @@ def not_finite(run: Run) -> Iterator[Finding]:
     whose = "every rank" if everyone and len(guilty) > 1 else named(guilty)
     backward = site(member, "backward")
     own = root and not root.get("within")
-    names = list_of(root, "operations") if own else []
-    lines = lines_of([str(name) for name in names], site(member, "forward"), backward)
-    began = f" in {quoted(lines[0])}" if len(lines) == 1 else _place(root)
+    lines = _lines(root, member) if own else []
+    began = f" in {' or in '.join(map(quoted, lines))}" if lines else _place(root)
     yield Finding(
         code="DDP706",
         about="not finite",
@@ -94,8 +95,10 @@ def not_finite(run: Run) -> Iterator[Finding]:
         + ("" if everyone else ", before any other rank's")
         + (f"; it began{began}" if began else ""),
         ranks=guilty,
-        location=lines[0] if len(lines) == 1 else backward,
+        location=lines[0] if lines else backward,
         evidence=(
+            *(["either of these lines may be it"] if len(lines) == 2 else []),
+            *(["any of these lines may be it"] if len(lines) > 2 else []),
             *(
                 f"rank {rank}: {first[rank].get('loss')} from step {integer(first[rank], 'step')} "
                 "on, after the all-reduce"
@@ -106,6 +109,20 @@ def not_finite(run: Run) -> Iterator[Finding]:
         ),
         fix=_mending(root),
     )
+
+
+def _lines(origin: Record, member: Rank) -> list[Location]:
+    """The lines of the job's own arithmetic that may be it; none if they are too many."""
+    names = [str(name) for name in list_of(origin, "operations")]
+    order = list_of(origin, "order")
+    found = lines_of(
+        names,
+        site(member, "forward"),
+        site(member, "backward"),
+        (order[0], order[1]) if len(order) == 2 else None,
+        constant=origin.get("what") == "input",
+    )
+    return found if len(found) <= MOST else []
 
 
 def _place(origin: Record) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import functools
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ddpdoctor import opening
 from ddpdoctor.finding import Location
 from ddpdoctor.rules.programs import changed as changed_at
-from ddpdoctor.rules.programs import tree_of
+from ddpdoctor.rules.programs import imported, tree_of
 from ddpdoctor.rules.rank_words import (
     Words,
     allowed,
@@ -132,8 +132,8 @@ def _lines(path: str, changed: int) -> tuple[str, ...]:
     if not changed:
         return ()
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return tuple(file.read().splitlines())
+        source = opening.contents(path, opening.MOST_SOURCE, links=True)
+        return tuple(source.decode("utf-8", "replace").splitlines())
     except OSError:
         return ()
 
@@ -145,29 +145,11 @@ def _words(path: str, changed: int) -> Words:
     if tree is None:
         return Words()
     words = words_of(tree)
-    for other in _imported(path, tree):
+    for other in imported(path, changed):
         there = tree_of(other, changed_at(other))
         if there is not None:
             words |= words_of(there)
     return words
-
-
-def _imported(path: str, tree: ast.Module) -> list[str]:
-    """The files beside a file, or beside its package, that it imports."""
-    modules: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            modules |= {each.name for each in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            start = node.module or ""
-            modules |= {start, *(f"{start}.{each.name}".strip(".") for each in node.names)}
-    here = os.path.dirname(path)
-    return [
-        file
-        for module in sorted(modules - {""})
-        for folder in (here, os.path.dirname(here))
-        if os.path.isfile(file := os.path.join(folder, *module.split(".")) + ".py")
-    ][:32]
 
 
 @functools.lru_cache(maxsize=32)

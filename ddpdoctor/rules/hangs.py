@@ -72,7 +72,8 @@ def leavers(run: Run) -> Iterator[tuple[Rank, list[Rank]]]:
             and _wants_more(rank, count, run, rank.rank in failures)
         ]
         if wanting:
-            # Their last evaluation waits for ranks that never evaluate: DDP402 says so.
+            # Their last evaluation waits for ranks that never evaluate: DDP402 says so. No relation
+            # of rules, since the others of them may want another step.
             alone = {each for present in alone_evaluating(run) for each in present}
             wanting = [rank for rank in wanting if rank.rank not in alone]
         if wanting:

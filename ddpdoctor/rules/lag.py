@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ddpdoctor.pace import BORNE_OUT, NOTICEABLE, SLOWER, WARM_UP
+from ddpdoctor.pace import BORNE_OUT, WARM_UP, own_time, stands_out
 from ddpdoctor.run import PHASES, Rank, Run, Step
 
 ENOUGH = 20
@@ -19,6 +19,18 @@ ENOUGH = 20
 
 ENOUGH_SAMPLED = 6
 """The same on a GPU, where DDP times only every hundredth step."""
+
+FEW = 8
+"""Steps that say something of a job that is too short for that, if they say it plainly."""
+
+BEGINNING = 2
+"""Steps at its beginning that say nothing: loaders start, buckets are built, caches are filled."""
+
+PLAINLY = 0.5
+"""A surplus that few steps can show, as a part of the step."""
+
+PLAIN = 20_000_000
+"""The same in nanoseconds."""
 
 STEADY = 0.75
 """In what part of the steps the surplus must be there."""
@@ -71,29 +83,53 @@ class Lag:
     slow: float
     usual: float
     steps: int
+    few: bool
+    """Whether these are few: from the beginning of a job, in all of which the gap is there."""
 
 
-def lags(run: Run, enough: int = ENOUGH) -> Iterator[Lag]:
+def lags(run: Run, enough: int = ENOUGH, few: int = FEW) -> Iterator[Lag]:
     """The ranks of the last attempt that hold the others up.
 
     Args:
         run: The run.
         enough: Steps after the warm-up that it takes.
+        few: Steps, those of the warm-up included, that a surplus takes which is plain to see.
     """
     ranks = run.last
     if len(ranks) < 2:
         return
-    steady = {rank.rank: _steady(run, rank) for rank in ranks}
-    common = sorted(set.intersection(*(set(steps) for steps in steady.values())))
+    usable = {rank.rank: _usable(run, rank) for rank in ranks}
     sampled = any(on_gpu(rank) for rank in ranks)
-    if len(common) < (min(enough, ENOUGH_SAMPLED) if sampled else enough):
-        return
+    steps = sorted(set.intersection(*(set(each) for each in usable.values())))
+    common = [number for number in steps if number >= WARM_UP]
+    short = len(common) < (min(enough, ENOUGH_SAMPLED) if sampled else enough)
+    if short:
+        common = [number for number in steps if number >= BEGINNING]
+        if sampled or len(common) < few:
+            return
     for rank in ranks:
-        others = [steps for number, steps in steady.items() if number != rank.rank]
+        others = [steps for number, steps in usable.items() if number != rank.rank]
         lasting = LASTING * min(enough / ENOUGH, 1.0)
-        lag = _lag(rank, steady[rank.rank], others, common, sampled, lasting)
+        lag = _lag(rank, usable[rank.rank], others, common, sampled, lasting, short)
         if lag is not None:
             yield lag
+
+
+def still_slower(run: Run, number: int) -> bool:
+    """Whether a rank that held the others up still does so by half of what it takes to say so.
+
+    On a crowded machine some steps do not show what the ones before and after them do.
+    """
+    mine = next((_usable(run, rank) for rank in run.last if rank.rank == number), {})
+    others = [_usable(run, rank) for rank in run.last if rank.rank != number]
+    common = set(mine).intersection(*others)
+    if not others or not common:
+        return False
+    gap = median(
+        _net(mine[step]) - median(_net(steps[step]) for steps in others) for step in common
+    )
+    total = median(max(step.total - _waited(step), _cpu(step)) for step in mine.values())
+    return stands_out(2 * gap, total, 2 * gap)
 
 
 def _lag(
@@ -103,6 +139,7 @@ def _lag(
     common: Sequence[int],
     sampled: bool,
     lasting: float,
+    few: bool,
 ) -> Lag | None:
     def here(of: Callable[[Step], float]) -> float:
         return median(of(mine[number]) for number in common)
@@ -130,9 +167,9 @@ def _lag(
     taken = alike and here(_waited) >= ALONE * there(_waited) and span >= lasting
     gap = 0.0
     crowded = False
-    if _stands_out(working, total, relief):
+    if _stands_out(working, total, relief) and (not few or _plain(working, total)):
         gap = median(working)
-    if taken and median(crowd) > gap and _stands_out(crowd, wall, relief):
+    if taken and not few and median(crowd) > gap and _stands_out(crowd, wall, relief):
         gap, crowded = median(crowd), True
     if not gap:
         return None
@@ -157,17 +194,23 @@ def _lag(
         slow=slow,
         usual=usual,
         steps=len(common),
+        few=few,
     )
 
 
 def _stands_out(surplus: Sequence[float], total: float, relief: float) -> bool:
     """Whether a surplus is worth a word, there in most steps, and waited for by the others."""
     gap = median(surplus)
-    return (
-        gap >= max(SLOWER * total, NOTICEABLE)
-        and relief >= BORNE_OUT * gap
-        and sum(value > gap / 2 for value in surplus) >= STEADY * len(surplus)
-    )
+    return stands_out(gap, total, relief) and sum(
+        value > gap / 2 for value in surplus
+    ) >= STEADY * len(surplus)
+
+
+def _plain(surplus: Sequence[float], total: float) -> bool:
+    """Whether it is so large, and there in each step but one, that a few of them show it."""
+    gap = median(surplus)
+    small = sum(value <= gap / 2 for value in surplus)
+    return gap >= max(PLAINLY * total, PLAIN) and small <= 1
 
 
 def _crowd(
@@ -183,7 +226,7 @@ def _net(step: Step) -> float:
 
     Some of the waits were in the all-reduce, so it may be a little more.
     """
-    return max(step.own - _waited(step), min(_cpu(step), step.own))
+    return own_time(step.own, _cpu(step), _waited(step))
 
 
 def _without_waits(step: Step) -> float:
@@ -211,16 +254,12 @@ def _part(name: str) -> Callable[[Step], float]:
     return lambda step: float(getattr(step, name))
 
 
-def _steady(run: Run, rank: Rank) -> _Steps:
-    """Steps after the warm-up whose backward was split into compute and wait, by number."""
+def _usable(run: Run, rank: Rank) -> _Steps:
+    """Steps whose backward was split into compute and wait, by number."""
     return {
         step.step: step
         for step in rank.split_steps
-        if step.step >= WARM_UP
-        and step.split
-        and not step.skipped
-        and step.total > 0
-        and run.undisturbed(step)
+        if step.split and not step.skipped and step.total > 0 and run.undisturbed(step)
     }
 
 

@@ -57,7 +57,7 @@ def nothing_reduced(run: Run) -> Iterator[Finding]:
     if world < 2 or len(ranks) != world:
         return
     if any(any(rank.of_kind(kind)) for rank in ranks for kind in ("ddp", "data_parallel")):
-        # Where it is wrapped in nn.DataParallel instead, DDP214 says so.
+        # Evidence, not another finding: what is wrapped in nn.DataParallel is meant to be reduced.
         return
     looks = _looks(ranks)
     if len(looks) < LOOKS or not _settled(run, max(looks)):

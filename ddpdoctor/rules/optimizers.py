@@ -1,4 +1,4 @@
-"""Optimizers (DDP311, DDP312, DDP324, DDP325): what they step, forget and never forget."""
+"""Optimizers and their schedulers (DDP311, DDP312, DDP324, DDP325): what they step and forget."""
 
 from __future__ import annotations
 
@@ -130,16 +130,18 @@ def optimizer_of_old_parameters(run: Run) -> Iterator[Finding]:
 
 @rule("DDP311", "optimizer-in-loop", Severity.WARNING)
 def optimizer_in_loop(run: Run) -> Iterator[Finding]:
-    """The optimizer is made again for every step, or every epoch.
+    """The optimizer, or its scheduler, is re-created for every step, or every epoch.
 
     What it finds
         Optimizers made again and again at one line for the same parameters, each of which took a
         single step, or the steps of one epoch, and had then something to remember: momentum, Adam's
-        moments.
+        moments. Schedulers of torch's re-created with the same options in the same way, each of
+        which came to an early part of its schedule.
 
     Why it is bad
         What an optimizer has learnt of the gradients is lost with it: Adam stays in its first,
-        biased step for ever, and momentum does nothing.
+        biased step for ever, and momentum does nothing. A schedule that begins again and again
+        never decays as it says: the learning rate is not the one that was asked for.
 
     How to fix it
         Make it once, before the loop.
@@ -151,40 +153,63 @@ def optimizer_in_loop(run: Run) -> Iterator[Finding]:
     When it stays silent
         For optimizers without state (plain SGD), LBFGS, and those of copies, as in meta-learning.
         By epoch: below three of them, with other options or parameters, after loaded weights, for
-        several epochs each, and where replicas are averaged, as in federated training.
+        several epochs each, and where replicas are averaged, as in federated training. For
+        schedulers that come to their end (warm restarts), that are given the position to go on from
+        (`last_epoch`, a loaded state), and whose factor is the same at each position
+        (`ExponentialLR`); for `LambdaLR` that is stepped more than once.
 
     Since
         0.1.0
     """
-    ranks: list[int] = []
-    first: Record | None = None
-    for rank in run.last:
-        record = next(rank.of_kind("remade"), None)
-        if record is not None and not (record.get("every") == "epoch" and _begins_anew(rank)):
-            ranks.append(rank.rank)
-            first = first or record
-    if first is not None:
-        by_epoch = first.get("every") == "epoch"
-        yield Finding(
-            code="DDP311",
-            severity=Severity.WARNING,
-            message=f"{first.get('optimizer')} is made again here for every "
-            f"{'epoch' if by_epoch else 'step'}, and its state is lost each time",
-            ranks=tuple(ranks),
-            location=place(first),
-            evidence=(
-                f"{first.get('times')} optimizers of the same parameters in a row by step "
-                f"{first.get('step')}, all but the last stepped "
-                + ("for one epoch" if by_epoch else "once"),
-            ),
-            fix="Make the optimizer once, before the loop.",
-            about="remade",
+    for role in ("optimizer", "scheduler"):
+        told = [
+            (rank.rank, record)
+            for rank in run.last
+            for record in rank.of_kind("remade")
+            if record.get(role)
+            and not (record.get("every") == "epoch" and _begins_anew(rank, record))
+        ]
+        if told:
+            ranks = tuple(sorted({rank for rank, _ in told}))
+            yield _remade(role, ranks, told[0][1])
+            # A scheduler is re-created with its optimizer: one fault.
+            return
+
+
+def _remade(role: str, ranks: tuple[int, ...], record: Record) -> Finding:
+    every = "epoch" if record.get("every") == "epoch" else "step"
+    times = record.get("times")
+    if role == "optimizer":
+        lost = "its state is lost each time"
+        seen = (
+            f"{times} optimizers of the same parameters in a row by step {record.get('step')}, all "
+            f"but the last stepped {'for one epoch' if every == 'epoch' else 'once'}"
         )
+    else:
+        lost = "its schedule begins again each time"
+        of = f" of {record['end']:g}" if isinstance(record.get("end"), (int, float)) else ""
+        seen = (
+            f"{times} schedulers of the same optimizer and options in a row by step "
+            f"{record.get('step')}; the one before the last came to position "
+            f"{record.get('position')}{of}"
+        )
+    return Finding(
+        code="DDP311",
+        severity=Severity.WARNING,
+        message=f"{record.get(role)} is re-created here for every {every}, and {lost}",
+        ranks=ranks,
+        location=place(record),
+        evidence=(seen,),
+        fix=f"Make the {role} once, before the loop.",
+        about="remade",
+    )
 
 
-def _begins_anew(rank: Rank) -> bool:
+def _begins_anew(rank: Rank, record: Record) -> bool:
     """Whether weights were loaded or averaged meanwhile, so that the old state is of no use."""
-    return any(True for kind in ("load", "together") for _ in rank.of_kind(kind))
+    since = integer(record, "since")
+    loads = (integer(each, "step") > since for each in rank.of_kind("load"))
+    return any(loads) or any(True for _ in rank.of_kind("together"))
 
 
 @rule("DDP312", "zero-grad-missing", Severity.ERROR)

@@ -106,7 +106,7 @@ def _load(rank: Rank, uuid: str, before: int) -> Record | None:
     return next(
         (
             record
-            for record in rank.of_kind("load")
+            for record in rank.of_kind("gpu_load")
             if same_uuid(str(record.get("device_uuid"))) == uuid
             and integer(record, "time") <= before
         ),

@@ -7,13 +7,13 @@ the line is followed at which the slow rank is seen more often than the others.
 from __future__ import annotations
 
 import ast
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ddpdoctor import opening
 from ddpdoctor.record import Record, integer
 from ddpdoctor.rules.sources import Source, source_of
 from ddpdoctor.run import Rank
@@ -238,7 +238,7 @@ def _count(stacks: Sequence[Stack]) -> int:
 def _source(path: str, taken: int) -> Source | None:
     """A file as it was when the samples were taken: one that was changed since has other lines."""
     try:
-        return source_of(path) if os.stat(path).st_mtime_ns <= taken else None
+        return source_of(path) if opening.facts(path).st_mtime_ns <= taken else None
     except OSError:
         return None
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import os
 
-from ddpdoctor.rules.sources import LARGEST
+from ddpdoctor import opening
 from ddpdoctor.run import Run
 
 MOST_FILES = 64
@@ -24,7 +25,7 @@ def files_of(run: Run) -> list[str]:
     # The dictionary grows: an imported file may import others.
     queue = list(found)
     for path in queue:
-        for each in _imports(path, changed(path)):
+        for each in imported(path, changed(path)):
             if each not in found and len(found) < MOST_FILES:
                 found[each] = None
                 queue.append(each)
@@ -34,25 +35,24 @@ def files_of(run: Run) -> list[str]:
 def changed(path: str) -> int:
     """When a file was changed; 0 if it cannot be read, or is too large."""
     try:
-        told = os.stat(path)
+        told = opening.facts(path)
     except OSError:
         return 0
-    return told.st_mtime_ns if told.st_size <= LARGEST else 0
+    return told.st_mtime_ns if told.st_size <= opening.MOST_SOURCE else 0
 
 
 @functools.lru_cache(maxsize=MOST_FILES)
 def tree_of(path: str, when: int) -> ast.Module | None:
     """A file, parsed; None if it cannot be."""
     try:
-        with open(path, "rb") as file:
-            return ast.parse(file.read()) if when else None
+        return ast.parse(opening.contents(path, opening.MOST_SOURCE, links=True)) if when else None
     except (OSError, SyntaxError, ValueError, RecursionError):
         return None
 
 
 @functools.lru_cache(maxsize=MOST_FILES)
-def _imports(path: str, when: int) -> tuple[str, ...]:
-    """The files that a file imports, as far as they lie in its folder or below."""
+def imported(path: str, when: int) -> tuple[str, ...]:
+    """The files that a file imports, as far as they lie beside it, beside its package, or below."""
     tree = tree_of(path, when)
     names: list[str] = []
     for node in ast.walk(tree) if tree is not None else ():
@@ -61,9 +61,11 @@ def _imports(path: str, when: int) -> tuple[str, ...]:
         elif isinstance(node, ast.ImportFrom):
             module = node.module or ""
             names += [module, *(f"{module}.{each.name}".lstrip(".") for each in node.names)]
-    folder = os.path.dirname(path)
-    found = []
-    for name in dict.fromkeys(filter(None, names)):
-        base = os.path.join(folder, *name.split("."))
-        found += [each for each in (f"{base}.py", f"{base}/__init__.py") if os.path.isfile(each)]
-    return tuple(found)
+    here = os.path.dirname(path)
+    bases = [
+        os.path.join(folder, *name.split("."))
+        for name in dict.fromkeys(filter(None, names))
+        for folder in (here, os.path.dirname(here))
+    ]
+    files = (file for base in bases for file in (f"{base}.py", f"{base}/__init__.py"))
+    return tuple(itertools.islice(filter(changed, files), MOST_FILES))

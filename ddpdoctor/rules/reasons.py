@@ -17,8 +17,9 @@ from ddpdoctor.run import Rank, Run
 from ddpdoctor.stacks.code import code_of
 from ddpdoctor.stacks.model import Frame
 
-PATIENCE = 15.0
-"""Seconds that samples are waited for."""
+PATIENCE = 90.0
+"""Seconds that samples are waited for: 48 of them, a second apart at most, on a machine on which
+each may have to wait for a core. A rank that ends writes those that it has."""
 
 FAULT = 250
 """Nanoseconds that a page fault takes at least."""
@@ -51,10 +52,13 @@ _WORDS = (
     (re.compile(r"\.join\("), "a lock or another thread"),
     (re.compile(r"subprocess|\.communicate\(|\bsystem\(|check_(?:call|output)"), "process"),
     (re.compile(r"\bfsync\(|\.flush\("), "the disk"),
-    (re.compile(r"queue|\.recv\(", re.IGNORECASE), "a queue"),
+    (re.compile(r"queue", re.IGNORECASE), "a queue"),
     (re.compile(r"\.?read(?:line|lines|into)?\(|\bopen\(|\bload\("), "a file"),
 )
 """The same, by what stands in the line."""
+
+_SOCKET = re.compile(r"\.(?:recv(?:from|msg)?(?:_into)?|sendall|accept|connect)\(|urlopen\(")
+"""Calls that wait in native code, so that no file of the standard library is seen."""
 
 _WAIT_FIX = {
     "sleep": "Take the pause out of the training loop: retry in a thread, or before training.",
@@ -85,11 +89,12 @@ class Reason:
 def asked_lately(run: Run, rank: int) -> bool:
     """Whether samples are on their way that were asked for because this rank is slow."""
     asked = _asked(run, rank)
-    if asked is None or run.exit_status is not None:
+    if not asked or run.exit_status is not None:
         return False
-    if run.taken - asked[1] >= PATIENCE * 1e9:
+    number, when = asked[0]
+    if run.taken - when >= PATIENCE * 1e9:
         return False
-    found = profiles(run.last, asked[0])
+    found = profiles(run.last, number)
     return not all(each.rank in found or each.ended for each in run.last)
 
 
@@ -104,13 +109,24 @@ def explain(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
     Returns:
         None where nothing shows that it is more than a crowded machine.
     """
-    asked = _asked(run, lag.rank.rank)
-    found = profiles(run.last, asked[0]) if asked is not None else {}
-    mine = found.get(lag.rank.rank)
-    others = [found[each.rank] for each in usual if each.rank in found]
+    mine: Profile | None = None
+    others: list[Profile] = []
     place = None
-    if mine is not None and others:
-        place = spot(mine, others, BORNE_OUT * min(lag.gap / lag.wall, 1.0))
+    for number, _ in _asked(run, lag.rank.rank):
+        # Samples between two epochs, say, with no step among them, do not tell of steps.
+        found = {
+            rank: each
+            for rank, each in profiles(run.last, number).items()
+            if integer(each.record, "steps")
+        }
+        if lag.rank.rank in found:
+            mine = found[lag.rank.rank]
+            others = [found[each.rank] for each in usual if each.rank in found]
+            place = spot(mine, others, BORNE_OUT * min(lag.gap / lag.wall, 1.0))
+        if place is not None:
+            break
+    if lag.few and place is None:
+        return None
     if lag.crowded:
         return _crowded(run, lag, mine, others)
     # CPU time is what it is; but what slept on a crowded machine may have waited for others.
@@ -309,7 +325,8 @@ def _awaited(place: Spot) -> str:
         if pattern.search(text):
             return "a process that it started" if what == "process" else what
     files = [stack.waits[0] for stack in place.stacks]
-    return next((_FILES[each] for each in files if each in _FILES), "")
+    known = next((_FILES[each] for each in files if each in _FILES), "")
+    return known or ("the network" if _SOCKET.search(text) else "")
 
 
 def _usual(others: Sequence[Profile], name: str) -> float:
@@ -321,17 +338,15 @@ def _more(mine: Profile, others: Sequence[Profile], name: str) -> float:
     return mine.a_step(name) - _usual(others, name)
 
 
-def _asked(run: Run, rank: int) -> tuple[int, int] | None:
-    """The number by which samples were asked for because of a rank, and when."""
-    found = None
-    for record in run.supervisor:
-        if (
-            record.get("kind") == "profile"
-            and record.get("rank") == rank
-            and record.get("restart") == run.restarts[-1]
-        ):
-            found = integer(record, "asked"), integer(record, "time")
-    return found
+def _asked(run: Run, rank: int) -> list[tuple[int, int]]:
+    """The numbers by which samples were asked for because of a rank, and when, newest first."""
+    return [
+        (integer(record, "asked"), integer(record, "time"))
+        for record in reversed(run.supervisor)
+        if record.get("kind") == "profile"
+        and record.get("rank") == rank
+        and record.get("restart") == run.restarts[-1]
+    ]
 
 
 def _bytes(number: float) -> str:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import ast
 import functools
-import os
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
+
+from ddpdoctor import opening
 
 Loop: TypeAlias = "ast.For | ast.AsyncFor | ast.While"
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _SIMPLE_CALLS = ("len", "int", "min", "max")
-
-LARGEST = 2_000_000
-"""Bytes of a source file that is read at most."""
 
 
 class Source:
@@ -243,16 +241,15 @@ def _scope(node: ast.AST) -> Iterator[ast.AST]:
 def source_of(path: str) -> Source | None:
     """A file of the user's; None if it cannot be read here, or no more."""
     try:
-        told = os.stat(path)
+        told = opening.facts(path)
     except OSError:
         return None
-    return _parsed(path, told.st_mtime_ns) if told.st_size <= LARGEST else None
+    return _parsed(path, told.st_mtime_ns) if told.st_size <= opening.MOST_SOURCE else None
 
 
 @functools.lru_cache(maxsize=16)
 def _parsed(path: str, changed: int) -> Source | None:
     try:
-        with open(path, "rb") as file:
-            return Source(ast.parse(file.read()))
+        return Source(ast.parse(opening.contents(path, opening.MOST_SOURCE, links=True)))
     except (OSError, SyntaxError, ValueError, RecursionError):
         return None

@@ -8,14 +8,19 @@ from statistics import median
 from ddpdoctor.finding import Finding, Location, Severity, rule
 from ddpdoctor.pace import DATA_SHARE, NOTICEABLE, PHASE_NAMES, WARM_UP
 from ddpdoctor.record import integer
-from ddpdoctor.relations import pace
-from ddpdoctor.rules.lag import ENOUGH, lags, on_gpu
+from ddpdoctor.relations import Lapsed, pace
+from ddpdoctor.rules.lag import ENOUGH, lags, on_gpu, still_slower
 from ddpdoctor.rules.ranks import named
 from ddpdoctor.rules.reasons import asked_lately, explain, shown_ms
 from ddpdoctor.run import Rank, Run
 
 
-@rule("DDP610", "straggler", Severity.WARNING, lapses=pace)
+def _caught_up(finding: Finding, run: Run) -> Lapsed | None:
+    """It is over once the rank is about as fast as the others."""
+    return None if any(still_slower(run, rank) for rank in finding.ranks) else pace(finding, run)
+
+
+@rule("DDP610", "straggler", Severity.WARNING, lapses=_caught_up)
 def straggler(run: Run) -> Iterator[Finding]:
     """One rank is slower than the others, and they wait for it.
 
@@ -38,17 +43,20 @@ def straggler(run: Run) -> Iterator[Finding]:
 
     When it stays silent
         In the first 10 steps, before 20 more were seen, for a single rank, for differences that no
-        other rank waits for, and for steps in which a rank was in the debugger. On GPUs DDP times
-        every hundredth step, and 6 of them are needed. Time in which a rank is ready to run and
-        gets no CPU core does not count where the others wait for theirs, too.
+        other rank waits for, and for steps in which a rank was in the debugger. Of a job that ends
+        before that a rank is named if it took twice as long as the others, and 20 ms longer, in
+        each of at least 8 steps, at a line that samples show. On GPUs DDP times every hundredth
+        step, and 6 of them are needed. Time in which a rank is ready to run and gets no CPU core
+        does not count where the others wait for theirs, too.
 
     Since
         0.1.0
     """
     found = list(lags(run))
+    over = run.exit_status is not None or all(rank.ended for rank in run.last)
     for lag in found:
-        if asked_lately(run, lag.rank.rank):
-            # The stacks are being sampled.
+        if asked_lately(run, lag.rank.rank) or (lag.few and not over):
+            # The stacks are being sampled; or there will be more steps to judge by.
             continue
         slow = {each.rank.rank for each in found}
         reason = explain(run, lag, [each for each in run.last if each.rank not in slow])

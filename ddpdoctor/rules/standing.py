@@ -14,7 +14,7 @@ from ddpdoctor.record import Phase, Record, integer
 from ddpdoctor.rules.guards import statement
 from ddpdoctor.run import Run
 from ddpdoctor.stacks.model import Frame, RankStacks, from_record
-from ddpdoctor.stacks.user_frames import innermost, is_user_path, user_frames
+from ddpdoctor.stacks.user_frames import innermost, user_frames
 
 BUSY = 0.2
 """Share of a core above which a process is at work; ranks may have to share their cores."""
@@ -337,12 +337,11 @@ class Standing:
         if inner is None:
             return self.phase == Phase.BACKWARD.label
         if self.flight is None:
-            # Nobody tells which of DDP's collectives are pending: then idling in torch is waiting.
-            return not (self.busy >= BUSY or self.on_queue) and (
-                not is_user_path(inner.path)
-                if self.phase == Phase.BACKWARD.label
-                else any(part in inner.path for part in _DDP)
-            )
+            # Nobody tells which of DDP's collectives are pending: then idling where torch waits is
+            # waiting. A backward also compiles: that idles in a process or behind a lock.
+            places = _COLLECTIVES if self.phase == Phase.BACKWARD.label else _DDP
+            idles = not (self.busy >= BUSY or self.on_queue)
+            return idles and any(part in inner.path for part in places)
         # A backward that still computes waits for nobody, nor does who only began a collective;
         # DDP's constructor and the way into its forward wait, too, and are no phase.
         pending = any(not each.done for each in self.flight or ())

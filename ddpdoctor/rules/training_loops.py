@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +12,7 @@ from ddpdoctor.probe.hooks.ddp import BUFFERS
 from ddpdoctor.record import Phase, Record, integer
 from ddpdoctor.rules.endings import PATIENCE
 from ddpdoctor.rules.sources import Loop, Source, source_of
+from ddpdoctor.rules.standing import location
 from ddpdoctor.run import Rank, Run
 
 
@@ -29,8 +29,10 @@ class Trace:
     def state(self) -> str:
         """``ended``, ``left`` or ``failed``; else the loop goes on."""
         told = str(self.record.get("state"))
-        if self.aborted:
-            return "failed"
+        if not self.told:
+            if self._behind:
+                return "left"
+            return "failed" if self.died else told
         error = next(self.rank.of_kind("error"), None)
         if error is None or told not in ("left", "failed"):
             return told
@@ -47,11 +49,33 @@ class Trace:
         return "failed" if told == "failed" and inside else "left"
 
     @property
-    def aborted(self) -> bool:
-        """Whether native code ended the process within the loop: nothing more was written."""
-        exit_ = self.rank.exit
-        died = exit_ is not None and exit_.get("status") == -signal.SIGABRT
-        return died and self.rank.ended is None and "fetched" not in self.record
+    def told(self) -> bool:
+        """Whether the rank told how the loop was over."""
+        return "fetched" in self.record
+
+    @property
+    def died(self) -> bool:
+        """Whether native code or a signal ended the process: nothing more was told."""
+        status = self.rank.status
+        if self.told or self.rank.exit is None or status is None or status.unwritten:
+            return False
+        return self.rank.ended is None and not any(self.rank.of_kind("error"))
+
+    @property
+    def _behind(self) -> bool:
+        """Whether it was left by an iterator that outlives it: the rank is in a call behind it."""
+        place = place_of(self.frames) if self.died or self.stuck else None
+        calls = self.rank.ring.collectives if place is not None and self.rank.ring else ()
+        if place is None or not calls or calls[-1].ended or calls[-1].asynchronous:
+            return False
+        function = place.source.scope(place.loop.lineno)
+        chain = (location(each) for each in (calls[-1].site, *calls[-1].callers))
+        here = [
+            at.line
+            for at in chain
+            if at is not None and at.path == place.path and place.source.scope(at.line) is function
+        ]
+        return bool(here) and not place.runs_at(here[0])
 
     @property
     def closed(self) -> bool:
@@ -65,25 +89,31 @@ class Trace:
 
     @property
     def fetched(self) -> int | None:
-        """Batches that it took, once the loop is over."""
-        if self.aborted:
+        """Batches that it took, once the loop is over; at least so many if that was not told."""
+        if not self.closed:
+            return None
+        if not self.told:
             return (self.reached or 0) + len(self.idle)
-        return integer(self.record, "fetched") if self.closed else None
+        return integer(self.record, "fetched")
 
     @property
     def reached(self) -> int | None:
         """Reduced backwards begun in the loop, or on their way; None if not known for sure."""
         status = self.rank.status
-        if self.state in ("ended", "left"):
+        if self.state in ("ended", "left") and self.told:
             return integer(self.record, "after") - self.before
-        if self.aborted:
-            return status.reduced - self.before if status is not None else None
-        if self.closed:
+        if self.told:
             error = next(self.rank.of_kind("error"), {})
             return integer(self.record, "after") - self.before + _in_broadcast(error)
-        if not self.stuck or status is None:
+        if status is None or not (self.stuck or self.died):
             return None
         return status.reduced - self.before + (status.collective == BUFFERS)
+
+    @property
+    def step(self) -> int:
+        """The step in which the loop was over, or under way."""
+        status = self.rank.status
+        return integer(self.record, "step") if self.told or status is None else status.step
 
     @property
     def idle(self) -> dict[int, tuple[int, bool]]:

@@ -181,7 +181,7 @@ def whereabouts(rank: Standing, starting: bool) -> Whereabouts:
         )
     action = doing(rank)
     if starting and not rank.step and (works(rank) or _told(rank, "network")):
-        waits = not works(rank)
+        waits = not works(rank) and not _went_on(rank)
         if waits:
             action = f"waiting for the network, from which nothing comes{',' if since else ''}"
         return Whereabouts(
@@ -284,6 +284,17 @@ def _stirs(rank: Standing) -> bool:
         or rank.activity("since_cpu") >= STIRS
         or rank.activity("since_children_cpu") >= STIRS
     )
+
+
+def came_since(rank: Standing) -> bool:
+    """Whether it was seen to join the others at the second of two looks."""
+    return any(frame.function in _JOINING for frame in rank.later_frames)
+
+
+def _went_on(rank: Standing) -> bool:
+    """Whether it was at another line of the job at the second of two looks."""
+    later = innermost(rank.later_frames)
+    return later is not None and rank.frame is not None and later != rank.frame
 
 
 def waits_for_network(rank: Standing) -> bool:

@@ -16,9 +16,8 @@ def main() -> None:
     labels = (features.sum(1) > 0).long()
     dataset = TensorDataset(features, labels)
     order = torch.randperm(len(dataset)).tolist()
-    part = Subset(
-        dataset, order[dist.get_rank() :: dist.get_world_size()]
-    )  # expect: DDP117 ranks 0,1
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    part = Subset(dataset, order[rank::ranks])  # expect: DDP117 ranks 0,1
     loader = DataLoader(part, batch_size=16, shuffle=True, num_workers=2)
 
     model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2)))

@@ -6,17 +6,17 @@ Runs in a thread of its own and takes a few seconds at most, whatever the ranks 
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from ddpdoctor import opening
 from ddpdoctor.launch.hangs import activity
 from ddpdoctor.probe.ring import read_ring
 from ddpdoctor.probe.watch import namespace
-from ddpdoctor.record import Record, UnreadableError, rank_stem, read_status
+from ddpdoctor.record import Record, UnreadableError, integer, rank_stem, read_status
 from ddpdoctor.run import Rank, Run
 from ddpdoctor.stacks import py_spy
 from ddpdoctor.stacks.capture import capture
@@ -269,7 +269,7 @@ def _flights(run: Run, ranks: Iterable[Rank], number: int, deadline: float) -> d
     while True:
         for rank in list(open_):
             told = _read(run.path / f"{rank_stem(rank.rank, rank.restart)}.flight.json")
-            if told is not None and told.get("asked", 0) >= number:
+            if told is not None and integer(told, "asked") >= number:
                 found[rank.rank] = {
                     "flight": told.get("entries"),
                     "flight_trouble": told.get("trouble", ""),
@@ -285,9 +285,7 @@ def _flights(run: Run, ranks: Iterable[Rank], number: int, deadline: float) -> d
 
 def _read(path: Path) -> Record | None:
     with contextlib.suppress(OSError, ValueError):
-        told = json.loads(path.read_bytes())
-        if isinstance(told, dict):
-            return told
+        return opening.json_object(path, opening.MOST_RECORD)
     return None
 
 

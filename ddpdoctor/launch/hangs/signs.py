@@ -73,6 +73,11 @@ class Signs:
         self._restart = -1
         self._seen: dict[int, _Seen] = {}
 
+    def slept(self, seconds: float) -> None:
+        """Nobody could give a sign for so long."""
+        for seen in self._seen.values():
+            seen.when += seconds
+
     def look(self, run: Run, now: float) -> Still | None:
         """Take in a snapshot at ``now`` (monotonic seconds); who is still, if anybody is."""
         if run.restarts[-1] != self._restart:

@@ -20,6 +20,7 @@ from ddpdoctor.launch.hangs.signs import FIRST, LEAST, Signs, Still
 from ddpdoctor.probe.asking import Asking
 from ddpdoctor.probe.watch import namespace
 from ddpdoctor.record import Phase, Record, integer
+from ddpdoctor.relations import STANDSTILL
 from ddpdoctor.run import HANG, Rank, Run
 from ddpdoctor.stacks.process_state import Turns
 
@@ -112,12 +113,20 @@ class HangWatch:
         self._moved: float | None = None
         self._said = False
         """Something was said of why the job stands still."""
+        self._by_calls = False
+        """What the ranks called says that it hangs, wherever they stand when looked at again."""
         self._ended = False
 
     def begin(self, pid: int) -> None:
         """The job's command has started as process ``pid``."""
         self._pid = pid
         self._started = time.monotonic()
+
+    def slept(self, seconds: float) -> None:
+        """The whole job, and this process, were stopped for so long."""
+        self._signs.slept(seconds)
+        self._started += seconds
+        self._next += seconds
 
     def look(self, run: Run) -> bool:
         """Take in a snapshot.
@@ -383,7 +392,7 @@ class HangWatch:
         found = self._found
         if found is None or self._thread is not None or not self._stands(run, time.monotonic()):
             return False
-        if "file" not in found:
+        if "file" not in found or self._by_calls:
             return True
         self._look_again(run)
         if self._guilty(run):
@@ -412,7 +421,9 @@ class HangWatch:
             return False
         told = [each for each in findings if each.code.startswith(_OF_HANGS)]
         self._said |= bool(told)
-        return self._moved is None and any(each.severity >= Severity.ERROR for each in told)
+        errors = [each for each in told if each.severity >= Severity.ERROR]
+        self._by_calls = any(STANDSTILL not in each.subjects for each in errors)
+        return self._moved is None and bool(errors)
 
 
 def _ended_well(run: Run, ranks: frozenset[int], since: int) -> bool:

@@ -105,6 +105,21 @@ def _note(
     return (ledger, order) if order else None
 
 
+def _note_elsewhere(call: Callable[..., Call], args: Any, kwargs: Any) -> None:
+    """Say that another thread calls a collective, which has no place in the order that is known."""
+    try:
+        tracker, state = rank.active, rank.current()
+        if tracker is None or state is None or tracker.is_here() or _RING in shield.off:
+            return
+        if state.ledger is not None:
+            state.ledger.begin_elsewhere(call(*args, **kwargs))
+    except (TypeError, IndexError, AttributeError):
+        # No such arguments: torch will say so itself.
+        return
+    except Exception as error:
+        shield.fault(_RING, error)
+
+
 def _noted(noted: tuple[Ledger, int] | None, result: object) -> None:
     if noted is None:
         return
@@ -125,6 +140,8 @@ def _wrapped(
             return original(*args, **kwargs)
         chain = _chain()
         entered = chain is not None and enter(name, chain[0])
+        if not entered:
+            _note_elsewhere(call, args, kwargs)
         noted = None
         if entered and chain is not None:
             noted = _note(name, call, chain, args, kwargs)

@@ -7,7 +7,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe import events, rank, shield, torch_private
+from ddpdoctor.probe import events, rank, shield, torch_private, worker_code
 from ddpdoctor.probe.hooks import batch
 from ddpdoctor.probe.sites import site_of
 from ddpdoctor.record import NO_EPOCH, Phase
@@ -54,6 +54,7 @@ def _before(iterator: Any) -> bool:
         if first:
             epoch = getattr(torch_private.sampler_of(iterator), "epoch", None)
             iterator._ddpdoctor_epoch = epoch if type(epoch) is int else NO_EPOCH
+            worker_code.note(iterator)
         if not tracker.enter(_DATA, site_of(sys._getframe(2))):
             return False
         tracker.fetch(id(iterator), first)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from types import FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from ddpdoctor.probe import debugger, events, file_facts, inner, ports, rank, shield
+from ddpdoctor.probe import debugger, events, file_facts, inner, ports, rank, shield, watch
 from ddpdoctor.probe.imports import when_imported
 from ddpdoctor.probe.sites import Site, caller
 from ddpdoctor.record import Phase, Record, encode
@@ -162,10 +162,12 @@ def stray(record: Record) -> None:
         "rank": number,
         "restart": rank.environment_int("TORCHELASTIC_RESTART_COUNT") or 0,
         # torchrun makes its workers session leaders; a helper program of a worker is none.
-        "leads_session": os.getsid(0) == os.getpid(),
+        # The job's own command leads none where it keeps its terminal.
+        "leads_session": os.getsid(0) == os.getpid() or watch.is_command(),
         "argv": list(getattr(sys, "argv", [])),
     }
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o600)
     try:
         os.write(descriptor, encode(record))
     finally:
@@ -397,8 +399,30 @@ def _recording(function: Callable[..., Any]) -> Callable[..., Any]:
             debugger.hold(error)
             shield.hide_frame(error)
             raise
+        except SystemExit as error:
+            _leaves(error)
+            shield.hide_frame(error)
+            raise
 
     return run
+
+
+@shield.shielded
+def _leaves(error: SystemExit) -> None:
+    """Record what ends a process of multiprocessing, which exits once more by itself afterwards."""
+    state, told = rank.current(), inner.frames(error)
+    if state is None or state.error_told or not told:
+        return
+    path, line, _ = told[-1]
+    call = _last_exit
+    if call is None or (call["path"], call["line"]) != (path, line):
+        # It was raised without a call of `sys.exit`.
+        code = error.code
+        number = 0 if code is None else code if isinstance(code, int) else 1
+        call = _exit_record("SystemExit", number, Site(path, line))
+        call["step"], call["armed"] = state.tracker.steps, state.tracker.armed
+    state.error_told = True
+    rank.tell(_told_exit(call))
 
 
 def _wrap_process_run(module: ModuleType) -> None:

@@ -66,7 +66,7 @@ def _loaded(device: Any, mapped: bool) -> None:
         return
     _told.add(key)
     record: Record = {
-        "kind": "load",
+        "kind": "gpu_load",
         "time": time.time_ns(),
         "device": str(device),
         "device_uuid": torch_private.device_uuid(sys.modules["torch"], device),

@@ -1,0 +1,49 @@
+"""Make the schedule of the whole training once."""
+
+import gc
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(16, 32), nn.ReLU())
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.head(self.encoder(x))
+
+
+def run_epoch(model, optimizer, loader, scheduler):
+    for batch, target in loader:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(batch), target)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+
+
+def main():
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(256, 16), torch.randint(0, 4, (256,)))
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=16, sampler=sampler)
+    model = DistributedDataParallel(Classifier())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=32)
+    for epoch in range(4):
+        sampler.set_epoch(epoch)
+        run_epoch(model, optimizer, loader, scheduler)
+    del model, optimizer, scheduler
+    gc.collect()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""A thread of rank 1 holds a lock while it writes a summary, and the loop waits for it."""
+
+import os
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Metrics:
+    """Numbers that a thread summarizes from time to time, under a lock."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.values: list[float] = []
+        self.over = threading.Event()
+
+    def add(self, value: float) -> None:
+        with self.lock:  # expect: DDP610 rank 1
+            self.values.append(value)
+
+    def summarize(self) -> None:
+        while not self.over.is_set():
+            with self.lock:
+                time.sleep(0.06)
+            self.over.wait(0.005)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = int(os.environ["RANK"])
+    metrics = Metrics()
+    thread = threading.Thread(target=metrics.summarize)
+    if rank == 1:
+        thread.start()
+    torch.manual_seed(rank)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(300):
+        loss = model(torch.randn(64, 64)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        metrics.add(loss.item())
+    metrics.over.set()
+    if rank == 1:
+        thread.join()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Schedulers of torch's that are re-created before their schedule has come to its end."""
+
+from __future__ import annotations
+
+import gc
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler as lr
+
+from ddpdoctor.probe import events, rank, schedulers, shield
+from ddpdoctor.record import Record
+
+Make = Callable[[torch.optim.Optimizer, int], Any]
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Record]]:
+    """The records of a rank whose loop is driven here."""
+    records: list[Record] = []
+    tracker = types.SimpleNamespace(steps=0, epoch=-1)
+    recorder = types.SimpleNamespace(add=records.append)
+    state = types.SimpleNamespace(tracker=tracker, recorder=recorder)
+    monkeypatch.setattr(rank, "active", tracker)
+    monkeypatch.setattr(rank, "_state", state)
+    monkeypatch.setattr(events, "step_begins", [])
+    originals = {each: each.__init__ for each in (lr.LRScheduler, lr.ReduceLROnPlateau)}
+    schedulers.forget()
+    schedulers.install(lr)
+    yield records
+    schedulers.forget()
+    for each, original in originals.items():
+        each.__init__ = original  # type: ignore[method-assign]
+    assert not shield.off
+
+
+def train(
+    make: Make, monkeypatch: pytest.MonkeyPatch, *, by_batch: bool = False, steps: int = 8
+) -> None:
+    """Four epochs with a scheduler that is made in each."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    module = types.SimpleNamespace(ids=frozenset((id(parameter),)))
+    monkeypatch.setattr(schedulers, "watched", [module])
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    tracker: Any = rank.active
+    for epoch in range(4):
+        scheduler = make(optimizer, epoch)
+        tracker.epoch = epoch
+        for _ in range(steps):
+            for heard in events.step_begins:
+                heard(optimizer)
+            parameter.grad = torch.ones(3)
+            optimizer.step()
+            tracker.steps += 1
+            if by_batch:
+                scheduler.step()
+        if not by_batch:
+            words = (1.0,) if isinstance(scheduler, lr.ReduceLROnPlateau) else ()
+            scheduler.step(*words)
+        # As at the end of a function that has made it.
+        del scheduler
+        gc.collect()
+
+
+@pytest.mark.parametrize(
+    ("make", "by_batch"),
+    [
+        (lambda o, e: lr.CosineAnnealingLR(o, 4), False),
+        (lambda o, e: lr.StepLR(o, 2), False),
+        (lambda o, e: lr.MultiStepLR(o, [2, 3]), False),
+        (lambda o, e: lr.LambdaLR(o, lambda step: 0.9**step), False),
+        (lambda o, e: lr.ReduceLROnPlateau(o, patience=1), False),
+        (lambda o, e: lr.OneCycleLR(o, 0.1, total_steps=32), True),
+        (lambda o, e: lr.LinearLR(o, total_iters=20), True),
+    ],
+)
+def test_a_schedule_that_begins_again_each_epoch(
+    told: list[Record], monkeypatch: pytest.MonkeyPatch, make: Make, by_batch: bool
+) -> None:
+    train(make, monkeypatch, by_batch=by_batch)
+    (record,) = told
+    assert (record["kind"], record["every"], record["times"]) == ("remade", "epoch", 3)
+    assert (record["step"], record["since"], record["path"]) == (16, 0, __file__)
+
+
+@pytest.mark.parametrize(
+    ("make", "by_batch"),
+    [
+        # To its end in each epoch.
+        (lambda o, e: lr.CosineAnnealingLR(o, 8), True),
+        (lambda o, e: lr.OneCycleLR(o, 0.1, total_steps=8), True),
+        (lambda o, e: lr.LambdaLR(o, lambda step: 1 - step / 9), True),
+        # The same factor wherever it is.
+        (lambda o, e: lr.ExponentialLR(o, 0.9), False),
+        (lambda o, e: lr.StepLR(o, 1), False),
+        # It goes on from a position, or it is another schedule.
+        (lambda o, e: lr.StepLR(o, 2, last_epoch=e - 1), False),
+        (lambda o, e: caught_up(lr.StepLR(o, 2), e), False),
+        (lambda o, e: lr.CosineAnnealingLR(o, 4 + e), False),
+        (lambda o, e: lr.LambdaLR(o, lambda step: 0.9**e), False),
+    ],
+)
+def test_schedules_that_are_meant(
+    told: list[Record], monkeypatch: pytest.MonkeyPatch, make: Make, by_batch: bool
+) -> None:
+    train(make, monkeypatch, by_batch=by_batch)
+    assert told == []
+
+
+def caught_up(scheduler: Any, epoch: int) -> Any:
+    for _ in range(epoch):
+        scheduler.step()
+    return scheduler
+
+
+def test_a_scheduler_for_each_step(told: list[Record], monkeypatch: pytest.MonkeyPatch) -> None:
+    def remake(optimizer: torch.optim.Optimizer, epoch: int) -> Any:
+        for _ in range(8):
+            scheduler = lr.StepLR(optimizer, 5)
+            for heard in events.step_begins:
+                heard(optimizer)
+            optimizer.step()
+            tracker: Any = rank.active
+            tracker.steps += 1
+            scheduler.step()
+        return scheduler
+
+    train(remake, monkeypatch)
+    assert [each["every"] for each in told] == ["step"] * len(told) and told
+
+
+def test_a_schedulers_own_error_is_raised_as_before(told: list[Record]) -> None:
+    with pytest.raises(TypeError, match="is not an Optimizer"):
+        lr.StepLR(None, 1)  # type: ignore[arg-type]
+    assert told == []
