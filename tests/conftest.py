@@ -39,6 +39,17 @@ SPURIOUS_ABORT = "terminate called without an active exception"
 """gloo's threads race with the interpreter's exit in torch 2.13, with and without ddpdoctor."""
 
 
+def pytest_configure() -> None:
+    """Signals that whoever started the tests ignores, as `nohup` and `&` do, reach the jobs.
+
+    A handler that does nothing spares the tests themselves, and a started program does not inherit
+    it as it would SIG_IGN.
+    """
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+
+
 @dataclass
 class Result:
     """A finished command."""
