@@ -17,7 +17,7 @@ from statistics import median
 
 import torch
 
-from ddpdoctor.probe import graphs, origins
+from ddpdoctor.probe.observers import graphs, origins
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "sample_jobs"))
 

@@ -60,11 +60,11 @@ def many(ranks: int, directory: Path) -> None:
 def examine_many(ranks: int, where: str) -> None:
     """Generate the run, examine it, judge it; prints time and memory."""
     import ddpdoctor.rules  # noqa: F401 (registers the rules)
-    from ddpdoctor import rundir
-    from ddpdoctor.finding import RULES, examine
-    from ddpdoctor.launch.hangs import examination
-    from ddpdoctor.run import RunReader
+    from ddpdoctor.core.finding import RULES, examine
+    from ddpdoctor.run import rundir
+    from ddpdoctor.run.snapshot import RunReader
     from ddpdoctor.stacks.model import MAIN, Frame, RankStacks, Thread, to_record
+    from ddpdoctor.supervise.hangs import examination
 
     path = Path(where)
     generate(path, ranks)
@@ -102,8 +102,16 @@ def examine_many(ranks: int, where: str) -> None:
 
 def generate(path: Path, ranks: int) -> None:
     """A run directory of ranks that are in an all-reduce, all but one."""
-    from ddpdoctor.probe.ring import RingWriter
-    from ddpdoctor.record import FORMAT, Journal, Phase, StatusPage, page_name, page_text, rank_stem
+    from ddpdoctor.run.record import (
+        FORMAT,
+        Journal,
+        Phase,
+        StatusPage,
+        page_name,
+        page_text,
+        rank_stem,
+    )
+    from ddpdoctor.run.ring import RingWriter
 
     manifest = {"format": FORMAT, "id": "many", "command": ["torchrun", "train.py"]}
     (path / "run.json").write_text(json.dumps(manifest))

@@ -26,7 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from ddpdoctor.errors import HANG
+from ddpdoctor.core.errors import HANG
 from tests.conftest import SPURIOUS_ABORT
 from tests.marks import (
     HEALTHY,

@@ -25,9 +25,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import ddpdoctor.probe
-from ddpdoctor.record import FORMAT
 from ddpdoctor.render.stacks import Look, draw
-from ddpdoctor.run import glance
+from ddpdoctor.run.record import FORMAT
+from ddpdoctor.run.snapshot import glance
 from ddpdoctor.stacks.capture import capture
 from ddpdoctor.stacks.folding import fold
 from ddpdoctor.stacks.merge import merge

@@ -9,9 +9,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ddpdoctor import __version__, working_directory
-from ddpdoctor.control_characters import shown
-from ddpdoctor.errors import DoctorError
+from ddpdoctor import __version__
+from ddpdoctor.core import working_directory
+from ddpdoctor.core.control_characters import shown
+from ddpdoctor.core.errors import DoctorError
 
 COMMANDS = {
     "run": "Start a distributed job, watch it, and name what is wrong.",

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from ddpdoctor.record import KINDS
-from ddpdoctor.run import Run, RunReader
+from ddpdoctor.run.record import KINDS
+from ddpdoctor.run.snapshot import Run, RunReader
 from tests.written import Written
 
 if TYPE_CHECKING:
@@ -298,7 +298,7 @@ def doctor(tmp_path: Path, token: str) -> Iterator[Doctor]:
         for journal in tmp_path.glob("run*/*.jsonl*")
         for kind in re.findall(rb'^\{"kind":"(\w+)"', journal.read_bytes(), re.MULTILINE)
     } - {*KINDS, "segment"}
-    assert not undeclared, f"kinds of records that ddpdoctor.record does not know: {undeclared}"
+    assert not undeclared, f"kinds of records that ddpdoctor.run.record does not know: {undeclared}"
 
 
 @pytest.fixture

@@ -9,10 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddpdoctor import rundir
-from ddpdoctor.gpu.poller import file_name
-from ddpdoctor.probe.watch import namespace
-from ddpdoctor.record import (
+from ddpdoctor.probe.runtime.watch import namespace
+from ddpdoctor.run import rundir
+from ddpdoctor.run.record import (
     FORMAT,
     Journal,
     Parts,
@@ -23,7 +22,8 @@ from ddpdoctor.record import (
     page_text,
     rank_stem,
 )
-from ddpdoctor.run import PHASES
+from ddpdoctor.run.snapshot import PHASES
+from ddpdoctor.system.gpu.poller import file_name
 
 MS = 1_000_000
 SECOND = 1_000 * MS

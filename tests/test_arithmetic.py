@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.finding import Location
-from ddpdoctor.rules.arithmetic import lines_of
+from ddpdoctor.analysis.arithmetic import lines_of
+from ddpdoctor.core.finding import Location
 
 LOOP = """\
 def train():

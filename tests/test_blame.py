@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.finding import Finding, Location
-from ddpdoctor.rules.apart import Apart, of_calls
-from ddpdoctor.rules.blame import alone_by_guard
-from ddpdoctor.rules.guards import guards_of
+from ddpdoctor.analysis.blame import alone_by_guard
+from ddpdoctor.analysis.collective_mismatch import Apart, of_calls
+from ddpdoctor.analysis.guards import guards_of
+from ddpdoctor.analysis.hang_snapshot import Call
+from ddpdoctor.analysis.rank_words import discerns, is_plain, runs_on_one_rank, words_of
+from ddpdoctor.core.finding import Finding, Location
 from ddpdoctor.rules.out_of_step import finding
-from ddpdoctor.rules.rank_words import discerns, is_plain, runs_on_one_rank, words_of
-from ddpdoctor.rules.standing import Call
 
 
 class Script:

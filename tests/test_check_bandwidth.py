@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.gpu.health import GpuFacts, Health
-from ddpdoctor.gpu.reader import Device
-from ddpdoctor.preflight import link_capacity
 from ddpdoctor.preflight.check import Outcome, Status
-from ddpdoctor.preflight.interfaces import Interface, interfaces
-from ddpdoctor.preflight.meeting.caller import Problem
-from ddpdoctor.preflight.meeting.facts import Facts
-from ddpdoctor.preflight.meeting.meet import Meeting, Node, _meet_or_fail, meeting_of
-from ddpdoctor.preflight.meeting.place import Seat
+from ddpdoctor.preflight.machine import link_capacity
+from ddpdoctor.preflight.machine.interfaces import Interface, interfaces
 from ddpdoctor.preflight.nodes import attendance, gloo_reduction, nccl_reduction
+from ddpdoctor.preflight.protocol.caller import Problem
+from ddpdoctor.preflight.protocol.facts import Facts
+from ddpdoctor.preflight.protocol.meet import Meeting, Node, _meet_or_fail, meeting_of
+from ddpdoctor.preflight.protocol.place import Seat
 from ddpdoctor.preflight.situation import Once, Situation, gpu_facts, visible_gpus
+from ddpdoctor.system.gpu.health import GpuFacts, Health
+from ddpdoctor.system.gpu.reader import Device
 
 ETH0 = Interface("eth0", ("10.0.0.1",))
 

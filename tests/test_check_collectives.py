@@ -14,13 +14,13 @@ from typing import Any
 import psutil
 import pytest
 
-from ddpdoctor.gpu.health import GpuFacts, Health
-from ddpdoctor.gpu.reader import Device
-from ddpdoctor.preflight import torch_files
-from ddpdoctor.preflight.collectives import WITHOUT_PEERS, environment
-from ddpdoctor.preflight.nccl_obstacle import why_no_nccl
-from ddpdoctor.preflight.nccl_words import advice
+from ddpdoctor.preflight.machine import torch_files
+from ddpdoctor.preflight.machine.collectives import WITHOUT_PEERS, environment
+from ddpdoctor.preflight.machine.nccl_obstacle import why_no_nccl
+from ddpdoctor.preflight.machine.nccl_words import advice
 from ddpdoctor.preflight.situation import Once, Situation, gpu_facts
+from ddpdoctor.system.gpu.health import GpuFacts, Health
+from ddpdoctor.system.gpu.reader import Device
 from tests.conftest import LIMIT, TOKEN, Doctor, marked
 
 CHECK = (sys.executable, "-m", "ddpdoctor", "check", "--only", "collectives")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.preflight.meeting.echo import echoes
+from ddpdoctor.preflight.protocol.echo import echoes
 from tests.conftest import ROOT
 from tests.lab import faults
 from tests.lab.network import Host, Lab, lab, why_not

@@ -13,8 +13,8 @@ import pytest
 
 import ddpdoctor.preflight  # noqa: F401 (registers the checks)
 from ddpdoctor.commands.check import COULD_NOT_RUN, exit_status
-from ddpdoctor.errors import DoctorError
-from ddpdoctor.finding import Finding, Severity
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight import arguments
 from ddpdoctor.preflight.check import (
     CHECKS,
@@ -27,7 +27,7 @@ from ddpdoctor.preflight.check import (
     skipped,
 )
 from ddpdoctor.preflight.deadline import Deadline
-from ddpdoctor.preflight.launchers import expand, places
+from ddpdoctor.preflight.machine.launchers import expand, places
 from ddpdoctor.preflight.running import GRACE, run_checks
 from ddpdoctor.preflight.situation import Options, Situation, split_endpoint
 from ddpdoctor.render import checks as render

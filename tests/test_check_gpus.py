@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.gpu.health import GpuFacts, Health
-from ddpdoctor.gpu.reader import Device, Process
-from ddpdoctor.preflight import (
+from ddpdoctor.preflight.check import CHECKS, Status
+from ddpdoctor.preflight.machine import (
     gpu_acs,
     gpu_count,
     gpu_driver,
@@ -24,9 +23,10 @@ from ddpdoctor.preflight import (
     gpu_peers,
     torch_files,
 )
-from ddpdoctor.preflight.check import CHECKS, Status
+from ddpdoctor.preflight.machine.versions import Versions, judge
 from ddpdoctor.preflight.situation import Once, Options, Situation, gpu_facts
-from ddpdoctor.preflight.versions import Versions, judge
+from ddpdoctor.system.gpu.health import GpuFacts, Health
+from ddpdoctor.system.gpu.reader import Device, Process
 from tests.conftest import Doctor
 from tests.nvml_stub import build
 

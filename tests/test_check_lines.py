@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.finding import Finding
-from ddpdoctor.preflight import checkpoints, launch_environment, variables
+from ddpdoctor.core.finding import Finding
 from ddpdoctor.preflight.command_lines import corrected_line
-from ddpdoctor.preflight.interfaces import Interface, interfaces
-from ddpdoctor.preflight.meeting.addresses import own_host
-from ddpdoctor.preflight.meeting.caller import Problem
-from ddpdoctor.preflight.meeting.meet import Meeting
-from ddpdoctor.preflight.meeting.place import Seat
-from ddpdoctor.preflight.names import Lookup, own_name
+from ddpdoctor.preflight.machine import checkpoints, launch_environment, variables
+from ddpdoctor.preflight.machine.interfaces import Interface, interfaces
+from ddpdoctor.preflight.machine.names import Lookup, own_name
 from ddpdoctor.preflight.nodes.firewall import let_through, open_port
 from ddpdoctor.preflight.nodes.unreached import own_problem
+from ddpdoctor.preflight.protocol.addresses import own_host
+from ddpdoctor.preflight.protocol.caller import Problem
+from ddpdoctor.preflight.protocol.meet import Meeting
+from ddpdoctor.preflight.protocol.place import Seat
 from ddpdoctor.preflight.situation import Options, Situation
 
 

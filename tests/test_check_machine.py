@@ -20,11 +20,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddpdoctor.errors import DoctorError
-from ddpdoctor.gpu.health import GpuFacts, Health
-from ddpdoctor.launch.torchrun_options import read_options, torchrun_source
-from ddpdoctor.preflight import (
-    arguments,
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.preflight import arguments
+from ddpdoctor.preflight.check import Outcome, Status
+from ddpdoctor.preflight.deadline import bounded
+from ddpdoctor.preflight.machine import (
     cgroups,
     checkpoints,
     container,
@@ -38,9 +38,9 @@ from ddpdoctor.preflight import (
     shared_memory,
     variables,
 )
-from ddpdoctor.preflight.check import Outcome, Status
-from ddpdoctor.preflight.deadline import bounded
 from ddpdoctor.preflight.situation import Once, Options, Situation, gpu_facts
+from ddpdoctor.supervise.torchrun_options import read_options, torchrun_source
+from ddpdoctor.system.gpu.health import GpuFacts, Health
 from tests.conftest import LIMIT, Doctor
 from tests.test_check_gpus import device
 

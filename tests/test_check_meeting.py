@@ -18,21 +18,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpdoctor.preflight.meeting import ranks, speeds, wire
-from ddpdoctor.preflight.meeting.attending import Attendance
-from ddpdoctor.preflight.meeting.caller import CallError, Problem, call_once
-from ddpdoctor.preflight.meeting.coordinator import Coordinator, listen
-from ddpdoctor.preflight.meeting.facts import Facts, gather, unpack
-from ddpdoctor.preflight.meeting.joining import Goal, join, side_doors
-from ddpdoctor.preflight.meeting.leading import _nccl
-from ddpdoctor.preflight.meeting.meet import Meeting, Node, _meet_or_fail
-from ddpdoctor.preflight.meeting.pairs import Listener, Target, dial_all, speed
-from ddpdoctor.preflight.meeting.place import Seat, seat
-from ddpdoctor.preflight.meeting.ranks import PROGRAM, Ranks
-from ddpdoctor.preflight.meeting.reduction import _with_others
-from ddpdoctor.preflight.meeting.wire import WireError
 from ddpdoctor.preflight.nodes import versions
 from ddpdoctor.preflight.nodes.judging import Blame, blame
+from ddpdoctor.preflight.protocol import ranks, speeds, wire
+from ddpdoctor.preflight.protocol.caller import CallError, Problem, call_once
+from ddpdoctor.preflight.protocol.coordinator import Coordinator, listen
+from ddpdoctor.preflight.protocol.facts import Facts, gather, unpack
+from ddpdoctor.preflight.protocol.joining import Goal, join, side_doors
+from ddpdoctor.preflight.protocol.meet import Meeting, Node, _meet_or_fail
+from ddpdoctor.preflight.protocol.pairs import Listener, Target, dial_all, speed
+from ddpdoctor.preflight.protocol.phases import _nccl
+from ddpdoctor.preflight.protocol.place import Seat, seat
+from ddpdoctor.preflight.protocol.ranks import PROGRAM, Ranks
+from ddpdoctor.preflight.protocol.reduction import _with_others
+from ddpdoctor.preflight.protocol.wire import WireError
+from ddpdoctor.preflight.protocol.worker import Attendance
 from ddpdoctor.preflight.situation import Options, Situation
 from tests.conftest import TOKEN
 

@@ -15,12 +15,18 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.gpu.health import GpuFacts, Health
-from ddpdoctor.preflight import host_name, lookups, network_interface, store_port, torch_files
 from ddpdoctor.preflight.check import Outcome, Status
-from ddpdoctor.preflight.interfaces import Interface, gloo_choice, interfaces, nccl_choice
-from ddpdoctor.preflight.names import Lookup, endpoint_name, full_name, own_name
+from ddpdoctor.preflight.machine import (
+    host_name,
+    lookups,
+    network_interface,
+    store_port,
+    torch_files,
+)
+from ddpdoctor.preflight.machine.interfaces import Interface, gloo_choice, interfaces, nccl_choice
+from ddpdoctor.preflight.machine.names import Lookup, endpoint_name, full_name, own_name
 from ddpdoctor.preflight.situation import Once, Options, Situation, gpu_facts
+from ddpdoctor.system.gpu.health import GpuFacts, Health
 from tests.conftest import Doctor
 from tests.test_check_gpus import device
 

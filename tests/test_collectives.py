@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpdoctor.probe import calls, torch_private
-from ddpdoctor.probe.ledger import DEFAULT_GROUP, Ledger, _Group, ranges
-from ddpdoctor.probe.ring import ENTRIES, SIZE, RingWriter, chain_text, read_ring
-from ddpdoctor.probe.sites import Site
-from ddpdoctor.record import UnreadableError
+from ddpdoctor.probe.observers import calls
+from ddpdoctor.probe.observers.ledger import DEFAULT_GROUP, Ledger, _Group, ranges
+from ddpdoctor.probe.runtime import torch_private
+from ddpdoctor.probe.runtime.sites import Site
+from ddpdoctor.run.record import UnreadableError
+from ddpdoctor.run.ring import ENTRIES, SIZE, RingWriter, chain_text, read_ring
 from tests.conftest import Doctor
 
 JOB = """\

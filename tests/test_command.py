@@ -15,12 +15,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ddpdoctor.errors import DoctorError
-from ddpdoctor.gpu.reader import Device
-from ddpdoctor.gpu.visible import choice, visible
-from ddpdoctor.launch import command as job_command
-from ddpdoctor.launch.command import Command, build
-from ddpdoctor.launch.torchrun_options import read_options, torchrun_source
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.supervise import command as job_command
+from ddpdoctor.supervise.command import Command, build
+from ddpdoctor.supervise.torchrun_options import read_options, torchrun_source
+from ddpdoctor.system.gpu.reader import Device
+from ddpdoctor.system.gpu.visible import choice, visible
 from tests.fake_nvml import Machine
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpdoctor.control_characters import json_text, shown, without_formatting
-from ddpdoctor.finding import Finding, Location, Severity, to_record
+from ddpdoctor.core.control_characters import json_text, shown, without_formatting
+from ddpdoctor.core.finding import Finding, Location, Severity, to_record
 from ddpdoctor.preflight.check import Outcome, Status
-from ddpdoctor.record import Phase
 from ddpdoctor.render import checks, console, json_lines, problems
+from ddpdoctor.run.record import Phase
 from ddpdoctor.stacks import saved
 from ddpdoctor.stacks.model import Frame, RankStacks, Thread
 from tests.written import MS, T0, Written

@@ -9,9 +9,9 @@ import subprocess
 
 import pytest
 
-from ddpdoctor.finding import Severity
-from ddpdoctor.probe import ports
-from ddpdoctor.record import Phase, Record
+from ddpdoctor.core.finding import Severity
+from ddpdoctor.probe.observers import ports
+from ddpdoctor.run.record import Phase, Record
 from tests.conftest import Doctor, Result
 from tests.written import MS, SECOND, T0, Written
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.finding import Finding
-from ddpdoctor.probe.loops import runs_to_end
-from ddpdoctor.probe.passes import SAMPLE, Pass, sample_of
-from ddpdoctor.record import Phase, Record, Status
+from ddpdoctor.core.finding import Finding
+from ddpdoctor.probe.observers.loops import runs_to_end
+from ddpdoctor.probe.observers.passes import SAMPLE, Pass, sample_of
 from ddpdoctor.rules import data, shards, streams
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.run.record import Phase, Record, Status
+from ddpdoctor.run.snapshot import Rank, Run
 
 Content = Callable[[int], int]
 

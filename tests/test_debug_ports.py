@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddpdoctor.launch import dap, peers
+from ddpdoctor.debug import dap
+from ddpdoctor.system import peers
 from tests.conftest import ROOT, Doctor, Live
 
 OTHER = 65533

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.finding import Finding
-from ddpdoctor.probe.ring import RingWriter
-from ddpdoctor.record import Phase, Record
-from ddpdoctor.rules.sources import source_of
+from ddpdoctor.analysis.sources import source_of
+from ddpdoctor.core.finding import Finding
+from ddpdoctor.run.record import Phase, Record
+from ddpdoctor.run.ring import RingWriter
 from tests.written import SECOND, T0, Written
 
 JOB = """\

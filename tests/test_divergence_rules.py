@@ -17,13 +17,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpdoctor.finding import Finding, Severity
-from ddpdoctor.probe import torch_private
-from ddpdoctor.probe.fingerprints import Fingerprints, Pace, _norms, packed
-from ddpdoctor.probe.hashing import PIECE, hash_of, hashable
-from ddpdoctor.probe.readback import Readback
-from ddpdoctor.record import Record
-from ddpdoctor.rules.replicas import unpacked
+from ddpdoctor.analysis.replicas import unpacked
+from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.probe.observers.fingerprints import Fingerprints, Pace, _norms, packed
+from ddpdoctor.probe.observers.hashing import PIECE, hash_of, hashable
+from ddpdoctor.probe.observers.readback import Readback
+from ddpdoctor.probe.runtime import torch_private
+from ddpdoctor.run.record import Record
 from tests.written import T0, Written
 
 FAMILY = (

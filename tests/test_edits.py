@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad
 
-from ddpdoctor.probe import edits, rank, replicas, torch_private
 from ddpdoctor.probe.hooks import clipping
-from ddpdoctor.probe.replicas import Watched
-from ddpdoctor.record import Record
+from ddpdoctor.probe.observers import edits, replicas
+from ddpdoctor.probe.observers.replicas import Watched
+from ddpdoctor.probe.runtime import rank, torch_private
+from ddpdoctor.run.record import Record
 from tests.test_divergence_rules import SITE, prints, ranks, tensors
 from tests.written import Written
 

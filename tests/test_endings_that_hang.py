@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.finding import Finding, Severity
+from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.stacks.model import ENDING
 from ddpdoctor.stacks.py_spy import find_py_spy
 from tests.conftest import Doctor

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.commands import report
+from ddpdoctor.core.finding import Finding
 from ddpdoctor.failures import TABLE, Weight, recognise
 from ddpdoctor.failures.lines import clean, rank_of_file, taken_apart, time_of
 from ddpdoctor.failures.log import read
 from ddpdoctor.failures.verdict import findings
-from ddpdoctor.finding import Finding
 
 LOGS = Path(__file__).parent / "logs"
 SICK = sorted(LOGS.glob("*.log"))

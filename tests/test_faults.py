@@ -152,7 +152,7 @@ def test_a_hook_that_cannot_be_installed_does_not_keep_torch_from_being_imported
         "import importlib, sys\n"
         "def broken(*args, **kwargs):\n"
         "    raise ZeroDivisionError('broken by the test')\n"
-        "if 'ddpdoctor.probe.process' in sys.modules:\n"
+        "if 'ddpdoctor.probe.runtime.process' in sys.modules:\n"
         f"    module = importlib.import_module('ddpdoctor.probe.{module}')\n"
         f"    getattr(module, {attribute!r})\n"
         f"    setattr(module, {attribute!r}, broken)\n"

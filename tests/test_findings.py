@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
-from ddpdoctor.finding import RULES, Finding, Severity, examine
-from ddpdoctor.record import Phase
+from ddpdoctor.core.finding import RULES, Finding, Severity, examine
+from ddpdoctor.run.record import Phase
 from tests.conftest import JOBS, ROOT, Doctor, Result
 
 TRAIN = str(JOBS / "train.py")

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from ddpdoctor.probe.asking import NAME, PROFILE
-from ddpdoctor.run import Run
+from ddpdoctor.probe.runtime.asking import NAME, PROFILE
+from ddpdoctor.run.snapshot import Run
 from ddpdoctor.stacks.capture import capture
 from tests.conftest import ROOT, Doctor, Live
 

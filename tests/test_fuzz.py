@@ -13,14 +13,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ddpdoctor import opening
-from ddpdoctor.errors import DoctorError
+from ddpdoctor.core import opening
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.finding import from_record as finding_from_record
 from ddpdoctor.failures import verdict
 from ddpdoctor.failures.log import read as read_log
-from ddpdoctor.finding import from_record as finding_from_record
-from ddpdoctor.probe import ring
-from ddpdoctor.record import PAGE_SIZE, UnreadableError, parse_status
-from ddpdoctor.run import JournalReader, RunReader, read_manifest
+from ddpdoctor.run import ring
+from ddpdoctor.run.record import PAGE_SIZE, UnreadableError, parse_status
+from ddpdoctor.run.snapshot import JournalReader, RunReader, read_manifest
 from ddpdoctor.stacks import parse, saved
 from ddpdoctor.stacks.declared import read_declared
 from ddpdoctor.top import gpus, outputs, steplog

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.gpu.poller import file_name
-from ddpdoctor.launch import gpu_poll
-from ddpdoctor.launch.gpu_poll import GpuPoll
+from ddpdoctor.supervise import gpu_poll
+from ddpdoctor.supervise.gpu_poll import GpuPoll
+from ddpdoctor.system.gpu.poller import file_name
 from tests.conftest import Doctor
 from tests.nvml_stub import Stub, build
 

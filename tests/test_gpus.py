@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from ddpdoctor.finding import Finding
-from ddpdoctor.gpu.nvml import NvmlReader
-from ddpdoctor.gpu.reader import Process, Reading, same_uuid
-from ddpdoctor.launch.gpu_watch import GpuWatch
-from ddpdoctor.probe import events, shield, torch_private
-from ddpdoctor.probe import rank as rank_state
+from ddpdoctor.core.finding import Finding
 from ddpdoctor.probe.hooks import ddp, loads
-from ddpdoctor.probe.watch import namespace
-from ddpdoctor.record import Phase, Record, Status
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.probe.runtime import events, shield, torch_private
+from ddpdoctor.probe.runtime import rank as rank_state
+from ddpdoctor.probe.runtime.watch import namespace
+from ddpdoctor.run.record import Phase, Record, Status
+from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.supervise.gpu_watch import GpuWatch
+from ddpdoctor.system.gpu.nvml import NvmlReader
+from ddpdoctor.system.gpu.reader import Process, Reading, same_uuid
 from tests.conftest import Doctor
 from tests.fake_nvml import FOLDER, Machine
 from tests.written import SECOND, T0, Written

@@ -19,17 +19,17 @@ import pytest
 import torch
 
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
-from ddpdoctor.finding import RULES, Finding, Severity, examine
-from ddpdoctor.launch.hangs.signs import FIRST, PATIENCE, STEPS, Signs
-from ddpdoctor.probe import flight
-from ddpdoctor.probe.flight import NEWEST, newest, places
-from ddpdoctor.probe.ring import Collective
-from ddpdoctor.probe.sites import Site
-from ddpdoctor.probe.steps import Backward
-from ddpdoctor.record import Phase, Status
-from ddpdoctor.rules.guards import constant_while, only_sleeps, rank_guard
-from ddpdoctor.rules.waits import parsed
-from ddpdoctor.run import Rank, Run, RunReader
+from ddpdoctor.analysis.guards import constant_while, only_sleeps, rank_guard
+from ddpdoctor.analysis.waits import parsed
+from ddpdoctor.core.finding import RULES, Finding, Severity, examine
+from ddpdoctor.probe.observers import flight
+from ddpdoctor.probe.observers.flight import NEWEST, newest, places
+from ddpdoctor.probe.observers.steps import Backward
+from ddpdoctor.probe.runtime.sites import Site
+from ddpdoctor.run.record import Phase, Status
+from ddpdoctor.run.ring import Collective
+from ddpdoctor.run.snapshot import Rank, Run, RunReader
+from ddpdoctor.supervise.hangs.signs import FIRST, PATIENCE, STEPS, Signs
 from tests.conftest import LIMIT, ROOT, Doctor
 from tests.written import SECOND, T0, Written
 

@@ -17,14 +17,15 @@ from pathlib import Path
 import pytest
 
 import ddpdoctor
-from ddpdoctor import opening, rundir
+from ddpdoctor.core import opening
+from ddpdoctor.core.finding import Finding, Location, Severity
 from ddpdoctor.failures.lines import LONGEST
 from ddpdoctor.failures.log import read
 from ddpdoctor.failures.sources import chunks
-from ddpdoctor.finding import Finding, Location, Severity
-from ddpdoctor.record import Journal, Phase, mapped
 from ddpdoctor.render import console
-from ddpdoctor.run import MOST_RECORDS, JournalReader, RunReader
+from ddpdoctor.run import rundir
+from ddpdoctor.run.record import Journal, Phase, mapped
+from ddpdoctor.run.snapshot import MOST_RECORDS, JournalReader, RunReader
 from ddpdoctor.stacks import saved
 from ddpdoctor.stacks.model import Frame, RankStacks, Thread
 from tests.written import MS, T0, Written
@@ -159,7 +160,7 @@ def test_no_link_leads_out_of_a_run_directory(directory: Path, tmp_path: Path) -
     assert saved.load(directory) is None
     assert rundir.is_live(directory) is False
     replace(directory / "run.json", str(secret / "run.json"))
-    with pytest.raises(ddpdoctor.errors.DoctorError, match=r"run\.json is a link"):
+    with pytest.raises(ddpdoctor.core.errors.DoctorError, match=r"run\.json is a link"):
         RunReader(directory)
 
 
@@ -315,7 +316,7 @@ READERS = (
 
 
 def opens(path: Path) -> Iterator[str]:
-    """Where a file opens another one to read it, by other means than `ddpdoctor.opening`."""
+    """Where a file opens another one to read it, by other means than `ddpdoctor.core.opening`."""
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import) and any(each.name == "linecache" for each in node.names):
             yield f"{path}:{node.lineno}: linecache"

@@ -174,18 +174,22 @@ def third_party(modules: set[str]) -> set[str]:
 
 @pytest.mark.parametrize(
     "statement",
-    ["import ddpdoctor.probe.process", "import ddpdoctor.record", "import ddpdoctor.probe.watch"],
+    [
+        "import ddpdoctor.probe.runtime.process",
+        "import ddpdoctor.run.record",
+        "import ddpdoctor.probe.runtime.watch",
+    ],
 )
 def test_a_rank_loads_the_probe_and_nothing_else_of_ours(statement: str) -> None:
     loaded = loaded_by(statement)
     assert third_party(loaded) == set()
     mine = {module for module in loaded if module.split(".")[0] == "ddpdoctor"}
-    allowed = {"ddpdoctor", "ddpdoctor.record", "ddpdoctor.opening"}
+    allowed = {"ddpdoctor", "ddpdoctor.run.record", "ddpdoctor.core.opening"}
     assert {module for module in mine if not module.startswith("ddpdoctor.probe")} <= allowed
 
 
 def test_the_start_of_the_probe_loads_nothing_that_a_job_would_notice() -> None:
-    loaded = loaded_by("import ddpdoctor.probe.process")
+    loaded = loaded_by("import ddpdoctor.probe.runtime.process")
     heavy = {"multiprocessing", "asyncio", "logging", "http", "unittest", "concurrent", "ctypes"}
     assert not heavy & {module.split(".")[0] for module in loaded}
 
@@ -214,7 +218,7 @@ def test_the_entry_needs_no_installed_ddpdoctor(tmp_path: Path) -> None:
     entry = PACKAGE / "probe" / "entry"
     code = (
         "import sys\n"
-        "assert 'ddpdoctor.probe.process' in sys.modules, 'no probe'\n"
+        "assert 'ddpdoctor.probe.runtime.process' in sys.modules, 'no probe'\n"
         f"assert not any(path == {str(entry)!r} for path in sys.path), sys.path\n"
         f"assert {str(PACKAGE.parent)!r} not in sys.path, sys.path\n"
         "print(sys.modules['ddpdoctor'].__file__)"

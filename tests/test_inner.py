@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.probe import inner
+from ddpdoctor.probe.observers import inner
 
 HERE = str(Path(__file__))
 

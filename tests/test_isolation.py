@@ -12,15 +12,15 @@ import pytest
 
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
 from ddpdoctor.commands import report
-from ddpdoctor.finding import RULES, Finding
-from ddpdoctor.launch.command import Command, OwnOptions
-from ddpdoctor.launch.debugging import Debugging
-from ddpdoctor.launch.passthrough import Passthrough
-from ddpdoctor.launch.supervisor import Supervisor
-from ddpdoctor.record import Phase
+from ddpdoctor.core.finding import RULES, Finding
+from ddpdoctor.debug.debugging import Debugging
 from ddpdoctor.render import console
 from ddpdoctor.render.report import Reporter
-from ddpdoctor.run import Run, RunReader
+from ddpdoctor.run.record import Phase
+from ddpdoctor.run.snapshot import Run, RunReader
+from ddpdoctor.supervise.command import Command, OwnOptions
+from ddpdoctor.supervise.passthrough import Passthrough
+from ddpdoctor.supervise.supervisor import Supervisor
 from ddpdoctor.top import verdict
 from ddpdoctor.top.gpus import GpuFiles
 from ddpdoctor.top.live import LiveSource

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ddpdoctor.vscode import jsonc, launch_json, owned, tasks_json
-from ddpdoctor.vscode.jsonc import JsoncError
-from ddpdoctor.vscode.launch_json import AttachPoint, PathMapping
+from ddpdoctor.debug.vscode import jsonc, launch_json, owned, tasks_json
+from ddpdoctor.debug.vscode.jsonc import JsoncError
+from ddpdoctor.debug.vscode.launch_json import AttachPoint, PathMapping
 
 POINTS = [AttachPoint(rank, "127.0.0.1", 5678 + rank) for rank in range(2)]
 MORE = [AttachPoint(rank, "127.0.0.1", 7000 + rank) for rank in range(3)]

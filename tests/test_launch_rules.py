@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpdoctor.finding import Finding
+from ddpdoctor.core.finding import Finding
 from ddpdoctor.probe.hooks import applied, errors
 from tests.written import Written
 

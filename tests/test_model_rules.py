@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpdoctor.record import Phase, Record
+from ddpdoctor.run.record import Phase, Record
 from tests.test_rules import error
 from tests.written import SECOND, T0, Written
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.finding import Finding, Severity
-from ddpdoctor.probe.ring import RingWriter
-from ddpdoctor.record import Record
+from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.rules.evaluation import evaluation_differs
 from ddpdoctor.rules.nothing_reduced import nothing_reduced
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.run.record import Record
+from ddpdoctor.run.ring import RingWriter
+from ddpdoctor.run.snapshot import Rank, Run
 from tests.test_data_rules import evaluated, run_of
 
 Build = Callable[..., Run]

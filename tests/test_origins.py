@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ddpdoctor.probe import origins, replicas
-from ddpdoctor.record import Record
+from ddpdoctor.probe.observers import origins, replicas
+from ddpdoctor.run.record import Record
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"),

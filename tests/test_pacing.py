@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddpdoctor.probe import pacing, rank, shield
-from ddpdoctor.probe.budget import Budget
+from ddpdoctor.probe.observers import pacing
+from ddpdoctor.probe.runtime import rank, shield
+from ddpdoctor.probe.runtime.budget import Budget
 
 MILLISECOND = 1_000_000
 

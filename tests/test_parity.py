@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from ddpdoctor.rules.endings import endings
-from ddpdoctor.run import Rank
+from ddpdoctor.analysis.endings import endings
+from ddpdoctor.run.snapshot import Rank
 from tests.conftest import JOBS, ROOT, Doctor, Result, marked
 
 SAMPLES = ROOT / "sample_jobs"

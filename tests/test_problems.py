@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpdoctor.finding import Finding, Location, Severity
+from ddpdoctor.core.finding import Finding, Location, Severity
 from ddpdoctor.render import problems
 
 PLACE = Location("/w/train.py", 52)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpdoctor.rules.ranks import named
+from ddpdoctor.analysis.ranks import named
 
 
 @pytest.mark.parametrize(

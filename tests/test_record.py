@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
-from ddpdoctor import opening
-from ddpdoctor.errors import DoctorError
-from ddpdoctor.finding import RULES, examine
-from ddpdoctor.probe.recorder import QUEUE, NotYet, Recorder
-from ddpdoctor.record import (
+from ddpdoctor.core import opening
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.finding import RULES, examine
+from ddpdoctor.probe.runtime.recorder import QUEUE, NotYet, Recorder
+from ddpdoctor.run.record import (
     EVERY,
     FORMAT,
     KINDS,
@@ -40,7 +40,7 @@ from ddpdoctor.record import (
     segment_line,
     segment_number,
 )
-from ddpdoctor.run import Rank, RunReader, read_manifest
+from ddpdoctor.run.snapshot import Rank, RunReader, read_manifest
 from tests.conftest import LIMIT
 
 PACKAGE = Path(__file__).parent.parent / "ddpdoctor"

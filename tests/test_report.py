@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.commands import report
-from ddpdoctor.errors import DoctorError
+from ddpdoctor.core.errors import DoctorError
 from tests.conftest import JOBS, LIMIT, Doctor, Result, marked
 
 TRAIN = str(JOBS / "train.py")

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
-from ddpdoctor.finding import RULES, Severity
-from ddpdoctor.record import FORMAT, Journal, Phase, Record, StatusPage, rank_stem
-from ddpdoctor.run import RunReader
+from ddpdoctor.core.finding import RULES, Severity
+from ddpdoctor.run.record import FORMAT, Journal, Phase, Record, StatusPage, rank_stem
+from ddpdoctor.run.snapshot import RunReader
 from tests.written import MS, SECOND, T0, Written
 
 
@@ -209,8 +209,8 @@ def test_every_rule_has_a_whole_page() -> None:
 
 
 def test_ranks_of_other_machines_are_not_watched_by_their_pids(written: Written) -> None:
-    from ddpdoctor.launch.oom import OomWatch
-    from ddpdoctor.launch.ranks import RankWatch
+    from ddpdoctor.supervise.ranks import RankWatch
+    from ddpdoctor.system.oom import OomWatch
 
     elsewhere = {"kind": "open", "format": FORMAT, "rank": 0, "namespace": "another machine"}
     stem = written.path / rank_stem(0, 0)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ddpdoctor import rundir
 from ddpdoctor.commands import report
-from ddpdoctor.errors import DoctorError
-from ddpdoctor.run import RunReader
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.run import rundir
+from ddpdoctor.run.snapshot import RunReader
 from tests.conftest import LIMIT
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.probe import sampling
-from ddpdoctor.probe.budget import Budget
-from ddpdoctor.record import Record
-from ddpdoctor.rules.profiles import Profile, spot
-from ddpdoctor.rules.profiles import _stacks as read_stacks
+from ddpdoctor.analysis.profiles import Profile, spot
+from ddpdoctor.analysis.profiles import _stacks as read_stacks
+from ddpdoctor.probe.observers import sampling
+from ddpdoctor.probe.runtime.budget import Budget
+from ddpdoctor.run.record import Record
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's counters are Linux's")
 
@@ -170,7 +170,7 @@ def test_intervals_are_the_same_each_time_and_not_even(monkeypatch: pytest.Monke
 def test_profiles_are_few(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, budget: float, taken: int
 ) -> None:
-    from ddpdoctor.probe.asking import PROFILE, Asking
+    from ddpdoctor.probe.runtime.asking import PROFILE, Asking
 
     page = Asking(str(tmp_path), PROFILE)
     profiles = sampling.Profiles(state([], budget), str(tmp_path))

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as lr
 
-from ddpdoctor.probe import events, rank, schedulers, shield
-from ddpdoctor.record import Record
+from ddpdoctor.probe.observers import schedulers
+from ddpdoctor.probe.runtime import events, rank, shield
+from ddpdoctor.run.record import Record
 
 Make = Callable[[torch.optim.Optimizer, int], Any]
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from ddpdoctor.finding import Severity
-from ddpdoctor.probe import datasets, sketches
-from ddpdoctor.probe.passes import Pass, digest_of, sample_of
-from ddpdoctor.record import Record
+from ddpdoctor.core.finding import Severity
+from ddpdoctor.probe.observers import datasets, sketches
+from ddpdoctor.probe.observers.passes import Pass, digest_of, sample_of
 from ddpdoctor.rules import shards, shared_rows
+from ddpdoctor.run.record import Record
 from tests.test_data_rules import codes, drawn, evaluated, findings, its_own, run_of, shuffled
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor import rundir
-from ddpdoctor.finding import Finding, Location, Severity, from_record, to_record
-from ddpdoctor.launch import showing
-from ddpdoctor.launch.passthrough import Passthrough
-from ddpdoctor.launch.showing import Showing
+from ddpdoctor.core.finding import Finding, Location, Severity, from_record, to_record
 from ddpdoctor.render import json_lines
-from ddpdoctor.said import Told, Withdrawn
+from ddpdoctor.run import rundir
+from ddpdoctor.run.reported import Told, Withdrawn
+from ddpdoctor.supervise import showing
+from ddpdoctor.supervise.passthrough import Passthrough
+from ddpdoctor.supervise.showing import Showing
 from tests.conftest import Doctor
 
 FOUND = Finding(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.gpu.visible import visible
+from ddpdoctor.system.gpu.visible import visible
 from tests.conftest import Doctor
 from tests.marks import (
     HEALTHY,

@@ -16,9 +16,8 @@ import psutil
 import pytest
 
 import ddpdoctor.probe
-from ddpdoctor.launch.hangs import examination
 from ddpdoctor.render import stacks as render
-from ddpdoctor.run import glance
+from ddpdoctor.run.snapshot import glance
 from ddpdoctor.stacks import asking, py_spy, saved
 from ddpdoctor.stacks.capture import capture
 from ddpdoctor.stacks.code import code_of
@@ -37,10 +36,11 @@ from ddpdoctor.stacks.model import (
     to_record,
 )
 from ddpdoctor.stacks.parse import parse
-from ddpdoctor.stacks.process_state import read_signals, read_stat
 from ddpdoctor.stacks.py_spy import find_py_spy, native_frames
 from ddpdoctor.stacks.ranks import rank_set
 from ddpdoctor.stacks.user_frames import innermost, is_user_path
+from ddpdoctor.supervise.hangs import examination
+from ddpdoctor.system.process_state import read_signals, read_stat
 from tests.candidates import HOLDS_GIL, SLEEPS, SPINS, Candidates, at, line_of
 from tests.conftest import LIMIT, Doctor
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddpdoctor.run import glance
+from ddpdoctor.run.snapshot import glance
 from ddpdoctor.stacks.capture import capture
 from ddpdoctor.stacks.declared import read_declared
 from ddpdoctor.stacks.user_frames import innermost

@@ -14,16 +14,17 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.finding import RULES, Severity, examine
-from ddpdoctor.launch.hangs import activity, examination, watch
-from ddpdoctor.launch.hangs.cores import Cores
-from ddpdoctor.launch.hangs.signs import Signs
-from ddpdoctor.launch.hangs.watch import HangWatch
-from ddpdoctor.record import Phase
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.core.finding import RULES, Severity, examine
+from ddpdoctor.run.record import Phase
+from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.stacks.asking import GIL_HELD, _Patience
 from ddpdoctor.stacks.model import ENDING, from_record
-from ddpdoctor.stacks.process_state import Turn, lacked, share
+from ddpdoctor.supervise.hangs import examination, watch
+from ddpdoctor.supervise.hangs.cores import Cores
+from ddpdoctor.supervise.hangs.signs import Signs
+from ddpdoctor.supervise.hangs.watch import HangWatch
+from ddpdoctor.system import activity
+from ddpdoctor.system.process_state import Turn, lacked, share
 from tests.conftest import LIMIT
 from tests.test_hangs import TRAIN, call, findings, job, rank, stacks, status, waiting
 

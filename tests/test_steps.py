@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.run import PHASES, Run, Step
+from ddpdoctor.run.snapshot import PHASES, Run, Step
 from tests.conftest import JOBS, Doctor, Result, marked
 
 PAUSE = 40_000_000

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.finding import RULES, Finding, Location, Severity
-from ddpdoctor.record import FORMAT, Journal, Phase, Record, StatusPage, rank_stem
-from ddpdoctor.run import RunReader
+from ddpdoctor.core.finding import RULES, Finding, Location, Severity
+from ddpdoctor.run.record import FORMAT, Journal, Phase, Record, StatusPage, rank_stem
+from ddpdoctor.run.snapshot import RunReader
 from tests.written import MS, T0, Written
 
 STEPS = 120

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from ddpdoctor.finding import RULES, examine
-from ddpdoctor.launch import suspicions
-from ddpdoctor.launch.suspicions import Suspicions
-from ddpdoctor.probe import budget, fingerprints, torch_private
-from ddpdoctor.probe.elements import Elements
-from ddpdoctor.probe.fingerprints import Fingerprints
-from ddpdoctor.record import (
+from ddpdoctor.analysis.replicas import elements
+from ddpdoctor.core.finding import RULES, examine
+from ddpdoctor.probe.observers import fingerprints
+from ddpdoctor.probe.observers.elements import Elements
+from ddpdoctor.probe.observers.fingerprints import Fingerprints
+from ddpdoctor.probe.runtime import budget, torch_private
+from ddpdoctor.run.record import (
     FORMAT,
     SUSPICION,
     Record,
@@ -24,8 +24,9 @@ from ddpdoctor.record import (
     SuspicionWriter,
     UnreadableError,
 )
-from ddpdoctor.rules.replicas import elements
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.supervise import suspicions
+from ddpdoctor.supervise.suspicions import Suspicions
 from tests.conftest import JOBS, Doctor
 
 FIRST = Suspicion(restart=0, step=5, steps=3, module=0, tensors=(0, 1))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ddpdoctor.commands import top
-from ddpdoctor.errors import DoctorError
+from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.top import terminal
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ for words in (["--demo", "--once"], ["--demo", "--json"], ["--once"]):
     assert top.main(words) == 0
 assert "textual" not in sys.modules
 import ddpdoctor.top.app
-import ddpdoctor.launch.attach_points, ddpdoctor.top.questions, ddpdoctor.top.signals
+import ddpdoctor.debug.attach_points, ddpdoctor.top.questions, ddpdoctor.top.signals
 assert "torch" not in sys.modules
 """
     subprocess.run(

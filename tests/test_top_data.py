@@ -22,10 +22,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpdoctor import rundir
-from ddpdoctor.errors import DoctorError
-from ddpdoctor.finding import to_record
-from ddpdoctor.record import Journal, Phase
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.finding import to_record
+from ddpdoctor.run import rundir
+from ddpdoctor.run.record import Journal, Phase
 from ddpdoctor.top import demo, live, outputs, steplog, times
 from ddpdoctor.top.ages import Ages
 from ddpdoctor.top.finished import FinishedSource

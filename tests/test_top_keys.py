@@ -21,9 +21,9 @@ import psutil
 import pytest
 from textual.pilot import Pilot
 
-from ddpdoctor import rundir
-from ddpdoctor.errors import DoctorError
-from ddpdoctor.record import FORMAT, StatusPage, rank_stem
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.run import rundir
+from ddpdoctor.run.record import FORMAT, StatusPage, rank_stem
 from ddpdoctor.top import actions, signals
 from ddpdoctor.top.app import TopApp
 from ddpdoctor.top.keys import KEYS

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ddpdoctor.errors import DoctorError
+from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.top import demo, prometheus
 from ddpdoctor.top.prometheus import Exporter, address
 from ddpdoctor.top.snapshot import Snapshot, Verdict

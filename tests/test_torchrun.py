@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.launch.command import TORCHRUN
+from ddpdoctor.supervise.command import TORCHRUN
 
 BINARY = Path(sys.executable).with_name("torchrun")
 HEAD = re.compile(r"^W\d{4} [\d:.]+ \d+ ", re.MULTILINE)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.launch.supervisor import ENTRY
-from ddpdoctor.launch.unwatched import Unwatched, bare_option
+from ddpdoctor.supervise.supervisor import ENTRY
+from ddpdoctor.supervise.unwatched import Unwatched, bare_option
 from tests.conftest import Doctor
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.probe import vitals
-from ddpdoctor.probe.recorder import Recorder
-from ddpdoctor.probe.vitals import Vitals
-from ddpdoctor.record import PAGE_SIZE, Journal, Parts, StatusPage, read_status
+from ddpdoctor.probe.runtime import vitals
+from ddpdoctor.probe.runtime.recorder import Recorder
+from ddpdoctor.probe.runtime.vitals import Vitals
+from ddpdoctor.run.record import PAGE_SIZE, Journal, Parts, StatusPage, read_status
 
 UUID = "01234567-89ab-cdef-0123-456789abcdef"
 PARTS = Parts(41, 1, 2, 3, 4, 5, 6, True)

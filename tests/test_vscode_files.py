@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor import rundir
 from ddpdoctor.commands import vscode
-from ddpdoctor.errors import DoctorError
-from ddpdoctor.launch.debug_ports import DEFAULT_PORT
-from ddpdoctor.vscode import files, jsonc, launch_json, tasks_json
-from ddpdoctor.vscode.launch_json import AttachPoint, PathMapping
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.debug.debug_ports import DEFAULT_PORT
+from ddpdoctor.debug.vscode import files, jsonc, launch_json, tasks_json
+from ddpdoctor.debug.vscode.launch_json import AttachPoint, PathMapping
+from ddpdoctor.run import rundir
 from tests.conftest import ROOT
 
 POINTS = [AttachPoint(rank, "127.0.0.1", 5678 + rank) for rank in range(2)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
-from ddpdoctor.probe import torch_private, worker_code
+from ddpdoctor.probe.runtime import torch_private, worker_code
 
 HERE = Path(__file__)
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from ddpdoctor.probe import rank, zeroing
-from ddpdoctor.record import Record
+from ddpdoctor.probe.observers import zeroing
+from ddpdoctor.probe.runtime import rank
+from ddpdoctor.run.record import Record
 from tests.written import Written
 
 

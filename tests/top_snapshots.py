@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ddpdoctor.finding import Finding, Location, Severity
+from ddpdoctor.core.finding import Finding, Location, Severity
 from ddpdoctor.top import frame
 from ddpdoctor.top.line import plain
 from ddpdoctor.top.snapshot import (

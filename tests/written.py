@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
-from ddpdoctor.finding import RULES, Finding, examine
-from ddpdoctor.record import FORMAT, Journal, Phase, Record, StatusPage, rank_stem
-from ddpdoctor.run import RunReader
+from ddpdoctor.core.finding import RULES, Finding, examine
+from ddpdoctor.run.record import FORMAT, Journal, Phase, Record, StatusPage, rank_stem
+from ddpdoctor.run.snapshot import RunReader
 
 T0 = 1_700_000_000_000_000_000
 MS = 1_000_000

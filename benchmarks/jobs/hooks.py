@@ -36,7 +36,7 @@ def measure() -> float:
             seconds.append(time.perf_counter() - start)
         return median(seconds)
 
-    rank: Any = sys.modules["ddpdoctor.probe.rank"]
+    rank: Any = sys.modules["ddpdoctor.probe.runtime.rank"]
     tracker = rank.active
     for _ in range(5):
         block()
@@ -62,7 +62,7 @@ def measure_collective() -> float:
             seconds.append(time.perf_counter() - start)
         return median(seconds)
 
-    rank: Any = sys.modules["ddpdoctor.probe.rank"]
+    rank: Any = sys.modules["ddpdoctor.probe.runtime.rank"]
     tracker = rank.active
     extra = []
     for _ in range(PAIRS):

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import psutil
 
-from ddpdoctor import rundir
-from ddpdoctor.errors import DoctorError
-from ddpdoctor.launch import attach_points, debug_ports, injection
-from ddpdoctor.probe.watch import MARK
-from ddpdoctor.record import integer
-from ddpdoctor.run import Run, RunReader
-from ddpdoctor.vscode import launch_json
-from ddpdoctor.vscode.files import current_directory, find_workspace
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.debug import attach_points, debug_ports, injection
+from ddpdoctor.debug.vscode import launch_json
+from ddpdoctor.debug.vscode.files import current_directory, find_workspace
+from ddpdoctor.probe.runtime.watch import MARK
+from ddpdoctor.run import rundir
+from ddpdoctor.run.record import integer
+from ddpdoctor.run.snapshot import Run, RunReader
 
 HELP = """\
 Usage: ddpdoctor attach [OPTIONS] [RUN]

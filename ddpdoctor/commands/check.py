@@ -14,13 +14,14 @@ from dataclasses import replace
 from types import FrameType
 
 import ddpdoctor.preflight  # noqa: F401 (registers the checks)
-from ddpdoctor import working_directory
-from ddpdoctor.control_characters import shown
-from ddpdoctor.errors import DoctorError
-from ddpdoctor.preflight import arguments, orphans
+from ddpdoctor.core import working_directory
+from ddpdoctor.core.control_characters import shown
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.preflight import arguments
 from ddpdoctor.preflight.check import CHECKS, Check, Outcome, Status
 from ddpdoctor.preflight.deadline import Deadline
-from ddpdoctor.preflight.launchers import places
+from ddpdoctor.preflight.machine import orphans
+from ddpdoctor.preflight.machine.launchers import places
 from ddpdoctor.preflight.nodes.next_line import next_line
 from ddpdoctor.preflight.running import run_checks
 from ddpdoctor.preflight.situation import Situation, gpu_facts

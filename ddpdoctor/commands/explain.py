@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import ddpdoctor.preflight
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
-from ddpdoctor.errors import DoctorError
-from ddpdoctor.finding import RULES
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.finding import RULES
 from ddpdoctor.preflight.check import CHECKS
 
 HELP = """\

@@ -10,19 +10,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ddpdoctor import rundir
-from ddpdoctor.control_characters import shown
-from ddpdoctor.errors import DoctorError
+from ddpdoctor.core.control_characters import shown
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.faults import Faults
+from ddpdoctor.core.finding import RULES, Finding, Severity, examine
 from ddpdoctor.failures import sources, verdict
 from ddpdoctor.failures.log import Sighting, read
-from ddpdoctor.faults import Faults
-from ddpdoctor.finding import RULES, Finding, Severity, examine
-from ddpdoctor.launch import tracebacks
-from ddpdoctor.record import integer
 from ddpdoctor.render import console, json_lines, problems, summary
 from ddpdoctor.render.report import script, terminal_width
-from ddpdoctor.run import Run, RunReader
-from ddpdoctor.said import with_kept
+from ddpdoctor.run import rundir
+from ddpdoctor.run.record import integer
+from ddpdoctor.run.reported import with_kept
+from ddpdoctor.run.snapshot import Run, RunReader
+from ddpdoctor.supervise import tracebacks
 
 HELP = """\
 Usage: ddpdoctor report [OPTIONS] [RUN]

@@ -6,14 +6,15 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ddpdoctor import rundir, working_directory
-from ddpdoctor.errors import DoctorError
-from ddpdoctor.launch import command as job_command
-from ddpdoctor.launch import terminal, tracebacks
-from ddpdoctor.launch.debugging import Debugging
-from ddpdoctor.launch.passthrough import Passthrough
-from ddpdoctor.launch.supervisor import Supervisor, end_like
+from ddpdoctor.core import working_directory
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.debug.debugging import Debugging
 from ddpdoctor.render.report import Reporter
+from ddpdoctor.run import rundir
+from ddpdoctor.supervise import command as job_command
+from ddpdoctor.supervise import terminal, tracebacks
+from ddpdoctor.supervise.passthrough import Passthrough
+from ddpdoctor.supervise.supervisor import Supervisor, end_like
 
 HELP = """\
 Usage: ddpdoctor run [OPTIONS] [TORCHRUN OPTIONS] [--] SCRIPT [ARGS...]

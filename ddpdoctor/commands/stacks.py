@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpdoctor.control_characters import json_text, shown
-from ddpdoctor.errors import DoctorError
+from ddpdoctor.core.control_characters import json_text, shown
+from ddpdoctor.core.errors import DoctorError
 
 if TYPE_CHECKING:
     from ddpdoctor.render.stacks import Line, Look
@@ -81,7 +81,7 @@ def main(words: Sequence[str]) -> int:
     taken = _take(options)
     missing = (options.ranks or set()) - {each.rank for each in taken.stacks}
     if missing:
-        from ddpdoctor.launch import rank_sets
+        from ddpdoctor.core import rank_sets
 
         raise DoctorError(
             f"{taken.path.name} has no {rank_sets.words(missing)}",
@@ -119,7 +119,7 @@ def _parse(words: Sequence[str]) -> _Options:
 
 
 def _ranks(text: str) -> frozenset[int]:
-    from ddpdoctor.launch import rank_sets
+    from ddpdoctor.core import rank_sets
 
     try:
         return rank_sets.parse(text)
@@ -130,7 +130,7 @@ def _ranks(text: str) -> frozenset[int]:
 
 
 def _take(options: _Options) -> _Taken:
-    from ddpdoctor import rundir
+    from ddpdoctor.run import rundir
 
     others: list[Path] = []
     if options.run is not None:
@@ -143,7 +143,7 @@ def _take(options: _Options) -> _Taken:
         print(f"ddpdoctor: {shown(text)}", file=sys.stderr)
     if not rundir.is_live(path):
         return _last(path, options)
-    from ddpdoctor.run import glance
+    from ddpdoctor.run.snapshot import glance
     from ddpdoctor.stacks.capture import capture
     from ddpdoctor.stacks.saved import save
 
@@ -227,8 +227,8 @@ def _print(taken: _Taken, options: _Options) -> None:
 
 def _started(path: Path) -> int:
     """When the run started; a source that was changed since is not what runs."""
-    from ddpdoctor.record import integer
-    from ddpdoctor.run import read_manifest
+    from ddpdoctor.run.record import integer
+    from ddpdoctor.run.snapshot import read_manifest
 
     return integer(read_manifest(path), "started")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ddpdoctor.errors import DoctorError
+from ddpdoctor.core.errors import DoctorError
 
 if TYPE_CHECKING:
     from ddpdoctor.top.prometheus import Exporter
@@ -212,7 +212,7 @@ def _served(exporter: Exporter) -> str:
 
 
 def _monitor(options: _Options) -> int:
-    from ddpdoctor import rundir
+    from ddpdoctor.run import rundir
     from ddpdoctor.top import terminal
 
     if not terminal.is_interactive():

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from ddpdoctor.errors import DoctorError
-from ddpdoctor.vscode import files, launch_json, tasks_json
-from ddpdoctor.vscode.launch_json import FOLDER, AttachPoint, PathMapping
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.debug.vscode import files, launch_json, tasks_json
+from ddpdoctor.debug.vscode.launch_json import FOLDER, AttachPoint, PathMapping
 
 HELP = """\
 Usage: ddpdoctor vscode [OPTIONS] [COMMAND LINE OF ddpdoctor run]
@@ -174,7 +174,7 @@ def _take_apart(words: Sequence[str]) -> _Options:
             raise DoctorError(f"option {name} takes no value")
         else:
             # Parsed only where there is one: torchrun's options are read from its source.
-            from ddpdoctor.launch import command
+            from ddpdoctor.supervise import command
 
             if _close(name):
                 raise DoctorError(f"unknown option {name}", f"did you mean {_close(name)}?")

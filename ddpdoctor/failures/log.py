@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from ddpdoctor.core.finding import Location
 from ddpdoctor.failures import Failure, Weight, recognise
 from ddpdoctor.failures.lines import clean, rank_of_file, taken_apart, time_of
 from ddpdoctor.failures.tracebacks import HEAD, Printed, Tracebacks
-from ddpdoctor.finding import Location
 
 ANCHORS = tuple(
     text.encode()

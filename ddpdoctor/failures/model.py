@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 
-from ddpdoctor.finding import Severity
+from ddpdoctor.core.finding import Severity
 
 _OPTIONAL = re.compile(r"\[([^\[\]]*)\]")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ddpdoctor.core.finding import Severity
 from ddpdoctor.failures.model import Failure, Page, Weight
-from ddpdoctor.finding import Severity
 
 FAILURES = (
     Failure(

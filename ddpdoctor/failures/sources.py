@@ -14,8 +14,8 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ddpdoctor import opening
-from ddpdoctor.errors import DoctorError
+from ddpdoctor.core import opening
+from ddpdoctor.core.errors import DoctorError
 
 MOST = 2 << 30
 """Bytes of a log that are read, decompressed; of a larger file the last ones."""

@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from ddpdoctor.core.finding import Location
 from ddpdoctor.failures import Failure, recognise
 from ddpdoctor.failures.lines import Line, users_file
-from ddpdoctor.finding import Location
 
 HEAD = "Traceback (most recent call last)"
 _ORIGINAL = "Original Traceback"

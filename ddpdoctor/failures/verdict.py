@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.failures import Weight, telling_line
 from ddpdoctor.failures.lines import shortened
 from ddpdoctor.failures.log import Sighting
-from ddpdoctor.finding import Finding, Severity
 
 _SHOWN = 3
 _TOGETHER = 1.0

@@ -4,29 +4,29 @@ The order here is that of the table.
 """
 
 # isort: off
-from ddpdoctor.preflight import launch_environment
-from ddpdoctor.preflight import versions
-from ddpdoctor.preflight import script
-from ddpdoctor.preflight import variables
-from ddpdoctor.preflight import cores
-from ddpdoctor.preflight import memory
-from ddpdoctor.preflight import shared_memory
-from ddpdoctor.preflight import limits
-from ddpdoctor.preflight import checkpoints
-from ddpdoctor.preflight import orphans
-from ddpdoctor.preflight import host_name
-from ddpdoctor.preflight import lookups
-from ddpdoctor.preflight import network_interface
-from ddpdoctor.preflight import neighbours
-from ddpdoctor.preflight import store_port
-from ddpdoctor.preflight import gpu_driver
-from ddpdoctor.preflight import gpu_count
-from ddpdoctor.preflight import gpu_memory
-from ddpdoctor.preflight import gpu_health
-from ddpdoctor.preflight import gpu_links
-from ddpdoctor.preflight import gpu_peers
-from ddpdoctor.preflight import gpu_acs
-from ddpdoctor.preflight import collectives
+from ddpdoctor.preflight.machine import launch_environment
+from ddpdoctor.preflight.machine import versions
+from ddpdoctor.preflight.machine import script
+from ddpdoctor.preflight.machine import variables
+from ddpdoctor.preflight.machine import cores
+from ddpdoctor.preflight.machine import memory
+from ddpdoctor.preflight.machine import shared_memory
+from ddpdoctor.preflight.machine import limits
+from ddpdoctor.preflight.machine import checkpoints
+from ddpdoctor.preflight.machine import orphans
+from ddpdoctor.preflight.machine import host_name
+from ddpdoctor.preflight.machine import lookups
+from ddpdoctor.preflight.machine import network_interface
+from ddpdoctor.preflight.machine import neighbours
+from ddpdoctor.preflight.machine import store_port
+from ddpdoctor.preflight.machine import gpu_driver
+from ddpdoctor.preflight.machine import gpu_count
+from ddpdoctor.preflight.machine import gpu_memory
+from ddpdoctor.preflight.machine import gpu_health
+from ddpdoctor.preflight.machine import gpu_links
+from ddpdoctor.preflight.machine import gpu_peers
+from ddpdoctor.preflight.machine import gpu_acs
+from ddpdoctor.preflight.machine import collectives
 from ddpdoctor.preflight import nodes
 # isort: on
 

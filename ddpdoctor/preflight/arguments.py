@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddpdoctor.errors import DoctorError
+from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.preflight.check import Check
-from ddpdoctor.preflight.launchers import places
+from ddpdoctor.preflight.machine.launchers import places
 from ddpdoctor.preflight.situation import Options, split_endpoint
 
 _OWN_FLAGS = ("--list", "--json", "--kill-orphans", "--help", "-h")

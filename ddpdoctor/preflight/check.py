@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
-from ddpdoctor.finding import Finding, Severity, to_record
+from ddpdoctor.core.finding import Finding, Severity, to_record
 from ddpdoctor.preflight.situation import Situation
 
 LIMIT = 10.0

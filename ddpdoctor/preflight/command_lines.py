@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 
-from ddpdoctor.preflight.meeting.place import Seat, seat
+from ddpdoctor.preflight.protocol.place import Seat, seat
 from ddpdoctor.preflight.situation import Situation, joined_endpoint
 
 NO_ID = "none"

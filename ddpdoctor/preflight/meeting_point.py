@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ddpdoctor.preflight.command_lines import check_line, line_on_node_0
-from ddpdoctor.preflight.meeting.addresses import own_host
-from ddpdoctor.preflight.meeting.place import Seat
+from ddpdoctor.preflight.protocol.addresses import own_host
+from ddpdoctor.preflight.protocol.place import Seat
 from ddpdoctor.preflight.situation import Situation
 
 

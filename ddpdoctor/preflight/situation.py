@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ddpdoctor.gpu.health import GpuFacts, read_health
-from ddpdoctor.gpu.visible import Choice, choice
 from ddpdoctor.preflight.deadline import Deadline, while_it_goes_on
+from ddpdoctor.system.gpu.health import GpuFacts, read_health
+from ddpdoctor.system.gpu.visible import Choice, choice
 
 T = TypeVar("T")
 

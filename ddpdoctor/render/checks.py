@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from typing import TextIO
 
-from ddpdoctor.control_characters import json_text, shown
+from ddpdoctor.core.control_characters import json_text, shown
 from ddpdoctor.preflight.check import Outcome, Status, outcome_record
 
 _STYLE = {

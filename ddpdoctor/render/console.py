@@ -11,11 +11,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from ddpdoctor import opening
-from ddpdoctor.control_characters import shown
+from ddpdoctor.core import opening
+from ddpdoctor.core.control_characters import shown
+from ddpdoctor.core.finding import Finding, Location, Severity
 from ddpdoctor.failures.lines import users_file
-from ddpdoctor.finding import Finding, Location, Severity
-from ddpdoctor.run import Run
+from ddpdoctor.run.snapshot import Run
 
 _STYLE = {
     Severity.ERROR: "bold red",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ddpdoctor.control_characters import json_text
-from ddpdoctor.finding import Finding, to_record
-from ddpdoctor.said import Withdrawn, record
+from ddpdoctor.core.control_characters import json_text
+from ddpdoctor.core.finding import Finding, to_record
+from ddpdoctor.run.reported import Withdrawn, record
 
 
 def line(finding: Finding) -> str:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 
-from ddpdoctor.control_characters import shown
-from ddpdoctor.finding import Finding, Location
+from ddpdoctor.core.control_characters import shown
+from ddpdoctor.core.finding import Finding, Location
 from ddpdoctor.render.console import shown_path
-from ddpdoctor.said import Withdrawn
+from ddpdoctor.run.reported import Withdrawn
 
 
 def line(finding: Finding, script: str) -> str:

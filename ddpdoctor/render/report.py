@@ -7,14 +7,14 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-from ddpdoctor.control_characters import shown
-from ddpdoctor.errors import DoctorError
-from ddpdoctor.faults import Faults
-from ddpdoctor.finding import RULES, Finding, examine
-from ddpdoctor.launch.command import OwnOptions
+from ddpdoctor.core.control_characters import shown
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.faults import Faults
+from ddpdoctor.core.finding import RULES, Finding, examine
 from ddpdoctor.render import summary
-from ddpdoctor.run import Run
-from ddpdoctor.said import Event, Said, Told, Withdrawn, in_words
+from ddpdoctor.run.reported import Event, Said, Told, Withdrawn, in_words
+from ddpdoctor.run.snapshot import Run
+from ddpdoctor.supervise.command import OwnOptions
 
 PREFIX = "ddpdoctor: "
 

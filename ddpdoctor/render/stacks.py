@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ddpdoctor.control_characters import shown
+from ddpdoctor.core.control_characters import shown
 from ddpdoctor.render.console import shown_path
 from ddpdoctor.stacks.code import Code
 from ddpdoctor.stacks.folding import FOLDED, fold, libraries, tail

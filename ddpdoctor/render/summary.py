@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from ddpdoctor.finding import Finding
-from ddpdoctor.run import PHASES, Run
+from ddpdoctor.core.finding import Finding
+from ddpdoctor.run.snapshot import PHASES, Run
 
 
 def lines(run: Run) -> Iterator[str]:
@@ -73,7 +73,7 @@ def _ending(run: Run) -> str:
         return "; the job hung and was ended"
     if run.ended_by_debugger:
         return "; the job was ended by the debugger"
-    from ddpdoctor.rules.endings import signal_name
+    from ddpdoctor.analysis.endings import signal_name
 
     how = f"ended by {signal_name(-status)}" if status < 0 else f"failed with exit status {status}"
     asked = " after it was asked to stop" if run.stopped_at is not None else ""

@@ -1,11 +1,10 @@
-"""The rules: importing this package registers them all in `ddpdoctor.finding.RULES`."""
+"""The rules: importing this package registers them all in `ddpdoctor.core.finding.RULES`."""
 
 from ddpdoctor.rules import (
     buffers,
     checkpoints,
     crashes,
     data,
-    decisions,
     divergence,
     edits,
     evaluation,
@@ -25,6 +24,9 @@ from ddpdoctor.rules import (
     stalls,
     streams,
     unreduced,
+)
+from ddpdoctor.rules import (
+    control_flow as decisions,
 )
 
 __all__ = [

@@ -5,11 +5,20 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 
-from ddpdoctor.finding import Finding, Location, Severity
-from ddpdoctor.relations import ABORT, APART, END, LOST, MISPAIRED, MODELS, STANDSTILLS, ended_by
-from ddpdoctor.rules.endings import Ending, endings, mispaired
+from ddpdoctor.analysis.endings import Ending, endings, mispaired
+from ddpdoctor.core.finding import Finding, Location, Severity
+from ddpdoctor.core.relations import (
+    ABORT,
+    APART,
+    END,
+    LOST,
+    MISPAIRED,
+    MODELS,
+    STANDSTILLS,
+    ended_by,
+)
 from ddpdoctor.rules.models import refused
-from ddpdoctor.run import Run
+from ddpdoctor.run.snapshot import Run
 
 EXPLAINED_BY = dict.fromkeys(sorted({*APART, *STANDSTILLS, "DDP707", "DDP801"}), ended_by)
 """The rules of which the end of an attempt may be the consequence."""

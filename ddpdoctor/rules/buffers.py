@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ddpdoctor.finding import Finding, Location, Severity, rule
-from ddpdoctor.record import Record, integer
-from ddpdoctor.rules.ranks import named
-from ddpdoctor.rules.replicas import Replica, elements, list_of, place, replicas
-from ddpdoctor.run import Run
+from ddpdoctor.analysis.ranks import named
+from ddpdoctor.analysis.replicas import Replica, elements, list_of, place, replicas
+from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.snapshot import Run
 
 ENOUGH = 3
 """Looks in a row that have to show a difference."""

@@ -7,12 +7,12 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ddpdoctor.finding import Finding, Location, Severity, rule
-from ddpdoctor.record import Record, integer
-from ddpdoctor.rules.endings import Ending, endings, first_failure
-from ddpdoctor.rules.files import torn
-from ddpdoctor.rules.ranks import named
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.analysis.endings import Ending, endings, first_failure
+from ddpdoctor.analysis.files import torn
+from ddpdoctor.analysis.ranks import named
+from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.snapshot import Rank, Run
 
 _REFUSED = re.compile(r"Error\(s\) in loading state_dict for (\w+)")
 _MISSING = re.compile(r"Missing key\(s\) in state_dict: ([^\n]+)")

@@ -6,16 +6,16 @@ import re
 import signal
 from collections.abc import Iterator
 
+from ddpdoctor.analysis.endings import Ending, Kind, endings, first_failure
+from ddpdoctor.analysis.reduction import explained
+from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.core.relations import ABORT, END, LOST, MISPAIRED
 from ddpdoctor.failures import recognise
-from ddpdoctor.finding import Finding, Location, Severity, rule
-from ddpdoctor.probe.sites import user_file
-from ddpdoctor.relations import ABORT, END, LOST, MISPAIRED
+from ddpdoctor.probe.runtime.sites import user_file
 from ddpdoctor.rules.attempts import EXPLAINED_BY, attempt_finding, moment, short
 from ddpdoctor.rules.checkpoints import refused_for_prefix
-from ddpdoctor.rules.endings import Ending, Kind, endings, first_failure
 from ddpdoctor.rules.failures import recognised
-from ddpdoctor.rules.reduction import explained
-from ddpdoctor.run import Run
+from ddpdoctor.run.snapshot import Run
 
 _NATIVE = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 _FAULT_FRAME = re.compile(r'File "([^"]+)", line (\d+)')

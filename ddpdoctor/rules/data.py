@@ -6,11 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
-from ddpdoctor import relations
-from ddpdoctor.finding import Finding, Location, Severity, rule
-from ddpdoctor.record import Phase, integer
-from ddpdoctor.rules.decisions import decisions
-from ddpdoctor.rules.draws import (
+from ddpdoctor.analysis.draws import (
     FEW,
     WHOLE,
     Pass,
@@ -25,9 +21,13 @@ from ddpdoctor.rules.draws import (
     same_part,
     training,
 )
-from ddpdoctor.rules.endings import PATIENCE
-from ddpdoctor.rules.ranks import named
-from ddpdoctor.run import Run
+from ddpdoctor.analysis.endings import PATIENCE
+from ddpdoctor.analysis.ranks import named
+from ddpdoctor.core import relations
+from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.rules.control_flow import decisions
+from ddpdoctor.run.record import Phase, integer
+from ddpdoctor.run.snapshot import Run
 
 REPEATED = 0.1
 """The part of a rank's own draws above which it draws with replacement."""

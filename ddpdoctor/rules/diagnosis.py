@@ -6,17 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ddpdoctor.finding import Finding, Severity
-from ddpdoctor.record import integer
-from ddpdoctor.relations import STANDSTILL
-from ddpdoctor.rules import apart, ports
-from ddpdoctor.rules.guards import only_sleeps
-from ddpdoctor.rules.lingering import lingering
-from ddpdoctor.rules.out_of_step import guarded, mismatch, order, same_number, waiting_line
-from ddpdoctor.rules.ranks import named
-from ddpdoctor.rules.standing import Standing, Standstill, brief, quoted, standstill
-from ddpdoctor.rules.waits import Blocked, blocked
-from ddpdoctor.rules.whereabouts import (
+from ddpdoctor.analysis import collective_mismatch as apart
+from ddpdoctor.analysis import ports
+from ddpdoctor.analysis.exit_waits import lingering
+from ddpdoctor.analysis.guards import only_sleeps
+from ddpdoctor.analysis.hang_snapshot import Standing, Standstill, brief, quoted, standstill
+from ddpdoctor.analysis.rank_activity import (
     Whereabouts,
     came_since,
     lacks_cpu,
@@ -25,7 +20,13 @@ from ddpdoctor.rules.whereabouts import (
     whereabouts,
     works,
 )
-from ddpdoctor.run import Run
+from ddpdoctor.analysis.ranks import named
+from ddpdoctor.analysis.waits import Blocked, blocked
+from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.relations import STANDSTILL
+from ddpdoctor.rules.out_of_step import guarded, mismatch, order, same_number, waiting_line
+from ddpdoctor.run.record import integer
+from ddpdoctor.run.snapshot import Run
 from ddpdoctor.stacks.user_frames import user_frames
 
 _PLURAL = {"is": "are", "has": "have", "does": "do"}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddpdoctor.finding import Finding, Location, Severity, rule
-from ddpdoctor.record import Record, integer
-from ddpdoctor.relations import LIKELY, PARAMETERS, certain, of_likely, same_subject
-from ddpdoctor.rules import averaging
-from ddpdoctor.rules.ranks import named
-from ddpdoctor.rules.replicas import Difference, Replica, list_of, odd, place, replicas, site
-from ddpdoctor.rules.writes import likely, on_some_ranks, ranks_of
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.analysis import averaging
+from ddpdoctor.analysis.ranks import named
+from ddpdoctor.analysis.replicas import Difference, Replica, list_of, odd, place, replicas, site
+from ddpdoctor.analysis.writes import likely, on_some_ranks, ranks_of
+from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.core.relations import LIKELY, PARAMETERS, certain, of_likely, same_subject
+from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.snapshot import Rank, Run
 
 CAUSES = ("DDP301", "DDP302", "DDP303", "DDP305", "DDP306", "DDP308")
 """Faults of which parameters that differ are the consequence."""

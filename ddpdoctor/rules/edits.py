@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ddpdoctor.finding import Finding, Location, Severity, rule
-from ddpdoctor.record import Record, integer
-from ddpdoctor.relations import PARAMETERS, same_subject
-from ddpdoctor.rules.ranks import named
-from ddpdoctor.rules.replicas import Difference, Replica, list_of, odd, place, replicas, site
-from ddpdoctor.rules.writes import likely, on_some_ranks, ranks_of
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.analysis.ranks import named
+from ddpdoctor.analysis.replicas import Difference, Replica, list_of, odd, place, replicas, site
+from ddpdoctor.analysis.writes import likely, on_some_ranks, ranks_of
+from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.core.relations import PARAMETERS, same_subject
+from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.snapshot import Rank, Run
 
 LOOKS = 64
 """Steps at the beginning whose gradients every rank looks at; later each so many."""

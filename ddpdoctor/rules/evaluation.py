@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ddpdoctor.finding import Finding, Location, Severity, rule
-from ddpdoctor.record import Record, integer
-from ddpdoctor.relations import MISPAIRED, STANDSTILL, STANDSTILLS, brings_about
-from ddpdoctor.rules.decisions import decisions
-from ddpdoctor.rules.draws import Passes, matched, same_part
-from ddpdoctor.rules.ranks import named
-from ddpdoctor.rules.replicas import elements, group_of, list_of, place
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.analysis.draws import Passes, matched, same_part
+from ddpdoctor.analysis.ranks import named
+from ddpdoctor.analysis.replicas import elements, group_of, list_of, place
+from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.core.relations import MISPAIRED, STANDSTILL, STANDSTILLS, brings_about
+from ddpdoctor.rules.control_flow import decisions
+from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.snapshot import Rank, Run
 
 MOST = 64
 """Evaluations that a rank writes down; with that many, later ones are not known."""

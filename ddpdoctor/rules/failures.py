@@ -8,20 +8,20 @@ import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from ddpdoctor.analysis import ports
+from ddpdoctor.analysis.endings import Ending, endings, first_failure
+from ddpdoctor.analysis.files import described, torn
+from ddpdoctor.analysis.reduction import explained
+from ddpdoctor.core.finding import RULES, Detect, Finding, Rule
+from ddpdoctor.core.relations import same_subject
 from ddpdoctor.failures import TABLE, Failure, Weight, recognise, telling_line
 from ddpdoctor.failures.lines import shortened
 from ddpdoctor.failures.log import Sighting, read
 from ddpdoctor.failures.tracebacks import parse
 from ddpdoctor.failures.verdict import causes
-from ddpdoctor.finding import RULES, Detect, Finding, Rule
-from ddpdoctor.relations import same_subject
-from ddpdoctor.rules import ports
 from ddpdoctor.rules.attempts import EXPLAINED_BY, attempt_finding
 from ddpdoctor.rules.checkpoints import refused_for_prefix
-from ddpdoctor.rules.endings import Ending, endings, first_failure
-from ddpdoctor.rules.files import described, torn
-from ddpdoctor.rules.reduction import explained
-from ddpdoctor.run import Run
+from ddpdoctor.run.snapshot import Run
 
 OF_ENDINGS = frozenset({"DDP902", "DDP903", "DDP904", "DDP905", "DDP906", "DDP907"})
 """Codes of the ways in which a process ends: of a run they are known without any text."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ddpdoctor.finding import Finding, Location, Severity, rule
-from ddpdoctor.record import Record, integer
-from ddpdoctor.rules.arithmetic import MOST, lines_of
-from ddpdoctor.rules.ranks import named
-from ddpdoctor.rules.replicas import Replica, list_of, replicas, site
-from ddpdoctor.rules.standing import quoted
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.analysis.arithmetic import MOST, lines_of
+from ddpdoctor.analysis.hang_snapshot import quoted
+from ddpdoctor.analysis.ranks import named
+from ddpdoctor.analysis.replicas import Replica, list_of, replicas, site
+from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.snapshot import Rank, Run
 
 LASTING = 3
 """Steps on end with losses that are not finite, on all ranks, which tell that it stays so."""

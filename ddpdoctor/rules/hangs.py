@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddpdoctor.finding import Finding, Location, Severity, rule
-from ddpdoctor.record import Phase, Record, integer
-from ddpdoctor.relations import STANDSTILL, STANDSTILLS, brings_about
-from ddpdoctor.rules.endings import PATIENCE, endings
+from ddpdoctor.analysis.endings import PATIENCE, endings
+from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.core.relations import STANDSTILL, STANDSTILLS, brings_about
 from ddpdoctor.rules.evaluation import alone_evaluating
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.run.record import Phase, Record, integer
+from ddpdoctor.run.snapshot import Rank, Run
 
 
 @rule(

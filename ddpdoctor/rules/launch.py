@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddpdoctor.finding import Finding, Location, Severity, rule
-from ddpdoctor.record import Record, integer
-from ddpdoctor.rules.ranks import named
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.analysis.ranks import named
+from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.snapshot import Rank, Run
 
 
 def _location(record: Record) -> Location | None:

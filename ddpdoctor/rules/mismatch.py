@@ -6,19 +6,19 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ddpdoctor.finding import Finding, Location, Severity, rule
+from ddpdoctor.analysis import collective_mismatch as apart
+from ddpdoctor.analysis.blame import alone_by_guard, comes_after, way_past
+from ddpdoctor.analysis.endings import PATIENCE, endings, first_failure, mispaired
+from ddpdoctor.analysis.hang_snapshot import Call, brief, location, quoted
+from ddpdoctor.analysis.ranks import named
+from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.core.relations import ABORT, MISPAIRED, came_first, ended_by, event
 from ddpdoctor.probe.hooks.ddp import BUFFERS
-from ddpdoctor.record import Phase, integer
-from ddpdoctor.relations import ABORT, MISPAIRED, came_first, ended_by, event
-from ddpdoctor.rules import apart
-from ddpdoctor.rules.blame import alone_by_guard, comes_after, way_past
-from ddpdoctor.rules.decisions import decisions
+from ddpdoctor.rules.control_flow import decisions
 from ddpdoctor.rules.diagnosis import diagnosed
-from ddpdoctor.rules.endings import PATIENCE, endings, first_failure, mispaired
 from ddpdoctor.rules.out_of_step import finding, guarded_finding
-from ddpdoctor.rules.ranks import named
-from ddpdoctor.rules.standing import Call, brief, location, quoted
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.run.record import Phase, integer
+from ddpdoctor.run.snapshot import Rank, Run
 
 
 @rule(

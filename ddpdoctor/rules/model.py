@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ddpdoctor.finding import Finding, Location, Severity, rule
-from ddpdoctor.record import Record, integer
-from ddpdoctor.rules import reduction
-from ddpdoctor.rules.ranks import named
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.analysis import reduction
+from ddpdoctor.analysis.ranks import named
+from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.snapshot import Rank, Run
 
 PATIENCE = 3_000_000_000
 """Nanoseconds without a change of phase after which a rank is taken to wait for its peers."""

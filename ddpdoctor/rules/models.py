@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ddpdoctor.finding import Finding, Severity, rule
-from ddpdoctor.record import Record, integer
-from ddpdoctor.relations import MODELS
-from ddpdoctor.rules.ranks import named
-from ddpdoctor.rules.replicas import group_of, list_of, place
-from ddpdoctor.run import Run
+from ddpdoctor.analysis.ranks import named
+from ddpdoctor.analysis.replicas import group_of, list_of, place
+from ddpdoctor.core.finding import Finding, Severity, rule
+from ddpdoctor.core.relations import MODELS
+from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.snapshot import Run
 
 _REFUSALS = ("DDP expects same model across all ranks", "appears not to match")
 """What DDP says of models with other counts or shapes, on some of the ranks."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ddpdoctor.finding import Finding, Severity, rule
-from ddpdoctor.record import Record, integer
-from ddpdoctor.rules.draws import Pass, location, passes_of
-from ddpdoctor.rules.ranks import named
-from ddpdoctor.rules.replicas import list_of, site
+from ddpdoctor.analysis.draws import Pass, location, passes_of
+from ddpdoctor.analysis.ranks import named
+from ddpdoctor.analysis.replicas import list_of, site
+from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.rules.unreduced import GRADIENTS_DIFFER
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.snapshot import Rank, Run
 
 LOOKS = 4
 """Steps of which all ranks have to have written."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddpdoctor.finding import Finding, Severity, rule
-from ddpdoctor.record import Record, integer
+from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.rules.model import listed, place, plural
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.snapshot import Rank, Run
 
 
 def _told(run: Run, kind: str) -> dict[int, tuple[list[int], Record]]:

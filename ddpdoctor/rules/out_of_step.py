@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ddpdoctor.finding import Finding, Location, Severity
-from ddpdoctor.relations import ABORT, MISPAIRED
-from ddpdoctor.rules import apart
-from ddpdoctor.rules.blame import Blame, Group, alone_by_guard
-from ddpdoctor.rules.guards import statement
-from ddpdoctor.rules.ranks import named
-from ddpdoctor.rules.standing import Call, Standing, brief, quoted
-from ddpdoctor.rules.waits import Blocked
+from ddpdoctor.analysis import collective_mismatch as apart
+from ddpdoctor.analysis.blame import Blame, Group, alone_by_guard
+from ddpdoctor.analysis.guards import statement
+from ddpdoctor.analysis.hang_snapshot import Call, Standing, brief, quoted
+from ddpdoctor.analysis.ranks import named
+from ddpdoctor.analysis.waits import Blocked
+from ddpdoctor.core.finding import Finding, Location, Severity
+from ddpdoctor.core.relations import ABORT, MISPAIRED
 from ddpdoctor.stacks.user_frames import user_frames
 
 _SUBJECTS = frozenset((MISPAIRED, ABORT))

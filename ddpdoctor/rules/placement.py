@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ddpdoctor.finding import Finding, Location, Severity, rule
-from ddpdoctor.gpu.reader import same_uuid
-from ddpdoctor.record import Record, integer
-from ddpdoctor.rules.ranks import named
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.analysis.ranks import named
+from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.system.gpu.reader import same_uuid
 
 
 @dataclass(frozen=True)

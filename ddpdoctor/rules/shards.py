@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddpdoctor.finding import Finding, Location, Severity, rule
-from ddpdoctor.record import integer
-from ddpdoctor.rules.draws import Passes, matched, passes_of, same_part
-from ddpdoctor.run import Run
+from ddpdoctor.analysis.draws import Passes, matched, passes_of, same_part
+from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.run.record import integer
+from ddpdoctor.run.snapshot import Run
 
 
 def _evaluations(run: Run) -> Iterator[Passes]:

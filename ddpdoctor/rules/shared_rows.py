@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ddpdoctor.finding import Finding, Location, Severity, rule
-from ddpdoctor.rules.draws import (
+from ddpdoctor.analysis.draws import (
     FEW,
     Passes,
     location,
@@ -16,8 +15,9 @@ from ddpdoctor.rules.draws import (
     same_data,
     same_part,
 )
+from ddpdoctor.core.finding import Finding, Location, Severity, rule
 from ddpdoctor.rules.streams import common_stream
-from ddpdoctor.run import Run
+from ddpdoctor.run.snapshot import Run
 
 LEAST = 0.02
 """The part of all draws that has to be shared; less may be what fills a last round."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from ddpdoctor.finding import Finding, Location, Severity, rule
-from ddpdoctor.pace import DATA_SHARE, NOTICEABLE, PHASE_NAMES, WARM_UP
-from ddpdoctor.record import integer
-from ddpdoctor.relations import Lapsed, pace
-from ddpdoctor.rules.lag import ENOUGH, lags, on_gpu, still_slower
-from ddpdoctor.rules.ranks import named
-from ddpdoctor.rules.reasons import asked_lately, explain, shown_ms
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.analysis.lag import ENOUGH, lags, on_gpu, still_slower
+from ddpdoctor.analysis.pace import DATA_SHARE, NOTICEABLE, PHASE_NAMES, WARM_UP
+from ddpdoctor.analysis.ranks import named
+from ddpdoctor.analysis.reasons import asked_lately, explain, shown_ms
+from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.core.relations import Lapsed, pace
+from ddpdoctor.run.record import integer
+from ddpdoctor.run.snapshot import Rank, Run
 
 
 def _caught_up(finding: Finding, run: Run) -> Lapsed | None:

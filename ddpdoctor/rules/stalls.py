@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddpdoctor.finding import Finding, Severity, rule
-from ddpdoctor.relations import hang
+from ddpdoctor.core.finding import Finding, Severity, rule
+from ddpdoctor.core.relations import hang
 from ddpdoctor.rules.diagnosis import diagnosed
-from ddpdoctor.run import Run
+from ddpdoctor.run.snapshot import Run
 
 
 @rule("DDP802", "never-joined", Severity.ERROR, lapses=hang)

@@ -5,16 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from ddpdoctor.finding import Finding, Location, Severity, rule
-from ddpdoctor.rules.draws import (
-    FEW,
-    WHOLE,
-    Pass,
-    matched,
-    passes_of,
-)
-from ddpdoctor.rules.ranks import named
-from ddpdoctor.run import Run
+from ddpdoctor.analysis.draws import FEW, WHOLE, Pass, matched, passes_of
+from ddpdoctor.analysis.ranks import named
+from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.run.snapshot import Run
 
 
 @rule("DDP115", "duplicated-iterable", Severity.ERROR)

@@ -11,14 +11,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ddpdoctor.finding import Finding, Location, Severity, rule
-from ddpdoctor.record import Record, integer
-from ddpdoctor.rules import averaging
+from ddpdoctor.analysis import averaging
+from ddpdoctor.analysis.ranks import named
+from ddpdoctor.analysis.reduction import ddp_record
+from ddpdoctor.analysis.replicas import together
+from ddpdoctor.core.finding import Finding, Location, Severity, rule
 from ddpdoctor.rules.model import Missing, listed, missing_gradients, place, plural, shown
-from ddpdoctor.rules.ranks import named
-from ddpdoctor.rules.reduction import ddp_record
-from ddpdoctor.rules.replicas import together
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.snapshot import Rank, Run
 
 GRADIENTS_DIFFER = 1e-6
 """Relative difference of two norms above which gradients were not averaged: these are bit-equal."""

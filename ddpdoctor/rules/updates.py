@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ddpdoctor.finding import Finding, Location, Severity
-from ddpdoctor.record import integer
-from ddpdoctor.rules.ranks import named
-from ddpdoctor.rules.replicas import Replica, replicas, site
-from ddpdoctor.rules.sources import source_of
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.analysis.ranks import named
+from ddpdoctor.analysis.replicas import Replica, replicas, site
+from ddpdoctor.analysis.sources import source_of
+from ddpdoctor.core.finding import Finding, Location, Severity
+from ddpdoctor.run.record import integer
+from ddpdoctor.run.snapshot import Rank, Run
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ddpdoctor import opening
-from ddpdoctor.record import Record, integer
+from ddpdoctor.core import opening
+from ddpdoctor.run.record import Record, integer
 from ddpdoctor.stacks.declared import Declared
 from ddpdoctor.stacks.model import CUT, ENDING, MAIN, Frame, Thread
 from ddpdoctor.stacks.parse import at, parse
-from ddpdoctor.stacks.process_state import (
+from ddpdoctor.stacks.user_frames import is_ours
+from ddpdoctor.system.process_state import (
     ENDED,
     is_foreign,
     is_open,
@@ -36,7 +37,6 @@ from ddpdoctor.stacks.process_state import (
     read_turns,
     read_wait,
 )
-from ddpdoctor.stacks.user_frames import is_ours
 
 _MOST_ANSWER = 16 << 20
 """Bytes of an answer that are read."""

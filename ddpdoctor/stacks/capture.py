@@ -6,20 +6,13 @@ import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 
-from ddpdoctor.probe.watch import namespace
-from ddpdoctor.run import Rank, Run
+from ddpdoctor.probe.runtime.watch import namespace
+from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.stacks import py_spy
 from ddpdoctor.stacks.asking import Asking
 from ddpdoctor.stacks.declared import Declared, read_declared
 from ddpdoctor.stacks.model import ProcessState, RankStacks
-from ddpdoctor.stacks.process_state import (
-    ENDED,
-    Turn,
-    lacked,
-    read_stat,
-    read_state,
-    read_turn,
-)
+from ddpdoctor.system.process_state import ENDED, Turn, lacked, read_stat, read_state, read_turn
 
 PATIENCE = 3.0
 """Seconds that all ranks together are waited for."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ddpdoctor import opening
+from ddpdoctor.core import opening
 from ddpdoctor.stacks.model import Frame
 from ddpdoctor.stacks.user_frames import is_user_path
 

@@ -1,6 +1,6 @@
 """The processes of a run that can be asked for their stacks, as they told it themselves.
 
-A process that tells nothing is never asked, and never sent a signal (`ddpdoctor.probe.stacks`).
+A process that tells nothing is never asked, and never sent a signal (`ddpdoctor.probe.runtime.stacks`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpdoctor import opening
-from ddpdoctor.record import STACKS_SUFFIX, Record, integer
+from ddpdoctor.core import opening
+from ddpdoctor.run.record import STACKS_SUFFIX, Record, integer
 
 _NAME = re.compile(rf"stacks-(\d+)-(\d+){re.escape(STACKS_SUFFIX)}$")
 _MOST_HEAD = 1 << 14

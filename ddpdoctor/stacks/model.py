@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ddpdoctor.record import Record, integer
+from ddpdoctor.run.record import Record, integer
 
 MAIN = "MainThread"
 """The name of a process's main thread, as ``threading`` has it."""

@@ -21,8 +21,8 @@ from typing import Any
 
 from ddpdoctor.stacks.model import MAIN, Frame, RankStacks, Thread
 from ddpdoctor.stacks.parse import at
-from ddpdoctor.stacks.process_state import ENDED
 from ddpdoctor.stacks.user_frames import is_ours
+from ddpdoctor.system.process_state import ENDED
 
 MISSING = "py-spy is not installed (pip install py-spy)"
 FORBIDDEN = "py-spy may not look into the process (ptrace is not permitted)"

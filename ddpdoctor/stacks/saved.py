@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpdoctor import opening, rundir
-from ddpdoctor.record import FORMAT, Record, integer
+from ddpdoctor.core import opening
+from ddpdoctor.run import rundir
+from ddpdoctor.run.record import FORMAT, Record, integer
 from ddpdoctor.stacks.model import RankStacks, from_record, to_record
 
 NAME = "stacks.json"

@@ -12,7 +12,7 @@ from textual import events
 from textual.app import App, ComposeResult
 from textual.message import Message
 
-from ddpdoctor.errors import DoctorError
+from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.top import actions, frame, units
 from ddpdoctor.top.canvas import Canvas
 from ddpdoctor.top.frame import Frame, Material

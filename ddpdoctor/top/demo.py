@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from zlib import crc32
 
-from ddpdoctor.finding import Finding, Location, Severity
-from ddpdoctor.record import Parts
+from ddpdoctor.core.finding import Finding, Location, Severity
+from ddpdoctor.run.record import Parts
 from ddpdoctor.top import steplog, times, verdict
 from ddpdoctor.top.live import series
 from ddpdoctor.top.snapshot import FindingRow, Gpu, Machine, RankRow, Snapshot

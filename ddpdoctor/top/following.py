@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ddpdoctor import rundir
-from ddpdoctor.errors import DoctorError
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.run import rundir
 from ddpdoctor.top.live import LiveSource
 from ddpdoctor.top.machine import MachineSource
 from ddpdoctor.top.snapshot import Snapshot

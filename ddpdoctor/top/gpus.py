@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddpdoctor import opening
-from ddpdoctor.gpu.reader import same_uuid
-from ddpdoctor.record import FORMAT, Record
+from ddpdoctor.core import opening
+from ddpdoctor.run.record import FORMAT, Record
+from ddpdoctor.system.gpu.reader import same_uuid
 from ddpdoctor.top.snapshot import Gpu
 
 _REAL = frozenset(("utilization", "power", "power_limit", "temperature", "clock", "clock_max"))
@@ -26,7 +26,7 @@ MANY = 8
 
 
 def told_of(told: Mapping[str, Any]) -> tuple[Gpu, ...]:
-    """The GPUs of one node, from what `ddpdoctor.gpu.poller.Poller.read` made; damaged ones not."""
+    """The GPUs of one node, from what `ddpdoctor.system.gpu.poller.Poller.read` made; damaged ones not."""
     listed = told.get("gpus")
     node = str(told.get("host") or "")
     found = []

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from rich.cells import cell_len, set_cell_size
 
-from ddpdoctor.control_characters import shown
+from ddpdoctor.core.control_characters import shown
 
 Span = tuple[str, str]
 """A text, and its style's name; empty: plain."""

@@ -12,14 +12,14 @@ from typing import TypeVar
 
 import psutil
 
-from ddpdoctor import rundir
-from ddpdoctor.errors import DoctorError
-from ddpdoctor.faults import words
-from ddpdoctor.pace import WARM_UP
-from ddpdoctor.probe.watch import namespace
-from ddpdoctor.record import Parts, Phase, Record, Status, integer
-from ddpdoctor.run import read_manifest
-from ddpdoctor.stacks.process_state import Turn, lacked, read_turn
+from ddpdoctor.analysis.pace import WARM_UP
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.faults import words
+from ddpdoctor.probe.runtime.watch import namespace
+from ddpdoctor.run import rundir
+from ddpdoctor.run.record import Parts, Phase, Record, Status, integer
+from ddpdoctor.run.snapshot import read_manifest
+from ddpdoctor.system.process_state import Turn, lacked, read_turn
 from ddpdoctor.top import gpus, steplog, story, times, verdict
 from ddpdoctor.top.ages import Ages
 from ddpdoctor.top.machine import Meter

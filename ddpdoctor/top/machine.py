@@ -7,7 +7,7 @@ import time
 
 import psutil
 
-from ddpdoctor.gpu.poller import Poller
+from ddpdoctor.system.gpu.poller import Poller
 from ddpdoctor.top import gpus
 from ddpdoctor.top.snapshot import Gpu, Machine, Snapshot, Verdict
 from ddpdoctor.top.source import Want

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-from ddpdoctor.control_characters import json_text
-from ddpdoctor.finding import Finding, from_record, to_record
+from ddpdoctor.core.control_characters import json_text
+from ddpdoctor.core.finding import Finding, from_record, to_record
 from ddpdoctor.top.snapshot import (
     FindingRow,
     Gpu,

@@ -7,8 +7,8 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from ddpdoctor import opening
-from ddpdoctor.record import PAGE_SIZE, Status, UnreadableError, parse_status, rank_stem
+from ddpdoctor.core import opening
+from ddpdoctor.run.record import PAGE_SIZE, Status, UnreadableError, parse_status, rank_stem
 
 MOST_OPEN = 256
 """Pages whose files stay open; the others are opened for each reading."""

@@ -15,8 +15,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from ddpdoctor.control_characters import shown
-from ddpdoctor.errors import DoctorError
+from ddpdoctor.core.control_characters import shown
+from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.top.snapshot import PHASES, RankRow, Snapshot
 
 LOOPBACK = "127.0.0.1"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from ddpdoctor.errors import DoctorError
-from ddpdoctor.run import Run, RunReader
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.run.snapshot import Run, RunReader
 from ddpdoctor.top.snapshot import RankRow, Snapshot
 
 
@@ -40,8 +40,8 @@ def attach_lines(snapshot: Snapshot) -> tuple[str, ...]:
     Raises:
         DoctorError: There is nothing to attach to.
     """
-    from ddpdoctor.launch import attach_points
-    from ddpdoctor.vscode import launch_json
+    from ddpdoctor.debug import attach_points
+    from ddpdoctor.debug.vscode import launch_json
 
     run = _debugged(snapshot)
     points = attach_points.points(run)
@@ -60,8 +60,8 @@ def write_launch_json(snapshot: Snapshot) -> str:
     Raises:
         DoctorError: There is nothing to attach to, or the file cannot be edited.
     """
-    from ddpdoctor.launch import attach_points
-    from ddpdoctor.vscode import files, launch_json
+    from ddpdoctor.debug import attach_points
+    from ddpdoctor.debug.vscode import files, launch_json
 
     run = _debugged(snapshot)
     own = run.manifest["debug"].get("workspace")
@@ -72,7 +72,7 @@ def write_launch_json(snapshot: Snapshot) -> str:
 
 
 def _debugged(snapshot: Snapshot) -> Run:
-    from ddpdoctor.launch import attach_points
+    from ddpdoctor.debug import attach_points
 
     if not snapshot.live or not snapshot.path:
         raise DoctorError("no run is live here: there is nothing to attach to")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from ddpdoctor.errors import DoctorError
+from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.top.snapshot import Snapshot
 from ddpdoctor.top.source import Replay, Source, Want
 

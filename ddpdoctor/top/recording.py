@@ -7,8 +7,8 @@ import time
 from array import array
 from typing import BinaryIO
 
-from ddpdoctor import opening
-from ddpdoctor.errors import DoctorError
+from ddpdoctor.core import opening
+from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.top import outputs
 from ddpdoctor.top.snapshot import Snapshot, Verdict
 from ddpdoctor.top.source import Source, Want

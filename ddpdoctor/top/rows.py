@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from ddpdoctor.launch import rank_sets
+from ddpdoctor.core import rank_sets
 from ddpdoctor.top.snapshot import RankRow, Snapshot
 from ddpdoctor.top.view import View
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import psutil
 
-from ddpdoctor import rundir
-from ddpdoctor.errors import DoctorError
-from ddpdoctor.probe.watch import MARK
-from ddpdoctor.record import UnreadableError, integer, rank_stem, read_status
-from ddpdoctor.run import read_manifest
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.probe.runtime.watch import MARK
+from ddpdoctor.run import rundir
+from ddpdoctor.run.record import UnreadableError, integer, rank_stem, read_status
+from ddpdoctor.run.snapshot import read_manifest
 from ddpdoctor.top.snapshot import RankRow, Snapshot
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)

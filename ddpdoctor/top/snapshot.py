@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ddpdoctor.finding import Finding
+from ddpdoctor.core.finding import Finding
 
 PHASES = ("data", "forward", "backward", "optimizer", "other", "wait")
 

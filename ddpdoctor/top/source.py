@@ -77,10 +77,10 @@ def live_runs() -> list[RunChoice]:
     Raises:
         DoctorError: They cannot be listed.
     """
-    from ddpdoctor import rundir
-    from ddpdoctor.errors import DoctorError
-    from ddpdoctor.record import integer
-    from ddpdoctor.run import read_manifest
+    from ddpdoctor.core.errors import DoctorError
+    from ddpdoctor.run import rundir
+    from ddpdoctor.run.record import integer
+    from ddpdoctor.run.snapshot import read_manifest
     from ddpdoctor.top import story
     from ddpdoctor.top.pages import Pages
 
@@ -137,7 +137,7 @@ def open_source(
         from ddpdoctor.top.following import FollowingSource
 
         return FollowingSource(interval)
-    from ddpdoctor import rundir
+    from ddpdoctor.run import rundir
 
     path = rundir.find(name)
     if rundir.is_live(path):

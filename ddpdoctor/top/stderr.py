@@ -6,8 +6,9 @@ import re
 from collections import defaultdict, deque
 from pathlib import Path
 
-from ddpdoctor import opening, rundir
-from ddpdoctor.control_characters import shown, without_formatting
+from ddpdoctor.core import opening
+from ddpdoctor.core.control_characters import shown, without_formatting
+from ddpdoctor.run import rundir
 
 LINES = 100
 """Lines that are shown of the whole job."""

@@ -14,8 +14,8 @@ from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
-from ddpdoctor import opening
-from ddpdoctor.record import SEGMENT_SIZE, Parts, Record, integer, segment_number
+from ddpdoctor.core import opening
+from ddpdoctor.run.record import SEGMENT_SIZE, Parts, Record, integer, segment_number
 
 _STEP = re.compile(rb'\{"kind":"step","step":(\d+)')
 _FAST = re.compile(

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
-from ddpdoctor.finding import from_record
-from ddpdoctor.record import Record, integer
-from ddpdoctor.run import JournalReader
+from ddpdoctor.core.finding import from_record
+from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.snapshot import JournalReader
 from ddpdoctor.top.snapshot import FindingRow
 from ddpdoctor.top.stderr import clean
 

@@ -11,10 +11,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpdoctor import rundir
-from ddpdoctor.errors import DoctorError
-from ddpdoctor.record import integer
-from ddpdoctor.run import glance, read_manifest
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.run import rundir
+from ddpdoctor.run.record import integer
+from ddpdoctor.run.snapshot import glance, read_manifest
 from ddpdoctor.stacks import saved
 from ddpdoctor.stacks.capture import capture
 from ddpdoctor.stacks.code import Code, code_of

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
-from ddpdoctor.record import Parts
+from ddpdoctor.run.record import Parts
 from ddpdoctor.top.snapshot import PHASES, RankRow, Times
 
 _PARTS = attrgetter(*PHASES)

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddpdoctor.launch import rank_sets
-from ddpdoctor.pace import DATA_SHARE, NOTICEABLE, PHASE_NAMES, WARM_UP, stands_out
+from ddpdoctor.analysis.pace import DATA_SHARE, NOTICEABLE, PHASE_NAMES, WARM_UP, stands_out
+from ddpdoctor.core import rank_sets
 from ddpdoctor.top import times as medians
 from ddpdoctor.top.snapshot import FindingRow, RankRow, Times, Verdict
 

@@ -16,9 +16,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from ddpdoctor.gpu.visible import visible
-from ddpdoctor.preflight.nccl_obstacle import why_no_nccl
+from ddpdoctor.preflight.machine.nccl_obstacle import why_no_nccl
 from ddpdoctor.preflight.situation import Situation
+from ddpdoctor.system.gpu.visible import visible
 
 GPUS = visible(os.environ)
 

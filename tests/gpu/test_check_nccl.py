@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.gpu.health import read_health
-from ddpdoctor.preflight.meeting.ranks import PROGRAM
+from ddpdoctor.preflight.protocol.ranks import PROGRAM
+from ddpdoctor.system.gpu.health import read_health
 from tests.conftest import TOKEN, Doctor, Result, marked
 from tests.gpu.machine import (
     GPUS,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 
-from ddpdoctor.gpu.poller import Poller
-from ddpdoctor.gpu.visible import visible
+from ddpdoctor.system.gpu.poller import Poller
+from ddpdoctor.system.gpu.visible import visible
 from ddpdoctor.top.source import ALL, open_source
 from tests.conftest import ROOT, Doctor, Result
 from tests.gpu.machine import needs_gpu, needs_nccl

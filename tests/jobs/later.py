@@ -9,8 +9,8 @@ import runpy
 import sys
 from typing import Any
 
-from ddpdoctor.probe import torch_private
 from ddpdoctor.probe.hooks import losses
+from ddpdoctor.probe.runtime import torch_private
 
 at_once = losses.reader
 

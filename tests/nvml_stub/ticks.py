@@ -3,8 +3,8 @@
 import json
 import sys
 
-from ddpdoctor.gpu.nvml import NvmlReader
-from ddpdoctor.gpu.poller import Poller
+from ddpdoctor.system.gpu.nvml import NvmlReader
+from ddpdoctor.system.gpu.poller import Poller
 
 now = 0.0
 poller = Poller(NvmlReader(lambda: now), lambda: now)

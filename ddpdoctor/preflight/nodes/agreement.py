@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from ddpdoctor.finding import Finding, Severity
+from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, judged
 from ddpdoctor.preflight.command_lines import check_line
-from ddpdoctor.preflight.meeting.meet import Meeting
 from ddpdoctor.preflight.nodes.judging import LIMIT, judge, of_all
+from ddpdoctor.preflight.protocol.meet import Meeting
 from ddpdoctor.preflight.situation import Situation
 
 CODE = "DDP051"

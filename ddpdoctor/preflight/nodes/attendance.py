@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ddpdoctor.finding import Finding, Severity
+from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, could_not_run, judged
 from ddpdoctor.preflight.command_lines import check_line
-from ddpdoctor.preflight.meeting.addresses import is_local, own_host
-from ddpdoctor.preflight.meeting.meet import LOCAL_LIMIT, Meeting, meeting_of
 from ddpdoctor.preflight.meeting_point import meeting_point
 from ddpdoctor.preflight.nodes.firewall import open_port
 from ddpdoctor.preflight.nodes.judging import LIMIT, counted
 from ddpdoctor.preflight.nodes.unreached import CLOSED, CODE, own_problem
+from ddpdoctor.preflight.protocol.addresses import is_local, own_host
+from ddpdoctor.preflight.protocol.meet import LOCAL_LIMIT, Meeting, meeting_of
 from ddpdoctor.preflight.situation import Situation
 
 

@@ -6,7 +6,7 @@ job that reaches a quarter of them may be as fast as its machines can be.
 
 from __future__ import annotations
 
-from ddpdoctor.preflight.meeting.meet import Meeting
+from ddpdoctor.preflight.protocol.meet import Meeting
 
 FAR_BELOW = 8
 """So many times slower than the link is worth a warning. Healthy machines are within two or three;

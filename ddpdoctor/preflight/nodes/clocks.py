@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from ddpdoctor.finding import Finding, Severity
+from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, judged
-from ddpdoctor.preflight.meeting.meet import Meeting
 from ddpdoctor.preflight.nodes.judging import LIMIT, judge, of_all
+from ddpdoctor.preflight.protocol.meet import Meeting
 from ddpdoctor.preflight.situation import Situation
 
 CODE = "DDP052"

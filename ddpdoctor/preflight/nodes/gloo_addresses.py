@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddpdoctor.finding import Finding, Severity
+from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, judged
-from ddpdoctor.preflight.meeting.addresses import gloo_dials, is_loopback
-from ddpdoctor.preflight.meeting.meet import Meeting
 from ddpdoctor.preflight.nodes.judging import (
     LIMIT,
     bad_ways,
@@ -15,6 +13,8 @@ from ddpdoctor.preflight.nodes.judging import (
     judge,
     reached_at,
 )
+from ddpdoctor.preflight.protocol.addresses import gloo_dials, is_loopback
+from ddpdoctor.preflight.protocol.meet import Meeting
 from ddpdoctor.preflight.situation import Situation
 
 CODE = "DDP055"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ddpdoctor.finding import Finding, Severity
+from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, could_not_run, judged, skipped
-from ddpdoctor.preflight.meeting.meet import Meeting
-from ddpdoctor.preflight.meeting.ranks import BROKEN
 from ddpdoctor.preflight.nodes.bus_bandwidth import BELOW_TCP, IDLE, MOST_RANKS, shown
 from ddpdoctor.preflight.nodes.judging import LIMIT, counted, interface_name, judge
+from ddpdoctor.preflight.protocol.meet import Meeting
+from ddpdoctor.preflight.protocol.ranks import BROKEN
 from ddpdoctor.preflight.situation import Situation
 
 CODE = "DDP060"

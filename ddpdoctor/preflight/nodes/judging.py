@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ddpdoctor.preflight.check import Outcome, Status, could_not_run, skipped
-from ddpdoctor.preflight.meeting.facts import Facts
-from ddpdoctor.preflight.meeting.meet import Meeting, meeting_of
+from ddpdoctor.preflight.protocol.facts import Facts
+from ddpdoctor.preflight.protocol.meet import Meeting, meeting_of
 from ddpdoctor.preflight.situation import ATTENDANCE, Situation
 
 LIMIT = 3600.0

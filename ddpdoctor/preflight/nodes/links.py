@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddpdoctor.finding import Finding, Severity
+from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, judged
-from ddpdoctor.preflight.meeting.addresses import gloo_dials
-from ddpdoctor.preflight.meeting.meet import Meeting
-from ddpdoctor.preflight.meeting.pairs import STALLS
 from ddpdoctor.preflight.nodes.firewall import let_through
 from ddpdoctor.preflight.nodes.judging import (
     LIMIT,
@@ -21,6 +18,9 @@ from ddpdoctor.preflight.nodes.judging import (
     judge,
     reached_at,
 )
+from ddpdoctor.preflight.protocol.addresses import gloo_dials
+from ddpdoctor.preflight.protocol.meet import Meeting
+from ddpdoctor.preflight.protocol.pairs import STALLS
 from ddpdoctor.preflight.situation import Situation
 
 CODE = "DDP053"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddpdoctor.finding import Finding, Severity
+from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, could_not_run, judged, skipped
-from ddpdoctor.preflight.meeting.meet import Meeting
-from ddpdoctor.preflight.nccl_words import advice
+from ddpdoctor.preflight.machine.nccl_words import advice
 from ddpdoctor.preflight.nodes.bus_bandwidth import FAR_BELOW, capacity, shown
 from ddpdoctor.preflight.nodes.judging import LIMIT, judge
+from ddpdoctor.preflight.protocol.meet import Meeting
 from ddpdoctor.preflight.situation import Situation
 
 CODE = "DDP061"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ddpdoctor.preflight.check import Outcome, Status
 from ddpdoctor.preflight.command_lines import run_line, words
-from ddpdoctor.preflight.meeting.meet import meeting_of
+from ddpdoctor.preflight.protocol.meet import meeting_of
 from ddpdoctor.preflight.situation import Situation
 
 

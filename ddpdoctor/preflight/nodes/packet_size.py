@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddpdoctor.finding import Finding, Severity
+from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, judged
-from ddpdoctor.preflight.meeting.meet import Meeting
 from ddpdoctor.preflight.nodes.judging import (
     LIMIT,
     Way,
@@ -17,6 +16,7 @@ from ddpdoctor.preflight.nodes.judging import (
     judge,
     reached_at,
 )
+from ddpdoctor.preflight.protocol.meet import Meeting
 from ddpdoctor.preflight.situation import Situation
 
 CODE = "DDP054"

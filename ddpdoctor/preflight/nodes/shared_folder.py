@@ -7,10 +7,10 @@ import os
 import shlex
 from collections.abc import Iterator
 
-from ddpdoctor.finding import Finding, Severity
+from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, judged, skipped
-from ddpdoctor.preflight.meeting.meet import Meeting
 from ddpdoctor.preflight.nodes.judging import LIMIT, judge
+from ddpdoctor.preflight.protocol.meet import Meeting
 from ddpdoctor.preflight.situation import Situation
 
 CODE = "DDP059"

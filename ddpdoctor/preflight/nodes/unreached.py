@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shlex
 
-from ddpdoctor.finding import Finding, Severity
+from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.command_lines import NO_ID, check_line
-from ddpdoctor.preflight.meeting.addresses import is_local
-from ddpdoctor.preflight.meeting.caller import Problem
-from ddpdoctor.preflight.meeting.meet import Meeting
 from ddpdoctor.preflight.meeting_point import meeting_point
 from ddpdoctor.preflight.nodes.firewall import open_port
+from ddpdoctor.preflight.protocol.addresses import is_local
+from ddpdoctor.preflight.protocol.caller import Problem
+from ddpdoctor.preflight.protocol.meet import Meeting
 from ddpdoctor.preflight.situation import Situation
 
 CODE = "DDP050"

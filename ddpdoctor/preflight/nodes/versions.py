@@ -5,11 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator
 
-from ddpdoctor.finding import Finding, Severity
+from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, judged
-from ddpdoctor.preflight.meeting.facts import Facts
-from ddpdoctor.preflight.meeting.meet import Meeting
 from ddpdoctor.preflight.nodes.judging import LIMIT, grouped, judge, of_all, usual_of
+from ddpdoctor.preflight.protocol.facts import Facts
+from ddpdoctor.preflight.protocol.meet import Meeting
 from ddpdoctor.preflight.situation import Situation
 
 CODE = "DDP057"

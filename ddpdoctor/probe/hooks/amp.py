@@ -7,7 +7,7 @@ import weakref
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe import rank, shield
+from ddpdoctor.probe.runtime import rank, shield
 
 _scaled: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
 _scaler: weakref.ref[Any] | None = None

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe import events, rank, shield
-from ddpdoctor.probe.sites import caller
-from ddpdoctor.record import Record
+from ddpdoctor.probe.runtime import events, rank, shield
+from ddpdoctor.probe.runtime.sites import caller
+from ddpdoctor.run.record import Record
 
 MOST = 50
 """Loads that a rank tells."""

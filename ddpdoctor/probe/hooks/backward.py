@@ -7,11 +7,12 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe import events, finite, rank, shield, torch_private
 from ddpdoctor.probe.hooks import amp, losses
-from ddpdoctor.probe.sites import site_of
-from ddpdoctor.probe.steps import Backward
-from ddpdoctor.record import Phase
+from ddpdoctor.probe.observers import finite
+from ddpdoctor.probe.observers.steps import Backward
+from ddpdoctor.probe.runtime import events, rank, shield, torch_private
+from ddpdoctor.probe.runtime.sites import site_of
+from ddpdoctor.run.record import Phase
 
 _BACKWARD = int(Phase.BACKWARD)
 _HOOK = "backward"

@@ -8,7 +8,7 @@ import time
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe import rank, shield, sites, torch_private
+from ddpdoctor.probe.runtime import rank, shield, sites, torch_private
 
 MOST = 64
 """Records of each kind that one rank writes."""
@@ -50,7 +50,7 @@ def install_module(module: ModuleType) -> None:
 
 @shield.shielded
 def _loaded(module: Any) -> None:
-    from ddpdoctor.probe import fingerprints
+    from ddpdoctor.probe.observers import fingerprints
 
     numbers = fingerprints.modules_that_hold(module)
     for number in numbers:

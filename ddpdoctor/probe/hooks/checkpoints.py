@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe import rank, shield
-from ddpdoctor.probe.sites import caller
+from ddpdoctor.probe.runtime import rank, shield
+from ddpdoctor.probe.runtime.sites import caller
 
 MOST = 50
 """Different paths that a rank tells; a job that names each file anew would never end."""

@@ -6,7 +6,8 @@ import functools
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe import edits, rank, shield, sites
+from ddpdoctor.probe.observers import edits
+from ddpdoctor.probe.runtime import rank, shield, sites
 
 NAMES = ("clip_grad_norm_", "clip_grad_value_")
 

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe import calls, events, rank, shield
-from ddpdoctor.probe.calls import Call
-from ddpdoctor.probe.ledger import Ledger
-from ddpdoctor.probe.sites import Site, caller, callers
-from ddpdoctor.probe.steps import StepTracker
-from ddpdoctor.record import Phase, page_name
+from ddpdoctor.probe.observers import calls
+from ddpdoctor.probe.observers.calls import Call
+from ddpdoctor.probe.observers.ledger import Ledger
+from ddpdoctor.probe.observers.steps import StepTracker
+from ddpdoctor.probe.runtime import events, rank, shield
+from ddpdoctor.probe.runtime.sites import Site, caller, callers
+from ddpdoctor.run.record import Phase, page_name
 
 _WAIT = int(Phase.WAIT)
 _HOOK = "collectives"

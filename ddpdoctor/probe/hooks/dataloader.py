@@ -7,10 +7,10 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe import events, rank, shield, torch_private, worker_code
 from ddpdoctor.probe.hooks import batch
-from ddpdoctor.probe.sites import site_of
-from ddpdoctor.record import NO_EPOCH, Phase
+from ddpdoctor.probe.runtime import events, rank, shield, torch_private, worker_code
+from ddpdoctor.probe.runtime.sites import site_of
+from ddpdoctor.run.record import NO_EPOCH, Phase
 
 _DATA = int(Phase.DATA)
 _HOOK = "dataloader"

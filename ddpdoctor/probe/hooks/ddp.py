@@ -17,12 +17,13 @@ from contextlib import contextmanager
 from types import ModuleType, TracebackType
 from typing import Any
 
-from ddpdoctor import record
-from ddpdoctor.probe import events, rank, recorder, shield, sites, steps, torch_private
-from ddpdoctor.probe.clocks import CudaClock
 from ddpdoctor.probe.hooks import batch, collectives
-from ddpdoctor.probe.steps import OpenStep, StepTracker
-from ddpdoctor.record import Phase
+from ddpdoctor.probe.observers import steps
+from ddpdoctor.probe.observers.steps import OpenStep, StepTracker
+from ddpdoctor.probe.runtime import events, rank, recorder, shield, sites, torch_private
+from ddpdoctor.probe.runtime.clocks import CudaClock
+from ddpdoctor.run import record
+from ddpdoctor.run.record import Phase
 
 _FORWARD = int(Phase.FORWARD)
 _HOOK = "ddp.forward"

@@ -18,10 +18,11 @@ from collections.abc import Callable
 from types import FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from ddpdoctor.probe import debugger, events, file_facts, inner, ports, rank, shield, watch
-from ddpdoctor.probe.imports import when_imported
-from ddpdoctor.probe.sites import Site, caller
-from ddpdoctor.record import Phase, Record, encode
+from ddpdoctor.probe.observers import file_facts, inner, ports
+from ddpdoctor.probe.runtime import debugger, events, rank, shield, watch
+from ddpdoctor.probe.runtime.imports import when_imported
+from ddpdoctor.probe.runtime.sites import Site, caller
+from ddpdoctor.run.record import Phase, Record, encode
 
 _MESSAGE = 4_000
 _LINE = 1_500

@@ -6,7 +6,7 @@ import functools
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe import shield, torch_private
+from ddpdoctor.probe.runtime import shield, torch_private
 
 seen = False
 """Whether this process ever was within a ``join()`` that is not switched off."""

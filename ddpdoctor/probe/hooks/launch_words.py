@@ -12,8 +12,8 @@ import weakref
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe import events, rank, shield
-from ddpdoctor.probe.sites import Site, caller
+from ddpdoctor.probe.runtime import events, rank, shield
+from ddpdoctor.probe.runtime.sites import Site, caller
 
 _READ = re.compile(r"\.local_rank\b(?!\s*=[^=])")
 

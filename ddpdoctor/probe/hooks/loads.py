@@ -13,9 +13,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe import events, rank, shield, torch_private
-from ddpdoctor.probe.sites import caller
-from ddpdoctor.record import Record
+from ddpdoctor.probe.runtime import events, rank, shield, torch_private
+from ddpdoctor.probe.runtime.sites import caller
+from ddpdoctor.run.record import Record
 
 MOST = 50
 """Different loads that a rank tells."""

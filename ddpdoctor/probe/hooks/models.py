@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe import rank, shield, sites, torch_private
+from ddpdoctor.probe.runtime import rank, shield, sites, torch_private
 
 MOST = 4096
 """Parameters that are told of a model."""

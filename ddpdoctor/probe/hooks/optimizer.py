@@ -7,9 +7,9 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe import events, rank, shield, torch_private
-from ddpdoctor.probe.sites import site_of
-from ddpdoctor.record import Phase
+from ddpdoctor.probe.runtime import events, rank, shield, torch_private
+from ddpdoctor.probe.runtime.sites import site_of
+from ddpdoctor.run.record import Phase
 
 _OPTIMIZER = int(Phase.OPTIMIZER)
 _HOOK = "optimizer"

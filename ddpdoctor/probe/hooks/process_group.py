@@ -10,9 +10,10 @@ from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe import debugger, ports, rank, shield, stacks, timeouts, torch_private
 from ddpdoctor.probe.hooks import errors
-from ddpdoctor.probe.sites import caller
+from ddpdoctor.probe.observers import ports
+from ddpdoctor.probe.runtime import debugger, rank, shield, stacks, timeouts, torch_private
+from ddpdoctor.probe.runtime.sites import caller
 
 _become = shield.shielded(rank.become)
 

@@ -14,20 +14,12 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe import (
-    contents,
-    datasets,
-    events,
-    loops,
-    rank,
-    shield,
-    sketches,
-    torch_private,
-)
-from ddpdoctor.probe.budget import clock
-from ddpdoctor.probe.passes import Pass, digest_of, sample_of
-from ddpdoctor.probe.sites import Site, site_of
-from ddpdoctor.record import Record
+from ddpdoctor.probe.observers import contents, datasets, loops, sketches
+from ddpdoctor.probe.observers.passes import Pass, digest_of, sample_of
+from ddpdoctor.probe.runtime import events, rank, shield, torch_private
+from ddpdoctor.probe.runtime.budget import clock
+from ddpdoctor.probe.runtime.sites import Site, site_of
+from ddpdoctor.run.record import Record
 
 MOST = 32
 """Passes that are followed, of all loaders together."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddpdoctor.finding import Severity
+from ddpdoctor.core.finding import Severity
 from ddpdoctor.top import units
 from ddpdoctor.top.groups import short_site
 from ddpdoctor.top.line import Line, columns, fit, shortened

@@ -1,0 +1,483 @@
+"""How each process of a job ended, and which of them was the first to fail by itself."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from ddpdoctor.core.finding import Location
+from ddpdoctor.run.record import Phase, Record, integer
+from ddpdoctor.run.snapshot import Rank, Run
+
+Kind = Literal["exception", "exit", "signal", "abort-at-exit"]
+
+PATIENCE = 3_000_000_000
+"""Nanoseconds in one phase after which a rank of a live job is taken to wait for its peers."""
+
+_VICTIM = re.compile(
+    r"Connection closed by peer"
+    r"|Connection reset by peer"
+    r"|Broken pipe"
+    r"|Timed out waiting \d+ms for (?:recv|send)"
+    r"|Gloo connectFullMesh failed"
+    r"|Socket Timeout|wait timeout after \d+ms|Socket closed"
+    r"|failed to recv, got 0 bytes|should dump"
+    r"|NCCL communicator (?:was|is) aborted|remote process exited|ncclRemoteError"
+    r"|Watchdog caught collective operation timeout|NCCL operation timed out"
+    r"|Application timeout caused pair closure",
+    re.IGNORECASE,
+)
+"""What a rank says whose peers are gone: the consequence of a failure elsewhere."""
+
+_COMMON = re.compile(r"Connection reset by peer|Broken pipe|Socket (?:Timeout|closed)", re.I)
+"""What a database or a download says, too."""
+
+_OF_TORCH = re.compile(r"gloo|nccl|TCPStore|c10d|\[[^\]]*\.(?:cc|cpp|h):\d+\]", re.IGNORECASE)
+_THROUGH_TORCH = re.compile(r"[/\\]torch[/\\](?:distributed|autograd|_tensor|nn[/\\]parallel)")
+
+_MISPAIRED = re.compile(
+    r"op\.preamble\.length <= op\.nbytes|Received data size doesn't match expected size"
+    r"|Detected mismatch between collectives on ranks",
+    re.IGNORECASE,
+)
+"""What is said where a collective meets another one, or another rank's, of other size."""
+
+_NATIVE_VICTIM = re.compile(
+    r"\[rank(\d+)\]:[^\n]*(?:Watchdog caught collective operation timeout"
+    r"|To avoid data inconsistency, we are taking the entire process down"
+    r"|Aborting process on rank \d+ due to (?:timeout|[^\n]*remote process exited))"
+)
+"""What NCCL's watchdog says of the rank that it then aborts, for want of a peer.
+
+The last are the words of the one in torch 2.15, whose number is the rank's within its group.
+"""
+
+_WRAPPERS = (
+    "ChildFailedError",
+    "ProcessRaisedException",
+    "ProcessExitedException",
+    "CalledProcessError",
+    "SignalException",
+)
+"""Exceptions of launchers: they only say that a child failed."""
+
+_NOISE = re.compile(
+    r"\x1b\[[\d;]*m|\[/[^\]]*\.(?:cc|cpp|h):\d+\]\s*|\s*\[[\da-fA-F.:]+\](?::\d+)?|^\[[^\]]*\.cpp:\d+\]\s*"
+)
+
+_FATAL = re.compile(r"Fatal Python error: ([A-Z][a-z ]+)")
+_FATAL_SIGNALS = {
+    "Segmentation fault": signal.SIGSEGV,
+    "Bus error": signal.SIGBUS,
+    "Aborted": signal.SIGABRT,
+    "Floating point exception": signal.SIGFPE,
+    "Illegal instruction": signal.SIGILL,
+}
+"""What ``faulthandler`` writes for which signal."""
+
+_ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""torchrun sends these to the survivors of a failure."""
+
+_STARVED = ("Empty", "TimeoutError", "BrokenBarrierError")
+"""What the main thread raises that waits in vain for another one."""
+
+_IN_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)")
+
+_TORCHRUN_EXIT = re.compile(r"exitcode\s*: (-?\d+)\s*\(pid: (\d+)\)")
+_TORCHRUN_LOG = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
+
+
+_SPAWNED = re.compile(r"process \d+ terminated with (?:signal (SIG[A-Z]+)|exit code (\d+))")
+"""What ``torch.multiprocessing.spawn`` says of the first of its processes that failed."""
+
+_STOPPED = re.compile(r"(?:Terminating|Sending) process (\d+) (?:via|closing) signal (SIG[A-Z]+)")
+"""What it says of each of the others, which it ends, and what torchrun says of them."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The end of one process.
+
+    Attributes:
+        rank: Its rank; None for a process that never said one.
+        time: Unix nanoseconds.
+        kind: ``abort-at-exit`` is a native abort after the script had come to its end.
+        victim: It only failed because another had.
+        text: The exception with its message, the signal, or the exit call.
+        where: What it did at that moment, in words: ``step 12, backward``.
+        status: The exit status (negative: a signal), where known.
+        message: All of the exception's own words.
+        oom: Who says that the out-of-memory killer did it, or empty.
+        file: What is known of the file that an exception is about.
+        last_seen: The last line of the user's code that the probe saw, if ``location`` is unknown.
+        initialized: Whether it had joined the process group.
+        notes: How it came from there to the end of the process, a sentence each.
+    """
+
+    rank: int | None
+    time: int
+    kind: Kind
+    victim: bool
+    text: str
+    where: str = ""
+    location: Location | None = None
+    traceback: str = ""
+    status: int | None = None
+    message: str = ""
+    oom: str = ""
+    file: Record = field(default_factory=dict)
+    last_seen: Location | None = None
+    initialized: bool = True
+    notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Whose end it is, as the subject of a sentence."""
+        return f"rank {self.rank}" if self.rank is not None else "a process of the job"
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal that asks a process to end did it."""
+        return self.kind == "signal" and self.status is not None and -self.status in _ASKED
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether SIGINT ended it, as Python passes that on."""
+        return self.kind == "exception" and self.text == "KeyboardInterrupt"
+
+    @property
+    def printed(self) -> str:
+        """An exception with all of its message, as Python prints it."""
+        return f"{self.text.partition(': ')[0]}: {self.message}"
+
+
+def endings(run: Run, restart: int) -> list[Ending]:
+    """The failed processes of one attempt, the earliest first; regular ends are left out.
+
+    What happened after somebody asked the job to stop is no failure and left out, too.
+    """
+    told = _statuses_in(run.stderr)
+    aborted = {int(number) for number in _NATIVE_VICTIM.findall(run.stderr)}
+    found: list[Ending] = []
+    ranks = run.attempt(restart)
+    told |= _spawned(run, ranks, told)
+    for rank in ranks:
+        ending = _rank_ending(rank, told, bool(run.exit_status), aborted)
+        if ending is not None:
+            found.append(ending)
+    found += _unseen_endings(run, ranks, told, found)
+    joined = {rank.rank for rank in ranks}
+    found += _stray_endings(run, restart, joined)
+    limit = run.stopped_at
+    found = sorted(
+        (each for each in found if limit is None or each.time < limit), key=lambda each: each.time
+    )
+    if run.exit_status is not None and limit is None:
+        stops = [each for each in found if each.interrupted]
+        # Ctrl-C reaches every rank; a signal to a single one is nobody's consequence.
+        if len(stops) == 1 and len(ranks) > 1 and stops[0] is found[0]:
+            found[0] = replace(stops[0], victim=False)
+    return found
+
+
+def first_failure(run: Run, restart: int) -> Ending | None:
+    """The cause of an attempt's failure: the earliest end that is nobody else's consequence.
+
+    A rank's own failure counts before that of a process that never was one (a helper's, say).
+    """
+    causes = [each for each in endings(run, restart) if not each.victim]
+    causes = [each for each in causes if each.kind != "abort-at-exit"]
+    return next((each for each in causes if each.rank is not None), None) or next(
+        iter(causes if run.exit_status else ()), None
+    )
+
+
+def mispaired(run: Run, cause: Ending) -> bool:
+    """Whether a rank failed in a collective that met one of another kind or size."""
+    if cause.kind == "exception":
+        return bool(_MISPAIRED.search(cause.text) or _MISPAIRED.search(cause.traceback))
+    aborted = cause.kind == "signal" and cause.status == -signal.SIGABRT
+    return aborted and bool(_MISPAIRED.search(run.stderr))
+
+
+def _rank_ending(
+    rank: Rank, told: dict[int, int], job_failed: bool, aborted: set[int]
+) -> Ending | None:
+    status = _status(rank, told)
+    if status == 0 or rank.status is None:
+        # Whatever it recorded was caught, or did not matter.
+        return None
+    error = next(rank.of_kind("error"), None)
+    if error is not None:
+        return _exception(rank.rank, _of_thread(rank, error) or error, status)
+    call = next((r for r in rank.of_kind("exit") if r.get("status")), None)
+    if call is not None and (status == call["status"] or (status is None and job_failed)):
+        thread = _of_thread(rank, call)
+        return _exit_call(rank.rank, call) if thread is None else _exception(rank.rank, thread)
+    if status is None:
+        return None
+    # An end that nobody saw happen is dated by the last sign of life.
+    seen = rank.exit is not None and rank.exit.get("status") is not None
+    when = integer(rank.exit, "time") if rank.exit is not None and seen else rank.status.since
+    if status > 0:
+        shown = next(rank.of_kind("shown_error"), None)
+        if shown is not None:
+            return _exception(rank.rank, shown, status)
+        text = f"exit status {status} without an exception"
+        return Ending(
+            rank.rank, when, "exit", False, text, _where(rank), _site(rank), status=status
+        )
+    name = signal_name(-status)
+    asked = -status in _ASKED
+    if rank.ended is not None and not asked:
+        return Ending(rank.rank, when, "abort-at-exit", False, name, status=status)
+    return Ending(
+        rank=rank.rank,
+        time=when,
+        kind="signal",
+        victim=asked or (-status == signal.SIGABRT and rank.rank in aborted),
+        text=name,
+        where=_where(rank),
+        location=_site(rank),
+        status=status,
+        oom=str(rank.exit.get("oom") or "") if rank.exit is not None else "",
+        last_seen=last_line(rank),
+    )
+
+
+def _spawned(run: Run, ranks: tuple[Rank, ...], told: dict[int, int]) -> dict[int, int]:
+    """The exit statuses, by pid, of ranks whose parent took them before they were seen."""
+    unknown = {
+        rank.status.pid: integer(rank.exit, "time")
+        for rank in ranks
+        if rank.exit is not None
+        and rank.status is not None
+        and _status(rank, told) is None
+        and not any(any(rank.of_kind(kind)) for kind in ("end", "error", "exit"))
+    }
+    stopped = {
+        int(pid): _number(name)
+        for pid, name in _STOPPED.findall(run.stderr)
+        if int(pid) in unknown and _number(name)
+    }
+    said = _SPAWNED.search(run.stderr)
+    first = min(unknown.keys() - stopped.keys(), key=lambda pid: unknown[pid], default=None)
+    status = _number(said[1]) or int(said[2] or 0) if said is not None else 0
+    return {**stopped, **({first: status} if first is not None and status else {})}
+
+
+def _number(name: str | None) -> int:
+    """The exit status of a process that a signal of that name ended; 0 if there is none."""
+    number = getattr(signal, name, None) if name else None
+    return -int(number) if isinstance(number, signal.Signals) else 0
+
+
+def _unseen_endings(
+    run: Run, ranks: tuple[Rank, ...], told: dict[int, int], found: list[Ending]
+) -> Iterator[Ending]:
+    """Ranks of a live job that ended first and without a word.
+
+    Their launcher took the exit status before it was seen, and tells it only once the others have
+    ended, too, which may hang.
+    """
+    if run.exit_status is not None or all(rank.exit is not None for rank in ranks):
+        return
+    for rank in ranks:
+        spoke = any(rank.of_kind("end")) or any(rank.of_kind("error")) or any(rank.of_kind("exit"))
+        if rank.exit is None or rank.status is None or spoke or _status(rank, told) is not None:
+            continue
+        when = integer(rank.exit, "time")
+        stopped = f"Sending process {rank.status.pid} closing signal" in run.stderr
+        if stopped or any(each.time <= when for each in found):
+            continue
+        native = _FATAL.search(rank.fault)
+        number = _FATAL_SIGNALS.get(native[1]) if native is not None else None
+        text = "a signal, most likely SIGKILL (its exit status was not seen)"
+        yield Ending(
+            rank=rank.rank,
+            time=when,
+            kind="signal",
+            victim=False,
+            text=text if number is None else signal_name(number),
+            where=_where(rank),
+            location=_site(rank),
+            status=None if number is None else -number,
+            last_seen=last_line(rank),
+        )
+
+
+def _stray_endings(run: Run, restart: int, joined: set[int]) -> Iterator[Ending]:
+    for record in run.strays:
+        if integer(record, "restart") != restart or record.get("rank") in joined:
+            continue
+        worker = record.get("rank") is not None and record.get("leads_session")
+        if not run.exit_status and not (worker and run.exit_status is None):
+            # A helper program of a healthy job may fail, and a caught `sys.exit` is recorded, too:
+            # only once the job is known to have failed do they say why.
+            continue
+        if record["kind"] == "error":
+            yield _exception(record.get("rank"), record, None, initialized=False)
+        elif record["kind"] == "exit" and run.exit_status:
+            yield _exit_call(record.get("rank"), record, initialized=False)
+
+
+def _exception(
+    rank: int | None, record: Record, status: int | None = None, initialized: bool = True
+) -> Ending:
+    name = str(record.get("exception", "an exception"))
+    message = str(record.get("message", ""))
+    wrapper = name.rpartition(".")[2] in _WRAPPERS
+    return Ending(
+        rank=rank,
+        time=integer(record, "time"),
+        kind="exception",
+        victim=wrapper or name == "KeyboardInterrupt" or _lost_peer(record),
+        text=_in_short(record),
+        where=_moment(record.get("step"), record.get("collective") or record.get("phase")),
+        location=_location(record),
+        traceback=str(record.get("traceback") or ""),
+        message=message,
+        status=status,
+        file=file if isinstance(file := record.get("file"), dict) else {},
+        initialized=initialized,
+        notes=tuple(_notes(record)),
+    )
+
+
+def _in_short(record: Record) -> str:
+    """An exception with the first line of its message."""
+    name = str(record.get("exception", "an exception"))
+    lines = str(record.get("message", "")).splitlines()
+    first = next((line for line in lines if line.strip()), "")
+    return f"{name}: {_clean(first)}" if first else name
+
+
+def _notes(record: Record) -> Iterator[str]:
+    """What became of an exception before it ended the process."""
+    if record.get("thread"):
+        yield f"it ended the thread {str(record['thread'])[:60]!r}, which the main one waited for"
+    outer = record.get("outer")
+    if isinstance(outer, dict):
+        place = f" at {_location(outer)}" if _location(outer) is not None else ""
+        worker = _IN_WORKER.match(str(outer.get("message")))
+        if worker is not None:
+            yield f"in {worker[1]}, whose batch was awaited{place}"
+        else:
+            yield f"it was raised again as {_in_short(outer)[:160]}{place}"
+    left = record.get("left")
+    if isinstance(left, dict):
+        place = f" at {_location(left)}" if _location(left) is not None else ""
+        yield f"the script caught it and ended itself by {_call(left)}{place}"
+    elif record.get("kind") == "shown_error":
+        yield "the script caught it, printed it, and ended itself"
+
+
+def _of_thread(rank: Rank, end: Record) -> Record | None:
+    """The exception of a thread for whose work the main one waited until it failed, too."""
+    if end.get("kind") == "error" and str(end.get("exception")).rpartition(".")[2] not in _STARVED:
+        return None
+    failed = [
+        record
+        for record in rank.of_kind("thread_error")
+        if integer(record, "time") < integer(end, "time")
+    ]
+    return failed[-1] if failed else None
+
+
+def _call(record: Record) -> str:
+    said = record.get("said")
+    told = repr(str(said)) if said is not None else record.get("status")
+    return f"{record.get('how')}({told})"
+
+
+def _exit_call(rank: int | None, record: Record, initialized: bool = True) -> Ending:
+    return Ending(
+        rank=rank,
+        time=integer(record, "time"),
+        kind="exit",
+        victim=False,
+        text=_call(record),
+        where=_moment(record.get("step"), record.get("phase")),
+        location=_location(record),
+        message=str(record.get("refused") or ""),
+        status=integer(record, "status", 1),
+        initialized=initialized,
+    )
+
+
+def _lost_peer(record: Record) -> bool:
+    """Whether torch says that a peer is gone; the same words of a download are its own failure."""
+    name, message = str(record.get("exception", "")), str(record.get("message", ""))
+    if name != "RuntimeError" and not name.startswith("torch."):
+        return False
+    found = _VICTIM.search(message)
+    if found is None or not _COMMON.fullmatch(found[0]):
+        return found is not None
+    frames = str(record.get("traceback") or "")
+    return bool(_OF_TORCH.search(message) or not frames or _THROUGH_TORCH.search(frames))
+
+
+def _clean(message: str) -> str:
+    """A message without the C++ source lines and socket addresses that gloo and c10d put into it.
+
+    The addresses are wrong besides: gloo prints ports byte-swapped.
+    """
+    return _NOISE.sub("", message).strip()
+
+
+def _location(record: Record) -> Location | None:
+    return Location(str(record["path"]), integer(record, "line")) if record.get("path") else None
+
+
+def _moment(step: object, phase: object) -> str:
+    parts = [f"step {step}"] if step is not None else []
+    return ", ".join([*parts, str(phase)] if phase and phase != "other" else parts)
+
+
+def _where(rank: Rank) -> str:
+    status = rank.status
+    if status is None:
+        return ""
+    return _moment(status.step, None if status.phase is Phase.OTHER else status.phase.label)
+
+
+def _site(rank: Rank) -> Location | None:
+    """The line of the phase under way; None between phases, where only the last one is known."""
+    if rank.status is not None and rank.status.phase in (Phase.OTHER, Phase.STARTING):
+        return None
+    return last_line(rank)
+
+
+def last_line(rank: Rank) -> Location | None:
+    """The line of the user's code that the probe saw last."""
+    path, _, line = rank.status.site.rpartition(":") if rank.status is not None else ("", "", "")
+    return Location(path, int(line)) if path and line.isdigit() else None
+
+
+def _status(rank: Rank, told: dict[int, int]) -> int | None:
+    if rank.exit is not None and rank.exit.get("status") is not None:
+        return integer(rank.exit, "status", 1)
+    said = told.get(rank.status.pid) if rank.status is not None else None
+    if said is None and rank.exit is not None and rank.exit.get("oom"):
+        return -signal.SIGKILL
+    return said
+
+
+def _statuses_in(stderr: str) -> dict[int, int]:
+    """Exit statuses by pid, as torchrun printed them."""
+    return {
+        int(pid): int(status)
+        for pattern in (_TORCHRUN_EXIT, _TORCHRUN_LOG)
+        for status, pid in pattern.findall(stderr)
+    }
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9; ``signal 99`` for one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

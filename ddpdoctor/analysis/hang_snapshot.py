@@ -1,0 +1,416 @@
+"""What an examination of a job that stands still saw of each rank (`Run.hang`), as objects."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from ddpdoctor.analysis.guards import statement
+from ddpdoctor.core.finding import Location
+from ddpdoctor.probe.hooks.ddp import BUFFERS
+from ddpdoctor.run.record import Phase, Record, integer
+from ddpdoctor.run.snapshot import Run
+from ddpdoctor.stacks.model import Frame, RankStacks, from_record
+from ddpdoctor.stacks.user_frames import innermost, user_frames
+
+BUSY = 0.2
+"""Share of a core above which a process is at work; ranks may have to share their cores."""
+
+SILENT = 2_000_000_000
+"""Nanoseconds without a sign of a rank's writing thread, which is awake four times a second."""
+
+_OURS = "/ddpdoctor/probe/"
+_COLLECTIVES = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/")
+"""Where torch's Python code waits for other ranks."""
+_DDP = ("/torch/nn/parallel/distributed.py", "/torch/distributed/utils.py")
+"""Where DDP calls its native code: its constructor, and the way into its forward."""
+
+_WORDS = {
+    "float32": "float", "float": "float", "float64": "double", "double": "double",
+    "float16": "half", "half": "half", "bfloat16": "bfloat16", "int64": "long", "long": "long",
+    "int32": "int", "int": "int", "int16": "short", "short": "short", "uint8": "byte",
+    "byte": "byte", "int8": "char", "char": "char", "bool": "bool",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective of one rank, by torch's Flight Recorder or by our own ring."""
+
+    group: str
+    """Its name: ``0`` is the default group."""
+    members: str
+    """Ranks of the group, ``0-3``; empty where nobody told."""
+    sequence: int
+    name: str
+    numel: int
+    """Elements, -1 if there is no tensor or nobody told."""
+    dtype: str
+    reduce: str
+    root: int
+    done: bool
+    site: Location | None
+    order: int = 0
+    began: int = 0
+    """Unix nanoseconds."""
+    backend: str = ""
+    """``gloo``, where torch's Flight Recorder told it."""
+    callers: tuple[Location, ...] = ()
+    """The lines that led to it, the nearest first."""
+
+    @property
+    def chain(self) -> tuple[Location, ...]:
+        """Its line and those that led to it, innermost first."""
+        return (self.site, *self.callers) if self.site is not None else self.callers
+
+    @property
+    def numbering(self) -> tuple[str, str]:
+        """Whose numbers it is in: each backend of a group counts for itself."""
+        return self.group, self.backend
+
+    @property
+    def place(self) -> str:
+        """Which group, for a sentence."""
+        if self.group in ("", "0"):
+            return "default group"
+        return f"group of ranks {self.members}" if self.members else f"group {self.group}"
+
+    @property
+    def what(self) -> str:
+        """``all_reduce #9 (64 floats, default group)``."""
+        facts = [amount(self.numel, self.dtype)] if self.numel >= 0 else []
+        if self.reduce and self.reduce != "SUM":
+            facts.append(self.reduce)
+        if self.root >= 0:
+            facts.append(f"root {self.root}")
+        return f"{self.name} #{self.sequence} ({', '.join([*facts, self.place])})"
+
+
+def amount(numel: int, dtype: str) -> str:
+    """``64 floats``."""
+    word = _WORDS.get(dtype.lower(), dtype or "element")
+    if numel == 1:
+        return f"1 {word}"
+    return f"{numel:,} {'halves' if word == 'half' else word + 's'}"
+
+
+def from_ring(told: Mapping[str, Any]) -> Call:
+    """A collective of the ring, read back from JSON or as it is in the file."""
+    group, _, members = str(told.get("group") or "").partition("|")
+    return Call(
+        group=group,
+        members=members,
+        sequence=int(told["sequence"]),
+        name=str(told["name"]),
+        numel=int(told["numel"]),
+        dtype=str(told.get("dtype") or ""),
+        reduce=str(told.get("reduce") or ""),
+        root=int(told["root"]),
+        done=bool(told["ended"]),
+        site=location(str(told.get("site") or "")),
+        order=int(told["order"]),
+        began=int(told["began"]),
+        callers=tuple(at for each in told.get("callers") or () if (at := location(str(each)))),
+    )
+
+
+def _from_flight(told: Mapping[str, Any]) -> Call:
+    shapes = told.get("shapes") or []
+    numel = 0
+    for shape in shapes:
+        size = 1
+        for dimension in shape:
+            size *= int(dimension)
+        numel += size
+    dtypes = told.get("dtypes") or [""]
+    lines = [at for each in told.get("lines") or () if (at := location(str(each))) is not None]
+    return Call(
+        group=str(told.get("group")),
+        members="",
+        sequence=int(told.get("sequence") or 0),
+        name=str(told.get("name") or "").lstrip("_"),
+        numel=numel if shapes else -1,
+        dtype=str(dtypes[0]),
+        reduce="",
+        root=-1,
+        done=bool(told.get("retired")) or told.get("state") == "completed",
+        site=lines[0] if lines else None,
+        order=int(told.get("id") or 0),
+        began=int(told.get("created") or 0),
+        backend=str(told.get("backend") or ""),
+        callers=tuple(lines[1:]),
+    )
+
+
+def location(site: str) -> Location | None:
+    """A place from ``path:line``."""
+    path, _, line = site.rpartition(":")
+    return Location(path, int(line)) if path and line.isdigit() else None
+
+
+def brief(at: Location | None) -> str:
+    """A place in a sentence: ``train.py:61``."""
+    return f"{os.path.basename(at.path)}:{at.line}" if at is not None else "an unknown line"
+
+
+def quoted(at: Location | None) -> str:
+    """A place with its code, where that is short: ```loss.backward()` train.py:61``."""
+    text = statement(at.path, at.line).partition("  #")[0].rstrip() if at is not None else ""
+    return f"`{text}` {brief(at)}" if 0 < len(text) <= 60 else brief(at)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One rank of a job that stands still.
+
+    Attributes:
+        record: What was seen of it.
+        taken: When, in Unix nanoseconds.
+    """
+
+    record: Record
+    taken: int
+
+    @property
+    def rank(self) -> int:
+        """Its number."""
+        return integer(self.record, "rank", -1)
+
+    @property
+    def joined(self) -> bool:
+        """Whether it had joined a process group."""
+        return "phase" in self.record
+
+    @property
+    def ended(self) -> bool:
+        """Whether its script had come to its regular end."""
+        return bool(self.record.get("ended"))
+
+    @property
+    def dead_for(self) -> float | None:
+        """Seconds since its process ended, None if it lives or was not seen to end."""
+        told = self.record.get("exit")
+        return (self.taken - integer(told, "time")) / 1e9 if isinstance(told, dict) else None
+
+    @property
+    def phase(self) -> str:
+        """What its training thread did, as its status page told."""
+        return str(self.record.get("phase") or "")
+
+    @property
+    def step(self) -> int:
+        """Steps closed."""
+        return integer(self.record, "step")
+
+    @cached_property
+    def stacks(self) -> RankStacks | None:
+        """Its stacks, or why there are none."""
+        told = self.record.get("stacks")
+        return from_record(told) if isinstance(told, dict) else None
+
+    @cached_property
+    def later(self) -> RankStacks | None:
+        """Its stacks a second later, if it did not wait in a collective."""
+        told = self.record.get("later")
+        return from_record(told) if isinstance(told, dict) else None
+
+    @cached_property
+    def frames(self) -> tuple[Frame, ...]:
+        """The main thread's frames, outermost first."""
+        return _main(self.stacks)
+
+    @cached_property
+    def later_frames(self) -> tuple[Frame, ...]:
+        """The same, a second later."""
+        return _main(self.later)
+
+    @cached_property
+    def frame(self) -> Frame | None:
+        """The innermost frame of the user's code."""
+        return innermost(self.frames)
+
+    @property
+    def site(self) -> Location | None:
+        """The user's line that it is at, by its stack or, without one, by its status page."""
+        if self.frame is not None:
+            return Location(self.frame.path, self.frame.line)
+        return location(str(self.record.get("site") or ""))
+
+    @property
+    def seconds(self) -> int:
+        """For how long it has given no sign of life."""
+        since = integer(self.record, "since")
+        return max(0, round((self.taken - since) / 1e9)) if since else 0
+
+    def activity(self, key: str) -> float:
+        """A number of what it did within a second (`ddpdoctor.system.activity`)."""
+        value = (self.record.get("activity") or {}).get(key)
+        return float(value) if isinstance(value, (int, float)) else 0.0
+
+    @property
+    def letters(self) -> str:
+        """Its process's state at two moments a second apart; empty if nobody looked."""
+        return str((self.record.get("activity") or {}).get("letters") or "")
+
+    @property
+    def busy(self) -> float:
+        """Cores that it used, of those that it got: a process that is starved is busy all the same.
+
+        Examinations of before knew CPU time alone.
+        """
+        return max(self.activity("busy"), self.activity("cpu"))
+
+    @property
+    def on_queue(self) -> bool:
+        """Whether its main thread ran, or was ready to run, when it was seen last."""
+        return self.letters.endswith("R")
+
+    @property
+    def lost(self) -> float:
+        """Seconds of its silence in which it, or a child process of it, had no core."""
+        value = self.record.get("lost")
+        return float(value) if isinstance(value, (int, float)) else 0.0
+
+    @property
+    def looked_at(self) -> bool:
+        """Whether its process could be looked at."""
+        return "activity" in self.record
+
+    @property
+    def silent(self) -> bool:
+        """Whether no Python thread of it runs: its writing thread has not been awake."""
+        silent = self.record.get("silent")
+        return isinstance(silent, int) and silent > SILENT
+
+    @cached_property
+    def ring(self) -> tuple[Call, ...]:
+        """Its newest collectives from Python in groups, oldest first."""
+        told = self.record.get("collectives") or ()
+        return tuple(from_ring(each) for each in told if not each.get("point_to_point"))
+
+    @cached_property
+    def flight(self) -> tuple[Call, ...] | None:
+        """Its newest collectives, DDP's own among them; None if the recorder did not answer."""
+        told = self.record.get("flight")
+        if not isinstance(told, list):
+            return None
+        calls = [_from_flight(each) for each in told if not each.get("point_to_point")]
+        return tuple(sorted(calls, key=lambda each: each.order))
+
+    @cached_property
+    def under_way(self) -> Call | None:
+        """The collective from Python that it is in or waits for."""
+        told = self.record.get("collectives") or ()
+        waited = integer(self.record, "waited")
+        for each in reversed(told):
+            if waited and each.get("order") == waited:
+                return from_ring(each)
+        if told and not waited and self.phase == Phase.WAIT.label:
+            last = told[-1]
+            if not last.get("ended") and not last.get("asynchronous"):
+                return from_ring(last)
+        return None
+
+    @cached_property
+    def blocked(self) -> Call | None:
+        """The collective that it waits for by its Flight Recorder: the first that is not done."""
+        if self.flight is None or not self.in_collective:
+            return None
+        found = next((each for each in self.flight if not each.done), None)
+        # Of one that no line is known for (compiled, say): it waits where its main thread is.
+        if found is None or found.site is not None:
+            return found
+        if self.under_way is not None:
+            return replace(found, site=self.under_way.site, callers=self.under_way.callers)
+        lines = [Location(each.path, each.line) for each in user_frames(self.frames)][::-1]
+        return replace(found, site=lines[0] if lines else self.site, callers=tuple(lines[1:]))
+
+    @cached_property
+    def in_collective(self) -> bool:
+        """Whether its training thread is in something that waits for other ranks."""
+        if self.phase == Phase.WAIT.label:
+            return True
+        inner = self._inner
+        if inner is None:
+            return self.phase == Phase.BACKWARD.label
+        if self.flight is None:
+            # Nobody tells which of DDP's collectives are pending: then idling where torch waits is
+            # waiting. A backward also compiles: that idles in a process or behind a lock.
+            places = _COLLECTIVES if self.phase == Phase.BACKWARD.label else _DDP
+            idles = not (self.busy >= BUSY or self.on_queue)
+            return idles and any(part in inner.path for part in places)
+        # A backward that still computes waits for nobody, nor does who only began a collective;
+        # DDP's constructor and the way into its forward wait, too, and are no phase.
+        pending = any(not each.done for each in self.flight or ())
+        return pending and any(part in inner.path for part in _COLLECTIVES)
+
+    @property
+    def _inner(self) -> Frame | None:
+        """The innermost frame of its main thread that is not the probe's."""
+        return next((each for each in reversed(self.frames) if _OURS not in each.path), None)
+
+    @property
+    def waits_in(self) -> str:
+        """What it waits in, in words."""
+        call = self.under_way or self.blocked
+        if call is not None and self.under_way is None and self.phase == Phase.BACKWARD.label:
+            return f"DDP's {call.what}"
+        if call is not None:
+            return call.what
+        if self.record.get("collective") == BUFFERS:
+            return BUFFERS
+        if self.phase == Phase.BACKWARD.label:
+            return "backward's all-reduce"
+        if self.flight is None and self.phase != Phase.WAIT.label:
+            inside = [each.function for each in self.frames if _DDP[0] in each.path]
+            return "DDP's constructor" if "__init__" in inside else "DDP's forward"
+        return str(self.record.get("collective") or self.phase)
+
+
+def _main(stacks: RankStacks | None) -> tuple[Frame, ...]:
+    main = stacks.main if stacks is not None else None
+    return main.frames if main is not None else ()
+
+
+@dataclass(frozen=True)
+class Standstill:
+    """A job that stands still."""
+
+    record: Record
+    ranks: tuple[Standing, ...]
+    world_size: int
+
+    @property
+    def everybody(self) -> bool:
+        """Whether nobody moved; else some rank worked while others waited for long."""
+        return bool(self.record.get("everybody", True))
+
+    @property
+    def number(self) -> int:
+        """Which examination it was."""
+        return integer(self.record, "number")
+
+    @property
+    def limit(self) -> float:
+        """Seconds without a sign, but with a core, after which a rank is worth a word."""
+        return float(self.record.get("limit") or 0.0)
+
+    @property
+    def seconds(self) -> float:
+        """For how long nobody had given a sign."""
+        return float(self.record.get("seconds") or 0.0)
+
+
+def standstill(run: Run) -> Standstill | None:
+    """The job's standstill, None if it moves or nothing is known of it."""
+    record = run.hang
+    if record is None:
+        return None
+    told = record.get("ranks")
+    taken = integer(record, "time")
+    ranks = tuple(Standing(each, taken) for each in told or () if isinstance(each, dict))
+    world = max((integer(each.record, "world_size") for each in ranks), default=0)
+    return Standstill(record, ranks, world or len(ranks))

@@ -1,0 +1,269 @@
+"""What samples of the training threads' stacks say: the line where one rank's surplus of time is.
+
+A line at which all ranks are seen equally often is no surplus. From the outermost function inwards
+the line is followed at which the slow rank is seen more often than the others.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddpdoctor.analysis.sources import Source, source_of
+from ddpdoctor.core import opening
+from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.snapshot import Rank
+from ddpdoctor.stacks.model import Frame
+
+FEWEST = 12
+"""Samples that say anything."""
+
+SEEN = 4
+"""Samples by which a line must exceed what the others show."""
+
+MOSTLY = 0.6
+"""Part of a surplus that must be within one function to look for the line in there."""
+
+_BY_RANK = re.compile(r"rank|main_process|is_main|master|chief", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A stack that was seen, and how often."""
+
+    count: int
+    frames: tuple[Frame, ...]
+    """Of the user's code, outermost first."""
+    waits: tuple[str, str]
+    """File name and function of the innermost frame of all."""
+    letter: str
+    """The state of the thread: R runs or wants to, S sleeps, D waits for a disk or device."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The samples of one rank, with what the kernel counted meanwhile."""
+
+    rank: int
+    record: Record
+    stacks: tuple[Stack, ...]
+
+    @property
+    def samples(self) -> int:
+        """How many there are."""
+        return sum(stack.count for stack in self.stacks)
+
+    def a_step(self, name: str) -> float:
+        """What was counted, in one step."""
+        return integer(self.record, name) / max(integer(self.record, "steps"), 1)
+
+    def share(self, name: str) -> float:
+        """Nanoseconds that were counted, as a part of the time."""
+        return integer(self.record, name) / max(integer(self.record, "wall"), 1)
+
+    def calls(self, name: str) -> Frame | None:
+        """The one line in the files that were seen at which a function of that name is called."""
+        paths = {frame.path for stack in self.stacks for frame in stack.frames}
+        found = [
+            Frame(path, line, "")
+            for path in sorted(paths)
+            if (source := _source(path, integer(self.record, "time"))) is not None
+            for line in source.calls(name)
+        ]
+        return found[0] if len(found) == 1 else None
+
+    @property
+    def affinity(self) -> tuple[int, ...]:
+        """The cores that the training thread may run on."""
+        found = self.record.get("affinity")
+        return tuple(found) if isinstance(found, list) else ()
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where a rank's surplus is."""
+
+    chain: tuple[Frame, ...]
+    """The calls that lead there, outermost first, the line itself last."""
+    at: int
+    """Samples of the slow rank at the line."""
+    count: int
+    """Those in the function, where it is one that only this rank is seen in."""
+    of: int
+    others: int
+    """Samples of the other ranks there."""
+    of_others: int
+    stacks: tuple[Stack, ...]
+    """Those of the slow rank."""
+    taken: int
+    """When they were, Unix nanoseconds."""
+
+    @property
+    def frame(self) -> Frame:
+        """The line itself."""
+        return self.chain[-1]
+
+    @property
+    def function(self) -> str:
+        """The name of the function that the line is in, comprehensions left out."""
+        names = [each.function for each in self.chain if not each.function.startswith("<")]
+        return names[-1] if names and self.frame.function != "<module>" else ""
+
+    @property
+    def letters(self) -> Counter[str]:
+        """How often the thread was seen in which state."""
+        found: Counter[str] = Counter()
+        for stack in self.stacks:
+            found[stack.letter] += stack.count
+        return found
+
+    def blocked(self, letters: str) -> float:
+        """In what part of the samples the thread was in one of these states."""
+        return sum(self.letters[each] for each in letters) / max(self.count, 1)
+
+    @property
+    def by_rank(self) -> Frame | None:
+        """The outermost call that stands in a branch which the rank decides on."""
+        return next((each for each in self.chain if _decided_by_rank(each, self.taken)), None)
+
+
+def profiles(ranks: Sequence[Rank], asked: int) -> dict[int, Profile]:
+    """The profiles that were asked for at one time, by rank."""
+    found: dict[int, Profile] = {}
+    for rank in ranks:
+        for record in rank.of_kind("profile"):
+            if integer(record, "asked") == asked:
+                found[rank.rank] = Profile(rank.rank, record, tuple(_stacks(record)))
+    return found
+
+
+def spot(mine: Profile, others: Sequence[Profile], least: float) -> Spot | None:
+    """The line with a rank's surplus.
+
+    Args:
+        mine: The slow rank's.
+        others: Those of ranks that are not slow.
+        least: The part of its time that must be there.
+    """
+    theirs = [stack for each in others for stack in each.stacks]
+    total, rest = mine.samples, sum(each.samples for each in others)
+    if total < FEWEST or rest < FEWEST:
+        return None
+
+    def excess(here: Sequence[Stack], there: Sequence[Stack]) -> float:
+        return _count(here) - _count(there) * total / rest
+
+    here, there = list(mine.stacks), theirs
+    chain: list[Frame] = []
+    found: Spot | None = None
+    needed = max(SEEN, least * total)
+    while True:
+        depth = len(chain)
+        functions = _surpluses(here, there, depth, _function_at, excess)
+        function = max(functions, key=lambda each: functions[each], default=None)
+        if function is None or functions[function] < (MOSTLY if found else 1) * needed:
+            return found
+        here, there = (
+            [stack for stack in each if len(stack.frames) > depth] for each in (here, there)
+        )
+        here, there = (_only(each, _function_at(depth), function) for each in (here, there))
+        lines = _surpluses(here, there, depth, _line_at, excess)
+        line = max(lines, key=lambda each: lines[each])
+        if lines[line] < SEEN / 2:
+            return found
+        at, at_others = (_only(each, _line_at(depth), line) for each in (here, there))
+        chain.append(line)
+        # A line that all come through is no surplus, but one of those that it leads to may be.
+        if excess(at, at_others) >= MOSTLY * lines[line]:
+            whole = bool(depth) and not there
+            found = Spot(
+                tuple(chain), _count(at), _count(here if whole else at), total,
+                _count(at_others), rest, tuple(here if whole else at),
+                integer(mine.record, "time"),
+            )  # fmt: skip
+            if lines[line] < MOSTLY * needed:
+                return found
+            needed = lines[line]
+        here, there = at, at_others
+
+
+_Excess = Callable[[Sequence[Stack], Sequence[Stack]], float]
+
+
+def _function_at(depth: int) -> Callable[[Stack], Any]:
+    return lambda stack: (stack.frames[depth].path, stack.frames[depth].function)
+
+
+def _line_at(depth: int) -> Callable[[Stack], Any]:
+    return lambda stack: stack.frames[depth]
+
+
+def _only(stacks: Sequence[Stack], key: Callable[[Stack], Any], value: Any) -> list[Stack]:
+    return [stack for stack in stacks if key(stack) == value]
+
+
+def _surpluses(
+    here: Sequence[Stack],
+    there: Sequence[Stack],
+    depth: int,
+    key_at: Callable[[int], Callable[[Stack], Any]],
+    excess: _Excess,
+) -> dict[Any, float]:
+    """The surplus by what is at a depth, that of the lines which it leads to included."""
+    here = [stack for stack in here if len(stack.frames) > depth]
+    there = [stack for stack in there if len(stack.frames) > depth]
+    key = key_at(depth)
+    found: dict[Any, float] = {}
+    for value in dict.fromkeys(key(stack) for stack in here):
+        mine, theirs = _only(here, key, value), _only(there, key, value)
+        # The lines of a function first, then the functions that a line leads to.
+        deeper = (
+            _surpluses(mine, theirs, depth, _line_at, excess)
+            if key_at is _function_at
+            else _surpluses(mine, theirs, depth + 1, _function_at, excess)
+        )
+        within = sum(each for each in deeper.values() if each >= SEEN / 2)
+        found[value] = max(excess(mine, theirs), within)
+    return found
+
+
+def _count(stacks: Sequence[Stack]) -> int:
+    return sum(stack.count for stack in stacks)
+
+
+def _source(path: str, taken: int) -> Source | None:
+    """A file as it was when the samples were taken: one that was changed since has other lines."""
+    try:
+        return source_of(path) if opening.facts(path).st_mtime_ns <= taken else None
+    except OSError:
+        return None
+
+
+def _decided_by_rank(frame: Frame, taken: int) -> bool:
+    source = _source(frame.path, taken)
+    branches = source.branches(frame.line) if source is not None else ()
+    return any(
+        _BY_RANK.search(name)
+        for branch in branches
+        for node in ast.walk(branch.test)
+        if (name := getattr(node, "id", "") or getattr(node, "attr", ""))
+    )
+
+
+def _stacks(record: Record) -> list[Stack]:
+    found = []
+    seen = record.get("stacks")
+    for each in seen if isinstance(seen, list) else ():
+        try:
+            count, frames, waits, letter, _ = each
+            lines = tuple(Frame(str(path), int(line), str(name)) for path, line, name in frames)
+            where = (str(waits[0]), str(waits[1]))
+            found.append(Stack(int(count), lines[::-1], where, str(letter)))
+        except (TypeError, ValueError, IndexError):
+            # A damaged record.
+            continue
+    return found

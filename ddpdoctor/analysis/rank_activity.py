@@ -1,0 +1,480 @@
+"""What a rank does instead of what the others wait for: read off its process and its stack."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ddpdoctor.analysis.guards import constant_while, statement
+from ddpdoctor.analysis.hang_snapshot import BUSY, Standing, brief, quoted
+from ddpdoctor.core.finding import Location, Severity
+from ddpdoctor.stacks.model import Frame, from_record
+from ddpdoctor.stacks.user_frames import innermost, is_user_path
+
+NOTICED = 5.0
+"""Seconds within which a launcher notices that a rank has died."""
+
+MOVING = 1 << 20
+"""Bytes within a second above which a process visibly reads or writes."""
+
+LIVELY = 10
+"""Times within a second that a process got what it waited for at a socket: something comes."""
+
+STIRS = 0.02
+"""Share of a core, from one examination to the next, that a process does not use by only waiting
+with a timeout."""
+
+_LOADER = "torch/utils/data/dataloader.py"
+_WORKER = "torch/utils/data/_utils/worker.py"
+_GIVE_AN_END = "Nothing in the loop changes what its condition tests: give it a way to end."
+_PROMPT = ("input(", "pdb.", "breakpoint(", "sys.stdin", "getpass(")
+_DEBUGGERS = ("/pdb.py", "/bdb.py", "/cmd.py", "/ipdb/", "/pudb/")
+_JOINING = ("init_process_group", "new_group", "rendezvous", "_store_based_barrier")
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """What a rank does.
+
+    Attributes:
+        code: The rule that it is the business of.
+        text: What it does, as the end of a sentence that begins with the rank:
+            ``is stopped (SIGSTOP)``.
+        severity: An error if it does not go on by itself.
+        location: Where.
+        fix: What to do about it.
+        evidence: More facts.
+    """
+
+    code: str
+    text: str
+    severity: Severity
+    location: Location | None
+    fix: str = ""
+    evidence: tuple[str, ...] = ()
+
+
+def state_of(rank: Standing) -> Whereabouts | None:
+    """What its process's state tells, whatever its code does; None if it may simply be at work."""
+    letters = rank.letters
+    unusual = letters == "DD" or "T" in letters or "t" in letters
+    if rank.ended or not (unusual or rank.dead_for is not None or rank.silent):
+        # The usual case, for which no stack needs to be read.
+        return None
+    place = rank.site
+    at = f"at {quoted(place)}" if rank.frame is not None else f"last seen at {quoted(place)}"
+    since = f"since {rank.seconds} s"
+    if rank.dead_for is not None:
+        if rank.dead_for < NOTICED or rank.record.get("launcher_works"):
+            return None
+        return Whereabouts(
+            "DDP812",
+            f"died at {brief(place)} and its launcher has not noticed",
+            Severity.ERROR,
+            place,
+            "Start the ranks with torchrun, which ends a job when a rank dies; or join the "
+            "processes and look at their exit codes.",
+        )
+    if letters and set(letters) == {"T"}:
+        return Whereabouts(
+            "DDP805",
+            f"is stopped (SIGSTOP, SIGTSTP or Ctrl-Z) {since}, {at}",
+            Severity.ERROR,
+            place,
+            f"Continue it with `kill -CONT {rank.record.get('pid')}`, and find out who stopped it.",
+        )
+    if letters and set(letters) == {"t"}:
+        return Whereabouts(
+            "DDP805",
+            f"is held by a tracer (gdb, strace) {since}, {at}",
+            Severity.WARNING,
+            place,
+            "Let the tracer go on, or detach it.",
+        )
+    if letters == "DD":
+        moving = rank.activity("disk") >= MOVING
+        stacks = rank.stacks
+        where = f" in {stacks.state.wchan}" if stacks is not None and stacks.state.wchan else ""
+        return Whereabouts(
+            "DDP806",
+            f"waits for a disk or device{where} {since}, {at}",
+            Severity.WARNING if moving else Severity.ERROR,
+            place,
+            "Look at the file system that it reads or writes (a hanging NFS server, a full or "
+            "failing disk): `dmesg`, `df`.",
+            (f"moved {_bytes(rank.activity('disk'))} to or from a device within a second",),
+        )
+    if rank.silent and rank.looked_at and _holds_the_gil(rank):
+        return _native(rank, place, since, at)
+    return None
+
+
+def _holds_the_gil(rank: Standing) -> bool:
+    """Whether a thread of ours was seen to wait for the GIL while nothing kept it from a core.
+
+    A process that gets no core is as silent.
+    """
+    return rank.stacks is not None and rank.stacks.gil_held
+
+
+def _native(rank: Standing, place: Location | None, since: str, at: str) -> Whereabouts:
+    cpu = rank.activity("cpu")
+    doing = f"busy, {_percent(cpu)} of a core" if rank.busy >= BUSY else "idle"
+    return Whereabouts(
+        "DDP810",
+        f"holds the GIL in native code {since}, {at} ({doing}), so that none of its Python threads "
+        "can run",
+        Severity.ERROR,
+        place,
+        "The extension that is called there has to release the GIL while it works or waits "
+        "(Py_BEGIN_ALLOW_THREADS, pybind11's gil_scoped_release, ctypes.CDLL not PyDLL).",
+        ()
+        if rank.stacks is None or rank.stacks.native
+        else (
+            f"its native frames: `ddpdoctor stacks --native --rank {rank.rank}` (by py-spy, which "
+            "holds it for a second or two)",
+        ),
+    )
+
+
+def whereabouts(rank: Standing, starting: bool) -> Whereabouts:
+    """What a rank does that is not in a collective.
+
+    Args:
+        rank: The rank.
+        starting: Whether no rank has closed its first step yet.
+    """
+    told = state_of(rank)
+    if told is not None:
+        return told
+    if rank.ended or rank.dead_for is not None:
+        text = "has ended" if rank.ended else "has died"
+        return Whereabouts("DDP802", text, Severity.ERROR, rank.site)
+    frames, place = rank.frames, rank.site
+    since = f" since {rank.seconds} s" if rank.seconds else ""
+    if _prompts(rank, frames):
+        debugger = any(part in frame.path for frame in frames for part in _DEBUGGERS)
+        # Before the first step somebody may be asked at the terminal, and look for the answer.
+        asked = starting and not rank.step and not debugger and _told(rank, "terminal")
+        return Whereabouts(
+            "DDP808",
+            f"waits for {'a command in the debugger (pdb)' if debugger else 'input'} at "
+            f"{quoted(place)}{since}",
+            Severity.INFO if asked else Severity.ERROR,
+            place,
+            "Take it out, or use `breakpoint()` with the debugger attached: then the ranks wait "
+            "for each other without timing out."
+            if debugger
+            else "Read answers on no rank, or on rank 0 and broadcast them; a job has no keyboard.",
+        )
+    loop = _loop(rank) if computes(rank) else None
+    if any(_LOADER in frame.path for frame in frames[-12:]):
+        # Below the loader, and not the loop around it that draws the batches.
+        inner = loop if loop is not None and _inside_loader(rank) else None
+        return inner or _loop_of_worker(rank) or _loader(rank, place, since)
+    joining = next((f.function for f in reversed(frames) if f.function in _JOINING), None)
+    if joining is not None or (frames and not rank.joined and _in_store(frames)):
+        return Whereabouts(
+            "DDP813",
+            f"waits in {joining or 'rendezvous'} at {quoted(place)} for ranks that have not come",
+            Severity.ERROR,
+            place,
+        )
+    action = doing(rank)
+    if starting and not rank.step and (works(rank) or _told(rank, "network")):
+        waits = not works(rank) and not _went_on(rank)
+        if waits:
+            action = f"waiting for the network, from which nothing comes{',' if since else ''}"
+        return Whereabouts(
+            "DDP811",
+            f"is still starting up: in {_place(rank)}, {action}{since}",
+            Severity.WARNING,
+            place,
+            "Fetch data and weights before the job starts, and give each request a timeout."
+            if waits
+            else "",
+        )
+    if loop is not None:
+        return loop
+    working = works(rank)
+    return Whereabouts(
+        "DDP802",
+        f"is in {_place(rank)}, {action}{since}",
+        Severity.WARNING if working else Severity.ERROR,
+        place,
+    )
+
+
+def _place(rank: Standing) -> str:
+    """``save_checkpoint` train.py:88``, or the line's own code where it stands in no function."""
+    frame, site = rank.frame, rank.site
+    if frame is None or site is None:
+        return f"phase {rank.phase}, last seen at {brief(site)}" if site else "an unknown place"
+    name = frame.function.rpartition(".")[2]
+    if name in ("<module>", "main", "train", "<lambda>"):
+        return quoted(site)
+    return f"`{name}` {brief(site)}"
+
+
+def doing(rank: Standing) -> str:
+    """What its process can be seen to do: ``idle``, ``computing (97 % of a core)``."""
+    told = []
+    if rank.activity("characters") >= MOVING or rank.activity("disk") >= MOVING:
+        amount = max(rank.activity("characters"), rank.activity("disk"))
+        told.append(f"reading or writing {_bytes(amount)}/s")
+    elif _exchanges(rank):
+        told.append("sending or receiving over the network")
+    cpu, below = rank.activity("cpu"), rank.activity("children_cpu")
+    if computes(rank):
+        told.append(_computing(cpu))
+    elif _children_compute(rank):
+        told.append(f"waiting for its child processes, which are {_computing(below)}")
+    return ", ".join(told) or "idle"
+
+
+def _computing(cpu: float) -> str:
+    """With how much of a core; little, if others have it."""
+    if cpu >= BUSY:
+        return f"computing ({_percent(cpu)} of a core)"
+    return f"short of CPU (gets {_percent(cpu)} of a core)"
+
+
+def computes(rank: Standing) -> bool:
+    """Whether it computes, or would if it had a core."""
+    return rank.busy >= BUSY or rank.on_queue
+
+
+def _children_compute(rank: Standing) -> bool:
+    share = max(rank.activity("children_busy"), rank.activity("children_cpu"))
+    return share >= BUSY or "R" in _text(rank, "children_letters")
+
+
+def _text(rank: Standing, key: str) -> str:
+    value = (rank.record.get("activity") or {}).get(key)
+    return value if isinstance(value, str) else ""
+
+
+def lacks_cpu(rank: Standing, limit: float) -> bool:
+    """Whether it works, and had no core for so much of its silence that this is why it is late."""
+    got = rank.seconds - rank.lost
+    # Its silence is counted in whole seconds.
+    return rank.lost > got and got < limit + 1 and works(rank)
+
+
+def starves(rank: Standing) -> bool:
+    """Whether it would do something if it had a core."""
+    return computes(rank) and rank.activity("cpu") < BUSY
+
+
+def works(rank: Standing) -> bool:
+    """Whether it makes progress that can be seen from outside."""
+    return (
+        computes(rank)
+        or _children_compute(rank)
+        or rank.activity("characters") >= MOVING
+        or rank.activity("disk") >= MOVING
+        or _exchanges(rank)
+        or _stirs(rank)
+    )
+
+
+def _stirs(rank: Standing) -> bool:
+    """Whether it did anything since it was looked at before (`examination`)."""
+    return (
+        rank.activity("wrote") > 0
+        or rank.activity("since_cpu") >= STIRS
+        or rank.activity("since_children_cpu") >= STIRS
+    )
+
+
+def came_since(rank: Standing) -> bool:
+    """Whether it was seen to join the others at the second of two looks."""
+    return any(frame.function in _JOINING for frame in rank.later_frames)
+
+
+def _went_on(rank: Standing) -> bool:
+    """Whether it was at another line of the job at the second of two looks."""
+    later = innermost(rank.later_frames)
+    return later is not None and rank.frame is not None and later != rank.frame
+
+
+def waits_for_network(rank: Standing) -> bool:
+    """Whether it, or a process that it started, waits for something from a socket."""
+    return _told(rank, "network") or _told(rank, "children_network")
+
+
+def _told(rank: Standing, key: str) -> bool:
+    """Whether something was seen of it (`ddpdoctor.system.activity`)."""
+    return bool((rank.record.get("activity") or {}).get(key))
+
+
+def _exchanges(rank: Standing) -> bool:
+    """Whether something comes or goes at a socket that it waits for."""
+    return _told(rank, "network") and rank.activity("switches") >= LIVELY
+
+
+def _loop(rank: Standing) -> Whereabouts | None:
+    """An endless loop: at two moments within one ``while`` that cannot end."""
+    found = _endless(rank.frames, rank.later_frames)
+    if found is None:
+        return None
+    place, lines = found
+    return Whereabouts(
+        "DDP807",
+        f"runs in an endless loop, {quoted(place)}, since {rank.seconds} s "
+        f"({_percent(rank.activity('cpu'))} of a core)",
+        Severity.ERROR,
+        place,
+        _GIVE_AN_END,
+        (lines,),
+    )
+
+
+def _endless(before: tuple[Frame, ...], after: tuple[Frame, ...]) -> tuple[Location, str] | None:
+    """The loop that cannot end in which a stack is at two moments, and at which lines."""
+    frame = innermost(before)
+    head = constant_while(frame.path, frame.line) if frame is not None else None
+    if frame is None or head is None:
+        return None
+    later = [each for each in after if each.path == frame.path]
+    if not any(constant_while(each.path, each.line) == head for each in later):
+        return None
+    lines = sorted({frame.line, *(each.line for each in later if each.function == frame.function)})
+    return Location(frame.path, head), f"seen at lines {', '.join(map(str, lines))} within a second"
+
+
+def _inside_loader(rank: Standing) -> bool:
+    """Whether the user's code that it is in was called by the loader: a data set, a collate."""
+    paths = [frame.path for frame in rank.frames]
+    loader = max(at for at, path in enumerate(paths) if _LOADER in path)
+    return rank.frame is not None and any(is_user_path(path) for path in paths[loader + 1 :])
+
+
+def _loop_of_worker(rank: Standing) -> Whereabouts | None:
+    """An endless loop in a worker of its DataLoader, where py-spy saw the worker's stack."""
+    for told in rank.record.get("workers") or ():
+        stacks = [from_record(each) for each in told if isinstance(each, dict)]
+        mains = [each.main.frames if each.main is not None else () for each in stacks]
+        if len(mains) == 2 and all(any(_WORKER in f.path for f in frames) for frames in mains):
+            found = _endless(mains[0], mains[1])
+            if found is not None:
+                place, lines = found
+                return Whereabouts(
+                    "DDP807",
+                    f"waits for the worker {stacks[0].pid} of its DataLoader, which runs in an "
+                    f"endless loop, {quoted(place)}, since {rank.seconds} s",
+                    Severity.ERROR,
+                    place,
+                    _GIVE_AN_END,
+                    (lines,),
+                )
+    return None
+
+
+def _prompts(rank: Standing, frames: tuple[Frame, ...]) -> bool:
+    if any(part in frame.path for frame in frames[-6:] for part in _DEBUGGERS):
+        return True
+    last = frames[-1] if frames else None
+    asks = (
+        last is not None
+        and is_user_path(last.path)
+        and any(word in statement(last.path, last.line) for word in _PROMPT)
+    )
+    return (_told(rank, "input") and not computes(rank)) or (asks and not works(rank))
+
+
+def _in_store(frames: tuple[Frame, ...]) -> bool:
+    return any("torch/distributed/" in frame.path for frame in frames[-6:])
+
+
+def _loader(rank: Standing, place: Location | None, since: str) -> Whereabouts:
+    """It waits for a DataLoader, with or without workers."""
+    stacks = rank.stacks
+    children = [
+        child
+        for child in (stacks.state.children if stacks is not None else ())
+        if "resource_tracker" not in child.command
+    ]
+    dead = [child for child in children if child.letter in ("Z", "X")]
+    stopped = [child for child in children if child.letter in ("T", "t")]
+    waits_for_workers = any(
+        frame.function in ("_try_get_data", "_get_data") for frame in rank.frames[-12:]
+    )
+    if not waits_for_workers:
+        working = works(rank)
+        return Whereabouts(
+            "DDP809",
+            f"loads its data itself at {_place(rank)}, {doing(rank)}{since}",
+            Severity.WARNING if working else Severity.ERROR,
+            place,
+        )
+    number = len(children)
+    workers = "worker" if number == 1 else f"{number} workers"
+    states = tuple(f"worker {each.pid} is in state {each.letter}" for each in children[:6])
+    if dead:
+        what = "which died" if number == 1 else f"{_count(len(dead))} of which died"
+        fix = "See the worker's own output for why."
+    elif stopped:
+        what = f"{_count(len(stopped))} of which {_is(len(stopped))} stopped (SIGSTOP)"
+        what = "which is stopped (SIGSTOP)" if number == 1 else what
+        fix = f"Continue it: `kill -CONT {stopped[0].pid}`."
+    elif not number:
+        what, fix = "which are gone", "See the workers' own output for why."
+    elif _told(rank, "children_network"):
+        return Whereabouts(
+            "DDP809",
+            f"waits for the {workers} of its DataLoader at {quoted(place)}{since}, "
+            f"{'which waits' if number == 1 else 'one of which waits'} for the network",
+            Severity.WARNING,
+            place,
+            "Look at the storage that the data come from, and give each request a timeout.",
+            states,
+        )
+    elif _children_compute(rank) or _stirs(rank):
+        cpu = rank.activity("children_cpu")
+        what = (
+            f"which {_is(number)} {_computing(cpu)}"
+            if _children_compute(rank)
+            else (f"which work{'s' if number == 1 else ''} now and then")
+        )
+        return Whereabouts(
+            "DDP809",
+            f"waits for the {workers} of its DataLoader at {quoted(place)}{since}, {what}",
+            Severity.WARNING,
+            place,
+            "Make loading faster, or use more workers.",
+            states,
+        )
+    else:
+        what = f"which sleep{'s' if number == 1 else ''}, too: deadlocked"
+        fix = (
+            "A worker waits for a lock, a queue or a file: a lock that was held when it was forked "
+            "(threads, a library with a pool) never opens. Try `multiprocessing_context='spawn'` "
+            "or num_workers=0."
+        )
+    return Whereabouts(
+        "DDP809",
+        f"waits for the {workers} of its DataLoader at {quoted(place)}{since}, {what}",
+        Severity.ERROR,
+        place,
+        fix,
+        states,
+    )
+
+
+def _count(number: int) -> str:
+    return "one" if number == 1 else str(number)
+
+
+def _is(number: int) -> str:
+    return "is" if number == 1 else "are"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _bytes(number: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f} bytes"

@@ -1,0 +1,363 @@
+"""Why a rank is slow: what it does at its line, or what keeps it from running."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from ddpdoctor.analysis.lag import Lag
+from ddpdoctor.analysis.pace import BORNE_OUT
+from ddpdoctor.analysis.profiles import Profile, Spot, profiles, spot
+from ddpdoctor.core.finding import Location
+from ddpdoctor.run.record import integer
+from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.stacks.code import code_of
+from ddpdoctor.stacks.model import Frame
+
+PATIENCE = 90.0
+"""Seconds that samples are waited for: 48 of them, a second apart at most, on a machine on which
+each may have to wait for a core. A rank that ends writes those that it has."""
+
+FAULT = 250
+"""Nanoseconds that a page fault takes at least."""
+
+BLOCKED = 0.5
+"""In what part of the samples a thread must sleep for its line to be one that waits."""
+
+AT_DISK = 0.25
+"""The same for the disk: it is not seen in each wait that it causes."""
+
+HEAVIER = 1.5
+"""How many times the CPU time of the others' a rank's loader workers take if theirs is more work
+and not a machine that is crowded."""
+
+_FILES = {
+    "subprocess.py": "a process that it started",
+    "socket.py": "the network",
+    "ssl.py": "the network",
+    "client.py": "the network",
+    "queue.py": "a queue",
+    "queues.py": "a queue",
+    "connection.py": "a queue",
+    "threading.py": "a lock or another thread",
+}
+"""What a function of these files of the standard library waits for."""
+
+_WORDS = (
+    (re.compile(r"\bsleep\("), "sleep"),
+    (re.compile(r"lock\b|\.acquire\(|semaphore", re.IGNORECASE), "a lock"),
+    (re.compile(r"\.join\("), "a lock or another thread"),
+    (re.compile(r"subprocess|\.communicate\(|\bsystem\(|check_(?:call|output)"), "process"),
+    (re.compile(r"\bfsync\(|\.flush\("), "the disk"),
+    (re.compile(r"queue", re.IGNORECASE), "a queue"),
+    (re.compile(r"\.?read(?:line|lines|into)?\(|\bopen\(|\bload\("), "a file"),
+)
+"""The same, by what stands in the line."""
+
+_SOCKET = re.compile(r"\.(?:recv(?:from|msg)?(?:_into)?|sendall|accept|connect)\(|urlopen\(")
+"""Calls that wait in native code, so that no file of the standard library is seen."""
+
+_WAIT_FIX = {
+    "sleep": "Take the pause out of the training loop: retry in a thread, or before training.",
+    "a lock": "Find who holds the lock: another process or thread. Take it less often, or not in "
+    "every step.",
+    "a lock or another thread": "Let the thread that is waited for work ahead, or do not wait for "
+    "it in every step.",
+    "a queue": "Let what fills the queue work ahead: more workers, a longer queue.",
+    "a process that it started": "Start the process once, or let it run while training goes on.",
+    "the network": "Fetch ahead of time, in a thread, or once before training.",
+    "a file": "Read ahead: in loader workers or a thread, in larger pieces, from a faster disk.",
+    "the disk": "Read and write less in the loop: every hundredth step, in a thread, or on a "
+    "faster disk.",
+}
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a rank is slow."""
+
+    words: str = ""
+    """The end of the sentence."""
+    location: Location | None = None
+    evidence: tuple[str, ...] = ()
+    fix: str = ""
+
+
+def asked_lately(run: Run, rank: int) -> bool:
+    """Whether samples are on their way that were asked for because this rank is slow."""
+    asked = _asked(run, rank)
+    if not asked or run.exit_status is not None:
+        return False
+    number, when = asked[0]
+    if run.taken - when >= PATIENCE * 1e9:
+        return False
+    found = profiles(run.last, number)
+    return not all(each.rank in found or each.ended for each in run.last)
+
+
+def explain(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
+    """Why a rank holds the others up.
+
+    Args:
+        run: The run.
+        lag: The rank.
+        usual: Ranks that do not.
+
+    Returns:
+        None where nothing shows that it is more than a crowded machine.
+    """
+    mine: Profile | None = None
+    others: list[Profile] = []
+    place = None
+    for number, _ in _asked(run, lag.rank.rank):
+        # Samples between two epochs, say, with no step among them, do not tell of steps.
+        found = {
+            rank: each
+            for rank, each in profiles(run.last, number).items()
+            if integer(each.record, "steps")
+        }
+        if lag.rank.rank in found:
+            mine = found[lag.rank.rank]
+            others = [found[each.rank] for each in usual if each.rank in found]
+            place = spot(mine, others, BORNE_OUT * min(lag.gap / lag.wall, 1.0))
+        if place is not None:
+            break
+    if lag.few and place is None:
+        return None
+    if lag.crowded:
+        return _crowded(run, lag, mine, others)
+    # CPU time is what it is; but what slept on a crowded machine may have waited for others.
+    works = lag.cpu >= BORNE_OUT * lag.gap
+    # Loader workers wait for cores, too, which a rank's own waits do not show.
+    sure = lag.calm or (lag.sure and lag.phase != "data")
+    if not (works or sure or (place is not None and place.blocked("SD") >= BLOCKED)):
+        return None
+    if mine is not None and others and _workers_crowded(lag, mine, others):
+        return None
+    return _reason(lag, mine, others, place, works)
+
+
+def _reason(
+    lag: Lag, mine: Profile | None, others: Sequence[Profile], place: Spot | None, works: bool
+) -> Reason:
+    known = mine is not None and bool(others)
+    alone = place is not None and not place.others
+    if known:
+        assert mine is not None
+        if _more(mine, others, "gc") >= BORNE_OUT * lag.gap:
+            return _placed(
+                place,
+                ": Python collects garbage",
+                f"Python's collector takes {shown_ms(mine.a_step('gc'))} a step, "
+                f"{shown_ms(_usual(others, 'gc'))} on the others",
+                fix="Make fewer objects that refer to each other in the loop, call gc.freeze() "
+                "after setting up, or raise gc.set_threshold(); do so on all ranks.",
+            )
+        threads = integer(mine.record, "threads")
+        most = min(integer(each.record, "threads") for each in others)
+        if 0 < threads < most and not alone:
+            return Reason(
+                f": it computes with {threads} thread{'s' if threads > 1 else ''}, the others "
+                f"with {most}",
+                _location(mine.calls("set_num_threads")),
+                fix="Give all ranks as many threads: torch.set_num_threads() or OMP_NUM_THREADS.",
+            )
+        if works and FAULT * _more(mine, others, "minor") >= BORNE_OUT * lag.gap:
+            return _placed(
+                place,
+                ": it touches new memory" + _within(place),
+                f"{mine.a_step('minor'):.0f} page faults a step, "
+                f"{_usual(others, 'minor'):.0f} on the others",
+                fix="Keep large buffers from step to step instead of making new ones.",
+            )
+    if mine is not None and lag.phase == "data" and integer(mine.record, "children") and not works:
+        return _for_workers(mine, others, place)
+    if place is not None and not works and place.blocked("SD") >= BLOCKED:
+        return _waiting(mine, others, place)
+    if place is not None:
+        return _placed(place, f": it runs {place.function}()" if place.function else "")
+    return _elsewhere(lag, mine, others, works)
+
+
+def _waiting(mine: Profile | None, others: Sequence[Profile], place: Spot) -> Reason:
+    what = _awaited(place)
+    if mine is not None and place.blocked("D") >= AT_DISK:
+        what = "the disk"
+    if what in ("", "a file") and mine is not None and _more(mine, others, "major") >= 1:
+        what = "the disk"
+    if what == "sleep":
+        return _placed(place, ": it sleeps" + _within(place), fix=_WAIT_FIX[what])
+    words = f": it waits for {what}" if what else ": it waits"
+    evidence = []
+    if what in ("a file", "the disk") and mine is not None:
+        disk, moved = mine.a_step("disk"), mine.a_step("characters")
+        evidence.append(f"it reads and writes {_bytes(moved)} a step, {_bytes(disk)} of it on disk")
+    return _placed(place, words + _within(place), *evidence, fix=_WAIT_FIX.get(what, ""))
+
+
+def _for_workers(mine: Profile, others: Sequence[Profile], place: Spot | None) -> Reason:
+    """The training thread waits, and what it waits for is done by loader workers."""
+    busy, usual = mine.share("children_ran"), [each.share("children_ran") for each in others]
+    children = integer(mine.record, "children")
+    fact = f"its {children} child processes, workers among them, use {busy:.0%} of a core"
+    return _placed(
+        place,
+        ": it waits for its loader workers",
+        f"{fact}; those of the others {median(usual):.0%}" if usual else fact,
+        fix="Share the heavy samples out among the ranks, make them lighter, or use more loader "
+        "workers (num_workers) on all ranks.",
+    )
+
+
+def _elsewhere(lag: Lag, mine: Profile | None, others: Sequence[Profile], works: bool) -> Reason:
+    """No line stands out: all that the rank does takes longer, or what is not Python does."""
+    if mine is None or not others:
+        return Reason()
+    if works:
+        return Reason(
+            evidence=(
+                f"its training thread runs {shown_ms(lag.cpu)} a step longer, at the same lines "
+                "as the others: heavier data, or a slower core",
+            )
+        )
+    return Reason()
+
+
+def _crowded(run: Run, lag: Lag, mine: Profile | None, others: Sequence[Profile]) -> Reason:
+    """Others use its core, and only its core."""
+    evidence = [
+        f"it waits {shown_ms(lag.cores[0])} a step for a core to run on; the others "
+        f"{shown_ms(lag.cores[1])}"
+    ]
+    fix = (
+        "See what else runs on this machine, processes that the rank started included; run fewer "
+        "ranks, loader workers or threads (OMP_NUM_THREADS) than it has cores."
+    )
+    words = ", because other processes take its CPU core"
+    location = None
+    cores = mine.affinity if mine is not None else ()
+    if mine is not None and cores and any(cores != each.affinity for each in others):
+        numbers = f"core {cores[0]}" if len(cores) == 1 else f"{len(cores)} cores"
+        words += f": it is pinned to {numbers}"
+        fix = (
+            "Give the rank cores that nothing else uses, its own loader workers and threads "
+            "included (os.sched_setaffinity, taskset, numactl), or do not pin it."
+        )
+        location = _location(mine.calls("sched_setaffinity") or mine.calls("cpu_affinity"))
+    evidence += _neighbours(run, lag, cores)
+    return Reason(words, location, tuple(evidence), fix)
+
+
+def _neighbours(run: Run, lag: Lag, cores: Sequence[int]) -> list[str]:
+    """Who was seen on the cores of a rank."""
+    pids = {rank.status.pid for rank in run.last if rank.status is not None}
+    own = lag.rank.status.pid if lag.rank.status is not None else 0
+    found: list[str] = []
+    for record in run.supervisor:
+        busy = record.get("busy")
+        if record.get("kind") != "profile" or not isinstance(busy, list):
+            continue
+        for each in busy:
+            try:
+                pid, share, core, command = each
+                if pid != own and (not cores or core in cores) and len(found) < 3:
+                    who = "another rank, " if pid in pids else ""
+                    used = f"{float(share):.0%} of a core"
+                    found.append(f"also on its core: {who}{str(command)[:120]}, {used}")
+            except (TypeError, ValueError):
+                continue
+    return found
+
+
+def _workers_crowded(lag: Lag, mine: Profile, others: Sequence[Profile]) -> bool:
+    """Whether it waits for loader workers that are slow only for want of cores."""
+    if lag.phase != "data" or not integer(mine.record, "children"):
+        return False
+    ran, waited = mine.a_step("children_ran"), mine.a_step("children_waited")
+    return waited > BORNE_OUT * ran and ran < HEAVIER * _usual(others, "children_ran")
+
+
+def _placed(place: Spot | None, words: str, *evidence: str, fix: str = "") -> Reason:
+    """A reason with the line that was seen, if one was."""
+    if place is None:
+        return Reason(words, None, evidence, fix)
+    frame, branch = place.frame, place.by_rank
+    seen = (
+        f"{place.count} of {place.of} samples of its stack ({place.count / place.of:.0%}) are "
+        f"{_at(place)}; of the others' {place.others} of {place.of_others}"
+    )
+    facts = [seen]
+    at = frame
+    if branch is not None:
+        at = branch
+        facts.append(f"{_name(branch)} stands in a branch that the rank decides on")
+        fix = "Do this on the one rank less often, in a thread, or share it out among the ranks."
+    elif len(place.chain) > 1 and place.chain[-2].function != "<module>":
+        facts.append(f"called at {_name(place.chain[-2])}")
+    return Reason(words, _location(at), (*facts, *evidence), fix)
+
+
+def _location(frame: Frame | None) -> Location | None:
+    return None if frame is None else Location(frame.path, frame.line)
+
+
+def _at(place: Spot) -> str:
+    if place.count > place.at:
+        return f"in {place.function}(), {place.at} of them at {_name(place.frame)}"
+    return f"at {_name(place.frame)}{_within(place)}"
+
+
+def _name(frame: Frame) -> str:
+    return f"{os.path.basename(frame.path)}:{frame.line}"
+
+
+def _within(place: Spot | None) -> str:
+    return f" in {place.function}()" if place is not None and place.function else ""
+
+
+def _awaited(place: Spot) -> str:
+    """What a line waits for, as it and the function that it is in tell; empty if they do not."""
+    text = code_of([place.frame], place.taken).get(place.frame, "")
+    for pattern, what in _WORDS:
+        if pattern.search(text):
+            return "a process that it started" if what == "process" else what
+    files = [stack.waits[0] for stack in place.stacks]
+    known = next((_FILES[each] for each in files if each in _FILES), "")
+    return known or ("the network" if _SOCKET.search(text) else "")
+
+
+def _usual(others: Sequence[Profile], name: str) -> float:
+    return median(each.a_step(name) for each in others)
+
+
+def _more(mine: Profile, others: Sequence[Profile], name: str) -> float:
+    """What was counted in a step beyond what it is on the others."""
+    return mine.a_step(name) - _usual(others, name)
+
+
+def _asked(run: Run, rank: int) -> list[tuple[int, int]]:
+    """The numbers by which samples were asked for because of a rank, and when, newest first."""
+    return [
+        (integer(record, "asked"), integer(record, "time"))
+        for record in reversed(run.supervisor)
+        if record.get("kind") == "profile"
+        and record.get("rank") == rank
+        and record.get("restart") == run.restarts[-1]
+    ]
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "KB", "MB"):
+        if number < 1000:
+            return f"{number:.0f} {unit}"
+        number /= 1000
+    return f"{number:.1f} GB"
+
+
+def shown_ms(nanoseconds: float) -> str:
+    """A duration in milliseconds."""
+    milliseconds = nanoseconds / 1e6
+    return f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.1f} ms"

@@ -1,0 +1,307 @@
+"""What the ranks' fingerprints say together: since when, where and how far replicas differ."""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ddpdoctor.core.finding import Location
+from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.snapshot import Rank, Run
+
+PATIENCE = 2.5
+"""Seconds that a finding waits for what ranks were asked for; they are asked twice at most."""
+
+LOCAL = 1000
+"""Steps without an all-reduce that a local SGD may take until its first averaging."""
+
+AVERAGED = "post_localSGD"
+"""The communication hook under which replicas differ by design between two averagings."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that was equal on all ranks, or never, and differs from one step on.
+
+    Attributes:
+        equal: The last fingerprinted step after which it was equal, None if it never was.
+        first: The first one after which it differs.
+        seen: How many fingerprinted steps show it.
+    """
+
+    equal: int | None
+    first: int
+    seen: int
+
+    def within(self, step: int) -> bool:
+        """Whether what happened while a step was under way may be the cause."""
+        return (self.equal is None or step > self.equal) and step <= self.first
+
+    @property
+    def since(self) -> str:
+        """The bounds, in words."""
+        if self.equal is None or self.first == self.equal + 1:
+            return f"since step {self.first}"
+        return f"since a step from {self.equal + 1} to {self.first}"
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A DDP module on the ranks that share it."""
+
+    module: int
+    type: str
+    ranks: tuple[Rank, ...]
+    names: tuple[str, ...]
+    over: bool
+    """No more will be written."""
+    asked: bool = False
+    """Ranks were asked a moment ago for elements of tensors that differ."""
+
+    @cached_property
+    def prints(self) -> dict[int, dict[int, Record]]:
+        """Fingerprints by rank and step."""
+        return {
+            rank.rank: {
+                integer(record, "step"): record
+                for record in rank.of_kind("fingerprint")
+                if record.get("module") == self.module
+            }
+            for rank in self.ranks
+        }
+
+    @cached_property
+    def steps(self) -> tuple[int, ...]:
+        """The steps of which all ranks have a fingerprint, after as many synchronized forwards."""
+        prints = list(self.prints.values())
+        common = set.intersection(*(set(each) for each in prints))
+        return tuple(
+            step
+            for step in sorted(common)
+            if len({integer(each[step], "armed") for each in prints}) == 1
+        )
+
+    def values(self, step: int, key: str) -> dict[int, object]:
+        """What the ranks wrote under a key; empty unless all of them did."""
+        found = {rank: each[step].get(key) for rank, each in self.prints.items()}
+        return {} if any(value is None for value in found.values()) else found
+
+    def difference(self, key: str, heals: bool = True) -> Difference | None:
+        """Since when a value differs, if it still does and this is borne out by a second look.
+
+        Replicas that become equal again (``heals``), be it between two steps, are averaged on
+        purpose.
+        """
+        compared = [
+            (step, len({repr(value) for value in values.values()}) > 1)
+            for step in self.steps
+            if (values := self.values(step, key))
+        ]
+        first = next((index for index, (_, differs) in enumerate(compared) if differs), None)
+        if first is None:
+            return None
+        later = [differs for _, differs in compared[first:]]
+        if heals and (not all(later) or together(self.ranks, self.module, compared[first][0])):
+            return None
+        if sum(later) < 2 and not self.over:
+            return None
+        return Difference(compared[first - 1][0] if first else None, compared[first][0], sum(later))
+
+    def lasts(self, difference: Difference) -> bool:
+        """Whether a difference of a live job is no pause between two averagings.
+
+        Without an all-reduce replicas differ at once; whoever means it so averages them later.
+        """
+        before = -1 if difference.equal is None else difference.equal
+        armed = [
+            integer(each[difference.first], "armed")
+            - (integer(each[before], "armed") if before in each else 0)
+            for each in self.prints.values()
+        ]
+        reduced = min(armed) >= difference.first - before
+        return self.over or reduced or self.steps[-1] - difference.first >= LOCAL
+
+    def odd(self, step: int, key: str) -> tuple[int, ...]:
+        """The ranks that have another value than most; none where there is no majority."""
+        return odd(self.values(step, key))
+
+    def rich(self, since: int = 0) -> Iterator[tuple[int, dict[int, list[tuple[int, float]]]]]:
+        """The rich fingerprints from a step on: per rank, hash and norm of each tensor."""
+        for step in self.steps:
+            if step >= since and (packed := self.values(step, "detail")):
+                yield step, {rank: unpacked(str(text)) for rank, text in packed.items()}
+
+    @cached_property
+    def apart(self) -> tuple[Apart, ...]:
+        """How far tensors are apart, by the elements that all ranks wrote of the same step."""
+        told = [
+            {
+                (integer(record, "step"), integer(record, "armed")): record
+                for record in rank.of_kind("elements")
+                if record.get("module") == self.module
+            }
+            for rank in self.ranks
+        ]
+        common = set.intersection(*(set(each) for each in told))
+        return tuple(
+            apart
+            for key in sorted(common)
+            for apart in self._compared(key[0], [_tensors_of(each[key]) for each in told])
+        )
+
+    def _compared(self, step: int, told: list[dict[int, list[Any]]]) -> Iterator[Apart]:
+        ranks = [rank.rank for rank in self.ranks]
+        for index in sorted(set.intersection(*(set(each) for each in told))):
+            values = [elements(each[index]) for each in told]
+            lengths = {len(each) for each in values}
+            counts = {each[index][0] for each in told}
+            if index < len(self.names) and len(lengths) == len(counts) == 1 and lengths != {0}:
+                yield _apart(self.names[index], step, counts.pop(), values, ranks)
+
+
+def together(ranks: Sequence[Rank], module: int, since: int) -> bool:
+    """Whether a module's replicas were made equal by collectives after a step, or may have been."""
+    seen = [
+        {
+            (integer(record, "step"), integer(record, "armed")): record.get("parameters")
+            for record in rank.of_kind("together")
+            if record.get("module") == module and integer(record, "step") >= since
+        }
+        for rank in ranks
+    ]
+    if not seen:
+        return False
+    common = set.intersection(*(set(each) for each in seen))
+    # A rank that could not pay for the look has only said that there was something to see.
+    return any(
+        len(hashes) == 1 or None in hashes
+        for hashes in ({each[key] for each in seen} for key in common)
+    )
+
+
+@dataclass(frozen=True)
+class Apart:
+    """How far a tensor is apart between ranks.
+
+    Attributes:
+        name: The tensor.
+        step: The step after which.
+        most: The largest difference of two finite elements at the same place; 0 if none differ.
+        ranks: The two ranks that it is between.
+        looked: How many elements were looked at.
+        count: How many the tensor has.
+    """
+
+    name: str
+    step: int
+    most: float
+    ranks: tuple[int, int]
+    looked: int
+    count: int
+
+
+def _apart(
+    name: str, step: int, count: int, values: list[tuple[float, ...]], ranks: list[int]
+) -> Apart:
+    most, between = 0.0, (ranks[0], ranks[0])
+    for place in zip(*values, strict=True):
+        finite = [pair for pair in zip(place, ranks, strict=True) if math.isfinite(pair[0])]
+        if len(finite) < 2:
+            continue
+        (low, below), (high, above) = min(finite), max(finite)
+        if high - low > most:
+            most, between = high - low, (min(below, above), max(below, above))
+    return Apart(name, step, most, between, len(values[0]), count)
+
+
+def _tensors_of(record: Record) -> dict[int, list[Any]]:
+    """The tensors of a record of elements: by place, what was packed."""
+    return {
+        each[0]: each[1:]
+        for each in list_of(record, "tensors")
+        if isinstance(each, list) and len(each) == 4 and all(type(n) is int for n in each[:2])
+    }
+
+
+def elements(packed: list[Any]) -> tuple[float, ...]:
+    """The elements that a rank packed; empty if they are damaged."""
+    _, letter, text = packed
+    size = {"f": 4, "d": 8}.get(letter)
+    try:
+        data = base64.b64decode(text)
+        return struct.unpack(f"<{len(data) // (size or 1)}{letter}", data) if size else ()
+    except (ValueError, TypeError, struct.error):
+        return ()
+
+
+def odd(values: Mapping[int, object]) -> tuple[int, ...]:
+    """The ranks that have another value than more than half of them."""
+    counted = Counter(repr(value) for value in values.values()).most_common(1)
+    if not counted or 2 * counted[0][1] <= len(values):
+        return ()
+    return tuple(sorted(rank for rank, value in values.items() if repr(value) != counted[0][0]))
+
+
+def unpacked(text: str) -> list[tuple[int, float]]:
+    """The hashes and norms of a rich fingerprint."""
+    try:
+        return list(struct.iter_unpack("<If", base64.b64decode(text)))
+    except (ValueError, struct.error):
+        return []
+
+
+def replicas(run: Run) -> Iterator[Replica]:
+    """The DDP modules that several ranks of the last attempt share."""
+    shared: dict[tuple[int, tuple[int, ...]], dict[int, tuple[Rank, Record]]] = {}
+    for rank in run.last:
+        told = {integer(record, "module"): record for record in rank.of_kind("tensors")}
+        for module, record in told.items():
+            group = group_of(record)
+            if rank.rank in group and AVERAGED not in str(record.get("hook")):
+                shared.setdefault((module, group), {})[rank.rank] = (rank, record)
+    for (module, _), members in sorted(shared.items()):
+        names = [tuple(map(str, list_of(record, "names"))) for _, record in members.values()]
+        if len(members) < 2 or len(set(names)) > 1:
+            continue
+        first = next(iter(members.values()))[1]
+        ranks = tuple(rank for rank, _ in members.values())
+        over = run.exit_status is not None or all(rank.ended for rank in ranks)
+        asked = not over and any(
+            record.get("kind") == "suspicion"
+            and record.get("module") == module
+            and record.get("restart") == run.restarts[-1]
+            and run.taken - integer(record, "time") < PATIENCE * 1e9
+            for record in run.supervisor
+        )
+        yield Replica(module, str(first.get("type", "")), ranks, names[0], over, asked)
+
+
+def group_of(record: Record) -> tuple[int, ...]:
+    """The ranks that share what a record is about."""
+    return tuple(each for each in list_of(record, "group") if isinstance(each, int))
+
+
+def list_of(record: Record, key: str) -> list[Any]:
+    """A list of a record that may be damaged."""
+    value = record.get(key)
+    return value if isinstance(value, list) else []
+
+
+def site(rank: Rank, phase: str) -> Location | None:
+    """The first line at which a rank entered a phase."""
+    for record in rank.of_kind("site"):
+        if record.get("phase") == phase and record.get("path"):
+            return Location(str(record["path"]), integer(record, "line"))
+    return None
+
+
+def place(record: Record) -> Location | None:
+    """The line that a record names."""
+    path = record.get("path")
+    return Location(str(path), integer(record, "line")) if path else None

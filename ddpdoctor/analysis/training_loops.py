@@ -1,0 +1,233 @@
+"""What each rank did in a training loop, and where in the source that loop stands."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ddpdoctor.analysis.endings import PATIENCE
+from ddpdoctor.analysis.hang_snapshot import location
+from ddpdoctor.analysis.sources import Loop, Source, source_of
+from ddpdoctor.core.finding import Location
+from ddpdoctor.probe.hooks.ddp import BUFFERS
+from ddpdoctor.run.record import Phase, Record, integer
+from ddpdoctor.run.snapshot import Rank, Run
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one rank did in one training loop, as far as it told."""
+
+    rank: Rank
+    record: Record
+    stuck: bool
+    """The rank is, or was when it died, in a collective that does not end."""
+
+    @cached_property
+    def state(self) -> str:
+        """``ended``, ``left`` or ``failed``; else the loop goes on."""
+        told = str(self.record.get("state"))
+        if not self.told:
+            if self._behind:
+                return "left"
+            return "failed" if self.died else told
+        error = next(self.rank.of_kind("error"), None)
+        if error is None or told not in ("left", "failed"):
+            return told
+        lines = [Location(str(each[0]), each[1]) for each in error.get("user_frames") or ()]
+        left_at = places(self.record.get("left_at"))
+        if left_at:
+            # An exception lets go of the iterator, too, and is told when it has come to the top.
+            return "failed" if _contains(lines, left_at[::-1]) else "left"
+        place = place_of(self.frames)
+        # The iterator may have outlived its loop, as that of persistent workers does.
+        inside = place is None or any(
+            each.path == place.path and place.runs_at(each.line) for each in lines
+        )
+        return "failed" if told == "failed" and inside else "left"
+
+    @property
+    def told(self) -> bool:
+        """Whether the rank told how the loop was over."""
+        return "fetched" in self.record
+
+    @property
+    def died(self) -> bool:
+        """Whether native code or a signal ended the process: nothing more was told."""
+        status = self.rank.status
+        if self.told or self.rank.exit is None or status is None or status.unwritten:
+            return False
+        return self.rank.ended is None and not any(self.rank.of_kind("error"))
+
+    @property
+    def _behind(self) -> bool:
+        """Whether it was left by an iterator that outlives it: the rank is in a call behind it."""
+        place = place_of(self.frames) if self.died or self.stuck else None
+        calls = self.rank.ring.collectives if place is not None and self.rank.ring else ()
+        if place is None or not calls or calls[-1].ended or calls[-1].asynchronous:
+            return False
+        function = place.source.scope(place.loop.lineno)
+        chain = (location(each) for each in (calls[-1].site, *calls[-1].callers))
+        here = [
+            at.line
+            for at in chain
+            if at is not None and at.path == place.path and place.source.scope(at.line) is function
+        ]
+        return bool(here) and not place.runs_at(here[0])
+
+    @property
+    def closed(self) -> bool:
+        """Whether the loop is over."""
+        return self.state in ("ended", "left", "failed")
+
+    @property
+    def before(self) -> int:
+        """Reduced backwards that the rank had begun before the loop."""
+        return integer(self.record, "before")
+
+    @property
+    def fetched(self) -> int | None:
+        """Batches that it took, once the loop is over; at least so many if that was not told."""
+        if not self.closed:
+            return None
+        if not self.told:
+            return (self.reached or 0) + len(self.idle)
+        return integer(self.record, "fetched")
+
+    @property
+    def reached(self) -> int | None:
+        """Reduced backwards begun in the loop, or on their way; None if not known for sure."""
+        status = self.rank.status
+        if self.state in ("ended", "left") and self.told:
+            return integer(self.record, "after") - self.before
+        if self.told:
+            error = next(self.rank.of_kind("error"), {})
+            return integer(self.record, "after") - self.before + _in_broadcast(error)
+        if status is None or not (self.stuck or self.died):
+            return None
+        return status.reduced - self.before + (status.collective == BUFFERS)
+
+    @property
+    def step(self) -> int:
+        """The step in which the loop was over, or under way."""
+        status = self.rank.status
+        return integer(self.record, "step") if self.told or status is None else status.step
+
+    @property
+    def idle(self) -> dict[int, tuple[int, bool]]:
+        """Batches without a backward: in which step, and whether there was a forward."""
+        told = self.record.get("idle")
+        return {each[0]: (each[1], each[2]) for each in told} if isinstance(told, list) else {}
+
+    @property
+    def time(self) -> int:
+        """Unix nanoseconds of what was told last."""
+        return integer(self.record, "time")
+
+    @property
+    def frames(self) -> list[Location]:
+        """The lines that led to the first batch, innermost first."""
+        return places(self.record.get("frames"))
+
+
+@dataclass(frozen=True)
+class Place:
+    """The ``for`` that took the batches, and the loops around it, in its function or a caller's."""
+
+    path: str
+    source: Source
+    loop: ast.For
+    outer: tuple[tuple[str, Source, Loop], ...]
+
+    @property
+    def location(self) -> Location:
+        """The line of the loop."""
+        return Location(self.path, self.loop.lineno)
+
+    def runs_at(self, line: int) -> bool:
+        """Whether a line is in the loop, or takes its next batch."""
+        return self.loop.lineno <= line <= (self.loop.end_lineno or 0)
+
+    def counts_on(self, location: Location) -> bool:
+        """Whether nothing but a statement, and the ends of loops, says how many steps there are."""
+        loops = [(self.path, self.source, self.loop), *self.outer]
+        exits = [
+            Location(path, each.lineno)
+            for path, source, loop in loops
+            for each in source.exits(loop)
+        ]
+        return all(each == location for each in exits) and not any(
+            isinstance(loop, ast.While) for _, _, loop in loops
+        )
+
+
+def traces_of(rank: Rank, run: Run) -> Iterator[Trace]:
+    """The loops of a rank, in the order in which they began."""
+    told: dict[int, Record] = {}
+    for record in rank.of_kind("loop"):
+        number = integer(record, "loop", -1)
+        told[number] = {**told.get(number, {}), **record}
+    for record in told.values():
+        if isinstance(record.get("before"), int) and record.get("frames"):
+            yield Trace(rank, record, _stuck(rank, run))
+
+
+def place_of(frames: Sequence[Location]) -> Place | None:
+    """The loop that took the batches: that of the innermost line which drives one."""
+    for depth, at in enumerate(frames):
+        source = source_of(at.path)
+        loop = source.driven_at(at.line) if source is not None else None
+        if source is None or loop is None:
+            continue
+        outer = [(at.path, source, each) for each in source.around(at.line)]
+        for caller in frames[depth + 1 :]:
+            above = source_of(caller.path)
+            if above is not None:
+                outer += [(caller.path, above, each) for each in above.around(caller.line)]
+        return Place(at.path, source, loop, tuple(outer))
+    return None
+
+
+def places(told: object) -> list[Location]:
+    """Lines of code from a record."""
+    if not isinstance(told, list):
+        return []
+    return [Location(str(path), int(line)) for path, line in told]
+
+
+def same_loop(one: Trace, other: Trace) -> bool:
+    """Whether two ranks came to a loop after as many steps."""
+    return one.frames == other.frames and one.before == other.before
+
+
+def trained_on(batch: int, others: Sequence[Trace]) -> bool:
+    """Whether some rank trained on the batch, as far as that is known."""
+    return any(
+        batch not in each.idle
+        and (each.fetched is None or each.fetched > batch)
+        and (each.state == "ended" or (each.reached or 0) > 0)
+        for each in others
+    )
+
+
+def _contains(lines: Sequence[Location], part: Sequence[Location]) -> bool:
+    """Whether some lines follow each other in a traceback."""
+    return any(lines[at : at + len(part)] == part for at in range(len(lines)))
+
+
+def _in_broadcast(error: Record) -> bool:
+    """Whether a rank failed in DDP's broadcast in front of a forward."""
+    return error.get("collective") == BUFFERS
+
+
+def _stuck(rank: Rank, run: Run) -> bool:
+    """Whether a rank is in one collective for long, or was when it died."""
+    status = rank.status
+    if status is None or status.phase not in (Phase.BACKWARD, Phase.WAIT):
+        return False
+    until = run.taken if run.exit_status is None else status.since
+    if rank.exit is not None:
+        until = integer(rank.exit, "time")
+    return run.waits_for(rank, until) > PATIENCE

@@ -1,0 +1,92 @@
+"""Faults of ddpdoctor's own: each ends the part that it is in, and is said once."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
+
+from ddpdoctor import __version__
+from ddpdoctor.run.record import Record
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_PLACES = 4
+"""Lines of ours, innermost first, that the record of a fault names."""
+_SHOWN = 3
+_MOST = 200
+"""Characters of an exception that are shown: it may hold what the job wrote."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Faults:
+    """Which parts failed: the codes of rules, and the names of what else looks at a job.
+
+    Args:
+        say: Says a line that a person has to see.
+        rest: What becomes of all else, for that line.
+    """
+
+    def __init__(
+        self, say: Callable[[str], None], rest: str = "the job and all other checks go on"
+    ) -> None:
+        self._say = say
+        self._rest = rest
+        self._broken: set[str] = set()
+        self._records: list[Record] = []
+
+    def __contains__(self, part: str) -> bool:
+        return part in self._broken
+
+    def guarded(
+        self, part: str, look: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T | None:
+        """What ``look`` returns; None if it failed now, or ``part`` did before."""
+        if part in self._broken:
+            return None
+        try:
+            return look(*args, **kwargs)
+        except Exception as error:
+            self.failed([(part, error)])
+        return None
+
+    def failed(self, parts: Sequence[tuple[str, Exception]]) -> None:
+        """These failed: they end, and all of them are said in one line."""
+        fresh = [(part, error) for part, error in parts if part not in self._broken]
+        if not fresh:
+            return
+        for part, error in fresh:
+            self._broken.add(part)
+            told = {"part": part, "error": repr(error)[:_MOST], "places": places(error)}
+            self._records.append({"kind": "fault", "time": time.time_ns(), **told})
+        self._say(f"warning: {words(fresh)}; {self._rest}")
+
+    def take(self) -> list[Record]:
+        """The records of what failed since the last call, for a journal."""
+        taken, self._records = self._records, []
+        return taken
+
+
+def words(parts: Sequence[tuple[str, Exception]]) -> str:
+    """What failed and where, and that it should be reported."""
+    names = [part for part, _ in parts]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    error = parts[0][1]
+    where = "".join(f" at {place}" for place in places(error)[:1])
+    return (
+        f"internal error in {', '.join(names[:_SHOWN])}{more}: {repr(error)[:_MOST]}{where} "
+        f"(ddpdoctor {__version__}; please report this line)"
+    )
+
+
+def places(error: Exception) -> list[str]:
+    """The lines of ours that an exception came through, innermost first."""
+    ours = [
+        f"{frame.filename.removeprefix(_PACKAGE)}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename.startswith(_PACKAGE)
+    ]
+    return ours[: -_PLACES - 1 : -1]

@@ -1,0 +1,117 @@
+"""Where a debugger attaches to the ranks of a live run, and what each of them does."""
+
+from __future__ import annotations
+
+import getpass
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpdoctor.debug import debug_ports
+from ddpdoctor.debug.vscode import launch_json
+from ddpdoctor.run.record import Record, Status, integer
+from ddpdoctor.run.snapshot import Run
+
+
+@dataclass(frozen=True)
+class Point:
+    """A rank's port, and its state in a few words."""
+
+    rank: int
+    port: int
+    pid: int | None
+    state: str
+
+
+def points(run: Run) -> list[Point]:
+    """The points of a run, ascending by rank."""
+    return [
+        Point(rank, integer(record, "port"), record.get("pid"), _state(run, rank, record))
+        for rank, record in sorted(run.debug_states.items())
+    ]
+
+
+def _state(run: Run, rank: int, record: Record) -> str:
+    """What a rank does, in a few words."""
+    state = record.get("state")
+    place = short(str(record.get("place") or f"{record.get('path')}:{record.get('line')}"))
+    if state == "gone":
+        return "ended"
+    if state == "waits":
+        return f"waits for a debugger at {place}"
+    if state == "stopped":
+        return "stands in the debugger" + (f" at {place}" if record.get("place") else "")
+    status = next((each.status for each in run.last if each.rank == rank), None)
+    doing = _doing(status) if status is not None else "starting"
+    return f"in the debugger, {doing}" if state in ("attached", "running") else doing
+
+
+def _doing(status: Status) -> str:
+    what = status.collective or status.phase.label
+    return f"step {status.step}, {what}" + (f" ({short(status.site)})" if status.site else "")
+
+
+def short(place: str) -> str:
+    """``path:line``, relative to the working directory where it lies below it."""
+    path, colon, line = place.rpartition(":")
+    relative = os.path.relpath(path) if path else ""
+    return f"{path if relative.startswith('..') else relative}{colon}{line}"
+
+
+def is_debugged(run: Run) -> bool:
+    """Whether the run was started with debug ports."""
+    return isinstance(run.manifest.get("debug"), dict)
+
+
+def label(run: Run) -> str:
+    """What tells the run's entries in launch.json from those of another live run."""
+    return str(run.manifest["debug"].get("label") or "")
+
+
+def tunnel(run: Run) -> str:
+    """The line that brings the run's ports to another machine."""
+    host = str(run.manifest.get("host", "HOST"))
+    there = debug_ports.reachable(str(run.manifest["debug"]["host"]))
+    there = f"[{there}]" if ":" in there else there
+    forwards = " ".join(f"-L {near}:{there}:{far}" for near, far in _ends(run))
+    return f"ssh -N {forwards} {getpass.getuser()}@{host}"
+
+
+def _ends(run: Run) -> list[tuple[int, int]]:
+    """Local and remote ports of a tunnel: ranks of several nodes do not share a local one."""
+    ports = run.manifest["debug"]["ports"]
+    found = points(run)
+    if not found:
+        return [(port, port) for port in ports]
+    return [(ports[0] + point.rank, point.port) for point in found]
+
+
+def write(
+    runs: Sequence[Run],
+    workspace: Path,
+    *,
+    mappings: Sequence[launch_json.PathMapping] = (),
+    through_tunnel: bool = False,
+) -> bool:
+    """Put the ranks of runs into the workspace's launch.json; whether it changed.
+
+    Raises:
+        DoctorError: The file cannot be edited; it is as it was.
+    """
+    labels = [label(run) for run in runs]
+    changed = False
+    for run, own in zip(runs, labels, strict=True):
+        host = debug_ports.reachable(str(run.manifest["debug"]["host"]))
+        ports = {point.rank: point.port for point in points(run)}
+        if through_tunnel:
+            host = debug_ports.LOOPBACK
+            ports = dict(zip(ports, (end for end, _ in _ends(run)), strict=True))
+        changed |= launch_json.update(
+            workspace,
+            [launch_json.AttachPoint(rank, host, port) for rank, port in ports.items()],
+            label=own,
+            others=set(labels) - {own},
+            mappings=mappings,
+        )
+    return changed

@@ -1,0 +1,121 @@
+"""The ports at which debuggers attach: one per rank of this node, in one block."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import socket
+from dataclasses import dataclass
+
+from ddpdoctor.core.errors import DoctorError
+
+DEFAULT_PORT = 5678
+LOOPBACK = "127.0.0.1"
+_LAST = 65535
+_ATTEMPTS = 200
+
+
+@dataclass(frozen=True)
+class Ports:
+    """A block of listening sockets.
+
+    Attributes:
+        host: The address they are bound to.
+        listeners: One per local rank, ascending by port, with no port left out in between.
+        moved: Whether the block that was asked for was taken.
+    """
+
+    host: str
+    listeners: tuple[socket.socket, ...]
+    moved: bool
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The port numbers, by local rank."""
+        return tuple(listener.getsockname()[1] for listener in self.listeners)
+
+    def close(self) -> None:
+        """Stop listening."""
+        for listener in self.listeners:
+            listener.close()
+
+
+def bind_block(host: str, first: int, count: int) -> Ports:
+    """Take the first free block of ``count`` ports at or after ``first``.
+
+    Args:
+        host: The address to bind to.
+        first: The port of local rank 0; 0 for any free block.
+        count: Number of ports.
+
+    Raises:
+        DoctorError: There is no such block, or the address is not one of this machine.
+    """
+    start = first or _any_port(host)
+    for attempt in range(_ATTEMPTS):
+        at = start + attempt * count
+        if at + count - 1 > _LAST:
+            break
+        listeners = _bind(host, at, count)
+        if listeners is not None:
+            return Ports(host, listeners, moved=bool(first) and attempt > 0)
+    raise DoctorError(
+        f"no {count} free ports in a row from {start} on",
+        "name another start with --debug-port PORT, or leave the debugger out with --no-debug",
+    )
+
+
+def _bind(host: str, at: int, count: int) -> tuple[socket.socket, ...] | None:
+    """Listen on ports ``at`` and following; None if one of them is taken."""
+    with contextlib.ExitStack() as undo:
+        listeners = []
+        for port in range(at, at + count):
+            listener = _listen(host, port)
+            if listener is None:
+                return None
+            undo.callback(listener.close)
+            listeners.append(listener)
+        undo.pop_all()
+        return tuple(listeners)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def reachable(host: str) -> str:
+    """Where a client connects for ports that are bound to ``host``."""
+    return {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
+
+
+def _listen(host: str, port: int) -> socket.socket | None:
+    try:
+        # `create_server` sets SO_REUSEADDR: sessions that ended a moment ago do not block a port.
+        return socket.create_server((host, port), family=_family(host), backlog=4)
+    except OSError as error:
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            return None
+        raise DoctorError(
+            f"cannot listen on {host}: {error.strerror or error}",
+            "--debug-host needs an address of this machine",
+        ) from None
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _any_port(host: str) -> int:
+    listener = _listen(host, 0)
+    if listener is None:
+        raise DoctorError(f"no port of {host} is free")
+    with listener:
+        port: int = listener.getsockname()[1]
+    return port

@@ -1,0 +1,102 @@
+"""A run's entries in the editor's launch.json, which several live runs may share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.debug.debug_ports import reachable
+from ddpdoctor.debug.vscode import launch_json
+from ddpdoctor.debug.vscode.files import current_directory, find_workspace, locked
+from ddpdoctor.run import rundir
+from ddpdoctor.supervise.command import OwnOptions
+
+
+class Editor:
+    """Writes the attach configurations of one run.
+
+    The first live run of a workspace has the plain names; one that starts beside it has its script
+    and port in its names.
+
+    Args:
+        own: ``no_vscode``, ``workspace`` and ``path_map`` are used.
+        script: What the run is called.
+
+    Raises:
+        DoctorError: The workspace that was named is no directory.
+    """
+
+    def __init__(self, own: OwnOptions, script: str) -> None:
+        self.workspace: Path | None = None
+        if not own.no_vscode:
+            self.workspace = find_workspace(current_directory(), own.workspace)
+        self._mappings = [launch_json.PathMapping(*pair) for pair in own.path_map]
+        self._script = script
+        self.label = ""
+        """What tells this run's names from another live run's; empty for the only one."""
+
+    def configuration(self, rank: int) -> str:
+        """The name of a rank's attach configuration."""
+        return launch_json.rank_name(rank, self.label)
+
+    @property
+    def compound(self) -> str:
+        """The name of the compound that attaches to all ranks."""
+        return launch_json.compound_name(self.label)
+
+    def claim(self, directory: Path, port: int) -> None:
+        """Choose the label: the plain names belong to the first live run of the workspace."""
+        if self.workspace is None:
+            return
+        try:
+            with locked(self.workspace):
+                claims = _claims(self.workspace)
+                if any(claim["label"] == "" for claim in claims):
+                    self.label = f"{self._script} :{port}"
+                claims.append({"label": self.label, "directory": str(directory)})
+                file = _claims_file(self.workspace)
+                fresh = file.with_name(file.name + ".new")
+                fresh.write_text(json.dumps(claims))
+                os.replace(fresh, file)
+        except (OSError, DoctorError):
+            # Without a place to say so, the names are the plain ones.
+            return
+
+    def write(self, host: str, ports: dict[int, int]) -> None:
+        """Make launch.json hold the configurations of these ranks.
+
+        Args:
+            host: Where the ports are.
+            ports: Port by global rank.
+
+        Raises:
+            DoctorError: The file cannot be changed; it was left as it is.
+        """
+        if self.workspace is None:
+            return
+        points = [
+            launch_json.AttachPoint(rank, reachable(host), port)
+            for rank, port in sorted(ports.items())
+        ]
+        others = {claim["label"] for claim in _claims(self.workspace)} - {self.label}
+        launch_json.update(
+            self.workspace, points, label=self.label, others=others, mappings=self._mappings
+        )
+
+
+def _claims_file(workspace: Path) -> Path:
+    name = hashlib.sha256(os.fsencode(workspace.resolve())).hexdigest()[:16]
+    return rundir.private_base() / f"vscode-{name}.json"
+
+
+def _claims(workspace: Path) -> list[dict[str, Any]]:
+    """The live runs that have entries in this workspace's launch.json."""
+    try:
+        claims = json.loads(_claims_file(workspace).read_text())
+        return [claim for claim in claims if rundir.is_live(Path(claim["directory"]))]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []

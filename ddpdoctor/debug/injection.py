@@ -1,0 +1,135 @@
+"""The debug port of a Python process that was started without ddpdoctor; gdb brings debugpy there.
+
+The port is ours, as those of a run are: debugpy's own would be open to every user of the machine,
+and between the choice of a free port and debugpy's taking it another process could have it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.debug import debug_ports
+from ddpdoctor.debug.gateway import Gateway
+from ddpdoctor.run.record import Record
+
+JOINS = 60.0
+"""Seconds for the process to connect to us once gdb has let it go."""
+
+_ROOT = str(Path(__file__).parents[2])
+
+_INJECT = """
+import os, sys
+import debugpy.server
+import pydevd
+sys.path.append(os.path.join(os.path.dirname(pydevd.__file__), "pydevd_attach_to_process"))
+from add_code_to_python_process import run_python_code
+run_python_code(int(sys.argv[1]), sys.argv[2], connect_debugger_tracing=False)
+"""
+
+_JOIN = """
+import sys
+before = list(sys.path)
+sys.path[:0] = {paths!r}
+try:
+    from ddpdoctor.probe import injected
+    injected.join({directory!r})
+finally:
+    sys.path[:] = before
+"""
+
+
+def serve(pid: int, first_port: int, say: Callable[[str], None]) -> None:
+    """Open a debug port for a process and serve it until the process ends, or Ctrl-C.
+
+    Args:
+        pid: A Python process of this user.
+        first_port: The port, or the first after it that is free.
+        say: Takes lines for the person.
+
+    Raises:
+        DoctorError: debugpy could not be brought there, or no port is free.
+    """
+    ports = debug_ports.bind_block(debug_ports.LOOPBACK, first_port, 1)
+    gateway = Gateway(
+        ports, unidentified=False, gate=None, ends_job=False, hold_errors=False, expected=1
+    )
+    news = threading.Event()
+    with tempfile.TemporaryDirectory(prefix="ddpdoctor-attach-") as directory:
+        try:
+            gateway.open(Path(directory))
+            gateway.start(news.set)
+            _inject(pid, directory)
+            if not _happens("ready", gateway, news, say, JOINS):
+                raise DoctorError(f"process {pid} did not load debugpy", _WHERE)
+            say(
+                f"process {pid}: attach to {ports.host}:{ports.numbers[0]}; "
+                "the port is open until Ctrl-C here"
+            )
+            _happens("gone", gateway, news, say, None)
+            say(f"process {pid} has ended")
+        except KeyboardInterrupt:
+            say(f"the port is closed; process {pid} goes on")
+        finally:
+            gateway.stop()
+
+
+_WHERE = "what kept it from it stands on its own stderr"
+
+
+def _happens(
+    state: str,
+    gateway: Gateway,
+    news: threading.Event,
+    say: Callable[[str], None],
+    timeout: float | None,
+) -> bool:
+    """Wait for a state; whether it came in time."""
+    while news.wait(timeout):
+        news.clear()
+        for record in gateway.take():
+            if record["state"] == "refused":
+                say(_refused(record))
+            elif record["state"] == state:
+                return True
+    return False
+
+
+def _refused(record: Record) -> str:
+    who = f"uid {record['uid']}" if record["uid"] is not None else f"a client ({record['why']})"
+    return f"refused: {who}"
+
+
+def _inject(pid: int, directory: str) -> None:
+    """Have the process connect to our control socket.
+
+    Raises:
+        DoctorError: gdb could not do it.
+    """
+    import debugpy
+
+    debugpys = os.path.dirname(os.path.dirname(debugpy.__file__))
+    source = _JOIN.format(paths=[_ROOT, debugpys], directory=directory)
+    # It goes through gdb's command line, where quotes and line ends would not come through.
+    code = f"exec(bytes({list(source.encode())}).decode(),{{}})".replace(" ", "")
+    done = subprocess.run(
+        [sys.executable, "-c", _INJECT, str(pid), code],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYDEVD_DISABLE_FILE_VALIDATION": "1"},
+    )
+    refused = [line for line in done.stdout.splitlines() if "ptrace" in line or "No symbol" in line]
+    if done.returncode != 0 or refused:
+        reason = refused[0].strip() if refused else "gdb could not attach"
+        raise DoctorError(
+            f"debugpy could not be injected into {pid}: {reason}",
+            "ptrace must be allowed: run as the same user, see /proc/sys/kernel/yama/ptrace_scope",
+        )

@@ -1,0 +1,143 @@
+"""Whether a checkpoint can be written where the job will write it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.preflight.check import Outcome, check, judged, skipped
+from ddpdoctor.preflight.deadline import bounded
+from ddpdoctor.preflight.situation import Situation
+from ddpdoctor.preflight.sizes import GIB, MIB, shown
+
+LEAST = 1 * GIB
+"""Free space under which not even a small model's checkpoint is safe."""
+
+PATIENCE = 6.0
+"""Seconds until a file system counts as one that does not answer."""
+
+SAMPLE = 1 * MIB
+
+
+@check("checkpoint-dir", "DDP010")
+def checkpoint_dir(situation: Situation) -> Outcome:
+    """The folder for checkpoints cannot be written, has no room, or does not answer.
+
+    What it finds
+        A folder that does not exist or may not be written, in which a file cannot be written,
+        synchronized to the disk and renamed over another, with under 1 GiB or no inodes free, or
+        whose file system does not answer within 6 s.
+
+    Why it is bad
+        The job trains until its first checkpoint, and loses everything in it: rank 0 fails, or
+        waits for a dead file server, while the others wait for rank 0.
+
+    How to fix it
+        As the message says: make the folder, free space, or choose another one.
+
+    Example
+        Wrong: `--checkpoint-dir /scratch/user/run` on a node where /scratch is not mounted.
+        Right: a folder that every node has mounted.
+
+    When it stays silent
+        When a file could really be written and renamed there. Without --checkpoint-dir nothing is
+        tested, which is said.
+
+    Since
+        0.1.0
+    """
+    folder = situation.options.checkpoint_dir
+    if folder is None:
+        return skipped("no folder named: --checkpoint-dir DIR tests it")
+    try:
+        problem, free, inodes = bounded(lambda: _try(folder), PATIENCE)
+    except TimeoutError:
+        return judged(f"{folder} does not answer", [_dead(folder)])
+    detail = f"wrote, synchronized and renamed {shown(SAMPLE)}; {shown(free)} free"
+    return judged(problem or detail, _findings(folder, problem, free, inodes))
+
+
+def _try(folder: Path) -> tuple[str, int, int]:
+    """What went wrong, bytes free, and inodes free (-1 if there is no such number)."""
+    try:
+        facts = os.statvfs(folder)
+    except OSError as error:
+        return _words(error), 0, -1
+    free = facts.f_bavail * facts.f_frsize
+    inodes = facts.f_favail if facts.f_files else -1
+    name = folder / f".ddpdoctor-{secrets.token_hex(8)}"
+    other = name.with_suffix(".renamed")
+    try:
+        with open(name, "xb") as file:
+            # Not zeros, which some file systems do not store.
+            content = os.urandom(SAMPLE)
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        other.write_bytes(b"an older one")
+        os.replace(name, other)
+        if other.read_bytes() != content:
+            return "what was written there is not what is read back", free, inodes
+    except FileNotFoundError:
+        # The folder is there: /proc and the like, or a mount that was taken away.
+        return "no file can be made there", free, inodes
+    except OSError as error:
+        return _words(error), free, inodes
+    finally:
+        for path in (name, other):
+            with contextlib.suppress(OSError):
+                path.unlink()
+    return "", free, inodes
+
+
+def _words(error: OSError) -> str:
+    words = {
+        errno.ENOENT: "it does not exist",
+        errno.ENOTDIR: "it is not a folder",
+        errno.EACCES: "this user may not write there",
+        errno.EPERM: "this user may not write there",
+        errno.EROFS: "it is mounted read-only",
+        errno.ENOSPC: "its file system is full",
+        errno.EDQUOT: "this user's quota is used up",
+        errno.ESTALE: "its file server has lost it (stale file handle)",
+    }
+    return words.get(error.errno or 0, error.strerror or str(error))
+
+
+def _dead(folder: Path) -> Finding:
+    top = folder.parts[1] if len(folder.parts) > 1 else str(folder)
+    return Finding(
+        "DDP010",
+        Severity.ERROR,
+        f"{folder} does not answer: nothing came back within {PATIENCE:.0f} s",
+        fix="Its file server is away or overloaded: ask who runs it, or choose another folder.",
+        paste=f"mount | grep -F -- {shlex.quote(top)}",
+    )
+
+
+def _findings(folder: Path, problem: str, free: int, inodes: int) -> Iterator[Finding]:
+    quoted = shlex.quote(str(folder))
+    if problem:
+        missing = problem == "it does not exist"
+        yield Finding(
+            "DDP010",
+            Severity.ERROR,
+            f"checkpoints cannot be written to {folder}: {problem}",
+            fix="Make it, or choose another one." if missing else "Choose another folder.",
+            paste=f"mkdir -p {quoted}" if missing else f"ls -ld {quoted}; df -h {quoted}",
+        )
+    elif free < LEAST or inodes == 0:
+        yield Finding(
+            "DDP010",
+            Severity.WARNING,
+            f"{folder} has {shown(free)} free"
+            + ("" if inodes else ", and no inodes for another file"),
+            fix="Free some space, or choose another folder, before the first checkpoint is due.",
+            paste=f"df -h {quoted}; df -i {quoted}",
+        )

@@ -1,0 +1,99 @@
+"""Whether there is a core for each rank, and how many threads they will start."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.preflight.check import Outcome, check, judged
+from ddpdoctor.preflight.command_lines import corrected_line
+from ddpdoctor.preflight.machine import cgroups
+from ddpdoctor.preflight.situation import Situation, visible_gpus
+
+
+@check("cores", "DDP012")
+def cores(situation: Situation) -> Outcome:
+    """The ranks have fewer cores than they need, or start more threads than there are cores.
+
+    What it finds
+        Fewer cores than ranks, by affinity and by the quota of the container; an OMP_NUM_THREADS
+        with which the ranks start over twice as many threads as there are cores.
+
+    Why it is bad
+        Ranks that share a core wait for each other in every collective, and the slowest decides.
+        Threads beyond the cores take the time from those that others wait for: with OpenMP's
+        spinning barriers a step can take ten times as long.
+
+    How to fix it
+        Start fewer ranks, give the container more cores, or let each rank have cores / ranks
+        threads.
+
+    Example
+        Wrong: `OMP_NUM_THREADS=64` with eight ranks on 64 cores.
+        Right: `OMP_NUM_THREADS=8`. torchrun sets 1 if nothing is set.
+
+    When it stays silent
+        With at least as many cores as ranks, and when OMP_NUM_THREADS is not set, which torchrun
+        then makes 1. With two ranks on a single core and no GPU, as on small test machines, it is
+        information.
+
+    Since
+        0.1.0
+    """
+    have = available(situation)
+    nproc = situation.nproc
+    threads = situation.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    told = f"{_shown(have)} for {nproc} rank{'s' if nproc != 1 else ''}"
+    if threads.isdigit():
+        told += f", OMP_NUM_THREADS={threads}"
+    return judged(told, _findings(situation, have, int(threads) if threads.isdigit() else None))
+
+
+def available(situation: Situation) -> float:
+    """How many cores' time this process and its children can have."""
+    try:
+        count = float(len(os.sched_getaffinity(0)))
+    except (AttributeError, OSError):
+        count = float(os.cpu_count() or 1)
+    quota = cgroups.cores(situation)
+    return count if quota is None else min(count, quota)
+
+
+def _shown(count: float) -> str:
+    return f"{count:.1f}".removesuffix(".0") + f" core{'s' if count != 1 else ''}"
+
+
+def _findings(situation: Situation, have: float, threads: int | None) -> Iterator[Finding]:
+    nproc = situation.nproc
+    quota = cgroups.cores(situation)
+    where = "the quota of the container" if quota is not None and quota <= have else "the affinity"
+    if have < nproc:
+        # Two ranks are what is started by default, also where there is a single core to try it.
+        small = (
+            nproc == 2 and situation.options.nproc is None and not situation.shared(visible_gpus)
+        )
+        yield Finding(
+            "DDP012",
+            Severity.INFO if small else Severity.WARNING,
+            f"{nproc} ranks will share {_shown(have)} and wait for each other",
+            evidence=(f"{_shown(have)} by {where}; this machine has {os.cpu_count()}",),
+            fix="Give the container or the batch job more cores, or start fewer ranks.",
+            paste=f"#SBATCH --cpus-per-task={nproc}"
+            if "SLURM_JOB_ID" in situation.environ
+            else f"docker run --cpus={nproc} ..."
+            if quota is not None
+            else corrected_line(situation, nproc=max(1, int(have))),
+            about="cores",
+        )
+    elif threads is not None and threads > 1 and threads * nproc > 2 * have:
+        fair = max(1, int(have / nproc))
+        yield Finding(
+            "DDP012",
+            Severity.WARNING,
+            f"OMP_NUM_THREADS={threads} makes {threads * nproc} threads of {nproc} ranks, on "
+            f"{_shown(have)}",
+            fix=f"Let each rank have {fair}.",
+            paste=f"export OMP_NUM_THREADS={fair}",
+            about="threads",
+        )

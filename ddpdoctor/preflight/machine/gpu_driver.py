@@ -1,0 +1,116 @@
+"""Whether the NVIDIA driver answers, and for every GPU of the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.preflight.check import Outcome, check, judged, skipped
+from ddpdoctor.preflight.machine import container, torch_files
+from ddpdoctor.preflight.machine.gpu_facts import NO_DRIVER, driverless, no_gpu, on_the_bus
+from ddpdoctor.preflight.situation import Situation, gpu_facts
+from ddpdoctor.system.gpu.health import GpuFacts
+from ddpdoctor.system.gpu.visible import hides_all
+
+_MISMATCH, _NO_PERMISSION = 18, 4
+
+
+@check("gpu-driver", "DDP020")
+def gpu_driver(situation: Situation) -> Outcome:
+    """The NVIDIA driver does not answer, or not for every GPU.
+
+    What it finds
+        A driver that is not loaded, whose library and kernel module differ, that this user may not
+        use, or that fails; GPUs that fell off the bus or need a reset.
+
+    Why it is bad
+        torch sees no GPU, or one fewer: the job trains on the CPU, or the last rank fails with
+        "CUDA error: invalid device ordinal".
+
+    How to fix it
+        Load the driver, or reboot after it was updated; give the container the GPUs; reset or
+        replace a GPU that was lost.
+
+    Example
+        Wrong: `docker run image torchrun ...`.
+        Right: `docker run --gpus all image torchrun ...`.
+
+    When it stays silent
+        On machines without an NVIDIA GPU, or that keep theirs for virtual machines, which is said.
+        Without a driver that works it is a warning to a torch without CUDA, and information where
+        CUDA_VISIBLE_DEVICES hides the GPUs. That persistence mode is off is
+        information: the first job after a pause starts some seconds later.
+
+    Since
+        0.1.0
+    """
+    facts = situation.shared(gpu_facts)
+    on_bus = on_the_bus(situation)
+    if driverless(situation):
+        return skipped(no_gpu(situation))
+    count = len(facts.gpus) + len(facts.absent)
+    well = sum(not gpu.lost for gpu in facts.gpus)
+    detail = f"{well} of {count} GPUs answer, driver {facts.driver or 'unknown'}"
+    if facts.trouble:
+        detail = facts.trouble
+    return judged(detail, _findings(situation, facts, on_bus))
+
+
+def _findings(situation: Situation, facts: GpuFacts, on_bus: int) -> Iterator[Finding]:
+    if facts.trouble:
+        inside = container.kind(situation)
+        if facts.code == _MISMATCH:
+            fix, paste = "Reboot, or unload the old kernel module.", "sudo reboot"
+        elif facts.code == _NO_PERMISSION:
+            fix, paste = "Give this user the devices.", "ls -l /dev/nvidia*; id"
+        elif facts.code in NO_DRIVER and inside in ("docker", "podman"):
+            fix, paste = "Give the container the GPUs.", f"{inside} run --gpus all ..."
+        elif facts.code in NO_DRIVER:
+            fix, paste = "Load the driver.", "sudo modprobe nvidia"
+        else:
+            fix, paste = "See what the kernel says; reboot.", "sudo dmesg | grep -i nvrm"
+        yield Finding(
+            "DDP020",
+            _severity(situation),
+            f"no GPU can be used: {facts.trouble}",
+            evidence=(f"the PCI bus has {on_bus} NVIDIA GPUs",) if on_bus else (),
+            fix=fix,
+            paste=paste,
+            about="driver",
+        )
+    for index, why in facts.absent:
+        yield _lost(index, why)
+    for gpu in facts.gpus:
+        if "lost" in gpu.problem or "reset" in gpu.problem or "unknown error" in gpu.problem:
+            yield _lost(gpu.device.index, gpu.problem)
+    off = [gpu.device.index for gpu in facts.gpus if gpu.persistent is False]
+    if off:
+        yield Finding(
+            "DDP020",
+            Severity.INFO,
+            f"persistence mode is off on GPU {', '.join(map(str, off))}: after a pause the driver "
+            "takes seconds to come back",
+            fix="Turn it on.",
+            paste="sudo nvidia-smi -pm 1",
+            about="persistence",
+        )
+
+
+def _severity(situation: Situation) -> Severity:
+    """How bad it is that no GPU can be used: a job on the CPU needs none."""
+    if hides_all(situation.environ):
+        return Severity.INFO
+    torch = torch_files.torch()
+    return Severity.ERROR if torch is None or torch.cuda else Severity.WARNING
+
+
+def _lost(index: int, why: str) -> Finding:
+    return Finding(
+        "DDP020",
+        Severity.ERROR,
+        f"GPU {index} does not answer: {why}",
+        fix="Reset it, or reboot; if it comes back lost, it has to be replaced. Until then leave "
+        "it out by CUDA_VISIBLE_DEVICES.",
+        paste=f"sudo nvidia-smi --gpu-reset -i {index}",
+        about=f"gpu {index}",
+    )

@@ -1,0 +1,210 @@
+"""Whether the GPUs have faults: memory errors, overheating, what the driver logged."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.preflight.check import Outcome, check, judged, skipped
+from ddpdoctor.preflight.machine.gpu_facts import chosen, none_here
+from ddpdoctor.preflight.situation import Situation
+from ddpdoctor.system.gpu.health import Health
+
+RECENT = 24 * 3600.0
+"""Seconds for which what the driver logged counts; older errors were most likely dealt with."""
+
+_HOT = ("hardware slowdown", "software thermal slowdown", "hardware thermal slowdown",
+        "power brake")  # fmt: skip
+
+_HARDWARE = {
+    48: "an uncorrectable memory error",
+    62: "the GPU's micro-controller halted",
+    64: "a memory row could not be remapped",
+    74: "an NVLink error",
+    79: "the GPU fell off the bus",
+    92: "many corrected memory errors",
+    94: "a contained memory error",
+    95: "an uncontained memory error",
+    119: "the GPU's system processor timed out",
+    120: "the GPU's system processor failed",
+    140: "an unrecovered ECC error",
+}
+"""XIDs that mean hardware, by NVIDIA's list; 13, 31, 43 and 45 are a program's own faults. Of a
+remapped row (63) the GPU itself tells for as long as it matters."""
+
+_XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)")
+
+
+@dataclass(frozen=True)
+class Xid:
+    """An error that the driver logged."""
+
+    bus_id: str
+    number: int
+    age: float
+    """Seconds."""
+
+
+@check("gpu-health", "DDP023")
+def gpu_health(situation: Situation) -> Outcome:
+    """A GPU has memory faults, is throttled by heat or power, or logged a hardware error.
+
+    What it finds
+        Memory errors that ECC could not correct; a memory row or page that waits for a reset to be
+        replaced, or cannot be; a GPU that its temperature or the power supply holds down; hardware
+        errors (XID) in the kernel's log of the last 24 hours, where this user may read it.
+
+    Why it is bad
+        The job fails with "CUDA error: uncorrectable ECC error encountered", days into it perhaps.
+        One throttled GPU slows all ranks down to its pace.
+
+    How to fix it
+        Reset the GPU, or reboot, when no job runs; have it replaced if that does not help; look
+        after cooling and power.
+
+    Example
+        Wrong: "GPU 3: 2 memory errors that ECC could not correct".
+        Right: the same machine after `nvidia-smi --gpu-reset -i 3`.
+
+    When it stays silent
+        About corrected errors, the usual power cap, errors of programs (XID 13, 31, 43, 45), and
+        what a GPU does not tell.
+
+    Since
+        0.1.0
+    """
+    reason = none_here(situation)
+    if reason:
+        return skipped(reason)
+    gpus = chosen(situation)
+    log = read_log(situation.proc.parent / "dev" / "kmsg")
+    detail = f"{len(gpus)} GPUs: ECC, rows, temperature"
+    detail += ", kernel log" if log is not None else "; the kernel log may not be read"
+    findings = [found for gpu in gpus for found in _memory(gpu)]
+    findings += [found for gpu in gpus for found in _throttled(gpu)]
+    findings += _logged(gpus, log or ())
+    return judged(detail, findings)
+
+
+def _memory(gpu: Health) -> Iterator[Finding]:
+    index = gpu.device.index
+    if gpu.rows_failed:
+        yield Finding(
+            "DDP023",
+            Severity.ERROR,
+            f"GPU {index} has no spare memory rows left for a faulty one",
+            fix="It has to be replaced; leave it out by CUDA_VISIBLE_DEVICES until then.",
+            paste=f"nvidia-smi -q -i {index} -d ROW_REMAPPER",
+            about=f"rows {index}",
+        )
+    elif gpu.rows_pending:
+        yield Finding(
+            "DDP023",
+            Severity.WARNING,
+            f"GPU {index} has a faulty memory row that waits for a reset to be replaced",
+            fix="Reset it, or reboot, before the job starts.",
+            paste=f"sudo nvidia-smi --gpu-reset -i {index}",
+            about=f"rows {index}",
+        )
+    if gpu.uncorrected:
+        count = gpu.uncorrected
+        yield Finding(
+            "DDP023",
+            Severity.ERROR,
+            f"GPU {index}: {count} memory error{'s' if count != 1 else ''} that ECC could not "
+            "correct since the driver was loaded",
+            fix="Reset it, or reboot; if they come back, it has to be replaced.",
+            paste=f"sudo nvidia-smi --gpu-reset -i {index}",
+            about=f"ecc {index}",
+        )
+
+
+def _throttled(gpu: Health) -> Iterator[Finding]:
+    reasons = [each for each in gpu.throttled if each in _HOT]
+    if reasons:
+        degrees = f" at {gpu.temperature} degrees Celsius" if gpu.temperature else ""
+        yield Finding(
+            "DDP023",
+            Severity.WARNING,
+            f"GPU {gpu.device.index} is held down{degrees}: {', '.join(reasons)}",
+            fix="Look after its cooling and power supply; all ranks will wait for this one.",
+            paste=f"nvidia-smi -q -i {gpu.device.index} -d PERFORMANCE,TEMPERATURE,POWER",
+            about=f"throttled {gpu.device.index}",
+        )
+
+
+def _logged(gpus: Iterable[Health], log: Iterable[Xid]) -> list[Finding]:
+    found = {}
+    by_bus = {_short(gpu.device.bus_id): gpu.device.index for gpu in gpus}
+    for xid in log:
+        index = by_bus.get(_short(xid.bus_id))
+        if index is None or xid.number not in _HARDWARE or xid.age > RECENT:
+            continue
+        found[index, xid.number] = Finding(
+            "DDP023",
+            Severity.WARNING,
+            f"GPU {index} logged {_HARDWARE[xid.number]} (XID {xid.number}) {_ago(xid.age)} ago",
+            fix="Reset it, or reboot; if it comes back, it has to be replaced.",
+            paste="sudo dmesg -T | grep -i xid",
+            about=f"xid {index} {xid.number}",
+        )
+    return list(found.values())
+
+
+def _short(bus_id: str) -> str:
+    """A PCI address without its domain's width and its function: ``3b:00`` of 00000000:3B:00.0."""
+    parts = bus_id.lower().split(".")[0].split(":")
+    domain = parts[0].lstrip("0") if len(parts) > 2 else ""
+    return ":".join([domain, *parts[-2:]])
+
+
+def _ago(seconds: float) -> str:
+    hours, minutes = divmod(int(seconds) // 60, 60)
+    return f"{hours} h" if hours else f"{minutes} min"
+
+
+def read_log(path: Path) -> list[Xid] | None:
+    """The driver's errors in the kernel's log; None if it may not be read.
+
+    Each record is "priority,sequence,microseconds since the boot,flags;text".
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    records = []
+    try:
+        while True:
+            try:
+                chunk = os.read(descriptor, 16384)
+            except BlockingIOError:
+                break
+            except BrokenPipeError:
+                # Overwritten while we read: the next one is the oldest now.
+                continue
+            if not chunk:
+                break
+            records += chunk.decode("utf-8", "replace").splitlines()
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return list(_parsed(records, _uptime()))
+
+
+def _parsed(records: Iterable[str], uptime: float) -> Iterator[Xid]:
+    for record in records:
+        match = _XID.search(record)
+        stamp = record.partition(";")[0].split(",")
+        if match and len(stamp) > 2 and stamp[2].isdigit():
+            yield Xid(match[1], int(match[2]), max(0.0, uptime - int(stamp[2]) / 1e6))
+
+
+def _uptime() -> float:
+    import time
+
+    return time.clock_gettime(time.CLOCK_MONOTONIC)

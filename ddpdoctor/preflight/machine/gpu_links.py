@@ -1,0 +1,121 @@
+"""Whether the GPUs' links run at full width: PCIe and NVLink."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.preflight.check import Outcome, check, judged, skipped
+from ddpdoctor.preflight.machine.gpu_facts import chosen, none_here
+from ddpdoctor.preflight.situation import Situation
+from ddpdoctor.system.gpu.health import Health
+
+FEW = 4
+"""So many times fewer lanes than there could be are no board's design."""
+
+
+@check("gpu-links", "DDP024")
+def gpu_links(situation: Situation) -> Outcome:
+    """A GPU's PCIe or NVLink connection runs below what it and its slot can do.
+
+    What it finds
+        Fewer PCIe lanes than GPU and slot both have, and than its peers of the same kind, or a
+        quarter of them at most; an older PCIe generation than both have, while the GPU is busy;
+        NVLinks that are down on one GPU and up on its peers; an NVSwitch fabric that is not set up.
+
+    Why it is bad
+        The slowest link sets the pace of every all-reduce, on all ranks.
+
+    How to fix it
+        Reset the GPU or reboot; else reseat the card, its riser or its bridge. The fabric is set up
+        by NVIDIA's fabric manager, whose version has to be the driver's.
+
+    Example
+        Wrong: "GPU 5 has 4 of 16 PCIe lanes".
+        Right: 16 of 16 after the card was reseated.
+
+    When it stays silent
+        About the generation of an idle GPU, which lowers it to save power; about slots that have
+        fewer lanes than the card; about GPUs without NVLink. That all GPUs have half of their lanes
+        is information: many boards share them between two slots, and laptops have no more.
+
+    Since
+        0.1.0
+    """
+    reason = none_here(situation)
+    if reason:
+        return skipped(reason)
+    gpus = chosen(situation)
+    told = []
+    widths = {gpu.width for gpu in gpus if gpu.width}
+    if widths:
+        told.append(f"PCIe x{'/'.join(str(width) for width in sorted(widths))}")
+    links = sum(sum(gpu.links) for gpu in gpus)
+    told.append(f"{links} NVLinks up" if links else "no NVLink")
+    return judged(f"{len(gpus)} GPUs: {', '.join(told)}", _findings(gpus))
+
+
+def _findings(gpus: Sequence[Health]) -> Iterator[Finding]:
+    for gpu in gpus:
+        index = gpu.device.index
+        peers = [other for other in gpus if other.device.name == gpu.device.name]
+        if gpu.fabric_ready is False:
+            yield Finding(
+                "DDP024",
+                Severity.WARNING,
+                f"the NVSwitch fabric of GPU {index} is not set up: CUDA may fail with "
+                '"system not yet initialized"',
+                fix="Start the fabric manager; its version has to be the driver's.",
+                paste="sudo systemctl restart nvidia-fabricmanager",
+                about=f"fabric {index}",
+            )
+        if gpu.width and gpu.width_most and gpu.width < gpu.width_most:
+            lanes = f"has {gpu.width} of {gpu.width_most} PCIe lanes"
+            if gpu.width < max(other.width or 0 for other in peers) or (
+                gpu.width * FEW <= gpu.width_most
+            ):
+                yield _slow(index, lanes, "lanes")
+            else:
+                yield Finding(
+                    "DDP024",
+                    Severity.INFO,
+                    f"GPU {index} {lanes}, as boards have it whose slots share them",
+                    fix="Nothing, if the slot has no more; else reseat the card or its riser.",
+                    paste=f"nvidia-smi -q -i {index} | grep -A12 'GPU Link Info'",
+                    about=f"lanes {index}",
+                )
+        elif (
+            gpu.busy
+            and gpu.generation
+            and gpu.generation_most
+            and gpu.generation < gpu.generation_most
+        ):
+            yield _slow(
+                index,
+                f"runs PCIe generation {gpu.generation} of {gpu.generation_most} though it is busy",
+                "generation",
+            )
+        most = max((sum(other.links) for other in peers), default=0)
+        up = sum(gpu.links)
+        # A GPU without any may be one without a bridge; where most have links it is not.
+        many = sum(sum(other.links) == most for other in peers) > len(peers) / 2
+        if most and up < most and many:
+            yield Finding(
+                "DDP024",
+                Severity.WARNING,
+                f"GPU {index} has {up} of {most} NVLinks up, fewer than its peers",
+                fix="Reset the GPUs, or reboot; look after the bridge or the fabric manager.",
+                paste=f"nvidia-smi nvlink --status -i {index}",
+                about=f"nvlink {index}",
+            )
+
+
+def _slow(index: int, what: str, about: str) -> Finding:
+    return Finding(
+        "DDP024",
+        Severity.WARNING,
+        f"GPU {index} {what}: the slowest link sets the pace of all ranks",
+        fix="Reset it, or reboot; else reseat the card or its riser.",
+        paste=f"nvidia-smi -q -i {index} | grep -A12 'GPU Link Info'",
+        about=f"{about} {index}",
+    )

@@ -1,0 +1,119 @@
+"""Whether this machine's own name leads back to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.preflight.check import Outcome, check, judged
+from ddpdoctor.preflight.machine import torch_files
+from ddpdoctor.preflight.machine.interfaces import (
+    ADDRESSES,
+    Interface,
+    best,
+    export_line,
+    interfaces,
+    owner,
+)
+from ddpdoctor.preflight.machine.names import ALL, Lookup, endpoint_name, full_name, own_name
+from ddpdoctor.preflight.situation import Situation
+
+
+@check("host-name", "DDP003", limit=ALL)
+def host_name(situation: Situation) -> Outcome:
+    """This machine's own host name does not lead to an address of it that others reach.
+
+    What it finds
+        A host name that does not resolve, whose full name does not (`hostname -f`), or that leads
+        to no address of this machine; in a job of several nodes also one that resolves to
+        127.0.0.1 or 127.0.1.1.
+
+    Why it is bad
+        torchrun hands the name of the first node to all ranks as MASTER_ADDR: with a name that does
+        not resolve even a job on one machine never starts, and repeats a warning instead. gloo
+        listens on the name's address: if that is 127.0.1.1, which Debian and Ubuntu write to
+        /etc/hosts, no other node can connect.
+
+    How to fix it
+        Put the machine's address and name into /etc/hosts, or choose the interface for gloo and
+        NCCL by GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.
+
+    Example
+        Wrong, in /etc/hosts of node1: `127.0.1.1 node1`.
+        Right: `10.0.0.5 node1`.
+
+    When it stays silent
+        For a loopback address in a job on one machine, or when GLOO_SOCKET_IFNAME says which
+        interface is meant.
+
+    Since
+        0.1.0
+    """
+    found = situation.shared(own_name)
+    told = ", ".join(found.addresses[:3]) or found.problem
+    detail = f"{found.name} is {told}" if found.addresses else f"{found.name}: {told}"
+    return judged(detail, _findings(situation, found, situation.shared(interfaces)))
+
+
+def _findings(
+    situation: Situation, found: Lookup, here: tuple[Interface, ...]
+) -> Iterator[Finding]:
+    many = situation.options.nnodes > 1
+    towards = situation.shared(endpoint_name)
+    interface = best(here, towards.addresses[0] if towards and towards.addresses else "")
+    wanted = interface.addresses[0] if interface else "" if many else "127.0.0.1"
+    full = situation.shared(full_name)
+    for each in (found, full):
+        if not each.addresses:
+            yield _unknown(each, wanted, many)
+            return
+    own = [owner(each, here) for each in found.addresses]
+    if not any(own):
+        yield Finding(
+            "DDP003",
+            Severity.ERROR if many else Severity.WARNING,
+            f"this machine's host name {found.name} resolves to {', '.join(found.addresses[:3])}, "
+            "which is not an address of this machine",
+            evidence=(f"it has {', '.join(_all_addresses(here)) or 'no address'}",),
+            fix="Correct the name in /etc/hosts or in the name server.",
+            paste=_hosts_line(wanted, found.name),
+        )
+        return
+    first = next(each for each in own if each is not None)
+    if many and first.loopback and not situation.environ.get("GLOO_SOCKET_IFNAME"):
+        # With the other nodes' addresses known, that check says whether it matters.
+        judged_together = "gloo-addresses" in (situation.chosen or ())
+        loopback = next(each for each in found.addresses if owner(each, here) is first)
+        yield Finding(
+            "DDP003",
+            Severity.WARNING if judged_together else Severity.ERROR,
+            f"this machine's host name {found.name} resolves to {loopback}: gloo will listen where "
+            "no other node can connect",
+            fix="Choose the interface by its name, or correct the line in /etc/hosts: "
+            f"{wanted or 'ADDRESS'} {found.name}",
+            paste=export_line(interface) if interface else ADDRESSES,
+        )
+
+
+def _unknown(name: Lookup, wanted: str, many: bool) -> Finding:
+    # Older versions of torchrun use 127.0.0.1 on one machine, unless --standalone is given.
+    always = many or torch_files.torchrun_picks_a_port()
+    return Finding(
+        "DDP003",
+        Severity.ERROR if always else Severity.WARNING,
+        f"this machine's host name {name.name} does not resolve: {name.problem}",
+        evidence=(
+            "torchrun gives it to the ranks as MASTER_ADDR, on one machine as well, and they wait "
+            "for it",
+        ),
+        fix="Put the name into /etc/hosts.",
+        paste=_hosts_line(wanted, name.name),
+    )
+
+
+def _hosts_line(address: str, name: str) -> str:
+    return f"echo '{address} {name}' | sudo tee -a /etc/hosts" if address else ADDRESSES
+
+
+def _all_addresses(here: tuple[Interface, ...]) -> list[str]:
+    return [each for interface in here if not interface.loopback for each in interface.addresses]

@@ -1,0 +1,227 @@
+"""Ranks of an earlier job that live on without their launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.preflight.check import Outcome, check, judged, skipped
+from ddpdoctor.preflight.situation import Situation, gpu_facts
+from ddpdoctor.preflight.sizes import shown
+from ddpdoctor.system.listeners import listening, sockets
+from ddpdoctor.system.process_table import Listed, listed, named
+
+YOUNG = 5.0
+"""Seconds in which a process may have lost its parent because both are just ending."""
+
+_MARKS = ("RANK", "WORLD_SIZE", "MASTER_PORT")
+_LAUNCHER = ("TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "DDPDOCTOR_RUN_ID")
+
+
+_INITS = ("systemd", "init", "tini", "dumb-init", "docker-init", "catatonit")
+"""Processes other than 1 that take in orphans and start no ranks."""
+
+_LAUNCHERS = ("python", "torchrun", "ddpdoctor", "accelerate", "deepspeed", "mpirun", "srun")
+"""What the command line of a process 1 contains that may itself be a launcher."""
+
+
+@dataclass(frozen=True)
+class Orphan:
+    """A rank that nobody watches any more."""
+
+    process: Listed
+    started: int
+    """As `Listed.started`, so that no other process of the same pid is ever meant."""
+    rank: str
+    memory: int
+    gpu_memory: int
+    age: float
+    """Seconds since it started."""
+    ports: tuple[int, ...] = ()
+    """Those on which it listens."""
+
+
+@check("orphans", "DDP009")
+def orphans(situation: Situation) -> Outcome:
+    """Ranks of an earlier job are still alive, though their launcher is gone.
+
+    What it finds
+        Processes of this user that torchrun started as ranks (RANK, WORLD_SIZE and
+        TORCHELASTIC_RUN_ID are in their environment), whose launcher has ended, so that they are
+        children of init.
+
+    Why it is bad
+        They hold memory, GPU memory and ports, and often spin in a collective that nobody will
+        answer: the next job runs out of memory or at half the speed.
+
+    How to fix it
+        End them: `ddpdoctor check --kill-orphans` asks, and does.
+
+    Example
+        Wrong: `kill -9` of torchrun, which leaves its workers behind.
+        Right: `kill` of torchrun (SIGTERM), which ends them; or `ddpdoctor run`, which leaves
+        nothing behind whatever is killed.
+
+    When it stays silent
+        For every job of which a launcher lives, and what its ranks put into the background; for
+        ranks that were
+        started by hand or by mpirun, srun or nohup; for other users' processes; in the first 5 s of
+        a process.
+
+    Since
+        0.1.0
+    """
+    if not (situation.proc / "self" / "stat").exists() and not (situation.proc / "1").exists():
+        return skipped("no /proc on this system")
+    found = find(situation)
+    mine = sum(each.uid == os.getuid() for each in listed(situation.proc))
+    told = f"{len(found)} among {mine} processes of this user"
+    return judged(told, _findings(found))
+
+
+def find(situation: Situation) -> list[Orphan]:
+    """All orphan ranks of this user, the largest first."""
+    on_gpus = situation.shared(gpu_facts).held_by
+    ports = listening(situation.proc)
+    marked = {each.pid: (each, environ) for each, environ in _marked(situation)}
+    alive = {_job(environ) for each, environ in marked.values() if _attached(each, marked)}
+    found = []
+    for each, environ in marked.values():
+        # What a living job's rank put into the background belongs to it.
+        if _job(environ) in alive or not _abandoned(situation, each):
+            continue
+        age = _age(situation, each)
+        if age is None or age < YOUNG:
+            continue
+        found.append(
+            Orphan(
+                process=each,
+                started=each.started,
+                rank=environ["RANK"],
+                memory=each.resident,
+                gpu_memory=on_gpus.get(each.pid, 0),
+                age=age,
+                ports=tuple(sorted({ports[i] for i in sockets(each.folder) if i in ports})),
+            )
+        )
+    return sorted(found, key=lambda orphan: (-orphan.gpu_memory, -orphan.memory))
+
+
+def _marked(situation: Situation) -> Iterator[tuple[Listed, dict[str, str]]]:
+    """This user's processes that were started within a rank of a launcher."""
+    for each in listed(situation.proc):
+        if each.uid != os.getuid() or each.pid == os.getpid() or not each.alive:
+            continue
+        environ = each.environ
+        if environ is None or not all(name in environ for name in _MARKS):
+            continue
+        if any(name in environ for name in _LAUNCHER):
+            yield each, environ
+
+
+def _job(environ: dict[str, str]) -> tuple[str, ...]:
+    """What the ranks of one job on this machine have in common."""
+    return tuple(environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT"))
+
+
+def _attached(process: Listed, marked: dict[int, tuple[Listed, dict[str, str]]]) -> bool:
+    """Whether a launcher, that is, a parent outside of the ranks, still stands behind it."""
+    top, seen = process, set()
+    while top.parent in marked and top.pid not in seen:
+        seen.add(top.pid)
+        top = marked[top.parent][0]
+    launcher = named(top.folder.parent, top.parent)
+    return launcher is not None and not _takes_in(launcher)
+
+
+def _abandoned(situation: Situation, process: Listed) -> bool:
+    """Whether the process that started a rank is gone.
+
+    torchrun's workers are its children and lead sessions of their own. When torchrun ends without
+    them they become children of init, or of a subreaper. The child of a worker (a DataLoader's)
+    leads no session. Whoever is a child of a Python may be its worker: in a container torchrun
+    itself can be process 1.
+    """
+    fields = process.fields
+    if len(fields) < 4 or int(fields[3]) != process.pid:
+        return False
+    adopter = named(situation.proc, int(fields[1]))
+    return int(fields[1]) <= 1 if adopter is None else _takes_in(adopter)
+
+
+def _takes_in(process: Listed) -> bool:
+    """Whether a process is one that orphans become children of."""
+    words = process.words
+    name = os.path.basename(words[0]) if words else ""
+    if process.pid != 1:
+        return name in _INITS
+    return not any(each in word for word in words for each in _LAUNCHERS)
+
+
+def _age(situation: Situation, process: Listed) -> float | None:
+    with contextlib.suppress(OSError, ValueError):
+        uptime = float((situation.proc / "uptime").read_text().split()[0])
+        return uptime - process.started / os.sysconf("SC_CLK_TCK")
+    return None
+
+
+def _findings(found: list[Orphan]) -> Iterator[Finding]:
+    if not found:
+        return
+    memory = sum(orphan.memory for orphan in found)
+    gpu_memory = sum(orphan.gpu_memory for orphan in found)
+    holds = [f"{shown(memory)} of memory"]
+    if gpu_memory:
+        holds.append(f"{shown(gpu_memory)} of GPU memory")
+    many = len(found) > 1
+    yield Finding(
+        "DDP009",
+        Severity.WARNING,
+        f"{len(found)} process{'es' if many else ''} of an earlier job "
+        f"{'are' if many else 'is'} still alive without a launcher, with {' and '.join(holds)}",
+        evidence=tuple(describe(orphan) for orphan in found[:8]),
+        fix="End them, if nobody needs them; this asks first.",
+        paste="ddpdoctor check --kill-orphans",
+    )
+
+
+def describe(orphan: Orphan) -> str:
+    """An orphan in a line, for a person."""
+    held = shown(orphan.memory)
+    if orphan.gpu_memory:
+        held += f", {shown(orphan.gpu_memory)} on GPUs"
+    if orphan.ports:
+        held += f", port {', '.join(map(str, orphan.ports[:4]))}"
+    hours, minutes = divmod(int(orphan.age) // 60, 60)
+    age = f"{hours} h {minutes} min" if hours else f"{minutes} min"
+    if orphan.age < 60:
+        age = f"{orphan.age:.0f} s"
+    return f"rank {orphan.rank}: {orphan.process.described}, {held}, {age} old"
+
+
+def kill(chosen: Iterable[Orphan], patience: float = 2.0) -> Collection[Orphan]:
+    """End orphans, and what they started; those that are still alive afterwards.
+
+    Only processes that are still the same ones are signalled.
+    """
+    left = list(chosen)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for orphan in left:
+            if orphan.process.started == orphan.started:
+                with contextlib.suppress(OSError):
+                    # It leads a session, and so a group: its helpers end with it.
+                    os.killpg(orphan.process.pid, number)
+        until = time.monotonic() + patience
+        while left and time.monotonic() < until:
+            time.sleep(0.05)
+            left = [
+                orphan
+                for orphan in left
+                if orphan.process.alive and orphan.process.started == orphan.started
+            ]
+    return left

@@ -1,0 +1,159 @@
+"""Whether torch, CUDA, NCCL and the driver fit each other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.preflight.check import Outcome, check, judged
+from ddpdoctor.preflight.machine import torch_files
+from ddpdoctor.preflight.situation import Situation, gpu_facts, visible_gpus
+
+
+@dataclass(frozen=True)
+class Versions:
+    """What is installed; empty where nothing is. ``cuda_of_driver`` is the newest CUDA it runs."""
+
+    python: str
+    torch: str
+    cuda: str
+    nccl: str
+    driver: str
+    cuda_of_driver: str
+    pynvml: str
+    hip: str = ""
+
+
+def versions(situation: Situation) -> Versions:
+    """What is installed here, read from files and from the driver; torch is not imported."""
+    torch = torch_files.torch()
+    facts = situation.shared(gpu_facts)
+    return Versions(
+        python=platform.python_version(),
+        torch=torch.version if torch else "",
+        cuda=torch.cuda if torch else "",
+        nccl=_installed("nvidia-nccl-cu13") or _installed("nvidia-nccl-cu12") or "",
+        driver=facts.driver,
+        cuda_of_driver=facts.cuda,
+        pynvml=_installed("pynvml"),
+        hip=torch.hip if torch else "",
+    )
+
+
+def _installed(package: str) -> str:
+    """The version of an installed package; empty if it is not there."""
+    prefix = package.replace("-", "_") + "-"
+    if not any(name.startswith(prefix) for name in _folders()):
+        return ""
+    # With it comes the parser of e-mail headers, which most machines need not wait for.
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+@cache
+def _folders() -> frozenset[str]:
+    """The names of what lies in the folders that Python imports from, in lower case."""
+    found: set[str] = set()
+    for folder in sys.path:
+        with contextlib.suppress(OSError):
+            found.update(name.lower() for name in os.listdir(folder or "."))
+    return frozenset(found)
+
+
+@check("versions", "DDP014")
+def version_fit(situation: Situation) -> Outcome:
+    """torch, CUDA and the NVIDIA driver do not fit each other, or torch is missing.
+
+    What it finds
+        No torch; a torch without CUDA on a machine with NVIDIA GPUs; a torch built for a newer
+        major version of CUDA than the driver runs; the deprecated package pynvml, which overwrites
+        files of nvidia-ml-py (versions below 12).
+
+    Why it is bad
+        The job fails with "The NVIDIA driver on your system is too old", or trains on the CPU
+        without a word.
+
+    How to fix it
+        Install the torch that fits the driver, or a newer driver.
+
+    Example
+        Wrong: torch for CUDA 13 with driver 550, which runs CUDA 12.4.
+        Right: torch for CUDA 12, on that driver.
+
+    When it stays silent
+        For a newer minor version of CUDA than the driver's, which NVIDIA's minor version
+        compatibility allows; for a torch without CUDA on a machine without GPUs.
+
+    Since
+        0.1.0
+    """
+    found = versions(situation)
+    told = [f"Python {found.python}"]
+    told.append(f"torch {found.torch}" if found.torch else "no torch")
+    told.append(
+        f"CUDA {found.cuda}" if found.cuda else f"ROCm {found.hip}" if found.hip else "no CUDA"
+    )
+    if found.nccl:
+        told.append(f"NCCL {found.nccl}")
+    if found.driver:
+        told.append(f"driver {found.driver}" + (f" (CUDA {found.cuda_of_driver})"
+                                                if found.cuda_of_driver else ""))  # fmt: skip
+    return judged(", ".join(told), judge(found, situation.shared(visible_gpus)))
+
+
+def judge(found: Versions, gpus: int) -> Iterator[Finding]:
+    """What does not fit, where a job would see so many GPUs."""
+    if not found.torch:
+        yield Finding(
+            "DDP014",
+            Severity.ERROR,
+            "torch is not installed in this Python",
+            fix="Install it, or run ddpdoctor in the environment of the job.",
+            paste="pip install torch",
+            about="torch",
+        )
+    elif gpus and not found.cuda and not found.hip:
+        yield Finding(
+            "DDP014",
+            Severity.WARNING,
+            f"torch {found.torch} is built without CUDA, and {gpus} GPUs stay unused",
+            fix="Install the build of torch for this driver.",
+            paste="pip install --force-reinstall torch",
+            about="no CUDA",
+        )
+    elif gpus and found.cuda and found.cuda_of_driver:
+        wanted, has = _major(found.cuda), _major(found.cuda_of_driver)
+        if wanted > has > 0:
+            yield Finding(
+                "DDP014",
+                Severity.ERROR,
+                f"torch {found.torch} is built for CUDA {found.cuda}, and driver {found.driver} "
+                f"runs CUDA {found.cuda_of_driver} at most",
+                fix=f"Install a torch for CUDA {has}, or a newer driver.",
+                paste="nvidia-smi --query-gpu=driver_version --format=csv",
+                about="driver",
+            )
+    if found.pynvml and _major(found.pynvml) < 12:
+        yield Finding(
+            "DDP014",
+            Severity.WARNING,
+            f"the deprecated package pynvml {found.pynvml} overwrites files of nvidia-ml-py",
+            fix="Remove it, and install nvidia-ml-py anew.",
+            paste="pip uninstall -y pynvml && pip install --force-reinstall nvidia-ml-py",
+            about="pynvml",
+        )
+
+
+def _major(version: str) -> int:
+    first = version.partition(".")[0]
+    return int(first) if first.isdigit() else 0

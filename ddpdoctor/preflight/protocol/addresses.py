@@ -1,0 +1,90 @@
+"""The address that gloo will give to the other nodes, and whose an address is."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ddpdoctor.preflight.machine.interfaces import Interface, best, gloo_choice, interfaces, owner
+from ddpdoctor.preflight.machine.names import own_name
+from ddpdoctor.preflight.situation import Situation
+
+LOCAL_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "0.0.0.0", "::")
+"""Names and addresses that are another machine on every machine."""
+
+
+@dataclass(frozen=True)
+class Advertised:
+    """What gloo tells the other nodes to dial.
+
+    Attributes:
+        address: Empty if gloo would refuse to start.
+        why: How it came about, or why gloo would not start.
+    """
+
+    address: str
+    why: str
+
+
+def advertised(situation: Situation) -> Advertised:
+    """The address of gloo on this node: the first of the interface that it will choose."""
+    here = situation.shared(interfaces)
+    named = situation.shared(own_name)
+    choice = gloo_choice(situation.environ, here, named.addresses)
+    if choice.problem:
+        return Advertised("", f"{choice.reason}: {choice.problem}")
+    told = situation.environ.get("GLOO_SOCKET_IFNAME", "")
+    if not told:
+        for address in named.addresses:
+            if owner(address, here) is not None:
+                return Advertised(address, f"{named.name} resolves to it")
+    addresses = choice.interfaces[0].addresses if choice.interfaces else ()
+    if not addresses:
+        return Advertised("", "no interface has an address")
+    return Advertised(addresses[0], f"GLOO_SOCKET_IFNAME={told}" if told else choice.reason)
+
+
+def gloo_dials(own: str, other: str) -> bool:
+    """Whether gloo at one address dials the other, or waits to be dialled by it.
+
+    Of two addresses the higher one dials; of equal ones the ports decide, which nobody knows yet.
+    (gloo/transport/tcp/pair.cc, Pair::connect.)
+    """
+    try:
+        first, second = ipaddress.ip_address(own), ipaddress.ip_address(other)
+    except ValueError:
+        return True
+    return first.version != second.version or first.packed >= second.packed
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address leads only to the machine itself."""
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def mine(addresses: Iterable[str], here: Iterable[Interface]) -> bool:
+    """Whether one of these addresses is this machine's."""
+    known = tuple(here)
+    return any(is_loopback(each) or owner(each, known) is not None for each in addresses)
+
+
+def is_local(host: str) -> bool:
+    """Whether a name or an address, as it was typed, means the machine on which it is used."""
+    return host.lower() in LOCAL_NAMES or is_loopback(host)
+
+
+def own_host(situation: Situation) -> str:
+    """What the other nodes may call this machine.
+
+    Its name if that is one of its addresses, and not of the loopback only; else such an address.
+    """
+    here = situation.shared(interfaces)
+    owners = [owner(each, here) for each in situation.shared(own_name).addresses]
+    interface = best(here)
+    if interface is None or any(each is not None and not each.loopback for each in owners):
+        return situation.hostname
+    return interface.addresses[0]

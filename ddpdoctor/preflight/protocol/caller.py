@@ -1,0 +1,158 @@
+"""A call to the coordinator: connect, prove the id, compare clocks; or know why not."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ddpdoctor.preflight.protocol import wire
+from ddpdoctor.preflight.protocol.connecting import Closed, ConnectError, connect
+from ddpdoctor.preflight.protocol.wire import Link, WireError
+
+GREETING_LIMIT = 3.0
+CLOCK_QUESTIONS = 8
+
+Kind = Literal[
+    Closed,
+    "unresolved",  # the endpoint's name is not known here
+    "silent",  # connected, but nothing was said
+    "other service",  # connected to something that is no check
+    "other id",  # a check with another rendezvous id
+    "late",  # a check that went on without this node
+    "full",  # a check that has all its nodes
+    "gone",  # the connection was lost
+    "time",  # the check's own time was over in the middle
+]
+
+FINAL: frozenset[Kind] = frozenset({"other id", "late", "full"})
+"""What trying again does not change."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a node is not connected to the coordinator.
+
+    Attributes:
+        address: Which address of the endpoint it is about; empty if there is none.
+        words: More, for a person: the kernel's words, or who is there already.
+        sender: Who rejects it by ICMP; empty if nobody did.
+        answering: A port at which that machine does answer; 0 if none is known.
+        echoes: Whether it answers a ping.
+        here: The host names of those that are there already.
+        door: The other port at which the coordinator itself answers; 0 if it does not.
+        waited: Seconds until this was settled.
+    """
+
+    kind: Kind
+    address: str = ""
+    words: str = ""
+    sender: str = ""
+    answering: int = 0
+    echoes: bool = False
+    here: tuple[str, ...] = ()
+    door: int = 0
+    waited: float = 0.0
+
+
+class CallError(Exception):
+    """The coordinator was not reached."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.kind)
+        self.problem = problem
+
+
+@dataclass
+class Call:
+    """A connection to the coordinator.
+
+    Attributes:
+        identity: Which coordinator it is.
+        local: This machine's address on it.
+        offset: What the coordinator's clock is ahead, in seconds.
+        uncertainty: Half the round trip of that estimate, in seconds.
+    """
+
+    link: Link
+    identity: str
+    local: str
+    offset: float
+    uncertainty: float
+
+
+async def call_once(address: str, port: int, key: bytes, hostname: str) -> Call:
+    """One attempt to reach the coordinator.
+
+    Args:
+        address: Of the endpoint.
+        port: Of the endpoint.
+        key: Of :func:`wire.key_of`.
+        hostname: This node's.
+
+    Raises:
+        CallError: It failed.
+    """
+    try:
+        reader, writer = await connect(address, port)
+    except ConnectError as error:
+        failure = error.failure
+        raise CallError(Problem(failure.kind, address, failure.words, failure.sender)) from None
+    link = Link(reader, writer)
+    try:
+        return await _introduce(link, address, key, hostname)
+    except BaseException:
+        await link.close()
+        raise
+
+
+async def _introduce(link: Link, address: str, key: bytes, hostname: str) -> Call:
+    try:
+        line = await asyncio.wait_for(link.reader.readexactly(wire.GREETING_BYTES), GREETING_LIMIT)
+    except asyncio.TimeoutError:
+        raise CallError(Problem("silent", address)) from None
+    except (OSError, asyncio.IncompleteReadError):
+        raise CallError(Problem("other service", address)) from None
+    challenge = wire.challenge_in(line)
+    if challenge is None:
+        raise CallError(Problem("other service", address))
+    own = wire.nonce()
+    try:
+        await link.send(
+            {"proof": wire.proof(key, "node", challenge), "nonce": own, "host": hostname}
+        )
+        welcome = await link.receive(GREETING_LIMIT)
+        if welcome.get("refused") == "id":
+            raise CallError(Problem("other id", address))
+        if not wire.proves(welcome.get("proof"), key, "coordinator", own):
+            raise CallError(Problem("other service", address))
+        if "refused" in welcome:
+            raise refused(welcome, address)
+        offset, uncertainty = await _compare_clocks(link)
+    except WireError as error:
+        raise CallError(Problem("gone", address, str(error))) from None
+    local = str(link.writer.get_extra_info("sockname")[0])
+    return Call(link, str(welcome.get("identity")), local, offset, uncertainty)
+
+
+async def _compare_clocks(link: Link) -> tuple[float, float]:
+    """How far the coordinator's clock is ahead, by the fastest of several questions, as in NTP."""
+    best = (0.0, float("inf"))
+    for _ in range(CLOCK_QUESTIONS):
+        wall, began = time.time(), time.monotonic()
+        await link.send({"clock": True})
+        answer = await link.receive(GREETING_LIMIT)
+        took = time.monotonic() - began
+        if took / 2 < best[1]:
+            best = (float(answer["time"]) - (wall + took / 2), took / 2)
+    return best
+
+
+def refused(message: Mapping[str, Any], address: str = "") -> CallError:
+    """That the coordinator goes on without this node, in its words."""
+    here = tuple(str(each) for each in message.get("here", []))
+    words = f"{len(here)} of {message.get('nnodes')} nodes are there: {', '.join(here)}"
+    kind: Kind = "full" if message["refused"] == "full" else "late"
+    return CallError(Problem(kind, address, words, here=here))

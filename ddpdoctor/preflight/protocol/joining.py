@@ -1,0 +1,300 @@
+"""A node on its way to the coordinator: calls until it is there, or until it is known why not.
+
+Nodes are started seconds apart, so that nothing listens at the endpoint is no fault for half a
+minute; nor is a machine that gives no sign of life; nor, among containers, a name or an address
+that is not there, since it comes with what is started. A port that a firewall closes is known
+sooner:
+
+- The coordinator also listens at a *side door*, another port that follows from the rendezvous id.
+  Whoever reaches it there, and then not at the endpoint, knows that the endpoint's port is closed
+  on the way.
+- A machine whose port nobody listens on refuses at once. If it answers at another port (open or
+  refused), but at the endpoint's not at all, that port is filtered, whether the coordinator has
+  started or not. So is one of a machine that answers a ping, but at no port at all.
+- Who says by ICMP that it is prohibited is a firewall. A plain "port unreachable" proves nothing:
+  Kubernetes says it of a service that has not started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ddpdoctor.preflight.machine.names import lookup
+from ddpdoctor.preflight.protocol.caller import FINAL, Call, CallError, Kind, Problem, call_once
+from ddpdoctor.preflight.protocol.connecting import ConnectError, connect
+from ddpdoctor.preflight.protocol.echo import echoes
+from ddpdoctor.preflight.protocol.wire import WireError
+from ddpdoctor.preflight.situation import joined_endpoint
+
+RETRY_AFTER = 0.25
+
+SETTLED_AFTER = 7.0
+"""Seconds of nothing but the same failure after which waiting longer will not change it: two
+connections, each with three lost SYNs."""
+
+SPEAK_AFTER = 8.0
+"""Seconds after which somebody who waits is told for what."""
+
+DOORS = 3
+"""Side doors that are tried: the first that was free is open."""
+
+DOOR_LIMIT = 1.2
+"""Seconds for a side door to answer: a lost SYN is sent again after 1."""
+
+DOORS_EVERY = 2.0
+
+SSH = 22
+"""The port that a machine most likely answers at."""
+
+SSH_TRIES = 2
+
+_EPHEMERAL = (32768, 60999)
+"""Ports that nodes have to reach each other at anyway (net.ipv4.ip_local_port_range)."""
+
+_BEHIND: frozenset[Kind] = frozenset({"refused", "dropped", "prohibited", "unreachable"})
+"""Problems of which the other ports of the machine tell more."""
+
+_LASTING: frozenset[Kind] = frozenset({"prohibited", "no route"})
+"""Problems that do not end by the coordinator being started."""
+
+_NOT_THERE: frozenset[Kind] = frozenset({"unresolved", "nobody"})
+"""Nor do these, but among containers: there, a name and an address come with what is started."""
+
+_FAR: dict[Kind, int] = {
+    "gone": 0, "other service": 1, "silent": 2, "refused": 3, "dropped": 4, "prohibited": 5
+}  # fmt: skip
+"""How far an attempt came; whatever is not here, no further."""
+
+_SO_FAR: dict[Kind, str] = {
+    "refused": "nothing listens there yet",
+    "dropped": "no answer",
+    "nobody": "no machine has that address yet",
+    "unresolved": "the name is not known here yet",
+    "no route": "this machine knows no way there",
+    "silent": "something else answers there",
+    "other service": "something else answers there",
+}
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Whom to reach, and as whom.
+
+    Attributes:
+        host: Of the endpoint.
+        port: Of the endpoint.
+        key: Of :func:`wire.key_of`.
+        hostname: This node's.
+        rank: This node's; None if torchrun is to choose.
+    """
+
+    host: str
+    port: int
+    key: bytes
+    hostname: str
+    rank: int | None
+
+
+def side_doors(key: bytes, port: int) -> tuple[int, ...]:
+    """The ports at which the coordinator of an endpoint may also be reached."""
+    first, last = _EPHEMERAL
+    digest = hashlib.sha256(key + port.to_bytes(2, "big")).digest()
+    numbers = (int.from_bytes(digest[at : at + 4], "big") for at in range(0, 4 * DOORS, 4))
+    doors = (first + number % (last - first + 1) for number in numbers)
+    return tuple(dict.fromkeys(door for door in doors if door != port))
+
+
+async def call_any(goal: Goal) -> Call:
+    """Try each address of the endpoint once.
+
+    Raises:
+        CallError: It was not reached; about the address that tells most.
+    """
+    found = await asyncio.get_running_loop().run_in_executor(None, lookup, goal.host)
+    problems = []
+    for address in found.addresses:
+        try:
+            return await call_once(address, goal.port, goal.key, goal.hostname)
+        except CallError as error:
+            if error.problem.kind in FINAL:
+                raise
+            problems.append(error.problem)
+    if not problems:
+        raise CallError(Problem("unresolved", words=found.problem))
+    raise CallError(_telling(problems))
+
+
+def _telling(problems: list[Problem]) -> Problem:
+    """Of the addresses of one name the one that got furthest: the others may be out of reach."""
+    return min(problems, key=lambda problem: _FAR.get(problem.kind, len(_FAR)))
+
+
+async def join(
+    goal: Goal, until: float, say: Callable[[str], None], *, appears: bool = False
+) -> Call:
+    """Reach the coordinator, trying again until it is there, or until it is clear why it is not.
+
+    Args:
+        goal: Whom.
+        until: Monotonic time to give up at.
+        say: Told once, in a line for a person, what is being waited for.
+        appears: Whether its name and its address may come with it, as a container's do.
+
+    Raises:
+        CallError: It was not reached; with what it mostly was.
+    """
+    lasting = _LASTING if appears else _LASTING | _NOT_THERE
+    return await _Way(goal, until, say, lasting).walk()
+
+
+class _Way:
+    """The attempts of one node, and what they show."""
+
+    def __init__(
+        self, goal: Goal, until: float, say: Callable[[str], None], lasting: frozenset[Kind]
+    ) -> None:
+        self._goal = goal
+        self._until = until
+        self._say = say
+        self._lasting = lasting
+        self._began = time.monotonic()
+        self._said = False
+        self._looked = float("-inf")
+        self._seen: list[Problem] = []
+        self._ssh_tries = 0
+        self._answering: dict[str, int] = {}
+        """Ports at which the endpoint's machines answer, by address."""
+        self._echoing: set[str] = set()
+        """Addresses of those that answer a ping."""
+
+    async def walk(self) -> Call:
+        while True:
+            began = time.monotonic()
+            try:
+                return await call_any(self._goal)
+            except CallError as error:
+                problem = error.problem
+                if problem.kind in FINAL:
+                    raise
+            self._seen.append(problem)
+            took = time.monotonic() - began
+            # Known before this attempt: else it may just have come up.
+            was_up = self._is_up(problem.address)
+            if problem.kind in _BEHIND and time.monotonic() - self._looked > DOORS_EVERY:
+                self._looked = time.monotonic()
+                call = await self._by_the_side(problem)
+                if call is not None:
+                    return call
+            waited = time.monotonic() - self._began
+            if self._is_settled(waited, was_up=was_up):
+                raise CallError(self._most())
+            if time.monotonic() + RETRY_AFTER + took >= self._until:
+                raise CallError(self._most())
+            if waited > SPEAK_AFTER and not self._said:
+                self._said = True
+                self._say(self._so_far(problem))
+            await asyncio.sleep(RETRY_AFTER)
+
+    def _is_up(self, address: str) -> bool:
+        return address in self._answering or address in self._echoing
+
+    def _is_settled(self, waited: float, *, was_up: bool) -> bool:
+        kinds = {problem.kind for problem in self._seen}
+        if waited < SETTLED_AFTER or len(self._seen) < 2 or len(kinds) > 1:
+            return False
+        (kind,) = kinds
+        return kind in self._lasting or (kind == "dropped" and was_up)
+
+    def _most(self) -> Problem:
+        """How it mostly was says more than how it was last."""
+        problem = Counter(reversed(self._seen)).most_common(1)[0][0]
+        return replace(
+            problem,
+            answering=self._answering.get(problem.address, 0),
+            echoes=problem.address in self._echoing,
+            waited=time.monotonic() - self._began,
+        )
+
+    def _so_far(self, problem: Problem) -> str:
+        goal = self._goal
+        what = _SO_FAR.get(problem.kind) or problem.words or problem.kind
+        if problem.kind == "dropped" and not self._is_up(problem.address):
+            what = "no answer, at other ports neither: it is down, or a firewall drops everything"
+        at = f" ({problem.address})" if problem.address not in ("", goal.host) else ""
+        left = max(0.0, self._until - time.monotonic())
+        endpoint = joined_endpoint(goal.host, goal.port)
+        return f"waiting for {endpoint}{at}: {what}; {left:.0f} s more"
+
+    async def _by_the_side(self, problem: Problem) -> Call | None:
+        """See whether the coordinator, or at least its machine, answers at another port.
+
+        Returns:
+            The coordinator, if it came to the endpoint in the meantime.
+
+        Raises:
+            CallError: It is there, and the endpoint is closed.
+        """
+        goal, address = self._goal, problem.address
+        doors = side_doors(goal.key, goal.port)
+        # A machine that refuses is up, and some ban those who come to SSH and say nothing.
+        ports = (
+            doors if problem.kind == "refused" or self._ssh_tries == SSH_TRIES else (*doors, SSH)
+        )
+        self._ssh_tries += SSH in ports
+        *tried, _ = await asyncio.gather(
+            *(self._try(address, port) for port in ports), self._ping(problem)
+        )
+        answering = [port for port, answers in zip(ports, tried, strict=True) if answers]
+        if answering and address not in self._answering:
+            # SSH says more to a person than a number that nobody knows.
+            self._answering[address] = SSH if SSH in answering else answering[0]
+        for door in doors:
+            if door not in answering:
+                continue
+            side = None
+            try:
+                side = await call_once(address, door, goal.key, goal.hostname)
+            except CallError as error:
+                if error.problem.kind not in ("late", "full"):
+                    # Something else has that port.
+                    continue
+            try:
+                # It may have begun a moment ago; now that it is there, this one counts.
+                return await call_once(address, goal.port, goal.key, goal.hostname)
+            except CallError as error:
+                again = error.problem
+                if again.kind in FINAL:
+                    raise
+                if again.kind in _BEHIND:
+                    waited = time.monotonic() - self._began
+                    if side is not None:
+                        with contextlib.suppress(WireError):
+                            await side.link.send({"blocked": again.kind, "rank": goal.rank})
+                    raise CallError(replace(again, door=door, waited=waited)) from None
+            finally:
+                if side is not None:
+                    await side.link.close()
+        return None
+
+    async def _ping(self, problem: Problem) -> None:
+        address = problem.address
+        if problem.kind != "dropped" or address in self._echoing:
+            return
+        if await echoes(address, DOOR_LIMIT / 2):
+            self._echoing.add(address)
+
+    async def _try(self, address: str, port: int) -> bool:
+        """Whether the machine answers at a port: it takes the connection, or refuses it itself."""
+        try:
+            _, writer = await connect(address, port, DOOR_LIMIT)
+        except ConnectError as error:
+            failure = error.failure
+            return failure.kind == "refused" and failure.sender in ("", address)
+        writer.transport.abort()
+        return True

@@ -1,0 +1,235 @@
+"""Losses and gradients that are not finite and yet were stepped with: the first few of a rank.
+
+A step that a GradScaler skipped has done no harm and is passed over. A loss on a GPU is looked at
+some steps later, when it has come into pinned memory by itself; what it came out of is asked for
+before, as often as the budget allows.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from ddpdoctor.probe.hooks.losses import Loss
+from ddpdoctor.probe.observers import norms, origins
+from ddpdoctor.probe.observers.readback import capturing
+from ddpdoctor.probe.observers.replicas import watched
+from ddpdoctor.probe.observers.steps import OpenStep
+from ddpdoctor.probe.runtime import events, rank, shield
+from ddpdoctor.probe.runtime.budget import clock
+from ddpdoctor.run.record import Record
+
+MOST = 8
+"""Records that one rank writes."""
+
+LARGEST = 1 << 16
+"""Elements of a parameter that is looked at after the step."""
+
+MOST_ORIGINS = 2
+"""Losses whose origin is looked for: the second one in case that the step was skipped."""
+
+LATER = 16
+"""Steps after which a GPU's loss is looked at; its slot of memory is used again after 64."""
+
+MOST_TRACES = 4
+"""Traces of losses that are on their way or hold a value that is not finite."""
+
+SHARE = 4
+"""Of what diagnosis may cost, a quarter at most goes into traces of losses that are mostly fine."""
+
+FIRST_TRACE = 5_000_000
+"""Nanoseconds that the first one may cost."""
+
+BANDWIDTH = 1_000
+"""Bytes in a nanosecond that a GPU reads, at least while it is needed for something."""
+
+Names = Callable[[], "list[str]"]
+_Waiting = deque[tuple[OpenStep, Any, "Names | None"]]
+"""The step, the number or what reads it, and whose gradient it is; None for a loss."""
+
+
+class Losses:
+    """The losses of one rank, and sums of its own gradients, on their way.
+
+    Args:
+        state: The rank.
+    """
+
+    def __init__(self, state: rank.RankState) -> None:
+        self.state = state
+        self.waiting: _Waiting = deque(maxlen=64)
+        self._told = {True: 0, False: 0}
+        self._origins: dict[int, Record | None] = {}
+        """By step, where its loss became what it is."""
+        self._traces: dict[int, origins.Trace] = {}
+        self._traced = 0
+        """Nanoseconds spent on traces."""
+
+    def loss_began(self, value: Loss | float) -> None:
+        """Take a loss that may not be finite."""
+        self._take(self.state.tracker.step, value, None)
+
+    def look_into(self, loss: Any, value: Loss | float) -> None:
+        """Look where such a loss became what it is, before backward frees its graph."""
+        step = self.state.tracker.step
+        if not self.state.budget.enabled:
+            return
+        if callable(value):
+            self._trace(step.number, loss)
+        elif step.number not in self._origins and len(self._origins) < MOST_ORIGINS:
+            self._origins[step.number] = None
+            began = clock()
+            self._origins[step.number] = origins.origin(loss, value)
+            self.state.budget.spend(clock() - began)
+
+    def _trace(self, step: int, loss: Any) -> None:
+        """Ask the device for what a loss came out of, if it can be paid for."""
+        budget = self.state.budget
+        paid = (
+            budget.left() >= FIRST_TRACE
+            if not self._traced
+            else SHARE * self._traced <= budget.earned()
+        )
+        if not paid or step in self._traces or len(self._traces) >= MOST_TRACES:
+            return
+        began = clock()
+        found = origins.trace(loss)
+        cost = clock() - began
+        if found is not None:
+            self._traces[step], size = found
+            cost += size // BANDWIDTH
+        self._traced += cost
+        budget.spend(cost)
+
+    def gradient(self, value: Any, names: Names) -> None:
+        """Take the sum of a gradient before the all-reduce, if it is to be looked at.
+
+        Args:
+            value: The sum, or what reads it.
+            names: Tells the parameters to name.
+        """
+        self._take(self.state.tracker.step, value, names)
+
+    def _take(self, step: OpenStep, value: Any, names: Names | None) -> None:
+        wanted = callable(value) or not math.isfinite(value)
+        if wanted and self._told[names is not None] < MOST:
+            self.waiting.append((step, value, names))
+
+    def step_ended(self, number: int) -> None:
+        """Look at what has arrived."""
+        while self.waiting:
+            step, value, names = self.waiting[0]
+            if callable(value) and step.number > number - LATER:
+                break
+            self.waiting.popleft()
+            self._look(step, value, names)
+        if self._traces and not capturing(sys.modules["torch"]):
+            for step_number, trace in list(self._traces.items()):
+                if trace.ready and trace.finite:
+                    del self._traces[step_number]
+
+    def rank_ends(self) -> None:
+        """Look at the rest: the job has waited for its devices, or does not care any more."""
+        while self.waiting:
+            self._look(*self.waiting.popleft())
+
+    def _look(self, step: OpenStep, number: Any, names: Names | None) -> None:
+        value = number() if callable(number) else number
+        trace = None if names else self._traces.pop(step.number, None)
+        of_gradient = names is not None
+        if value is None or math.isfinite(value) or step.skipped or self._told[of_gradient] >= MOST:
+            return
+        self._told[of_gradient] += 1
+        told: Record = {"loss": repr(value)} if names is None else {"names": names()}
+        if step.number == self.state.tracker.steps - 1:
+            # The optimizer has just stepped with it.
+            told["spread"] = _spread(told.get("names", []))
+        if names is None:
+            where = self._origins.get(step.number)
+            if trace is not None and trace.ready:
+                where = trace.origin(value)
+            if where is not None:
+                told["origin"] = where
+        kind = "nonfinite_gradient" if of_gradient else "nonfinite"
+        self.state.recorder.add({"kind": kind, "time": time.time_ns(), "step": step.number, **told})
+
+
+def _spread(names: list[str]) -> bool:
+    """Whether small parameters, those of these names if any, are not finite now.
+
+    A GPU is asked if it has nothing left to do, as at the end of a job: it is not waited for.
+    """
+    torch: Any = sys.modules["torch"]
+    looked_at = [
+        parameter
+        for each in watched
+        for index in (map(each.names.index, set(names) & set(each.names)) if names else each.probes)
+        if (parameter := each.parameter(index)) is not None
+        and norms.plain(parameter)
+        and parameter.numel() <= LARGEST
+        and (parameter.device.type == "cpu" or _idle(torch, parameter.device))
+    ]
+    with torch.no_grad():
+        return any(not parameter.isfinite().all() for parameter in looked_at)
+
+
+def _idle(torch: Any, device: Any) -> bool:
+    return bool(not capturing(torch) and torch.cuda.current_stream(device).query())
+
+
+_losses: Losses | None = None
+
+
+def _mine() -> Losses | None:
+    """The losses of this process as the rank that it is now."""
+    global _losses
+    state = rank.current()
+    if state is None:
+        return None
+    if _losses is None or _losses.state is not state:
+        _losses = Losses(state)
+    return _losses
+
+
+@shield.shielded
+def loss_began(loss: Any, value: Loss | float) -> None:
+    """A backward begins with a loss that is not finite, or on a GPU and to be read later."""
+    mine = _mine()
+    if mine is not None:
+        mine.loss_began(value)
+        _look_into(mine, loss, value)
+
+
+@shield.shielded
+def _look_into(losses: Losses, loss: Any, value: Loss | float) -> None:
+    """Apart, as it goes through all kinds of graphs: if that fails, losses are told as before."""
+    losses.look_into(loss, value)
+
+
+def local_gradient(value: Any, names: Names) -> None:
+    """The sum of a gradient of this rank's own, or what reads it, and what names parameters."""
+    mine = _mine()
+    if mine is not None:
+        mine.gradient(value, names)
+
+
+@shield.shielded
+def _step_ended(optimizer: Any, number: int) -> None:
+    if _losses is not None and _losses.waiting and _losses.state is rank.current():
+        _losses.step_ended(number)
+
+
+@shield.shielded
+def _rank_ends() -> None:
+    if _losses is not None and _losses.state is rank.current():
+        _losses.rank_ends()
+
+
+def install() -> None:
+    """Listen to the moments of training."""
+    events.step_ended.append(_step_ended)
+    events.rank_ends.append(_rank_ends)

@@ -1,0 +1,176 @@
+"""What torch's Flight Recorder knows of this rank's collectives, DDP's own among them, when asked.
+
+It is read in the writing thread, which needs the GIL and nothing of the training thread: 2 ms while
+a collective is stuck (measured on gloo). A rank whose GIL is held by native code does not answer.
+
+Without its stack traces: to put names to them torch imports its compiler, 822 modules (73 MB) in
+torch 2.13, and a job that imports these at the same moment dies of it. Which line called what is
+known from the rank's own ring and from its backward passes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import io
+import json
+import os
+import pickle
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
+from typing import Any
+
+from ddpdoctor.probe.observers.steps import Backward
+from ddpdoctor.probe.runtime import torch_private
+from ddpdoctor.probe.runtime.asking import Asked
+from ddpdoctor.run.record import UnreadableError
+from ddpdoctor.run.ring import Collective, read_ring
+
+NEWEST = 24
+"""Collectives of each group that are told."""
+
+GROUPS = 16
+"""Groups that are told, those used last."""
+
+KEPT = "2000"
+"""Collectives that torch's Flight Recorder keeps, as later versions do by themselves."""
+
+Place = Callable[["int | None"], tuple[str, ...]]
+"""The user's lines, ``path:line``, that called the collective made at a Unix time in nanoseconds:
+its own and those that led to it, innermost first; empty where that is not known."""
+
+
+def install(distributed: ModuleType) -> None:
+    """Turn the Flight Recorder on, unless the job has decided itself; torch reads this later."""
+    if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & os.environ.keys():
+        torch: Any = sys.modules["torch"]
+        c10d = torch._C._distributed_c10d
+        switch = torch_private.flight_recorder_switch(c10d, str(torch.__version__))
+        if switch:
+            os.environ[switch] = KEPT
+
+
+class Flight:
+    """Answers with the Flight Recorder's newest entries, in a file of the run directory.
+
+    Args:
+        directory: The run directory.
+        path: The file to answer in.
+        ring: The rank's ring of collectives.
+        backwards: The rank's newest backward passes.
+
+    Raises:
+        OSError: Nobody asks in that run directory.
+        ValueError: Nobody does.
+    """
+
+    def __init__(self, directory: str, path: str, ring: str, backwards: Iterable[Backward]) -> None:
+        self._asked = Asked(directory)
+        self._path = path
+        self._ring = ring
+        self._backwards = backwards
+
+    def look(self) -> None:
+        """Answer if somebody has asked anew; runs in the writing thread."""
+        number = self._asked.news()
+        if number:
+            told = {"asked": number, "time": time.time_ns(), **self._entries()}
+            fresh = f"{self._path}.new"
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(fresh, flags, 0o600), "w") as file:
+                json.dump(told, file, separators=(",", ":"), default=str)
+            os.replace(fresh, self._path)
+
+    def _entries(self) -> dict[str, Any]:
+        dumps = torch_private.flight_recorders(sys.modules["torch"])
+        if not dumps:
+            return {"trouble": "this torch has no Flight Recorder"}
+        entries = [entry for dump in dumps for entry in _read(dump())]
+        if not entries:
+            # Off, or NCCL's alone: whether a collective of gloo is stuck it does not say.
+            return {"trouble": "the Flight Recorder recorded nothing"}
+        return {"entries": newest(entries, self._place())}
+
+    def _place(self) -> Place:
+        try:
+            collectives = read_ring(self._ring).collectives
+        except (OSError, UnreadableError):
+            collectives = ()
+        return places(collectives, list(self._backwards))
+
+
+class _Plain(pickle.Unpickler):
+    """Reads what is made of Python's own types, as a dump is: nothing else has to be imported."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        raise pickle.UnpicklingError(f"{module_name}.{global_name} in a Flight Recorder's dump")
+
+
+def _read(dump: bytes) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = _Plain(io.BytesIO(dump)).load().get("entries", [])
+    return entries
+
+
+def places(collectives: Sequence[Collective], backwards: Sequence[Backward]) -> Place:
+    """Who called the collectives of a Flight Recorder, which are made while their callers run.
+
+    Args:
+        collectives: Those that were called from Python, oldest first.
+        backwards: Backward passes, in which DDP calls its own.
+    """
+    begins = [each.began for each in collectives]
+    begun: set[int] = set()
+
+    def place(created: int | None) -> tuple[str, ...]:
+        if created is None:
+            return ()
+        at = bisect.bisect_right(begins, created) - 1
+        if at >= 0:
+            call = collectives[at]
+            # One that is waited for may be made of several; one that goes on is itself alone.
+            if at not in begun if call.asynchronous else created <= (call.ended or created):
+                begun.add(at)
+                return call.site, *call.callers
+        for passed in backwards:
+            if passed.began <= created <= (passed.ended or created):
+                return (passed.site.text,)
+        return ()
+
+    return place
+
+
+def newest(entries: list[dict[str, Any]], place: Place) -> list[dict[str, Any]]:
+    """The newest collectives of the groups used last, of all recorders, in the order of calls."""
+    groups: dict[tuple[str, str], deque[dict[str, Any]]] = defaultdict(lambda: deque(maxlen=NEWEST))
+    # Each recorder counts for itself.
+    for order, entry in enumerate(sorted(entries, key=_created)):
+        told = _told(order, entry, place)
+        key = told["group"], told["backend"]
+        # In the order of use, the last one at the end.
+        groups[key] = groups.pop(key, deque(maxlen=NEWEST))
+        groups[key].append(told)
+    return [told for last in list(groups.values())[-GROUPS:] for told in last]
+
+
+def _created(entry: dict[str, Any]) -> int:
+    return entry.get("time_created_ns") or 0
+
+
+def _told(order: int, entry: dict[str, Any], place: Place) -> dict[str, Any]:
+    backend, _, name = str(entry.get("profiling_name", "")).rpartition(":")
+    return {
+        "id": order,
+        "group": str(entry["process_group"][0]),
+        "sequence": entry.get("collective_seq_id"),
+        "point_to_point": bool(entry.get("is_p2p")),
+        "backend": backend,
+        "name": name,
+        "shapes": (entry.get("input_sizes") or [])[:4],
+        "dtypes": (entry.get("input_dtypes") or [])[:4],
+        "created": entry.get("time_created_ns"),
+        "retired": bool(entry.get("retired")),
+        "state": entry.get("state"),
+        "lines": list(place(entry.get("time_created_ns"))),
+    }

@@ -1,0 +1,219 @@
+"""Writes the rank's calls of collectives into its ring: the numbers that they have in their groups.
+
+All ranks of a group call its collectives in one order, so the same number has to be the same call
+on each of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from typing import Any
+
+from ddpdoctor.probe.observers.calls import Call
+from ddpdoctor.probe.runtime import torch_private
+from ddpdoctor.probe.runtime.sites import Site
+from ddpdoctor.run.ring import POINT_TO_POINT, RingWriter, chain_text
+
+DEFAULT_GROUP = ""
+OBJECT = 1 << 50
+"""Elements that an object counts as, whose size is not known."""
+
+_MOST_WORKS = 256
+"""Asynchronous calls that nobody has waited for, of which is known which they are."""
+
+NARROW = 64
+"""Elements below which a tensor is a number or a metric, and no gradient."""
+
+_now = time.time_ns
+
+
+class _Group:
+    __slots__ = ("calls", "name", "text")
+
+    def __init__(self, name: str, text: int) -> None:
+        self.name = name
+        self.text = text
+        self.calls = 0
+
+
+class Ledger:
+    """The calls of one rank.
+
+    Args:
+        ring: Where they are written.
+    """
+
+    def __init__(self, ring: RingWriter) -> None:
+        self._ring = ring
+        self._distributed: Any = sys.modules["torch"].distributed
+        self._sum = ring.text("SUM")
+        self._groups: dict[str, _Group] = {}
+        self._names: dict[str, int] = {}
+        self._dtypes: dict[Any, int] = {None: 0}
+        self._ops: dict[Any, int] = {}
+        self._sites: dict[Site, int] = {}
+        self._chains: dict[tuple[Site, ...], int] = {}
+        self._works: dict[int, int] = {}
+        self._elsewhere: set[str] = set()
+        """Groups in which other threads call collectives, too."""
+        self._waited = 0
+        self.wide = 0
+        """Calls that may have moved gradients or parameters, unknown ones among them."""
+        self.moved = 0
+        """Elements that collectives were called with so far, none of them point to point."""
+
+    @property
+    def count(self) -> int:
+        """Calls so far."""
+        return self._ring.count
+
+    def begin(self, name: str, call: Call, chain: tuple[Site, ...]) -> int:
+        """Write down a call that begins; its order, 0 if this rank is not in its group.
+
+        Args:
+            name: Of the collective.
+            call: What it is about.
+            chain: The lines that led to it, innermost first.
+        """
+        tensor, op, root, group_root, group, flags = call
+        # The default group's name is looked up once: it may be made anew, but not renamed.
+        known = self._groups.get(DEFAULT_GROUP if group is None else group.group_name)
+        if known is None:
+            known = self._meet(group)
+            if known is None:
+                return 0
+        number = self._names.get(name)
+        if number is None:
+            number = self._names[name] = self._ring.text(name)
+        place = self._chains.get(chain) or self._place(chain)
+        if tensor is None:
+            dtype, shape, numel = 0, (), -1
+            self.wide += name[:10] == "all_to_all"
+        else:
+            shape, numel = tensor.shape, tensor.numel()
+            self.wide += numel > NARROW
+            dtype = self._dtypes.get(tensor.dtype, -1)
+            if dtype < 0:
+                dtype = self._ring.text(str(tensor.dtype).removeprefix("torch."))
+                self._dtypes[tensor.dtype] = dtype
+        if group_root is not None:
+            root = self._distributed.get_global_rank(
+                group or self._distributed.group.WORLD, group_root
+            )
+        if flags & POINT_TO_POINT:
+            sequence = 0
+        else:
+            if self._elsewhere and known.name in self._elsewhere:
+                self.set_partial()
+            sequence = known.calls = known.calls + 1
+            # An object may hold a whole model.
+            self.moved += OBJECT if numel < 0 and "object" in name else max(0, numel)
+        texts = (number, known.text, dtype, self._reduce(name, op), place)
+        return self._ring.begin(
+            _now(), sequence, texts, shape, numel, -1 if root is None else root, flags
+        )
+
+    def begin_elsewhere(self, call: Call) -> None:
+        """Another thread than the training one calls a collective.
+
+        A communication hook may call its next collective in the thread that ended the one before,
+        or in the training thread if that was quick. So the calls that are seen have other numbers
+        on each rank, unless that group is the other thread's alone.
+        """
+        group = self._distributed.group.WORLD if call[4] is None else call[4]
+        name = getattr(group, "group_name", None)
+        if name is None or call[5] & POINT_TO_POINT:
+            return
+        self._elsewhere.add(name)
+        if any(each.name == name and each.calls for each in list(self._groups.values())):
+            self.set_partial()
+
+    def _place(self, chain: tuple[Site, ...]) -> int:
+        """The number of a text for lines that were not met before."""
+        numbers = []
+        for site in chain:
+            number = self._sites.get(site)
+            if number is None:
+                number = self._sites[site] = self._ring.text(site.text)
+            numbers.append(number)
+        place = self._ring.text(chain_text(numbers)) if len(numbers) > 1 else numbers[0]
+        if place:
+            self._chains[chain] = place
+        # Where there is no room left for the callers, the line itself may be known.
+        return place or numbers[0]
+
+    def _reduce(self, name: str, op: Any) -> int:
+        if op is None:
+            return self._sum if "reduce" in name else 0
+        try:
+            return self._ops[op]
+        except (KeyError, TypeError):
+            # Operations with a factor of their own are no keys.
+            text = str(op)
+        number = self._ops.get(text)
+        if number is None:
+            number = self._ops[text] = self._ring.text(text.rpartition(".")[2])
+        with contextlib.suppress(TypeError):
+            self._ops[op] = number
+        return number
+
+    def _meet(self, group: Any) -> _Group | None:
+        """A group that is used for the first time; None if this rank is not in it."""
+        world = self._distributed.group.WORLD
+        actual = world if group is None else group
+        name = getattr(actual, "group_name", None)
+        if name is None:
+            return None
+        ranks = ranges(self._distributed.get_process_group_ranks(actual))
+        made = self._groups.get(name)
+        if made is None:
+            made = self._groups[name] = _Group(name, self._ring.text(f"{name}|{ranks}"))
+        if actual is world:
+            # Under both names it is one group.
+            self._groups[DEFAULT_GROUP] = made
+        return made
+
+    def returned(self, order: int, result: object) -> None:
+        """The call returned; an asynchronous one goes on."""
+        if result is None or not hasattr(result, "is_completed"):
+            self._ring.end(order, _now())
+            return
+        if len(self._works) >= _MOST_WORKS:
+            self._works.clear()
+        self._works[id(result)] = order
+
+    def waits_for(self, work: object) -> bool:
+        """Somebody waits for an asynchronous call; False if it is none of these."""
+        self._waited = self._works.pop(id(work), 0)
+        if self._waited:
+            self._ring.waits_for(self._waited)
+        else:
+            self.wide += 1
+        return bool(self._waited)
+
+    def waited(self, now: int) -> None:
+        """The wait is over."""
+        self._ring.waits_for(0)
+        self._ring.end(self._waited, now)
+
+    def set_partial(self) -> None:
+        """Say that calls may be missing."""
+        self._ring.set_partial()
+
+    def look(self) -> None:
+        """From the writing thread: compiled code calls its collectives itself."""
+        if torch_private.has_compiled():
+            self._ring.set_partial()
+
+
+def ranges(ranks: list[int]) -> str:
+    """Ranks in few words: ``0-2,5``."""
+    found: list[list[int]] = []
+    for number in sorted(ranks):
+        if found and found[-1][1] == number - 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in found)

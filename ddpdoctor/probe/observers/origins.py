@@ -1,0 +1,255 @@
+"""Where in the forward pass a loss stopped being finite, read from the graph of its backward.
+
+From the loss downwards those results that are not finite are followed to the first one: what
+autograd keeps for backward tells it. Nothing is computed again. A loss on the CPU is followed when
+it is not finite; that of a GPU is read some steps later, when its graph is gone, so that sizes are
+asked for beforehand.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ddpdoctor.probe.observers import graphs, norms
+from ddpdoctor.probe.observers.graphs import UNKNOWN, Kept, Operation, Sizes
+from ddpdoctor.probe.observers.readback import Readback
+from ddpdoctor.probe.observers.replicas import watched
+from ddpdoctor.run.record import Record
+
+MOST = 20_000
+"""Operations that are looked at; a larger graph is given up."""
+
+MOST_TRACED = 4096
+"""The same where nothing is known to be wrong yet."""
+
+NAMED = 4
+"""Operations that are named where what they gave was not kept."""
+
+SINGULAR = frozenset(
+    {"acos", "acosh", "asin", "atanh", "digamma", "div", "erfinv", "exp", "lgamma"}
+    | {"linalg_vector_norm", "log", "log10", "log1p", "log2", "logsumexp", "norm", "pow"}
+    | {"reciprocal", "rsqrt", "sqrt", "std", "tan", "var", "xlogy"}
+)
+"""Operations that make numbers of no size out of small ones; others have to overflow for it."""
+
+_WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+
+
+def origin(loss: Any, value: float) -> Record | None:
+    """Where a loss on the CPU became what it is.
+
+    Args:
+        loss: The tensor that backward begins with.
+        value: Its value, which is not finite.
+
+    Returns:
+        ``what``: ``input`` (something without a gradient that entered an operation, such as a batch
+        or a constant), ``parameter`` or ``operation``; ``operations``: their names, the first to
+        run first; ``module``: the one whose parameters are nearest; ``within``: whether the
+        operation uses them itself; ``infinite``: the same of an infinite value that entered the
+        operation, if NaN came out of it; ``order``: of a single operation, its place among those of
+        its name behind the last parameter, from 0, and how many these are. None if the graph does
+        not tell.
+    """
+    with sys.modules["torch"].no_grad():
+        found = graphs.read(loss, _names(), MOST)
+        if found is None:
+            return None
+        operations, tensors = found
+        return _Search(operations, graphs.at_once(tensors), math.isnan(value)).run()
+
+
+class Trace:
+    """The sizes of all that a loss came out of, on their way from a device.
+
+    Nothing of the graph is held: only names and numbers.
+
+    Args:
+        operations: The operations of the graph.
+        readback: The sizes of what they keep.
+    """
+
+    def __init__(self, operations: list[Operation], readback: Readback) -> None:
+        self._operations = operations
+        self._readback = readback
+
+    @property
+    def ready(self) -> bool:
+        """Whether the device has told all sizes; never waits."""
+        return self._readback.ready
+
+    @property
+    def finite(self) -> bool:
+        """Whether all of them are finite, once they are there."""
+        return all(map(math.isfinite, self._readback.numbers()))
+
+    def origin(self, value: float) -> Record | None:
+        """Where the loss became what it is, once the sizes are there; as `origin` tells it."""
+        sizes = graphs.told(self._readback.numbers())
+        return _Search(self._operations, sizes, math.isnan(value)).run()
+
+
+def trace(loss: Any) -> tuple[Trace, int] | None:
+    """Ask the device for the sizes of what a loss came out of.
+
+    Returns:
+        The trace, and how many bytes the device reads for it; None if the graph tells nothing.
+    """
+    with sys.modules["torch"].no_grad():
+        found = graphs.read(loss, _names(), MOST_TRACED)
+        if found is None or not found[1]:
+            return None
+        operations, tensors = found
+        readback = norms.largest(tensors)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return None if readback is None else (Trace(operations, readback), size)
+
+
+def _names() -> dict[int, str]:
+    """The names of DDP's parameters by their ``id``."""
+    return {
+        id(parameter): name
+        for each in watched
+        for index, name in enumerate(each.names)
+        if (parameter := each.parameter(index)) is not None
+    }
+
+
+class _Search:
+    """One walk from a loss downwards.
+
+    Args:
+        operations: The operations behind the loss, its own one first.
+        sizes: How large what they keep is.
+        nan: Whether NaN is looked for, or infinite values as well: those may be meant as a mask.
+    """
+
+    def __init__(self, operations: Sequence[Operation], sizes: Sizes, nan: bool) -> None:
+        self._operations = operations
+        self._sizes = sizes
+        self._nan = nan
+
+    def run(self, start: int = 0) -> Record | None:
+        at: int | None = start if self._operations else None
+        while at is not None:
+            at, found = self._region(at)
+            if found is not None:
+                return found
+        return None
+
+    def _region(self, bad: int) -> tuple[int | None, Record | None]:
+        """From one whose result is bad to the next one below it; or what is found instead."""
+        queue, known = [bad], {bad}
+        tellers: list[int] = []
+        blind = False
+        for number in queue:
+            operation = self._operations[number]
+            blind |= not operation.complete
+            inputs = [kept for kept in operation.kept if not kept.own]
+            fine = set()
+            for kept in inputs:
+                if not self._bad(kept.size):
+                    fine.add(kept.maker)
+                elif kept.maker in operation.below:
+                    return kept.maker, None
+                elif not kept.trained:
+                    return None, self._told("input", [number], number)
+            infinite = next((each for each in inputs if self._nan and self._infinite(each)), None)
+            if infinite is not None:
+                return None, self._from_infinite(number, infinite)
+            if inputs and number != bad:
+                tellers.append(number)
+            for child in operation.below:
+                if child in known or child in fine:
+                    continue
+                known.add(child)
+                below = self._operations[child]
+                if below.size != UNKNOWN:
+                    if self._bad(below.size):
+                        return None, self._told("parameter", [number], number)
+                    continue
+                results = [kept for kept in below.kept if kept.own]
+                if any(self._bad(each.size) for each in results):
+                    return child, None
+                if not results:
+                    queue.append(child)
+        if blind:
+            return None, None
+        suspects = [each for each in (*tellers, bad) if self._word(each) in SINGULAR]
+        numbers = (suspects or [*tellers, bad])[-NAMED:]
+        return None, self._told("operation", numbers, numbers[0])
+
+    def _from_infinite(self, number: int, kept: Kept) -> Record:
+        """NaN came out of an operation that an infinite value went into: where that began."""
+        found = self._told("operation", [number], number)
+        if kept.maker != UNKNOWN:
+            further = _Search(self._operations, self._sizes, nan=False)
+            found["infinite"] = further.run(kept.maker)
+        return found
+
+    def _bad(self, place: int) -> bool:
+        size = self._sizes(place)
+        return math.isnan(size) if self._nan else not math.isfinite(size)
+
+    def _infinite(self, kept: Kept) -> bool:
+        return math.isinf(self._sizes(kept.size))
+
+    def _word(self, number: int) -> str:
+        return _words(self._operations[number].name)
+
+    def _told(self, what: str, numbers: list[int], at: int) -> Record:
+        distance, names = next(self._parameters(at), (0, []))
+        order = self._order(numbers[0]) if len(numbers) == 1 else None
+        # Between a layer's operation and its weight there is at most a transposition.
+        return {
+            **({"order": order} if order is not None else {}),
+            "what": what,
+            "operations": [self._word(each) for each in numbers],
+            "module": names[0].rpartition(".")[0] if names else None,
+            "within": bool(names) and distance <= 2,
+        }
+
+    def _order(self, number: int) -> list[int] | None:
+        """The place of an operation among those of its name that ran after the model's layers."""
+        operations = self._operations
+        if any(each.ran < 0 for each in operations):
+            return None
+        trained = {index for index, each in enumerate(operations) if each.size != UNKNOWN}
+        layers = [each.ran for each in operations if trained.intersection(each.below)]
+        last = max(layers, default=-1)
+        word = self._word(number)
+        alike = [
+            each.ran
+            for index, each in enumerate(operations)
+            if each.ran > last and index not in trained and _words(each.name) == word
+        ]
+        mine = operations[number].ran
+        return [sum(each < mine for each in alike), len(alike)] if mine in alike else None
+
+    def _parameters(self, number: int) -> Iterator[tuple[int, list[str]]]:
+        """The named parameters nearest to an operation, with their distance."""
+        level, known, distance = [number], {number}, 0
+        while level:
+            below = []
+            names = []
+            for each in level:
+                operation = self._operations[each]
+                if operation.parameter is not None:
+                    names.append(operation.parameter)
+                for child in operation.below:
+                    if child not in known:
+                        known.add(child)
+                        below.append(child)
+            if names:
+                yield distance, names
+            level, distance = below, distance + 1
+
+
+def _words(name: str) -> str:
+    """``NllLossBackward0`` as ``nll_loss``."""
+    bare = re.sub(r"Backward\d*$", "", name.rpartition("::")[2])
+    return _WORDS.sub("_", bare).lower()

@@ -1,0 +1,434 @@
+"""Where steps begin and end, and which phase the training thread is in.
+
+A step ends with the first optimizer's ``step()``. Several backwards before it are accumulation; a
+second optimizer belongs to the same cycle; where no optimizer exists, DDP's forward counts.
+Whatever happens between a loader's end and the next batch (evaluation, checkpoints) is kept apart
+as ``outside``, so that it weighs on no step.
+
+Everything here runs in the training loop, several times a step: it is written to be short.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from ddpdoctor.probe.runtime.clocks import CudaClock, Measured, Times
+from ddpdoctor.probe.runtime.cores import CoreClock
+from ddpdoctor.probe.runtime.recorder import NotYet, Recorder
+from ddpdoctor.probe.runtime.sites import Site
+from ddpdoctor.probe.runtime.vitals import Vitals
+from ddpdoctor.run.record import NO_EPOCH, Parts, Phase
+
+_now = time.perf_counter_ns
+_thread = threading.get_ident
+
+_OTHER = int(Phase.OTHER)
+_OPTIMIZER = int(Phase.OPTIMIZER)
+_WAIT = int(Phase.WAIT)
+_ZERO: Times = [0] * len(Phase)
+
+BACKWARDS = 24
+"""Backward passes that are remembered."""
+
+
+class Backward:
+    """One backward pass of the training thread."""
+
+    __slots__ = ("began", "ended", "site")
+
+    def __init__(self, began: int, site: Site) -> None:
+        self.began = began
+        """Unix nanoseconds."""
+        self.ended = 0
+        """Unix nanoseconds; 0 while it is under way."""
+        self.site = site
+
+
+class OpenStep:
+    """The step under way, and for one step longer, until DDP has told its waits."""
+
+    __slots__ = (
+        "armed",
+        "backwards",
+        "cores",
+        "epoch",
+        "exposed",
+        "fed",
+        "fetched",
+        "forwards",
+        "loss",
+        "measured",
+        "number",
+        "outside",
+        "skipped",
+        "start",
+        "times",
+        "told",
+        "total",
+        "vitals",
+    )
+
+    def __init__(self, number: int, start: int, vitals: Vitals) -> None:
+        self.number = number
+        self.vitals = vitals
+        self.start = start
+        self.epoch = NO_EPOCH
+        self.forwards = 0
+        self.backwards = 0
+        self.armed = 0
+        """Forwards whose backward is all-reduced."""
+        self.told = 0
+        """How many of the armed iterations DDP's logger has told the timing of."""
+        self.exposed = 0
+        """Nanoseconds of all-reduce that no compute hid, as DDP's logger told."""
+        self.fetched = 0
+        """Samples that loaders gave."""
+        self.fed = 0
+        """Samples that went into forwards, counted if no loader gave any."""
+        self.loss: Any = None
+        self.skipped = False
+        self.outside = 0
+        self.total = 0
+        self.times = _ZERO
+        self.measured: Measured | None = None
+        self.cores: tuple[int, int] | None = None
+        """Nanoseconds for which the training thread ran, and waited for a core."""
+
+    def line(self, last: bool = False) -> bytes:
+        """The journal's line; runs in the writing thread.
+
+        Raises:
+            NotYet: The device is still busy with the step, and this is not the ``last`` call.
+        """
+        times = self.times
+        if self.measured is not None:
+            measured = self.measured()
+            if measured is None and not last:
+                raise NotYet
+            # A device that never came to the step's end: what the host saw is all there is.
+            times = times if measured is None else measured
+        _, other, data, forward, backward, optimizer, wait, _ = times
+        exposed = min(self.exposed, backward)
+        split = self.told >= self.armed
+        self.vitals.wrote(
+            Parts(
+                self.number,
+                data,
+                forward,
+                backward - exposed,
+                optimizer,
+                other,
+                wait + exposed,
+                split,
+            )
+        )
+        text = f'{{"kind":"step","step":{self.number},"start":{self.start}'
+        if self.epoch != NO_EPOCH:
+            text += f',"epoch":{self.epoch}'
+        text += (
+            f',"data":{data},"forward":{forward},"backward":{backward - exposed}'
+            f',"optimizer":{optimizer},"other":{other},"wait":{wait + exposed}'
+            f',"total":{data + forward + backward + optimizer + other + wait}'
+            f',"split":{"true" if split else "false"}'
+        )
+        if self.cores is not None:
+            text += f',"cpu":{self.cores[0]},"waited":{self.cores[1]}'
+        if self.fetched or self.fed:
+            text += f',"samples":{self.fetched or self.fed}'
+        loss = self.loss() if callable(self.loss) else self.loss
+        if loss is not None:
+            text += f',"loss":{json.dumps(loss)}'
+        if self.backwards != 1:
+            text += f',"backwards":{self.backwards}'
+        if self.skipped:
+            text += ',"skipped":true'
+        if self.outside:
+            text += f',"outside":{self.outside}'
+        return text.encode() + b"}\n"
+
+
+class StepTracker:
+    """Follows the training thread of one rank through its phases and steps.
+
+    Hooks call :meth:`enter` and :meth:`leave` in pairs; nested phases are charged exclusively, so
+    the parts of a step always add up to its total.
+
+    Args:
+        recorder: Where steps are written.
+        optimizers: Whether any optimizer was ever made: then only an optimizer ends a step.
+    """
+
+    def __init__(self, recorder: Recorder, optimizers: Callable[[], bool]) -> None:
+        self._recorder = recorder
+        self._page = recorder.page
+        self._show = recorder.page.show
+        self._optimizers = optimizers
+        self._thread = _thread()
+        self.native = threading.get_native_id()
+        """The training thread, as the kernel numbers it."""
+        self._cores = CoreClock()
+        self._mark = _now()
+        self._began = self._mark
+        self._unix = time.time_ns() - self._mark
+        self._times = _ZERO.copy()
+        self._device: CudaClock | None = None
+        self._stack: list[int] = []
+        self._site: Site | None = None
+        self._closer: weakref.ref[object] | None = None
+        self._resting: set[int] = set()
+        self._closed: OpenStep | None = None
+        self.phase = int(Phase.STARTING)
+        self.steps = 0
+        """Steps closed so far."""
+        self.last_total = 0
+        """Nanoseconds of the last of them, as the host saw it."""
+        self.armed = 0
+        """Forwards so far whose backward is all-reduced."""
+        self._vitals = Vitals(recorder.page)
+        recorder.each_round.append(self._vitals.store)
+        self.step = OpenStep(0, self._began + self._unix, self._vitals)
+        self.optimizer_steps = 0
+        """Steps of any optimizer, skipped ones included."""
+        self.epoch = NO_EPOCH
+        self.collective = ""
+        """Name of the collective under way."""
+        self.failed: tuple[int, str, str] | None = None
+        """``id`` of the exception that last flew through a hook, with phase and collective.
+
+        Not the exception: it would keep the frames alive, and with them the step's tensors.
+        """
+        self.optimizer_frame: FrameType | None = None
+        """The frame of the optimizer step under way."""
+        self.backwards: deque[Backward] = deque(maxlen=BACKWARDS)
+        """The newest, the last of them at the end."""
+        self._iterators: set[int] = set()
+        self._trained: set[int] = set()
+        self._aside = False
+        self._fresh = True
+
+    # -- phases
+
+    def is_here(self) -> bool:
+        """Whether the calling thread is the training one."""
+        return _thread() == self._thread
+
+    def enter(self, phase: int, site: Site) -> bool:
+        """Begin a phase; False (and nothing done) on any thread but the training one."""
+        if _thread() != self._thread:
+            return False
+        now = _now()
+        # A rank that does anything we know is no longer starting (which is phase 0).
+        current = self.phase or _OTHER
+        if current == _OPTIMIZER and phase != _WAIT:
+            current = self._leave_failed_optimizer()
+        if not self._stack:
+            self.failed = None
+        self._times[current] += now - self._mark
+        self._mark = now
+        if self._device is not None:
+            self._device.charge(current)
+        self._stack.append(current)
+        self.phase = phase
+        self._show(phase, now + self._unix, self.armed)
+        if site is not self._site:
+            self._site = site
+            self._page.set_site(site.page)
+        if not site.told >> phase & 1:
+            self._tell(phase, site)
+        return True
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """End the phase begun last, remembering the exception that ended it, if one did."""
+        now = _now()
+        phase = self.phase
+        self._times[phase] += now - self._mark
+        self._mark = now
+        if self._device is not None:
+            self._device.charge(phase)
+        if error is not None and (self.failed is None or self.failed[0] != id(error)):
+            self.failed = (id(error), Phase(phase).label, self.collective)
+        self.phase = self._stack.pop() if self._stack else _OTHER
+        self._show(self.phase, now + self._unix, self.armed)
+
+    def reset(self) -> None:
+        """After a fault of ours: no phase is under way that we know of."""
+        self._stack.clear()
+        self.phase = _OTHER
+        self.optimizer_frame = None
+
+    def _leave_failed_optimizer(self) -> int:
+        """The phase we are in, which is no optimizer step any more if that one raised.
+
+        torch calls no hook for a step that raised. Within a closure (LBFGS) its frame still runs.
+        """
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            if frame is self.optimizer_frame:
+                return _OPTIMIZER
+            frame = frame.f_back
+        self.reset()
+        return _OTHER
+
+    def _tell(self, phase: int, site: Site) -> None:
+        """The first time that a phase is entered at a line: write it down."""
+        site.told |= 1 << phase
+        if site.path:
+            label = Phase(phase).label
+            self._recorder.add(
+                {"kind": "site", "phase": label, "path": site.path, "line": site.line}
+            )
+
+    def here(self) -> None:
+        """Make the calling thread the training thread."""
+        if _thread() != self._thread:
+            self._thread = _thread()
+            self.native = threading.get_native_id()
+            self._cores.close()
+            self._cores = CoreClock()
+            self._stack.clear()
+            self.phase = _OTHER
+
+    def use_device(self, clock: CudaClock) -> None:
+        """Measure by the device's events from now on."""
+        self._device = clock
+        self._vitals.use_device(clock.device)
+        self._restart()
+
+    def page_phase(self, phase: Phase) -> None:
+        """Show a phase that is no part of a step (starting, ended)."""
+        self.phase = int(phase)
+        self._show(self.phase, _now() + self._unix, self.armed)
+        self._page.totals(self.steps, self.epoch, 0, self._recorder.dropped)
+
+    # -- steps
+
+    def forward(self, armed: bool) -> None:
+        """DDP's forward begins in grad mode; ``armed`` if its backward will be all-reduced."""
+        if self.step.forwards:
+            if not self._optimizers():
+                self.close()
+        elif self._fresh:
+            # What came before the very first step (building the model, say) belongs to none.
+            self.outside()
+        self._fresh = False
+        self.step.forwards += 1
+        if armed:
+            self.step.armed += 1
+            self.armed += 1
+
+    def evaluating(self) -> None:
+        """A forward without gradients begins."""
+        if self.step.forwards and not self._optimizers():
+            self.close()
+
+    def evaluated(self) -> None:
+        """A forward without gradients ended: nothing since the last step belongs to a step."""
+        if not self._optimizers():
+            self.step.forwards += 1
+            self.close()
+        elif not self.step.forwards:
+            self.outside()
+
+    def fetch(self, iterator: int, first: bool) -> None:
+        """A batch is asked of the loader's iterator with that id; ``first`` of a pass over it."""
+        self._fresh = False
+        if not self.step.forwards:
+            known = iterator in self._trained
+            if first or (known and self._aside):
+                # Back from another loader, which may have been left before its end.
+                self.outside()
+            self._aside = not known
+        elif not self._optimizers():
+            self.close()
+        self._iterators.add(iterator)
+
+    def outside(self) -> None:
+        """What was charged since the last step belongs to no step, unless one has begun."""
+        if self.step.forwards:
+            return
+        began = self._began
+        self._restart()
+        self.step.outside += self._began - began
+        self.step.fetched = 0
+        self._iterators.clear()
+        self.step.start = self._began + self._unix
+
+    def _restart(self) -> None:
+        """Begin to measure anew."""
+        self._began = self._mark = _now()
+        self._times = _ZERO.copy()
+        self._cores.cut()
+        if self._device is not None:
+            self._device.charge(self.phase)
+            self._device.cut()
+
+    def stepped(self, optimizer: object, skipped: bool = False) -> None:
+        """An optimizer's step ended, or was ``skipped`` by a GradScaler that saw an overflow."""
+        self.optimizer_steps += 1
+        closer = self._closer() if self._closer is not None else None
+        if closer is None:
+            self._closer = weakref.ref(optimizer)
+        elif closer is not optimizer:
+            # The first optimizer rests while another one works on: that one counts from now on.
+            if id(optimizer) not in self._resting:
+                self._resting.add(id(optimizer))
+                return
+            self._closer = weakref.ref(optimizer)
+        if self._resting:
+            self._resting.clear()
+        self.close(skipped)
+
+    def close(self, skipped: bool = False) -> None:
+        """End the step; it is written when the next one ends, after DDP told its waits."""
+        now = _now()
+        self._times[self.phase] += now - self._mark
+        self._mark = now
+        step = self.step
+        step.times = self._times
+        if self._device is not None:
+            self._device.charge(self.phase)
+            step.measured = self._device.cut()
+        step.cores = self._cores.cut()
+        step.total = self.last_total = now - self._began
+        step.epoch = self.epoch
+        step.skipped = skipped
+        self.steps += 1
+        if self._closed is not None:
+            self._recorder.add(self._closed.line)
+        self._closed = step
+        self._times = _ZERO.copy()
+        self._began = now
+        if self._iterators:
+            self._trained, self._iterators = self._iterators, set()
+        self._aside = False
+        if now >= self._vitals.due:
+            self._vitals.ask(now)
+        self.step = OpenStep(self.steps, now + self._unix, self._vitals)
+        self._page.totals(self.steps, self.epoch, step.total, self._recorder.dropped)
+
+    @property
+    def thread(self) -> int:
+        """The training thread, as Python numbers it."""
+        return self._thread
+
+    @property
+    def last_change(self) -> int:
+        """Unix nanoseconds of the last change of phase."""
+        return self._mark + self._unix
+
+    def finish(self) -> int:
+        """Write the last step; the number of steps closed."""
+        if self.step.forwards and not self._optimizers():
+            self.close()
+        if self._closed is not None:
+            self._recorder.add(self._closed.line)
+            self._closed = None
+        return self.steps

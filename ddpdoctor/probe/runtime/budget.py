@@ -1,0 +1,78 @@
+"""What diagnosis may cost: a share of the time that the rank has trained.
+
+Looks at parameters, gradients and buffers count, and what it takes to follow the gradients from
+step to step (`ddpdoctor.probe.observers.pacing`). To know where steps begin and end, and of which batches, is
+no diagnosis: that is what all the rest builds on, and costs the same each step.
+
+It starts with a credit, so that the first steps are looked at closely; afterwards a diagnosis has
+to wait until enough has been earned. A suspicion may add to it, so often and so much as its
+diagnosis says.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+PERCENT = "DDPDOCTOR_OVERHEAD_BUDGET"
+"""Environment variable: per cent of the step time; 0 turns diagnosis that costs off."""
+
+DEFAULT = 0.5
+AHEAD = 10_000_000_000
+"""Nanoseconds whose earnings may be spent in advance: with the default budget, 50 ms."""
+
+_now = time.perf_counter_ns
+
+clock = time.thread_time_ns
+"""What diagnoses measure their cost with: on a crowded machine a thread waits for a core, and that
+would have to be earned again for minutes. On a GPU it is the time to ask for the work."""
+
+
+class Budget:
+    """The account of one rank."""
+
+    def __init__(self, percent: float) -> None:
+        self._share = percent / 100
+        self._start = _now()
+        self._credit = int(self._share * AHEAD)
+        self._spent = 0
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything may be spent at all."""
+        return self._share > 0
+
+    @property
+    def share(self) -> float:
+        """What may be spent, as a part of the time."""
+        return self._share
+
+    def left(self) -> int:
+        """Nanoseconds that may be spent now; negative after a diagnosis that was too dear."""
+        if not self._share:
+            return -1
+        return self._credit + self.earned() - self._spent
+
+    def spend(self, nanoseconds: int) -> None:
+        """Note what a diagnosis has cost."""
+        self._spent += nanoseconds
+
+    def earned(self) -> int:
+        """Nanoseconds that the time so far allows, without what may be spent in advance."""
+        return int(self._share * (_now() - self._start))
+
+    def grant(self, nanoseconds: int) -> None:
+        """Let that much more be spent than is earned."""
+        self._credit += nanoseconds
+
+    def account(self) -> tuple[int, int]:
+        """Nanoseconds spent so far, and since when they were counted."""
+        return self._spent, _now() - self._start
+
+
+def from_environment() -> Budget:
+    """The budget that the supervisor named."""
+    try:
+        return Budget(float(os.environ[PERCENT]))
+    except (KeyError, ValueError):
+        return Budget(DEFAULT)

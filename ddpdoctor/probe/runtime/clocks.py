@@ -1,0 +1,96 @@
+"""How long each phase took on a GPU, by events that are read later."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from ddpdoctor.run.record import Phase
+
+Times = list[int]
+"""Nanoseconds by `Phase`."""
+
+Measured = Callable[[], "Times | None"]
+"""The phases of a closed step; None while the device is still busy with it."""
+
+MOST_MARKS = 256
+"""Phase boundaries of one step that are marked; what comes after them is one stretch."""
+
+MOST_STEPS = 64
+"""Steps that wait for the device at most; those before them are given up."""
+
+
+class _Pending:
+    """A closed step whose events the device has not passed yet."""
+
+    __slots__ = ("first", "marks", "times")
+
+    def __init__(self, first: Any, marks: list[tuple[int, Any]]) -> None:
+        self.first = first
+        self.marks = marks
+        self.times: Times | None = None
+
+    def measured(self) -> Times | None:
+        return self.times
+
+
+class CudaClock:
+    """The phases of a rank on a GPU: an event per phase boundary, read once it has passed.
+
+    ``torch.cuda.Event.record`` enqueues a marker and returns; ``query`` asks without waiting.
+    Neither synchronizes. All of it happens in the training thread, and nothing while a CUDA graph
+    is being captured: a marker would become part of the graph, and a query would break the capture.
+
+    Args:
+        cuda: ``torch.cuda``.
+        device: The device that DDP's module is on, which need not be the current one.
+    """
+
+    def __init__(self, cuda: Any, device: Any) -> None:
+        self._cuda = cuda
+        self.device = device
+        self._free: list[Any] = []
+        self._pending: deque[_Pending] = deque()
+        self._last = self._record()
+        self._marks: list[tuple[int, Any]] = []
+
+    def _record(self) -> Any:
+        event = self._free.pop() if self._free else self._cuda.Event(enable_timing=True)
+        event.record(self._cuda.current_stream(self.device))
+        return event
+
+    def charge(self, phase: int) -> None:
+        """Put a marker into the device's stream: what came before it belongs to ``phase``."""
+        if len(self._marks) < MOST_MARKS and not self._cuda.is_current_stream_capturing():
+            self._marks.append((phase, self._record()))
+
+    def cut(self) -> Measured:
+        """End a step: its times, once the device has passed its last marker."""
+        pending = _Pending(self._last, self._marks)
+        if self._marks:
+            self._last = self._marks[-1][1]
+            self._marks = []
+            self._pending.append(pending)
+        else:
+            pending.times = [0] * len(Phase)
+        if not self._cuda.is_current_stream_capturing():
+            while self._pending and self._read(self._pending[0]):
+                self._pending.popleft()
+        if len(self._pending) > MOST_STEPS:
+            self._pending.popleft().times = [0] * len(Phase)
+        return pending.measured
+
+    def _read(self, pending: _Pending) -> bool:
+        if not pending.marks[-1][1].query():
+            return False
+        times = [0] * len(Phase)
+        previous = pending.first
+        for phase, event in pending.marks:
+            times[phase] += int(previous.elapsed_time(event) * 1e6)
+            previous = event
+        # The last event begins the next step and must not be used again before its end.
+        self._free.append(pending.first)
+        self._free.extend(event for _, event in pending.marks[:-1])
+        pending.times = times
+        return True

@@ -1,0 +1,348 @@
+"""The debugger in a rank: started when somebody attaches, silent again after they left.
+
+debugpy is imported by the first client's request, on the control thread. It listens nowhere: each
+session is a connection that the rank makes to the supervisor, which passes the client's bytes. A
+rank waits for a client at three places: before its first user line if asked to, at
+``breakpoint()``, and after an uncaught exception if asked to.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import contextlib
+import datetime
+import os
+import signal
+import sys
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+from ddpdoctor.probe.runtime import (
+    control,
+    debugpy_private,
+    rank,
+    shield,
+    timeouts,
+    torch_private,
+    worker_code,
+)
+from ddpdoctor.probe.runtime.control import Message
+from ddpdoctor.probe.runtime.sites import user_file
+
+OPTIONS = "DDPDOCTOR_DEBUG"
+"""Environment variable: ``attach``, with it ``gate``, ``lift`` and ``error``, between commas."""
+
+_MAIN_PROGRAM = frozenset({"cpython.run_file", "cpython.run_module", "cpython.run_command"})
+_HOOK = "hold_at_error"
+_MOST_SOURCE = 1 << 20
+
+PATIENCE = datetime.timedelta(hours=1)
+"""The least timeout in a job whose code calls ``breakpoint()``: a person has to get there."""
+
+_CHECK = 1.0
+"""Seconds between two looks whether the supervisor is still there, while waiting for a client."""
+
+_attached = False
+"""A client is attached and has set its breakpoints."""
+
+_held = False
+"""An exception of this process was held once."""
+
+_wake = threading.Event()
+"""Whoever waits for a client may go on: one is attached, or none is needed."""
+
+_go = threading.Event()
+"""The gate is open."""
+
+
+def options() -> frozenset[str]:
+    """What this run wants of the debugger; empty for none."""
+    return frozenset(filter(None, os.environ.get(OPTIONS, "").split(",")))
+
+
+def install() -> None:
+    """Called once per process, before the user's first line."""
+    wanted = options()
+    if not wanted:
+        return
+    control.actions.update(
+        answer=_answer,
+        debug=_debug,
+        attached=_client_came,
+        detached=_client_left,
+        release=_release,
+        go=_open_gate,
+        lift=_lift,
+        restore=_restore,
+        workers=_workers,
+    )
+    worker_code.fresh.append(_tell_of_workers)
+    if wanted & {"error", "lift"}:
+        timeouts.keep_at_least(timeouts.LIFTED)
+    if "error" in wanted:
+        _wrap_excepthook()
+        atexit.register(_hold_unseen)
+    if control.is_worker():
+        names = ("rank", "local_rank", "world_size", "local_world_size")
+        _join({name: rank.environment_int(name.upper()) for name in names})
+        if "gate" in wanted:
+            # Not here: while `site` is being imported, debugpy cannot be.
+            sys.addaudithook(_before_user_code)
+
+
+def joined(hello: Message) -> None:
+    """This process has become a rank: it gets a port if it has none, and waits at the gate."""
+    wanted = options()
+    if not wanted:
+        return
+    _join(hello)
+    if "error" in wanted:
+        # torch has put a hook of its own around ours, which prints only what it caught.
+        _wrap_excepthook()
+    _expect_breakpoint()
+    if "gate" in wanted:
+        _gate()
+
+
+def _join(hello: Message) -> None:
+    # In another container, say, it is a rank that cannot be debugged.
+    with contextlib.suppress(OSError):
+        control.join(hello)
+    if control.is_joined() and "PYTHONBREAKPOINT" not in os.environ:
+        _wrap_breakpoint()
+
+
+# -- what the supervisor asks for
+
+
+def _answer(message: Message) -> None:
+    """That this is answered at all says that Python runs here."""
+
+
+def _debug(message: Message) -> Message:
+    """Start debugpy, or wake it, and connect it to the supervisor; the answer may have an error."""
+    hook = sys.breakpointhook
+    try:
+        debugpy_private.serve(control.session(str(message["key"])))
+        return {"compiled": torch_private.has_compiled()}
+    except ImportError:
+        return {"error": f"{sys.executable} has no debugpy; install it there (pip install debugpy)"}
+    except Exception as error:
+        return {"error": repr(error)}
+    finally:
+        # pydevd puts its own there, which ignores a breakpoint() while no client is attached.
+        sys.breakpointhook = hook
+
+
+def _workers(message: Message) -> Message:
+    """Which of these lines of a file only DataLoader workers run."""
+    return {"lines": worker_code.lines_in_workers(str(message["path"]), message["lines"])}
+
+
+def _tell_of_workers() -> None:
+    if control.is_joined():
+        control.say("workers")
+
+
+def _client_came(message: Message) -> None:
+    global _attached
+    _attached = True
+    _wake.set()
+
+
+def _client_left(message: Message) -> None:
+    global _attached
+    _attached = False
+    debugpy_private.silence()
+
+
+def _release(message: Message) -> None:
+    _wake.set()
+
+
+def _open_gate(message: Message) -> None:
+    _go.set()
+
+
+def _lift(message: Message) -> None:
+    timeouts.lift()
+
+
+def _restore(message: Message) -> None:
+    timeouts.restore()
+
+
+def forget() -> None:
+    """In a forked child: it is nobody's to debug, and must not stop where its parent would."""
+    global _attached
+    if control.is_joined():
+        control.forget()
+        _attached = False
+        if sys.breakpointhook is breakpointhook:
+            sys.breakpointhook = _pythons
+        debugpy_private.leave_child_alone()
+
+
+# -- the gate before the first user line
+
+
+def _before_user_code(event: str, args: tuple[Any, ...]) -> None:
+    """Audit hook: Python raises one of these right before it runs the main program."""
+    if event in _MAIN_PROGRAM and not _go.is_set():
+        _gate()
+
+
+def _gate() -> None:
+    if _go.is_set() or not control.is_joined():
+        return
+    try:
+        _wait(_go)
+    except KeyboardInterrupt:
+        # Ended as Python ends of it, without a traceback of ours.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def _wait(event: threading.Event) -> None:
+    while not event.wait(_CHECK) and not control.ended.is_set():
+        pass
+
+
+def _wait_for_client(why: str, path: str, line: int) -> None:
+    _wake.clear()
+    control.say("waits", why=why, path=os.path.abspath(path), line=line)
+    try:
+        if not _attached:
+            _wait(_wake)
+    finally:
+        control.say("goes on", why=why)
+
+
+# -- breakpoint()
+
+
+_pythons = sys.breakpointhook
+_one_at_a_time = threading.Lock()
+
+
+def _wrap_breakpoint() -> None:
+    # The job may have a hook of its own, which then is what it wants.
+    if sys.breakpointhook is sys.__breakpointhook__:
+        sys.breakpointhook = breakpointhook
+
+
+def breakpointhook(*args: Any, **kwargs: Any) -> None:
+    """``breakpoint()``: wait for a client if there is none, and stop at the caller's next line."""
+    frame = sys._getframe(1)
+    try:
+        with _one_at_a_time:
+            if not _attached:
+                _wait_for_client("breakpoint", frame.f_code.co_filename, frame.f_lineno)
+            if _attached:
+                _stop_at(frame)
+    except KeyboardInterrupt as error:
+        # Ctrl-C at the line of the user; where we waited is no concern of theirs.
+        error.__traceback__ = None
+        raise
+
+
+_stop_at = shield.shielded(debugpy_private.stop_at)
+
+
+@shield.shielded
+def _expect_breakpoint() -> None:
+    """Lengthen the timeouts at once in a job whose code calls ``breakpoint()``.
+
+    When the first rank gets there it is too late: its peers may be waiting for it already, and a
+    collective keeps the timeout it began with.
+    """
+    if sys.breakpointhook is not breakpointhook:
+        return
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__file__", None)
+        if isinstance(path, str) and path.endswith(".py") and user_file(path):
+            line = _first_breakpoint(path)
+            if line:
+                timeouts.keep_at_least(PATIENCE)
+                control.say("expects", path=os.path.abspath(path), line=line)
+                return
+
+
+def _first_breakpoint(path: str) -> int:
+    """The line of a file's first call of ``breakpoint()``; 0 without one."""
+    try:
+        with open(path, "rb") as file:
+            source = file.read(_MOST_SOURCE)
+        if b"breakpoint(" not in source:
+            return 0
+        calls = [
+            node.lineno
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "breakpoint"
+        ]
+    except (OSError, ValueError, SyntaxError, RecursionError):
+        return 0
+    return min(calls, default=0)
+
+
+# -- uncaught exceptions
+
+
+def _wrap_excepthook() -> None:
+    previous = sys.excepthook
+    if getattr(previous, "__name__", "") == _HOOK:
+        return
+
+    def hold_at_error(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        previous(kind, error, trace)
+        if sys.excepthook is hold_at_error:
+            hold(error)
+
+    sys.excepthook = hold_at_error
+
+
+def _hold_unseen() -> None:
+    """At the interpreter's end: the exception that ended it, if the job's own hook kept it."""
+    # The interpreter keeps it here before it calls any hook.
+    last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if isinstance(last, BaseException):
+        hold(last)
+
+
+def hold(error: BaseException) -> None:
+    """With ``--debug-on-error``: hold this rank at the exception until it has been looked at."""
+    global _held
+    if "error" not in options() or not control.is_joined() or not isinstance(error, Exception):
+        return
+    if _held:
+        return
+    _held = True
+    with contextlib.suppress(KeyboardInterrupt):
+        _hold(error)
+
+
+@shield.shielded
+def _hold(error: Exception) -> None:
+    frame, line = _guilty_frame(error)
+    if frame is None:
+        return
+    _wait_for_client("error", frame.f_code.co_filename, line)
+    if _attached:
+        debugpy_private.stop_at_exception(error)
+
+
+def _guilty_frame(error: Exception) -> tuple[FrameType | None, int]:
+    """The innermost frame of the user's code in the traceback, and its line."""
+    found: tuple[FrameType | None, int] = (None, 0)
+    trace = error.__traceback__
+    while trace is not None:
+        if found[0] is None or user_file(trace.tb_frame.f_code.co_filename):
+            found = trace.tb_frame, trace.tb_lineno
+        trace = trace.tb_next
+    return found

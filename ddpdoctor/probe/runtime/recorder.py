@@ -1,0 +1,132 @@
+"""Writes what the hooks saw: the status page at once, the journal from a thread of its own.
+
+A hook appends to a bounded queue and returns; a full queue drops and counts. The thread drains it a
+few times a second, so a slow or full disk costs the job nothing but the record.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from ddpdoctor.probe.runtime.threads import background
+from ddpdoctor.run.record import Journal, Record, StatusPage, encode
+
+FLUSH_EVERY = 0.25
+"""Seconds between two writes of the journal."""
+
+QUEUE = 20_000
+"""Records that wait at most; a step every 12.5 microseconds would fill it."""
+
+Lazy = Callable[[bool], "bytes | Record"]
+"""Makes a line, or a record, in the writing thread; the argument says: this is the last chance."""
+
+
+class NotYet(Exception):
+    """A lazy record cannot be made yet; it and those behind it wait for the next round."""
+
+
+class Recorder:
+    """The recorder of one rank.
+
+    Args:
+        page: The rank's status page.
+        journal: The rank's journal.
+    """
+
+    def __init__(self, page: StatusPage, journal: Journal) -> None:
+        self.page = page
+        self.dropped = 0
+        self.each_round: list[Callable[[], None]] = []
+        """Called by the writing thread every `FLUSH_EVERY` seconds, and once at the end."""
+        self._journal = journal
+        self._queue: deque[Record | Lazy] = deque()
+        self._writing = threading.Lock()
+        self._stop = threading.Event()
+        self._failed = False
+        self._thread = background("journal", self._run)
+
+    def start(self) -> None:
+        """Start the writing thread."""
+        self._thread.start()
+
+    def add(self, record: Record | Lazy) -> None:
+        """Queue a record; never blocks, never raises."""
+        if len(self._queue) >= QUEUE:
+            self.dropped += 1
+        else:
+            self._queue.append(record)
+
+    def add_now(self, record: Record) -> None:
+        """Write a record, and what is queued if the writing thread is not at it: no waiting.
+
+        For what tells why a process ends that native code may end the next moment. It takes a
+        system call, so it is not for what happens at every step.
+        """
+        line = encode(record)
+        try:
+            self._journal.write_now(line)
+        except (OSError, ValueError):
+            # Should some of the disk be free again, the writing thread finds out.
+            self.add(record)
+        self.flush(0.0)
+
+    def flush(self, timeout: float, last: bool = False) -> None:
+        """Write what is queued, waiting at most ``timeout`` seconds for the writing thread."""
+        if not self._writing.acquire(timeout=timeout):
+            return
+        try:
+            self._drain(last)
+        finally:
+            self._writing.release()
+
+    def close(self, timeout: float) -> None:
+        """Stop the thread and write the rest."""
+        self._stop.set()
+        if self._thread is not threading.current_thread() and self._thread.is_alive():
+            self._thread.join(timeout)
+        self.flush(timeout, last=True)
+        self._round()
+        self._journal.close()
+
+    def _run(self) -> None:
+        while not self._stop.wait(FLUSH_EVERY):
+            if self._queue:
+                with self._writing:
+                    self._drain(last=False)
+            self._round()
+
+    def _round(self) -> None:
+        for call in tuple(self.each_round):
+            try:
+                call()
+            except Exception as error:
+                self.each_round.remove(call)
+                hook = call.__module__.rpartition(".")[2]
+                self.add({"kind": "fault", "hook": hook, "error": type(error).__name__})
+
+    def _drain(self, last: bool) -> None:
+        batch: list[Record | bytes] = []
+        for _ in range(len(self._queue)):
+            item = self._queue[0]
+            try:
+                record = item(last) if callable(item) else item
+            except NotYet:
+                break
+            except Exception as error:
+                record = {"kind": "fault", "hook": "journal", "error": type(error).__name__}
+            self._queue.popleft()
+            batch.append(record)
+        if not batch:
+            return
+        if self._failed:
+            self.dropped += len(batch)
+            return
+        try:
+            self._journal.write(batch)
+        except (OSError, ValueError):
+            # The supervisor sees the flag and says it, once for all ranks.
+            self._failed = True
+            self.dropped += len(batch)
+            self.page.set_unwritten()

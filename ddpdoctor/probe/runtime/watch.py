@@ -1,0 +1,105 @@
+"""Ends this process when what launched it has vanished.
+
+The last net: the supervisor and two keepers (`ddpdoctor.supervise.keeper`) each end the job if the
+others are gone, and this thread of a rank does it if all three were killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+
+from ddpdoctor.probe.runtime.threads import background
+
+MARK = "DDPDOCTOR_RUN_ID"
+"""The environment variable that marks a process of a job; ``outer/inner`` in a run within a run."""
+
+KEEPERS = "DDPDOCTOR_KEEPERS"
+"""The environment variable with the pids of the supervisor and the keepers: ``1,2,3``."""
+
+GRACE = 4.0
+"""Seconds between SIGTERM and SIGKILL for a process whose launcher vanished."""
+
+POLL = 1.0
+"""Seconds between two looks where the kernel has no pidfd (before Linux 5.3, macOS)."""
+
+
+def namespace() -> str:
+    """What a pid is valid in: this boot and this pid namespace."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return os.uname().nodename
+
+
+def is_command() -> bool:
+    """Whether this process is the job's command itself."""
+    return str(os.getppid()) in os.environ.get(KEEPERS, "").split(",")
+
+
+def start() -> None:
+    """Watch the supervisor, if it is a process of this machine, from a thread of its own."""
+    place = os.environ.get("DDPDOCTOR_SUPERVISOR", "").partition("@")[2]
+    pids = os.environ.get(KEEPERS, "").split(",")
+    if place != namespace() or not all(pid.isdigit() for pid in pids):
+        return
+    background("watch", _watch, [int(pid) for pid in pids]).start()
+
+
+def _watch(keepers: list[int]) -> None:
+    try:
+        for pid in keepers:
+            _wait_for(pid)
+    except OSError:
+        return
+    import subprocess
+
+    # A process of its own, since SIGTERM may end this one before its children.
+    rescue = os.path.join(os.path.dirname(os.path.abspath(__file__)), "rescue.py")
+    environment = {key: value for key, value in os.environ.items() if key != MARK}
+    words = [sys.executable, "-I", "-S", rescue, os.environ[MARK], str(os.getpid())]
+    with contextlib.suppress(OSError):
+        subprocess.Popen(
+            words,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _wait_for(pid: int) -> None:
+    """Return when process ``pid`` has ended.
+
+    Raises:
+        OSError: It cannot be watched.
+    """
+    try:
+        descriptor = os.pidfd_open(pid)
+    except AttributeError:
+        descriptor = -1
+    except ProcessLookupError:
+        return
+    except OSError:
+        descriptor = -1
+    if descriptor >= 0:
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        poller.poll()
+        os.close(descriptor)
+        return
+    while True:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(POLL)

@@ -1,0 +1,262 @@
+"""The last collectives that a rank called from Python, in a file mapped into its memory.
+
+A ring of fixed-size entries and, behind it, the texts that they refer to by number. A store costs
+about a microsecond, needs nobody to ask for it, and survives SIGKILL. Readers and writers meet here
+and nowhere else; standard library only.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from ddpdoctor.core import opening
+from ddpdoctor.run.record import UnreadableError, mapped
+
+FORMAT = 2
+"""From 2 on a call has its callers."""
+ENTRIES = 64
+"""Collectives that a ring keeps."""
+
+ASYNC = 1
+"""Flag: called with ``async_op=True``."""
+
+POINT_TO_POINT = 2
+"""Flag: ``send`` or ``recv``, which have no place in the order of a group."""
+
+_MAGIC = b"DDPRING\0"
+_HEAD = struct.Struct("<8sIIII")
+_COUNT = struct.Struct("<q")
+_COUNT_AT = 32
+_WAITED = struct.Struct("<q")
+_WAITED_AT = 40
+_FLAGS = struct.Struct("<q")
+_FLAGS_AT = 48
+_TEXTS = struct.Struct("<q")
+_TEXTS_AT = 56
+_ENTRY = struct.Struct("<qqqqqHHHHHBBi4I")
+_ENTRIES_AT = 64
+_ENDED = struct.Struct("<q")
+_ENDED_AT = 16
+_TEXT_AT = _ENTRIES_AT + ENTRIES * _ENTRY.size
+SIZE = 32 << 10
+"""Bytes of the file."""
+
+_INTEGER = 0xFFFFFFFF
+_CHAIN = "\x1f"
+"""A text that begins with it refers to other texts: a line and those that led to it."""
+
+
+def chain_text(numbers: Sequence[int]) -> str:
+    """Lines of code as one text, by the numbers of their own texts, innermost first."""
+    return _CHAIN + " ".join(map(str, numbers))
+
+
+class Collective(NamedTuple):
+    """One call of a collective."""
+
+    order: int
+    """Which call of this rank it was, in any group, from 1 on."""
+    began: int
+    """Unix nanoseconds."""
+    ended: int
+    """Unix nanoseconds; 0 while it is under way, or if it is asynchronous and nobody waited."""
+    sequence: int
+    """Which call in its group it was, from 1 on; 0 for a send or a recv."""
+    name: str
+    """``all_reduce``"""
+    group: str
+    """Name and ranks: ``0|0-3``; the default group's name is ``0``."""
+    dtype: str
+    """``float32``, empty where there is no tensor."""
+    reduce: str
+    """``SUM``, empty where nothing is reduced."""
+    shape: tuple[int, ...]
+    """The first four dimensions."""
+    numel: int
+    """Elements of the tensor, -1 where there is none."""
+    root: int
+    """Global rank of source, destination or peer; -1 where there is none."""
+    asynchronous: bool
+    point_to_point: bool
+    site: str
+    """``path:line`` of the user's code, empty when unknown."""
+    callers: tuple[str, ...] = ()
+    """The lines that led to it, the nearest first."""
+
+
+class Ring(NamedTuple):
+    """A ring as it was read."""
+
+    calls: int
+    """Calls so far."""
+    waited: int
+    """The order of the asynchronous call that the rank waits for; 0 if none."""
+    partial: bool
+    """Calls may be missing: some were compiled away, or the hook failed."""
+    collectives: tuple[Collective, ...]
+    """The newest ones, oldest of them first."""
+
+
+class RingWriter:
+    """The rank's end.
+
+    Args:
+        path: The file, which must not exist.
+
+    Raises:
+        OSError: The file cannot be made.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._memory = mapped(path, SIZE)
+        _HEAD.pack_into(self._memory, 0, _MAGIC, FORMAT, ENTRIES, _ENTRY.size, _TEXT_AT)
+        self._store: Callable[..., None] = partial(_ENTRY.pack_into, self._memory)
+        self._count: Callable[[int], None] = partial(_COUNT.pack_into, self._memory, _COUNT_AT)
+        self.waits_for: Callable[[int], None] = partial(_WAITED.pack_into, self._memory, _WAITED_AT)
+        """Store the order of the asynchronous call that is waited for, 0 for none."""
+        self.count = 0
+        self._written = 0
+        self._texts = 0
+        self.text("")
+
+    def text(self, text: str) -> int:
+        """Keep a text; its number, or 0 (which is the empty text) if there is no room left."""
+        raw = text.replace("\n", " ").encode("utf-8", "replace") + b"\n"
+        end = _TEXT_AT + self._written + len(raw)
+        if end > SIZE or self._texts >= 0xFFFF:
+            return 0
+        self._memory[end - len(raw) : end] = raw
+        self._written += len(raw)
+        _TEXTS.pack_into(self._memory, _TEXTS_AT, self._written)
+        self._texts += 1
+        return self._texts - 1
+
+    def begin(
+        self,
+        now: int,
+        sequence: int,
+        texts: tuple[int, int, int, int, int],
+        shape: Sequence[int],
+        numel: int,
+        root: int,
+        flags: int,
+    ) -> int:
+        """A call begins.
+
+        Args:
+            now: Unix nanoseconds.
+            sequence: Which call of its group it is.
+            texts: Numbers of the texts name, group, dtype, reduce operation, call site (or a line
+                and its callers, see `chain_text`).
+            shape: The tensor's.
+            numel: Elements of it, -1 without one.
+            root: Global rank of source, destination or peer, -1 without one.
+            flags: `ASYNC`, `POINT_TO_POINT`.
+
+        Returns:
+            The call's order.
+        """
+        order = self.count = self.count + 1
+        first, second, third, fourth = (*shape, 0, 0, 0, 0)[:4]
+        self._store(
+            _ENTRIES_AT + order % ENTRIES * _ENTRY.size,
+            order, now, 0, sequence, numel, *texts, len(shape), flags, root,
+            first & _INTEGER, second & _INTEGER, third & _INTEGER, fourth & _INTEGER,
+        )  # fmt: skip
+        self._count(order)
+        return order
+
+    def end(self, order: int, now: int) -> None:
+        """A call ended at ``now``, in Unix nanoseconds."""
+        if self.count - order < ENTRIES:
+            at = _ENTRIES_AT + order % ENTRIES * _ENTRY.size
+            _ENDED.pack_into(self._memory, at + _ENDED_AT, now)
+
+    def set_partial(self) -> None:
+        """Say that calls may be missing."""
+        _FLAGS.pack_into(self._memory, _FLAGS_AT, 1)
+
+
+def read_ring(path: str, newest: int = ENTRIES) -> Ring:
+    """Read a ring, live or left behind.
+
+    Args:
+        path: The file.
+        newest: At most so many of its collectives.
+
+    Raises:
+        UnreadableError: The file is too short, no ring, or of a newer format.
+        OSError: The file cannot be opened.
+    """
+    with opening.file(path) as file:
+        raw = file.read(SIZE)
+        # The writer takes no lock; two equal readings in a row cannot be a torn one.
+        for _ in range(4):
+            file.seek(0)
+            again = file.read(SIZE)
+            if again == raw:
+                break
+            raw = again
+    return parse_ring(raw, path, newest)
+
+
+def parse_ring(raw: bytes, path: str, newest: int = ENTRIES) -> Ring:
+    """What a ring says, read from ``path``: the ``newest`` of its collectives.
+
+    Raises:
+        UnreadableError: It is too short, no ring, or of a newer format.
+    """
+    if len(raw) < SIZE or raw[:8] != _MAGIC:
+        raise UnreadableError(f"{path} is no ring of collectives, or was cut short")
+    _, version, entries, size, text_at = _HEAD.unpack_from(raw)
+    if version > FORMAT or size != _ENTRY.size or entries != ENTRIES:
+        raise UnreadableError(f"{path} has format {version}; this ddpdoctor reads {FORMAT}")
+    (written,) = _TEXTS.unpack_from(raw, _TEXTS_AT)
+    texts = raw[text_at : text_at + written].decode("utf-8", "replace").split("\n")
+    every = _ENTRY.iter_unpack(raw[_ENTRIES_AT : _ENTRIES_AT + ENTRIES * _ENTRY.size])
+    ordered = sorted(entry for entry in every if entry[0])
+    chains = {text: _lines(text, texts) for text in texts if text.startswith(_CHAIN)}
+    return Ring(
+        _COUNT.unpack_from(raw, _COUNT_AT)[0],
+        _WAITED.unpack_from(raw, _WAITED_AT)[0],
+        bool(_FLAGS.unpack_from(raw, _FLAGS_AT)[0]),
+        tuple(_collective(entry, texts, chains) for entry in ordered[-newest:]),
+    )
+
+
+def _lines(chain: str, texts: list[str]) -> tuple[str, ...]:
+    numbers = [int(each) for each in chain[1:].split(" ") if each.isdigit()]
+    return tuple(texts[each] for each in numbers if 0 < each < len(texts)) or ("",)
+
+
+def _collective(
+    entry: tuple[int, ...], texts: list[str], chains: dict[str, tuple[str, ...]]
+) -> Collective:
+    # Of a thousand ranks there are 64 each: one statement, no loop.
+    order, began, ended, sequence, numel, name, group, dtype, reduce, site, *rest = entry
+    dimensions, flags, root, *shape = rest
+    try:
+        at = chains.get(texts[site]) or (texts[site],)
+        return Collective(
+            order,
+            began,
+            ended,
+            sequence,
+            texts[name],
+            texts[group],
+            texts[dtype],
+            texts[reduce],
+            tuple(shape[:dimensions]),
+            numel,
+            root,
+            flags & ASYNC != 0,
+            flags & POINT_TO_POINT != 0,
+            at[0],
+            at[1:],
+        )
+    except IndexError:
+        # One that was written a moment ago may refer to a text that is not there yet.
+        return _collective(entry, [*texts, *[""] * (1 + max(entry[5:10]) - len(texts))], chains)

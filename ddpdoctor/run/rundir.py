@@ -1,0 +1,340 @@
+"""Where runs live on disk: making, finding and pruning run directories.
+
+The base directory is shared with nobody: mode 0700 and owned by this user, or it is not used, since
+on a machine with several users ``/tmp`` is where somebody else can plant a link. Then the user's
+own directories take its place. A directory that a person chose stays as open as it was made; the
+files in it are the user's alone all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ddpdoctor.core import opening
+from ddpdoctor.core.control_characters import shown
+from ddpdoctor.core.errors import DoctorError
+
+KEEP = 20
+"""How many runs of the base directory stay; the oldest finished ones go first."""
+
+MANIFEST = "run.json"
+LATEST = "latest"
+
+STDERR = "stderr.log"
+"""The end of the job's stderr; only once the job has ended."""
+
+STDERR_SO_FAR = "stderr-so-far.log"
+"""The end of the job's stderr while the job lives."""
+
+
+def base_directory() -> Path:
+    """The directory that holds this user's runs: ``<tmp>/ddpdoctor-<uid>``."""
+    return Path(tempfile.gettempdir()) / f"ddpdoctor-{os.getuid()}"
+
+
+def _fallbacks() -> list[Path]:
+    """Where runs go if that place is taken: directories that no other user can write in."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    state = os.environ.get("XDG_STATE_HOME", "")
+    places = [runtime, state if os.path.isabs(state) else os.path.expanduser("~/.local/state")]
+    # The standard has relative ones ignored.
+    return [Path(place) / "ddpdoctor" for place in places if os.path.isabs(place)]
+
+
+_remarked: set[Path] = set()
+
+
+def private_base() -> Path:
+    """The base directory, made if it is not there, and private.
+
+    If somebody else has taken :func:`base_directory`, it is one of the user's own directories, as a
+    line on stderr says.
+
+    Raises:
+        DoctorError: Each of them is a link, not a directory, or somebody else's.
+        OSError: It cannot be made.
+    """
+    base = base_directory()
+    try:
+        _private(base)
+        return base
+    except DoctorError as error:
+        refusal = error
+    for place in _fallbacks():
+        with contextlib.suppress(DoctorError, OSError):
+            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _private(place)
+            if place not in _remarked:
+                _remarked.add(place)
+                text = f"ddpdoctor: {refusal.message}; runs are kept in {place}\n"
+                with contextlib.suppress(OSError, ValueError, AttributeError):
+                    sys.stderr.write(shown(text, "\n"))
+            return place
+    raise refusal
+
+
+def _bases() -> list[Path]:
+    """Where runs of this user may be: the base directory first, then what fell back before.
+
+    Raises:
+        DoctorError: There is no base directory that is this user's own.
+        OSError: It cannot be made.
+    """
+    first = private_base()
+    others = [base_directory(), *_fallbacks()]
+    return [first, *(each for each in others if each != first and _is_own(each))]
+
+
+def _is_own(path: Path) -> bool:
+    """Whether it is a directory of this user's, and no link."""
+    try:
+        facts = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid()
+
+
+def _private(path: Path) -> None:
+    """Make ``path`` a directory of this user alone, or refuse.
+
+    Raises:
+        DoctorError: It is a link, not a directory, or somebody else's.
+        OSError: It cannot be made.
+    """
+    if _own(path).st_mode & 0o077:
+        path.chmod(0o700)
+
+
+def _own(path: Path) -> os.stat_result:
+    """Make ``path`` a directory of this user, or refuse; one that was there stays as open as it is.
+
+    Raises:
+        DoctorError: It is a link, not a directory, or somebody else's.
+        OSError: It cannot be made.
+    """
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    facts = path.lstat()
+    if not stat.S_ISDIR(facts.st_mode):
+        raise DoctorError(
+            f"{path} is a link or a file, not a directory: refused",
+            "remove it, or choose another place with --run-dir DIR",
+        )
+    if facts.st_uid != os.getuid():
+        raise DoctorError(
+            f"{path} belongs to another user (uid {facts.st_uid}): refused",
+            "choose another place with --run-dir DIR",
+        )
+    return facts
+
+
+def _fresh_name() -> str:
+    """A name for a run, which sorts by age."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+
+
+def create(chosen: str | None) -> Path:
+    """Make the directory of a new run.
+
+    Args:
+        chosen: The directory a person named with ``--run-dir``: it must be empty or not exist.
+            Without one, a fresh directory below :func:`base_directory`.
+
+    Raises:
+        DoctorError: The directory cannot be made private, or is not empty.
+        OSError: The disk says no: full, read-only, not permitted.
+    """
+    if chosen is not None:
+        path = Path(chosen).absolute()
+        if path.is_dir() and any(path.iterdir()):
+            raise DoctorError(
+                f"the run directory {chosen} is not empty", "name a new or an empty directory"
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _own(path)
+        return path
+    base = private_base()
+    path = base / _fresh_name()
+    _private(path)
+    return path
+
+
+def publish(path: Path) -> None:
+    """The run in ``path`` has started: others can find it, and the oldest runs go.
+
+    ``latest`` points to it; a directory that a person chose gets a link beside the others instead.
+
+    Raises:
+        OSError: The disk says no.
+        DoctorError: The base directory is not this user's own.
+    """
+    base = private_base()
+    if path.parent in _bases():
+        base = path.parent
+        link = base / f".{LATEST}-{path.name}"
+        link.symlink_to(path.name)
+        os.replace(link, base / LATEST)
+    else:
+        (base / _fresh_name()).symlink_to(path)
+    _prune(base, path)
+
+
+def live() -> list[Path]:
+    """The directories of this user's live runs, the newest first.
+
+    Raises:
+        DoctorError: The base directory is not this user's own.
+        OSError: It cannot be read.
+    """
+    return [entry.resolve() for entry in _newest_first() if is_live(entry)]
+
+
+def some_live() -> list[Path]:
+    """As :func:`live`, for a command that needs one.
+
+    Raises:
+        DoctorError: There is none, or they cannot be listed.
+    """
+    try:
+        paths = live()
+    except OSError as error:
+        raise DoctorError(f"the runs cannot be listed: {error}") from None
+    if not paths:
+        raise DoctorError(
+            "no run is live", "start one: ddpdoctor run --nproc-per-node 2 -- train.py"
+        )
+    return paths
+
+
+def finished() -> list[Path]:
+    """The directories of this user's runs that are over, the newest first.
+
+    Raises:
+        DoctorError: The base directory is not this user's own.
+        OSError: It cannot be read.
+    """
+    return [entry.resolve() for entry in _newest_first() if not is_live(entry)]
+
+
+def _newest_first() -> list[Path]:
+    entries = [entry for base in _bases() for entry in _entries(base)]
+    return sorted(entries, key=lambda entry: entry.name, reverse=True)
+
+
+def _entries(base: Path) -> Iterator[Path]:
+    """Runs in the base directory, and links to those elsewhere, as long as they are the user's."""
+    for entry in base.iterdir():
+        with contextlib.suppress(OSError):
+            mine = entry.stat().st_uid == os.getuid()
+            if mine and entry.name != LATEST and (entry / MANIFEST).exists():
+                yield entry
+
+
+def put(path: Path, content: bytes) -> None:
+    """Write a file so that a reader sees the old content or the new, and never half of it.
+
+    Raises:
+        OSError: The disk says no.
+    """
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    # Made, and never one that is there: a link that others planted leads anywhere.
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(fresh, path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+
+
+def is_live(path: Path) -> bool:
+    """Whether the run in ``path`` lives: its supervisor holds its lock (see :class:`Lock`)."""
+    try:
+        with opening.file(path / "lock") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+class Lock:
+    """Held by a supervisor while its run lives, so that no other run prunes the directory."""
+
+    def __init__(self, path: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._file = open(os.open(path / "lock", flags, 0o600), "wb")
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def close(self) -> None:
+        """Let go of the run."""
+        self._file.close()
+
+
+def _prune(base: Path, current: Path) -> None:
+    entries = sorted(_entries(base))
+    for link in base.iterdir():
+        if link.is_symlink() and link.name != LATEST and not is_live(link):
+            link.unlink(missing_ok=True)
+    runs = [entry for entry in entries if not entry.is_symlink()]
+    surplus = len(runs) - KEEP
+    for old in runs:
+        if surplus <= 0:
+            return
+        if old != current and not is_live(old):
+            shutil.rmtree(old, ignore_errors=True)
+            surplus -= 1
+
+
+def find(name: str) -> Path:
+    """The directory of a run that a person named: a path, a run id, or ``latest``.
+
+    Raises:
+        DoctorError: There is no such run, or it may not be read.
+    """
+    for candidate in places(name):
+        try:
+            if (candidate / MANIFEST).is_file():
+                os.close(opening.opened(candidate / MANIFEST))
+                return candidate.resolve()
+        except PermissionError:
+            raise DoctorError(
+                f"{name} may not be read: permission denied", "ask as the user whose job it is"
+            ) from None
+        except OSError as error:
+            raise DoctorError(f"{candidate / MANIFEST} {error.strerror}") from None
+    if Path(name).is_dir():
+        raise DoctorError(
+            f"{name} is not a run directory: it has no {MANIFEST}",
+            "name a directory that `ddpdoctor run` printed",
+        )
+    raise DoctorError(f"no run named {name}", f"runs are kept in {base_directory()}")
+
+
+def places(name: str) -> Iterator[Path]:
+    """Where a run that a person named may be: a path, or a run id among this user's runs.
+
+    Raises:
+        DoctorError: It is no path, and the base directory is not this user's own.
+    """
+    yield Path(name)
+    if os.path.basename(name) == name and name not in ("", os.curdir, os.pardir):
+        with contextlib.suppress(OSError):
+            yield from (base / name for base in _bases())
+
+
+def is_open_to_others(path: Path) -> bool:
+    """Whether others than the user may write to a directory, as far as its mode tells."""
+    return bool(path.stat().st_mode & 0o022)

@@ -1,0 +1,302 @@
+"""Gathers, from outside of ranks that may be stuck, what tells why a job stands still.
+
+Runs in a thread of its own and takes a few seconds at most, whatever the ranks do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from ddpdoctor.core import opening
+from ddpdoctor.probe.runtime.watch import namespace
+from ddpdoctor.run.record import Record, UnreadableError, integer, rank_stem, read_status
+from ddpdoctor.run.ring import read_ring
+from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.stacks import py_spy
+from ddpdoctor.stacks.capture import capture
+from ddpdoctor.stacks.model import ProcessState, RankStacks, Thread, from_record, to_record
+from ddpdoctor.system import activity
+
+BETWEEN = 1.0
+"""Seconds over which CPU time and bytes are compared."""
+
+PATIENCE = 3.0
+"""Seconds that stacks are waited for, and the Flight Recorder's answer after that second."""
+
+NEWEST = 24
+"""Collectives of a ring that are kept."""
+
+MOST_FRAMES = 48
+"""Frames of a main thread that are kept, the innermost ones."""
+
+OTHER_FRAMES = 8
+"""Frames of any other thread."""
+
+MOST_THREADS = 24
+WORKERS = 4
+"""Workers of a rank's DataLoader that are looked into."""
+
+AGAIN = 16
+"""Ranks whose stacks are taken twice, so that a loop can be told from a wait."""
+
+
+class Seen(NamedTuple):
+    """A process when it was looked at last."""
+
+    pid: int
+    when: float
+    """Monotonic seconds."""
+    sample: activity.Sample
+
+
+def examine(
+    run: Run,
+    number: int,
+    waiting: Collection[int],
+    before: Mapping[int, Record],
+    seen: dict[int, Seen] | None = None,
+    launcher: int | None = None,
+) -> list[Record]:
+    """What each rank of this host is doing, one record a rank.
+
+    Args:
+        run: A snapshot of the run.
+        number: What ranks were asked with: their Flight Recorder's answer names it.
+        waiting: Ranks that are in a collective and only wait.
+        before: What the examination before this one told of each rank.
+        seen: The processes of the ranks as they were then; as they are now, on return.
+        launcher: The process of the job's command.
+    """
+    here = namespace()
+    began = time.monotonic()
+    local = [rank for rank in run.last if rank.opened.get("namespace", here) == here]
+    samples = {
+        rank.rank: activity.sample(rank.status.pid) for rank in local if rank.status is not None
+    }
+    seen = {} if seen is None else seen
+    turns = activity.turns_of(launcher)
+    first = {each.rank: each for each in capture(run, patience=PATIENCE)}
+    for each in first.values():
+        if each.state.letter:
+            # A process that is not yet a rank; on another host the same pid is somebody else's.
+            samples.setdefault(each.rank, activity.sample(each.pid))
+    time.sleep(max(0.0, began + BETWEEN - time.monotonic()))
+    # Who did not answer by itself a moment ago would only be waited for once more.
+    answered = [rank for rank, each in first.items() if each.threads and not each.note]
+    suspects = [rank for rank in answered if rank not in waiting and not first[rank].gil_held]
+    suspects = suspects[:AGAIN]
+    workers = {rank: _workers(first[rank]) for rank in answered}
+    later = {each.rank: each for each in capture(run, suspects, PATIENCE)} if suspects else {}
+    records = {rank.rank: _of_rank(run, rank) for rank in run.last}
+    # Those that were slow to answer for want of a core are given as much time again.
+    deadline = max(began + BETWEEN, time.monotonic() - PATIENCE / 2) + PATIENCE
+    flights = _flights(run, local, number, deadline)
+    for rank, record in records.items():
+        record.update(flights.get(rank, {}))
+    for rank, stacks in first.items():
+        record = records.setdefault(rank, {"rank": rank, "restart": stacks.restart})
+        record["stacks"] = to_record(_shortened(stacks))
+        known = before.get(rank, {})
+        if not stacks.threads and known.get("since") == record.get("since"):
+            # It has not moved, so that its stack of then is the one of now.
+            record["stacks"]["threads"] = known.get("stacks", {}).get("threads", [])
+        if rank in later:
+            record["later"] = to_record(_shortened(later[rank], threads=1))
+        record["pid"] = stacks.pid
+        if workers.get(rank):
+            record["workers"] = _twice(workers[rank])
+    now = time.monotonic()
+    works = activity.works(turns, activity.turns_of(launcher), now - began)
+    for rank, record in records.items():
+        record["launcher_works"] = works
+        if rank in samples and "pid" in record:
+            after = activity.sample(record["pid"])
+            record["activity"] = {
+                **activity.compared(samples[rank], after, now - began),
+                **_since(seen.get(rank), record["pid"], after, now),
+            }
+            seen[rank] = Seen(record["pid"], now, after)
+    return [records[rank] for rank in sorted(records)]
+
+
+def look_again(run: Run, records: Mapping[int, Record], seen: dict[int, Seen]) -> None:
+    """Bring up to date what can be without asking the ranks for anything.
+
+    Args:
+        run: A snapshot of the run, a new one.
+        records: What an examination found, by rank.
+        seen: The processes as they were then; as they are now, on return.
+    """
+    for rank in run.last:
+        if rank.rank in records:
+            records[rank.rank].update(_of_rank(run, rank))
+    for rank_number, before in list(seen.items()):
+        record = records.get(rank_number, {})
+        if record.get("pid") != before.pid:
+            continue
+        now, after = time.monotonic(), activity.sample(before.pid)
+        record["activity"] = {
+            **activity.compared(before.sample, after, max(now - before.when, 0.001)),
+            **_since(before, before.pid, after, now),
+            # It was asked for nothing meanwhile.
+            "wrote": max(0, after.written - before.sample.written),
+        }
+        seen[rank_number] = Seen(before.pid, now, after)
+
+
+def _since(before: Seen | None, pid: int, after: activity.Sample, now: float) -> Record:
+    """What the main threads of a process and its children did since it was looked at before."""
+    if before is None or before.pid != pid or now <= before.when:
+        return {}
+    own, below = activity.main_cpu(before.sample, after, pid)
+    seconds = now - before.when
+    return {
+        "since_cpu": round(own / seconds, 4),
+        "since_children_cpu": round(below / seconds, 4),
+    }
+
+
+def _workers(stacks: RankStacks) -> list[RankStacks]:
+    """What py-spy sees of the workers of a DataLoader that the main thread waits for.
+
+    None is held; without py-spy there are none.
+    """
+    main = stacks.main
+    waits = main is not None and any(
+        "torch/utils/data/dataloader.py" in frame.path and "get_data" in frame.function
+        for frame in main.frames
+    )
+    if not waits or py_spy.find_py_spy() is None:
+        return []
+    children = [
+        RankStacks(stacks.rank, stacks.restart, each.pid, stacks.host, state=ProcessState("S"))
+        for each in stacks.state.children[:WORKERS]
+        if "resource_tracker" not in each.command
+    ]
+    return py_spy.read_silent(children, PATIENCE)
+
+
+def _twice(workers: list[RankStacks]) -> list[list[Record]]:
+    """The stacks of workers, and those of now."""
+    blank = [replace(each, threads=()) for each in workers]
+    return [
+        [to_record(_shortened(each, threads=1)) for each in pair if each.threads]
+        for pair in zip(workers, py_spy.read_silent(blank, PATIENCE), strict=True)
+    ]
+
+
+def add_native(records: Iterable[Record], ranks: Collection[int], known: dict[int, Record]) -> None:
+    """Put native frames into the records of some ranks; each is held for a second or two.
+
+    Args:
+        records: What was found out of all ranks.
+        ranks: Those ranks.
+        known: Their stacks when this was done before, by rank: one that still is where it was is
+            not held again.
+    """
+    stacked = {}
+    for record in records:
+        rank, stacks = record["rank"], record.get("stacks")
+        if rank not in ranks or stacks is None:
+            continue
+        before = known.get(rank, {})
+        if before.get("pid") == stacks["pid"] and before["threads"] == stacks["threads"]:
+            record["stacks"] = {**stacks, "native": before["native"], "note": before["note"]}
+        else:
+            stacked[rank] = record
+    for each in py_spy.add_native(
+        [from_record(record["stacks"]) for record in stacked.values()], PATIENCE
+    ):
+        known[each.rank] = stacked[each.rank]["stacks"] = to_record(each)
+
+
+def _of_rank(run: Run, rank: Rank) -> Record:
+    record: Record = {"rank": rank.rank, "restart": rank.restart}
+    status = rank.status
+    # As it is now: the snapshot is some seconds old.
+    with contextlib.suppress(OSError, UnreadableError):
+        status = read_status(str(run.path / f"{rank_stem(rank.rank, rank.restart)}.status"))
+    now = time.time_ns()
+    if rank.exit is not None:
+        record["exit"] = rank.exit
+    if rank.ended is not None:
+        record["ended"] = True
+    if status is None:
+        return record
+    return {
+        **record,
+        "pid": status.pid,
+        "host": rank.opened.get("host", ""),
+        "world_size": status.world_size,
+        "phase": status.phase.label,
+        "since": status.since,
+        "step": status.step,
+        "armed": status.armed,
+        "reduced": status.reduced,
+        "collective": status.collective,
+        "site": status.site,
+        # How long ago its writing thread was last awake, in nanoseconds.
+        "silent": now - status.beat if status.beat is not None else None,
+        **ring_record(rank),
+    }
+
+
+def ring_record(rank: Rank) -> Record:
+    """The newest collectives that a rank called from Python."""
+    if rank.ring_file is None:
+        return {}
+    try:
+        ring = read_ring(str(rank.ring_file), NEWEST)
+    except (OSError, UnreadableError):
+        return {}
+    return {
+        "calls": ring.calls,
+        "waited": ring.waited,
+        "partial": ring.partial,
+        "collectives": [each._asdict() for each in ring.collectives],
+    }
+
+
+def _flights(run: Run, ranks: Iterable[Rank], number: int, deadline: float) -> dict[int, Record]:
+    """What the Flight Recorders told, as far as they answer in time (monotonic seconds)."""
+    found: dict[int, Record] = {}
+    open_ = [rank for rank in ranks if rank.exit is None]
+    while True:
+        for rank in list(open_):
+            told = _read(run.path / f"{rank_stem(rank.rank, rank.restart)}.flight.json")
+            if told is not None and integer(told, "asked") >= number:
+                found[rank.rank] = {
+                    "flight": told.get("entries"),
+                    "flight_trouble": told.get("trouble", ""),
+                }
+                open_.remove(rank)
+        if not open_ or time.monotonic() >= deadline:
+            break
+        time.sleep(0.05)
+    for rank in open_:
+        found[rank.rank] = {"flight": None, "flight_trouble": "did not answer"}
+    return found
+
+
+def _read(path: Path) -> Record | None:
+    with contextlib.suppress(OSError, ValueError):
+        return opening.json_object(path, opening.MOST_RECORD)
+    return None
+
+
+def _shortened(stacks: RankStacks, threads: int = MOST_THREADS) -> RankStacks:
+    """Stacks with the frames that matter."""
+    main = stacks.main
+    kept = [replace(main, frames=main.frames[-MOST_FRAMES:])] if main is not None else []
+    others = [thread for thread in stacks.threads if thread is not main]
+    kept += [_short(thread) for thread in others[: threads - 1]]
+    return replace(stacks, threads=tuple(kept))
+
+
+def _short(thread: Thread) -> Thread:
+    return replace(thread, frames=thread.frames[-OTHER_FRAMES:])

@@ -1,0 +1,143 @@
+"""Since when nothing moves: the signs of life that ranks give by their status pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+from ddpdoctor.run.record import Phase
+from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.supervise.hangs.cores import MOST
+
+LEAST = 30.0
+"""Seconds without a sign of life before a job is looked at, unless a person says otherwise."""
+
+STEPS = 20
+"""Or so many of its median steps, if that is longer."""
+
+PATIENCE = 4
+"""Times as long some ranks may wait for others that do give signs."""
+
+FIRST = 10
+"""Times as long the first step may take: data are loaded, kernels compiled."""
+
+SHORT = 1.0
+"""Seconds without a sign that are too few to ask what a rank had of the cores."""
+
+RECENT = 64
+"""Steps of a rank that the median is taken of."""
+
+_WAITS = (Phase.WAIT, Phase.BACKWARD)
+
+_Sign = tuple[int, int, int, int, int]
+
+
+@dataclass
+class _Seen:
+    sign: _Sign
+    when: float
+
+
+@dataclass(frozen=True)
+class Still:
+    """A job, or ranks of it, that give no sign of life."""
+
+    seconds: float
+    """For how long, without the time in which they had no core."""
+    limit: float
+    """After how many seconds it is worth a look."""
+    ranks: tuple[int, ...]
+    """Which; all that live, or those that wait while others move."""
+    everybody: bool
+    """Whether nobody moves."""
+    fresh: bool
+    """Whether one of them is still in its first step."""
+    lost: Mapping[int, float] = field(default_factory=dict)
+    """For how many seconds of its silence each living rank had no core."""
+
+
+class Signs:
+    """Follows the ranks of the last attempt.
+
+    Args:
+        hang_after: Seconds, if a person named them.
+        lost: For how many seconds of its silence a rank had no core, at a moment.
+    """
+
+    def __init__(
+        self, hang_after: float | None, lost: Callable[[Rank, float], float] = lambda *_: 0.0
+    ) -> None:
+        self._asked = hang_after
+        self._lost = lost
+        self._restart = -1
+        self._seen: dict[int, _Seen] = {}
+
+    def slept(self, seconds: float) -> None:
+        """Nobody could give a sign for so long."""
+        for seen in self._seen.values():
+            seen.when += seconds
+
+    def look(self, run: Run, now: float) -> Still | None:
+        """Take in a snapshot at ``now`` (monotonic seconds); who is still, if anybody is."""
+        if run.restarts[-1] != self._restart:
+            self._restart, self._seen = run.restarts[-1], {}
+        alive = [rank for rank in run.last if _lives(rank)]
+        for rank in alive:
+            sign = _sign(rank)
+            seen = self._seen.get(rank.rank)
+            if seen is None or seen.sign != sign:
+                self._seen[rank.rank] = _Seen(sign, now)
+        if not alive:
+            return None
+        quiet, lost = {}, {}
+        for rank in alive:
+            seconds = now - self._seen[rank.rank].when
+            without = self._lost(rank, now) if seconds >= SHORT else 0.0
+            lost[rank.rank] = min(without, seconds)
+            quiet[rank.rank] = max(seconds - without, seconds / MOST)
+        least = min(quiet.values())
+        base = self._asked if self._asked is not None else LEAST
+        if max(quiet.values()) < base:
+            # The usual case, which has to be cheap.
+            return None
+        limit = self._limit(alive, base)
+        fresh = any(rank.status is not None and rank.status.step == 0 for rank in alive)
+        if least >= limit:
+            return Still(least, limit, tuple(quiet), True, fresh, lost)
+        waiting = [
+            rank.rank
+            for rank in alive
+            if quiet[rank.rank] >= PATIENCE * limit
+            and rank.status is not None
+            and rank.status.phase in _WAITS
+        ]
+        if waiting:
+            shortest = min(quiet[rank] for rank in waiting)
+            return Still(shortest, PATIENCE * limit, tuple(waiting), False, fresh, lost)
+        return None
+
+    def _limit(self, alive: list[Rank], base: float) -> float:
+        if self._asked is not None:
+            return base
+        steps = [
+            median(step.total for step in rank.steps[-RECENT:]) / 1e9
+            for rank in alive[:8]
+            if rank.steps
+        ]
+        return max(base, STEPS * median(steps)) if steps else base
+
+    def marks(self, ranks: tuple[int, ...]) -> dict[int, float]:
+        """When each of the ranks gave its last sign (monotonic seconds)."""
+        return {rank: self._seen[rank].when for rank in ranks if rank in self._seen}
+
+
+def _lives(rank: Rank) -> bool:
+    # Also one whose script is over: it has a process to end yet.
+    return rank.status is not None and rank.exit is None
+
+
+def _sign(rank: Rank) -> _Sign:
+    status = rank.status
+    assert status is not None
+    return (int(status.phase), status.since, status.step, status.armed, status.reduced)

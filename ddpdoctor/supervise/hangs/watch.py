@@ -1,0 +1,457 @@
+"""The supervisor's eye on jobs that stand still: when to look, and what became of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.relations import STANDSTILL
+from ddpdoctor.probe.runtime.asking import Asking
+from ddpdoctor.probe.runtime.watch import namespace
+from ddpdoctor.run import rundir
+from ddpdoctor.run.record import Phase, Record, integer
+from ddpdoctor.run.snapshot import HANG, Rank, Run
+from ddpdoctor.supervise.hangs import examination
+from ddpdoctor.supervise.hangs.cores import Cores
+from ddpdoctor.supervise.hangs.signs import FIRST, LEAST, Signs, Still
+from ddpdoctor.system import activity
+from ddpdoctor.system.process_state import Turns
+
+AGAIN = 2.0
+"""How much longer the job has stood still, as a factor, when it is looked at again."""
+
+MOST_FILES = 8
+"""Examinations whose files are kept: the first one and the newest."""
+
+SETTLE = 2.0
+"""Seconds in which a rank that moved may turn out to have failed."""
+
+LAST = 3.0
+"""Seconds that an examination may still take when the job has ended."""
+
+IDLE = 3.0
+"""Seconds without CPU time after which a job is not starting any more, but waits."""
+
+CONFIRM = 2.0
+"""Seconds until those that are to blame are looked at again, where processes lack cores."""
+
+PRESSURE = 10.0
+"""Percent of the last seconds in which some process of the machine had no core: it is loaded."""
+
+_GIVES_UP = ("error", "exit", "rank_exit", "end")
+_OF_HANGS = ("DDP4", "DDP8", "DDP109")
+"""Families of findings that say why a job stands still."""
+
+
+class Speaker(Protocol):
+    """Where words go."""
+
+    def note(self, text: str) -> None:
+        """Say what ddpdoctor does; not with ``--quiet``."""
+
+
+class HangWatch:
+    """Looks at a job that gives no sign of life, and again when the picture changes.
+
+    Args:
+        directory: The run directory.
+        hang_after: Seconds, if a person named them.
+        write: Writes a record of the supervisor.
+        speaker: Says that the job goes on again.
+        wake: Wakes the supervisor's loop.
+
+    Raises:
+        OSError: The file by which ranks are asked cannot be made.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        hang_after: float | None,
+        write: Callable[[Record], None],
+        speaker: Speaker,
+        wake: Callable[[], None],
+    ) -> None:
+        self._directory = directory
+        self._write = write
+        self._speaker = speaker
+        self._wake = wake
+        self._asking = Asking(str(directory))
+        self._cores = Cores()
+        self._here = namespace()
+        self._signs = Signs(hang_after, self._lost)
+        self._base = hang_after if hang_after is not None else LEAST
+        self._number = 0
+        self._started = time.monotonic()
+        self._pid: int | None = None
+        self._cpu: tuple[float, dict[int, Turns]] | None = None
+        """Since when the job's use of the cores is watched, and what it was (:meth:`_starting`)."""
+        self._thread: threading.Thread | None = None
+        self._found: Record | None = None
+        self._pending = False
+        """What was found is not written yet."""
+        self._hung: Still | None = None
+        self._marks: dict[int, float] = {}
+        self._before: dict[int, Record] = {}
+        self._native: dict[int, Record] = {}
+        """The stacks with native frames of ranks that were to blame, by rank."""
+        self._seen: dict[int, examination.Seen] = {}
+        """The processes of the ranks when they were looked at last."""
+        self._confirmed = 0
+        """The examination after which those to blame were looked at again."""
+        self._below = 0
+        """The examination for which native frames were looked at."""
+        self._dead = 0
+        self._next = 0.0
+        self._moved: float | None = None
+        self._said = False
+        """Something was said of why the job stands still."""
+        self._by_calls = False
+        """What the ranks called says that it hangs, wherever they stand when looked at again."""
+        self._ended = False
+
+    def begin(self, pid: int) -> None:
+        """The job's command has started as process ``pid``."""
+        self._pid = pid
+        self._started = time.monotonic()
+
+    def slept(self, seconds: float) -> None:
+        """The whole job, and this process, were stopped for so long."""
+        self._signs.slept(seconds)
+        self._started += seconds
+        self._next += seconds
+
+    def look(self, run: Run) -> bool:
+        """Take in a snapshot.
+
+        Returns:
+            Whether the rules should look now: an examination is done, or the job goes on.
+        """
+        if self._ended or run.stopped_at is not None:
+            return False
+        now = time.monotonic()
+        if self._thread is not None:
+            if self._thread.is_alive():
+                return False
+            self._thread = None
+            if self._look_below(run) or self._doubts(run) or not self._stands(run, now):
+                return False
+            return self._examined(run)
+        still = self._signs.look(run, now) if run.ranks else self._before_any_rank(run, now)
+        self._write_lost(run)
+        if self._hung is not None and self._goes_on(run, now):
+            return True
+        if still is None or self._excused(run, still, now):
+            return False
+        dead = sum(rank.exit is not None for rank in run.last)
+        if self._hung is None or now >= self._next or dead != self._dead:
+            self._dead = dead
+            self._examine(run, still)
+        return False
+
+    def end(self, run: Run, status: int) -> None:
+        """The job has ended, with that exit status."""
+        if self._thread is not None:
+            self._thread.join(LAST)
+            self._thread = None
+        if self._pending:
+            self._examined(run)
+        since = self._found["time"] if self._found is not None else 0
+        gave_up = self._ended and _failed(run, since, ("error",))
+        if self._hung is not None and status == 0 and not gave_up:
+            # It did come to its end.
+            self._write({"kind": "hang_over", "time": time.time_ns(), "number": self._number})
+        self._ended = True
+
+    def close(self) -> None:
+        """Let go of the file by which ranks are asked."""
+        self._asking.close()
+
+    # -- who lacks a core
+
+    def _lost(self, rank: Rank, now: float) -> float:
+        """For how many seconds of its silence a rank of this host had no core."""
+        status = rank.status
+        if status is None or rank.opened.get("namespace", self._here) != self._here:
+            return 0.0
+        return self._cores.lost(status.pid, status.since, now)
+
+    def _write_lost(self, run: Run) -> None:
+        for rank in run.last:
+            lost = self._cores.news(rank.status.pid) if rank.status is not None else None
+            if rank.status is not None and lost is not None:
+                self._write(
+                    {
+                        "kind": "no_core",
+                        "time": time.time_ns(),
+                        "rank": rank.rank,
+                        "restart": rank.restart,
+                        "since": rank.status.since,
+                        "lost": round(lost * 1e9),
+                    }
+                )
+
+    # -- when
+
+    def _before_any_rank(self, run: Run, now: float) -> Still | None:
+        quiet = now - self._started
+        ended = any(each["kind"] in ("error", "exit") for each in run.strays)
+        if ended or quiet < self._base:
+            return None
+        return Still(quiet, self._base, (), True, True)
+
+    def _excused(self, run: Run, still: Still, now: float) -> bool:
+        """Whether there is a good reason: a debugger, or a first step that takes its time."""
+        if any(end == 1 << 63 for _, end in run.debugged):
+            return True
+        if not still.fresh or still.seconds >= FIRST * still.limit:
+            return False
+        return self._starting(now)
+
+    def _starting(self, now: float) -> bool:
+        """Whether the job works on its first step: processes of it use the CPU."""
+        if self._pid is None:
+            return False
+        turns = activity.turns_of_tree(self._pid)
+        if self._cpu is None:
+            self._cpu = (now, turns)
+            return True
+        since, before = self._cpu
+        if now - since < IDLE:
+            return True
+        self._cpu = (now, turns)
+        return activity.cores_of_tree(before, turns, now - since) >= activity.BUSY
+
+    def _goes_on(self, run: Run, now: float) -> bool:
+        """Whether the ranks that stood still move again, for good."""
+        hung = self._hung
+        assert hung is not None
+        marks = self._signs.marks(hung.ranks)
+        moved = any(marks.get(rank, mark) > mark for rank, mark in self._marks.items())
+        if not hung.ranks:
+            moved = bool(run.ranks)
+        if not moved:
+            return False
+        if self._moved is None:
+            self._moved = now
+        if now - self._moved < SETTLE:
+            return False
+        self._moved = None
+        since = self._found["time"] if self._found is not None else 0
+        if _failed(run, since):
+            # Not going on but giving up: what was found is why.
+            self._ended = True
+            return self._pending and self._examined(run)
+        seconds = now - SETTLE - min(self._marks.values(), default=self._started)
+        if self._said:
+            self._speaker.note(f"the job goes on again after it stood still for {seconds:.0f} s")
+        self._over()
+        return True
+
+    # -- the examination
+
+    def _examine(self, run: Run, still: Still) -> None:
+        self._number += 1
+        self._hung, self._moved = still, None
+        self._marks = self._signs.marks(still.ranks)
+        self._next = time.monotonic() + max(still.seconds * (AGAIN - 1), 2.0)
+        self._asking.ask(self._number)
+        waiting = [
+            rank.rank
+            for rank in run.last
+            if rank.status is not None and rank.status.phase in (Phase.WAIT, Phase.BACKWARD)
+        ]
+        self._work(partial(self._gather, run, still, self._number, waiting))
+
+    def _work(self, gather: Callable[[], None]) -> None:
+        self._thread = threading.Thread(target=gather, name="examination", daemon=True)
+        self._thread.start()
+
+    def _gather(self, run: Run, still: Still, number: int, waiting: list[int]) -> None:
+        record: Record = {
+            "kind": "hang",
+            "time": time.time_ns(),
+            "number": number,
+            "restart": run.restarts[-1],
+            "seconds": round(still.seconds, 1),
+            "everybody": still.everybody,
+            "fresh": still.fresh,
+            "limit": round(still.limit, 1),
+        }
+        try:
+            ranks = examination.examine(run, number, waiting, self._before, self._seen, self._pid)
+            self._before = {each["rank"]: each for each in ranks}
+            for rank, lost in still.lost.items():
+                if rank in self._before:
+                    self._before[rank]["lost"] = round(lost, 1)
+            record["launcher_works"] = any(each.get("launcher_works") for each in ranks)
+            record["file"] = f"hang-{number:04d}.json"
+            self._put(record)
+        except Exception as error:
+            # Said, and the job goes on.
+            record["trouble"] = repr(error)
+            record.pop("file", None)
+        self._found, self._pending = record, True
+        self._wake()
+
+    def _put(self, record: Record) -> None:
+        told = {**record, "ranks": [self._before[rank] for rank in sorted(self._before)]}
+        text = json.dumps(told, separators=(",", ":"), default=str)
+        rundir.put(self._directory / record["file"], text.encode())
+
+    def _look_below(self, run: Run) -> bool:
+        """Whether the native frames of those who are to blame for sure are looked at first.
+
+        py-spy, where it is installed, holds each for a second or two; the job stands still anyway.
+        """
+        found = self._found
+        if found is None or "file" not in found or self._below == self._number:
+            return False
+        self._below = self._number
+        ranks = self._guilty(run)
+        if ranks:
+            self._work(partial(self._hold, found, ranks))
+        return bool(ranks)
+
+    def _hold(self, found: Record, ranks: frozenset[int]) -> None:
+        with contextlib.suppress(Exception):
+            examination.add_native(self._before.values(), ranks, self._native)
+            self._put(found)
+        self._wake()
+
+    # -- whether it is still true
+
+    def _guilty(self, run: Run) -> frozenset[int]:
+        """Who is to blame for sure, by what was found."""
+        from ddpdoctor.rules.diagnosis import guilty
+
+        if self._found is None:
+            return frozenset()
+        return guilty(replace(run, supervisor=(*run.supervisor, self._found)))
+
+    def _doubts(self, run: Run) -> bool:
+        """Whether those to blame are looked at once more before it is said.
+
+        Not on a machine that idles: there a second tells who does nothing.
+        """
+        hung = self._hung
+        if hung is None or self._confirmed == self._number or self._found is None:
+            return False
+        loaded = any(lost > 0.1 * hung.seconds for lost in hung.lost.values())
+        if "file" not in self._found or not (loaded or _pressure() >= PRESSURE):
+            return False
+        self._confirmed = self._number
+        if not self._guilty(run):
+            return False
+        self._work(partial(self._look_again, run, CONFIRM))
+        return True
+
+    def _look_again(self, run: Run, after: float = 0.0) -> None:
+        """Look once more at what was found, and put it into the run directory."""
+        time.sleep(after)
+        found = self._found
+        if found is None:
+            return
+        with contextlib.suppress(Exception):
+            examination.look_again(run, self._before, self._seen)
+            self._put(found)
+        if after:
+            self._wake()
+
+    def _stands(self, run: Run, now: float) -> bool:
+        """Whether the ranks are where they were when they were examined."""
+        if run.ranks:
+            self._signs.look(run, now)
+        marks = self._signs.marks(self._hung.ranks) if self._hung is not None else {}
+        if any(marks.get(rank, mark) > mark for rank, mark in self._marks.items()):
+            # What becomes of it is seen in a moment.
+            return False
+        since = self._found["time"] if self._found is not None else 0
+        if _ended_well(run, self._guilty(run), since):
+            # It was only slow to end.
+            self._over()
+            return False
+        return True
+
+    def _over(self) -> None:
+        """What was found is not true any more."""
+        if not self._pending:
+            self._write({"kind": "hang_over", "time": time.time_ns(), "number": self._number})
+        self._hung, self._found, self._marks, self._said = None, None, {}, False
+        self._pending = False
+
+    def confirmed(self, run: Run) -> bool:
+        """Whether a job that hung for sure still does; ``run`` is a new snapshot."""
+        found = self._found
+        if found is None or self._thread is not None or not self._stands(run, time.monotonic()):
+            return False
+        if "file" not in found or self._by_calls:
+            return True
+        self._look_again(run)
+        if self._guilty(run):
+            return True
+        # It is looked at again soon.
+        self._next = time.monotonic() + CONFIRM
+        return False
+
+    def _examined(self, run: Run) -> bool:
+        if self._found is None:
+            return False
+        self._write(self._found)
+        self._pending = False
+        self._forget_files()
+        return True
+
+    def _forget_files(self) -> None:
+        files = sorted(self._directory.glob(HANG))
+        for old in files[1 : -MOST_FILES + 1]:
+            with contextlib.suppress(OSError):
+                old.unlink()
+
+    def judged(self, findings: Iterable[Finding]) -> bool:
+        """Take in what the rules found; whether the job hangs for sure."""
+        if self._hung is None or self._found is None or self._pending:
+            return False
+        told = [each for each in findings if each.code.startswith(_OF_HANGS)]
+        self._said |= bool(told)
+        errors = [each for each in told if each.severity >= Severity.ERROR]
+        self._by_calls = any(STANDSTILL not in each.subjects for each in errors)
+        return self._moved is None and bool(errors)
+
+
+def _ended_well(run: Run, ranks: frozenset[int], since: int) -> bool:
+    """Whether one of these ranks has ended without a failure since (Unix nanoseconds)."""
+    return any(
+        rank.exit is not None
+        and rank.exit.get("status") == 0
+        and integer(rank.exit, "time") >= since
+        for rank in run.last
+        if rank.rank in ranks
+    )
+
+
+def _pressure() -> float:
+    """Percent of the last ten seconds in which some process waited for a core; 0 if untold."""
+    try:
+        with open("/proc/pressure/cpu") as file:
+            return float(file.readline().split("avg10=")[1].split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def _failed(run: Run, since: int, kinds: tuple[str, ...] = _GIVES_UP) -> bool:
+    """Whether a process of the job has failed or ended since (Unix nanoseconds)."""
+    records = [
+        record
+        for rank in run.last
+        for record in (*rank.records, *([rank.exit] if rank.exit is not None else ()))
+    ]
+    return any(record.get("kind") in kinds and record.get("time", 0) >= since for record in records)

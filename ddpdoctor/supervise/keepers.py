@@ -1,0 +1,199 @@
+"""The supervisor's end of the keepers (`ddpdoctor.supervise.keeper`), and of the job's command."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from ddpdoctor.probe.runtime.watch import MARK
+from ddpdoctor.supervise import keeper
+from ddpdoctor.system import kernel
+
+MOST = 10
+"""How often a standby is started in one run: one that cannot live is not called for ever."""
+
+
+class Keepers:
+    """Starts the job's command below two keepers, and hears from them.
+
+    Args:
+        run_id: The job's id.
+        warn: Called with a sentence if no standby can be started.
+    """
+
+    def __init__(self, run_id: str, warn: Callable[[str], None]) -> None:
+        self._run_id = run_id
+        self._warn = warn
+        self._above: subprocess.Popen[bytes] | None = None
+        self._below = 0
+        self.witness = 0
+        """A process in the job's process group that keeps the signals it gets; 0 for none."""
+        self.pid = 0
+        """The job's command."""
+        self.status: int | None = None
+        """Its exit status once it has ended, negative for a signal."""
+        self._standby: subprocess.Popen[bytes] | None = None
+        self._called = 0
+        self._pipe_reader, self._pipe = os.pipe()
+        self._words, self._words_writer = os.pipe()
+        self._heard = b""
+
+    def start(
+        self,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        stderr: int,
+        group: int | None,
+    ) -> None:
+        """Start the command.
+
+        Args:
+            argv: Its words.
+            environment: Its environment, but for the run's id.
+            stderr: Its standard error.
+            group: The process group of this session that it joins; None: it leads a new session.
+
+        Raises:
+            OSError: It cannot be started.
+        """
+        command, command_writer = os.pipe()
+        ends = (self._pipe_reader, self._words_writer, command)
+        numbers = (self._pipe_reader, self._words_writer, group or 0, command)
+        self._above = subprocess.Popen(
+            [*_script("keep", self._run_id), *map(str, numbers)],
+            env={name: value for name, value in environment.items() if name != MARK},
+            stderr=stderr,
+            pass_fds=ends,
+            start_new_session=group is None,
+            preexec_fn=os.setpgrp if group is not None else None,
+        )
+        os.close(self._words_writer)
+        os.close(command)
+        with contextlib.suppress(BrokenPipeError), open(command_writer, "wb") as file:
+            file.write(b"\0".join(map(os.fsencode, argv)))
+        while not self.pid:
+            for word, value in self._hear():
+                if word == "failed":
+                    raise OSError(value, os.strerror(value))
+            if self._words < 0:
+                raise OSError(errno.ECHILD, "what starts it was killed")
+        os.set_blocking(self._words, False)
+
+    @property
+    def descriptor(self) -> int:
+        """Readable when there is something to hear; -1 when both keepers are gone."""
+        return self._words
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """Those on duty: processes that are not the job's."""
+        standby = self._standby.pid if self._standby is not None else 0
+        return self.parents | frozenset({self.witness, standby} - {0})
+
+    @property
+    def parents(self) -> frozenset[int]:
+        """The keepers, which adopt what the job leaves."""
+        above = self._above.pid if self._above is not None else 0
+        return frozenset({above, self._below} - {0})
+
+    def look(self) -> int:
+        """Hear what there is; the signal that has stopped the command meanwhile, or 0."""
+        stopped = 0
+        for word, value in self._hear():
+            if word == "stopped":
+                stopped = value
+        return stopped
+
+    def _hear(self) -> list[tuple[str, int]]:
+        if self._words < 0:
+            return []
+        try:
+            chunk = os.read(self._words, 4096)
+        except BlockingIOError:
+            return []
+        if not chunk:
+            os.close(self._words)
+            self._words = -1
+        *lines, self._heard = (self._heard + chunk).split(b"\n")
+        told = []
+        for line in lines:
+            word, *values = line.decode().split()
+            numbers = [int(value) for value in values] or [0]
+            if word == "pids":
+                self._below, self.witness = numbers[1:]
+            elif word == "started":
+                self.pid = numbers[0]
+            elif word == "ended" and self.status is None:
+                self.status = numbers[0]
+            elif word == "lost":
+                self._below = 0
+                self._call()
+            told.append((word, numbers[0]))
+        return told
+
+    def reaped(self, pid: int, status: int) -> None:
+        """A child of this process has ended: a keeper, the standby, or the command itself."""
+        if pid == self.pid and self.status is None:
+            # Both keepers were killed, and it has become this process's child.
+            self.status = os.waitstatus_to_exitcode(status)
+        elif self._above is not None and pid == self._above.pid:
+            self._above.returncode = os.waitstatus_to_exitcode(status)
+            self._above = None
+            self._call()
+        elif pid == self._below:
+            self._below = 0
+            self._call()
+        elif self._standby is not None and pid == self._standby.pid:
+            self._standby.returncode = os.waitstatus_to_exitcode(status)
+            self._standby = None
+            self._call()
+
+    def _call(self) -> None:
+        """Have a standby, now that a keeper is missing."""
+        if self._pipe < 0 or self._standby is not None or self._called >= MOST:
+            return
+        self._called += 1
+        words = [*_script("standby", self._run_id), str(self._pipe_reader)]
+        nothing = subprocess.DEVNULL
+        try:
+            self._standby = subprocess.Popen(
+                words,
+                stdin=nothing,
+                stdout=nothing,
+                stderr=nothing,
+                pass_fds=(self._pipe_reader,),
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._warn(f"cannot start a process that ends the job with this one: {error}")
+
+    def sent_to_group(self, number: int) -> bool:
+        """Whether a signal that this process got has gone to its whole process group."""
+        return bool(self.witness) and number in kernel.pending(self.witness)
+
+    def dismiss(self, idle: Callable[[float], None]) -> None:
+        """The run is over: whatever is still there of the job ends. ``idle`` lets time pass."""
+        if self._pipe < 0:
+            return
+        os.close(self._pipe)
+        self._pipe = -1
+        while self._above is not None or self._below or self._standby is not None:
+            if not kernel.children(os.getpid()):
+                break
+            idle(0.01)
+        for descriptor in (self._pipe_reader, self._words):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        self._words = -1
+
+
+def _script(*words: str) -> list[str]:
+    """A bare interpreter: it starts in no time, and reads nothing of the job's folders."""
+    # Where it says where Python is, Python does not start without the environment.
+    isolated = [] if "PYTHONHOME" in os.environ else ["-I"]
+    return [sys.executable, *isolated, "-S", str(Path(keeper.__file__)), *words]

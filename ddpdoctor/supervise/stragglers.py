@@ -1,0 +1,152 @@
+"""Asks the ranks where they spend their time once one of them holds the others up."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ddpdoctor.analysis.lag import Lag, lags
+from ddpdoctor.analysis.reasons import PATIENCE
+from ddpdoctor.probe.observers.sampling import MOST
+from ddpdoctor.probe.runtime.asking import PROFILE, Asking
+from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.snapshot import Run
+from ddpdoctor.supervise.processes import describe
+
+ENOUGH, FEW = 8, 4
+"""Steps after the warm-up, and steps in all, from which on a rank may be suspected: fewer than a
+verdict takes, as that of a job which ends soon can only be told by samples taken before."""
+
+EVERY = 1.0
+"""Seconds between two looks at the steps."""
+
+BUSY = 0.1
+"""Share of a core from which on a process is named."""
+
+NAMED = 6
+"""Processes that are named at most."""
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Stragglers:
+    """Watches the pace of the ranks.
+
+    Args:
+        directory: The run directory.
+        write: Writes a record of the supervisor.
+
+    Raises:
+        OSError: The file for the ranks cannot be made.
+    """
+
+    def __init__(self, directory: Path, write: Callable[[Record], None]) -> None:
+        self._page = Asking(str(directory), PROFILE)
+        self._write = write
+        self._asked = 0
+        self._looked = 0.0
+        self._begin(0)
+
+    def _begin(self, restart: int) -> None:
+        self._restart = restart
+        self._suspected: set[tuple[int, bool]] = set()
+        """Ranks for whose sake the others were asked, and whether for few steps."""
+        self._waiting: set[int] = set()
+        """Ranks that have not answered."""
+        self._until = 0.0
+        self._before: tuple[float, dict[int, float]] | None = None
+
+    def look(self, run: Run) -> bool:
+        """Ask if there is reason to.
+
+        Returns:
+            Whether the rules should look now: the answers are there.
+        """
+        if run.restarts[-1] != self._restart:
+            self._begin(run.restarts[-1])
+        now = time.monotonic()
+        if self._waiting:
+            return self._answered(run, now)
+        if now < self._looked + EVERY or len(self._suspected) >= MOST:
+            return False
+        self._looked = now
+        lag = next((each for each in lags(run, ENOUGH, FEW) if self._is_new(each)), None)
+        if lag is None or run.exit_status is not None:
+            return False
+        self._asked += 1
+        self._suspected.add((lag.rank.rank, lag.few))
+        self._waiting = {rank.rank for rank in run.last if rank.status is not None}
+        self._until = now + PATIENCE
+        self._before = now, _cpu_seconds()
+        self._page.ask(self._asked)
+        self._tell({"rank": lag.rank.rank})
+        return False
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._page.close()
+
+    def _is_new(self, lag: Lag) -> bool:
+        # What holds it up at the beginning may not be what does so later.
+        return (lag.rank.rank, lag.few) not in self._suspected
+
+    def _answered(self, run: Run, now: float) -> bool:
+        for rank in run.last:
+            if any(integer(each, "asked") == self._asked for each in rank.of_kind("profile")):
+                self._waiting.discard(rank.rank)
+        if self._waiting and now < self._until:
+            return False
+        self._waiting = set()
+        if self._before is not None:
+            self._tell({"busy": _busy(self._before, (now, _cpu_seconds()))})
+        return True
+
+    def _tell(self, words: Record) -> None:
+        self._write(
+            {
+                "kind": "profile",
+                "time": time.time_ns(),
+                "restart": self._restart,
+                "asked": self._asked,
+                **words,
+            }
+        )
+
+
+def _cpu_seconds() -> dict[int, float]:
+    """CPU time of every process that can be seen."""
+    found: dict[int, float] = {}
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        if name.isdigit():
+            fields = _stat(int(name))
+            if fields:
+                found[int(name)] = (int(fields[11]) + int(fields[12])) / _TICKS
+    return found
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _busy(
+    before: tuple[float, dict[int, float]], after: tuple[float, dict[int, float]]
+) -> list[list[object]]:
+    """The busiest processes: pid, share of a core, the core they ran on last, command."""
+    seconds = max(after[0] - before[0], 0.1)
+    shares = {
+        pid: (cpu - before[1].get(pid, 0.0)) / seconds
+        for pid, cpu in after[1].items()
+        if pid != os.getpid()
+    }
+    found: list[list[object]] = []
+    for pid in sorted(shares, key=lambda each: -shares[each])[:NAMED]:
+        fields = _stat(pid)
+        if shares[pid] >= BUSY and len(fields) > 36:
+            found.append([pid, round(shares[pid], 2), int(fields[36]), describe(pid)])
+    return found

@@ -1,0 +1,148 @@
+"""Fingerprints that differ between ranks: the supervisor lets the ranks look closely, and waits.
+
+The rules judge; here it is only seen, early and cheaply, that there may be something to judge. The
+ranks are told a step that none of them has come to, so that all look at the same ones.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ddpdoctor.analysis.replicas import AVERAGED, PATIENCE, group_of, unpacked
+from ddpdoctor.run.record import SUSPICION, Record, Suspicion, SuspicionWriter, integer
+from ddpdoctor.run.snapshot import Rank, Run
+
+STEPS = 16
+"""Steps that ranks look at one by one."""
+
+TENSORS = 3
+"""Tensors whose elements ranks write: the first ones that differ."""
+
+AHEAD = 0.1
+"""Seconds that ranks have to hear of it before they come to the end of the step that is named."""
+
+MOST_OPEN = 1024
+"""Fingerprints that wait for those of the other ranks."""
+
+_Key = tuple[int, int, int]
+"""Module, step, forwards whose backward was reduced."""
+
+
+class Suspicions:
+    """Compares the fingerprints of a run as they come in.
+
+    Args:
+        directory: The run directory.
+        write: Writes a record of the supervisor.
+
+    Raises:
+        OSError: The file for the ranks cannot be made.
+    """
+
+    def __init__(self, directory: Path, write: Callable[[Record], None]) -> None:
+        self._page = SuspicionWriter(str(directory / SUSPICION))
+        self._write = write
+        self._begin(0)
+
+    def _begin(self, restart: int) -> None:
+        self._restart = restart
+        self._read: dict[int, int] = {}
+        self._groups: dict[int, dict[int, tuple[int, ...]]] = {}
+        self._open: dict[_Key, dict[int, Record]] = {}
+        self._suspected = False
+        """The ranks were asked to look."""
+        self._located: Suspicion | None = None
+        """The one that named tensors, which is the last."""
+        self._waiting: set[int] = set()
+        """Ranks that have not written what they were asked for."""
+        self._until: float | None = None
+
+    def look(self, run: Run) -> bool:
+        """Take in what is new.
+
+        Returns:
+            Whether the rules should look now: what ranks were asked for is there, or was waited for
+            long enough.
+        """
+        if run.restarts[-1] != self._restart:
+            self._begin(run.restarts[-1])
+        for rank in run.last:
+            fresh = rank.records[self._read.get(rank.rank, 0) :]
+            self._read[rank.rank] = len(rank.records)
+            for record in fresh:
+                kind = record.get("kind")
+                if kind == "fingerprint" and self._located is None:
+                    self._compare(run, rank, record)
+                elif kind == "tensors":
+                    averaged = AVERAGED in str(record.get("hook"))
+                    groups = self._groups.setdefault(integer(record, "module"), {})
+                    groups[rank.rank] = () if averaged else group_of(record)
+                elif kind == "elements":
+                    self._waiting.discard(rank.rank)
+        arrived = self._located is not None and not self._waiting
+        if self._until is None or not (arrived or time.monotonic() >= self._until):
+            return False
+        self._until = None
+        return True
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._page.close()
+
+    def _compare(self, run: Run, rank: Rank, record: Record) -> None:
+        """Put a fingerprint to those of the other ranks."""
+        module = integer(record, "module")
+        group = self._groups.get(module, {}).get(rank.rank, ())
+        # Those of other nodes are seen by their own supervisor.
+        mine = {each.rank for each in run.last} & set(group)
+        if len(mine) < 2:
+            return
+        key = (module, integer(record, "step"), integer(record, "armed"))
+        prints = self._open.setdefault(key, {})
+        prints[rank.rank] = record
+        if len(self._open) > MOST_OPEN:
+            del self._open[next(iter(self._open))]
+        if not mine <= prints.keys():
+            return
+        self._open.pop(key, None)
+        if len({str(each.get("parameters")) for each in prints.values()}) > 1:
+            self._suspect(run, module, key[1], tuple(_differing(list(prints.values()))))
+
+    def _suspect(self, run: Run, module: int, seen: int, tensors: tuple[int, ...]) -> None:
+        """Ask the ranks, for the first time, or now that it is known for which tensors."""
+        if self._located is not None or (self._suspected and not tensors):
+            return
+        newest = max((each.status.step for each in run.last if each.status is not None), default=0)
+        totals = [each.total for rank in run.last for each in rank.steps[-64:] if each.total > 0]
+        # A quick one, as a step may be when other processes leave the machine to it.
+        quick = sorted(totals)[len(totals) // 4] if totals else AHEAD * 1e9
+        ahead = 1 + math.ceil(AHEAD * 1e9 / quick)
+        suspicion = Suspicion(self._restart, newest + ahead, STEPS, module, tensors[:TENSORS])
+        self._page.write(suspicion)
+        self._suspected = True
+        self._until = time.monotonic() + PATIENCE
+        if tensors:
+            self._located = suspicion
+            self._waiting = {rank for rank, group in self._groups[module].items() if group}
+        self._write(
+            {
+                "kind": "suspicion",
+                "time": time.time_ns(),
+                "restart": self._restart,
+                "module": module,
+                "seen": seen,
+                "step": suspicion.step,
+                "tensors": list(suspicion.tensors),
+            }
+        )
+
+
+def _differing(prints: list[Record]) -> Iterator[int]:
+    """The places of the tensors that differ, if the fingerprints tell."""
+    details = [unpacked(str(each.get("detail", ""))) for each in prints]
+    for index, tensors in enumerate(zip(*details, strict=False)):
+        if len({hash_ for hash_, _ in tensors}) > 1:
+            yield index

@@ -1,0 +1,418 @@
+"""The GPUs as NVML, the driver's own library, tells of them (package ``nvidia-ml-py``).
+
+NVML makes no CUDA context and ignores ``CUDA_VISIBLE_DEVICES``. A call takes milliseconds, and the
+first one seconds where the driver has to wake up: never call it where a job waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from ddpdoctor.system.gpu.reader import Device, Process, Reading
+
+T = TypeVar("T")
+
+LONGEST = 60.0
+"""Most seconds between two tries to reach the driver."""
+
+STRIKES = 3
+"""How often a GPU may break the library before it is left alone for a while."""
+
+_NEVER = frozenset({3, 4, 13, 25})
+"""NVML's codes for: not supported, no permission, no such function, other version of a struct."""
+
+_FORBIDDEN = 4
+"""NVML's code for: no permission."""
+
+_GONE = frozenset({15, 16})
+"""NVML's codes for a GPU that fell off the bus, or needs a reset."""
+
+_BROKEN = frozenset({1, 9, 12, 17, 18, 999})
+"""NVML's codes for a library that has to be opened anew."""
+
+_FABRIC_BEGINS, _FABRIC_READY = 2, 3
+"""States of an NVSwitch fabric; 0 is none, and 1 is told of GPUs that work without."""
+
+_WORDS = {
+    3: "not supported",
+    4: "no permission",
+    9: "the NVIDIA driver is not loaded",
+    12: "no NVIDIA driver",
+    15: "the GPU is lost: it fell off the bus",
+    16: "the GPU needs a reset",
+    17: "the operating system keeps the GPUs from us",
+    18: "the NVIDIA driver was updated: its library and kernel module differ; a reboot helps",
+    999: "NVML fails with an unknown error",
+}
+
+_TOLD = {"UtilizationRates": "utilization", "PowerUsage": "power", "Temperature": "temperature"}
+"""The queries whose absence is worth a word; many GPUs have no ECC, say."""
+
+_THROTTLED = {
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
+"""The reasons that hold a GPU down; idle and chosen clocks do not."""
+
+
+class NvmlReader:
+    """The `ddpdoctor.system.gpu.reader.Reader` of NVIDIA's GPUs.
+
+    Whether NVML works is known by a call that answers: it may open well and then fail. What a GPU
+    does not support is asked once. After an error it is opened anew, less and less often. A forked
+    child has to open it for itself, and does.
+
+    Args:
+        clock: Seconds, for the pauses between tries.
+        further: Called whenever a GPU has been opened, which can take seconds for each.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        further: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._clock = clock
+        self._further = further
+        self._nvml: Any = None
+        self._owner = 0
+        self._handles: dict[Device, Any] = {}
+        self._unsupported: set[tuple[str, str]] = set()
+        self._lost: set[str] = set()
+        self._refused: dict[str, dict[str, int]] = {}
+        self._strikes: dict[str, int] = {}
+        self._shunned: dict[str, float] = {}
+        self._trouble = ""
+        self._code = 0
+        self._absent: dict[int, str] = {}
+        self._failures = 0
+        self._retry = float("-inf")
+
+    def devices(self) -> tuple[Device, ...]:
+        """The GPUs that answer."""
+        return tuple(self._handles) if self._opened() else ()
+
+    def read(self, device: Device) -> Reading:
+        """What a GPU does now."""
+        brief, rest = self.brief(device), self.rest(device)
+        return replace(
+            rest,
+            memory_total=brief.memory_total,
+            memory_used=brief.memory_used,
+            utilization=brief.utilization,
+            memory_utilization=brief.memory_utilization,
+            power=brief.power,
+            processes=self.processes(device),
+        )
+
+    def brief(self, device: Device) -> Reading:
+        """What changes within a second: utilization, memory, power."""
+        handle = self._handle(device)
+        if handle is None:
+            return Reading()
+        total, used = self._memory(device, handle)
+        busy = None if device.mig else self._ask(device, "UtilizationRates", handle)
+        return Reading(
+            memory_total=total,
+            memory_used=used,
+            utilization=_number(getattr(busy, "gpu", None)),
+            memory_utilization=_number(getattr(busy, "memory", None)),
+            power=_watts(self._ask(device, "PowerUsage", handle)),
+        )
+
+    def rest(self, device: Device) -> Reading:
+        """What changes slowly: temperature, clocks and what holds them down, memory errors."""
+        handle = self._handle(device)
+        if handle is None:
+            return Reading()
+        return Reading(
+            power_limit=_watts(
+                self._first(device, ("EnforcedPowerLimit", "PowerManagementLimit"), handle)
+            ),
+            temperature=_number(
+                self._ask(device, "Temperature", handle, self._constant("NVML_TEMPERATURE_GPU", 0))
+            ),
+            clock=_number(
+                self._ask(device, "ClockInfo", handle, self._constant("NVML_CLOCK_SM", 1))
+            ),
+            clock_max=_number(
+                self._ask(device, "MaxClockInfo", handle, self._constant("NVML_CLOCK_SM", 1))
+            ),
+            memory_clock=_number(
+                self._ask(device, "ClockInfo", handle, self._constant("NVML_CLOCK_MEM", 2))
+            ),
+            throttled=self._throttled(device, handle),
+            ecc_corrected=self._ecc(device, handle, "CORRECTED", 0),
+            ecc_uncorrected=self._ecc(device, handle, "UNCORRECTED", 1),
+        )
+
+    def problem(self, device: Device) -> str:
+        """Why a GPU tells less than it could, in words; empty if it does not."""
+        refused = self._refused.get(device.uuid, {})
+        gone = next((code for code in refused.values() if code in _GONE), None)
+        if gone is not None:
+            return _WORDS[gone]
+        if self._is_shunned(device):
+            return _WORDS[999]
+        if device.mig:
+            return "partitioned (MIG): no utilization of the whole"
+        return "; ".join(
+            f"{_TOLD[what]}: {_WORDS[code]}"
+            for what, code in refused.items()
+            if what in _TOLD and code in _NEVER & _WORDS.keys()
+        )
+
+    @property
+    def absent(self) -> dict[int, str]:
+        """Why a GPU that the driver counts does not answer, by its index."""
+        return dict(self._absent) if self._opened() else {}
+
+    def query(self, device: Device, what: str, *arguments: Any) -> Any:
+        """What ``nvmlDeviceGet<what>`` says of a GPU, None if nothing."""
+        handle = self._handle(device)
+        return None if handle is None else self._ask(device, what, handle, *arguments)
+
+    def between(self, device: Device, other: Device, what: str, *arguments: Any) -> Any:
+        """What ``nvmlDeviceGet<what>`` says of two GPUs, None if nothing."""
+        first, second = self._handle(device), self._handle(other)
+        if first is None or second is None:
+            return None
+        return self._ask(device, what, first, second, *arguments)
+
+    def instances(self, device: Device) -> tuple[str, ...]:
+        """The UUIDs of a GPU's MIG instances; none where it is not partitioned."""
+        if not device.mig:
+            return ()
+        handle = self._handle(device)
+        most = _number(self.query(device, "MaxMigDeviceCount")) or 0
+        found = []
+        for index in range(most):
+            # There is none, or it is another container's.
+            with contextlib.suppress(Exception):
+                instance = self._nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+                found.append(_text(self._nvml.nvmlDeviceGetUUID(instance)))
+        return tuple(found)
+
+    def fabric_ready(self, device: Device) -> bool | None:
+        """Whether the NVSwitch fabric of a GPU is set up; None without one, or if nobody tells.
+
+        By ``nvmlDeviceGetGpuFabricInfo``, for Hopper and later.
+        """
+        struct = getattr(self._nvml, "c_nvmlGpuFabricInfo_t", None)
+        if struct is None:
+            return None
+        told = struct()
+        if self.query(device, "GpuFabricInfo", ctypes.byref(told)) is None:
+            return None
+        # One byte in the driver's header, four in the binding's.
+        return {_FABRIC_BEGINS: False, _FABRIC_READY: True}.get(told.state & 0xFF)
+
+    def system(self, what: str) -> Any:
+        """What ``nvmlSystemGet<what>`` says, None if nothing."""
+        if not self._opened():
+            return None
+        with contextlib.suppress(Exception):
+            return getattr(self._nvml, f"nvmlSystemGet{what}")()
+        return None
+
+    @property
+    def code(self) -> int:
+        """NVML's code for `trouble`; 0 without trouble, and where it is none of NVML's."""
+        return self._code
+
+    @property
+    def trouble(self) -> str:
+        """Why no GPUs can be read, in words; empty if they can."""
+        return self._trouble
+
+    def processes(self, device: Device) -> tuple[Process, ...] | None:
+        """The processes with memory on a GPU, None where that is not told."""
+        handle = self._handle(device)
+        return None if handle is None else self._processes(device, handle)
+
+    def close(self) -> None:
+        """Let go of the driver; the next reading opens it again."""
+        nvml, self._nvml = self._nvml, None
+        self._handles = {}
+        if nvml is not None and self._owner == os.getpid():
+            with contextlib.suppress(Exception):
+                nvml.nvmlShutdown()
+
+    # -- the library
+
+    def _opened(self) -> bool:
+        if self._nvml is not None and self._owner == os.getpid():
+            return True
+        if self._clock() < self._retry:
+            return False
+        try:
+            # The old binding of the same name will do, too: it gives bytes, and no newer structs.
+            import pynvml
+
+            pynvml.nvmlInit()
+        except Exception as error:  # many kinds for the many ways to have no driver
+            self._failed(error)
+            return False
+        self._nvml, self._owner = pynvml, os.getpid()
+        self._lost = set()
+        self._refused = {}
+        try:
+            count = int(pynvml.nvmlDeviceGetCount())
+        except Exception as error:
+            self._failed(error)
+            return False
+        self._trouble = ""
+        self._code = 0
+        self._handles = {}
+        self._absent = {}
+        for index in range(count):
+            self._further()
+            # One that a container may not use, or that is lost, is not there.
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                device = Device(
+                    index=index,
+                    uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
+                    name=self._name(handle),
+                    bus_id=self._bus_id(handle),
+                    mig=self._mig(handle),
+                )
+            except Exception as error:
+                if getattr(error, "value", 0) == _FORBIDDEN:
+                    # Another container's, or another batch job's.
+                    continue
+                self._absent[index] = _WORDS.get(getattr(error, "value", 0), f"NVML: {error}")
+            else:
+                self._handles[device] = handle
+        self._further()
+        return True
+
+    def _name(self, handle: Any) -> str:
+        with contextlib.suppress(Exception):
+            return _text(self._nvml.nvmlDeviceGetName(handle))
+        return ""
+
+    def _bus_id(self, handle: Any) -> str:
+        with contextlib.suppress(Exception):
+            return _text(self._nvml.nvmlDeviceGetPciInfo(handle).busId)
+        return ""
+
+    def _mig(self, handle: Any) -> bool:
+        with contextlib.suppress(Exception):
+            return bool(self._nvml.nvmlDeviceGetMigMode(handle)[0])
+        return False
+
+    def _failed(self, error: Exception) -> None:
+        self.close()
+        self._code = int(getattr(error, "value", 0) or 0)
+        self._trouble = _WORDS.get(self._code, f"NVML: {error}")
+        self._retry = self._clock() + min(LONGEST, 2.0**self._failures)
+        self._failures = min(self._failures + 1, 10)
+
+    def _handle(self, device: Device) -> Any:
+        return self._handles.get(device) if self._opened() else None
+
+    def _constant(self, name: str, usual: int) -> int:
+        return int(getattr(self._nvml, name, usual))
+
+    # -- queries
+
+    def _ask(self, device: Device, what: str, *arguments: Any) -> Any:
+        """What ``nvmlDeviceGet<what>`` says, None if nothing."""
+        query = f"{what}{arguments[1:]}"
+        if self._nvml is None or device.uuid in self._lost:
+            return None
+        if (device.uuid, query) in self._unsupported or self._is_shunned(device):
+            return None
+        try:
+            answer = getattr(self._nvml, f"nvmlDeviceGet{what}")(*arguments)
+        except (AttributeError, TypeError):
+            # A binding that is older than the query.
+            self._unsupported.add((device.uuid, query))
+            return None
+        except Exception as error:
+            code = getattr(error, "value", None)
+            self._refused.setdefault(device.uuid, {})[what] = int(code or 0)
+            if code in _NEVER:
+                self._unsupported.add((device.uuid, query))
+            elif code in _GONE:
+                self._lost.add(device.uuid)
+            elif code in _BROKEN:
+                self._strike(device)
+                self._failed(error)
+            return None
+        self._failures = 0
+        self._refused.get(device.uuid, {}).pop(what, None)
+        return answer
+
+    def _strike(self, device: Device) -> None:
+        """A GPU that breaks the library again and again must not keep the others from telling."""
+        strikes = self._strikes[device.uuid] = self._strikes.get(device.uuid, 0) + 1
+        if strikes >= STRIKES:
+            self._strikes[device.uuid] = 0
+            self._shunned[device.uuid] = self._clock() + LONGEST
+
+    def _is_shunned(self, device: Device) -> bool:
+        return self._clock() < self._shunned.get(device.uuid, float("-inf"))
+
+    def _first(self, device: Device, queries: tuple[str, ...], handle: Any) -> Any:
+        """The answer to the first of several queries that has one."""
+        answers = (self._ask(device, each, handle) for each in queries)
+        return next((answer for answer in answers if answer is not None), None)
+
+    def _memory(self, device: Device, handle: Any) -> tuple[int | None, int | None]:
+        # The second version does not count what the driver keeps to itself as used.
+        version = getattr(self._nvml, "nvmlMemory_v2", None)
+        told = None
+        if version is not None:
+            told = self._ask(device, "MemoryInfo", handle, version)
+        if told is None:
+            told = self._ask(device, "MemoryInfo", handle)
+        return _number(getattr(told, "total", None)), _number(getattr(told, "used", None))
+
+    def _throttled(self, device: Device, handle: Any) -> tuple[str, ...] | None:
+        queries = ("CurrentClocksEventReasons", "CurrentClocksThrottleReasons")
+        reasons = self._first(device, queries, handle)
+        if not isinstance(reasons, int):
+            return None
+        return tuple(word for bit, word in _THROTTLED.items() if reasons & bit)
+
+    def _ecc(self, device: Device, handle: Any, kind: str, usual: int) -> int | None:
+        which = self._constant(f"NVML_MEMORY_ERROR_TYPE_{kind}", usual)
+        counter = self._constant("NVML_VOLATILE_ECC", 0)
+        return _number(self._ask(device, "TotalEccErrors", handle, which, counter))
+
+    def _processes(self, device: Device, handle: Any) -> tuple[Process, ...] | None:
+        queries = ("ComputeRunningProcesses", "ComputeRunningProcesses_v2")
+        told = self._first(device, queries, handle)
+        if told is None:
+            return None
+        return tuple(
+            Process(int(each.pid), _number(getattr(each, "usedGpuMemory", None))) for each in told
+        )
+
+
+def _number(value: Any) -> int | None:
+    """A number that NVML gave, None for the largest ones, by which it says "not available"."""
+    if not isinstance(value, int) or value in (0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF):
+        return None
+    return value
+
+
+def _watts(milliwatts: Any) -> float | None:
+    number = _number(milliwatts)
+    return None if number is None else number / 1000
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
