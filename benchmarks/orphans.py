@@ -121,7 +121,7 @@ def members(job: int, folder: Path, which: str) -> dict[str, psutil.Process]:
         found["supervisor"] = psutil.Process(job)
         for each in found["supervisor"].children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if any("launch/keeper.py" in word for word in each.cmdline()):
+                if any("supervise/keeper.py" in word for word in each.cmdline()):
                     found["keeper 2" if "keeper 1" in found else "keeper 1"] = each
     with contextlib.suppress(psutil.Error, KeyError):
         # Its oldest child; later ones are adopted.

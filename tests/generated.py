@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddpdoctor.probe.runtime.watch import namespace
 from ddpdoctor.run import rundir
+from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.record import (
     FORMAT,
     Journal,

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ddpdoctor.core.ranks import spans
 from ddpdoctor.probe.observers import calls
-from ddpdoctor.probe.observers.ledger import DEFAULT_GROUP, Ledger, _Group, ranges
+from ddpdoctor.probe.observers.ledger import DEFAULT_GROUP, Ledger, _Group
 from ddpdoctor.probe.runtime import torch_private
 from ddpdoctor.probe.runtime.sites import Site
 from ddpdoctor.run.record import UnreadableError
@@ -254,8 +255,8 @@ def test_what_is_no_ring_is_said_to_be_none(tmp_path: Path, content: bytes) -> N
 
 
 def test_ranges_of_ranks() -> None:
-    assert ranges([0, 1, 2, 5]) == "0-2,5"
-    assert ranges([7]) == "7"
+    assert spans([0, 1, 2, 5]) == "0-2,5"
+    assert spans([7]) == "7"
 
 
 def test_a_timeout_can_be_set_where_a_backend_takes_it(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpdoctor.probe.runtime.asking import NAME, PROFILE
+from ddpdoctor.run.asking import NAME, PROFILE
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.stacks.capture import capture
 from tests.conftest import ROOT, Doctor, Live

@@ -18,7 +18,7 @@ from ddpdoctor.core.finding import Finding
 from ddpdoctor.probe.hooks import ddp, loads
 from ddpdoctor.probe.runtime import events, shield, torch_private
 from ddpdoctor.probe.runtime import rank as rank_state
-from ddpdoctor.probe.runtime.watch import namespace
+from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.record import Phase, Record, Status
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.supervise.gpu_watch import GpuWatch

@@ -295,18 +295,17 @@ def test_of_a_sparse_log_the_end_is_read(tmp_path: Path, monkeypatch: pytest.Mon
 READS = {"read_text", "read_bytes"}
 
 OF_THE_KERNEL = {
-    "stacks/process_state.py",  # /proc
-    "launch/hangs/activity.py",  # /proc
-    "launch/hangs/watch.py",  # /proc/pressure
+    "supervise/hangs/watch.py",  # /proc/pressure
 }
 
 READERS = (
-    *(PACKAGE / name for name in ("run.py", "record.py", "rundir.py", "said.py", "finding.py")),
-    *(PACKAGE / "launch" / name for name in ("tracebacks.py", "showing.py", "suspicions.py")),
-    *(PACKAGE / "probe" / name for name in ("ring.py", "asking.py")),
+    *(PACKAGE / "supervise" / name for name in ("tracebacks.py", "showing.py", "suspicions.py")),
     *(
         path
-        for part in ("top", "stacks", "rules", "render", "failures", "launch/hangs")
+        for part in (
+            *("run", "top", "stacks", "analysis", "rules", "render", "failures"),
+            "supervise/hangs",
+        )
         for path in sorted((PACKAGE / part).rglob("*.py"))
     ),
     PACKAGE / "commands" / "report.py",

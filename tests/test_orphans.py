@@ -129,7 +129,7 @@ def assert_all_end(doctor: Doctor, *besides: int) -> None:
 
 def is_keeper(process: psutil.Process, form: str = "keep") -> bool:
     words = _words(process)
-    return form in words and any(word.endswith("launch/keeper.py") for word in words)
+    return form in words and any(word.endswith("supervise/keeper.py") for word in words)
 
 
 def keepers_of(live: Live) -> list[psutil.Process]:

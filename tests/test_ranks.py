@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpdoctor.analysis.ranks import named
+from ddpdoctor.core.ranks import named
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from ddpdoctor.analysis.profiles import Profile, spot
 from ddpdoctor.analysis.profiles import _stacks as read_stacks
 from ddpdoctor.probe.observers import sampling
 from ddpdoctor.probe.runtime.budget import Budget
+from ddpdoctor.run.asking import MOST_PROFILES, PROFILE, Asking
 from ddpdoctor.run.record import Record
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's counters are Linux's")
@@ -166,12 +167,10 @@ def test_intervals_are_the_same_each_time_and_not_even(monkeypatch: pytest.Monke
     assert sum(first) == pytest.approx(sampling.QUICKEST * sampling.SAMPLES, rel=0.05)
 
 
-@pytest.mark.parametrize(("budget", "taken"), [(0.5, sampling.MOST), (0.0, 0)])
+@pytest.mark.parametrize(("budget", "taken"), [(0.5, MOST_PROFILES), (0.0, 0)])
 def test_profiles_are_few(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, budget: float, taken: int
 ) -> None:
-    from ddpdoctor.probe.runtime.asking import PROFILE, Asking
-
     page = Asking(str(tmp_path), PROFILE)
     profiles = sampling.Profiles(state([], budget), str(tmp_path))
     started: list[object] = []

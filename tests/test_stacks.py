@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 import ddpdoctor.probe
+from ddpdoctor.core.ranks import bracketed
 from ddpdoctor.render import stacks as render
 from ddpdoctor.run.snapshot import glance
 from ddpdoctor.stacks import asking, py_spy, saved
@@ -37,7 +38,6 @@ from ddpdoctor.stacks.model import (
 )
 from ddpdoctor.stacks.parse import parse
 from ddpdoctor.stacks.py_spy import find_py_spy, native_frames
-from ddpdoctor.stacks.ranks import rank_set
 from ddpdoctor.stacks.user_frames import innermost, is_user_path
 from ddpdoctor.supervise.hangs import examination
 from ddpdoctor.system.process_state import read_signals, read_stat
@@ -223,7 +223,7 @@ def test_ranks_without_a_stack_are_told_apart() -> None:
     ("ranks", "text"), [([0], "[0]"), ([3, 0, 2, 4, 4], "[0,2-4]"), (range(8), "[0-7]")]
 )
 def test_rank_sets(ranks: Sequence[int], text: str) -> None:
-    assert rank_set(ranks) == text
+    assert bracketed(ranks) == text
 
 
 def test_a_thousand_ranks_become_a_few_lines() -> None:

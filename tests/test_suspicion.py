@@ -15,6 +15,7 @@ from ddpdoctor.probe.observers import fingerprints
 from ddpdoctor.probe.observers.elements import Elements
 from ddpdoctor.probe.observers.fingerprints import Fingerprints
 from ddpdoctor.probe.runtime import budget, torch_private
+from ddpdoctor.run.environment import BUDGET
 from ddpdoctor.run.record import (
     FORMAT,
     SUSPICION,
@@ -186,7 +187,7 @@ def test_a_tensor_that_is_not_contiguous_is_read_in_its_order() -> None:
 
 
 def test_without_a_budget_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(budget.PERCENT, "0")
+    monkeypatch.setenv(BUDGET, "0")
     purse = budget.from_environment()
     purse.grant(10**9)
     assert not purse.enabled

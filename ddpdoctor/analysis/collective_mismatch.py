@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from ddpdoctor.analysis.blame import Blame, Group, blame
 from ddpdoctor.analysis.hang_snapshot import Call, amount, brief, from_ring
-from ddpdoctor.analysis.ranks import named
 from ddpdoctor.core.finding import Location
+from ddpdoctor.core.ranks import named
 from ddpdoctor.run.ring import Collective
 from ddpdoctor.run.snapshot import Rank, Run
 

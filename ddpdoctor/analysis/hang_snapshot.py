@@ -10,8 +10,7 @@ from typing import Any
 
 from ddpdoctor.analysis.guards import statement
 from ddpdoctor.core.finding import Location
-from ddpdoctor.probe.hooks.ddp import BUFFERS
-from ddpdoctor.run.record import Phase, Record, integer
+from ddpdoctor.run.record import BUFFERS, Phase, Record, integer
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.stacks.model import Frame, RankStacks, from_record
 from ddpdoctor.stacks.user_frames import innermost, user_frames

@@ -11,8 +11,7 @@ from ddpdoctor.analysis.endings import PATIENCE
 from ddpdoctor.analysis.hang_snapshot import location
 from ddpdoctor.analysis.sources import Loop, Source, source_of
 from ddpdoctor.core.finding import Location
-from ddpdoctor.probe.hooks.ddp import BUFFERS
-from ddpdoctor.run.record import Phase, Record, integer
+from ddpdoctor.run.record import BUFFERS, Phase, Record, integer
 from ddpdoctor.run.snapshot import Rank, Run
 
 

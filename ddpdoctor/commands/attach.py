@@ -18,8 +18,8 @@ from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.debug import attach_points, debug_ports, injection
 from ddpdoctor.debug.vscode import launch_json
 from ddpdoctor.debug.vscode.files import current_directory, find_workspace
-from ddpdoctor.probe.runtime.watch import MARK
 from ddpdoctor.run import rundir
+from ddpdoctor.run.environment import MARK
 from ddpdoctor.run.record import integer
 from ddpdoctor.run.snapshot import Run, RunReader
 

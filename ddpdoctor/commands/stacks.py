@@ -81,10 +81,10 @@ def main(words: Sequence[str]) -> int:
     taken = _take(options)
     missing = (options.ranks or set()) - {each.rank for each in taken.stacks}
     if missing:
-        from ddpdoctor.core import rank_sets
+        from ddpdoctor.core.ranks import named
 
         raise DoctorError(
-            f"{taken.path.name} has no {rank_sets.words(missing)}",
+            f"{taken.path.name} has no {named(missing)}",
             "without --rank you see the ranks there are",
         )
     if "--json" in options.flags:
@@ -119,10 +119,10 @@ def _parse(words: Sequence[str]) -> _Options:
 
 
 def _ranks(text: str) -> frozenset[int]:
-    from ddpdoctor.core import rank_sets
+    from ddpdoctor.core.ranks import rank_set
 
     try:
-        return rank_sets.parse(text)
+        return rank_set(text)
     except ValueError:
         raise DoctorError(
             f"option --rank needs ranks, not {text!r}", "for example: --rank 0,2-3"

@@ -11,7 +11,7 @@ from typing import ParamSpec, TypeVar
 from ddpdoctor import __version__
 from ddpdoctor.run.record import Record
 
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _PLACES = 4
 """Lines of ours, innermost first, that the record of a fault names."""
 _SHOWN = 3

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
-from ddpdoctor.core import rank_sets
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.faults import Faults
+from ddpdoctor.core.ranks import named
 from ddpdoctor.debug import debug_ports
 from ddpdoctor.debug.editor import Editor
 from ddpdoctor.debug.gateway import Gateway
 from ddpdoctor.debug.partial_stops import PartialStops
-from ddpdoctor.probe.runtime import debugger
+from ddpdoctor.run.environment import DEBUG
 from ddpdoctor.run.record import Record
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.supervise.command import Command
@@ -91,7 +91,7 @@ class Debugging:
                 words.append("lift")
         if self._command.own.debug_on_error:
             words.append("error")
-        environment = {debugger.OPTIONS: ",".join(words)}
+        environment = {DEBUG: ",".join(words)}
         if len(words) > 1 and _NCCL_HEARTBEAT not in os.environ:
             # Its monitor ends a process that was quiet for long; on a timeout nobody can lift.
             environment[_NCCL_HEARTBEAT] = str(7 * 24 * 3600)
@@ -173,7 +173,7 @@ class Debugging:
             ranks = [record["rank"] for record in records if record["state"] == state]
             if ranks:
                 verb = "attached to" if state == "attached" else "detached from"
-                self._speaker.note(f"debugger {verb} {rank_sets.words(ranks)}")
+                self._speaker.note(f"debugger {verb} {named(ranks)}")
         for record in records:
             if record["state"] != "fault":
                 self._tell(record)
@@ -206,7 +206,7 @@ class Debugging:
                 "are taken by other ranks: it goes on"
             )
         elif state == "listening":
-            ranks = rank_sets.words(record["ranks"])
+            ranks = named(record["ranks"])
             who = "" if len(record["ranks"]) == len(self._gateway.ranks) else f" to {ranks}"
             self._speaker.say(
                 f"all ranks listening on {self._ports.host}:{_span(self._ports.numbers)}; they "
@@ -253,8 +253,8 @@ def _check_gate(command: Command) -> None:
     missing = [rank for rank in wanted if rank >= count]
     if missing:
         raise DoctorError(
-            f"--wait-for-attach: there will be no {rank_sets.words(missing)}",
-            f"this job has {rank_sets.words(range(count))}",
+            f"--wait-for-attach: there will be no {named(missing)}",
+            f"this job has {named(range(count))}",
         )
 
 

@@ -27,7 +27,7 @@ from ddpdoctor.debug import dap
 from ddpdoctor.debug.admission import Admission
 from ddpdoctor.debug.debug_ports import Ports
 from ddpdoctor.debug.rank_link import Message, RankLink, SilentError
-from ddpdoctor.probe.runtime.control import NAME, short_path
+from ddpdoctor.run.control_socket import NAME, short_path
 from ddpdoctor.run.record import Record
 
 ANSWER = 5.0

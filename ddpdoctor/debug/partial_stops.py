@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from ddpdoctor.core import rank_sets
+from ddpdoctor.core.ranks import named
 from ddpdoctor.debug.gateway import Stop
 from ddpdoctor.run.record import Phase, Status
 from ddpdoctor.run.snapshot import Run
@@ -64,8 +64,8 @@ class PartialStops:
         them = "it" if len(standing) == 1 else "them"
         wait = "waits" if len(waiting) == 1 else "wait"
         return (
-            f"{rank_sets.words(standing)} {verb} held by the debugger{at}; "
-            f"{rank_sets.words(picture[1])} {wait} for {them}{_where(waiting)} and will stop at "
+            f"{named(standing)} {verb} held by the debugger{at}; "
+            f"{named(picture[1])} {wait} for {them}{_where(waiting)} and will stop at "
             "breakpoints after that" + _timeout(timeouts)
         )
 

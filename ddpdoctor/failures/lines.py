@@ -8,7 +8,7 @@ import time
 from pathlib import PurePath
 from typing import NamedTuple
 
-from ddpdoctor.probe.runtime.sites import user_file
+from ddpdoctor.core.user_code import user_file
 
 LONGEST = 1 << 16
 """Bytes of a line that are looked at: to search one of megabytes takes seconds."""

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ddpdoctor.core.control_characters import shown
+from ddpdoctor.core.ranks import bracketed
 from ddpdoctor.render.console import shown_path
 from ddpdoctor.stacks.code import Code
 from ddpdoctor.stacks.folding import FOLDED, fold, libraries, tail
 from ddpdoctor.stacks.merge import Merged, Node, merge
 from ddpdoctor.stacks.model import CUT, MAIN, Frame, RankStacks, Thread
-from ddpdoctor.stacks.ranks import rank_set
 
 Span = tuple[str, str]
 Line = tuple[Span, ...]
@@ -67,7 +67,7 @@ def summary(merged: Merged) -> str:
         return f"{ranks}, all at one place" if seen > 1 else ranks
     if merged.odd:
         few = len(merged.odd)
-        who = rank_set(merged.odd)
+        who = bracketed(merged.odd)
         return f"{ranks}: {who} {'is' if few == 1 else 'are'} not where the other {seen - few} are"
     return f"{ranks} at {merged.places} different places"
 
@@ -94,7 +94,7 @@ def _missing(missing: Sequence[RankStacks], look: Look) -> Iterator[Line]:
         troubles[each.trouble or "no main thread", each.note].append(each.rank)
     for (trouble, note), ranks in sorted(troubles.items(), key=lambda each: each[1]):
         yield (
-            (f"{look.missing} {rank_set(ranks)}", "error"),
+            (f"{look.missing} {bracketed(ranks)}", "error"),
             (f"  no stack: {trouble}", ""),
         )
         if note:
@@ -118,7 +118,7 @@ class _Tree:
             others = sum(len(root.ranks) for root in self.merged.roots) - len(self.merged.odd)
             remark = f"  not where the other {others} are"
         yield (
-            (f"{indent}{head}{rank_set(node.ranks)}", "error" if marked else "bold"),
+            (f"{indent}{head}{bracketed(node.ranks)}", "error" if marked else "bold"),
             (f"{remark}{self._states(node)}", "warning" if marked else "dim"),
         )
         yield from self._frames(node.frames, indent + _INDENT)
@@ -137,7 +137,7 @@ class _Tree:
         words = ""
         for ranks, state in ((held, "in native code that holds the GIL"), (waits, "in disk sleep")):
             if ranks:
-                who = "" if len(ranks) == len(node.ranks) else f"{rank_set(ranks)} "
+                who = "" if len(ranks) == len(node.ranks) else f"{bracketed(ranks)} "
                 words += f"  {who}{state}"
         return words
 
@@ -174,7 +174,7 @@ class _Tree:
             if below:
                 ends[_below(below)].append(rank)
         for words, members in sorted(ends.items(), key=lambda each: each[1]):
-            whose = f"{rank_set(members)} " if len(members) < len(ranks) or is_apart else ""
+            whose = f"{bracketed(members)} " if len(members) < len(ranks) or is_apart else ""
             yield ((f"{indent}{whose}{look.ellipsis} {words}", "dim"),)
         yield from self._natives(ranks, indent)
 
@@ -184,7 +184,7 @@ class _Tree:
             if self.stacks[rank].native:
                 natives[self.stacks[rank].native].append(rank)
         for frames, members in sorted(natives.items(), key=lambda each: each[1]):
-            whose = f"{rank_set(members)} " if len(members) < len(ranks) else ""
+            whose = f"{bracketed(members)} " if len(members) < len(ranks) else ""
             yield ((f"{indent}{whose}native:", "dim"),)
             for frame in frames[-_MOST_NATIVE:]:
                 text = _shortened(frame, self.look.width - len(indent) - 2, self.look.ellipsis)
@@ -210,7 +210,7 @@ def draw_others(stacks: Sequence[RankStacks], look: Look, code: Code) -> list[Li
         ranks = [rank for rank, _ in members]
         name = members[0][1].name
         more = f" and {len(members) - 1} more" if len(members) > len(set(ranks)) else ""
-        lines.append(((f"{rank_set(ranks)}", "bold"), (f"  thread {name}{more}", "dim")))
+        lines.append(((f"{bracketed(ranks)}", "bold"), (f"  thread {name}{more}", "dim")))
         tree = _Tree(look, code, {}, nothing)
         lines += tree._frames(frames, _INDENT)
         below = () if look.all_frames else tail(members[0][1].frames)

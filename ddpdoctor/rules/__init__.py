@@ -3,6 +3,7 @@
 from ddpdoctor.rules import (
     buffers,
     checkpoints,
+    control_flow,
     crashes,
     data,
     divergence,
@@ -25,16 +26,13 @@ from ddpdoctor.rules import (
     streams,
     unreduced,
 )
-from ddpdoctor.rules import (
-    control_flow as decisions,
-)
 
 __all__ = [
     "buffers",
     "checkpoints",
+    "control_flow",
     "crashes",
     "data",
-    "decisions",
     "divergence",
     "edits",
     "evaluation",

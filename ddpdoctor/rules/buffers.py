@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ddpdoctor.analysis.ranks import named
 from ddpdoctor.analysis.replicas import Replica, elements, list_of, place, replicas
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.core.ranks import named
 from ddpdoctor.run.record import Record, integer
 from ddpdoctor.run.snapshot import Run
 

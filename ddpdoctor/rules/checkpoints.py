@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from ddpdoctor.analysis.endings import Ending, endings, first_failure
 from ddpdoctor.analysis.files import torn
-from ddpdoctor.analysis.ranks import named
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.core.ranks import named
 from ddpdoctor.run.record import Record, integer
 from ddpdoctor.run.snapshot import Rank, Run
 

@@ -13,7 +13,6 @@ from typing import Literal
 
 from ddpdoctor.analysis.branches import call_to_exit, exit_location, skip_location, stop_location
 from ddpdoctor.analysis.endings import Ending, endings, first_failure, mispaired
-from ddpdoctor.analysis.ranks import named
 from ddpdoctor.analysis.training_loops import (
     Place,
     Trace,
@@ -23,6 +22,7 @@ from ddpdoctor.analysis.training_loops import (
     trained_on,
 )
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.core.ranks import named
 from ddpdoctor.core.relations import (
     MISPAIRED,
     STANDSTILL,

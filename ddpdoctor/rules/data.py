@@ -22,9 +22,9 @@ from ddpdoctor.analysis.draws import (
     training,
 )
 from ddpdoctor.analysis.endings import PATIENCE
-from ddpdoctor.analysis.ranks import named
 from ddpdoctor.core import relations
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.core.ranks import named
 from ddpdoctor.rules.control_flow import decisions
 from ddpdoctor.run.record import Phase, integer
 from ddpdoctor.run.snapshot import Run

@@ -6,8 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ddpdoctor.analysis import collective_mismatch as apart
-from ddpdoctor.analysis import ports
+from ddpdoctor.analysis import collective_mismatch, ports
 from ddpdoctor.analysis.exit_waits import lingering
 from ddpdoctor.analysis.guards import only_sleeps
 from ddpdoctor.analysis.hang_snapshot import Standing, Standstill, brief, quoted, standstill
@@ -20,9 +19,9 @@ from ddpdoctor.analysis.rank_activity import (
     whereabouts,
     works,
 )
-from ddpdoctor.analysis.ranks import named
 from ddpdoctor.analysis.waits import Blocked, blocked
 from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.ranks import named
 from ddpdoctor.core.relations import STANDSTILL
 from ddpdoctor.rules.out_of_step import guarded, mismatch, order, same_number, waiting_line
 from ddpdoctor.run.record import integer
@@ -98,7 +97,7 @@ def _explained(run: Run, still: Standstill) -> Iterator[Finding]:
 
 def _unexplained(run: Run, still: Standstill) -> Iterator[Finding]:
     """The facts, where nobody can be blamed for sure."""
-    if apart.first_apart(apart.rings(run), _gloo(run)) is not None:
+    if collective_mismatch.first_apart(collective_mismatch.rings(run), _gloo(run)) is not None:
         return
     ranks = [rank for rank in still.ranks if rank.joined and not rank.ended]
     yield Finding(
@@ -134,7 +133,7 @@ def _of_waits(run: Run, still: Standstill, waits: Sequence[Blocked]) -> Iterator
     if alone is not None:
         yield alone
         return
-    if apart.first_apart(apart.rings(run), _gloo(run)) is not None:
+    if collective_mismatch.first_apart(collective_mismatch.rings(run), _gloo(run)) is not None:
         # Said by itself, from the rings, whether or not the job stands still.
         return
     elsewhere = [rank for rank in first.absent if rank.in_collective]

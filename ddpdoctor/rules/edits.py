@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ddpdoctor.analysis.ranks import named
 from ddpdoctor.analysis.replicas import Difference, Replica, list_of, odd, place, replicas, site
 from ddpdoctor.analysis.writes import likely, on_some_ranks, ranks_of
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.core.ranks import named
 from ddpdoctor.core.relations import PARAMETERS, same_subject
 from ddpdoctor.run.record import Record, integer
 from ddpdoctor.run.snapshot import Rank, Run

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 
 from ddpdoctor.analysis.draws import Passes, matched, same_part
-from ddpdoctor.analysis.ranks import named
 from ddpdoctor.analysis.replicas import elements, group_of, list_of, place
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.core.ranks import named
 from ddpdoctor.core.relations import MISPAIRED, STANDSTILL, STANDSTILLS, brings_about
 from ddpdoctor.rules.control_flow import decisions
 from ddpdoctor.run.record import Record, integer

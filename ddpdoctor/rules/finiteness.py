@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from ddpdoctor.analysis.arithmetic import MOST, lines_of
 from ddpdoctor.analysis.hang_snapshot import quoted
-from ddpdoctor.analysis.ranks import named
 from ddpdoctor.analysis.replicas import Replica, list_of, replicas, site
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.core.ranks import named
 from ddpdoctor.run.record import Record, integer
 from ddpdoctor.run.snapshot import Rank, Run
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddpdoctor.analysis.ranks import named
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.core.ranks import named
 from ddpdoctor.run.record import Record, integer
 from ddpdoctor.run.snapshot import Rank, Run
 

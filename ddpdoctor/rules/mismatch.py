@@ -6,18 +6,17 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ddpdoctor.analysis import collective_mismatch as apart
+from ddpdoctor.analysis import collective_mismatch
 from ddpdoctor.analysis.blame import alone_by_guard, comes_after, way_past
 from ddpdoctor.analysis.endings import PATIENCE, endings, first_failure, mispaired
 from ddpdoctor.analysis.hang_snapshot import Call, brief, location, quoted
-from ddpdoctor.analysis.ranks import named
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.core.ranks import named
 from ddpdoctor.core.relations import ABORT, MISPAIRED, came_first, ended_by, event
-from ddpdoctor.probe.hooks.ddp import BUFFERS
 from ddpdoctor.rules.control_flow import decisions
 from ddpdoctor.rules.diagnosis import diagnosed
 from ddpdoctor.rules.out_of_step import finding, guarded_finding
-from ddpdoctor.run.record import Phase, integer
+from ddpdoctor.run.record import BUFFERS, Phase, integer
 from ddpdoctor.run.snapshot import Rank, Run
 
 
@@ -136,11 +135,13 @@ def groups_in_different_order(run: Run) -> Iterator[Finding]:
 
 def _different(run: Run, code: str) -> Iterator[Finding]:
     """The first collective that the rings tell to be another one on some ranks."""
-    calls = apart.rings(run)
+    calls = collective_mismatch.rings(run)
     if len(calls) < 2:
         return
     backends = {str(rank.opened.get("backend", "")) for rank in run.last}
-    found = apart.first_apart(calls, gloo=not any("nccl" in each for each in backends))
+    found = collective_mismatch.first_apart(
+        calls, gloo=not any("nccl" in each for each in backends)
+    )
     if found is None:
         return
     verdict = finding(found)
@@ -168,13 +169,13 @@ def _failure(run: Run) -> _Failure | None:
     if not ends or (cause is not None and not abrupt) or decisions(run):
         return None
     calls = {
-        rank: [apart.call_of(each) for each in told if not each.point_to_point]
-        for rank, told in apart.rings(run).items()
+        rank: [collective_mismatch.call_of(each) for each in told if not each.point_to_point]
+        for rank, told in collective_mismatch.rings(run).items()
     }
     last = {rank: told[-1] for rank, told in calls.items() if told}
     inside = {rank: call for rank, call in last.items() if not call.done and call.site is not None}
     if cause is None:
-        # Lost for another reason, ranks may have been a moment apart.
+        # Lost for another reason, ranks may have been a moment collective_mismatch.
         late = ends[0].time - PATIENCE
         inside = {rank: call for rank, call in inside.items() if call.began < late}
     if not inside:
@@ -211,7 +212,7 @@ def _failed(run: Run, code: str) -> Iterator[Finding]:
     inside, elsewhere = sorted(found.inside), found.elsewhere
     call = found.inside[inside[0]]
     assert call.site is not None
-    early = apart.mispaired_before(found.before)
+    early = collective_mismatch.mispaired_before(found.before)
     if early is not None:
         verdict = finding(early)
         if verdict.code == code:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from ddpdoctor.analysis import reduction
-from ddpdoctor.analysis.ranks import named
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.core.ranks import named
 from ddpdoctor.run.record import Record, integer
 from ddpdoctor.run.snapshot import Rank, Run
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ddpdoctor.analysis.ranks import named
 from ddpdoctor.analysis.replicas import group_of, list_of, place
 from ddpdoctor.core.finding import Finding, Severity, rule
+from ddpdoctor.core.ranks import named
 from ddpdoctor.core.relations import MODELS
 from ddpdoctor.run.record import Record, integer
 from ddpdoctor.run.snapshot import Run

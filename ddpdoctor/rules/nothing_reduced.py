@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from ddpdoctor.analysis.draws import Pass, location, passes_of
-from ddpdoctor.analysis.ranks import named
 from ddpdoctor.analysis.replicas import list_of, site
 from ddpdoctor.core.finding import Finding, Severity, rule
+from ddpdoctor.core.ranks import named
 from ddpdoctor.rules.unreduced import GRADIENTS_DIFFER
 from ddpdoctor.run.record import Record, integer
 from ddpdoctor.run.snapshot import Rank, Run

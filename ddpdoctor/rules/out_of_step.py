@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ddpdoctor.analysis import collective_mismatch as apart
+from ddpdoctor.analysis import collective_mismatch
 from ddpdoctor.analysis.blame import Blame, Group, alone_by_guard
 from ddpdoctor.analysis.guards import statement
 from ddpdoctor.analysis.hang_snapshot import Call, Standing, brief, quoted
-from ddpdoctor.analysis.ranks import named
 from ddpdoctor.analysis.waits import Blocked
 from ddpdoctor.core.finding import Finding, Location, Severity
+from ddpdoctor.core.ranks import named
 from ddpdoctor.core.relations import ABORT, MISPAIRED
 from ddpdoctor.stacks.user_frames import user_frames
 
@@ -49,7 +49,7 @@ def _lines(rank: Standing) -> Sequence[Location]:
     return frames[::-1] or (call.chain if call is not None else ())
 
 
-def finding(found: apart.Apart) -> Finding:
+def finding(found: collective_mismatch.Apart) -> Finding:
     """DDP401 or DDP803, for a hang or for a job that goes on."""
     kind, guilty = found.blame.kind, found.guilty
     if kind == "guard":
@@ -115,7 +115,7 @@ def guarded_finding(by: Blame, call: Call, evidence: tuple[str, ...]) -> Finding
     )
 
 
-def same_number(waits: Sequence[Blocked]) -> apart.Apart | None:
+def same_number(waits: Sequence[Blocked]) -> collective_mismatch.Apart | None:
     """What the waiting ranks' calls with one number differ in, by their Flight Recorders."""
     for one in waits:
         if one.call is None or one.absent:
@@ -126,7 +126,7 @@ def same_number(waits: Sequence[Blocked]) -> apart.Apart | None:
             for call in (rank.blocked or rank.under_way,)
             if call is not None
         }
-        found = apart.of_calls(calls, _before(one, one.call))
+        found = collective_mismatch.of_calls(calls, _before(one, one.call))
         if found is not None:
             return found
     return None
@@ -209,7 +209,7 @@ def _number(rank: Standing) -> int:
 _NO_CALL = Call("", "", 0, "", -1, "", "", -1, False, None)
 
 
-def mismatch(found: apart.Apart) -> Finding:
+def mismatch(found: collective_mismatch.Apart) -> Finding:
     """DDP803, with what each group of ranks called."""
     guilty, others = found.guilty, found.others
     call = guilty[-1].call
@@ -258,7 +258,7 @@ _SHOWN = 4
 """Groups of ranks that a sentence names."""
 
 
-def _called(found: apart.Apart, groups: Sequence[Group], places: bool) -> str:
+def _called(found: collective_mismatch.Apart, groups: Sequence[Group], places: bool) -> str:
     """``rank 1 called all_reduce of 5 floats at train.py:9 and rank 2 called broadcast``."""
     return _listed(
         f"{named(group.ranks)} called {found.what(group)}{_places(group, places)}"

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ddpdoctor.analysis.ranks import named
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.core.ranks import named
 from ddpdoctor.run.record import Record, integer
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.system.gpu.reader import same_uuid

@@ -7,9 +7,9 @@ from statistics import median
 
 from ddpdoctor.analysis.lag import ENOUGH, lags, on_gpu, still_slower
 from ddpdoctor.analysis.pace import DATA_SHARE, NOTICEABLE, PHASE_NAMES, WARM_UP
-from ddpdoctor.analysis.ranks import named
 from ddpdoctor.analysis.reasons import asked_lately, explain, shown_ms
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.core.ranks import named
 from ddpdoctor.core.relations import Lapsed, pace
 from ddpdoctor.run.record import integer
 from ddpdoctor.run.snapshot import Rank, Run

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ddpdoctor.analysis.draws import FEW, WHOLE, Pass, matched, passes_of
-from ddpdoctor.analysis.ranks import named
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.core.ranks import named
 from ddpdoctor.run.snapshot import Run
 
 

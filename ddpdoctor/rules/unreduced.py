@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ddpdoctor.analysis import averaging
-from ddpdoctor.analysis.ranks import named
 from ddpdoctor.analysis.reduction import ddp_record
 from ddpdoctor.analysis.replicas import together
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.core.ranks import named
 from ddpdoctor.rules.model import Missing, listed, missing_gradients, place, plural, shown
 from ddpdoctor.run.record import Record, integer
 from ddpdoctor.run.snapshot import Rank, Run

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ddpdoctor.analysis.ranks import named
 from ddpdoctor.analysis.replicas import Replica, replicas, site
 from ddpdoctor.analysis.sources import source_of
 from ddpdoctor.core.finding import Finding, Location, Severity
+from ddpdoctor.core.ranks import named
 from ddpdoctor.run.record import integer
 from ddpdoctor.run.snapshot import Rank, Run
 

@@ -32,6 +32,9 @@ Record = dict[str, Any]
 
 EVERY = 1 << 62
 
+BUFFERS = "DDP's broadcast of buffers"
+"""How the broadcast before DDP's forward is shown, next to the names of collectives."""
+
 
 class Kind(NamedTuple):
     """What a journal holds of a kind of record."""

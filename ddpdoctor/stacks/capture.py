@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 
-from ddpdoctor.probe.runtime.watch import namespace
+from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.stacks import py_spy
 from ddpdoctor.stacks.asking import Asking

@@ -1,6 +1,7 @@
 """The processes of a run that can be asked for their stacks, as they told it themselves.
 
-A process that tells nothing is never asked, and never sent a signal (`ddpdoctor.probe.runtime.stacks`).
+A process that declares nothing is never asked, and never sent a signal
+(`ddpdoctor.probe.runtime.stacks`).
 """
 
 from __future__ import annotations

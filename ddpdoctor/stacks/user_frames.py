@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 
-from ddpdoctor.probe.runtime.sites import user_file
+from ddpdoctor.core.user_code import user_file
 from ddpdoctor.stacks.model import Frame
 
 # By name, too, since the ranks may run another Python than this one.

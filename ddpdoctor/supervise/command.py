@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddpdoctor.core import rank_sets
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.ranks import is_rank_set, rank_set
 from ddpdoctor.debug.debug_ports import DEFAULT_PORT, LOOPBACK
 from ddpdoctor.supervise.torchrun_options import TorchrunOptions, read_options, torchrun_source
 from ddpdoctor.system.gpu.visible import visible
@@ -189,7 +189,7 @@ _OWN: dict[str, tuple[str, Callable[[str], object], str]] = {
     "--debug-host": ("debug_host", _address, "an address of this machine"),
     "--debug-unidentified": ("debug_unidentified", _flag, ""),
     "--debug-on-error": ("debug_on_error", _flag, ""),
-    "--wait-for-attach": ("wait_for_attach", rank_sets.parse, "ranks such as 0,2-3"),
+    "--wait-for-attach": ("wait_for_attach", rank_set, "ranks such as 0,2-3"),
     "--stop-with-debugger": ("stop_with_debugger", _flag, ""),
     "--no-vscode": ("no_vscode", _flag, ""),
     "--workspace": ("workspace", _name, "a directory"),
@@ -387,7 +387,7 @@ def _take_own(parts: _Words, name: str, given: str | None, queue: list[str]) -> 
             raise DoctorError(f"option {name} takes no value")
         parts.own[key] = True
         return
-    if given is None and name in _OPTIONAL and not (queue and rank_sets.looks_like(queue[0])):
+    if given is None and name in _OPTIONAL and not (queue and is_rank_set(queue[0])):
         parts.own[key] = _OPTIONAL[name]
         return
     if given is None:

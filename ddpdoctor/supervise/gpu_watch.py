@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from ddpdoctor.probe.runtime.watch import namespace
+from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.record import Phase, Record
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.system.gpu.nvml import NvmlReader

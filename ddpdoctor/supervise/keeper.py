@@ -35,7 +35,7 @@ from typing import NoReturn
 if __name__ == "__main__":
     sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from ddpdoctor.probe.runtime.watch import KEEPERS, MARK
+from ddpdoctor.run.environment import KEEPERS, MARK
 from ddpdoctor.supervise import processes
 from ddpdoctor.system import kernel
 

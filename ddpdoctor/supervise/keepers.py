@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ddpdoctor.probe.runtime.watch import MARK
+from ddpdoctor.run.environment import MARK
 from ddpdoctor.supervise import keeper
 from ddpdoctor.system import kernel
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
-from ddpdoctor.probe.runtime.watch import MARK
+from ddpdoctor.run.environment import MARK
 from ddpdoctor.system import kernel
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from ddpdoctor.probe.runtime.watch import namespace
+from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.record import Record
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.system import kernel

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from ddpdoctor.analysis.lag import Lag, lags
 from ddpdoctor.analysis.reasons import PATIENCE
-from ddpdoctor.probe.observers.sampling import MOST
-from ddpdoctor.probe.runtime.asking import PROFILE, Asking
+from ddpdoctor.run.asking import MOST_PROFILES, PROFILE, Asking
 from ddpdoctor.run.record import Record, integer
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.supervise.processes import describe
@@ -69,7 +68,7 @@ class Stragglers:
         now = time.monotonic()
         if self._waiting:
             return self._answered(run, now)
-        if now < self._looked + EVERY or len(self._suspected) >= MOST:
+        if now < self._looked + EVERY or len(self._suspected) >= MOST_PROFILES:
             return False
         self._looked = now
         lag = next((each for each in lags(run, ENOUGH, FEW) if self._is_new(each)), None)

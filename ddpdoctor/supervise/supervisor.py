@@ -24,9 +24,8 @@ from ddpdoctor.core.errors import HANG, STRICT, DoctorError
 from ddpdoctor.core.faults import Faults
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.debug.debugging import Debugging
-from ddpdoctor.probe.runtime import budget, watch
-from ddpdoctor.probe.runtime.watch import MARK, namespace
 from ddpdoctor.run import rundir
+from ddpdoctor.run.environment import BUDGET, MARK, namespace
 from ddpdoctor.run.record import FORMAT, Journal, Record
 from ddpdoctor.run.reported import Event
 from ddpdoctor.run.snapshot import Run, RunReader
@@ -45,7 +44,7 @@ from ddpdoctor.supervise.unwatched import Unwatched, bare_option, of_option
 from ddpdoctor.system import kernel
 from ddpdoctor.system.oom import OomWatch
 
-ENTRY = str(Path(watch.__file__).parent / "entry")
+ENTRY = str(Path(__file__).parents[1] / "probe" / "entry")
 """The folder on PYTHONPATH by which the probe comes."""
 
 DEBUGGER_END = "the end of the debugger"
@@ -301,7 +300,7 @@ class Supervisor:
             environment["PYTHONPATH"] = f"{ENTRY}{os.pathsep}{before}" if before else ENTRY
             environment["DDPDOCTOR_RUN_DIR"] = str(self._directory)
             environment["DDPDOCTOR_JOURNAL_MB"] = str(self._command.own.journal_mb)
-            environment[budget.PERCENT] = str(self._command.own.overhead_budget)
+            environment[BUDGET] = str(self._command.own.overhead_budget)
             environment["DDPDOCTOR_SUPERVISOR"] = f"{os.getpid()}@{namespace()}"
             if self._debugging is not None:
                 environment.update(self._debugging.environment())

@@ -26,7 +26,7 @@ MANY = 8
 
 
 def told_of(told: Mapping[str, Any]) -> tuple[Gpu, ...]:
-    """The GPUs of one node, from what `ddpdoctor.system.gpu.poller.Poller.read` made; damaged ones not."""
+    """The GPUs of one node from what `ddpdoctor.system.gpu.poller` wrote, without damaged ones."""
     listed = told.get("gpus")
     node = str(told.get("host") or "")
     found = []

@@ -15,8 +15,8 @@ import psutil
 from ddpdoctor.analysis.pace import WARM_UP
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.faults import words
-from ddpdoctor.probe.runtime.watch import namespace
 from ddpdoctor.run import rundir
+from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.record import Parts, Phase, Record, Status, integer
 from ddpdoctor.run.snapshot import read_manifest
 from ddpdoctor.system.process_state import Turn, lacked, read_turn

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from ddpdoctor.core import rank_sets
+from ddpdoctor.core.ranks import is_rank_set, rank_set
 from ddpdoctor.top.snapshot import RankRow, Snapshot
 from ddpdoctor.top.view import View
 
@@ -71,9 +71,9 @@ def matches(row: RankRow, text: str) -> bool:
     where = f"{row.node} {row.state} {row.phase} {row.collective} {row.site} {row.said}".lower()
     for word in text.lower().split():
         ranks = word.removeprefix("rank").strip(":=,-")
-        if rank_sets.looks_like(ranks):
+        if is_rank_set(ranks):
             try:
-                if row.rank not in rank_sets.parse(ranks):
+                if row.rank not in rank_set(ranks):
                     return False
             except ValueError:
                 return False

@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.probe.runtime.watch import MARK
 from ddpdoctor.run import rundir
+from ddpdoctor.run.environment import MARK
 from ddpdoctor.run.record import UnreadableError, integer, rank_stem, read_status
 from ddpdoctor.run.snapshot import read_manifest
 from ddpdoctor.top.snapshot import RankRow, Snapshot

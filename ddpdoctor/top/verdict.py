@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddpdoctor.analysis.pace import DATA_SHARE, NOTICEABLE, PHASE_NAMES, WARM_UP, stands_out
-from ddpdoctor.core import rank_sets
+from ddpdoctor.core.ranks import named
 from ddpdoctor.top import times as medians
 from ddpdoctor.top.snapshot import FindingRow, RankRow, Times, Verdict
 
@@ -112,7 +112,7 @@ def _dead(rows: Sequence[RankRow], facts: Facts) -> Verdict | None:
 def _begins(rows: Sequence[RankRow], facts: Facts) -> Verdict | None:
     age = f", for {span(facts.since_start)}" if facts.since_start is not None else ""
     if facts.held and not [row for row in rows if row.state != "starting"]:
-        who = rank_sets.words(facts.held)
+        who = named(facts.held)
         verb = "waits" if len(facts.held) == 1 else "wait"
         return Verdict(f"starting: {who} {verb} for a debugger (`ddpdoctor attach`)", "info")
     if not rows:
@@ -132,7 +132,7 @@ def _debugged(rows: Sequence[RankRow]) -> Verdict | None:
         return None
     others = sum(row.state == "running" for row in rows)
     waiting = ": the others wait for it" if others and _stands(held[0]) else ""
-    who = rank_sets.words(row.rank for row in held)
+    who = named(row.rank for row in held)
     verb = held[0].said if len(held) == 1 and held[0].said else _are(held, "in the debugger")
     return Verdict(_clip(f"{who} {verb}{waiting}", 100), "info", held[0].rank)
 
@@ -146,7 +146,7 @@ def _stale(rows: Sequence[RankRow]) -> Verdict | None:
     if not stale:
         return None
     worst = max(stale, key=lambda row: row.heartbeat or 0.0)
-    who = rank_sets.words(row.rank for row in stale)
+    who = named(row.rank for row in stale)
     same = len({row.said for row in stale}) == 1
     said = worst.said if len(stale) == 1 else _ALL_SAY.get(worst.said, "") if same else ""
     why = f": {_clip(said, 40)}" if said else ""
@@ -182,7 +182,7 @@ def _stuck(rows: Sequence[RankRow], usual: Times | None) -> Verdict | None:
     what = _collectives(waiting)
     if left and not others:
         gone = _are(left, "already ended", verb=("has", "have"))
-        text = f"{who} in {what} for {span(age)}; {rank_sets.words(r.rank for r in left)} {gone}"
+        text = f"{who} in {what} for {span(age)}; {named(r.rank for r in left)} {gone}"
         return Verdict(_clip(text, 100), "error", left[0].rank)
     if not others:
         if len({row.collective or row.phase for row in waiting}) > 1:
@@ -194,7 +194,7 @@ def _stuck(rows: Sequence[RankRow], usual: Times | None) -> Verdict | None:
         return None
     last = max(others, key=lambda row: row.since or 0.0)
     place = f" ({short(last.site)})" if last.site else ""
-    whom = rank_sets.words(row.rank for row in others)
+    whom = named(row.rank for row in others)
     where = "has not begun" if last.state == "starting" else f"is in {last.phase}{place}"
     what_else = f", which {where}" if len(others) == 1 else ""
     text = f"{who} in {what} for {span(age)}, for {whom}{what_else}"
@@ -230,7 +230,7 @@ def _collectives(waiting: Sequence[RankRow]) -> str:
         calls.setdefault(_collective(row), []).append(row.rank)
     if len(calls) == 1:
         return next(iter(calls))
-    return ", ".join(f"{name} ({rank_sets.words(ranks)})" for name, ranks in calls.items())
+    return ", ".join(f"{name} ({named(ranks)})" for name, ranks in calls.items())
 
 
 def _collective(row: RankRow) -> str:
@@ -273,7 +273,7 @@ def _straggler(rows: Sequence[RankRow]) -> Verdict | None:
 
     many = len(slow) > 1
     verb, whose = ("hold", "their") if many else ("holds", "its")
-    who = rank_sets.words(slow)
+    who = named(slow)
     if len(who) > 30:
         who = f"{len(slow)} ranks"
     text = f"{who} {verb} the others up by {span(gap)} a step ({gap / total:.0%})"

@@ -23,13 +23,10 @@ from ddpdoctor.probe.observers.steps import OpenStep, StepTracker
 from ddpdoctor.probe.runtime import events, rank, recorder, shield, sites, torch_private
 from ddpdoctor.probe.runtime.clocks import CudaClock
 from ddpdoctor.run import record
-from ddpdoctor.run.record import Phase
+from ddpdoctor.run.record import BUFFERS, Phase
 
 _FORWARD = int(Phase.FORWARD)
 _HOOK = "ddp.forward"
-BUFFERS = "DDP's broadcast of buffers"
-"""How the broadcast before a forward is shown, next to the names of collectives."""
-
 FINALIZE = "DDP's finalize_backward"
 """The same of the wait at the end of a backward that the job finishes itself."""
 

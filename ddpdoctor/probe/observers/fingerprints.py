@@ -7,9 +7,9 @@ larger one. Now and then a fingerprint is *rich*: one hash and norm per tensor, 
 gradients and of the optimizer's state, at several times the price.
 
 Where the supervisor suspects that ranks differ it names a step a little ahead (see
-`ddpdoctor.run.record.Suspicion`): from there on each is looked at, richly, and after the first of them
-elements of the tensors that differ are written. That is paid from a credit of its own, at most
-twice in the life of a rank.
+`ddpdoctor.run.record.Suspicion`): from there on each is looked at, richly, and after the first of
+them elements of the tensors that differ are written. A separate credit pays for that, at most twice
+in the life of a rank.
 """
 
 from __future__ import annotations

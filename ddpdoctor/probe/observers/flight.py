@@ -24,7 +24,7 @@ from typing import Any
 
 from ddpdoctor.probe.observers.steps import Backward
 from ddpdoctor.probe.runtime import torch_private
-from ddpdoctor.probe.runtime.asking import Asked
+from ddpdoctor.run.asking import Asked
 from ddpdoctor.run.record import UnreadableError
 from ddpdoctor.run.ring import Collective, read_ring
 

@@ -7,7 +7,7 @@ import re
 import traceback
 from typing import NamedTuple
 
-from ddpdoctor.probe.runtime.sites import user_file
+from ddpdoctor.core.user_code import user_file
 
 Frames = list[tuple[str, int, str]]
 """Path, line and function of the user's frames, the innermost last."""

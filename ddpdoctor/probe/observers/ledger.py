@@ -11,6 +11,7 @@ import sys
 import time
 from typing import Any
 
+from ddpdoctor.core.ranks import spans
 from ddpdoctor.probe.observers.calls import Call
 from ddpdoctor.probe.runtime import torch_private
 from ddpdoctor.probe.runtime.sites import Site
@@ -166,7 +167,7 @@ class Ledger:
         name = getattr(actual, "group_name", None)
         if name is None:
             return None
-        ranks = ranges(self._distributed.get_process_group_ranks(actual))
+        ranks = spans(self._distributed.get_process_group_ranks(actual))
         made = self._groups.get(name)
         if made is None:
             made = self._groups[name] = _Group(name, self._ring.text(f"{name}|{ranks}"))
@@ -206,14 +207,3 @@ class Ledger:
         """From the writing thread: compiled code calls its collectives itself."""
         if torch_private.has_compiled():
             self._ring.set_partial()
-
-
-def ranges(ranks: list[int]) -> str:
-    """Ranks in few words: ``0-2,5``."""
-    found: list[list[int]] = []
-    for number in sorted(ranks):
-        if found and found[-1][1] == number - 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in found)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from ddpdoctor.probe.runtime.watch import MARK
+from ddpdoctor.run.environment import MARK
 from ddpdoctor.run.record import Record
 
 _REFUSED = re.compile(

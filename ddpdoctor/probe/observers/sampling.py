@@ -21,11 +21,11 @@ import time
 from types import CodeType, FrameType
 from typing import Any
 
+from ddpdoctor.core.user_code import user_file
 from ddpdoctor.probe.runtime import events, rank, shield
-from ddpdoctor.probe.runtime.asking import PROFILE, Asked
 from ddpdoctor.probe.runtime.budget import clock
-from ddpdoctor.probe.runtime.sites import user_file
 from ddpdoctor.probe.runtime.threads import background
+from ddpdoctor.run.asking import MOST_PROFILES, PROFILE, Asked
 from ddpdoctor.run.record import Record
 
 SAMPLES = 48
@@ -36,9 +36,6 @@ QUICKEST, SLOWEST = 0.03, 1.0
 
 SPAN = 6
 """Steps that a profile is to span."""
-
-MOST = 4
-"""Profiles that a rank takes in its life."""
 
 ATTEMPTS = 3
 """Times that samples are taken until some steps were among them: not a loader that starts."""
@@ -305,7 +302,12 @@ class Profiles:
     def look(self) -> None:
         """Begin if somebody has asked; runs in the writing thread."""
         number = self._asked.news()
-        if number and self._taken < MOST and _running is None and self._state.budget.enabled:
+        if (
+            number
+            and self._taken < MOST_PROFILES
+            and _running is None
+            and self._state.budget.enabled
+        ):
             self._taken += 1
             background("profile", shield.shielded(Sampler(self._state, number).run)).start()
 

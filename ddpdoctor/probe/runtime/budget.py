@@ -1,8 +1,8 @@
 """What diagnosis may cost: a share of the time that the rank has trained.
 
 Looks at parameters, gradients and buffers count, and what it takes to follow the gradients from
-step to step (`ddpdoctor.probe.observers.pacing`). To know where steps begin and end, and of which batches, is
-no diagnosis: that is what all the rest builds on, and costs the same each step.
+step to step (`ddpdoctor.probe.observers.pacing`). To know where steps begin and end, and of which
+batches, is no diagnosis: that is what all the rest builds on, and costs the same each step.
 
 It starts with a credit, so that the first steps are looked at closely; afterwards a diagnosis has
 to wait until enough has been earned. A suspicion may add to it, so often and so much as its
@@ -14,8 +14,7 @@ from __future__ import annotations
 import os
 import time
 
-PERCENT = "DDPDOCTOR_OVERHEAD_BUDGET"
-"""Environment variable: per cent of the step time; 0 turns diagnosis that costs off."""
+from ddpdoctor.run.environment import BUDGET
 
 DEFAULT = 0.5
 AHEAD = 10_000_000_000
@@ -73,6 +72,6 @@ class Budget:
 def from_environment() -> Budget:
     """The budget that the supervisor named."""
     try:
-        return Budget(float(os.environ[PERCENT]))
+        return Budget(float(os.environ[BUDGET]))
     except (KeyError, ValueError):
         return Budget(DEFAULT)

@@ -11,15 +11,13 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from ddpdoctor.probe.runtime import shield
 from ddpdoctor.probe.runtime.threads import background
-from ddpdoctor.probe.runtime.watch import namespace
-
-NAME = "control"
-"""The socket's file name in the run directory."""
+from ddpdoctor.run.control_socket import NAME, short_path
+from ddpdoctor.run.environment import namespace
 
 _CLAIM = "DDPDOCTOR_RANK_PID"
 """Set by the process that is the rank, so that its children know that they are not."""
@@ -129,19 +127,6 @@ def _check_supervisor(connection: socket.socket) -> None:
         uid = struct.unpack("3i", credentials)[1]
         if uid not in (0, os.geteuid()):
             raise PermissionError(f"the control socket belongs to uid {uid}")
-
-
-@contextlib.contextmanager
-def short_path(path: str) -> Iterator[str]:
-    """``path`` as the address of a socket, which has room for 107 bytes only (103 on macOS)."""
-    if len(os.fsencode(path)) < 100:
-        yield path
-        return
-    directory = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{directory}/{os.path.basename(path)}"
-    finally:
-        os.close(directory)
 
 
 def say(what: str, **values: object) -> None:

@@ -19,6 +19,7 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
+from ddpdoctor.core.user_code import user_file
 from ddpdoctor.probe.runtime import (
     control,
     debugpy_private,
@@ -29,10 +30,7 @@ from ddpdoctor.probe.runtime import (
     worker_code,
 )
 from ddpdoctor.probe.runtime.control import Message
-from ddpdoctor.probe.runtime.sites import user_file
-
-OPTIONS = "DDPDOCTOR_DEBUG"
-"""Environment variable: ``attach``, with it ``gate``, ``lift`` and ``error``, between commas."""
+from ddpdoctor.run.environment import DEBUG
 
 _MAIN_PROGRAM = frozenset({"cpython.run_file", "cpython.run_module", "cpython.run_command"})
 _HOOK = "hold_at_error"
@@ -59,7 +57,7 @@ _go = threading.Event()
 
 def options() -> frozenset[str]:
     """What this run wants of the debugger; empty for none."""
-    return frozenset(filter(None, os.environ.get(OPTIONS, "").split(",")))
+    return frozenset(filter(None, os.environ.get(DEBUG, "").split(",")))
 
 
 def install() -> None:

@@ -22,7 +22,7 @@ _VALIDATION = "PYDEVD_DISABLE_FILE_VALIDATION"
 _NOWHERE = ("127.0.0.1", 1)
 """The address that debugpy is made to believe in; nothing listens there for it."""
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_PACKAGE = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 
 _THREAD_STARTS = 30.0
 """Seconds for a thread of pydevd to start, on a machine that is busy."""

@@ -1,7 +1,7 @@
 """Moments in a rank that several diagnoses want to know of; the hooks call who has subscribed.
 
-A subscriber is shielded by who appends it (`ddpdoctor.probe.runtime.shield.shielded`), returns at once when
-it has nothing to do, and runs on the training thread.
+A subscriber is shielded by who appends it (`ddpdoctor.probe.runtime.shield.shielded`), returns at
+once when it has nothing to do, and runs on the training thread.
 """
 
 from __future__ import annotations

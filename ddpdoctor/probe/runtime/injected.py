@@ -10,6 +10,7 @@ import sys
 
 from ddpdoctor.probe.runtime import control, debugpy_private, timeouts
 from ddpdoctor.probe.runtime.control import Message
+from ddpdoctor.run.control_socket import NAME
 
 _forks = False
 
@@ -37,7 +38,7 @@ def join(directory: str) -> None:
         workers=_nothing,
     )
     control.leave()
-    control.join_at(os.path.join(directory, control.NAME), {})
+    control.join_at(os.path.join(directory, NAME), {})
     if not _forks:
         _forks = True
         os.register_at_fork(after_in_child=_forget)

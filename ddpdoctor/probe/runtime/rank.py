@@ -22,6 +22,7 @@ from ddpdoctor.probe.observers.ledger import Ledger
 from ddpdoctor.probe.observers.steps import StepTracker
 from ddpdoctor.probe.runtime import budget, events, shield, sites, timeouts, watch
 from ddpdoctor.probe.runtime.recorder import Recorder
+from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.record import FORMAT, Journal, Phase, Record, StatusPage, rank_stem
 from ddpdoctor.run.ring import RingWriter
 
@@ -114,7 +115,7 @@ def become(torch: Any) -> None:
             "pid": os.getpid(),
             "parent": os.getppid(),
             "host": socket.gethostname(),
-            "namespace": watch.namespace(),
+            "namespace": namespace(),
             "backend": str(distributed.get_backend()),
             "kept_timeout": timeouts.kept(),
             "argv": list(sys.argv),

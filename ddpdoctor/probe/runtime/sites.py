@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 from types import CodeType, FrameType
 
+from ddpdoctor.core.user_code import user_file
 from ddpdoctor.run.record import page_text
 
 _MAX_CACHED = 4096
 
 CHAIN = 8
 """Lines of the user's code, innermost first, that are kept of what led to a call."""
-
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_STDLIB = tuple(
-    path + os.sep
-    for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
-    if path
-)
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 # By id, since hashing a code object hashes all that is in it; `_codes` keeps the ids valid.
 _codes: list[CodeType] = []
@@ -49,15 +41,6 @@ def forget() -> None:
     """In a forked child: nothing has been recorded yet."""
     _sites.clear()
     NOWHERE.told = 0
-
-
-def user_file(filename: str) -> bool:
-    """Whether a code object's file is the user's: not the library's, not torch, not ours."""
-    if filename.startswith(("<", _PACKAGE)):
-        return False
-    if any(part in filename for part in _INSTALLED):
-        return False
-    return not filename.startswith(_STDLIB)
 
 
 def _classify(code: CodeType) -> bool:

@@ -27,7 +27,7 @@ from types import FrameType
 
 from ddpdoctor.probe.runtime import control, rank, shield
 from ddpdoctor.probe.runtime.threads import background
-from ddpdoctor.probe.runtime.watch import namespace
+from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.record import STACKS_SUFFIX, Record, encode, stacks_stem
 
 MOST_FRAMES = 200

@@ -14,27 +14,13 @@ import sys
 import time
 
 from ddpdoctor.probe.runtime.threads import background
-
-MARK = "DDPDOCTOR_RUN_ID"
-"""The environment variable that marks a process of a job; ``outer/inner`` in a run within a run."""
-
-KEEPERS = "DDPDOCTOR_KEEPERS"
-"""The environment variable with the pids of the supervisor and the keepers: ``1,2,3``."""
+from ddpdoctor.run.environment import KEEPERS, MARK, namespace
 
 GRACE = 4.0
 """Seconds between SIGTERM and SIGKILL for a process whose launcher vanished."""
 
 POLL = 1.0
 """Seconds between two looks where the kernel has no pidfd (before Linux 5.3, macOS)."""
-
-
-def namespace() -> str:
-    """What a pid is valid in: this boot and this pid namespace."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return os.uname().nodename
 
 
 def is_command() -> bool:

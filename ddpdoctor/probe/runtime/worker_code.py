@@ -13,8 +13,8 @@ from functools import partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
+from ddpdoctor.core.user_code import user_file
 from ddpdoctor.probe.runtime import torch_private
-from ddpdoctor.probe.runtime.sites import user_file
 
 _ENTRIES = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__")
 """The methods of a data set, and of a transform, that workers call by themselves."""

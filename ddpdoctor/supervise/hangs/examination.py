@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ddpdoctor.core import opening
-from ddpdoctor.probe.runtime.watch import namespace
+from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.record import Record, UnreadableError, integer, rank_stem, read_status
 from ddpdoctor.run.ring import read_ring
 from ddpdoctor.run.snapshot import Rank, Run

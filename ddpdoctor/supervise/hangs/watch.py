@@ -14,9 +14,9 @@ from typing import Protocol
 
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.relations import STANDSTILL
-from ddpdoctor.probe.runtime.asking import Asking
-from ddpdoctor.probe.runtime.watch import namespace
 from ddpdoctor.run import rundir
+from ddpdoctor.run.asking import Asking
+from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.record import Phase, Record, integer
 from ddpdoctor.run.snapshot import HANG, Rank, Run
 from ddpdoctor.supervise.hangs import examination

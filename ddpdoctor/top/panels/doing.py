@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddpdoctor.stacks.ranks import rank_set
+from ddpdoctor.core.ranks import bracketed
 from ddpdoctor.top import groups, units
 from ddpdoctor.top.line import Line, columns, shortened
 from ddpdoctor.top.marks import Marks
@@ -14,7 +14,7 @@ from ddpdoctor.top.wrapping import labelled
 
 def one_line(group: groups.Group, room: int, marks: Marks) -> Line:
     """A group: ranks, what they do, where, and for how long."""
-    ranks = shortened(rank_set(group.ranks), max(room // 3, 8), marks.ellipsis)
+    ranks = shortened(bracketed(group.ranks), max(room // 3, 8), marks.ellipsis)
     since = "" if group.since is None else f" for {units.duration(group.since)}"
     site = f" {group.site}" if group.site else ""
     left = room - columns(ranks) - 1

@@ -19,6 +19,9 @@ NAME = "examination"
 PROFILE = "profile"
 """That by which samples of the training thread's stack are."""
 
+MOST_PROFILES = 4
+"""Profiles that a rank takes in its life."""
+
 _NUMBER = struct.Struct("<q")
 
 

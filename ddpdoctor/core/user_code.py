@@ -1,0 +1,23 @@
+"""Which files are the user's, as opposed to libraries and to ddpdoctor."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_STDLIB = tuple(
+    path + os.sep
+    for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
+    if path
+)
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+
+def user_file(filename: str) -> bool:
+    """Whether a code object's file is the user's: not the library's, not torch, not ours."""
+    if filename.startswith(("<", _PACKAGE)):
+        return False
+    if any(part in filename for part in _INSTALLED):
+        return False
+    return not filename.startswith(_STDLIB)
