@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.job import Command
 from ddpdoctor.supervise import command as job_command
-from ddpdoctor.supervise.command import Command, build
+from ddpdoctor.supervise.command import build
 from ddpdoctor.supervise.torchrun_options import read_options, torchrun_source
 from ddpdoctor.system.gpu.reader import Device
 from ddpdoctor.system.gpu.visible import choice, visible

@@ -19,41 +19,45 @@ from tests.conftest import JOBS, LIMIT, SPURIOUS_ABORT, Doctor, Result, marked
 TRAIN = str(JOBS / "train.py")
 
 IN_HOOKS = [
-    "batches:_begin",
+    "observers.batches:_begin",
     "hooks.batch:size",
-    "hooks.losses:reader",
+    "observers.losses:reader",
     "hooks.amp:unscaled",
-    "sites:site_of",
-    "sites:caller",
-    "torch_private:logging_ints",
-    "torch_private:logging_strings",
-    "torch_private:reduced_parameters",
-    "torch_private:sampler_of",
-    "steps:StepTracker.enter",
-    "steps:StepTracker.leave",
-    "steps:StepTracker.forward",
-    "steps:StepTracker.fetch",
-    "steps:StepTracker.outside",
-    "steps:StepTracker.evaluated",
-    "steps:StepTracker.stepped",
-    "steps:StepTracker.close",
-    "steps:OpenStep.line",
+    "runtime.sites:site_of",
+    "runtime.sites:caller",
+    "runtime.torch_private:logging_ints",
+    "runtime.torch_private:logging_strings",
+    "runtime.torch_private:reduced_parameters",
+    "runtime.torch_private:sampler_of",
+    "observers.steps:StepTracker.enter",
+    "observers.steps:StepTracker.leave",
+    "observers.steps:StepTracker.forward",
+    "observers.steps:StepTracker.fetch",
+    "observers.steps:StepTracker.outside",
+    "observers.steps:StepTracker.evaluated",
+    "observers.steps:StepTracker.stepped",
+    "observers.steps:StepTracker.close",
+    "observers.steps:OpenStep.line",
 ]
 """What hooks call; a fault in each must be recorded."""
 
 EARLIER = [
-    "rank:_open",
-    "rank:StepTracker",
-    "rank:StatusPage",
-    "rank:Journal",
-    "rank:Recorder",
-    "watch:start",
-    "steps:StepTracker.finish",
+    "joining:_open",
+    "joining:StepTracker",
+    "joining:StatusPage",
+    "joining:Journal",
+    "joining:Recorder",
+    "runtime.watch:start",
+    "observers.steps:StepTracker.finish",
     "hooks.errors:watch_fatal_signals",
 ]
 """What makes a process a rank; a fault there may leave the process without a journal."""
 
-WRITING = ["rank:Journal.write", "recorder:Recorder._drain", "recorder:Recorder.flush"]
+WRITING = [
+    "joining:Journal.write",
+    "runtime.recorder:Recorder._drain",
+    "runtime.recorder:Recorder.flush",
+]
 """What writes the journal."""
 
 BREAKS = ["nothing", *IN_HOOKS, *EARLIER, *WRITING]
@@ -152,7 +156,7 @@ def test_a_hook_that_cannot_be_installed_does_not_keep_torch_from_being_imported
         "import importlib, sys\n"
         "def broken(*args, **kwargs):\n"
         "    raise ZeroDivisionError('broken by the test')\n"
-        "if 'ddpdoctor.probe.runtime.process' in sys.modules:\n"
+        "if 'ddpdoctor.probe.process' in sys.modules:\n"
         f"    module = importlib.import_module('ddpdoctor.probe.{module}')\n"
         f"    getattr(module, {attribute!r})\n"
         f"    setattr(module, {attribute!r}, broken)\n"

@@ -13,12 +13,12 @@ import pytest
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
 from ddpdoctor.commands import report
 from ddpdoctor.core.finding import RULES, Finding
+from ddpdoctor.core.job import Command, OwnOptions
 from ddpdoctor.debug.debugging import Debugging
 from ddpdoctor.render import console
 from ddpdoctor.render.report import Reporter
 from ddpdoctor.run.record import Phase
 from ddpdoctor.run.snapshot import Run, RunReader
-from ddpdoctor.supervise.command import Command, OwnOptions
 from ddpdoctor.supervise.passthrough import Passthrough
 from ddpdoctor.supervise.supervisor import Supervisor
 from ddpdoctor.top import verdict

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.finding import RULES, Finding, Location, Severity, from_record
+from ddpdoctor.core.job import OwnOptions
 from ddpdoctor.core.relations import STANDSTILL
 from ddpdoctor.render import report, summary
 from ddpdoctor.render.report import Reporter
 from ddpdoctor.run.record import FORMAT, Journal
 from ddpdoctor.run.reported import PATIENCE, Event, Said, Told, Withdrawn, in_words, with_kept
 from ddpdoctor.run.snapshot import Rank, Run, RunReader
-from ddpdoctor.supervise.command import OwnOptions
 from ddpdoctor.supervise.passthrough import Passthrough
 from ddpdoctor.supervise.showing import Showing
 from ddpdoctor.top.story import Story

@@ -25,22 +25,12 @@ from ddpdoctor.stacks.code import code_of
 from ddpdoctor.stacks.declared import read_declared
 from ddpdoctor.stacks.folding import FOLDED, fold, tail
 from ddpdoctor.stacks.merge import merge
-from ddpdoctor.stacks.model import (
-    CUT,
-    MAIN,
-    ChildState,
-    Frame,
-    ProcessState,
-    RankStacks,
-    Thread,
-    from_record,
-    to_record,
-)
+from ddpdoctor.stacks.model import CUT, MAIN, Frame, RankStacks, Thread, from_record, to_record
 from ddpdoctor.stacks.parse import parse
 from ddpdoctor.stacks.py_spy import find_py_spy, native_frames
 from ddpdoctor.stacks.user_frames import innermost, is_user_path
 from ddpdoctor.supervise.hangs import examination
-from ddpdoctor.system.process_state import read_signals, read_stat
+from ddpdoctor.system.process_state import ChildState, ProcessState, read_signals, read_stat
 from tests.candidates import HOLDS_GIL, SLEEPS, SPINS, Candidates, at, line_of
 from tests.conftest import LIMIT, Doctor
 

@@ -28,11 +28,12 @@ from ddpdoctor.run import rundir
 from ddpdoctor.run.record import Journal, Phase
 from ddpdoctor.top import demo, live, outputs, steplog, times
 from ddpdoctor.top.ages import Ages
+from ddpdoctor.top.choosing import live_runs, open_source
 from ddpdoctor.top.finished import FinishedSource
 from ddpdoctor.top.live import LiveSource
 from ddpdoctor.top.recording import Recorded, Recording, RecordingSource
 from ddpdoctor.top.snapshot import RankRow, Snapshot
-from ddpdoctor.top.source import Replay, Want, live_runs, open_source
+from ddpdoctor.top.source import Replay, Want
 from ddpdoctor.top.steplog import StepLog, StepTail
 from ddpdoctor.top.verdict import Facts, judge
 from tests.conftest import LIMIT, Doctor
@@ -924,7 +925,8 @@ def test_verdicts_are_short(make: Make) -> None:
 def test_nothing_heavy_is_imported() -> None:
     code = (
         "import sys\n"
-        "from ddpdoctor.top.source import open_source, Want\n"
+        "from ddpdoctor.top.choosing import open_source\n"
+        "from ddpdoctor.top.source import Want\n"
         "open_source(None, demo=True).read(Want())\n"
         "import ddpdoctor.top.live, ddpdoctor.top.finished, ddpdoctor.top.recording\n"
         "import ddpdoctor.top.following, ddpdoctor.top.outputs\n"

@@ -26,11 +26,12 @@ from ddpdoctor.run import rundir
 from ddpdoctor.run.record import FORMAT, StatusPage, rank_stem
 from ddpdoctor.top import actions, signals
 from ddpdoctor.top.app import TopApp
+from ddpdoctor.top.choosing import RunChoice
 from ddpdoctor.top.keys import KEYS
 from ddpdoctor.top.line import plain
 from ddpdoctor.top.panels import environment
 from ddpdoctor.top.snapshot import Snapshot
-from ddpdoctor.top.source import RunChoice, Want
+from ddpdoctor.top.source import Want
 from ddpdoctor.top.view import View
 from tests import top_snapshots as made
 from tests.conftest import LIMIT

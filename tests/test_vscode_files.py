@@ -18,7 +18,7 @@ import pytest
 
 from ddpdoctor.commands import vscode
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.debug.debug_ports import DEFAULT_PORT
+from ddpdoctor.core.job import DEFAULT_PORT
 from ddpdoctor.debug.vscode import files, jsonc, launch_json, tasks_json
 from ddpdoctor.debug.vscode.launch_json import AttachPoint, PathMapping
 from ddpdoctor.run import rundir

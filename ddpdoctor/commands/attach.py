@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.job import DEFAULT_PORT
 from ddpdoctor.debug import attach_points, debug_ports, injection
 from ddpdoctor.debug.vscode import launch_json
 from ddpdoctor.debug.vscode.files import current_directory, find_workspace
@@ -228,7 +229,7 @@ def _inject(pid: int) -> int:
             f"process {pid} belongs to uid {process.uids().effective}",
             "run this command as that user: the port lets in only that user and root",
         )
-    injection.serve(pid, debug_ports.DEFAULT_PORT, lambda text: print(text, flush=True))
+    injection.serve(pid, DEFAULT_PORT, lambda text: print(text, flush=True))
     return 0
 
 

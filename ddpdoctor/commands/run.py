@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from ddpdoctor.core import working_directory
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.job import Command
 from ddpdoctor.debug.debugging import Debugging
 from ddpdoctor.render.report import Reporter
 from ddpdoctor.run import rundir
@@ -106,7 +107,7 @@ def main(words: Sequence[str]) -> int:
     return end_like(Supervisor(command, directory, passthrough, reporter, debugging).run())
 
 
-def _debugging(command: job_command.Command, reporter: Reporter) -> Debugging | None:
+def _debugging(command: Command, reporter: Reporter) -> Debugging | None:
     """The debugger's side; a job is not kept from starting by a fault in it.
 
     Raises:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 from ddpdoctor.core.errors import DoctorError
 
 if TYPE_CHECKING:
+    from ddpdoctor.top.choosing import RunChoice
     from ddpdoctor.top.prometheus import Exporter
     from ddpdoctor.top.reader import Recording
     from ddpdoctor.top.snapshot import Snapshot
-    from ddpdoctor.top.source import RunChoice, Source
+    from ddpdoctor.top.source import Source
 
 HELP = """\
 Usage: ddpdoctor top [OPTIONS] [RUN|DIR]
@@ -141,7 +142,7 @@ def _check(options: _Options) -> None:
 
 
 def _open(options: _Options) -> Source:
-    from ddpdoctor.top.source import open_source
+    from ddpdoctor.top.choosing import open_source
 
     return open_source(
         options.run,
@@ -228,7 +229,7 @@ def _monitor(options: _Options) -> int:
         _open(options).close()
     runs = _runs(options)
     from ddpdoctor.top.app import TopApp
-    from ddpdoctor.top.source import live_runs, open_source
+    from ddpdoctor.top.choosing import live_runs, open_source
     from ddpdoctor.top.view import View
 
     app = TopApp(
@@ -273,6 +274,6 @@ def _runs(options: _Options) -> list[RunChoice]:
     """The live runs to choose from, if nothing was named."""
     if options.run is not None or _made_up(options):
         return []
-    from ddpdoctor.top.source import live_runs
+    from ddpdoctor.top.choosing import live_runs
 
     return live_runs()

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.job import DEFAULT_PORT
 from ddpdoctor.debug.vscode import files, launch_json, tasks_json
 from ddpdoctor.debug.vscode.launch_json import FOLDER, AttachPoint, PathMapping
 
@@ -40,7 +41,6 @@ Options:
 
 DEFAULT_RANKS = 2
 MOST_RANKS = 1024
-DEFAULT_PORT = 5678
 _HOST = "127.0.0.1"
 _LAST_PORT = 65535
 _NPROC = ("--nproc-per-node", "--nproc_per_node")

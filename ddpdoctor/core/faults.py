@@ -6,10 +6,12 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from ddpdoctor import __version__
-from ddpdoctor.run.record import Record
+
+if TYPE_CHECKING:
+    from ddpdoctor.run.record import Record
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _PLACES = 4

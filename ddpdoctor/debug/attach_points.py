@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddpdoctor.core.job import LOOPBACK
 from ddpdoctor.debug import debug_ports
 from ddpdoctor.debug.vscode import launch_json
 from ddpdoctor.run.record import Record, Status, integer
@@ -105,7 +106,7 @@ def write(
         host = debug_ports.reachable(str(run.manifest["debug"]["host"]))
         ports = {point.rank: point.port for point in points(run)}
         if through_tunnel:
-            host = debug_ports.LOOPBACK
+            host = LOOPBACK
             ports = dict(zip(ports, (end for end, _ in _ends(run)), strict=True))
         changed |= launch_json.update(
             workspace,

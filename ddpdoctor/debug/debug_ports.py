@@ -9,9 +9,8 @@ import socket
 from dataclasses import dataclass
 
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.job import LOOPBACK
 
-DEFAULT_PORT = 5678
-LOOPBACK = "127.0.0.1"
 _LAST = 65535
 _ATTEMPTS = 200
 

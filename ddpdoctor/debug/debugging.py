@@ -9,6 +9,7 @@ from typing import Protocol
 
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.faults import Faults
+from ddpdoctor.core.job import DEFAULT_PORT, Command
 from ddpdoctor.core.ranks import named
 from ddpdoctor.debug import debug_ports
 from ddpdoctor.debug.editor import Editor
@@ -17,7 +18,6 @@ from ddpdoctor.debug.partial_stops import PartialStops
 from ddpdoctor.run.environment import DEBUG
 from ddpdoctor.run.record import Record
 from ddpdoctor.run.snapshot import Run
-from ddpdoctor.supervise.command import Command
 from ddpdoctor.system import peers
 
 ASIDE = 1000
@@ -62,7 +62,7 @@ class Debugging:
         _check_host(command)
         count = command.local_ranks or MOST_RANKS
         first = own.debug_port
-        self._own_debugpy = first == debug_ports.DEFAULT_PORT and _listens_itself(command)
+        self._own_debugpy = first == DEFAULT_PORT and _listens_itself(command)
         if self._own_debugpy:
             first += ASIDE
         self._editor = Editor(own, command.script)

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.job import OwnOptions
 from ddpdoctor.debug.debug_ports import reachable
 from ddpdoctor.debug.vscode import launch_json
 from ddpdoctor.debug.vscode.files import current_directory, find_workspace, locked
 from ddpdoctor.run import rundir
-from ddpdoctor.supervise.command import OwnOptions
 
 
 class Editor:

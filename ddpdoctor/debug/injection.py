@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.job import LOOPBACK
 from ddpdoctor.debug import debug_ports
 from ddpdoctor.debug.gateway import Gateway
 from ddpdoctor.run.record import Record
@@ -56,7 +57,7 @@ def serve(pid: int, first_port: int, say: Callable[[str], None]) -> None:
     Raises:
         DoctorError: debugpy could not be brought there, or no port is free.
     """
-    ports = debug_ports.bind_block(debug_ports.LOOPBACK, first_port, 1)
+    ports = debug_ports.bind_block(LOOPBACK, first_port, 1)
     gateway = Gateway(
         ports, unidentified=False, gate=None, ends_job=False, hold_errors=False, expected=1
     )

@@ -11,10 +11,10 @@ from ddpdoctor.core.control_characters import shown
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.faults import Faults
 from ddpdoctor.core.finding import RULES, Finding, examine
+from ddpdoctor.core.job import OwnOptions
 from ddpdoctor.render import summary
 from ddpdoctor.run.reported import Event, Said, Told, Withdrawn, in_words
 from ddpdoctor.run.snapshot import Run
-from ddpdoctor.supervise.command import OwnOptions
 
 PREFIX = "ddpdoctor: "
 

@@ -11,8 +11,16 @@ from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.stacks import py_spy
 from ddpdoctor.stacks.asking import Asking
 from ddpdoctor.stacks.declared import Declared, read_declared
-from ddpdoctor.stacks.model import ProcessState, RankStacks
-from ddpdoctor.system.process_state import ENDED, Turn, lacked, read_stat, read_state, read_turn
+from ddpdoctor.stacks.model import RankStacks
+from ddpdoctor.system.process_state import (
+    ENDED,
+    ProcessState,
+    Turn,
+    lacked,
+    read_stat,
+    read_state,
+    read_turn,
+)
 
 PATIENCE = 3.0
 """Seconds that all ranks together are waited for."""

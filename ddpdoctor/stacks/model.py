@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ddpdoctor.run.record import Record, integer
+from ddpdoctor.system.process_state import ChildState, ProcessState
 
 MAIN = "MainThread"
 """The name of a process's main thread, as ``threading`` has it."""
@@ -46,33 +47,6 @@ class Thread:
 
 
 @dataclass(frozen=True)
-class ChildState:
-    """A child process of a rank: a DataLoader's worker, say."""
-
-    pid: int
-    letter: str
-    """As :attr:`ProcessState.letter`."""
-    cpu_seconds: float
-    command: str
-    """The beginning of its command line."""
-
-
-@dataclass(frozen=True)
-class ProcessState:
-    """What the kernel tells about the process of a rank."""
-
-    letter: str = ""
-    """The main thread's state as in ``/proc/PID/stat``: R runs, S sleeps, D waits for a device or
-    disk, T is stopped, t is held by a tracer, Z has ended; empty if there is no such process."""
-    cpu_seconds: float = 0.0
-    """CPU time of the process so far, user and system."""
-    wchan: str = ""
-    """The function of the kernel that the main thread sleeps in; empty if that is not told."""
-    children: tuple[ChildState, ...] = ()
-    """Its child processes, ascending by pid."""
-
-
-@dataclass(frozen=True)
 class RankStacks:
     """The stacks of one rank, or why there are none."""
 
@@ -86,7 +60,7 @@ class RankStacks:
     native: tuple[str, ...] = ()
     """Native frames of the main thread below its innermost Python frame, outermost first, from
     py-spy; empty if it was not asked for or could not be had."""
-    state: ProcessState = ProcessState()
+    state: ProcessState = field(default_factory=ProcessState)
     gil_held: bool = False
     """Whether native code held the GIL for so long that no Python could run in the rank."""
     trouble: str = ""

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.job import Command, OwnOptions
 from ddpdoctor.core.ranks import is_rank_set, rank_set
-from ddpdoctor.debug.debug_ports import DEFAULT_PORT, LOOPBACK
 from ddpdoctor.supervise.torchrun_options import TorchrunOptions, read_options, torchrun_source
 from ddpdoctor.system.gpu.visible import visible
 
@@ -26,34 +26,6 @@ DEFAULT_CPU_RANKS = 2
 _NUMBER = re.compile(r"-$|-\d+$|-\d*\.\d+$")
 _NPROC = ("--nproc-per-node", "--nproc_per_node")
 _NPROC_WORDS = frozenset({"auto", "cpu", "gpu", "xpu"})
-
-
-@dataclass(frozen=True)
-class OwnOptions:
-    """The options of ``ddpdoctor run`` itself."""
-
-    quiet: bool = False
-    strict: bool = False
-    grace: float = 30.0
-    hang_after: float | None = None
-    """Seconds; None: as long as seems right for the job's steps."""
-    kill_on_hang: bool = False
-    run_dir: str | None = None
-    json: str | None = None
-    output: str = "text"
-    journal_mb: int = 64
-    overhead_budget: float = 0.5
-    no_debug: bool = False
-    debug_port: int = DEFAULT_PORT
-    debug_host: str = LOOPBACK
-    debug_unidentified: bool = False
-    debug_on_error: bool = False
-    wait_for_attach: frozenset[int] | None = None
-    """Ranks to wait for, all of them if empty; None: no rank is held."""
-    stop_with_debugger: bool = False
-    no_vscode: bool = False
-    workspace: str | None = None
-    path_map: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass
@@ -83,29 +55,6 @@ class _Words:
 
     def has(self, *names: str) -> bool:
         return any(name in names for name, _, _ in self.torchrun)
-
-
-@dataclass(frozen=True)
-class Command:
-    """The job to start.
-
-    Attributes:
-        argv: What is executed.
-        own: ddpdoctor's own options.
-        note: A line for the person, such as the number of ranks that was chosen; may be empty.
-        through_torchrun: Whether the child is torchrun.
-        local_ranks: How many ranks this node will have, None if only the job knows.
-        one_node: Whether local and global ranks are the same.
-        script: What is run, for a person: its file or module.
-    """
-
-    argv: tuple[str, ...]
-    own: OwnOptions
-    note: str
-    through_torchrun: bool
-    local_ranks: int | None = None
-    one_node: bool = False
-    script: str = ""
 
 
 def _flag(_: str) -> bool:

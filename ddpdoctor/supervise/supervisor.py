@@ -23,6 +23,7 @@ from ddpdoctor.core import working_directory
 from ddpdoctor.core.errors import HANG, STRICT, DoctorError
 from ddpdoctor.core.faults import Faults
 from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.job import Command
 from ddpdoctor.debug.debugging import Debugging
 from ddpdoctor.run import rundir
 from ddpdoctor.run.environment import BUDGET, MARK, namespace
@@ -30,7 +31,6 @@ from ddpdoctor.run.record import FORMAT, Journal, Record
 from ddpdoctor.run.reported import Event
 from ddpdoctor.run.snapshot import Run, RunReader
 from ddpdoctor.supervise import processes, terminal
-from ddpdoctor.supervise.command import Command
 from ddpdoctor.supervise.gpu_poll import GpuPoll
 from ddpdoctor.supervise.gpu_watch import GpuWatch
 from ddpdoctor.supervise.hangs.watch import HangWatch

@@ -5,14 +5,40 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
-
-from ddpdoctor.stacks.model import ChildState, ProcessState
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _MOST_COMMAND = 200
 ENDED = "ZX"
 """Letters of a process that has ended."""
+
+
+@dataclass(frozen=True)
+class ChildState:
+    """A child process of a rank: a DataLoader's worker, say."""
+
+    pid: int
+    letter: str
+    """As :attr:`ProcessState.letter`."""
+    cpu_seconds: float
+    command: str
+    """The beginning of its command line."""
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """What the kernel tells about the process of a rank."""
+
+    letter: str = ""
+    """The main thread's state as in ``/proc/PID/stat``: R runs, S sleeps, D waits for a device or
+    disk, T is stopped, t is held by a tracer, Z has ended; empty if there is no such process."""
+    cpu_seconds: float = 0.0
+    """CPU time of the process so far, user and system."""
+    wchan: str = ""
+    """The function of the kernel that the main thread sleeps in; empty if that is not told."""
+    children: tuple[ChildState, ...] = ()
+    """Its child processes, ascending by pid."""
 
 
 class Stat(NamedTuple):

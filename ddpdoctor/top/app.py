@@ -15,13 +15,14 @@ from textual.message import Message
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.top import actions, frame, units
 from ddpdoctor.top.canvas import Canvas
+from ddpdoctor.top.choosing import RunChoice
 from ddpdoctor.top.frame import Frame, Material
 from ddpdoctor.top.keys import KEYS
 from ddpdoctor.top.line import clean, fitted
 from ddpdoctor.top.past import Past
 from ddpdoctor.top.reader import Position, Reader, Recording
 from ddpdoctor.top.snapshot import Snapshot, Verdict
-from ddpdoctor.top.source import RunChoice, Source, Want
+from ddpdoctor.top.source import Source, Want
 from ddpdoctor.top.view import Panel, View
 
 _ACTIONS = {name: key.action for key in KEYS for name in key.keys} | {

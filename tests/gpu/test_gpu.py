@@ -7,7 +7,8 @@ import os
 
 from ddpdoctor.system.gpu.poller import Poller
 from ddpdoctor.system.gpu.visible import visible
-from ddpdoctor.top.source import ALL, open_source
+from ddpdoctor.top.choosing import open_source
+from ddpdoctor.top.source import ALL
 from tests.conftest import ROOT, Doctor, Result
 from tests.gpu.machine import needs_gpu, needs_nccl
 

@@ -26,7 +26,7 @@ def broken(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def break_(name: str) -> None:
-    if "ddpdoctor.probe.runtime.process" not in sys.modules or name == "nothing":
+    if "ddpdoctor.probe.process" not in sys.modules or name == "nothing":
         return
     module, _, path = name.partition(":")
     owner: Any = importlib.import_module(f"ddpdoctor.probe.{module}")

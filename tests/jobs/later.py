@@ -9,7 +9,7 @@ import runpy
 import sys
 from typing import Any
 
-from ddpdoctor.probe.hooks import losses
+from ddpdoctor.probe.observers import losses
 from ddpdoctor.probe.runtime import torch_private
 
 at_once = losses.reader

@@ -35,7 +35,7 @@ def _load() -> None:
         module = importlib.util.module_from_spec(spec)
         sys.modules["ddpdoctor"] = module
         spec.loader.exec_module(module)
-    from ddpdoctor.probe.runtime import process
+    from ddpdoctor.probe import process
 
     process.start()
 

@@ -7,10 +7,10 @@ import weakref
 from types import ModuleType
 from typing import Any
 
+from ddpdoctor.probe.observers import modes
 from ddpdoctor.probe.runtime import rank, shield
 
 _scaled: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
-_scaler: weakref.ref[Any] | None = None
 
 
 def install(module: ModuleType) -> None:
@@ -27,11 +27,6 @@ def unscaled(loss: Any) -> Any:
         if original is not None:
             return original
     return loss
-
-
-def scaler() -> Any:
-    """The scaler whose ``step`` was called last, if it still lives."""
-    return None if _scaler is None else _scaler()
 
 
 def _wrap_scale(scaler_class: Any) -> None:
@@ -60,11 +55,10 @@ def _wrap_step(scaler_class: Any) -> None:
 
     @functools.wraps(original)
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        global _scaler
         tracker = rank.active
         before = 0 if tracker is None else tracker.optimizer_steps
-        if tracker is not None and (_scaler is None or _scaler() is not self):
-            _scaler = weakref.ref(self)
+        if tracker is not None and modes.scaler() is not self:
+            modes.last_scaler = weakref.ref(self)
         try:
             result = original(self, optimizer, *args, **kwargs)
         except BaseException as error:

@@ -7,8 +7,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe.hooks import amp, losses
-from ddpdoctor.probe.observers import finite
+from ddpdoctor.probe.hooks import amp
+from ddpdoctor.probe.observers import finite, losses
 from ddpdoctor.probe.observers.steps import Backward
 from ddpdoctor.probe.runtime import events, rank, shield, torch_private
 from ddpdoctor.probe.runtime.sites import site_of

@@ -53,6 +53,7 @@ def install() -> None:
     _wrap_thread_excepthook()
     _wrap_printing()
     _wrap_exits()
+    events.rank_ends.insert(0, _at_exit)
     when_imported("multiprocessing.process", _wrap_process_run)
 
 
@@ -365,8 +366,11 @@ def _unseen_exception() -> None:
         uncaught(last)
 
 
-def at_exit(state: rank.RankState) -> None:
+def _at_exit() -> None:
     """At the interpreter's end: what the hooks above did not see."""
+    state = rank.current()
+    if state is None:
+        return
     _unseen_exception()
     call = _last_exit
     # A call with steps after it was caught.

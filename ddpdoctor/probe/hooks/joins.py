@@ -6,10 +6,8 @@ import functools
 from types import ModuleType
 from typing import Any
 
+from ddpdoctor.probe.observers import modes
 from ddpdoctor.probe.runtime import shield, torch_private
-
-seen = False
-"""Whether this process ever was within a ``join()`` that is not switched off."""
 
 
 def install(module: ModuleType) -> None:
@@ -26,5 +24,4 @@ def install(module: ModuleType) -> None:
 
 @shield.shielded
 def _entered(join: Any) -> None:
-    global seen
-    seen = seen or torch_private.is_enabled(join)
+    modes.uneven_inputs = modes.uneven_inputs or torch_private.is_enabled(join)

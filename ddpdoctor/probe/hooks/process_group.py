@@ -12,10 +12,8 @@ from typing import Any
 
 from ddpdoctor.probe.hooks import errors
 from ddpdoctor.probe.observers import ports
-from ddpdoctor.probe.runtime import debugger, rank, shield, stacks, timeouts, torch_private
+from ddpdoctor.probe.runtime import debugger, events, rank, shield, stacks, timeouts, torch_private
 from ddpdoctor.probe.runtime.sites import caller
-
-_become = shield.shielded(rank.become)
 
 
 def install(c10d: ModuleType) -> None:
@@ -47,7 +45,8 @@ def _declare(kwargs: dict[str, Any]) -> None:
 def _joined() -> None:
     stacks.joining = 0
     torch = sys.modules["torch"]
-    _become(torch)
+    for tell in events.group_joined:
+        tell(torch)
     _offer(torch.distributed)
 
 

@@ -12,8 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from ddpdoctor.probe.hooks import joins
-from ddpdoctor.probe.observers import fingerprints, pacing
+from ddpdoctor.probe.observers import fingerprints, modes, pacing
 from ddpdoctor.probe.observers.elements import Elements
 from ddpdoctor.probe.observers.hashing import hash_of, hashable
 from ddpdoctor.probe.observers.readback import Readback, capturing
@@ -53,7 +52,7 @@ class _Looks:
         budget = self.state.budget
         if (
             module is None
-            or joins.seen
+            or modes.uneven_inputs
             or self.last.get(module) == step
             or budget.left() <= self.cost
         ):

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ddpdoctor.probe.hooks import amp, joins
+from ddpdoctor.probe.observers import modes
 from ddpdoctor.probe.observers.elements import Elements
 from ddpdoctor.probe.observers.hashing import hash_of, hashable
 from ddpdoctor.probe.observers.readback import Readback, capturing
@@ -208,7 +208,7 @@ class Fingerprints:
         if self._pending:
             self._drain()
         # After join() a rank may have taken fewer steps than others: numbers tell nothing any more.
-        if self.state.tracker.steps == number or joins.seen:
+        if self.state.tracker.steps == number or modes.uneven_inputs:
             return
         closely = self._looks_closely(number)
         if not (closely or self.pace.due(number)) or not self.modules:
@@ -405,7 +405,7 @@ class Fingerprints:
         first = records[0]
         groups = [_groups(each) for ref in self._optimizers if (each := ref()) is not None]
         first["hyper"] = groups
-        scale = torch_private.scale_of(amp.scaler())
+        scale = torch_private.scale_of(modes.scaler())
         if scale is not None and hashable(scale):
             scales = Readback([scale.detach().reshape(())])
             readbacks.append(scales)

@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ddpdoctor.probe.hooks.losses import Loss
 from ddpdoctor.probe.observers import norms, origins
+from ddpdoctor.probe.observers.losses import Loss
 from ddpdoctor.probe.observers.readback import capturing
 from ddpdoctor.probe.observers.replicas import watched
 from ddpdoctor.probe.observers.steps import OpenStep

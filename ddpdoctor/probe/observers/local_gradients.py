@@ -13,8 +13,7 @@ import sys
 import weakref
 from typing import Any
 
-from ddpdoctor.probe.hooks import losses
-from ddpdoctor.probe.observers import finite, graphs, norms
+from ddpdoctor.probe.observers import finite, graphs, losses, norms
 from ddpdoctor.probe.runtime import events, rank, shield, torch_private
 from ddpdoctor.probe.runtime.budget import clock
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+group_joined: list[Callable[[Any], None]] = []
+"""This process has joined the default process group: the torch module."""
+
 ddp_built: list[Callable[[Any], None]] = []
 """A DistributedDataParallel was built: the module."""
 

@@ -1,32 +1,18 @@
-"""A process becomes a rank: its files are opened and its hooks come alive.
-
-That happens when ``init_process_group`` has succeeded, however the process was started. DataLoader
-workers and other forked children inherit the hooks, asleep; a child that makes a process group of
-its own becomes a rank of its own.
-"""
+"""What this process is as a rank, if it is one (`ddpdoctor.probe.joining`), and its end."""
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import os
-import platform
-import socket
-import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
-from ddpdoctor.probe.observers.flight import Flight
-from ddpdoctor.probe.observers.ledger import Ledger
-from ddpdoctor.probe.observers.steps import StepTracker
-from ddpdoctor.probe.runtime import budget, events, shield, sites, timeouts, watch
+from ddpdoctor.probe.runtime import budget, events, shield, sites
 from ddpdoctor.probe.runtime.recorder import Recorder
-from ddpdoctor.run.environment import namespace
-from ddpdoctor.run.record import FORMAT, Journal, Phase, Record, StatusPage, rank_stem
-from ddpdoctor.run.ring import RingWriter
+from ddpdoctor.run.record import Phase, Record
 
-MAX_ATTEMPTS = 1000
+if TYPE_CHECKING:
+    from ddpdoctor.probe.observers.ledger import Ledger
+    from ddpdoctor.probe.observers.steps import StepTracker
 
 
 class RankState:
@@ -59,6 +45,18 @@ def current() -> RankState | None:
     return _state
 
 
+def enter(state: RankState, compiling: Callable[[], bool]) -> None:
+    """From now on this process is a rank.
+
+    Args:
+        state: What it writes to.
+        compiling: ``torch.compiler.is_compiling``.
+    """
+    global _state, active, is_compiling
+    _state, active, is_compiling = state, state.tracker, compiling
+    shield.report_to(_report)
+
+
 def run_directory() -> str:
     """The run directory the supervisor named in the environment."""
     return os.environ["DDPDOCTOR_RUN_DIR"]
@@ -80,97 +78,6 @@ def environment_int(name: str) -> int | None:
         return None
 
 
-def become(torch: Any) -> None:
-    """Open this rank's files and start recording; does nothing if that happened before."""
-    global _state, active, is_compiling
-    if _state is not None:
-        return
-    distributed = torch.distributed
-    rank, world_size = distributed.get_rank(), distributed.get_world_size()
-    local_rank = environment_int("LOCAL_RANK")
-    restart = environment_int("TORCHELASTIC_RESTART_COUNT") or 0
-    started = time.time_ns()
-    try:
-        page, journal, restart = _open(rank, world_size, local_rank, restart, started)
-    except OSError as error:
-        warn(f"rank {rank} cannot write to the run directory: {error}")
-        return
-    recorder = Recorder(page, journal)
-    from ddpdoctor.probe.hooks import errors, optimizer
-    from ddpdoctor.probe.observers import sampling
-
-    tracker = StepTracker(recorder, optimizer.any_made)
-    _state = RankState(recorder, tracker, restart)
-    is_compiling = torch.compiler.is_compiling
-    active = tracker
-    recorder.add(
-        {
-            "kind": "open",
-            "format": FORMAT,
-            "time": started,
-            "rank": rank,
-            "world_size": world_size,
-            "local_rank": local_rank,
-            "restart": restart,
-            "pid": os.getpid(),
-            "parent": os.getppid(),
-            "host": socket.gethostname(),
-            "namespace": namespace(),
-            "backend": str(distributed.get_backend()),
-            "kept_timeout": timeouts.kept(),
-            "argv": list(sys.argv),
-            "launcher": "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "other",
-            "versions": {
-                "python": platform.python_version(),
-                "torch": str(torch.__version__),
-                "cuda": str(torch.version.cuda or ""),
-            },
-        }
-    )
-    shield.report_to(_report)
-    stem = os.path.join(run_directory(), rank_stem(rank, restart))
-    ring = stem + ".collectives"
-    try:
-        _state.ledger = Ledger(RingWriter(ring))
-        recorder.each_round.append(_state.ledger.look)
-    except OSError as error:
-        shield.fault("ring", error)
-    # In a run directory of another version, nobody asks.
-    with contextlib.suppress(OSError, ValueError):
-        flight = Flight(run_directory(), stem + ".flight.json", ring, tracker.backwards)
-        recorder.each_round.append(flight.look)
-    with contextlib.suppress(OSError, ValueError):
-        recorder.each_round.append(sampling.Profiles(_state, run_directory()).look)
-    errors.watch_fatal_signals(stem + ".fault")
-    tracker.page_phase(Phase.STARTING)
-    recorder.start()
-    watch.start()
-    atexit.register(end)
-
-
-def _open(
-    rank: int, world_size: int, local_rank: int | None, restart: int, started: int
-) -> tuple[StatusPage, Journal, int]:
-    """The files of the first free attempt: two jobs in a row may share a run directory."""
-    megabytes = environment_int("DDPDOCTOR_JOURNAL_MB") or 64
-    while True:
-        stem = os.path.join(run_directory(), rank_stem(rank, restart))
-        try:
-            page = StatusPage(
-                stem + ".status",
-                rank=rank,
-                world_size=world_size,
-                local_rank=-1 if local_rank is None else local_rank,
-                restart=restart,
-                started=started,
-            )
-            return page, Journal(stem + ".jsonl", megabytes << 20), restart
-        except FileExistsError:
-            restart += 1
-            if restart >= MAX_ATTEMPTS:
-                raise
-
-
 def _report(hook: str, error: str) -> None:
     if _state is not None:
         _state.tracker.reset()
@@ -190,9 +97,6 @@ def end() -> None:
     state = _state
     if state is None or state.closed:
         return
-    from ddpdoctor.probe.hooks import errors
-
-    errors.at_exit(state)
     for tell_last in events.rank_ends:
         tell_last()
     state.closed = True

@@ -19,8 +19,9 @@ from ddpdoctor.run.ring import read_ring
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.stacks import py_spy
 from ddpdoctor.stacks.capture import capture
-from ddpdoctor.stacks.model import ProcessState, RankStacks, Thread, from_record, to_record
+from ddpdoctor.stacks.model import RankStacks, Thread, from_record, to_record
 from ddpdoctor.system import activity
+from ddpdoctor.system.process_state import ProcessState
 
 BETWEEN = 1.0
 """Seconds over which CPU time and bytes are compared."""

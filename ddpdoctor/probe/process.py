@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from ddpdoctor.probe import joining
 from ddpdoctor.probe.hooks import (
     amp,
     applied,
@@ -41,7 +42,7 @@ from ddpdoctor.probe.observers import (
     statistics,
     zeroing,
 )
-from ddpdoctor.probe.runtime import debugger, forks, rank, stacks
+from ddpdoctor.probe.runtime import debugger, events, forks, rank, shield, stacks
 from ddpdoctor.probe.runtime.imports import when_imported
 
 
@@ -63,6 +64,7 @@ def start() -> None:
     os.register_at_fork(after_in_child=zeroing.forget)
     os.register_at_fork(after_in_child=edits.forget)
     os.register_at_fork(after_in_child=schedulers.forget)
+    events.group_joined.append(shield.shielded(joining.become))
     forks.install()
     stacks.declare_worker()
     errors.install()

@@ -1,0 +1,124 @@
+"""A process becomes a rank: its files are opened and its hooks come alive.
+
+That happens when ``init_process_group`` has succeeded, however the process was started. DataLoader
+workers and other forked children inherit the hooks, asleep; a child that makes a process group of
+its own becomes a rank of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import platform
+import socket
+import sys
+import time
+from typing import Any
+
+from ddpdoctor.probe.hooks import errors, optimizer
+from ddpdoctor.probe.observers import sampling
+from ddpdoctor.probe.observers.flight import Flight
+from ddpdoctor.probe.observers.ledger import Ledger
+from ddpdoctor.probe.observers.steps import StepTracker
+from ddpdoctor.probe.runtime import shield, timeouts, watch
+from ddpdoctor.probe.runtime.rank import (
+    RankState,
+    current,
+    end,
+    enter,
+    environment_int,
+    run_directory,
+    warn,
+)
+from ddpdoctor.probe.runtime.recorder import Recorder
+from ddpdoctor.run.environment import namespace
+from ddpdoctor.run.record import FORMAT, Journal, Phase, StatusPage, rank_stem
+from ddpdoctor.run.ring import RingWriter
+
+MAX_ATTEMPTS = 1000
+
+
+def become(torch: Any) -> None:
+    """Open this rank's files and start recording; does nothing if that happened before."""
+    if current() is not None:
+        return
+    distributed = torch.distributed
+    rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    local_rank = environment_int("LOCAL_RANK")
+    restart = environment_int("TORCHELASTIC_RESTART_COUNT") or 0
+    started = time.time_ns()
+    try:
+        page, journal, restart = _open(rank, world_size, local_rank, restart, started)
+    except OSError as error:
+        warn(f"rank {rank} cannot write to the run directory: {error}")
+        return
+    recorder = Recorder(page, journal)
+    tracker = StepTracker(recorder, optimizer.any_made)
+    state = RankState(recorder, tracker, restart)
+    enter(state, torch.compiler.is_compiling)
+    recorder.add(
+        {
+            "kind": "open",
+            "format": FORMAT,
+            "time": started,
+            "rank": rank,
+            "world_size": world_size,
+            "local_rank": local_rank,
+            "restart": restart,
+            "pid": os.getpid(),
+            "parent": os.getppid(),
+            "host": socket.gethostname(),
+            "namespace": namespace(),
+            "backend": str(distributed.get_backend()),
+            "kept_timeout": timeouts.kept(),
+            "argv": list(sys.argv),
+            "launcher": "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "other",
+            "versions": {
+                "python": platform.python_version(),
+                "torch": str(torch.__version__),
+                "cuda": str(torch.version.cuda or ""),
+            },
+        }
+    )
+    stem = os.path.join(run_directory(), rank_stem(rank, restart))
+    ring = stem + ".collectives"
+    try:
+        state.ledger = Ledger(RingWriter(ring))
+        recorder.each_round.append(state.ledger.look)
+    except OSError as error:
+        shield.fault("ring", error)
+    # In a run directory of another version, nobody asks.
+    with contextlib.suppress(OSError, ValueError):
+        flight = Flight(run_directory(), stem + ".flight.json", ring, tracker.backwards)
+        recorder.each_round.append(flight.look)
+    with contextlib.suppress(OSError, ValueError):
+        recorder.each_round.append(sampling.Profiles(state, run_directory()).look)
+    errors.watch_fatal_signals(stem + ".fault")
+    tracker.page_phase(Phase.STARTING)
+    recorder.start()
+    watch.start()
+    atexit.register(end)
+
+
+def _open(
+    rank: int, world_size: int, local_rank: int | None, restart: int, started: int
+) -> tuple[StatusPage, Journal, int]:
+    """The files of the first free attempt: two jobs in a row may share a run directory."""
+    megabytes = environment_int("DDPDOCTOR_JOURNAL_MB") or 64
+    while True:
+        stem = os.path.join(run_directory(), rank_stem(rank, restart))
+        try:
+            page = StatusPage(
+                stem + ".status",
+                rank=rank,
+                world_size=world_size,
+                local_rank=-1 if local_rank is None else local_rank,
+                restart=restart,
+                started=started,
+            )
+            return page, Journal(stem + ".jsonl", megabytes << 20), restart
+        except FileExistsError:
+            restart += 1
+            if restart >= MAX_ATTEMPTS:
+                raise
