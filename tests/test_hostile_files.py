@@ -296,6 +296,7 @@ READS = {"read_text", "read_bytes"}
 
 OF_THE_KERNEL = {
     "supervise/hangs/watch.py",  # /proc/pressure
+    "run/control_socket.py",  # a directory, for a short address
 }
 
 READERS = (

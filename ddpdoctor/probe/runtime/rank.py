@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ddpdoctor.probe.runtime import budget, events, shield, sites
 from ddpdoctor.probe.runtime.recorder import Recorder
