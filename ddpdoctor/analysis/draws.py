@@ -214,6 +214,22 @@ def _same(one: Pass, other: Pass) -> bool | None:
     return None if alike else False
 
 
+def repeatable(one: Pass) -> bool | None:
+    """Whether a sample that a rank drew again was the same; None if it drew none again.
+
+    It is another one where samples are made up at random, as synthetic data are, and then two ranks
+    with one seed hold the same although each has its own numbers.
+    """
+    held: dict[int, list[int]] = {}
+    again = False
+    for record in (*one.before, one.record):
+        for index, *row in record.get("rows") or ():
+            if held.setdefault(index, row) != row:
+                return False
+            again = again or row is not held[index]
+    return again or None
+
+
 def same_part(passes: Passes) -> bool:
     """Whether each rank was given the same subset, or none: only then are equal numbers equal."""
     return len({one["subset"] for one in passes.values()}) == 1

@@ -12,6 +12,7 @@ from ddpdoctor.analysis.draws import (
     matched,
     other_data,
     overlap,
+    repeatable,
     same_data,
     same_part,
 )
@@ -62,7 +63,7 @@ def shared_rows(run: Run) -> Iterator[Finding]:
     When it stays silent
         For draws with replacement, for samplers of the job's own that give ranks the same samples,
         for data that repeat within a rank, for less than 2 % of the draws, and where inputs are
-        augmented at random or lie on a GPU. Where every rank draws all of one data set it is
+        augmented or made at random or lie on a GPU. Where every rank draws all of one data set it is
         DDP102, and DDP115 for a stream.
 
     Since
@@ -141,6 +142,9 @@ def _by_content(passes: Passes) -> _Shared | None:
         # The ranks mean the same samples by the same numbers: that is the sampler's affair.
         return None
     elif not same_part(passes) and all(one.shard and one.shard[1] == len(each) for one in each):
+        return None
+    elif same_part(passes) and not overlap(passes)[0] and not all(map(repeatable, each)):
+        # Equal samples under other numbers: copies in another order, or samples made at random.
         return None
     hashes = [frozenset[int](sketch[2]) for sketch in sketches]
     bounds = [max(known) for known in hashes if len(known) >= KEPT]
