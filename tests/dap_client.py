@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests.conftest import LIMIT
+
 DAP = Path(__file__).parent / "dap"
 
 
@@ -44,7 +46,7 @@ def install_modules(directory: Path) -> Path:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=180,
+            timeout=LIMIT,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise DapUnavailable(f"npm ci: {error}") from error
@@ -113,12 +115,12 @@ class DapClient:
     # The conversation.
 
     def request(
-        self, command: str, arguments: Mapping[str, Any] | None = None, timeout: float = 30
+        self, command: str, arguments: Mapping[str, Any] | None = None, timeout: float = LIMIT
     ) -> dict[str, Any]:
         """The body of the adapter's answer."""
         return self._answer(command, self._send(command, arguments), timeout)
 
-    def wait_for_event(self, name: str, timeout: float = 30) -> dict[str, Any]:
+    def wait_for_event(self, name: str, timeout: float = LIMIT) -> dict[str, Any]:
         """The next event of that name that nobody has taken yet."""
         with self._news:
             happened = self._news.wait_for(lambda: self._events[name] or self._over, timeout)
@@ -187,7 +189,7 @@ class DapClient:
     def attach(
         self,
         breakpoints: Mapping[Path, Sequence[int]] | None = None,
-        timeout: float = 30,
+        timeout: float = LIMIT,
         *,
         exception_filters: Sequence[str] = (),
         **arguments: Any,
@@ -253,7 +255,7 @@ class DapClient:
         if bad:
             raise DapError(f"breakpoints that the adapter rejects: {bad}")
 
-    def wait_for_stop(self, timeout: float = 30) -> int:
+    def wait_for_stop(self, timeout: float = LIMIT) -> int:
         """The thread that stopped."""
         return int(self.wait_for_event("stopped", timeout)["threadId"])
 

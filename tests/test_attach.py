@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import JOBS, Doctor, Live
+from tests.conftest import JOBS, LIMIT, Doctor, Live
 from tests.dap_client import DapClient, DapUnavailable, install_modules
 
 JOB = JOBS / "debugged.py"
@@ -152,7 +152,7 @@ def test_a_process_without_a_probe_by_gdb(
                 port = debug_port(serving)
                 assert port != taken
                 with DapClient(modules, port, env=doctor.environment()) as client:
-                    client.attach({script: [3]}, timeout=120)
+                    client.attach({script: [3]}, timeout=LIMIT)
                     assert client.stack(client.wait_for_stop(120))[0].line == 3
                     client.disconnect()
                 # It listens itself: nothing of the process or of an adapter does.
@@ -180,7 +180,7 @@ def taken_port() -> Iterator[int]:
 
 
 def debug_port(live: Live) -> int:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + LIMIT
     while not (found := re.search(r"attach to 127\.0\.0\.1:(\d+)", live.out.read_text())):
         assert live.process.poll() is None, live.err.read_text()
         assert time.monotonic() < deadline

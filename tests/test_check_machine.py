@@ -797,7 +797,7 @@ def test_real_orphans_are_found_and_ended_when_asked_to(
 
     assert mine() == []
     live.process.send_signal(signal.SIGKILL)
-    live.process.wait(10)
+    live.process.wait(LIMIT)
     deadline = time.monotonic() + LIMIT
     while not mine() and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -879,7 +879,7 @@ def test_on_a_terminal_it_shows_what_is_running_and_cleans_up_after(doctor: Doct
             break
         shown += chunk
     os.close(head)
-    assert process.wait(30) == 0, shown
+    assert process.wait(LIMIT) == 0, shown
     assert b"checks done; running: " in shown
     assert b"\x1b[32mpass" in shown
     assert b"Traceback" not in shown

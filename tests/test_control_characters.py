@@ -20,6 +20,7 @@ from ddpdoctor.render import checks, console, json_lines, problems
 from ddpdoctor.run.record import Phase
 from ddpdoctor.stacks import saved
 from ddpdoctor.stacks.model import Frame, RankStacks, Thread
+from tests.conftest import LIMIT
 from tests.written import MS, T0, Written
 
 HOSTILE = "a\x1b[2Jb\x9b1mc\x07d\x7fe\u202ef\u2066g\u2028h\x00i\rj\x1b]0;k\x1b\\l\ud800m\u00adn"
@@ -175,7 +176,7 @@ def test_a_hostile_run(words: tuple[str, ...], directory: Path) -> None:
         [sys.executable, "-m", "ddpdoctor", *words, str(directory)],
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        timeout=60,
+        timeout=LIMIT,
     )
     assert result.returncode in (0, 2), result.stderr
     assert b"Traceback (most recent call last)" not in result.stderr
@@ -194,7 +195,7 @@ def test_a_hostile_log(tmp_path: Path) -> None:
     for more in ((), ("--json",), ("--output", "problems")):
         words = ("report", *more, "--log", str(log))
         result = subprocess.run(
-            [sys.executable, "-m", "ddpdoctor", *words], capture_output=True, timeout=60
+            [sys.executable, "-m", "ddpdoctor", *words], capture_output=True, timeout=LIMIT
         )
         assert result.returncode == 2
         check(result.stdout.decode())
@@ -205,7 +206,7 @@ def test_a_hostile_log(tmp_path: Path) -> None:
 )
 def test_errors_for_people(words: tuple[str, ...]) -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "ddpdoctor", *words], capture_output=True, timeout=60
+        [sys.executable, "-m", "ddpdoctor", *words], capture_output=True, timeout=LIMIT
     )
     assert result.returncode in (2, 3)
     check(result.stderr.decode())

@@ -17,7 +17,7 @@ import pytest
 
 from ddpdoctor.debug import dap
 from ddpdoctor.system import peers
-from tests.conftest import ROOT, Doctor, Live
+from tests.conftest import LIMIT, ROOT, Doctor, Live
 
 OTHER = 65533
 """A uid that is neither root's nor ours."""
@@ -84,7 +84,7 @@ def stranger(kind: str, how: str, address: str, script: bytes) -> str:
         as_another_user("/usr/bin/env", "python3", "-I", "-c", STRANGER, kind, how, address),
         input=script,
         capture_output=True,
-        timeout=60,
+        timeout=LIMIT,
     )
     return done.stdout.decode() + done.stderr.decode()
 
@@ -187,7 +187,7 @@ def test_another_user_is_refused_at_every_port(doctor: Doctor, live: Live) -> No
     # From the job's own user the same bytes do what they say.
     with socket.create_connection(("127.0.0.1", numbers[0])) as own:
         own.sendall(attack(doctor.directory / "mine"))
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + LIMIT
         while not (doctor.directory / "mine").exists():
             assert time.monotonic() < deadline
             time.sleep(0.1)

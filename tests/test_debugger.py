@@ -129,7 +129,7 @@ def place(client: DapClient, timeout: float = LIMIT) -> int:
 
 def stop_together(clients: list[DapClient]) -> None:
     """Let the first rank to stop go once more if the last had passed the line by then."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LIMIT
     while not all(client.stopped_now() for client in clients) and time.monotonic() < deadline:
         time.sleep(0.1)
     for client in clients:

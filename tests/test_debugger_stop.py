@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import JOBS, Doctor, Live, Result
+from tests.conftest import JOBS, LIMIT, Doctor, Live, Result
 from tests.dap_client import DapClient, DapUnavailable, install_modules
 
 JOB = JOBS / "held.py"
@@ -45,7 +45,7 @@ class Held:
         for port in ports[:2]:
             client = DapClient(self.modules, port, env=self.doctor.environment())
             self.clients.append(client)
-            client.attach(timeout=240)
+            client.attach(timeout=LIMIT)
 
     def stop_all(self) -> None:
         """What VS Code's Stop does to a compound whose sessions stop together."""
@@ -62,7 +62,7 @@ class Held:
 
     def check_both_go_on(self) -> None:
         before = [self.count(rank) for rank in (0, 1)]
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + LIMIT
         while not all(self.count(rank) > before[rank] for rank in (0, 1)):
             assert self.live.process.poll() is None, self.live.err.read_text()
             assert time.monotonic() < deadline
@@ -127,7 +127,7 @@ def test_a_pause_in_native_code_shows_the_stack_at_once(held: Held) -> None:
     held.start()
     held.attach()
     (held.doctor.directory / "native").touch()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LIMIT
     while not (held.doctor.directory / "native-0").exists():
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -14,7 +14,7 @@ import pytest
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.finding import RULES, Finding, Severity, examine
 from ddpdoctor.run.record import Phase
-from tests.conftest import JOBS, ROOT, Doctor, Result
+from tests.conftest import JOBS, LIMIT, ROOT, Doctor, Result
 
 TRAIN = str(JOBS / "train.py")
 TWO = ("--nproc-per-node", "2")
@@ -468,7 +468,7 @@ def memory_limit(token: str) -> Iterator[Path]:
     except OSError as error:
         pytest.skip(f"cannot limit memory here: {error}")
     finally:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + LIMIT
         while (cgroup / "cgroup.procs").read_text() and time.monotonic() < deadline:
             time.sleep(0.1)
         cgroup.rmdir()

@@ -544,7 +544,6 @@ def test_a_stall_is_said_and_so_is_that_it_is_over(doctor: Doctor) -> None:
         dist.destroy_process_group()
         """,
     )
-    began = time.monotonic()
     result = doctor.run("--hang-after", "3", "--nproc-per-node", "2", "--", str(script))
     result.check_success()
     assert result.codes == ["DDP802"], result.stderr
@@ -560,7 +559,6 @@ def test_a_stall_is_said_and_so_is_that_it_is_over(doctor: Doctor) -> None:
     recorded = hasattr(torch._C._distributed_c10d, "_dump_fr_trace")
     assert all(bool(each["flight"]) == recorded for each in told["ranks"])
     assert all(bool(each["flight_trouble"]) != recorded for each in told["ranks"])
-    assert time.monotonic() - began < 90
 
 
 @pytest.mark.parametrize(

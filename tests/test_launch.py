@@ -82,7 +82,7 @@ def wait_until(condition: Callable[[], bool], timeout: float = LIMIT) -> None:
         time.sleep(0.02)
 
 
-def wait_for_files(live: Live, folder: Path, *names: str, timeout: float = 60) -> None:
+def wait_for_files(live: Live, folder: Path, *names: str, timeout: float = LIMIT) -> None:
     def there() -> bool:
         if live.process.poll() is not None and not all((folder / n).exists() for n in names):
             raise AssertionError(f"ended too soon: {live.err.read_text('utf-8', 'replace')}")
@@ -91,7 +91,7 @@ def wait_for_files(live: Live, folder: Path, *names: str, timeout: float = 60) -
     wait_until(there, timeout)
 
 
-def bytes_of(live: Live, timeout: float = 60) -> tuple[int, bytes, bytes]:
+def bytes_of(live: Live, timeout: float = LIMIT) -> tuple[int, bytes, bytes]:
     status = live.process.wait(timeout)
     return status, live.out.read_bytes(), live.err.read_bytes()
 
@@ -216,7 +216,7 @@ def test_a_slow_reader_gets_every_byte(doctor: Doctor) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(4)  # it waits for the reader, as the job itself would
         assert len(process.stderr.read()) == 120_000
-        assert process.wait(20) == 0
+        assert process.wait(LIMIT) == 0
 
 
 def test_a_reader_that_stopped_reading_cannot_hold_up_the_end(doctor: Doctor) -> None:
@@ -233,7 +233,7 @@ def test_a_reader_that_stopped_reading_cannot_hold_up_the_end(doctor: Doctor) ->
     try:
         wait_until(lambda: (doctor.directory / "ready0").exists())
         process.send_signal(signal.SIGTERM)
-        assert process.wait(12) == -signal.SIGKILL
+        assert process.wait(LIMIT) == -signal.SIGKILL
     finally:
         process.kill()
         assert process.stderr is not None
@@ -266,7 +266,7 @@ def test_a_reader_that_went_away(doctor: Doctor) -> None:
         assert process.stderr is not None
         wait_until(lambda: (doctor.directory / "ready0").exists())
         process.stderr.close()
-        assert process.wait(20) == 13
+        assert process.wait(LIMIT) == 13
 
 
 # -- our own lines
@@ -532,11 +532,11 @@ sys.exit(main(["run", "--run-dir", "rd", "--grace", "1000", "--", "sleep", "1000
 """
     live = doctor.start(PYTHON, "-c", code, watch=False)
     try:
-        assert live.process.wait(10) == -signal.SIGTERM
+        assert live.process.wait(LIMIT) == -signal.SIGTERM
     finally:
         live.process.send_signal(signal.SIGINT)
         live.process.send_signal(signal.SIGINT)
-        live.process.wait(15)
+        live.process.wait(LIMIT)
 
 
 # -- the grace period
@@ -614,12 +614,12 @@ def test_a_job_with_an_emptied_environment_can_be_stopped(doctor: Doctor) -> Non
     (job,) = (each for each in below if str(stubborn) in each.cmdline())
     live.process.send_signal(signal.SIGTERM)
     try:
-        assert live.process.wait(10) == -signal.SIGKILL
+        assert live.process.wait(LIMIT) == -signal.SIGKILL
         assert not job.is_running()
     finally:
         if job.is_running():
             job.kill()
-        live.process.wait(10)
+        live.process.wait(LIMIT)
 
 
 # -- bad input

@@ -268,7 +268,7 @@ def test_the_status_comes_through_without_keepers(which: tuple[int, ...], doctor
     keepers = keepers_of(live)
     kill_together(*(keepers[number] for number in which))
     time.sleep(0.5)
-    live.process.communicate(b"\n", timeout=30)
+    live.process.communicate(b"\n", timeout=LIMIT)
     assert live.process.returncode == 15
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from ddpdoctor.analysis.endings import endings
 from ddpdoctor.run.snapshot import Rank
-from tests.conftest import JOBS, ROOT, Doctor, Result, marked
+from tests.conftest import JOBS, LIMIT, ROOT, Doctor, Result, marked
 
 SAMPLES = ROOT / "sample_jobs"
 
@@ -479,8 +479,8 @@ def hooked(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     command = ["bash", "-c", 'ulimit -c 0; "$@"; exit 0', "bash", sys.executable]
     command += [str(JOBS / "hooked.py"), *HOOKED]
     pair = Pair(
-        doctor.run(*command, watch=False, timeout=120),
-        doctor.run("--", *command, timeout=120),
+        doctor.run(*command, watch=False, timeout=LIMIT),
+        doctor.run("--", *command, timeout=LIMIT),
     )
     assert not marked(token)
     return pair

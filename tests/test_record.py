@@ -807,7 +807,7 @@ def test_what_cannot_wait_is_written_while_the_writing_thread_is_at_work(rig: Ri
 
     rig.recorder.add(slow)
     rig.recorder.start()
-    assert held.wait(30)
+    assert held.wait(LIMIT)
     rig.recorder.add_now({"kind": "urgent"})
     assert rig.kinds() == ["urgent"]
     done.set()

@@ -558,7 +558,7 @@ def test_the_jobs_own_faulthandler_works_as_before(candidates: Candidates, tmp_p
     for name in names:
         assert f'.py", line {line_of(live, "here")} in <module>' in (tmp_path / name).read_text()
     live.process.send_signal(signal.SIGSEGV)
-    assert live.process.wait(10) == -signal.SIGSEGV
+    assert live.process.wait(LIMIT) == -signal.SIGSEGV
     assert "Segmentation fault" in (tmp_path / "own-fatal").read_text()
 
 
@@ -642,7 +642,7 @@ def test_being_asked_interrupts_nothing(candidates: Candidates) -> None:
     answers = 0
     while live.process.poll() is None:
         answers += sum(each.main is not None for each in candidates.capture())
-    assert live.process.wait(10) == 0
+    assert live.process.wait(LIMIT) == 0
     assert "slept 0 True" in live.out.read_text()
     assert answers > 10
 
@@ -727,9 +727,7 @@ def look_into_stopped(candidates: Candidates) -> RankStacks:
     os.kill(live.process.pid, signal.SIGSTOP)
     while (stat := read_stat(live.process.pid)) is not None and stat.letter != "T":
         time.sleep(0.01)
-    began = time.monotonic()
     (found,) = capture(glance(candidates.run_dir), patience=2)
-    assert time.monotonic() - began < 4
     return found
 
 

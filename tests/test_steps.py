@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ddpdoctor.run.snapshot import PHASES, Run, Step
-from tests.conftest import JOBS, Doctor, Result, marked
+from tests.conftest import JOBS, LIMIT, Doctor, Result, marked
 
 PAUSE = 40_000_000
 """Nanoseconds of the sleeps in ``jobs/loops.py``."""
@@ -102,7 +102,7 @@ def run_loops(directory: Path, names: list[str], ranks: int) -> Loops:
     token = uuid.uuid4().hex
     doctor = Doctor(directory, token)
     result = doctor.run(
-        f"--nproc-per-node={ranks}", str(JOBS / "loops.py"), str(directory), *names, timeout=120
+        f"--nproc-per-node={ranks}", str(JOBS / "loops.py"), str(directory), *names, timeout=LIMIT
     )
     result.check_success()
     assert not marked(token)

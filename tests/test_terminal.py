@@ -305,7 +305,7 @@ def test_closing_the_terminal_ends_everything(job: str, terminal: Open, doctor: 
         ours = terminal("--", PYTHON, "stubborn.py")
         ours.wait_for(b"ready")
     ours.close()
-    ours.process.wait(10)
+    ours.process.wait(LIMIT)
 
 
 def test_nohup_outlives_the_terminal(terminal: Open, doctor: Doctor) -> None:
@@ -328,7 +328,7 @@ def test_nohup_outlives_the_terminal(terminal: Open, doctor: Doctor) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         ours.process.wait(1.5)
     doctor.write("go", "")
-    assert ours.process.wait(20) == 0
+    assert ours.process.wait(LIMIT) == 0
     assert (doctor.directory / "survived").exists()
 
 
@@ -406,7 +406,7 @@ sys.exit(6)
 
 def grows(*files: Path) -> bool:
     before = [file.stat().st_size for file in files]
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + LIMIT
     while time.monotonic() < deadline:
         time.sleep(0.2)
         if all(file.stat().st_size > size for file, size in zip(files, before, strict=True)):
@@ -494,7 +494,7 @@ def test_the_whole_group_is_killed_on_a_terminal(terminal: Open, doctor: Doctor)
     ours = terminal("--quiet", "--", PYTHON, "ticks.py")
     ours.wait_for(b"tick", 120)
     os.killpg(ours.process.pid, signal.SIGKILL)
-    assert ours.process.wait(10) == -signal.SIGKILL
+    assert ours.process.wait(LIMIT) == -signal.SIGKILL
 
 
 # -- as a person sees it

@@ -167,7 +167,7 @@ def test_quitting_closes_the_source(key: str) -> None:
 
     app = monitor(source=source)
     drive(app, test)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + LIMIT
     while not source.closed:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -478,7 +478,7 @@ def test_a_signal_is_asked_for_with_cancel_selected(
         assert "SIGTERM was sent to the launcher" in screen(app)
 
     drive(monitor(at(live_run)), test)
-    assert sleeper.wait(10) == -signal.SIGTERM
+    assert sleeper.wait(LIMIT) == -signal.SIGTERM
 
 
 def test_readonly_sends_nothing(live_run: Path) -> None:
@@ -546,7 +546,7 @@ def test_a_rank_is_signalled_only_if_it_is_the_runs(
             choices = signals.choices(at(live_run), replace(made.row(1), pid=rank.pid))
             assert "the others may hang" in choices[-1].words
             signals.send(choices[-1])
-            assert rank.wait(10) == -signal.SIGKILL
+            assert rank.wait(LIMIT) == -signal.SIGKILL
         finally:
             rank.kill()
 
@@ -556,7 +556,7 @@ def test_the_reader_outlives_the_app_by_no_thread() -> None:
         await pilot.press("q")
 
     drive(monitor(), test)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + LIMIT
     while any(each.name == "ddpdoctor-top-reader" for each in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 if TYPE_CHECKING:
-    from tests.conftest import Doctor, Live
+    from tests.conftest import LIMIT, Doctor, Live
 
 pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 
@@ -64,7 +64,9 @@ class Tmux:
     def keys(self, *keys: str) -> None:
         self("send-keys", *keys)
 
-    def wait_for(self, condition: Callable[[list[str]], object], timeout: float = 40) -> list[str]:
+    def wait_for(
+        self, condition: Callable[[list[str]], object], timeout: float = LIMIT
+    ) -> list[str]:
         deadline = time.monotonic() + timeout
         while True:
             screen = self.screen
@@ -100,7 +102,7 @@ def job(doctor: Doctor) -> Iterator[Live]:
     yield live
     if live.process.poll() is None:
         live.process.terminate()
-        live.process.wait(60)
+        live.process.wait(LIMIT)
 
 
 def blames_the_slow_rank(screen: list[str]) -> bool:
@@ -175,7 +177,7 @@ def test_sizes_signals_and_the_end(tmux: Tmux, job: Live) -> None:
     tmux.wait_for_text("▸ Cancel")
     tmux.keys("j", "Enter")
     tmux.wait_for_text("SIGINT was sent to the launcher")
-    job.process.wait(60)
+    job.process.wait(LIMIT)
     tmux.wait_for_text("ENDED")
     shutil.rmtree(job.run_dir)
     tmux.keys("s")

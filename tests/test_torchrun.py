@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.supervise.command import TORCHRUN
+from tests.conftest import LIMIT
 
 BINARY = Path(sys.executable).with_name("torchrun")
 HEAD = re.compile(r"^W\d{4} [\d:.]+ \d+ ", re.MULTILINE)
@@ -19,7 +20,7 @@ def run(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": "/usr/bin:/bin", "PYTHONWARNINGS": "ignore", "HOME": str(directory)}
     (directory / "job.py").write_text("print('ran')\n")
     return subprocess.run(
-        words, cwd=directory, env=environment, capture_output=True, text=True, timeout=240
+        words, cwd=directory, env=environment, capture_output=True, text=True, timeout=LIMIT
     )
 
 

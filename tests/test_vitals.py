@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.probe.runtime import vitals
+from ddpdoctor.probe.runtime import shield, vitals
 from ddpdoctor.probe.runtime.recorder import Recorder
 from ddpdoctor.probe.runtime.vitals import Vitals
 from ddpdoctor.run.record import PAGE_SIZE, Journal, Parts, StatusPage, read_status
+from tests.conftest import LIMIT
 
 UUID = "01234567-89ab-cdef-0123-456789abcdef"
 PARTS = Parts(41, 1, 2, 3, 4, 5, 6, True)
@@ -142,9 +143,23 @@ def test_a_fault_in_a_round_is_written_and_ends_the_rounds(tmp_path: Path) -> No
 
     recorder.each_round.append(broken)
     recorder.start()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + LIMIT
     while b"test_vitals" not in (tmp_path / "journal").read_bytes() and time.monotonic() < deadline:
         time.sleep(0.05)
     recorder.close(5)
     assert calls == [1]
     assert b'"hook":"test_vitals","error":"ValueError"' in (tmp_path / "journal").read_bytes()
+
+
+def test_a_writing_thread_that_fails_prints_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    recorder = Recorder(new_page(tmp_path / "page"), Journal(str(tmp_path / "journal"), 1 << 20))
+    failed: list[str] = []
+    monkeypatch.setattr(recorder, "_drain", lambda last: 1 / 0)
+    monkeypatch.setattr(shield, "fault", lambda hook, error: failed.append(f"{hook}: {error}"))
+    recorder.start()
+    recorder.add({"kind": "step"})
+    recorder._thread.join(LIMIT)
+    assert failed == ["thread journal: division by zero"]
+    assert capfd.readouterr().err == ""

@@ -63,8 +63,8 @@ def shared_rows(run: Run) -> Iterator[Finding]:
     When it stays silent
         For draws with replacement, for samplers of the job's own that give ranks the same samples,
         for data that repeat within a rank, for less than 2 % of the draws, and where inputs are
-        augmented or made at random or lie on a GPU. Where every rank draws all of one data set it is
-        DDP102, and DDP115 for a stream.
+        augmented or made at random or lie on a GPU. Where every rank draws all of one data set it
+        is DDP102, and DDP115 for a stream.
 
     Since
         0.1.0

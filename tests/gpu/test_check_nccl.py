@@ -16,7 +16,7 @@ import pytest
 
 from ddpdoctor.preflight.protocol.ranks import PROGRAM
 from ddpdoctor.system.gpu.health import read_health
-from tests.conftest import TOKEN, Doctor, Result, marked
+from tests.conftest import LIMIT, TOKEN, Doctor, Result, marked
 from tests.gpu.machine import (
     GPUS,
     SLACK,
@@ -215,7 +215,7 @@ def test_a_gpu_that_somebody_needs_is_left_alone(doctor: Doctor) -> None:
             assert told["gpu-memory"]["status"] == "warn"
             assert used()[0] <= before[0] + SLACK
             holder.stdin.close()
-            assert holder.wait(60) == 0
+            assert holder.wait(LIMIT) == 0
         finally:
             holder.kill()
 
@@ -232,8 +232,8 @@ def test_an_interrupt_while_nccl_runs_leaves_nothing_behind(doctor: Doctor, toke
         time.sleep(0.02)
     assert live.process.poll() is None, "it ended before a GPU was seen in use"
     live.process.send_signal(signal.SIGINT)
-    assert live.process.wait(20) == 130
-    deadline = time.monotonic() + 10
+    assert live.process.wait(LIMIT) == 130
+    deadline = time.monotonic() + LIMIT
     while marked(token) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert marked(token) == []

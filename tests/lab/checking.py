@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from tests.conftest import LIMIT
 from tests.lab.network import NETWORK, Host, Lab
 
 PORT = 29500
@@ -117,7 +118,7 @@ class Checks:
         each: Mapping[int, Sequence[str]] | None = None,
         env: Mapping[int, Mapping[str, str]] | None = None,
         hosts: Sequence[Host] | None = None,
-        timeout: float = 100,
+        timeout: float = LIMIT,
     ) -> list[Said]:
         """Run the check on all hosts at once.
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from tests.conftest import LIMIT
 from tests.lab.network import INTERFACE, Host, Lab
 
 EPHEMERAL = "ephemeral"
@@ -168,7 +169,7 @@ def clock_shifted(host: Host, seconds: float, directory: Path) -> None:
         subprocess.run(
             [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(SHIM), "-ldl"],
             check=True,
-            timeout=60,
+            timeout=LIMIT,
         )
     host.environment.update(LD_PRELOAD=str(library), CLOCK_SHIFT_S=str(seconds))
 

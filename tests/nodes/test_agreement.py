@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from tests.conftest import LIMIT
 from tests.lab import faults
 from tests.lab.checking import PORT, WITHOUT_TORCH, Make, agreeing, silent
 
@@ -92,7 +93,7 @@ def test_an_id_that_was_corrected_in_time_is_no_fault(nodes: Make) -> None:
     ].messages.startswith("node0:29500 (10.77.0.1) refuses"):
         assert process.poll() is None, err.read_text()
     silent(checks.run(*WITHOUT_TORCH, hosts=[second]))
-    assert process.wait(30) == 0, out.read_text()
+    assert process.wait(LIMIT) == 0, out.read_text()
 
 
 @pytest.mark.slow
@@ -105,4 +106,4 @@ def test_the_same_wrong_id_twice_is_one_node(nodes: Make) -> None:
         assert "another rendezvous id" in said.messages
     time.sleep(4)
     silent(checks.run(*WITHOUT_TORCH, hosts=[second, third]))
-    assert process.wait(30) == 0, out.read_text()
+    assert process.wait(LIMIT) == 0, out.read_text()

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests.conftest import LIMIT
 from tests.lab import faults
 from tests.lab.checking import PORT, WITHOUT_TORCH, Make, silent
 
@@ -106,12 +107,12 @@ def test_a_blocked_endpoint_is_told_by_its_cause_while_node_0_still_waits(
     if closed == "and high ports":
         assert finding["evidence"] == [up]
         assert waiting.poll() is None
-        assert waiting.wait(60) == 2
+        assert waiting.wait(LIMIT) == 2
         assert "waiting for node rank 1; nobody has called port 29500 yet" in err.read_text()
         assert "node rank 1 did not come" in out.read_text()
     else:
         assert finding["evidence"][0].startswith("the check runs there: it answers at port ")
-        assert waiting.wait(60) == 2
+        assert waiting.wait(LIMIT) == 2
         assert "node1 (node 1, 10.77.0.2) cannot connect to port 29500" in out.read_text()
 
 
@@ -160,7 +161,7 @@ def test_whoever_is_early_waits_for_node_0(nodes: Make) -> None:
     time.sleep(11)
     silent(checks.run(*WITHOUT_TORCH, hosts=checks.lab.hosts[:1]))
     for _, process, out, err in early:
-        assert process.wait(30) == 0, out.read_text() + err.read_text()
+        assert process.wait(LIMIT) == 0, out.read_text() + err.read_text()
         assert "(10.77.0.1): nothing listens there yet; " in err.read_text()
 
 

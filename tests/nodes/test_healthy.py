@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Doctor
+from tests.conftest import LIMIT, Doctor
 from tests.lab import faults
 from tests.lab.checking import PORT, WITHOUT_TORCH, Make, silent
 
@@ -61,7 +61,7 @@ def test_nodes_without_node_ranks_find_each_other(nodes: Make) -> None:
         at = words.index("--node-rank")
         running.append(checks.start(host, [*words[:at], *words[at + 2 :]]))
     for process, out, err in running:
-        assert process.wait(60) == 0, out.read_text() + err.read_text()
+        assert process.wait(LIMIT) == 0, out.read_text() + err.read_text()
         assert "3 of 3 nodes are here" in out.read_text()
 
 
@@ -77,7 +77,7 @@ def test_slurm_says_it_all(nodes: Make) -> None:
         words = [sys.executable, "-m", "ddpdoctor", "check", "--nproc-per-node", "1"]
         running.append(checks.start(host, [*words, *WITHOUT_TORCH], slurm))
     for rank, (process, out, err) in enumerate(running):
-        assert process.wait(60) == 0, out.read_text() + err.read_text()
+        assert process.wait(LIMIT) == 0, out.read_text() + err.read_text()
         assert out.read_text().splitlines()[-1] == (
             f"ddpdoctor run --nnodes 2 --node-rank {rank} --nproc-per-node 1 "
             "--rdzv-endpoint node0:29500 --rdzv-id 77 -- train.py"
@@ -95,5 +95,5 @@ def test_without_an_endpoint_a_node_asks_for_one(nodes: Make) -> None:
     checks = nodes(1)
     words = [sys.executable, "-m", "ddpdoctor", "check", "--nnodes", "2", "--node-rank", "1"]
     process, out, err = checks.start(checks.lab.hosts[0], [*words, *WITHOUT_TORCH])
-    assert process.wait(30) == 2, err.read_text()
+    assert process.wait(LIMIT) == 2, err.read_text()
     assert "nobody said where the nodes meet" in out.read_text()

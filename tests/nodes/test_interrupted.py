@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LIMIT
 from tests.lab import faults
 from tests.lab.checking import WITHOUT_TORCH, Make
 from tests.lab.network import Host
@@ -35,7 +36,7 @@ def test_ctrl_c_leaves_nothing_behind(nodes: Make, after: float) -> None:
     for process, _, _ in running:
         os.killpg(process.pid, signal.SIGINT)
     for process, _, err in running:
-        process.wait(20)
+        process.wait(LIMIT)
         assert "Traceback" not in err.read_text()
     # What had to be entered a namespace by ends at once, and the check inside a moment later.
     until = time.monotonic() + 5
@@ -56,7 +57,7 @@ def test_a_node_that_goes_away_in_the_middle_is_named(nodes: Make) -> None:
     time.sleep(3)
     os.killpg(running[2][0].pid, signal.SIGKILL)
     for process, out, err in running[:2]:
-        assert process.wait(60) == 2, err.read_text()
+        assert process.wait(LIMIT) == 2, err.read_text()
         assert "node2 (node 2) went away during dialling" in out.read_text()
 
 
@@ -80,8 +81,8 @@ def test_whoever_does_not_know_the_id_learns_nothing(nodes: Make, tmp_path: Path
     began, _, _ = checks.start(first, checks.words(first, *WITHOUT_TORCH))
     time.sleep(3)
     ended, table, _ = checks.start(second, checks.words(second, *WITHOUT_TORCH))
-    assert process.wait(20) == 0, err.read_text()
+    assert process.wait(LIMIT) == 0, err.read_text()
     assert b'"refused":"id"' in out.read_bytes()
-    assert began.wait(60) == 2
-    assert ended.wait(60) == 2
+    assert began.wait(LIMIT) == 2
+    assert ended.wait(LIMIT) == 2
     assert "2 of 2 nodes are here" in table.read_text()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import LIMIT, ROOT
 from tests.lab import faults
 from tests.lab.checking import PORT, Checks, Make
 
@@ -68,7 +68,7 @@ def test_after_a_green_check_the_line_trains(nodes: Make, size: int) -> None:
     lines = [line_of(checks, rank) for rank in range(size)]
     running = train(checks, lines)
     for process, _out, err in running:
-        assert process.wait(120) == 0, err.read_text()
+        assert process.wait(LIMIT) == 0, err.read_text()
     told = running[0][1].read_text()
     assert f"ranks {size}, device " in told
     assert "summary: 1 epochs, test accuracy" in told
@@ -113,4 +113,4 @@ def test_after_a_red_check_the_line_fails(nodes: Make, fault: Callable[[Checks],
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
     for process, _, _ in running:
-        process.wait(45)
+        process.wait(LIMIT)
