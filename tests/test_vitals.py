@@ -154,12 +154,14 @@ def test_a_fault_in_a_round_is_written_and_ends_the_rounds(tmp_path: Path) -> No
 def test_a_writing_thread_that_fails_prints_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    recorder = Recorder(new_page(tmp_path / "page"), Journal(str(tmp_path / "journal"), 1 << 20))
+    journal = Journal(str(tmp_path / "journal"), 1 << 20)
+    recorder = Recorder(new_page(tmp_path / "page"), journal)
     failed: list[str] = []
     monkeypatch.setattr(recorder, "_drain", lambda last: 1 / 0)
     monkeypatch.setattr(shield, "fault", lambda hook, error: failed.append(f"{hook}: {error}"))
     recorder.start()
     recorder.add({"kind": "step"})
     recorder._thread.join(LIMIT)
+    journal.close()
     assert failed == ["thread journal: division by zero"]
     assert capfd.readouterr().err == ""

@@ -23,6 +23,9 @@ from ddpdoctor.run.record import Record
 JOINS = 60.0
 """Seconds for the process to connect to us once gdb has let it go."""
 
+ATTEMPTS = 3
+"""gdb may stop the process where it cannot load a library at that moment."""
+
 _ROOT = str(Path(__file__).parents[2])
 
 _INJECT = """
@@ -119,15 +122,19 @@ def _inject(pid: int, directory: str) -> None:
     source = _JOIN.format(paths=[_ROOT, debugpys], directory=directory)
     # It goes through gdb's command line, where quotes and line ends would not come through.
     code = f"exec(bytes({list(source.encode())}).decode(),{{}})".replace(" ", "")
-    done = subprocess.run(
-        [sys.executable, "-c", _INJECT, str(pid), code],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYDEVD_DISABLE_FILE_VALIDATION": "1"},
-    )
-    refused = [line for line in done.stdout.splitlines() if "ptrace" in line or "No symbol" in line]
+    for _ in range(ATTEMPTS):
+        done = subprocess.run(
+            [sys.executable, "-c", _INJECT, str(pid), code],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYDEVD_DISABLE_FILE_VALIDATION": "1"},
+        )
+        lines = done.stdout.splitlines()
+        refused = [line for line in lines if "ptrace" in line or "No symbol" in line]
+        if not any("No symbol" in line for line in refused):
+            break
     if done.returncode != 0 or refused:
         reason = refused[0].strip() if refused else "gdb could not attach"
         raise DoctorError(
