@@ -124,6 +124,14 @@ def test_a_rank_that_left_its_loop_while_another_waits(job: Job) -> None:
     assert job.decided() == ((1,), BREAK)
 
 
+def test_a_rank_that_had_ended_and_was_stopped_before_it_had_a_core_to_exit(job: Job) -> None:
+    job.waits(0, [job.loop()], reduced=13)
+    job.ends(1, [job.loop(), job.over("left", 12, 12, left_at=BREAK)], reduced=12)
+    # Its launcher stops it once rank 0 has failed.
+    job.written.supervisor[-1].update(status=-15, time=T0 + 61 * SECOND)
+    assert job.decided() == ((1,), BREAK)
+
+
 def test_the_same_in_a_job_that_still_runs(job: Job) -> None:
     job.written.rank(0, [job.loop()], phase=Phase.BACKWARD, armed=13, steps=12, reduced=13)
     left = [job.loop(), job.over("left", 12, 12, left_at=BREAK)]

@@ -232,8 +232,11 @@ def _rank_ending(
         )
     name = signal_name(-status)
     asked = -status in _ASKED
-    if rank.ended is not None and not asked:
-        return Ending(rank.rank, when, "abort-at-exit", False, name, status=status)
+    if rank.ended is not None:
+        # A launcher also stops who has ended, but had no core yet to exit.
+        return (
+            None if asked else Ending(rank.rank, when, "abort-at-exit", False, name, status=status)
+        )
     return Ending(
         rank=rank.rank,
         time=when,
