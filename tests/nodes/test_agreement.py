@@ -86,13 +86,13 @@ def test_another_rendezvous_id(nodes: Make) -> None:
 def test_an_id_that_was_corrected_in_time_is_no_fault(nodes: Make) -> None:
     checks = nodes(2)
     first, second = checks.lab.hosts
-    words = checks.words(first, "--json", *WITHOUT_TORCH)
-    process, out, err = checks.start(first, words)
+    patient = (*WITHOUT_TORCH, "--timeout", str(LIMIT))
+    process, out, err = checks.start(first, checks.words(first, "--json", *patient))
     while checks.run(*WITHOUT_TORCH, "--rdzv-id", "typo", "--timeout", "2", hosts=[second])[
         0
     ].messages.startswith("node0:29500 (10.77.0.1) refuses"):
         assert process.poll() is None, err.read_text()
-    silent(checks.run(*WITHOUT_TORCH, hosts=[second]))
+    silent(checks.run(*patient, hosts=[second]))
     assert process.wait(LIMIT) == 0, out.read_text()
 
 

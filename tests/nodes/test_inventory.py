@@ -107,6 +107,8 @@ def test_a_shared_folder_of_which_a_node_sees_other_files(nodes: Make, tmp_path:
         assert finding["paste"] == f"ls -la {folder}"
 
 
+# On a machine that is busy it is too short.
+@pytest.mark.slow
 def test_a_short_time_limit_leaves_time_for_torch(nodes: Make) -> None:
     silent(nodes(2).run("--timeout", "16", "--only", "nodes,gloo-nodes"))
 
