@@ -71,12 +71,14 @@ def test_a_program_of_torchrun_without_python(doctor: Doctor) -> None:
     check_ranks(doctor.run("--nproc-per-node=2", "--no-python", str(script), "--steps=3"), 3)
 
 
+@pytest.mark.slow
 def test_children_of_spawn(doctor: Doctor) -> None:
     result = doctor.run("--", sys.executable, str(JOBS / "spawn.py"), str(free_port()))
     check_ranks(result, 3)
     assert {rank.opened["launcher"] for rank in result.run.ranks} == {"other"}
 
 
+@pytest.mark.slow
 def test_ranks_started_by_hand(doctor: Doctor) -> None:
     start = (
         f"{sys.executable} {TRAIN} --steps=3 --world-size=2 --init=tcp://127.0.0.1:{free_port()}"
@@ -179,6 +181,7 @@ def test_a_group_made_twice_is_one_rank_and_its_children_are_none(doctor: Doctor
     assert result.run.strays == ()
 
 
+@pytest.mark.slow
 def test_two_jobs_in_a_row_are_two_attempts(doctor: Doctor) -> None:
     script = doctor.write(
         "one.py",

@@ -178,6 +178,7 @@ def test_callers_beyond_the_room_leave_the_line(tmp_path: Path) -> None:
     assert found == [("barrier", "/job/comm.py:5", ())] * 2
 
 
+@pytest.mark.slow
 def test_calls_of_a_group_that_two_threads_use_have_no_known_numbers(doctor: Doctor) -> None:
     """As those of a communication hook, whose callbacks run wherever the call before ended."""
     script = doctor.write(
@@ -212,6 +213,7 @@ def test_calls_of_a_group_that_two_threads_use_have_no_known_numbers(doctor: Doc
     assert all(ring is not None and ring.partial for ring in rings)
 
 
+@pytest.mark.slow
 def test_a_group_of_another_thread_alone_is_no_obstacle(doctor: Doctor) -> None:
     script = doctor.write(
         "train.py",

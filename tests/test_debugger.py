@@ -378,6 +378,7 @@ def test_breakpoint_is_pythons_own_without_the_debugger(doctor: Doctor) -> None:
     chosen.check_success()
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_wait_at_a_breakpoint(job: Job) -> None:
     job.start(job=PAUSING)
     job.wait_for_words("attach with F5")
@@ -476,6 +477,7 @@ def test_f5_in_this_repository(job: Job) -> None:
     assert result.codes == []
 
 
+@pytest.mark.slow
 def test_nothing_listens_after_the_run(job: Job) -> None:
     job.start("--steps", "3")
     job.live.wait_for(lambda run: True)

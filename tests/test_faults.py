@@ -170,6 +170,7 @@ def test_a_hook_that_cannot_be_installed_does_not_keep_torch_from_being_imported
     assert rank.ended is not None
 
 
+@pytest.mark.slow
 def test_the_probe_itself_may_be_broken(doctor: Doctor) -> None:
     """Half an update of ddpdoctor: the probe cannot be imported at all."""
     package = doctor.directory / "copy" / "ddpdoctor"

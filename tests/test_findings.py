@@ -155,6 +155,7 @@ def test_worker_exception_names_the_line_in_the_dataset(doctor: Doctor) -> None:
     assert finding.location.line == 8
 
 
+@pytest.mark.slow
 def test_mp_spawn_exception(doctor: Doctor) -> None:
     script = doctor.write(
         "spawned.py",
@@ -364,6 +365,7 @@ def test_join_with_uneven_inputs_is_healthy(doctor: Doctor) -> None:
     assert [code for code in result.codes if code != "DDP906"] == []
 
 
+@pytest.mark.slow
 def test_interrupted_job_is_no_failure(doctor: Doctor) -> None:
     import signal
 

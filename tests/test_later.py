@@ -11,6 +11,7 @@ SICK = ROOT / "sample_jobs" / "sick"
 LATER = str(ROOT / "tests" / "jobs" / "later.py")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"),
     reason="this torch does not tell whether a saved tensor has hooks: nothing is looked at",

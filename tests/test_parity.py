@@ -226,6 +226,7 @@ def traceback_of(section: str) -> str:
     return section.partition("alive: ")[0]
 
 
+@pytest.mark.slow
 @NEEDS_CLEAN_RERAISE
 @pytest.mark.parametrize("place", PLACES)
 def test_tracebacks_are_the_same(errors: Pair, place: str) -> None:

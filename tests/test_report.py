@@ -176,6 +176,7 @@ def test_a_job_whose_supervisor_was_killed(copy: Path, capsys: pytest.CaptureFix
     assert "how it ended is not known" in out
 
 
+@pytest.mark.slow
 def test_a_live_run(doctor: Doctor, capsys: pytest.CaptureFixture[str]) -> None:
     live = doctor.start(*TWO, "--grace", "2", TRAIN, "--steps", "5000", "--pause", "0.02")
     live.wait_for_steps(3)

@@ -88,6 +88,7 @@ def test_sleep_and_work_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert works["ran"] > sleeps["ran"]
 
 
+@pytest.mark.slow
 def test_garbage_collections_are_counted_while_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     before = list(gc.callbacks)
     record = sampled(collect, monkeypatch)

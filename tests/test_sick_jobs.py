@@ -24,7 +24,7 @@ from tests.marks import (
     standing,
 )
 
-SAMPLE = {"ddp102_no_sampler", "ddp401_barrier_on_rank_0", "ddp305_unused_head"}
+SAMPLE = {"ddp401_barrier_on_rank_0"}
 HEALED = {"ddp401_barrier_on_rank_0"}
 """Jobs that are run every time; the others are slow, all of them together."""
 

@@ -147,6 +147,7 @@ def test_without_an_optimizer_the_forward_counts(bare_loops: Loops, name: str) -
     assert len(steps) == COUNTED_WITHOUT_OPTIMIZER[name]
 
 
+@pytest.mark.slow
 def test_no_step_is_lost_at_the_end_of_a_job_without_an_optimizer(bare_loops: Loops) -> None:
     # All of the loops' steps, and the one that ended with the process.
     assert len(bare_loops.run.last[0].steps) == sum(COUNTED_WITHOUT_OPTIMIZER.values()) + 1

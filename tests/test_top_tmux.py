@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from tests.conftest import LIMIT
+
 if TYPE_CHECKING:
-    from tests.conftest import LIMIT, Doctor, Live
+    from tests.conftest import Doctor, Live
 
 pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 
@@ -151,6 +153,7 @@ def test_in_the_locale_c_only_ascii_is_drawn(tmux: Tmux, job: Live) -> None:
     assert any(line.strip().startswith("[0-1]") for line in tmux.wait_for_text("<module>"))
 
 
+@pytest.mark.slow
 def test_sizes_signals_and_the_end(tmux: Tmux, job: Live) -> None:
     tmux.open(TOP, 100, 30, {**UTF_8, "NO_COLOR": "1"})
     tmux.wait_for(blames_the_slow_rank)
