@@ -1,58 +1,12 @@
 """The rules: importing this package registers them all in `ddpdoctor.core.finding.RULES`."""
 
-from ddpdoctor.rules import (
-    buffers,
-    checkpoints,
-    control_flow,
-    crashes,
-    data,
-    divergence,
-    edits,
-    evaluation,
-    failures,
-    finiteness,
-    hangs,
-    launch,
-    mismatch,
-    model,
-    models,
-    nothing_reduced,
-    optimizers,
-    placement,
-    shards,
-    shared_rows,
-    speed,
-    stalls,
-    streams,
-    unreduced,
-)
+import importlib
+import pkgutil
 
-__all__ = [
-    "buffers",
-    "checkpoints",
-    "control_flow",
-    "crashes",
-    "data",
-    "divergence",
-    "edits",
-    "evaluation",
-    "failures",
-    "finiteness",
-    "hangs",
-    "launch",
-    "mismatch",
-    "model",
-    "models",
-    "nothing_reduced",
-    "optimizers",
-    "placement",
-    "shards",
-    "shared_rows",
-    "speed",
-    "stalls",
-    "streams",
-    "unreduced",
-]
+from ddpdoctor.rules import failures
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
 
 # Last, since the table also adds to codes that others have.
 failures.register()

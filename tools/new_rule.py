@@ -1,0 +1,174 @@
+"""Lay out a new rule: ``python -m tools.new_rule DDP999 shouted-loss``.
+
+Writes four files, each a complete example to change: the rule with its page, a sick job that the
+rule names, the healthy twin, and the rule's test on a written run. Nothing else has to be edited.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import ddpdoctor.rules  # noqa: F401 (registers the rules)
+from ddpdoctor.core.finding import RULES
+
+ROOT = Path(__file__).parent.parent
+
+RULE = '''\
+"""TODO: what this family of findings is about (CODE)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.core.ranks import named
+from ddpdoctor.run.record import integer
+from ddpdoctor.run.snapshot import Run
+
+
+@rule("CODE", "SLUG", Severity.WARNING)
+def NAME(run: Run) -> Iterator[Finding]:
+    """TODO: one line, as the list of all rules shows it.
+
+    What it finds
+        TODO: what is seen of the run, in two or three sentences.
+
+    Why it is bad
+        TODO: what becomes of the job or of the model.
+
+    How to fix it
+        TODO: what to change.
+
+    Example
+        Wrong: `TODO`.
+        Right: `TODO`.
+
+    When it stays silent
+        TODO: where the evidence would be too thin.
+
+    Since
+        TODO
+    """
+    # The records that ranks write are listed in `ddpdoctor.run.record.KINDS`.
+    for rank in run.last:
+        for record in rank.of_kind("save"):
+            if "shout" in str(record.get("file")):
+                yield Finding(
+                    code="CODE",
+                    severity=Severity.WARNING,
+                    message=f"{named([rank.rank])} saves a checkpoint with a loud name",
+                    ranks=(rank.rank,),
+                    location=Location(str(record["path"]), integer(record, "line")),
+                    evidence=(f"the file is {record['file']}",),
+                    fix="Give the file another name.",
+                )
+'''
+
+JOB = '''\
+"""TODO: what the job does wrong."""
+
+import gc
+import tempfile
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+    if dist.get_rank() == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.save(model.module.state_dict(), f"{folder}/shout.pt")  # expect: CODE rank 0
+    del model, optimizer
+
+
+if __name__ == "__main__":
+    main()
+    gc.collect()
+    dist.destroy_process_group()
+'''
+
+TEST = '''\
+"""CODE: TODO."""
+
+from __future__ import annotations
+
+from ddpdoctor.run.record import Record
+from tests.written import Written
+
+
+def saved(file: str) -> Record:
+    return {"kind": "save", "file": file, "path": "/job/train.py", "line": 24}
+
+
+def test_a_loud_name_is_named_with_its_rank_and_line(written: Written) -> None:
+    written.rank(0, [saved("/tmp/shout.pt")])
+    written.rank(1, [])
+    (finding,) = written.findings()
+    assert (finding.code, finding.ranks) == ("CODE", (0,))
+    assert str(finding.location) == "/job/train.py:24"
+
+
+def test_another_name_is_left_alone(written: Written) -> None:
+    written.rank(0, [saved("/tmp/last.pt")])
+    written.rank(1, [])
+    assert written.findings() == []
+'''
+
+
+def layout(code: str, slug: str) -> dict[Path, str]:
+    """The files of a new rule, by their paths below the repository."""
+    name = slug.replace("-", "_")
+
+    def filled(text: str) -> str:
+        return text.replace("CODE", code).replace("SLUG", slug).replace("NAME", name)
+
+    stem = f"{code.lower()}_{name}"
+    twin = (
+        re.sub(r"  # expect: .*", "", JOB).replace("shout.pt", "last.pt").replace("wrong", "right")
+    )
+    return {
+        Path("ddpdoctor/rules") / f"{name}.py": filled(RULE),
+        Path("sample_jobs/sick") / f"{stem}.py": filled(JOB),
+        Path("sample_jobs/sick") / f"{stem}_healed.py": filled(twin),
+        Path("tests") / f"test_{name}.py": filled(TEST),
+    }
+
+
+def main(words: list[str] | None = None, root: Path = ROOT) -> int:
+    """Write the files; 2 if the code or a file is taken."""
+    parser = argparse.ArgumentParser(prog="python -m tools.new_rule", description=__doc__)
+    parser.add_argument("code", help="DDP and three digits, such as DDP999")
+    parser.add_argument("slug", help="its name in words, such as shouted-loss")
+    asked = parser.parse_args(words)
+    if not re.fullmatch(r"DDP\d{3}", asked.code) or not re.fullmatch(
+        r"[a-z][a-z0-9-]*", asked.slug
+    ):
+        parser.error("give a code such as DDP999 and a name such as shouted-loss")
+    if asked.code in RULES:
+        print(f"{asked.code} is {RULES[asked.code].name}: take another code", file=sys.stderr)
+        return 2
+    files = layout(asked.code, asked.slug)
+    taken = [path for path in files if (root / path).exists()]
+    if taken:
+        print(f"{taken[0]} is there already", file=sys.stderr)
+        return 2
+    for path, text in files.items():
+        (root / path).write_text(text)
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
