@@ -35,7 +35,7 @@ Commands:
 
 Options:
   --version   Show the version.
-  -h, --help  Show this text; `ddpdoctor COMMAND --help` tells about a command.
+  -h, --help  Show this text; `ddpdoctor COMMAND --help` describes a command.
 """
 
 

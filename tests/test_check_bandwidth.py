@@ -75,7 +75,7 @@ def test_a_real_network_card_is_believed_and_a_virtual_one_is_not(tmp_path: Path
     for name, driver, speed, why in (
         ("eth1", "virtio_net", "10000", "eth1 is virtual"),
         ("eth2", "hv_netvsc", "50000", "eth2 is virtual"),
-        ("eth3", "ixgbe", "-1", "eth3 does not tell its speed"),
+        ("eth3", "ixgbe", "-1", "eth3 does not report its speed"),
     ):
         card(tmp_path, name, driver, speed)
         assert link_capacity.interface_speed(tmp_path, name) == link_capacity.Capacity(why)

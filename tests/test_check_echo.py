@@ -21,7 +21,7 @@ GROUPS = "/proc/sys/net/ipv4/ping_group_range"
 ASK = """
 import asyncio, sys
 sys.path.insert(0, sys.argv[1])
-from ddpdoctor.preflight.meeting.echo import echoes
+from ddpdoctor.preflight.protocol.echo import echoes
 print(asyncio.run(echoes(sys.argv[2], float(sys.argv[3]))))
 """
 

@@ -249,8 +249,8 @@ def test_a_rank_takes_no_orders_from_another_user(doctor: Doctor) -> None:
             "joins.py",
             """
             import os
-            from ddpdoctor.probe import control
-            from ddpdoctor.probe.watch import namespace
+            from ddpdoctor.probe.runtime import control
+            from ddpdoctor.run.environment import namespace
             os.environ["DDPDOCTOR_SUPERVISOR"] = f"{os.getppid()}@{namespace()}"
             try:
                 control.join({"rank": 0})

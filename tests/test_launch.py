@@ -521,7 +521,7 @@ def test_a_signal_in_the_moment_of_the_start_is_not_lost(doctor: Doctor) -> None
     code = """
 import os, signal, sys
 from ddpdoctor.cli import main
-from ddpdoctor.launch.supervisor import Supervisor
+from ddpdoctor.supervise.supervisor import Supervisor
 
 start = Supervisor._start
 def late(self):

@@ -776,7 +776,7 @@ FAILED = "Error: Failed to get stack traces\n\nCaused by:\n    0: Failed to susp
         ("exec sleep 600", "py-spy took over "),
         ("echo []", "py-spy saw no main thread"),
         ("echo '[{}]'", "the output of this py-spy is not understood"),
-        ("exit 1", "py-spy failed without a word"),
+        ("exit 1", "py-spy failed without a message"),
     ],
     ids=["refused", "failed", "silent", "empty", "unknown", "mute"],
 )

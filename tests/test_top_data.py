@@ -684,7 +684,7 @@ def test_a_run_whose_supervisor_was_killed(make: Make) -> None:
     run.steps(20)
     run.end(None)
     snapshot = open_source(str(run.path)).read(ALL)
-    assert "nobody wrote down how it ended" in snapshot.verdict.text
+    assert "how it ended was not recorded" in snapshot.verdict.text
     assert snapshot.exit_status is None
 
 

@@ -223,7 +223,7 @@ def test_every_byte_comes_back(workspace: Path) -> None:
 def test_a_damaged_file_is_left_alone(workspace: Path, content: bytes, words: list[str]) -> None:
     path = workspace / ".vscode/launch.json"
     path.write_bytes(content)
-    assert "as it was" in refused(workspace, *words).hint
+    assert "unchanged" in refused(workspace, *words).hint
     assert path.read_bytes() == content
 
 
@@ -301,7 +301,7 @@ def test_a_link_inside_the_workspace_stays_a_link(workspace: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from ddpdoctor.vscode import launch_json
+from ddpdoctor.debug.vscode import launch_json
 workspace, label, other = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 sys.stdin.readline()
 for port in range(6000, 6015):

@@ -44,7 +44,7 @@ Options:
   --wait SECONDS    Wait so long for the end of a run that lives [default: 0].
   -h, --help        Show this text.
 
-A copied directory tells the same as on its own machine, without the lines of
+A copied directory gives the same report as on its own machine, without the lines of
 code around it where the sources are not the same.
 
 Exit status: 0 nothing but infos; 1 warnings; 2 errors; 3 there is no such run
@@ -114,7 +114,7 @@ def _parse(words: Sequence[str]) -> _Options:
             close = difflib.get_close_matches(name, _FLAGS, n=1)
             raise _wrong(
                 f"unknown option {name}",
-                f"did you mean {close[0]}?" if close else "`ddpdoctor report --help` tells more",
+                f"did you mean {close[0]}?" if close else "`ddpdoctor report --help` says more",
             )
         else:
             options.names.append(word)

@@ -49,7 +49,7 @@ Options of ddpdoctor:
                     0 turns it off [default: 0.5].
   -h, --help        Show this text.
 
-Debugger (debugpy starts in a rank only when somebody attaches):
+Debugger (debugpy starts in a rank only when a client attaches):
   --debug-port PORT Local rank R listens on PORT + R [default: 5678; 0: any].
   --debug-host ADDRESS
                     Listen there instead of on 127.0.0.1, where only you and

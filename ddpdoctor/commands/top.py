@@ -107,7 +107,7 @@ def _parse(words: Sequence[str]) -> _Options:
         name, equals, given = word.partition("=")
         if name in _VALUES:
             if not equals and (not queue or queue[0].startswith("--")):
-                raise DoctorError(f"option {name} needs a value", "`--help` tells more")
+                raise DoctorError(f"option {name} needs a value", "`--help` says more")
             options.values[name] = given if equals else queue.pop(0)
         elif word in _FLAGS:
             options.flags.add(word)

@@ -163,7 +163,7 @@ def _take_apart(words: Sequence[str]) -> _Options:
         if name in _WITH_VALUE:
             if not equals:
                 if not queue or queue[0].startswith("--"):
-                    raise DoctorError(f"option {name} needs a value", "`--help` tells more")
+                    raise DoctorError(f"option {name} needs a value", "`--help` says more")
                 value = queue.pop(0)
             options.values.setdefault(name, []).append(value)
         elif word == "--remove":

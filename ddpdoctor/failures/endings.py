@@ -40,8 +40,7 @@ FAILURES = (
         anchors=("due to timeout", "NCCL operation timed out"),
         pattern=r"Aborting process on rank \d+ due to timeout|NCCL operation timed out",
         says="waited in a collective of NCCL until its timeout, and some other rank did not come",
-        fix="It does not say in which collective: `ddpdoctor run` tells, and at which line. "
-        + _LOOK,
+        fix="It does not say in which collective: `ddpdoctor run` names it, and its line. " + _LOOK,
         torch="2.15",
     ),
     Failure(

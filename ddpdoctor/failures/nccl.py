@@ -17,7 +17,7 @@ FAILURES = (
         fix='Call torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before anything touches '
         "CUDA, and start no more ranks than there are GPUs.",
         page=Page(
-            "A rank does not take the GPU of its own.",
+            "Two ranks share one GPU.",
             "NCCL that finds two ranks on one GPU, or a barrier that warns that a process's GPU is "
             "not known.",
             "All ranks of a node land on GPU 0: NCCL refuses, or hangs, or its memory runs out.",
@@ -117,12 +117,12 @@ FAILURES = (
         "shared memory or verbs call that failed.",
         page=Page(
             "A system call of NCCL failed.",
-            '"ncclSystemError" or "unhandled system error", and no warning that tells more.',
+            '"ncclSystemError" or "unhandled system error", and no warning that says more.',
             "It can be a socket, shared memory, or InfiniBand; without NCCL's own warnings "
             "nobody can tell.",
             "Start with `NCCL_DEBUG=WARN` and look again: `ddpdoctor` reads those lines.",
             "Wrong: guessing. Right: `NCCL_DEBUG=WARN torchrun ...`.",
-            "When a line of NCCL tells what failed (DDP921, DDP005, DDP006).",
+            "When a line of NCCL says what failed (DDP921, DDP005, DDP006).",
         ),
         torch="nccl#207",
     ),

@@ -133,7 +133,7 @@ FAILURES = (
         pattern=r"(?:connectFullMesh failed|failed to connect, willRetry=0|Connection refused)"
         r"[^\n]*(?:remote=|connect )\[127\.\d+\.\d+\.\d+\]"
         r"|(?:SocketTimeout|Connection refused|connect) ?\[127\.0\.1\.1\]",
-        says="was told to reach a peer at a loopback address, which is itself",
+        says="was given a peer at a loopback address, which is itself",
         fix="On the peer's node the host name means 127.*: take that line out of /etc/hosts, or "
         "set GLOO_SOCKET_IFNAME to the network's interface.",
         page=Page(
@@ -154,7 +154,7 @@ FAILURES = (
         weight=Weight.SYMPTOM,
         anchors=("[172.",),
         pattern=r"(?:remote=|connect )\[172\.(?:1[7-9]|2\d|3[01])\.\d+\.1\]",
-        says="was told to reach a peer at the address of a docker bridge",
+        says="was given a peer at the address of a docker bridge",
         fix="Name the network's interface: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; for NCCL "
         "also ^docker,br-.",
         page=Page(
@@ -214,7 +214,7 @@ FAILURES = (
         anchors=("Connection timed out", "No route to host"),
         pattern=r"(?:writev|Read error|read|recv)\S* \[[^\]]+\](?::\d+)?: "
         r"(?:Connection timed out|No route to host)",
-        says="lost its connection to a peer without a word: packets vanish on the way",
+        says="silently lost its connection to a peer: packets vanish on the way",
         fix="Test with full packets, `ping -M do -s 8972 PEER` (1472 without jumbo frames): equal "
         "MTU on all nodes and switches; then the link and the card.",
         page=Page(
@@ -240,9 +240,9 @@ FAILURES = (
         page=Page(
             "A rank never wrote what the others wait for.",
             "torch's store that waited in vain for a key.",
-            "At the start all ranks tell their addresses there. One is absent, or two nodes have "
+            "At the start all ranks put their addresses there. One is absent, or two nodes have "
             "the same `--node-rank` and play the same ranks.",
-            "A `--node-rank` of its own for each node; then look at the rank that the key names.",
+            "Its own `--node-rank` for each node; then look at the rank that the key names.",
             "Wrong: `--node-rank 0` on both nodes. Right: 0 on the first, 1 on the second.",
             _IN_ALL_ELSE,
         ),

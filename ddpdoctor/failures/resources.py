@@ -142,7 +142,7 @@ FAILURES = (
         anchors=("DataLoader timed out",),
         pattern=r"DataLoader timed out after (?P<seconds>[\d.]+) seconds",
         says="waited {seconds} s in vain for a batch of its DataLoader",
-        fix="A worker stands still: storage that does not answer, or a lock taken before the fork. "
+        fix="A worker hangs: storage that does not answer, or a lock taken before the fork. "
         "Look at its stack (py-spy dump), or raise the DataLoader's timeout.",
         page=Page(
             "The DataLoader gave up waiting for a batch.",

@@ -224,7 +224,7 @@ FAILURES = (
         page=Page(
             "Processes are started without a main guard.",
             "multiprocessing's exception about a process that was not ready to start others.",
-            "A spawned process imports the script anew, and would start processes again.",
+            "A spawned process imports the script again, and would start processes again.",
             'Everything that starts processes goes under `if __name__ == "__main__":`.',
             "Wrong: `mp.spawn(main, nprocs=8)` at the top level. Right: under the guard.",
             "With the fork start method.",

@@ -131,7 +131,7 @@ def _verdict(candidates: list[Sighting], certain: bool, all_: Sequence[Sighting]
         evidence=tuple(evidence),
         fix=failure.fix
         if failure is not None
-        else "Mend this exception first; failures of other ranks after it are its consequence.",
+        else "Fix this exception first; failures of other ranks follow from it.",
         traceback=first.traceback,
     )
 

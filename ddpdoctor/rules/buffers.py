@@ -24,7 +24,7 @@ SLOW = 0.75
 
 @rule("DDP704", "buffers-differ", Severity.WARNING)
 def buffers_differ(run: Run) -> Iterator[Finding]:
-    """A buffer of the model goes apart on the ranks, and DDP does not broadcast it.
+    """A buffer of the model differs between the ranks, and DDP does not broadcast it.
 
     What it finds
         Floating-point buffers of the state dict that are not the same on all ranks when a forward

@@ -57,7 +57,7 @@ def save_on_every_rank(run: Run) -> Iterator[Finding]:
 
     How to fix it
         Save on rank 0 alone, to a temporary name that is renamed afterwards, with a barrier before
-        anybody reads it. Where each rank has a state of its own, put the rank into the name.
+        a rank reads it. Where each rank has a state of its own, put the rank into the name.
 
     Example
         Wrong: `torch.save(model.module.state_dict(), "last.pt")` on every rank.
@@ -193,7 +193,7 @@ def checkpoint_not_applied(run: Run) -> Iterator[Finding]:
         left over in both the checkpoint and the model. An error where none fits.
 
     Why it is bad
-        `strict=False` passes over what does not fit without a word: the model keeps its random
+        `strict=False` silently skips what does not fit: the model keeps its random
         weights, and the training starts from nothing.
 
     How to fix it

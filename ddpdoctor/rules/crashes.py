@@ -48,7 +48,7 @@ def exception(run: Run) -> Iterator[Finding]:
         until their connection breaks or their timeout ends.
 
     How to fix it
-        Mend the line that is named. Messages such as "Connection closed by peer" on other ranks
+        Fix the line that is named. Messages such as "Connection closed by peer" on other ranks
         are consequences and go away with it.
 
     Example
@@ -75,7 +75,7 @@ def exception(run: Run) -> Iterator[Finding]:
             restart,
             cause,
             f"{cause.name} raised {short(cause.text, 200)}{moment(cause)}",
-            "Mend this exception first; failures of other ranks after it are its consequence.",
+            "Fix this exception first; failures of other ranks follow from it.",
             traceback=cause.traceback,
         )
 
@@ -85,8 +85,8 @@ def killed(run: Run) -> Iterator[Finding]:
     """A rank was killed from outside.
 
     What it finds
-        A rank that ended by a signal nobody catches (SIGKILL) or that it did not cause itself,
-        SIGINT to a single rank among them.
+        A rank that ended by a signal that cannot be caught (SIGKILL) or that it did not cause
+        itself, SIGINT to a single rank among them.
 
     Why it is bad
         The rank could neither save nor say anything. On a machine under load it usually was the
@@ -319,7 +319,7 @@ def lost_peers(run: Run) -> Iterator[Finding]:
         is on no rank seen here: on another node, in the network, or a rank that never came.
 
     Why it is bad
-        The rank that reports such an error is not the one to mend.
+        The rank that reports such an error is not the one to fix.
 
     How to fix it
         Look at the other nodes' output first; then at the ranks that did not join the collective.

@@ -282,7 +282,7 @@ def _repeats(before: Pass, again: Pass) -> bool:
 
 @rule("DDP105", "sampler-wrong-rank", Severity.ERROR)
 def wrong_shard(run: Run) -> Iterator[Finding]:
-    """A sampler was told a wrong rank or number of ranks.
+    """A sampler was given a wrong rank or number of ranks.
 
     What it finds
         Ranks of a DDP group whose samplers draw one and the same shard, because `rank` or
@@ -446,7 +446,7 @@ def uneven(run: Run) -> Iterator[Finding]:
     When it stays silent
         Within `join()`; for loops that may stop before the loader's end (`break`, `islice`, `zip`,
         a generator), unless they really leave a rank alone; for loaders that evaluate; for
-        iterable data, whose length nobody knows. What follows from it (DDP801, DDP803) is not said.
+        iterable data, whose length is not known. What follows from it (DDP801, DDP803) is not said.
 
     Since
         0.1.0

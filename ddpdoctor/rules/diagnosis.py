@@ -104,7 +104,7 @@ def _unexplained(run: Run, still: Standstill) -> Iterator[Finding]:
         code="DDP814",
         about="unexplained",
         severity=Severity.WARNING,
-        message=f"the job stands still since {still.seconds:.0f} s: "
+        message=f"the job has made no progress for {still.seconds:.0f} s: "
         + "; ".join(
             f"rank {rank.rank} {_doing(rank)} at {quoted(rank.site)}" for rank in ranks[:3]
         ),

@@ -49,7 +49,7 @@ def forward_under_rank_guard(run: Run) -> Iterator[Finding]:
 
     When it stays silent
         For models without buffers, with `forward_sync_buffers=False`, where all ranks evaluate, and
-        once the ranks have come apart by a decision that some took alone (DDP403).
+        once the ranks have diverged by a decision that some took alone (DDP403).
 
     Since
         0.1.0

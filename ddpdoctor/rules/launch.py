@@ -84,7 +84,7 @@ def data_parallel(run: Run) -> Iterator[Finding]:
         was built.
 
     Why it is bad
-        DataParallel knows nothing of the other processes: each trains a model of its own, on its
+        DataParallel knows nothing of the other processes: each trains its own model, on its
         own data, and nothing averages their gradients.
 
     How to fix it
@@ -112,7 +112,7 @@ def data_parallel(run: Run) -> Iterator[Finding]:
     yield Finding(
         code="DDP214",
         severity=Severity.WARNING,
-        message=f"nn.DataParallel in a job of {world} processes: each trains a model of its own",
+        message=f"nn.DataParallel in a job of {world} processes: each trains its own model",
         ranks=tuple(sorted(rank.rank for rank, _ in found)),
         location=_location(record),
         evidence=(f"built on {len(found)} ranks; none of them built a DDP",),

@@ -91,7 +91,7 @@ def optimizer_of_old_parameters(run: Run) -> Iterator[Finding]:
         before they were replaced.
 
     Why it is bad
-        `optimizer.step()` trains tensors that nobody uses; the new ones keep their first values,
+        `optimizer.step()` trains tensors that nothing uses; the new ones keep their first values,
         without any error.
 
     How to fix it

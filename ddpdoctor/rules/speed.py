@@ -101,7 +101,7 @@ def data_bound(run: Run) -> Iterator[Finding]:
         In the steady state, a median data wait above 20 % of the step on most ranks.
 
     Why it is bad
-        The GPU, or the CPU that computes, stands still for that time.
+        The GPU, or the CPU that computes, is idle for that time.
 
     How to fix it
         More DataLoader workers (`num_workers`), `persistent_workers=True`, `pin_memory=True`,

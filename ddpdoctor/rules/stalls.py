@@ -53,7 +53,7 @@ def stopped(run: Run) -> Iterator[Finding]:
         A process in state T: by SIGSTOP, SIGTSTP (Ctrl-Z) or SIGTTOU; or held by a tracer.
 
     Why it is bad
-        It does nothing until somebody continues it, and the others wait for it.
+        It does nothing until it is continued, and the others wait for it.
 
     How to fix it
         `kill -CONT PID`, and find out who stopped it: a batch system that suspends jobs, a shell.
@@ -127,13 +127,13 @@ def endless_loop(run: Run) -> Iterator[Finding]:
 
 @rule("DDP808", "waits-for-input", Severity.ERROR, lapses=hang)
 def waits_for_input(run: Run) -> Iterator[Finding]:
-    """A rank waits for somebody to type.
+    """A rank waits for keyboard input.
 
     What it finds
         A rank in `input()`, or in pdb, while the others wait for it.
 
     Why it is bad
-        Nobody may be at the keyboard, and under torchrun several ranks share one.
+        There may be no one at the keyboard, and under torchrun several ranks share one.
 
     How to fix it
         Take it out. `breakpoint()` under `ddpdoctor run` waits for a debugger that attaches to that
@@ -294,7 +294,7 @@ def waits_for_ranks(run: Run) -> Iterator[Finding]:
 
 @rule("DDP814", "stands-still", Severity.WARNING, lapses=hang)
 def stands_still(run: Run) -> Iterator[Finding]:
-    """The job stands still, and no rank of it is to blame.
+    """The job makes no progress, and no rank of it is to blame.
 
     What it finds
         All ranks in one and the same collective, which does not end; or all idle, and none in a
@@ -330,7 +330,7 @@ def does_not_end(run: Run) -> Iterator[Finding]:
         registered with `atexit`, or in native code while Python is taken down.
 
     Why it is bad
-        torchrun waits for it without a word, and the GPUs stay taken, until somebody ends the job.
+        torchrun waits for it silently, and the GPUs stay taken, until the job is ended.
 
     How to fix it
         Let threads and child processes end before the script does, or make them daemons. Let go of
@@ -343,7 +343,7 @@ def does_not_end(run: Run) -> Iterator[Finding]:
 
     When it stays silent
         Until `--hang-after`; for 5 minutes where the rank computes, lacks a core, writes, or waits
-        for the network at its end. It is a warning, unless native code stands still, or other ranks
+        for the network at its end. It is a warning, unless native code hangs, or other ranks
         wait for this one.
 
     Since

@@ -2,7 +2,7 @@
 
 A backward that DDP does not reduce may be meant: gradients are accumulated, or averaged by hand. So
 a rule speaks only if the gradients differed between ranks in the moment of the optimizer's step,
-and the parameters have come apart since.
+and the parameters have diverged since.
 """
 
 from __future__ import annotations
@@ -170,16 +170,16 @@ def _finding(
 
 @rule("DDP301", "forward-around-ddp", Severity.ERROR)
 def forward_around_ddp(run: Run) -> Iterator[Finding]:
-    """The training forward goes around DDP, so gradients are never averaged.
+    """The training forward bypasses DDP, so gradients are never averaged.
 
     What it finds
         A backward that reached the parameters of a DDP module without a forward through DDP since
         the last step, whose gradients differed between ranks when the optimizer used them, and
-        parameters that have come apart since.
+        parameters that have diverged since.
 
     Why it is bad
         DDP prepares the reduction in its own `forward`. After `model.module(x)`, or a call of the
-        model that was wrapped, every rank trains a model of its own, without any error; a
+        model that was wrapped, every rank trains its own model, without any error; a
         checkpoint holds what rank 0 saw, a fraction of the data.
 
     How to fix it
@@ -213,7 +213,7 @@ def second_backward(run: Run) -> Iterator[Finding]:
     What it finds
         A backward that came after DDP had reduced the one its forwards had armed: forward, forward,
         backward, backward, or two backwards of one forward. Its gradients differed between ranks
-        when the optimizer used them, and the parameters have come apart since.
+        when the optimizer used them, and the parameters have diverged since.
 
     Why it is bad
         DDP reduces once after each forward. What a second backward adds stays on its own rank, and
@@ -250,7 +250,7 @@ def no_sync_scope(run: Run) -> Iterator[Finding]:
 
     What it finds
         A forward within `no_sync()` whose backward stood outside: it was not reduced, the gradients
-        differed when the optimizer used them, and the parameters have come apart since (error). Or
+        differed when the optimizer used them, and the parameters have diverged since (error). Or
         a backward within `no_sync()` whose forward stood outside: it was reduced all the same
         (warning).
 
@@ -319,7 +319,7 @@ def changed_after_wrap(run: Run) -> Iterator[Finding]:
         a layer that is unfrozen or added trains on each rank alone, without any error.
 
     How to fix it
-        Change the model first and wrap it afterwards, or wrap it anew.
+        Change the model first and wrap it afterwards, or wrap it again.
 
     Example
         Wrong: `ddp = DDP(model); model.head = nn.Linear(512, 10)`.
@@ -343,7 +343,7 @@ def changed_after_wrap(run: Run) -> Iterator[Finding]:
                 f"{named(found.ranks)} train apart: {listed(found.names)} "
                 f"{'was' if len(found.names) == 1 else 'were'} {found.cause} after DDP was built "
                 "here, so that DDP does not average the gradients",
-                "Change the model before it is wrapped, or wrap it anew after the change.",
+                "Change the model before it is wrapped, or wrap it again after the change.",
                 location=place(built) if built is not None else None,
             )
     for missing in missing_gradients(run):
@@ -374,7 +374,7 @@ def _altered(run: Run, missing: Missing) -> Finding:
             f"no gradient reached {'it' if count == 1 else 'them'} in step {record.get('step')}",
             *missing.fate(),
         ),
-        fix="Change the model before it is wrapped, or wrap it anew after the change.",
+        fix="Change the model before it is wrapped, or wrap it again after the change.",
         traceback=str(error.get("traceback") or "") if error is not None else "",
         about=f"module {missing.ddp} altered",
     )

@@ -102,7 +102,7 @@ KINDS: dict[str, Kind] = {
     "job": Kind("The job's command ended.", EVERY),
     "signal": Kind("A signal that was passed on to the job.", EVERY),
     "rank_exit": Kind("A rank's process ended.", EVERY),
-    "hang": Kind("An examination of a job that stands still.", EVERY),
+    "hang": Kind("An examination of a job that makes no progress.", EVERY),
     "hang_over": Kind("It goes on.", EVERY),
     "debug": Kind("A debugger came, stopped a rank, or went.", EVERY),
     "gpus": Kind("On which GPUs the ranks hold memory; written when that changes.", EVERY),

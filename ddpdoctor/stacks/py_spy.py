@@ -155,7 +155,7 @@ def _reason(errors: str) -> str:
     if "ermission" in errors or "not permitted" in errors:
         return FORBIDDEN
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    return f"py-spy says: {lines[0][:100]}" if lines else "py-spy failed without a word"
+    return f"py-spy says: {lines[0][:100]}" if lines else "py-spy failed without a message"
 
 
 def _checked(dump: Any) -> _Dump:

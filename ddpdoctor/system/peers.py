@@ -72,7 +72,7 @@ def user(connection: Connection) -> int:
 
 def _unix_user(connection: Connection) -> int:
     if not hasattr(socket, "SO_PEERCRED"):
-        raise UnknownPeerError("this system does not tell the user of a connection")
+        raise UnknownPeerError("this system does not know the user of a connection")
     size = struct.calcsize("3i")
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     return int(struct.unpack("3i", credentials)[1])
@@ -80,7 +80,7 @@ def _unix_user(connection: Connection) -> int:
 
 def _tcp_user(connection: Connection) -> int:
     if not hasattr(socket, "TCP_INFO") or not os.path.exists("/proc/thread-self/net/tcp"):
-        raise UnknownPeerError("this system does not tell the user of a connection")
+        raise UnknownPeerError("this system does not know the user of a connection")
     ours, theirs = connection.getsockname(), connection.getpeername()
     for _ in range(_ATTEMPTS):
         uid = _owner(theirs, ours)

@@ -68,7 +68,7 @@ def _typical(name: str) -> Callable[[Snapshot, _Scale], str]:
 
 
 def phase_cell(times: Times | None, name: str, unit: units.TimeUnit) -> str:
-    """A phase's time; ``~`` where the wait for others is in it, because nothing told them apart."""
+    """A phase's time; ``~`` where the wait for others is in it, not measured apart."""
     if times is None:
         return units.MISSING
     value = float(getattr(times, name))

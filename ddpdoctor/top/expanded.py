@@ -72,7 +72,7 @@ def _step(snapshot: Snapshot, row: RankRow, room: int, marks: Marks) -> list[Lin
     lines.append(tuple(legend))
     if not row.times.split:
         lines += labelled(
-            "", "~ backward holds the wait for others: nothing told them apart", room, _LABEL, "dim"
+            "", "~ backward includes the wait for others: not measured apart", room, _LABEL, "dim"
         )
     return lines
 

@@ -86,7 +86,7 @@ def _ended(rows: Sequence[RankRow], facts: Facts) -> Verdict | None:
     if facts.asked:
         return Verdict(f"the job was asked to stop, and ended {how}".rstrip(), "info")
     if facts.exit_status is None:
-        return Verdict("the run is over; nobody wrote down how it ended", "warning")
+        return Verdict("the run is over; how it ended was not recorded", "warning")
     cause = next((row for row in rows if row.rank in facts.died[:1]), None)
     what = (
         f"was ended by signal {-facts.exit_status}"

@@ -101,14 +101,14 @@ def test_a_blocked_endpoint_is_told_by_its_cause_while_node_0_still_waits(
     (said,) = checks.run(*WITHOUT_TORCH, hosts=[second])
     (finding,) = said.findings("nodes")
     assert finding["message"] == (
-        "node0:29500 (10.77.0.1) does not answer: packets to that port are dropped without a word"
+        "node0:29500 (10.77.0.1) does not answer: packets to that port are silently dropped"
     )
     up = "the machine is up: it answers at port 22"
     if closed == "and high ports":
         assert finding["evidence"] == [up]
         assert waiting.poll() is None
         assert waiting.wait(LIMIT) == 2
-        assert "waiting for node rank 1; nobody has called port 29500 yet" in err.read_text()
+        assert "waiting for node rank 1; no node has called port 29500 yet" in err.read_text()
         assert "node rank 1 did not come" in out.read_text()
     else:
         assert finding["evidence"][0].startswith("the check runs there: it answers at port ")

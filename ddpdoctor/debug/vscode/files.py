@@ -120,7 +120,7 @@ def edit(workspace: Path, edits: Mapping[str, Edit]) -> list[Path]:
             except JsoncError as error:
                 raise DoctorError(
                     f"{file.path}:{error.line}: {error.message}",
-                    "the file is as it was; mend it or move it away, then try again",
+                    "the file is unchanged; fix it or move it away, then try again",
                 ) from None
             if after != before:
                 file.check_writable()
@@ -147,7 +147,7 @@ class _File:
         if root not in self.target.parents:
             raise DoctorError(
                 f"{self.path} is a link out of the workspace, to {self.target}: left alone",
-                "make it a file of its own, or name the other workspace with --workspace DIR",
+                "make it a regular file, or name the other workspace with --workspace DIR",
             )
 
     def read(self) -> str | None:
@@ -164,7 +164,7 @@ class _File:
         except UnicodeDecodeError as error:
             line = content.count(b"\n", 0, error.start) + 1
             raise DoctorError(
-                f"{self.path}:{line}: not UTF-8", "the file is as it was; save it as UTF-8"
+                f"{self.path}:{line}: not UTF-8", "the file is unchanged; save it as UTF-8"
             ) from None
 
     def check_writable(self) -> None:

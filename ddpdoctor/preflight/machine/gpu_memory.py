@@ -63,7 +63,7 @@ def gpu_memory(situation: Situation) -> Outcome:
         if gpu.memory_total is not None and gpu.memory_used is not None
     ]
     if not free:
-        return skipped("the driver does not tell how much is in use")
+        return skipped("the driver does not say how much is in use")
     detail = f"{len(free)} GPUs: {shown(min(free))} free, or more"
     return judged(detail, (found for gpu in gpus for found in _findings(situation, gpu)))
 

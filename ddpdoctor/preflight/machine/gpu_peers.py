@@ -50,7 +50,7 @@ def gpu_peers(situation: Situation) -> Outcome:
     indices = {gpu.device.index for gpu in gpus}
     pairs = [each for each in facts.peers if each[0] in indices and each[1] in indices]
     if not pairs:
-        return skipped("the driver does not tell")
+        return skipped("the driver does not say")
     direct = sum(works for _, _, works in pairs)
     detail = f"{direct} of {len(pairs)} pairs of GPUs have peer-to-peer access"
     return judged(detail, _findings(situation, facts, gpus, pairs))

@@ -56,7 +56,7 @@ def inside(situation: Situation) -> Capacity:
     width = min((each for each in widths if each), default=0)
     generation = min((each for each in generations if each), default=0)
     if not all(widths) or not all(generations) or generation not in PCIE_LANE:
-        return Capacity("the driver does not tell the PCIe link")
+        return Capacity("the driver does not report the PCIe link")
     return Capacity(f"PCIe {generation} x{width}", width * PCIE_LANE[generation])
 
 
@@ -102,7 +102,7 @@ def interface_speed(sys: Path, name: str) -> Capacity:
     except ValueError:
         megabits = -1
     if megabits <= 0:
-        return Capacity(f"{name} does not tell its speed")
+        return Capacity(f"{name} does not report its speed")
     return Capacity(f"{name}, {megabits / 1000:g} Gbit/s", megabits * 1e6 / 8)
 
 

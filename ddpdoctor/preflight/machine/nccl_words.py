@@ -22,7 +22,7 @@ _ADVICE = (
     ),
     (
         ("out of memory", "busy or unavailable"),
-        "Somebody else has the GPU, or most of its memory.",
+        "Another process has the GPU, or most of its memory.",
         "nvidia-smi --query-compute-apps=gpu_uuid,pid,used_memory --format=csv",
     ),
     (
@@ -38,7 +38,7 @@ _ADVICE = (
     ),
     (
         ("uncorrectable ECC", "unspecified launch failure", "illegal memory access"),
-        "The GPU itself may be broken; the driver's log tells.",
+        "The GPU itself may be broken; see the driver's log.",
         "sudo dmesg -T | grep -i xid",
     ),
     (

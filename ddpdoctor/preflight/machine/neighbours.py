@@ -49,7 +49,7 @@ def neighbour_table(situation: Situation) -> Outcome:
         with contextlib.suppress(OSError):
             entries = len((situation.proc / "net" / "arp").read_text().splitlines()) - 1
         if not (thresholds / "gc_thresh3").exists():
-            return skipped("this kernel does not tell (inside a container's network)")
+            return skipped("this kernel does not say (inside a container's network)")
         most = int((thresholds / "gc_thresh3").read_text())
     return judged(f"{entries} of {most} entries", _findings(situation, entries, most))
 

@@ -185,7 +185,7 @@ def _findings(found: list[Orphan]) -> Iterator[Finding]:
         f"{len(found)} process{'es' if many else ''} of an earlier job "
         f"{'are' if many else 'is'} still alive without a launcher, with {' and '.join(holds)}",
         evidence=tuple(describe(orphan) for orphan in found[:8]),
-        fix="End them, if nobody needs them; this asks first.",
+        fix="End them if they are not needed; this asks first.",
         paste="ddpdoctor check --kill-orphans",
     )
 

@@ -52,7 +52,7 @@ def port(situation: Situation) -> Outcome:
     """
     options, endpoint = situation.options, situation.endpoint
     if options.nnodes > 1 and not seat(situation).host:
-        return skipped("nobody said where the nodes meet")
+        return skipped("it is not known where the nodes meet")
     if options.nnodes > 1 and not _is_first(situation):
         return skipped("node 0 listens, not this one")
     number = endpoint[1] if endpoint else DEFAULT_PORT

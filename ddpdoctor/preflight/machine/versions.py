@@ -148,7 +148,7 @@ def judge(found: Versions, gpus: int) -> Iterator[Finding]:
             "DDP014",
             Severity.WARNING,
             f"the deprecated package pynvml {found.pynvml} overwrites files of nvidia-ml-py",
-            fix="Remove it, and install nvidia-ml-py anew.",
+            fix="Remove it, and reinstall nvidia-ml-py.",
             paste="pip uninstall -y pynvml && pip install --force-reinstall nvidia-ml-py",
             about="pynvml",
         )

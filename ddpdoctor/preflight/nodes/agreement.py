@@ -67,7 +67,7 @@ def _findings(meeting: Meeting) -> Iterator[Finding]:
                     f"{meeting.nodes[index].facts.host} is at {meeting.nodes[index].address}"
                     for index in indices[:8]
                 ),
-                fix="Give every node a rank of its own, counted from 0.",
+                fix="Give every node its own rank, counted from 0.",
                 paste=_line(meeting, indices[-1], rank=_free_rank(by_rank)),
                 about=f"rank {rank}",
             )

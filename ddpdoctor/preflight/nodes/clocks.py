@@ -68,7 +68,7 @@ def _findings(meeting: Meeting, ahead: list[float]) -> Iterator[Finding]:
                 severity,
                 f"the clock of {meeting.name(second)} is {apart:.1f} s behind that of "
                 f"{meeting.name(first)}",
-                evidence=("which of the two is wrong cannot be told from here",),
+                evidence=("which of the two is wrong is not visible from here",),
                 fix=fix,
                 paste=paste,
                 about="clocks",

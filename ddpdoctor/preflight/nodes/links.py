@@ -34,7 +34,7 @@ SILENT_FIX = (
 )
 
 _WORDS = {
-    "dropped": "the packets are dropped without a word",
+    "dropped": "the packets are silently dropped",
     "refused": "the port is refused, though it is open there",
     "unreachable": "it is rejected on the way",
     "nobody": "no machine answers at that address",

@@ -16,7 +16,7 @@ from ddpdoctor.preflight.situation import Situation
 CODE = "DDP050"
 
 CLOSED = {
-    "dropped": "the packets are dropped without a word",
+    "dropped": "the packets are silently dropped",
     "refused": "it is refused, though it is open there",
     "prohibited": "a firewall rejects it",
     "unreachable": "it is rejected on the way",
@@ -29,7 +29,7 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
     host, port = meeting.seat.host, meeting.seat.port
     if not host:
         fix, paste = meeting_point(meeting.seat, situation)
-        return _finding("nobody said where the nodes meet (--rdzv-endpoint)", fix, paste)
+        return _finding("it is not known where the nodes meet (--rdzv-endpoint)", fix, paste)
     if meeting.holder:
         return _finding(
             f"port {port} cannot be listened on here: {problem.words}",
@@ -44,7 +44,7 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
                 f"node 0 is not at {meeting.seat.endpoint}: on every node that is the node itself",
                 fix,
                 paste,
-                f"within {problem.waited:.0f} s nobody listened there",
+                f"within {problem.waited:.0f} s nothing listened there",
             )
         return _closed(meeting, problem)
     where = meeting.seat.endpoint
@@ -119,7 +119,7 @@ def _closed(meeting: Meeting, problem: Problem) -> Finding:
         )
     if problem.kind == "refused":
         return _finding(
-            f"{at} refuses connections: within {problem.waited:.0f} s nobody listened there",
+            f"{at} refuses connections: within {problem.waited:.0f} s nothing listened there",
             "Start the same command on node 0. If it runs there, a firewall rejects the port: open "
             f"it on {host}:",
             opened,
@@ -128,10 +128,10 @@ def _closed(meeting: Meeting, problem: Problem) -> Finding:
     if problem.kind == "dropped":
         up = f"the machine is up: it answers at port {problem.answering}"
         if door or problem.answering:
-            what = "packets to that port are dropped without a word"
+            what = "packets to that port are silently dropped"
             return _finding(f"{at} does not answer: {what}", in_firewall, opened, door or up)
         everywhere = f"{at} does not answer, at no port that was tried"
-        everywhere += ": packets are dropped without a word"
+        everywhere += ": packets are silently dropped"
         if problem.echoes:
             return _finding(everywhere, in_firewall, opened, "the machine is up: it answers a ping")
         return _finding(

@@ -253,7 +253,7 @@ class Party:
             ]
             if None in known or len(missing) > SAID_NODES:
                 missing = [f"{self.seat.nnodes - len(here.members)} more"]
-            callers = "" if here.callers else f"; nobody has called port {self.seat.port} yet"
+            callers = "" if here.callers else f"; no node has called port {self.seat.port} yet"
             self.situation.say(
                 f"{len(here.members)} of {self.seat.nnodes} nodes are here, waiting for "
                 f"{', '.join(missing)}{callers}; {left:.0f} s more"

@@ -252,7 +252,7 @@ class HangWatch:
             return self._pending and self._examined(run)
         seconds = now - SETTLE - min(self._marks.values(), default=self._started)
         if self._said:
-            self._speaker.note(f"the job goes on again after it stood still for {seconds:.0f} s")
+            self._speaker.note(f"the job runs again after no progress for {seconds:.0f} s")
         self._over()
         return True
 

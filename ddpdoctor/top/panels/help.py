@@ -29,7 +29,7 @@ def draw(room: int, marks: Marks, readonly: bool) -> list[Line]:
         lines += labelled(f" {key.shown}", text + arrows, room, 8)
     lines += labelled(" ctrl+z", "suspend the monitor; fg brings it back", room, 8)
     lines += labelled(" c", "the live runs, to choose one", room, 8)
-    lines += labelled(" ctrl+l", "draw the whole screen anew", room, 8)
+    lines += labelled(" ctrl+l", "redraw the whole screen", room, 8)
     lines.append((("", ""),))
     for word, text in _READING:
         lines += labelled(f" {word}", text, room, 12)
