@@ -64,7 +64,7 @@ _SLEEPING = "import time; print('ready', flush=True); time.sleep(600)"
 
 _DECLARE = """
 import time
-from ddpdoctor.probe import control, stacks
+from ddpdoctor.probe.runtime import control, stacks
 started = time.perf_counter_ns()
 stacks.declare()
 print(time.perf_counter_ns() - started)

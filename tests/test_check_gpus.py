@@ -237,7 +237,7 @@ WITH_CUDA = """
 import sys
 from pathlib import Path
 if "check" in sys.orig_argv:
-    from ddpdoctor.preflight import torch_files
+    from ddpdoctor.preflight.machine import torch_files
     known = torch_files.torch()
     torch_files.torch = lambda: torch_files.Torch(known.folder, known.version, "12.8")
 """

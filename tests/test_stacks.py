@@ -479,7 +479,7 @@ def test_children_of_a_candidate_are_none(candidates: Candidates) -> None:
 def test_a_signal_that_the_job_takes_is_not_sent(candidates: Candidates) -> None:
     source = """
     import signal, time
-    from ddpdoctor.probe import stacks
+    from ddpdoctor.probe.runtime import stacks
     taken = []
     number = stacks._declared.signal
     print("had", number)

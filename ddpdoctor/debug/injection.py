@@ -42,7 +42,7 @@ import sys
 before = list(sys.path)
 sys.path[:0] = {paths!r}
 try:
-    from ddpdoctor.probe import injected
+    from ddpdoctor.probe.runtime import injected
     injected.join({directory!r})
 finally:
     sys.path[:] = before

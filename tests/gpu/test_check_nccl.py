@@ -166,7 +166,7 @@ def test_the_process_that_ranks_are_forked_from_opens_no_gpu(doctor: Doctor) -> 
     """CUDA does not survive a fork."""
     code = (
         "import os, sys\n"
-        "from ddpdoctor.preflight import collective_ranks\n"
+        "from ddpdoctor.preflight.machine import collective_ranks\n"
         "collective_ranks._prepare(sys.argv[1])\n"
         "import torch\n"
         "assert not torch.cuda.is_initialized()\n"
