@@ -1,4 +1,4 @@
-"""Mutated run directories through `report`, `top --once` and `stacks`: what hostile ones can do.
+r"""Mutated run directories through `report`, `top --once` and `stacks`: what hostile ones can do.
 
     python benchmarks/hostile.py [--count N] [--seed N] DIRECTORY...
 
@@ -11,21 +11,29 @@ one long line.
 The commands run in worker processes, 50 directories each. What is counted: exceptions that leave a
 command, directories that take longer than `HANG_S`, the most memory of a worker, and control
 characters in what was printed. One in 50 runs in processes of their own as well.
+
+Seeds are made by a few jobs, for instance:
+
+    for job in ddp401_barrier_on_rank_0 ddp901_in_a_worker ddp610_heavier_samples; do
+        ddpdoctor run --nproc-per-node 2 --hang-after 5 --kill-on-hang --run-dir seeds/$job \
+            -- sample_jobs/sick/$job.py
+    done
+    python benchmarks/hostile.py seeds/*
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import io
 import json
 import math
-import multiprocessing
 import os
-import queue
 import random
 import re
 import resource
+import select
 import shutil
 import socket
 import subprocess
@@ -34,7 +42,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +91,8 @@ def changed_json(text: bytes, rng: random.Random) -> bytes:
             other, place = rng.choice(found)
             container[key] = json.loads(json.dumps(other[place]))
         else:
-            container[key] = rng.choice(VALUES)
+            # A copy: what is put into a value here must not be in the next directory.
+            container[key] = copy.deepcopy(rng.choice(VALUES))
     return json.dumps(value).encode()
 
 
@@ -261,11 +270,18 @@ def judge(outcome: Outcome, text: str, failure: str, words: list[str], where: st
     outcome.examples += [f"{where}: {line}" for line in lines]
 
 
-def work(numbers: range, seeds: list[str], base: int, results: Any) -> None:
-    """Take some directories through all commands; each one's number is told before it begins."""
+def work(numbers: range, seeds: list[str], base: int) -> None:
+    """Take some directories through all commands: the body of a worker process.
+
+    It writes a line of JSON to stdout with the number of each before it begins, and a last one with
+    the outcome.
+    """
+    results = os.fdopen(os.dup(1), "w", buffering=1)
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), 1)
     outcome = Outcome()
     for number in numbers:
-        results.put(number)
+        results.write(f"{number}\n")
         rng = random.Random(base * 1_000_003 + number)
         with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
             directory = Path(folder) / "run"
@@ -283,7 +299,7 @@ def work(numbers: range, seeds: list[str], base: int, results: Any) -> None:
                 if number % BATCH == 0:
                     judge_process(outcome, [*words, str(directory)], where)
     outcome.memory = max(outcome.memory, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
-    results.put(outcome)
+    results.write(f"{json.dumps(asdict(outcome))}\n")
 
 
 def judge_process(outcome: Outcome, words: list[str], where: str) -> None:
@@ -309,24 +325,44 @@ def judge_process(outcome: Outcome, words: list[str], where: str) -> None:
 def batch(numbers: range, seeds: list[str], base: int) -> Outcome:
     """A worker process's directories; one that hangs ends it, and the rest gets another worker."""
     whole = Outcome()
-    context = multiprocessing.get_context("spawn")
     while numbers:
-        results: Any = context.Queue()
-        worker = context.Process(target=work, args=(numbers, seeds, base, results))
-        worker.start()
-        last = numbers.start
-        try:
-            while isinstance(told := results.get(timeout=HANG_S * len(COMMANDS)), int):
-                last = told
-            whole.add(told)
+        words = ["--worker", "--first", str(numbers.start), "--count", str(len(numbers))]
+        # A process of its own from its first instruction on: it inherits no lock.
+        worker = subprocess.Popen(
+            [sys.executable, __file__, *words, "--seed", str(base), "--", *seeds],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+        )
+        last, told = numbers.start, None
+        for told in heard(worker):
+            last = told if isinstance(told, int) else last
+        if isinstance(told, dict):
+            whole.add(Outcome(**told))
             numbers = range(0)
-        except queue.Empty:
-            whole.hangs += 1
-            whole.examples.append(f"directory {last} hangs")
-            worker.kill()
+        else:
+            ended = worker.returncode is not None
+            what = f"ends with status {worker.returncode}" if ended else "hangs"
+            whole.tracebacks += ended
+            whole.hangs += not ended
+            whole.examples.append(f"directory {last} {what}")
             numbers = range(last + 1, numbers.stop)
-        worker.join()
+        worker.kill()
+        worker.wait()
     return whole
+
+
+def heard(worker: subprocess.Popen[bytes]) -> Iterator[Any]:
+    """The lines of a worker, until it ends or says nothing for too long."""
+    assert worker.stdout is not None
+    with worker.stdout as pipe:
+        text = b""
+        while select.select([pipe], [], [], HANG_S * len(COMMANDS))[0]:
+            data = os.read(pipe.fileno(), 1 << 16)
+            if not data:
+                worker.wait()
+                return
+            *lines, text = (text + data).split(b"\n")
+            yield from map(json.loads, lines)
 
 
 def main() -> int:
@@ -335,7 +371,12 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0, help="the number of the first directory")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.worker:
+        numbers = range(options.first, options.first + options.count)
+        work(numbers, options.directories, options.seed)
+        return 0
     whole = Outcome()
     began = time.monotonic()
     for begin in range(options.first, options.first + options.count, BATCH):

@@ -17,6 +17,7 @@ from ddpdoctor.core.control_characters import json_text, shown, without_formatti
 from ddpdoctor.core.finding import Finding, Location, Severity, to_record
 from ddpdoctor.preflight.check import Outcome, Status
 from ddpdoctor.render import checks, console, json_lines, problems
+from ddpdoctor.run import rundir
 from ddpdoctor.run.record import Phase
 from ddpdoctor.stacks import saved
 from ddpdoctor.stacks.model import Frame, RankStacks, Thread
@@ -211,3 +212,49 @@ def test_errors_for_people(words: tuple[str, ...]) -> None:
     assert result.returncode in (2, 3)
     check(result.stderr.decode())
     assert result.stderr.startswith(b"ddpdoctor: error: ")
+
+
+@pytest.mark.parametrize(
+    "words", [("attach",), ("attach", "--tunnel"), ("attach", "--rank", "0")], ids=" ".join
+)
+@pytest.mark.parametrize("host", ["127.0.0.1", HOSTILE, '"..os.execute("id").."', "a;id"])
+def test_a_hostile_run_to_attach_to(words: tuple[str, ...], host: str, directory: Path) -> None:
+    manifest = json.loads((directory / "run.json").read_text())
+    manifest["debug"] = {"host": host, "ports": [5678, HOSTILE], "label": HOSTILE}
+    manifest["host"] = f"{HOSTILE};id"
+    (directory / "run.json").write_text(json.dumps(manifest))
+    debug = {"kind": "debug", "rank": 0, "port": 5678, "pid": HOSTILE, "place": HOSTILE}
+    with (directory / "supervisor.jsonl").open("a") as journal:
+        journal.write(json.dumps({**debug, "time": T0, "state": "stopped"}) + "\n")
+    lock = rundir.Lock(directory)
+    result = subprocess.run(
+        [sys.executable, "-m", "ddpdoctor", *words, str(directory)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=60,
+    )
+    lock.close()
+    said = (result.stdout + result.stderr).decode()
+    check(said)
+    assert "Traceback" not in said
+    if host == "127.0.0.1" or words == ("attach",):
+        assert result.returncode == 0, said
+        assert words[-1] == "0" or ("1b[2J" in said and "@;id" not in said)
+    else:
+        # Nothing of it is in a line that somebody pastes.
+        assert (result.returncode, result.stdout) == (2, b""), said
+        assert "is no address" in said
+
+
+def test_attach_to_names(tmp_path: Path) -> None:
+    workspace = tmp_path / "\x1b[2J\u202e"
+    (workspace / ".vscode").mkdir(parents=True)
+    for words in (("vscode", "--workspace", str(workspace), "train.py"), ("attach", HOSTILE[:3])):
+        result = subprocess.run(
+            [sys.executable, "-m", "ddpdoctor", *words],
+            capture_output=True,
+            timeout=60,
+            cwd=workspace,
+        )
+        assert b"Traceback" not in result.stderr
+        check((result.stdout + result.stderr).decode())

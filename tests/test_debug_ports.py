@@ -334,3 +334,39 @@ def test_an_address_for_others_is_named_explicitly(doctor: Doctor) -> None:
     none = doctor.run("--debug-host", "192.0.2.1", "--debug-unidentified", *words)
     assert none.status == 2
     assert "address of this machine" in none.stderr
+
+
+@needs_another_user
+def test_another_user_attaches_to_nothing(doctor: Doctor, live: Live) -> None:
+    """`ddpdoctor attach` of another user, to a run, a rank and a process of it, or to any other."""
+    numbers = ports(live)
+    let_others_into(live.run_dir)
+    rank = next(p.pid for p in psutil.Process(live.process.pid).children(recursive=True))
+    # A Python of ours that no run has anything to do with.
+    alone = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        for words in (
+            ("attach", str(live.run_dir)),
+            ("attach", "--rank", "0", str(live.run_dir)),
+            ("attach", "--gdb", str(rank)),
+            ("attach", "--gdb", str(alone.pid)),
+        ):
+            result = subprocess.run(
+                as_another_user(sys.executable, "-m", "ddpdoctor", *words),
+                capture_output=True,
+                text=True,
+                timeout=60,
+                stdin=subprocess.DEVNULL,
+                cwd="/",
+                env={**os.environ, "PYTHONPATH": str(ROOT), "HOME": "/nonexistent"},
+            )
+            assert result.returncode == 2, (words, result)
+            assert result.stdout == "", result
+            # The error, and perhaps what to do about it.
+            first, *more = result.stderr.splitlines()
+            assert first.startswith("ddpdoctor: error: "), result.stderr
+            assert len(more) <= 1, result.stderr
+    finally:
+        alone.communicate(timeout=60)
+    assert own_client(numbers[0])["success"]
+    assert "Traceback" not in end(doctor, live)

@@ -19,8 +19,9 @@ from ddpdoctor.core.finding import from_record as finding_from_record
 from ddpdoctor.failures import verdict
 from ddpdoctor.failures.log import read as read_log
 from ddpdoctor.run import ring
+from ddpdoctor.run.journals import JournalReader
 from ddpdoctor.run.record import PAGE_SIZE, UnreadableError, parse_status
-from ddpdoctor.run.snapshot import JournalReader, RunReader, read_manifest
+from ddpdoctor.run.snapshot import RunReader, read_manifest
 from ddpdoctor.stacks import parse, saved
 from ddpdoctor.stacks.declared import read_declared
 from ddpdoctor.top import gpus, outputs, steplog
@@ -106,8 +107,8 @@ def steps(path: Path) -> None:
     found = steplog.StepLog(path)
     found.span()
     found.until(5, 3)
-    steplog.head(path)
-    steplog.last_error(path)
+    steplog.head(path, 1 << 20)
+    steplog.last_error(path, 1 << 20)
 
 
 def stderr(path: Path) -> None:

@@ -11,7 +11,8 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,9 @@ from ddpdoctor.failures.log import read
 from ddpdoctor.failures.sources import chunks
 from ddpdoctor.render import console
 from ddpdoctor.run import rundir
+from ddpdoctor.run.journals import MOST_KEPT, JournalReader
 from ddpdoctor.run.record import Journal, Phase, mapped
-from ddpdoctor.run.snapshot import MOST_RECORDS, JournalReader, RunReader
+from ddpdoctor.run.snapshot import RunReader
 from ddpdoctor.stacks import saved
 from ddpdoctor.stacks.model import Frame, RankStacks, Thread
 from tests.written import MS, T0, Written
@@ -227,7 +229,7 @@ def test_a_long_line_is_left_out(tmp_path: Path) -> None:
     path.write_bytes(long + after)
     reader = JournalReader(path)
     reader.poll()
-    assert reader.records == [{"kind": "end", "time": 1}]
+    assert reader.records == ({"kind": "end", "time": 1},)
     with path.open("ab") as file:
         file.write(b'{"kind":"exit","time":2}\n')
     assert reader.poll()
@@ -246,8 +248,120 @@ def test_records_that_are_many_leave_room_for_those_that_are_rare(tmp_path: Path
     reader.poll()
     assert reader.records[0] == rare
     assert reader.records[-1]["number"] == 3_999
-    assert len(reader.records) * 10_000 <= MOST_RECORDS
+    assert len(reader.records) * 10_000 <= MOST_KEPT
     assert "older records" in reader.left_out
+
+
+MOST_MEMORY = 200 << 20
+"""Bytes that a command takes at most, whatever the directory."""
+
+LISTS = b"[" + b"[]," * 130_000 + b"1]"
+"""400 KB that take 9 MB once they are parsed."""
+
+
+def many_journals(written: Written) -> None:
+    for rank in range(24):
+        records = [b'{"kind":"ddp","number":%d,"x":%s}\n' % (each, LISTS) for each in range(2)]
+        written.rank(rank, [])
+        with (written.path / f"rank-{rank:04d}.r0.jsonl").open("ab") as journal:
+            journal.writelines(records)
+        (written.path / f"process-{rank}.jsonl").write_bytes(b"".join(records))
+
+
+def many_texts(written: Written) -> None:
+    for rank in range(300):
+        written.rank(rank, [])
+        with (written.path / f"rank-{rank:04d}.r0.fault").open("wb") as file:
+            file.truncate(1 << 20)
+
+
+def many_lines(written: Written) -> None:
+    written.rank(0, [])
+    with (written.path / "rank-0000.r0.jsonl").open("ab") as journal:
+        journal.writelines(b'{"kind":"x%d"}\n' % each for each in range(1_000_000))
+
+
+def one_examination(written: Written) -> None:
+    written.rank(0, [])
+    written.supervisor.append({"kind": "hang", "time": T0, "restart": 0, "file": "hang-0001.json"})
+    ranks = b",".join([b'{"rank":0,"x":%s}' % LISTS] * 38)
+    hang = b'{"kind":"hang","time":1,"restart":0,"ranks":[%s]}' % ranks
+    (written.path / "hang-0001.json").write_bytes(hang)
+
+
+def one_set_of_stacks(written: Written) -> None:
+    written.rank(0, [])
+    frames = b",".join([b'{"path":"/a.py","line":1,"function":"f"}'] * 350_000)
+    threads = b'[{"ident":1,"name":"MainThread","frames":[%s]}]' % frames
+    stacks = b'{"format":1,"time":1,"ranks":[{"rank":0,"threads":%s}]}' % threads
+    (written.path / "stacks.json").write_bytes(stacks)
+
+
+def many_nodes(written: Written) -> None:
+    written.rank(0, [])
+    for node in range(60):
+        told = b'{"format":1,"host":"h%d","gpus":[{"index":1,"uuid":"GPU-1","throttle":%s}]}'
+        (written.path / f"gpus-h{node}.json").write_bytes(told % (node, LISTS))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(many_journals, many_texts, one_examination, one_set_of_stacks, many_nodes),
+        pytest.param(many_lines, marks=pytest.mark.slow),
+    ],
+    ids=lambda make: make.__name__,
+)
+def test_memory_has_one_limit(
+    make: Callable[[Written], None], written: Written, tmp_path: Path
+) -> None:
+    make(written)
+    written.findings(status=1)
+    for command in COMMANDS:
+        with (tmp_path / "said").open("wb") as said:
+            words = [sys.executable, "-m", "ddpdoctor", *command, str(written.path)]
+            process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT
+            )
+            _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        text = (tmp_path / "said").read_text()
+        assert process.returncode in (0, 1, 2), text
+        assert "Traceback (most recent call last)" not in text
+        assert used.ru_maxrss << 10 <= MOST_MEMORY, (command, used.ru_maxrss)
+        if command == ("report",) and make in (many_journals, many_lines):
+            # What is left out is said, in one line.
+            assert len([line for line in text.splitlines() if line.startswith("not read:")]) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(b"[],", b"{},", b'{"":1},', b'"ab",', b"1.5,", b"999,", b"[1],", b"[1,1,1,1,1],"),
+        *('"\N{GRINNING FACE}aaaaaaa",'.encode(), b'"\\ud83d\\ude00",', b"[[[[]]]],"),
+        *(b'{"a":1,"b":1,"c":1,"d":1,"e":1,"f":1},', b'{"a":{"b":"c"}},', b"1e9,", b"null,"),
+    ],
+)
+def test_json_takes_no_more_than_it_is_said_to_take(text: bytes) -> None:
+    data = b"[" + text * (200_000 // len(text)) + b"1]"
+    tracemalloc.start()
+    value = opening.loads(data)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert value[-1] == 1
+    assert taken <= opening.expanded(data) <= max(6 * taken, 60 * len(data))
+
+
+@pytest.mark.parametrize(
+    "text", [b'{"x":%s}' % (b"9" * 400), b"[" * 100_000, b'{"x":-1%s}' % (b"0" * 5_000)]
+)
+def test_json_that_computes_for_ever(text: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        opening.loads(text)
+    assert (
+        opening.loads(b'{"x":"%s","y":12345678901234567890}' % (b"9" * 400))["y"]
+        == 12345678901234567890
+    )
 
 
 def test_a_log_of_one_line_is_searched_at_both_ends() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ddpdoctor.core.finding import Location
-from ddpdoctor.run.record import Phase, Record, integer
+from ddpdoctor.run.record import Phase, Record, integer, whole
 from ddpdoctor.run.snapshot import Rank, Run
 
 Kind = Literal["exception", "exit", "signal", "abort-at-exit"]
@@ -160,7 +160,7 @@ def endings(run: Run, restart: int) -> list[Ending]:
     What happened after somebody asked the job to stop is no failure and left out, too.
     """
     told = _statuses_in(run.stderr)
-    aborted = {int(number) for number in _NATIVE_VICTIM.findall(run.stderr)}
+    aborted = {whole(number, -1) for number in _NATIVE_VICTIM.findall(run.stderr)}
     found: list[Ending] = []
     ranks = run.attempt(restart)
     told |= _spawned(run, ranks, told)
@@ -457,7 +457,7 @@ def _site(rank: Rank) -> Location | None:
 def last_line(rank: Rank) -> Location | None:
     """The line of the user's code that the probe saw last."""
     path, _, line = rank.status.site.rpartition(":") if rank.status is not None else ("", "", "")
-    return Location(path, int(line)) if path and line.isdigit() else None
+    return Location(path, whole(line)) if path and line.isdigit() else None
 
 
 def _status(rank: Rank, told: dict[int, int]) -> int | None:

@@ -19,6 +19,7 @@ from ddpdoctor.analysis.rank_words import (
 )
 from ddpdoctor.core import opening
 from ddpdoctor.core.finding import Location
+from ddpdoctor.run.record import MOST_WORLD
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ def ranks_at(path: str, line: int, world_size: int, *, one_node: bool) -> tuple[
     """
     tree = tree_of(path, changed_at(path))
     words = _words(path, changed_at(path))
+    world_size = min(world_size, MOST_WORLD)
     found = set(range(world_size))
     for node in ast.walk(tree) if tree is not None else ():
         if not isinstance(node, ast.If) or not discerns(node.test, words):

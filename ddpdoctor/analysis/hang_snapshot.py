@@ -10,7 +10,7 @@ from typing import Any
 
 from ddpdoctor.analysis.guards import statement
 from ddpdoctor.core.finding import Location
-from ddpdoctor.run.record import BUFFERS, Phase, Record, integer
+from ddpdoctor.run.record import BUFFERS, MOST_WORLD, Phase, Record, integer, whole
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.stacks.model import Frame, RankStacks, from_record
 from ddpdoctor.stacks.user_frames import innermost, user_frames
@@ -147,7 +147,7 @@ def _from_flight(told: Mapping[str, Any]) -> Call:
 def location(site: str) -> Location | None:
     """A place from ``path:line``."""
     path, _, line = site.rpartition(":")
-    return Location(path, int(line)) if path and line.isdigit() else None
+    return Location(path, whole(line)) if path and line.isdigit() else None
 
 
 def brief(at: Location | None) -> str:
@@ -408,8 +408,9 @@ def standstill(run: Run) -> Standstill | None:
     record = run.hang
     if record is None:
         return None
-    told = record.get("ranks")
+    listed = record.get("ranks")
     taken = integer(record, "time")
-    ranks = tuple(Standing(each, taken) for each in told or () if isinstance(each, dict))
-    world = max((integer(each.record, "world_size") for each in ranks), default=0)
+    ranks = tuple(Standing(each, taken) for each in listed or () if isinstance(each, dict))
+    told = max((integer(each.record, "world_size") for each in ranks), default=0)
+    world = min(told, MOST_WORLD)
     return Standstill(record, ranks, world or len(ranks))

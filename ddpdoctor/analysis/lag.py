@@ -7,7 +7,8 @@ another matter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -48,6 +49,9 @@ waits: who computes longer loses its core more often, and not only in proportion
 
 CALM = 0.05
 """Part of the steps that ranks may wait for a core before the machine counts as crowded."""
+
+MANY = 16
+"""Ranks from which on only the slowest are compared with all the others."""
 
 _Steps = dict[int, Step]
 
@@ -107,12 +111,25 @@ def lags(run: Run, enough: int = ENOUGH, few: int = FEW) -> Iterator[Lag]:
         common = [number for number in steps if number >= BEGINNING]
         if sampled or len(common) < few:
             return
-    for rank in ranks:
+    for rank in _slow(ranks, usable, common):
         others = [steps for number, steps in usable.items() if number != rank.rank]
         lasting = LASTING * min(enough / ENOUGH, 1.0)
         lag = _lag(rank, usable[rank.rank], others, common, sampled, lasting, short)
         if lag is not None:
             yield lag
+
+
+def _slow(
+    ranks: Sequence[Rank], usable: Mapping[int, _Steps], common: Sequence[int]
+) -> Sequence[Rank]:
+    """The ranks that may hold others up: of many the slowest, as each is compared with all."""
+    if len(ranks) <= MANY:
+        return ranks
+    slow: set[int] = set()
+    for of in (_own, _net):
+        times = {n: median(of(steps[step]) for step in common) for n, steps in usable.items()}
+        slow.update(heapq.nlargest(MANY // 2, times, key=times.__getitem__))
+    return [rank for rank in ranks if rank.rank in slow]
 
 
 def still_slower(run: Run, number: int) -> bool:

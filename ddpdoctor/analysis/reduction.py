@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.record import Record, whole
 from ddpdoctor.run.snapshot import Rank, Run
 
 UNFINISHED = "Expected to have finished reduction in the prior iteration"
@@ -63,5 +63,5 @@ def ready_twice(rank: Rank, error: Record) -> list[str]:
 def _named(rank: Rank, indices: list[str]) -> list[str]:
     built = list(rank.of_kind("ddp"))
     names = parameter_names(built[0]) if len(built) == 1 else []
-    numbers = [int(number) for text in indices for number in text.split()]
+    numbers = [whole(number) for text in indices for number in text.split()]
     return [names[number] if number < len(names) else f"parameter {number}" for number in numbers]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ddpdoctor.analysis.hang_snapshot import Call, Standing, Standstill
-from ddpdoctor.run.record import Phase
+from ddpdoctor.run.record import MOST_WORLD, Phase, whole
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,9 @@ def parsed(text: str) -> frozenset[int]:
     found: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
-        if first.isdigit():
-            found.update(range(int(first), int(last or first) + 1))
+        low, high = whole(first, -1), whole(last or first, -1)
+        if 0 <= low <= high < MOST_WORLD:
+            found.update(range(low, high + 1))
     return frozenset(found)
 
 

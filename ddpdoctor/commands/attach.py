@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from ddpdoctor.core.control_characters import shown
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import DEFAULT_PORT
 from ddpdoctor.debug import attach_points, debug_ports, injection
@@ -93,7 +94,7 @@ def main(words: Sequence[str]) -> int:
         return _write(runs, options)
     if "--tunnel" in options.flags:
         for run in runs:
-            print(attach_points.tunnel(run))
+            _say(attach_points.tunnel(run))
         return 0
     for run in runs:
         _show(run)
@@ -136,17 +137,22 @@ def _runs(name: str | None) -> list[Run]:
     return debugged
 
 
+def _say(text: str) -> None:
+    """Print a line with words of the run directory, which may be anybody's."""
+    print(shown(text))
+
+
 def _show(run: Run) -> None:
     seconds = (time.time_ns() - integer(run.manifest, "started")) / 1e9
-    print(f"{run.path.name}: {_called(run)}, for {_age(seconds)}")
+    _say(f"{run.path.name}: {_called(run)}, for {_age(seconds)}")
     points = attach_points.points(run)
     if not points:
         print("  no rank has started yet")
     else:
         print(f"  {'rank':<6}{'port':<7}{'pid':<9}state")
     for point in points:
-        print(f"  {point.rank:<6}{point.port:<7}{point.pid or '-':<9}{point.state}")
-    print(f'  VS Code: F5 "{launch_json.compound_name(attach_points.label(run))}"')
+        _say(f"  {point.rank:<6}{point.port:<7}{point.pid or '-':<9}{point.state}")
+    _say(f'  VS Code: F5 "{launch_json.compound_name(attach_points.label(run))}"')
     print("  Neovim: ddpdoctor attach --rank N; another machine: ddpdoctor attach --tunnel")
 
 
@@ -157,7 +163,8 @@ def _age(seconds: float) -> str:
 
 
 def _called(run: Run) -> str:
-    words = [str(word) for word in run.manifest.get("command", [])]
+    told = run.manifest.get("command")
+    words = [str(word) for word in told] if isinstance(told, list) else []
     scripts = [word for word in words if word.endswith(".py")]
     return os.path.basename(scripts[0]) if scripts else shlex.join(words[:3])
 
@@ -166,7 +173,7 @@ def _one_line(runs: Sequence[Run], rank: int) -> int:
     for run in runs:
         for point in attach_points.points(run):
             if point.rank == rank:
-                host = debug_ports.reachable(run.manifest["debug"]["host"])
+                host = attach_points.host(run)
                 print(
                     'lua require("dap").run({type = "python", request = "attach", '
                     f'name = "{launch_json.rank_name(rank)}", '
@@ -187,10 +194,10 @@ def _write(runs: Sequence[Run], options: _Options) -> int:
     through_tunnel = "--tunnel" in options.flags
     if through_tunnel:
         for run in runs:
-            print(attach_points.tunnel(run))
+            _say(attach_points.tunnel(run))
     changed = attach_points.write(runs, workspace, mappings=mappings, through_tunnel=through_tunnel)
     path = os.path.join(workspace, ".vscode", launch_json.FILE)
-    print(f"{'wrote' if changed else 'unchanged:'} {attach_points.short(f'{path}:')[:-1]}")
+    _say(f"{'wrote' if changed else 'unchanged:'} {attach_points.short(f'{path}:')[:-1]}")
     return 0
 
 
@@ -229,7 +236,7 @@ def _inject(pid: int) -> int:
             f"process {pid} belongs to uid {process.uids().effective}",
             "run this command as that user: the port lets in only that user and root",
         )
-    injection.serve(pid, DEFAULT_PORT, lambda text: print(text, flush=True))
+    injection.serve(pid, DEFAULT_PORT, lambda text: print(shown(text), flush=True))
     return 0
 
 

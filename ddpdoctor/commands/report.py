@@ -164,7 +164,7 @@ def _of_run(options: _Options) -> list[Finding]:
     faults = Faults(_complain, "all other rules are applied")
     rules = RULES.values()
     found = examine(run, rules, failed=lambda rule, error: failed.append((rule.code, error)))
-    found = with_kept(found, run)
+    found = faults.guarded("what was said before", with_kept, found, run) or found
     faults.failed(failed)
     if options.json:
         _print(json_lines.line(finding) for finding in found)

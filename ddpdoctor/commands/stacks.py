@@ -165,9 +165,11 @@ def _take(options: _Options) -> _Taken:
 
 
 def _last(path: Path, options: _Options) -> _Taken:
-    from ddpdoctor.stacks.saved import load
+    from ddpdoctor.stacks.saved import NAME, load
 
     saved = load(path)
+    if saved is None and (path / NAME).exists():
+        raise DoctorError(f"{path / NAME} is damaged, or too large to be read")
     if saved is None or not saved.stacks:
         raise DoctorError(
             f"{path.name} has ended, and no stacks were taken while it ran",

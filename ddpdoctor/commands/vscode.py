@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from ddpdoctor.core.control_characters import shown
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import DEFAULT_PORT
 from ddpdoctor.debug.vscode import files, launch_json, tasks_json
@@ -124,8 +125,8 @@ def _install(workspace: Path, here: Path, options: _Options) -> None:
             ),
         },
     )
-    shown = _shown(changed or _paths(workspace), here)
-    done = f"wrote {shown}" if changed else f"unchanged: {shown}"
+    names = _shown(changed or _paths(workspace), here)
+    done = f"wrote {names}" if changed else f"unchanged: {names}"
     print(f'{done}: press F5 and choose "{launch_json.RUN}"')
 
 
@@ -244,4 +245,4 @@ def _paths(workspace: Path) -> list[Path]:
 
 def _shown(paths: Sequence[Path], here: Path) -> str:
     names = [path.relative_to(here) if path.is_relative_to(here) else path for path in paths]
-    return " and ".join(str(name) for name in names)
+    return shown(" and ".join(str(name) for name in names))

@@ -114,7 +114,7 @@ def from_record(told: Mapping[str, Any]) -> Finding | None:
             fix=str(told.get("fix") or ""),
             paste=str(told.get("paste") or ""),
         )
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
 
 

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import json
 import os
+import re
 import stat
 from typing import Any
 
@@ -29,6 +31,12 @@ MOST_TEXT = 1 << 20
 
 MOST_SOURCE = 2 << 20
 """Bytes of a source file."""
+
+MOST_EXPANDED = 24 << 20
+"""Bytes of memory that the JSON of a file may take (`expanded`)."""
+
+MOST_NAMES = 1 << 16
+"""Files of a directory that are looked at."""
 
 Path = str | os.PathLike[str]
 
@@ -109,6 +117,55 @@ def ending(path: Path, most: int) -> bytes:
         return opened_file.read(min(size, most))
 
 
+def loads(data: bytes | str) -> Any:
+    """JSON, of which a number that no writer has is an error: no sum or product of it ends.
+
+    Raises:
+        ValueError: It is none, is nested too deeply, or has an integer of more than 20 digits.
+    """
+    raw = data.encode("utf-8", "replace") if isinstance(data, str) else data
+    try:
+        # So many digits may also be in a text, where they are no number.
+        return json.loads(data, parse_int=_short if _LONG_NUMBER.search(raw) else None)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+_LONG_NUMBER = re.compile(rb"[0-9]{21}")
+
+
+def _short(digits: str) -> int:
+    if len(digits) > 21:
+        raise ValueError("a number is too long")
+    return int(digits)
+
+
+def names(directory: Path) -> list[str]:
+    """The names in a run directory, sorted, of which there may be more than anybody made.
+
+    Raises:
+        OSError: It cannot be listed.
+    """
+    with os.scandir(directory) as entries:
+        # Not those that are none of ddpdoctor's: a single letter may quadruple what one takes.
+        ours = (entry.name for entry in entries if entry.name.isascii())
+        return sorted(itertools.islice(ours, MOST_NAMES))
+
+
+def expanded(data: bytes) -> int:
+    """Bytes of memory that JSON takes once it is parsed, at most about; as it is, nothing is.
+
+    Three bytes make an empty list of seventy, so a small file may take all memory.
+    """
+    # Of a text with one letter beyond ASCII each letter may take four bytes.
+    letters = 1 if data.isascii() and b"\\u" not in data else 4
+    return len(data) * letters + sum(data.count(mark) * size for mark, size in _SIZES)
+
+
+_SIZES = ((b"{", 100), (b"[", 72), (b",", 48), (b":", 40), (b'"', 30))
+"""What objects of CPython take on 64-bit machines: containers, a place in one, half of a text."""
+
+
 def json_object(path: Path, most: int) -> dict[str, Any]:
     """A file that holds one JSON object.
 
@@ -116,10 +173,10 @@ def json_object(path: Path, most: int) -> dict[str, Any]:
         OSError: It cannot be opened, or is too large (:func:`contents`).
         ValueError: It holds something else.
     """
-    try:
-        told = json.loads(contents(path, most))
-    except RecursionError:
-        raise ValueError(f"{os.fspath(path)} is nested too deeply") from None
+    data = contents(path, most)
+    if expanded(data) > MOST_EXPANDED:
+        raise OSError(errno.EFBIG, f"takes more than {MOST_EXPANDED >> 20} MB", os.fspath(path))
+    told = loads(data)
     if not isinstance(told, dict):
         raise ValueError(f"{os.fspath(path)} is no JSON object")
     return told

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import getpass
 import os
+import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddpdoctor.core.job import LOOPBACK
+from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.debug import debug_ports
 from ddpdoctor.debug.vscode import launch_json
 from ddpdoctor.run.record import Record, Status, integer
+from ddpdoctor.run.rundir import MANIFEST
 from ddpdoctor.run.snapshot import Run
+
+_ADDRESS = re.compile(r"[A-Za-z0-9._:%-]+")
 
 
 @dataclass(frozen=True)
@@ -28,8 +34,8 @@ class Point:
 def points(run: Run) -> list[Point]:
     """The points of a run, ascending by rank."""
     return [
-        Point(rank, integer(record, "port"), record.get("pid"), _state(run, rank, record))
-        for rank, record in sorted(run.debug_states.items())
+        Point(rank, integer(each, "port"), integer(each, "pid") or None, _state(run, rank, each))
+        for rank, each in sorted(run.debug_states.items())
     ]
 
 
@@ -65,6 +71,18 @@ def is_debugged(run: Run) -> bool:
     return isinstance(run.manifest.get("debug"), dict)
 
 
+def host(run: Run) -> str:
+    """Where a debugger reaches the run's ports.
+
+    Raises:
+        DoctorError: What the run directory says is no address: it goes into lines to be pasted.
+    """
+    told = run.manifest["debug"].get("host")
+    if not (isinstance(told, str) and _ADDRESS.fullmatch(told)):
+        raise DoctorError(f"{run.path / MANIFEST} is damaged: {told!r} is no address")
+    return debug_ports.reachable(told)
+
+
 def label(run: Run) -> str:
     """What tells the run's entries in launch.json from those of another live run."""
     return str(run.manifest["debug"].get("label") or "")
@@ -72,18 +90,19 @@ def label(run: Run) -> str:
 
 def tunnel(run: Run) -> str:
     """The line that brings the run's ports to another machine."""
-    host = str(run.manifest.get("host", "HOST"))
-    there = debug_ports.reachable(str(run.manifest["debug"]["host"]))
+    node = str(run.manifest.get("host", "HOST"))
+    there = host(run)
     there = f"[{there}]" if ":" in there else there
     forwards = " ".join(f"-L {near}:{there}:{far}" for near, far in _ends(run))
-    return f"ssh -N {forwards} {getpass.getuser()}@{host}"
+    return f"ssh -N {forwards} {getpass.getuser()}@{shlex.quote(node)}"
 
 
 def _ends(run: Run) -> list[tuple[int, int]]:
     """Local and remote ports of a tunnel: ranks of several nodes do not share a local one."""
-    ports = run.manifest["debug"]["ports"]
+    told = run.manifest["debug"].get("ports")
+    ports = [port for port in told if isinstance(port, int)] if isinstance(told, list) else []
     found = points(run)
-    if not found:
+    if not found or not ports:
         return [(port, port) for port in ports]
     return [(ports[0] + point.rank, point.port) for point in found]
 
@@ -103,14 +122,13 @@ def write(
     labels = [label(run) for run in runs]
     changed = False
     for run, own in zip(runs, labels, strict=True):
-        host = debug_ports.reachable(str(run.manifest["debug"]["host"]))
+        near = LOOPBACK if through_tunnel else host(run)
         ports = {point.rank: point.port for point in points(run)}
         if through_tunnel:
-            host = LOOPBACK
             ports = dict(zip(ports, (end for end, _ in _ends(run)), strict=True))
         changed |= launch_json.update(
             workspace,
-            [launch_json.AttachPoint(rank, host, port) for rank, port in ports.items()],
+            [launch_json.AttachPoint(rank, near, port) for rank, port in ports.items()],
             label=own,
             others=set(labels) - {own},
             mappings=mappings,

@@ -9,6 +9,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from ddpdoctor.core import opening
+from ddpdoctor.run.record import integer
+
 Message = dict[str, Any]
 
 _HEADER_END = b"\r\n\r\n"
@@ -79,15 +82,15 @@ def _length(head: bytes) -> int:
     for line in head.split(b"\r\n"):
         name, _, value = line.partition(b":")
         digits = value.strip()
-        if name.strip().lower() == b"content-length" and digits.isdigit() and len(digits) < 10:
+        if name.strip().lower() == b"content-length" and digits.isdigit() and len(digits) < 9:
             return int(digits)
     raise NotDapError
 
 
 def _parse(body: bytes) -> Message:
     try:
-        message = json.loads(body)
-    except (ValueError, RecursionError):
+        message = opening.loads(body)
+    except ValueError:
         raise NotDapError from None
     if not isinstance(message, dict):
         raise NotDapError
@@ -205,7 +208,7 @@ class Tap:
 
     def file_of(self, response: Message) -> str | None:
         """The file whose breakpoints a message answers, which are kept; None for all others."""
-        path = self._files.pop(response.get("request_seq", 0), None)
+        path = self._files.pop(integer(response, "request_seq"), None)
         body = response.get("body")
         found = body.get("breakpoints") if isinstance(body, dict) else None
         if path is None or not response.get("success") or not isinstance(found, list):
@@ -214,7 +217,7 @@ class Tap:
         return path
 
     def _answered(self, message: Message) -> None:
-        command = self.unanswered.pop(message.get("request_seq", 0), None)
+        command = self.unanswered.pop(integer(message, "request_seq"), None)
         if command == "disconnect":
             self.ended, self.stopped = True, False
         if not message.get("success"):

@@ -8,6 +8,9 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+from ddpdoctor.core import opening
+from ddpdoctor.run.record import integer
+
 Message = dict[str, Any]
 
 
@@ -49,12 +52,12 @@ class RankLink:
         while True:
             try:
                 line = await self._reader.readline()
-                message = json.loads(line)
+                message = opening.loads(line)
             except (OSError, ValueError):
                 break
             if not isinstance(message, dict):
                 break
-            answer = self._answers.get(message.get("answers", -1))
+            answer = self._answers.get(integer(message, "answers", -1))
             if answer is None:
                 yield message
             elif not answer.done():

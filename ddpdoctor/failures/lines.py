@@ -9,6 +9,7 @@ from pathlib import PurePath
 from typing import NamedTuple
 
 from ddpdoctor.core.user_code import user_file
+from ddpdoctor.run.record import whole
 
 LONGEST = 1 << 16
 """Bytes of a line that are looked at: to search one of megabytes takes seconds."""
@@ -64,14 +65,14 @@ def taken_apart(text: str) -> Line:
     uncaught = False
     while (mark := _MARK.match(text)) is not None:
         text = text[mark.end() :]
-        number = next(int(value) for value in mark.groups() if value is not None)
+        number = next(whole(value) for value in mark.groups() if value is not None)
         if mark["rank"] is not None:
             # The global rank; the others may count per node.
             return Line(number, True, text)
         rank = number if rank is None else rank
     word = _RANK_WORD.search(text)
     if word is not None and rank is None:
-        rank = int(word[1])
+        rank = whole(word[1])
     return Line(rank, uncaught, text)
 
 
@@ -79,9 +80,9 @@ def rank_of_file(path: str) -> int | None:
     """The rank that a file name tells: ``rank3.log``, or torchrun's ``attempt_0/3/stderr.log``."""
     parts = PurePath(path).parts
     if len(parts) > 1 and _TORCHRUN_FILE.match(parts[-1]) and parts[-2].isdigit():
-        return int(parts[-2])
+        return whole(parts[-2])
     match = _OF_FILE.search(os.path.basename(path))
-    return int(match[1]) if match else None
+    return whole(match[1]) if match else None
 
 
 def time_of(text: str) -> float | None:

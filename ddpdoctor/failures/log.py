@@ -11,6 +11,7 @@ from ddpdoctor.core.finding import Location
 from ddpdoctor.failures import Failure, Weight, recognise
 from ddpdoctor.failures.lines import clean, rank_of_file, taken_apart, time_of
 from ddpdoctor.failures.tracebacks import HEAD, Printed, Tracebacks
+from ddpdoctor.run.record import whole
 
 ANCHORS = tuple(
     text.encode()
@@ -262,9 +263,9 @@ class LogReader:
         for each in list(self._before)[-4:]:
             match = _SUMMARY_RANK.match(each)
             if match:
-                return int(match[1])
+                return whole(match[1])
         local = _LOCAL_RANK.search(text)
-        return int(local[1]) if local else None
+        return whole(local[1]) if local else None
 
     def _time(self, *texts: str) -> float | None:
         times = (time_of(each) for each in (*texts, *reversed(self._before)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gzip
 import io
-import json
 import os
 import re
 import stat
@@ -112,8 +111,8 @@ def _opened(name: str, stack: contextlib.ExitStack) -> io.BufferedReader[io.File
 def _of_elastic(data: bytes) -> bytes:
     """The traceback in the file that torchrun's ``@record`` writes."""
     try:
-        message = json.loads(data)["message"]
+        message = opening.loads(data)["message"]
         stack = message["extraInfo"]["py_callstack"]
         return str(stack).encode("utf-8", "replace")
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         return data

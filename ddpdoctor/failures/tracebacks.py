@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from ddpdoctor.core.finding import Location
 from ddpdoctor.failures import Failure, recognise
 from ddpdoctor.failures.lines import Line, users_file
+from ddpdoctor.run.record import whole
 
 HEAD = "Traceback (most recent call last)"
 _ORIGINAL = "Original Traceback"
@@ -109,7 +110,7 @@ class Printed:
         for text in reversed(self.lines):
             match = _FRAME.match(text)
             if match and users_file(match["path"]):
-                return Location(match["path"], int(match["line"]))
+                return Location(match["path"], whole(match["line"]))
         return None
 
 

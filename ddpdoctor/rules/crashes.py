@@ -15,6 +15,7 @@ from ddpdoctor.failures import recognise
 from ddpdoctor.rules.attempts import EXPLAINED_BY, attempt_finding, moment, short
 from ddpdoctor.rules.checkpoints import refused_for_prefix
 from ddpdoctor.rules.failures import recognised
+from ddpdoctor.run.record import whole
 from ddpdoctor.run.snapshot import Run
 
 _NATIVE = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
@@ -226,7 +227,7 @@ def _fault_location(stack: str) -> Location | None:
     current = stack.partition("Current thread")[2].split("\n\n")[0]
     for path, line in _FAULT_FRAME.findall(current):
         if user_file(path):
-            return Location(path, int(line))
+            return Location(path, whole(line))
     return None
 
 

@@ -30,6 +30,9 @@ FORMAT = 1
 Record = dict[str, Any]
 """One journal line. ``kind`` is always there; readers skip kinds and keys they do not know."""
 
+MOST_WORLD = 1 << 17
+"""Ranks of a job; a file that tells of more is not believed."""
+
 EVERY = 1 << 62
 
 BUFFERS = "DDP's broadcast of buffers"
@@ -509,6 +512,14 @@ def integer(record: Record, key: str, default: int = 0) -> int:
     """
     value = record.get(key)
     return value if isinstance(value, int) and -_WORD <= value < _WORD else default
+
+
+def whole(text: str | bytes, default: int = 0) -> int:
+    """A number out of a text that may be damaged; ``default`` if it is none, or is too long."""
+    try:
+        return int(text) if len(text) < 20 else default
+    except ValueError:
+        return default
 
 
 def encode(record: Record) -> bytes:

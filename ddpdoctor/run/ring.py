@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from ddpdoctor.core import opening
-from ddpdoctor.run.record import UnreadableError, mapped
+from ddpdoctor.run.record import UnreadableError, mapped, whole
 
 FORMAT = 2
 """From 2 on a call has its callers."""
@@ -228,7 +228,7 @@ def parse_ring(raw: bytes, path: str, newest: int = ENTRIES) -> Ring:
 
 
 def _lines(chain: str, texts: list[str]) -> tuple[str, ...]:
-    numbers = [int(each) for each in chain[1:].split(" ") if each.isdigit()]
+    numbers = [whole(each) for each in chain[1:].split(" ")]
     return tuple(texts[each] for each in numbers if 0 < each < len(texts)) or ("",)
 
 

@@ -5,65 +5,42 @@ The same code reads a live run, a finished one, and a copy on another machine.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
 import time
-from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NamedTuple
 
 from ddpdoctor.core import opening
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.run.record import (
-    EVERY,
-    FORMAT,
-    KINDS,
-    SEGMENT_SIZE,
-    Record,
-    Status,
-    UnreadableError,
-    integer,
-    read_status,
-    segment_number,
-)
+from ddpdoctor.run.journals import WINDOW, JournalReader, Room, parse
+from ddpdoctor.run.record import FORMAT, Record, Status, UnreadableError, integer, read_status
 from ddpdoctor.run.ring import Ring, read_ring
 from ddpdoctor.run.rundir import MANIFEST, STDERR, STDERR_SO_FAR
 
-WINDOW = 512
-"""Step records a snapshot keeps per rank; the newest ones."""
+MOST_STEPS = 32 * WINDOW
+"""Step records a snapshot keeps of all ranks."""
 
-SPLIT_WINDOW = 128
-"""Split step records a snapshot keeps per rank."""
+MOST_RANKS = 1024
+"""Ranks that a snapshot holds, of all attempts, the newest of them first."""
 
-MOST_NEW = 256 << 20
-"""Bytes of a journal's segment that are read at once; of more, the last ones."""
-
-MOST_LINE = 2 << 20
-"""Bytes of a record; a longer one is left out."""
-
-MOST_RECORDS = 16 << 20
-"""Bytes of the records of a journal that are kept, other than steps."""
+MOST_TEXT = 8 << 20
+"""Bytes of the ends of all texts that ``faulthandler`` wrote."""
 
 HANG = "hang-*.json"
 """The files with what was gathered while a job stood still, in alphabetical order."""
 
+_MOST_REMARKS = 20
 _STATUS_NAME = re.compile(r"rank-(\d{4,})\.r(\d+)\.status$")
-_CHUNK = 1 << 20
-_MOST_STEP = 1 << 14
-_STEP_LINE = b'{"kind":"step"'
-_SPLIT = b',"split":true'
-_SEGMENT_LINE = b'{"kind":"segment"'
 
 PHASES = ("data", "forward", "backward", "optimizer", "other")
 """The phases whose sum is a rank's own time; ``wait`` is the rest of a step."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Step:
     """One step of one rank; durations in nanoseconds.
 
@@ -306,10 +283,17 @@ class Run:
 
 
 def step_from(record: Record) -> Step:
-    """A step record as a :class:`Step`; keys that are absent take the field's default."""
-    known: dict[str, Any] = {
-        name: record[name] for name in Step.__dataclass_fields__ if name in record
-    }
+    """A step record as a :class:`Step`; keys that are absent take the field's default.
+
+    Raises:
+        ValueError: A value is no number that a writer has.
+    """
+    known: dict[str, Any] = {name: record[name] for name in _STEP_FIELDS if name in record}
+    if not isinstance(known.get("loss"), (int, float, type(None))):
+        raise ValueError("loss is no number")
+    for name, value in known.items():
+        if name != "loss" and value is not None and integer(known, name, -1) != value:
+            raise ValueError(f"{name} is no number")
     for name in (*PHASES, "wait", "total", "start"):
         known.setdefault(name, 0)
     known.setdefault("epoch", None)
@@ -317,150 +301,16 @@ def step_from(record: Record) -> Step:
     return Step(**known)
 
 
-class JournalReader:
-    """Reads a journal as it grows, across rotation, without parsing steps nobody asks for."""
-
-    def __init__(self, path: Path, window: int = WINDOW) -> None:
-        self.left_out = ""
-        """What was not read, or not kept, because there is too much of it; in words."""
-        self._path = path
-        self._older = path.with_name(path.name + ".1")
-        self._segment: int | None = None
-        self._offset = 0
-        self._torn = b""
-        self._step_lines: deque[bytes] = deque(maxlen=window)
-        self._split_lines: deque[bytes] = deque(maxlen=min(window, SPLIT_WINDOW))
-        self.records: list[Record] = []
-        self._size = 0
-        """Bytes of their lines, about."""
-        self._seen: set[int] = set()
-        self._skips = False
-        """Whether the rest of a line that is too long is passed over."""
-
-    def poll(self) -> bool:
-        """Take in what was written since the last call; True if there was anything."""
-        with contextlib.ExitStack() as stack:
-            opened = self._open(stack)
-            fresh = False
-            for number, file in opened:
-                if self._segment is not None and number < self._segment:
-                    continue
-                if number != self._segment:
-                    self._segment, self._offset, self._torn = number, 0, b""
-                    self._skips = False
-                fresh |= self._take(file)
-            return fresh
-
-    def _open(self, stack: contextlib.ExitStack) -> list[tuple[int, BinaryIO]]:
-        """The segments there are, ascending, none of them missing in between."""
-        found: list[tuple[int, BinaryIO]] = []
-        for _ in range(3):
-            # The older one first: what is renamed in between is then seen as the newer one.
-            found = [each for path in (self._older, self._path) if (each := _segment(path, stack))]
-            numbers = [-1, *(number for number, _ in found)]
-            if not found or numbers[-1] - 1 in numbers:
-                break
-            # Rotated between the two, the segment before the newest was missed: look again.
-        return sorted(dict(found).items())
-
-    def _take(self, file: BinaryIO) -> bool:
-        size = os.fstat(file.fileno()).st_size
-        if size - self._offset > MOST_NEW:
-            self.left_out = f"{self._path.name}: all but its last {MOST_NEW >> 20} MB"
-            self._offset, self._torn, self._skips = size - MOST_NEW, b"", True
-        file.seek(self._offset)
-        begin = self._offset
-        while self._offset < size and (data := file.read(min(_CHUNK, size - self._offset))):
-            self._offset += len(data)
-            self._take_lines(data)
-        return self._offset > begin
-
-    def _take_lines(self, data: bytes) -> None:
-        lines = (self._torn + data).split(b"\n")
-        self._torn = lines.pop()
-        if lines and self._skips:
-            self._skips = False
-            del lines[0]
-        if self._skips or len(self._torn) > MOST_LINE:
-            self._torn, self._skips = b"", True
-        for line in lines:
-            if line.startswith(_STEP_LINE):
-                if len(line) <= _MOST_STEP:
-                    self._step_lines.append(line)
-                    if _SPLIT in line:
-                        self._split_lines.append(line)
-            elif line and len(line) <= MOST_LINE and not line.startswith(_SEGMENT_LINE):
-                self._take_record(line)
-
-    def _take_record(self, line: bytes) -> None:
-        known = hash(line)
-        if known in self._seen:
-            return
-        self._seen.add(known)
-        record = _parse(line)
-        if record is None:
-            return
-        self.records.append(record)
-        self._size += len(line)
-        while self._size > MOST_RECORDS:
-            self._thin()
-
-    def _thin(self) -> None:
-        """Let go of the older half of what there is much of; what is rare is kept if it can be."""
-        half = len(self.records) // 2
-        rare = [record for record in self.records[:half] if _is_rare(record)]
-        kept = [*rare[: half // 2], *self.records[half + (half == 0) :]]
-        self.left_out = f"{self._path.name}: older records than {MOST_RECORDS >> 20} MB of them"
-        self._size = self._size * len(kept) // len(self.records)
-        self.records = kept
-
-    @property
-    def step_lines(self) -> tuple[bytes, ...]:
-        """The newest step records, oldest of them first, unparsed."""
-        return tuple(self._step_lines)
-
-    @property
-    def split_lines(self) -> tuple[bytes, ...]:
-        """The newest of them that were split."""
-        return tuple(self._split_lines)
-
-
-def _is_rare(record: Record) -> bool:
-    """Whether a record is of a kind that cannot become many."""
-    return record["kind"] in KINDS and KINDS[record["kind"]].first == EVERY
-
-
-def _segment(path: Path, stack: contextlib.ExitStack) -> tuple[int, BinaryIO] | None:
-    """A segment's number and its open file; None if there is none, or not yet."""
-    try:
-        file = stack.enter_context(opening.file(path))
-        head = file.read(SEGMENT_SIZE)
-    except OSError:
-        return None
-    if len(head) < SEGMENT_SIZE and not head.endswith(b"\n"):
-        # Its first line is still being written.
-        return None
-    number = segment_number(head)
-    # A journal without numbers, written by hand say, is its own first segment.
-    return (0 if number is None else number), file
+_STEP_FIELDS = tuple(Step.__dataclass_fields__)
 
 
 def _step(line: bytes) -> Step | None:
     """A step from its line, or None if the line is torn or not to be understood."""
-    record = _parse(line)
+    record = parse(line)
     try:
         return None if record is None else step_from(record)
-    except TypeError:
+    except (TypeError, ValueError):
         return None
-
-
-def _parse(line: bytes) -> Record | None:
-    """A journal line, or None if it is torn or no record."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("kind"), str) else None
 
 
 class RunReader:
@@ -480,7 +330,8 @@ class RunReader:
         self._window = window
         self._lenient = lenient
         self._damage: tuple[str, ...] = ()
-        self._journals: dict[Path, JournalReader] = {}
+        self._room = Room()
+        self._journals: dict[str, JournalReader] = {}
         self._stderr_seen: tuple[str, int, int, int] | None = None
         self._stderr_text = ""
         self.manifest = self._read_manifest()
@@ -495,12 +346,13 @@ class RunReader:
             self._damage = (error.message,)
             return {"format": FORMAT}
 
-    def _journal(self, name: str) -> JournalReader:
-        path = self.path / name
-        reader = self._journals.get(path)
+    def _journal(self, name: str, window: int = WINDOW) -> JournalReader:
+        reader = self._journals.get(name)
         if reader is None:
-            reader = self._journals[path] = JournalReader(path, self._window)
-        reader.poll()
+            path = self.path / name
+            reader = self._journals[name] = JournalReader(
+                path, min(window, self._window), self._room
+            )
         return reader
 
     def _stderr(self, names: Collection[str]) -> str:
@@ -518,65 +370,122 @@ class RunReader:
 
     def snapshot(self) -> Run:
         """Read what is new and return the whole picture."""
-        names = sorted(os.listdir(self.path))
-        supervisor = tuple(self._journal("supervisor.jsonl").records)
+        names = opening.names(self.path)
+        pages, more = _pages(names)
+        strays = [each for each in names if each.startswith("process-") and each.endswith(".jsonl")]
+        unreadable: list[str] = []
+        crowd = [*_crowd(names, more, strays)]
+        del strays[MOST_RANKS:]
+        # All of them are known before the first is read: each has its share of the room.
+        window = MOST_STEPS // (len(pages) or 1)
+        for name in ("supervisor.jsonl", *strays):
+            self._journal(name)
+        for page in pages:
+            self._journal(f"{page.stem}.jsonl", window)
+        for journal in self._journals.values():
+            journal.poll()
+        supervisor = self._journal("supervisor.jsonl").records
         exits = {
             (integer(record, "rank", -1), integer(record, "restart")): record
             for record in supervisor
             if record["kind"] == "rank_exit"
         }
         ranks: list[Rank] = []
-        unreadable: list[str] = []
-        for name in names:
-            match = _STATUS_NAME.match(name)
-            if not match:
-                continue
-            number, restart = int(match[1]), int(match[2])
-            status: Status | None = None
-            try:
-                status = read_status(str(self.path / name))
-            except (UnreadableError, OSError) as error:
-                unreadable.append(str(error))
-            journal = self._journal(name.removesuffix("status") + "jsonl")
-            opened = next((r for r in journal.records if r["kind"] == "open"), {})
-            version = integer(opened, "format", FORMAT)
-            if version > FORMAT:
-                unreadable.append(
-                    f"{name}: format {version}, newer than this ddpdoctor reads ({FORMAT})"
-                )
-                continue
-            ranks.append(
-                Rank(
-                    rank=number,
-                    restart=restart,
-                    status=status,
-                    opened=opened,
-                    step_lines=journal.step_lines,
-                    split_lines=journal.split_lines,
-                    records=tuple(journal.records),
-                    exit=exits.get((number, restart)),
-                    fault=_text(self.path / (name.removesuffix("status") + "fault")),
-                    ring_file=self.path / (name.removesuffix("status") + "collectives"),
-                )
-            )
-        strays = [
-            record
-            for name in names
-            if name.startswith("process-") and name.endswith(".jsonl")
-            for record in self._journal(name).records
-        ]
+        for page in pages:
+            rank = self._rank(page, exits, MOST_TEXT // len(pages), unreadable)
+            if rank is not None:
+                ranks.append(rank)
         self.manifest = self._read_manifest()
-        left_out = [each.left_out for each in self._journals.values() if each.left_out]
+        errors = [record for name in strays for record in self._journal(name).records]
         return Run(
             path=self.path,
             manifest=self.manifest,
             ranks=tuple(sorted(ranks, key=lambda rank: (rank.restart, rank.rank))),
-            strays=tuple(sorted(strays, key=lambda record: integer(record, "time"))),
+            strays=tuple(sorted(errors, key=lambda record: integer(record, "time"))),
             supervisor=supervisor,
             taken=time.time_ns(),
             stderr=self._stderr(names),
-            unreadable=(*self._damage, *unreadable, *left_out),
+            unreadable=(*self._damage, *crowd, *self._left_out(), *_some(unreadable)),
         )
+
+    def _left_out(self) -> Iterator[str]:
+        """What of the journals is left out, in words."""
+        found = [each.left_out for each in self._journals.values() if each.left_out]
+        if found:
+            more = f", and so of {len(found) - 1} more" if len(found) > 1 else ""
+            yield f"{found[0]}{more}"
+
+    def _rank(
+        self,
+        page: _Page,
+        exits: dict[tuple[int, int], Record],
+        most_text: int,
+        unreadable: list[str],
+    ) -> Rank | None:
+        """A rank; None if a newer version wrote it. What cannot be read goes to ``unreadable``."""
+        stem = self.path / page.stem
+        status: Status | None = None
+        try:
+            status = read_status(f"{stem}.status")
+        except (UnreadableError, OSError) as error:
+            unreadable.append(str(error))
+        journal = self._journal(f"{page.stem}.jsonl")
+        opened = next((r for r in journal.records if r["kind"] == "open"), {})
+        version = integer(opened, "format", FORMAT)
+        if version > FORMAT:
+            unreadable.append(
+                f"{page.stem}.status: format {version}, newer than this ddpdoctor reads ({FORMAT})"
+            )
+            return None
+        return Rank(
+            rank=page.rank,
+            restart=page.restart,
+            status=status,
+            opened=opened,
+            step_lines=journal.step_lines,
+            split_lines=journal.split_lines,
+            records=journal.records,
+            exit=exits.get((page.rank, page.restart)),
+            fault=_text(Path(f"{stem}.fault"), min(opening.MOST_TEXT, most_text)),
+            ring_file=Path(f"{stem}.collectives"),
+        )
+
+
+class _Page(NamedTuple):
+    restart: int
+    rank: int
+    stem: str
+
+
+def _pages(names: Iterable[str]) -> tuple[list[_Page], int]:
+    """The ranks that have a status page, ascending; and how many old ones are left out."""
+    matches = [match for name in names if (match := _STATUS_NAME.match(name))]
+    found = sorted(
+        _Page(int(match[2]), int(match[1]), match[0].removesuffix(".status")) for match in matches
+    )
+    left = max(0, len(found) - MOST_RANKS)
+    if left:
+        # The first ones of an attempt are kept: of the newest attempts.
+        found.sort(key=lambda page: (-page.restart, page.rank))
+        found = sorted(found[:MOST_RANKS])
+    return found, left
+
+
+def _crowd(names: Sequence[str], ranks: int, strays: Sequence[str]) -> Iterator[str]:
+    """What is left out of a directory with too much in it, in words."""
+    if len(names) >= opening.MOST_NAMES:
+        yield f"more than {opening.MOST_NAMES} files: the others are left out"
+    if ranks:
+        yield f"more than {MOST_RANKS} ranks: {ranks} others are left out"
+    if len(strays) > MOST_RANKS:
+        yield f"more than {MOST_RANKS} processes that failed: the others are left out"
+
+
+def _some(remarks: Sequence[str]) -> Iterator[str]:
+    """The first remarks, and how many more there are."""
+    yield from remarks[:_MOST_REMARKS]
+    if len(remarks) > _MOST_REMARKS:
+        yield f"and so of {len(remarks) - _MOST_REMARKS} more files"
 
 
 def glance(path: Path) -> Run:
@@ -587,14 +496,13 @@ def glance(path: Path) -> Run:
         OSError: It cannot be listed.
     """
     ranks: list[Rank] = []
-    unreadable: list[str] = []
-    for name in os.listdir(path):
-        match = _STATUS_NAME.match(name)
-        if match is None:
-            continue
+    names = opening.names(path)
+    pages, more = _pages(names)
+    unreadable = [*_crowd(names, more, ())]
+    for page in pages:
         try:
-            status = read_status(str(path / name))
-            ranks.append(Rank(rank=int(match[1]), restart=int(match[2]), status=status))
+            status = read_status(f"{path / page.stem}.status")
+            ranks.append(Rank(rank=page.rank, restart=page.restart, status=status))
         except (UnreadableError, OSError) as error:
             unreadable.append(str(error))
     return Run(
@@ -602,14 +510,14 @@ def glance(path: Path) -> Run:
         manifest=read_manifest(path),
         ranks=tuple(sorted(ranks, key=lambda rank: (rank.restart, rank.rank))),
         taken=time.time_ns(),
-        unreadable=tuple(unreadable),
+        unreadable=tuple(_some(unreadable)),
     )
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, most: int = opening.MOST_TEXT) -> str:
     """The end of a text file, empty if there is none."""
     try:
-        return opening.ending(path, opening.MOST_TEXT).decode("utf-8", "replace")
+        return opening.ending(path, most).decode("utf-8", "replace")
     except OSError:
         return ""
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import array
 import ctypes
 import fcntl
-import json
 import os
 import stat
 import sys
@@ -154,10 +153,10 @@ class Asking:
         if not (written.startswith(b"{") and written.endswith(b"\n")):
             return False
         try:
-            told = json.loads(written.splitlines()[-1])
+            told = opening.loads(written.splitlines()[-1])
             threads = [self._thread(each) for each in told["threads"]]
             self.world_size = integer(told, "world_size")
-        except (ValueError, LookupError, TypeError, RecursionError):
+        except (ValueError, LookupError, TypeError, OverflowError):
             return False
         self.threads = _main_first(threads)
         return True

@@ -6,8 +6,6 @@ A process that declares nothing is never asked, and never sent a signal
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +53,7 @@ def read_declared(directory: Path) -> list[Declared]:
     """All declarations in a run directory, the newest last; damaged ones are left out."""
     found: list[tuple[int, Declared]] = []
     try:
-        names = os.listdir(directory)
+        names = opening.names(directory)
     except OSError:
         return []
     for name in names:
@@ -65,10 +63,10 @@ def read_declared(directory: Path) -> list[Declared]:
         path = directory / name
         head = _first_line(path)
         try:
-            record = json.loads(head)
+            record = opening.loads(head)
             declared = _from_record(record, path, len(head), int(match[1]), int(match[2]))
             found.append((integer(record, "time"), declared))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             # Still being written, or damaged.
             continue
     return [declared for _, declared in sorted(found, key=lambda each: each[0])]

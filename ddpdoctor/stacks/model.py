@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -178,4 +179,6 @@ def _text(record: Record, key: str) -> str:
 
 def _number(record: Record, key: str) -> float:
     value = record.get(key)
-    return float(value) if isinstance(value, (int, float)) else 0.0
+    return (
+        value if isinstance(value, float) and math.isfinite(value) else float(integer(record, key))
+    )

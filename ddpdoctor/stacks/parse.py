@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator
 
+from ddpdoctor.run.record import whole
 from ddpdoctor.stacks.model import CUT, Frame, Thread
 
 _FRAME = re.compile(
@@ -73,7 +75,7 @@ def _with(thread: Thread, frames: list[Frame]) -> Thread:
 def _frame(match: re.Match[str], directory: str) -> Frame:
     path = at(_unescaped(match["path"] or "???"), directory)
     line = match["line"]
-    return Frame(path, int(line) if line.isdigit() else 0, _unescaped(match["function"]))
+    return Frame(path, whole(line), _unescaped(match["function"]))
 
 
 def at(path: str, directory: str) -> str:
@@ -83,5 +85,10 @@ def at(path: str, directory: str) -> str:
     return os.path.normpath(os.path.join(directory, path))
 
 
+def _letter(match: re.Match[str]) -> str:
+    code = int(match[1] or match[2] or match[3], 16)
+    return chr(code) if code <= sys.maxunicode else "\N{REPLACEMENT CHARACTER}"
+
+
 def _unescaped(text: str) -> str:
-    return _ESCAPED.sub(lambda match: chr(int(match[1] or match[2] or match[3], 16)), text)
+    return _ESCAPED.sub(_letter, text)

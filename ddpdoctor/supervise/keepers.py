@@ -122,9 +122,12 @@ class Keepers:
         *lines, self._heard = (self._heard + chunk).split(b"\n")
         told = []
         for line in lines:
-            word, *values = line.decode().split()
-            numbers = [int(value) for value in values] or [0]
-            if word == "pids":
+            try:
+                word, *values = line.decode().split()
+                numbers = [int(value) for value in values] or [0]
+            except ValueError:
+                continue
+            if word == "pids" and len(numbers) == 3:
                 self._below, self.witness = numbers[1:]
             elif word == "started":
                 self.pid = numbers[0]

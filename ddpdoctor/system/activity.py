@@ -156,7 +156,7 @@ def _below(pid: int) -> set[int]:
 
 def _stat(pid: int) -> tuple[str, float]:
     try:
-        with open(f"/proc/{pid}/stat") as file:
+        with open(f"/proc/{pid}/stat", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
         return fields[0], (int(fields[11]) + int(fields[12])) / _TICKS
     except (OSError, ValueError, IndexError):
@@ -227,7 +227,7 @@ def _leads_to(pid: int, descriptor: int, kinds: tuple[str, ...]) -> bool:
 
 def _switches(pid: int) -> int:
     try:
-        with open(f"/proc/{pid}/task/{pid}/status") as file:
+        with open(f"/proc/{pid}/task/{pid}/status", errors="replace") as file:
             told = file.read().rpartition("\nvoluntary_ctxt_switches:")[2].split()
         return int(told[0])
     except (OSError, ValueError, IndexError):

@@ -46,7 +46,7 @@ def zombie_status(pid: int) -> int | None:
         0 to 255, a negative signal number, or None if there is no such zombie to be seen.
     """
     try:
-        with open(f"/proc/{pid}/stat") as file:
+        with open(f"/proc/{pid}/stat", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
         if fields[0] not in "ZX":
             return None
@@ -58,7 +58,7 @@ def zombie_status(pid: int) -> int | None:
 def pending(pid: int) -> set[int]:
     """The signals that were sent to a process, which blocks them; empty if it has ended."""
     try:
-        with open(f"/proc/{pid}/status") as file:
+        with open(f"/proc/{pid}/status", errors="replace") as file:
             masks = [line.split()[1] for line in file if line.startswith(("SigPnd", "ShdPnd"))]
     except (OSError, IndexError):
         return set()

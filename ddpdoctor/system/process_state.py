@@ -94,7 +94,7 @@ def read_state(pid: int) -> ProcessState:
 
 def _wchan(path: str) -> str:
     try:
-        with open(path) as file:
+        with open(path, errors="replace") as file:
             name = file.read().strip()
     except OSError:
         return ""
@@ -220,7 +220,7 @@ def read_signals(pid: int, thread: int) -> Signals | None:
     """What a thread does with signals, None if there is no such thread or one may not know."""
     masks = {"SigPnd": 0, "ShdPnd": 0, "SigBlk": 0, "SigCgt": 0}
     try:
-        with open(f"/proc/{pid}/task/{thread}/status") as file:
+        with open(f"/proc/{pid}/task/{thread}/status", errors="replace") as file:
             for line in file:
                 name, _, value = line.partition(":")
                 if name in masks:

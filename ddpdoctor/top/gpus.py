@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -25,6 +24,13 @@ MANY = 8
 """Nodes from which on their files are read every other time."""
 
 
+MOST_NODES = 1024
+"""Nodes whose files are read."""
+
+_MOST = 8 << 20
+"""Bytes of the files of all nodes, of which one has some hundred for each GPU."""
+
+
 def told_of(told: Mapping[str, Any]) -> tuple[Gpu, ...]:
     """The GPUs of one node from what `ddpdoctor.system.gpu.poller` wrote, without damaged ones."""
     listed = told.get("gpus")
@@ -33,7 +39,7 @@ def told_of(told: Mapping[str, Any]) -> tuple[Gpu, ...]:
     for each in listed if isinstance(listed, list) else ():
         try:
             found.append(_gpu(node, each))
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             continue
     return tuple(found)
 
@@ -80,21 +86,24 @@ class GpuFiles:
         self._gpus: dict[str, tuple[Gpu, ...]] = {}
         self._trouble: dict[str, str] = {}
         self._turn = False
+        self._left_out = 0
 
     def look(self) -> None:
         """List the directory anew."""
         try:
-            names = os.listdir(self._directory)
+            names = opening.names(self._directory)
         except OSError:
             return
-        self._names = tuple(
-            sorted(name for name in names if name.startswith("gpus-") and name.endswith(".json"))
-        )
+        ours = [name for name in names if name.startswith("gpus-") and name.endswith(".json")]
+        self._names = tuple(ours[:MOST_NODES])
+        self._left_out = len(ours[MOST_NODES:])
 
     def read(self, live: bool) -> tuple[tuple[Gpu, ...], str]:
         """The GPUs of all nodes, and in words why some cannot be read; old numbers are left out."""
         found: list[Gpu] = []
         trouble: list[str] = []
+        if self._left_out:
+            trouble.append(f"more than {MOST_NODES} nodes: {self._left_out} others are left out")
         now = time.monotonic()
         # Of many nodes only half are read anew each time.
         self._turn = not self._turn
@@ -121,7 +130,7 @@ class GpuFiles:
             key = (facts.st_mtime_ns, facts.st_ino)
             if self._seen.get(name) == key:
                 return
-            told: Record = opening.json_object(path, opening.MOST_RECORD)
+            told: Record = opening.json_object(path, _MOST // len(self._names))
             if int(told.get("format", 0)) > FORMAT:
                 raise ValueError
         except OSError:

@@ -13,6 +13,7 @@ from typing import TypeVar
 import psutil
 
 from ddpdoctor.analysis.pace import WARM_UP
+from ddpdoctor.core import opening
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.faults import words
 from ddpdoctor.run import rundir
@@ -177,7 +178,7 @@ class LiveSource:
         recent.saw(status.parts)
         opened = self._opened.get(rank)
         if not opened:
-            opened = self._opened[rank] = steplog.head(self._pages.path(rank, "jsonl"))
+            opened = self._opened[rank] = steplog.head(self._pages.path(rank, "jsonl"), self._share)
         node = _still(str(opened.get("host") or ""))
         since = self._ages.age((rank, "since"), status.since, now, ticks)
         beat = since
@@ -268,10 +269,16 @@ class LiveSource:
         """
         return bool(self._error(rank)) or (isinstance(code, int) and code > 0)
 
+    @property
+    def _share(self) -> int:
+        """Bytes of memory that a record of each rank may take."""
+        return opening.MOST_EXPANDED // (len(self._pages.ranks) or 1)
+
     def _error(self, rank: int) -> Record:
         """The exception that nobody caught, of a rank that has come to its end."""
         if rank not in self._errors:
-            self._errors[rank] = steplog.last_error(self._pages.path(rank, "jsonl"))
+            path = self._pages.path(rank, "jsonl")
+            self._errors[rank] = steplog.last_error(path, self._share)
         return self._errors[rank]
 
     def _died(self, rank: int, ending: Record) -> str:
@@ -402,6 +409,10 @@ class LiveSource:
             rank, why = next(iter(bad.items()))
             more = f", and those of {len(bad) - 1} more" if len(bad) > 1 else ""
             notes.append(f"the status page of rank {rank} cannot be read{more}: {why}")
+        if self._pages.left_out:
+            notes.append(f"{self._pages.left_out} more ranks are left out")
+        if self._story.unread:
+            notes.append(f"left out: {self._story.unread}")
         mute = sum(status.unwritten for status in pages.values())
         if mute:
             notes.append(f"{mute} of {len(pages)} ranks cannot write their records: disk full?")

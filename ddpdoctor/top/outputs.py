@@ -5,11 +5,11 @@ Numbers are numbers in base units. What is not known is absent.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
+from ddpdoctor.core import opening
 from ddpdoctor.core.control_characters import json_text
 from ddpdoctor.core.finding import Finding, from_record, to_record
 from ddpdoctor.top.snapshot import (
@@ -22,6 +22,9 @@ from ddpdoctor.top.snapshot import (
     Verdict,
 )
 from ddpdoctor.top.source import ALL, Replay, Source
+
+_MOST = 4 * opening.MOST_EXPANDED
+"""Bytes of memory that a snapshot may take: of a thousand ranks it is half of that."""
 
 FORMAT = 1
 """Version of the JSON; raised when a field changes its meaning."""
@@ -57,7 +60,9 @@ def read(text: str | bytes) -> Snapshot:
         ValueError: It is none, is damaged, or of a newer format.
     """
     try:
-        told = json.loads(text)
+        if opening.expanded(text if isinstance(text, bytes) else text.encode()) > _MOST:
+            raise ValueError("too large")
+        told = opening.loads(text)
         if told.pop("format") > FORMAT:
             raise ValueError("written by a newer ddpdoctor")
         gpus = tuple(_gpu(each) for each in told.pop("gpus", ()))
@@ -74,7 +79,7 @@ def read(text: str | bytes) -> Snapshot:
                 "notes": tuple(told.get("notes", ())),
             }
         )
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"no snapshot: {error}") from None
 
 

@@ -13,6 +13,9 @@ from ddpdoctor.run.record import PAGE_SIZE, Status, UnreadableError, parse_statu
 MOST_OPEN = 256
 """Pages whose files stay open; the others are opened for each reading."""
 
+MOST_RANKS = 4096
+"""Ranks whose pages are read."""
+
 _NAME = re.compile(r"rank-(\d{4,})\.r(\d+)\.status$")
 
 
@@ -34,22 +37,24 @@ class Pages:
         """The newest attempt."""
         self.ranks: tuple[int, ...] = ()
         """Its ranks, ascending."""
+        self.left_out = 0
+        """How many more there are than are read."""
         self.unreadable: dict[int, str] = {}
         """Why a rank's page cannot be read, in words."""
 
     def look(self) -> bool:
         """List the directory anew; False if it cannot be."""
         try:
-            matches = [
-                match for name in os.listdir(self._directory) if (match := _NAME.match(name))
-            ]
+            names = opening.names(self._directory)
         except OSError:
             return False
+        matches = [match for name in names if (match := _NAME.match(name))]
         restart = max((int(match[2]) for match in matches), default=0)
         if restart != self.restart:
             self.close()
             self.restart, self._last, self._raw = restart, {}, {}
-        self.ranks = tuple(sorted(int(m[1]) for m in matches if int(m[2]) == restart))
+        ranks = sorted(int(m[1]) for m in matches if int(m[2]) == restart)
+        self.ranks, self.left_out = tuple(ranks[:MOST_RANKS]), len(ranks[MOST_RANKS:])
         for gone in self._open.keys() - set(self.ranks):
             os.close(self._open.pop(gone))
             self._last.pop(gone, None)

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from ddpdoctor.core.control_characters import shown
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.run.record import whole
 from ddpdoctor.top.snapshot import PHASES, RankRow, Snapshot
 
 LOOPBACK = "127.0.0.1"
@@ -32,9 +33,10 @@ def address(text: str) -> tuple[str, int]:
     """
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not (port.isascii() and port.isdigit()) or int(port) > 65535 or (colon and not host):
+    number = whole(port, -1) if port.isascii() and port.isdigit() else -1
+    if not 0 <= number <= 65535 or (colon and not host):
         raise DoctorError(f"--prometheus needs PORT or HOST:PORT, not {text!r}")
-    return host or LOOPBACK, int(port)
+    return host or LOOPBACK, number
 
 
 class Exporter:

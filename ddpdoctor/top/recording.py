@@ -15,6 +15,9 @@ from ddpdoctor.top.source import Source, Want
 
 _CHUNK = 1 << 20
 
+MOST_FRAMES = 1 << 20
+"""Frames that are played, the first ones: twelve days of one a second."""
+
 
 class Recording:
     """Writes snapshots to a file.
@@ -87,9 +90,9 @@ class RecordingSource:
     def _index(self) -> array[int]:
         """Where the lines begin, and behind the last whole one."""
         places, at = array("Q", [0]), 0
-        while chunk := self._file.read(_CHUNK):
+        while len(places) <= MOST_FRAMES and (chunk := self._file.read(_CHUNK)):
             newline = chunk.find(b"\n")
-            while newline >= 0:
+            while newline >= 0 and len(places) <= MOST_FRAMES:
                 places.append(at + newline + 1)
                 newline = chunk.find(b"\n", newline + 1)
             at += len(chunk)
@@ -97,6 +100,8 @@ class RecordingSource:
 
     def _frame(self, position: int) -> Snapshot:
         begin, end = self._places[position], self._places[position + 1]
+        if end - begin > opening.MOST_RECORD:
+            raise ValueError(f"frame {position + 1} is larger than {opening.MOST_RECORD >> 20} MB")
         return outputs.read(os.pread(self._file.fileno(), end - begin, begin))
 
     def _pace(self, first: Snapshot) -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 from ddpdoctor.core import opening
 from ddpdoctor.core.control_characters import shown, without_formatting
 from ddpdoctor.run import rundir
+from ddpdoctor.run.record import whole
 
 LINES = 100
 """Lines that are shown of the whole job."""
@@ -59,7 +60,7 @@ class Stderr:
             last.append(line)
             match = _MARK.match(line)
             if match:
-                marked[match[1], int(match[2])].append(line[match.end() :])
+                marked[match[1], whole(match[2])].append(line[match.end() :])
         self.lines = tuple(last)
         self._marked = {key: tuple(lines) for key, lines in marked.items()}
 

@@ -7,7 +7,6 @@ maps it, since a store that is gone is a SIGBUS, and nothing raises.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from collections import deque
@@ -17,15 +16,20 @@ from typing import NamedTuple
 from ddpdoctor.core import opening
 from ddpdoctor.run.record import SEGMENT_SIZE, Parts, Record, integer, segment_number
 
-_STEP = re.compile(rb'\{"kind":"step","step":(\d+)')
+_STEP = re.compile(rb'\{"kind":"step","step":(\d{1,18})[,}]')
 _FAST = re.compile(
-    rb'\{"kind":"step","step":(\d+),"start":(\d+)(?:,"epoch":(\d+))?,"data":(\d+),"forward":(\d+)'
-    rb',"backward":(\d+),"optimizer":(\d+),"other":(\d+),"wait":(\d+),"total":\d+,"split":(true)?'
+    rb'\{"kind":"step","step":(\d{1,18}),"start":(\d{1,18})(?:,"epoch":(\d{1,18}))?'
+    rb',"data":(\d{1,18}),"forward":(\d{1,18}),"backward":(\d{1,18}),"optimizer":(\d{1,18})'
+    rb',"other":(\d{1,18}),"wait":(\d{1,18}),"total":\d{1,18},"split":(true)?'
 )
 """A step as the probe writes it, which comes many times a second; other orders are read, too."""
 
+_DURATIONS = ("data", "forward", "backward", "optimizer", "other", "wait")
 _STEP_LINE = b'{"kind":"step"'
 _ERROR_LINE = b'{"kind":"error"'
+
+_LONGEST = 1 << 10
+"""Bytes of a step; what is longer is none."""
 
 _LINE = 320
 """Bytes that a step takes, about."""
@@ -68,25 +72,17 @@ def parse(line: bytes) -> StepLine | None:
             int(start),
             None if epoch is None else int(epoch),
         )
-    if not line.startswith(_STEP_LINE):
+    short = line.startswith(_STEP_LINE) and len(line) <= _LONGEST
+    told = _record(line, opening.MOST_EXPANDED) if short else {}
+    step = integer(told, "step", -1)
+    if step < 0:
         return None
-    try:
-        told = json.loads(line)
-        parts = Parts(
-            told["step"],
-            told.get("data", 0),
-            told.get("forward", 0),
-            told.get("backward", 0),
-            told.get("optimizer", 0),
-            told.get("other", 0),
-            told.get("wait", 0),
-            bool(told.get("split")),
-        )
-        step = StepLine(parts, told.get("start", 0), told.get("epoch"))
-        # Sums of what is no number fail here.
-        return step if step.end >= 0 and isinstance(parts.number, int) else None
-    except (ValueError, KeyError, TypeError, RecursionError):
+    numbers = [integer(told, name) for name in _DURATIONS]
+    if min(numbers) < 0:
         return None
+    epoch = integer(told, "epoch", -1)
+    parts = Parts._make((step, *numbers, told.get("split") is True))
+    return StepLine(parts, integer(told, "start"), None if epoch < 0 else epoch)
 
 
 def _open(path: Path) -> int | None:
@@ -258,16 +254,19 @@ def _place(descriptor: int, number: int) -> int:
     return place
 
 
-def head(path: Path) -> Record:
-    """A journal's ``open`` record; empty if it is not there yet."""
+def head(path: Path, most: int) -> Record:
+    """A journal's ``open`` record; empty if it is not there yet, or takes more memory."""
     for line in _read(path, 65536).split(b"\n")[:8]:
         if line.startswith(b'{"kind":"open"'):
-            return _record(line)
+            return _record(line, most)
     return {}
 
 
-def last_error(path: Path) -> Record:
-    """The last uncaught exception in a journal; empty if there is none near its end."""
+def last_error(path: Path, most: int) -> Record:
+    """The last uncaught exception in a journal; empty if there is none near its end.
+
+    One that takes more than ``most`` bytes of memory is none.
+    """
     descriptor = _open(path)
     if descriptor is None:
         return {}
@@ -277,7 +276,7 @@ def last_error(path: Path) -> Record:
     finally:
         os.close(descriptor)
     lines = [line for line in data.split(b"\n") if line.startswith(_ERROR_LINE)]
-    return _record(lines[-1]) if lines else {}
+    return _record(lines[-1], most) if lines else {}
 
 
 def _read(path: Path, size: int) -> bytes:
@@ -290,10 +289,10 @@ def _read(path: Path, size: int) -> bytes:
         os.close(descriptor)
 
 
-def _record(line: bytes) -> Record:
+def _record(line: bytes, most: int) -> Record:
     try:
-        told = json.loads(line)
-    except (ValueError, RecursionError):
+        told = opening.loads(line) if opening.expanded(line) <= most else {}
+    except ValueError:
         return {}
     return told if isinstance(told, dict) else {}
 

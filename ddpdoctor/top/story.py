@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ddpdoctor.core.finding import from_record
+from ddpdoctor.run.journals import JournalReader
 from ddpdoctor.run.record import Record, integer
-from ddpdoctor.run.snapshot import JournalReader
 from ddpdoctor.top.snapshot import FindingRow
 from ddpdoctor.top.stderr import clean
 
@@ -30,6 +30,11 @@ class Story:
 
     def __init__(self, directory: Path) -> None:
         self._reader = JournalReader(directory / "supervisor.jsonl")
+        self._thinned = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        """Know nothing; what is not read is not known."""
         self._taken = 0
         self._findings: deque[tuple[int, FindingRow]] = deque(maxlen=MOST_FINDINGS)
         self.findings: tuple[FindingRow, ...] = ()
@@ -50,6 +55,10 @@ class Story:
     def poll(self) -> None:
         """Take in what is new."""
         self._reader.poll()
+        if self._reader.thinned != self._thinned:
+            # What was let go there is let go here.
+            self._thinned = self._reader.thinned
+            self._forget()
         fresh = self._reader.records[self._taken :]
         self._taken += len(fresh)
         for record in fresh:
@@ -80,6 +89,11 @@ class Story:
             self.ended = integer(record, "time") or None
         elif kind == "signal":
             self.asked = True
+
+    @property
+    def unread(self) -> str:
+        """What was left out of the journal, in words."""
+        return self._reader.left_out
 
     def debugged(self, rank: int) -> str:
         """What a rank does in the debugger, as the end of a sentence; empty if it is in none."""

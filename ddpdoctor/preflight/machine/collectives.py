@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import selectors
 import signal
@@ -15,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ddpdoctor.core import opening
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, could_not_run, judged, skipped
 from ddpdoctor.preflight.deadline import Deadline, ended
@@ -87,9 +87,9 @@ class Answers:
     def hear(self, line: str) -> None:
         """Take in a line that a rank wrote; anything else is not ours."""
         try:
-            told = json.loads(line)
+            told = opening.loads(line)
             rank = int(told["rank"])
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError):
             return
         if "did" in told:
             self.last[rank] = str(told["did"])

@@ -12,6 +12,7 @@ from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, judged, skipped
 from ddpdoctor.preflight.machine.gpu_facts import chosen, none_here
 from ddpdoctor.preflight.situation import Situation
+from ddpdoctor.run.record import whole
 from ddpdoctor.system.gpu.health import Health
 
 RECENT = 24 * 3600.0
@@ -201,7 +202,7 @@ def _parsed(records: Iterable[str], uptime: float) -> Iterator[Xid]:
         match = _XID.search(record)
         stamp = record.partition(";")[0].split(",")
         if match and len(stamp) > 2 and stamp[2].isdigit():
-            yield Xid(match[1], int(match[2]), max(0.0, uptime - int(stamp[2]) / 1e6))
+            yield Xid(match[1], whole(match[2]), max(0.0, uptime - whole(stamp[2]) / 1e6))
 
 
 def _uptime() -> float:

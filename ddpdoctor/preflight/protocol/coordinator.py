@@ -212,7 +212,7 @@ class Coordinator:
         except asyncio.CancelledError:
             # The check is over; asyncio would print it.
             member = None
-        except (WireError, ValueError, OSError, KeyError, TypeError):
+        except (WireError, ValueError, OSError, KeyError, TypeError, OverflowError):
             member = None
         if member is not None and self._is_closed():
             # Another one was quicker while this one told its facts.

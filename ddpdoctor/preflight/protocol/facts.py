@@ -103,8 +103,13 @@ def unpack(told: Mapping[str, Any]) -> Facts:
             known[name] = (str(link), float(speed))
         for name in ("nnodes", "nproc", "pair_port", "gpus"):
             known[name] = int(known[name])
+        for each in fields(Facts):
+            if each.type == "str" and not isinstance(known[each.name], str):
+                raise TypeError(f"{each.name} is no text")
+        if not isinstance(known["rank"], (int, type(None))):
+            raise TypeError("rank is no number")
         return Facts(**known)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"damaged facts: {error}") from error
 
 

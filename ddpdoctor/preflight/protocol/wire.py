@@ -12,6 +12,8 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
+from ddpdoctor.core import opening
+
 GREETING = b"ddpdoctor check 1 "
 """What a coordinator says first, before its nonce; the number is the protocol's."""
 
@@ -113,7 +115,7 @@ class Link:
         (length,) = _HEAD.unpack(await self.reader.readexactly(_HEAD.size))
         if length > _LARGEST:
             raise ValueError("a message that is too large")
-        message = json.loads(await self.reader.readexactly(length))
+        message = opening.loads(await self.reader.readexactly(length))
         if not isinstance(message, dict):
             raise ValueError("a message that is none")
         return message

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ddpdoctor.run.record import whole
 from ddpdoctor.system.gpu.nvml import NvmlReader
 from ddpdoctor.system.gpu.reader import Device, same_uuid
 
@@ -85,7 +86,7 @@ def _entries(wanted: str, gpus: Sequence[tuple[Device, tuple[str, ...]]]) -> tup
                 )
             place, name = owners[0], entry
         elif number:
-            place, name = int(number[1]), number[1]
+            place, name = whole(number[1], len(gpus)), number[1]
             if place >= len(gpus):
                 return found, f"there is no GPU {name}"
         else:
