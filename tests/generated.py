@@ -42,7 +42,10 @@ def step_line(parts: Parts, start: int, epoch: int | None = None) -> bytes:
     text += "" if epoch is None else f',"epoch":{epoch}'
     for name in (*PHASES, "wait", "total"):
         text += f',"{name}":{getattr(parts, name)}'
-    return f'{text},"split":{"true" if parts.split else "false"}}}\n'.encode()
+    text += f',"split":{"true" if parts.split else "false"}'
+    if parts.cpu or parts.waited:
+        text += f',"cpu":{parts.cpu},"waited":{parts.waited}'
+    return f"{text}}}\n".encode()
 
 
 @dataclass

@@ -140,6 +140,12 @@ def test_decorators_after_which_some_ranks_run(decorator: str, on_one: bool) -> 
             2,
         ),
         ("if local_rank != -1:\n    barrier()", 2, None),
+        ("for x in y:\n    if rank == 0 and bad:\n        break\n    barrier()", 4, 2),
+        ("for x in y:\n    if rank != 0:\n        continue\n    barrier()", 4, 2),
+        ("for x in y:\n    if int(os.environ['RANK']):\n        continue\n    barrier()", 4, 2),
+        ("main = rank == 0\nfor x in y:\n    if not main:\n        continue\n    go()", 5, 3),
+        # The next round comes there.
+        ("for x in y:\n    if rank == 0 and bad:\n        continue\n    barrier()", 4, None),
     ],
 )
 def test_lines_under_a_condition_on_the_rank(
@@ -212,6 +218,16 @@ def test_the_other_branch_of_a_condition_in_a_caller(tmp_path: Path) -> None:
     saves = {0: script.call(3, "barrier()", "    sync()", "            save()")}
     assert alone_by_guard(saves, [[Location(script.path, script.line("reduce(total)"))]])
     assert alone_by_guard(saves, [[Location(script.path, script.line("follow()"))]]) is None
+
+
+def test_a_condition_that_leaves_what_follows_it(tmp_path: Path) -> None:
+    text = "for x in y:\n    if rank == 0:\n        break\n    all_reduce(x)\nbarrier()\n"
+    script = Script(tmp_path / "train.py", text)
+    calls = {0: script.call(1, "barrier()", name="barrier"), 1: script.call(1, "    all_reduce(x)")}
+    _, verdict = judged(calls)
+    assert (verdict.code, verdict.ranks) == ("DDP401", (1,))
+    assert "behind `if rank == 0: break` (line 2)" in verdict.message
+    assert verdict.fix == "Call it on every rank of the group: in front of the `break`."
 
 
 def test_a_call_that_met_another_of_its_kind(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from ddpdoctor.analysis.sources import source_of
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.run.record import Phase, Record
+from ddpdoctor.run.record import BEFORE_FORWARD, Phase, Record
 from ddpdoctor.run.ring import RingWriter
 from tests.written import SECOND, T0, Written
 
@@ -238,11 +238,24 @@ def test_a_rank_that_was_only_slower_when_another_node_failed(job: Job) -> None:
     assert job.codes() == []
 
 
-def test_a_rank_that_is_missed_in_the_broadcast_of_buffers(job: Job) -> None:
+@pytest.mark.parametrize("name", BEFORE_FORWARD)
+def test_a_rank_that_waits_in_front_of_its_next_forward(job: Job, name: str) -> None:
+    """That forward's own backward need not be a reduced one: gradients are accumulated."""
+    job.written.rank(
+        0, [job.loop()], phase=Phase.WAIT, armed=12, steps=12, reduced=12, collective=name
+    )
+    job.written.exit(0, -9, T0 + 60 * SECOND)
+    job.written.supervisor[-1]["status"] = -15
+    job.ends(1, [job.loop(), job.over("left", 12, 12, left_at=BREAK)], reduced=12)
+    assert job.decided() == ((1,), BREAK)
+
+
+@pytest.mark.parametrize("name", BEFORE_FORWARD)
+def test_a_rank_that_is_missed_in_front_of_a_forward(job: Job, name: str) -> None:
     lost = {
         "kind": "error", "time": T0, "exception": "RuntimeError", "traceback": "",
         "message": "Connection closed by peer", "path": job.path, "line": FORWARD, "step": 12,
-        "armed": 12, "phase": "wait", "collective": "DDP's broadcast of buffers",
+        "armed": 12, "phase": "wait", "collective": name,
         "user_frames": [[job.path, FORWARD, "train"]],
     }  # fmt: skip
     job.written.rank(0, [job.loop(), job.over("failed", 13, 12), lost], reduced=12)

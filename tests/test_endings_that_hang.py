@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.finding import RULES, Finding, Severity
+from ddpdoctor.run.snapshot import Run
 from ddpdoctor.stacks.model import ENDING
 from ddpdoctor.stacks.py_spy import find_py_spy
 from tests.conftest import Doctor
@@ -90,6 +91,25 @@ def test_what_works_at_its_end_is_given_time(tmp_path: Path) -> None:
     assert findings(tmp_path, rank(0, "ended", ended=True, stacks=told, activity=busy[3])) == []
     long_ago = {"since": rank(0, "other")["since"] - 300_000_000_000}
     only(findings(tmp_path, at_the_end(0, SHUTDOWN, activity=busy[0], **long_ago)))
+
+
+@pytest.mark.parametrize(
+    ("frames", "note", "stands"),
+    [
+        ((SHUTDOWN,), "", True),
+        ((), ENDING, False),
+        ((("/job/log.py", 8, "finish"),), ENDING, False),
+    ],
+)
+def test_what_a_rank_waited_for_stands_when_the_job_is_over(
+    tmp_path: Path, frames: tuple[tuple[str, int, str], ...], note: str, stands: bool
+) -> None:
+    """A shutdown that was only slow does not."""
+    told = {**at_the_end(0, *frames), "ended": True}
+    told["stacks"]["note"] = note
+    found = only(findings(tmp_path, told))
+    lapsed = RULES["DDP815"].lapses(found, Run(tmp_path, {}, ()))
+    assert (lapsed is None) is stands
 
 
 def test_whoever_has_gone_is_not_at_its_end(tmp_path: Path) -> None:

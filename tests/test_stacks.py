@@ -144,6 +144,9 @@ def test_what_is_not_known_and_what_is_torn_is_left_out() -> None:
         ("<frozen runpy>", False),
         ("<string>", False),
         ("???", False),
+        ("/tmp/torchinductor_me/ab/kernel.py", False),
+        (f"/scratch/compiled/qw/cqw{'a2' * 24}.py", False),
+        ("/job/qw/cqwerty.py", True),
     ],
 )
 def test_the_users_files_are_told_from_libraries(path: str, mine: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -411,6 +412,30 @@ def test_a_rank_that_ended_meanwhile_does_not_hang(watched: Watched) -> None:
 
 
 @needs_linux
+@pytest.mark.parametrize("gives_up", [True, False])
+def test_a_rank_that_gives_up_while_it_is_looked_at_again(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, gives_up: bool
+) -> None:
+    """Its page is of the end, its stack of before: the earlier look is the one to go by."""
+    watched.examined()
+    look, looks = examination.examine, threading.Event()
+
+    def late(*seen: Any) -> list[dict[str, Any]]:
+        looks.set()
+        moved = {"since": time.time_ns()} if gives_up else {}
+        return [{**each, **moved} for each in look(*seen)]
+
+    monkeypatch.setattr(examination, "examine", late)
+    deadline = time.monotonic() + LIMIT
+    while not looks.is_set():
+        assert time.monotonic() < deadline
+        watched.watch.look(watched.run())
+        time.sleep(0.05)
+    watched.watch.end(watched.run(), 1)
+    assert watched.told.kinds == (["hang"] if gives_up else ["hang", "hang"])
+
+
+@needs_linux
 def test_a_rank_that_moved_meanwhile_does_not_hang(watched: Watched) -> None:
     watched.examined()
     watched.page = watched.page._replace(phase=Phase.OTHER, since=5)
@@ -422,6 +447,16 @@ def test_a_rank_that_moved_meanwhile_does_not_hang(watched: Watched) -> None:
         watched.watch.look(watched.run())
         time.sleep(0.1)
     assert "hang_over" in watched.told.kinds
+
+
+@needs_linux
+def test_what_a_rank_did_before_it_moved_last_is_no_life_in_its_silence(watched: Watched) -> None:
+    seen: dict[int, examination.Seen] = {}
+    (first,) = examination.examine(watched.run(), 1, (), {}, seen)
+    for later, told in ((0, True), (1, False)):
+        watched.page = watched.page._replace(since=first["since"] + later)
+        (again,) = examination.examine(watched.run(), 2, (), {0: first}, seen)
+        assert ("since_cpu" in again["activity"]) is told
 
 
 @needs_linux

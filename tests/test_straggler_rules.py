@@ -12,6 +12,7 @@ import pytest
 from ddpdoctor.core.finding import RULES, Finding, Location, Severity
 from ddpdoctor.run.record import FORMAT, Journal, Phase, Record, StatusPage, rank_stem
 from ddpdoctor.run.snapshot import RunReader
+from ddpdoctor.system.core_clocks import CoreClocks
 from tests.written import MS, T0, Written
 
 STEPS = 120
@@ -264,6 +265,95 @@ def test_page_faults(written: Written) -> None:
     finding = sick(written, profile(work, minor=20 * 120_000))
     assert finding.message.endswith(": it touches new memory in pad()")
     assert "120000 page faults a step, 0 on the others" in finding.evidence
+
+
+@pytest.mark.parametrize(
+    ("faults", "kernel", "named"), [(16_384, 22, True), (16_384, 5, False), (900, 22, False)]
+)
+def test_page_faults_that_are_slow(written: Written, faults: int, kernel: int, named: bool) -> None:
+    """As in a virtual machine; the time is the kernel's, and there are enough of them for it."""
+    work = stack(40, MAIN, loop(30), ("/job/a.py", 3, "pad"))
+    mine = profile(work, minor=20 * faults, system=20 * kernel * MS)
+    assert sick(written, mine).message.endswith("touches new memory in pad()") is named
+
+
+def clocked(written: Written, *clocks: object) -> Finding:
+    """The finding, with clocks of cores by rank; the others compute for 9 ms a step."""
+    told = {"kind": "profile", "time": T0, "restart": 0, "asked": 1, "busy": []}
+    written.supervisor.append({**told, "clocks": list(clocks)})
+    work = stack(40, MAIN, loop(30))
+    theirs = profile(BACKWARD, stack(4, MAIN, loop(30)), ran=20 * 9 * MS)
+    return sick(written, profile(work, ran=20 * 45 * MS), theirs)
+
+
+FAST = ([0, 3_600_000, 3_600_000, 5], [2, 3_600_000, 3_600_000, 5])
+
+
+def test_a_core_with_a_lower_clock(written: Written) -> None:
+    finding = clocked(written, *FAST, [1, 800_000, 3_600_000, 5])
+    assert finding.message.endswith(
+        ": its CPU core runs at 0.8 GHz, those of the others at 3.6 GHz"
+    )
+    assert "its training thread runs 36.0 ms a step longer for the same work" in finding.evidence
+    assert (finding.location, "governor" in finding.fix) == (None, True)
+
+
+def test_a_core_of_another_kind(written: Written) -> None:
+    finding = clocked(written, *FAST, [1, 800_000, 900_000, 5])
+    assert "the most that its core can do is 0.9 GHz, that of the others 3.6 GHz" in (
+        finding.evidence
+    )
+    assert "not all cores" in finding.fix.lower()
+
+
+@pytest.mark.parametrize(
+    "clocks",
+    [
+        (),
+        FAST,
+        # As fast as theirs, or too little slower for the whole surplus.
+        (*FAST, [1, 3_400_000, 3_600_000, 5]),
+        (*FAST, [1, 2_500_000, 3_600_000, 5]),
+        # Read too seldom, of none of the others, damaged.
+        (*FAST, [1, 800_000, 3_600_000, 2]),
+        ([1, 800_000, 3_600_000, 5],),
+        (*FAST, [1, 0, 0, 9], [1, "slow"], None),
+    ],
+)
+def test_clocks_that_explain_nothing(written: Written, clocks: tuple[object, ...]) -> None:
+    finding = clocked(written, *clocks)
+    assert "GHz" not in finding.message
+    assert finding.location == Location("/job/train.py", 30)
+
+
+def test_a_lower_clock_does_not_hide_what_the_rank_alone_does(written: Written) -> None:
+    told = {"kind": "profile", "time": T0, "restart": 0, "asked": 1, "busy": []}
+    written.supervisor.append({**told, "clocks": [*FAST, [1, 800_000, 3_600_000, 5]]})
+    mine = profile(stack(40, MAIN, loop(30), ("/job/a.py", 3, "pad")), ran=20 * 45 * MS)
+    finding = sick(written, mine, profile(BACKWARD, ran=20 * 9 * MS))
+    assert finding.location == Location("/job/a.py", 3)
+
+
+def test_clocks_are_read_where_the_kernel_tells_them(tmp_path: Path) -> None:
+    processes, cores = tmp_path / "proc", tmp_path / "cpu"
+    for pid, core in ((10, 3), (11, 4), (12, 5)):
+        (processes / str(pid)).mkdir(parents=True)
+        fields = " ".join(["R", *["0"] * 35, str(core), "0"])
+        (processes / str(pid) / "stat").write_text(f"{pid} (a) b) {fields}\n")
+    for core, clock in ((3, 800_000), (4, 3_000_000)):
+        folder = cores / f"cpu{core}" / "cpufreq"
+        folder.mkdir(parents=True)
+        (folder / "scaling_cur_freq").write_text(f"{clock}\n")
+        (folder / "cpuinfo_max_freq").write_text("3600000\n")
+    clocks = CoreClocks(processes, cores)
+    assert clocks.record() == {}
+    # Rank 2's core tells nothing, and rank 3 is gone.
+    pids = {0: 10, 1: 11, 2: 12, 3: 99}
+    clocks.look(pids)
+    (cores / "cpu4" / "cpufreq" / "scaling_cur_freq").write_text("3500000\n")
+    (cores / "cpu3" / "cpufreq" / "scaling_cur_freq").write_text("700000\n")
+    clocks.look(pids)
+    assert clocks.record() == {"clocks": [[0, 800000, 3600000, 2], [1, 3500000, 3600000, 2]]}
 
 
 def test_loader_workers(written: Written) -> None:

@@ -148,6 +148,26 @@ def test_a_rank_that_is_less_slow_is_not_named_beside_the_slowest(make: Make) ->
     assert living(run).read(ALL).verdict.text.startswith("rank 2 holds the others up by 40.0 ms")
 
 
+@pytest.mark.parametrize(("cpu", "lacked", "blamed"), [(35, 40, None), (70, 5, 1)])
+def test_a_rank_that_gets_no_core_is_not_blamed(
+    make: Make, cpu: int, lacked: int, blamed: int | None
+) -> None:
+    """Unless it is its work that takes long. By its status page, and by its journal."""
+    run = make(2, slow={1: ("forward", 40)})
+    run.every[1].parts = run.every[1].parts._replace(cpu=cpu * MS, waited=41 * MS)
+    run.every[0].parts = run.every[0].parts._replace(cpu=33 * MS)
+    source = living(run)
+    for _ in range(times.WINDOW):
+        # What the journal said is older now than what the medians are made of.
+        run.steps(1)
+        snapshot = source.read(Want(frozenset()))
+    for seen in (snapshot, LiveSource(run.path, 1.0).read(ALL)):
+        row = next(row for row in seen.ranks if row.rank == 1)
+        assert seen.verdict.rank == blamed
+        assert row.times is not None and row.times.lacked == pytest.approx(lacked / 1000)
+        assert outputs.read(outputs.line(seen)) == seen
+
+
 def test_an_unsplit_backward_blames_nobody_for_it(make: Make) -> None:
     run = make(2, slow={1: ("backward", 40)})
     run.start()

@@ -17,7 +17,7 @@ from ddpdoctor.run.record import PAGE_SIZE, Journal, Parts, StatusPage, read_sta
 from tests.conftest import LIMIT
 
 UUID = "01234567-89ab-cdef-0123-456789abcdef"
-PARTS = Parts(41, 1, 2, 3, 4, 5, 6, True)
+PARTS = Parts(41, 1, 2, 3, 4, 5, 6, True, 7_000, 8_000)
 
 
 def new_page(path: Path) -> StatusPage:
@@ -48,6 +48,13 @@ def test_what_was_put_is_read_back_and_nothing_else_moves(tmp_path: Path) -> Non
     page.set_memory(None, None)
     status = read_status(str(tmp_path / "page"))
     assert status.rss is status.allocated is None
+
+
+def test_of_times_too_long_for_the_page_the_longest_is_kept(tmp_path: Path) -> None:
+    page = new_page(tmp_path / "page")
+    page.set_parts(PARTS._replace(waited=1 << 62))
+    parts = read_status(str(tmp_path / "page")).parts
+    assert parts == PARTS._replace(waited=((1 << 32) - 1) * 1000)
 
 
 @pytest.mark.parametrize("uuid", ["", "GPU-", "GPU-aaaa", "nonsense", f"{UUID}00"])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.finding import RULES, Finding, examine
-from ddpdoctor.run.record import FORMAT, Journal, Phase, Record, StatusPage, rank_stem
+from ddpdoctor.run.record import FORMAT, Journal, Phase, Record, StatusPage, page_name, rank_stem
 from ddpdoctor.run.snapshot import RunReader
 
 T0 = 1_700_000_000_000_000_000
@@ -34,6 +34,7 @@ class Written:
         armed: int = 0,
         steps: int = 0,
         reduced: int = 0,
+        collective: str = "",
     ) -> None:
         stem = self.path / rank_stem(number, 0)
         page = StatusPage(
@@ -42,6 +43,7 @@ class Written:
         page.show(phase, since, armed)
         page.totals(steps, -1, 0, 0)
         page.reduced(reduced)
+        page.set_collective(page_name(collective))
         journal = Journal(f"{stem}.jsonl", 1 << 20)
         opened = {"kind": "open", "format": FORMAT, "rank": number, "backend": "nccl"}
         ddp = {"kind": "ddp", "device": f"cuda:{number}", "group_ranks": [0, 1]}

@@ -17,7 +17,7 @@ _JOINS_CHILDREN = ("multiprocessing/util.py", "_exit_function")
 """File and function that the interpreter calls at its end, by which it waits for others."""
 
 _AT_THE_END = "at the end of the script"
-_NEVER_ENDS = "Python's own shutdown does not come to its end"
+NEVER_ENDS = "Python's own shutdown does not come to its end"
 
 _THREADS = (
     "Let the thread end: an event that it looks at, a timeout on what it waits for, a `join` or "
@@ -61,12 +61,12 @@ def lingering(rank: Standing) -> Whereabouts | None:
     if not rank.looked_at or not (rank.ended or shutting_down):
         return None
     if outer is None:
-        return _native(rank, f"is {since}, where {_NEVER_ENDS}", None)
+        return _native(rank, f"is {since}, where {NEVER_ENDS}", None)
     frame = innermost(rank.frames) or rank.frames[-1]
     place = Location(frame.path, frame.line)
     called = f"`{frame.function.rpartition('.')[2]}` {brief(place)}"
     if shutting_down:
-        return _native(rank, f"is {since}, where {_NEVER_ENDS}, below {called}", place)
+        return _native(rank, f"is {since}, where {NEVER_ENDS}, below {called}", place)
     return _found(f"is {since}, in {called}", place, _CALLED)
 
 

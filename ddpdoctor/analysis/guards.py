@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ddpdoctor.analysis.programs import changed as changed_at
@@ -12,6 +12,7 @@ from ddpdoctor.analysis.programs import imported, tree_of
 from ddpdoctor.analysis.rank_words import (
     Words,
     allowed,
+    by_rank_alone,
     discerns,
     is_plain,
     runs_on_one_rank,
@@ -31,6 +32,8 @@ class Guard:
     """Its own line."""
     start: int
     end: int
+    way: str = ""
+    """``return``, ``break`` or ``continue`` if it decides on what follows it, by leaving that."""
 
     @property
     def location(self) -> Location:
@@ -161,9 +164,12 @@ def _found(path: str, changed: int) -> tuple[Guard, ...]:
         return ()
     words = _words(path, changed)
     found = [
-        Guard(path, line, start, end)
+        Guard(path, line, start, end, way)
         for node in ast.walk(tree)
-        for line, start, end in (*_decides(node, words), *_leaves(node, words))
+        for line, start, end, way in (
+            *((*each, "") for each in _decides(node, words)),
+            *_leaves(node, words),
+        )
     ]
     return tuple(found)
 
@@ -202,21 +208,21 @@ def _short_circuit(value: ast.expr) -> ast.expr | None:
     return value.test if isinstance(value, ast.IfExp) else None
 
 
-def _leaves(node: ast.AST, words: Words) -> list[tuple[int, int, int]]:
+def _leaves(node: ast.AST, words: Words) -> Iterator[tuple[int, int, int, str]]:
     """What follows an ``if rank != 0: return`` in the same block."""
-    return [
-        (each.lineno, each.end_lineno + 1, block[-1].end_lineno or 0)
-        for block in _blocks(node)
-        for each in block[:-1]
-        if isinstance(each, ast.If)
-        and each.end_lineno is not None
-        and discerns(each.test, words)
-        and any(
-            isinstance(part[-1], (ast.Return, ast.Continue, ast.Break))
-            for part in (each.body, each.orelse)
-            if part
-        )
-    ]
+    for block in _blocks(node):
+        for each in block[:-1]:
+            if not isinstance(each, ast.If) or not discerns(each.test, words):
+                continue
+            last = [part[-1] for part in (each.body, each.orelse) if part]
+            way = next((way for end in last for kind, way in _WAYS if isinstance(end, kind)), "")
+            # After a `continue` that was about more than the rank, the next round comes there.
+            if way and (way != "continue" or by_rank_alone(each.test, words)):
+                end = block[-1].end_lineno or 0
+                yield each.lineno, (each.end_lineno or each.lineno) + 1, end, way
+
+
+_WAYS = ((ast.Return, "return"), (ast.Break, "break"), (ast.Continue, "continue"))
 
 
 def _blocks(node: ast.AST) -> list[list[ast.stmt]]:

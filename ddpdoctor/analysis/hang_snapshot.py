@@ -10,7 +10,14 @@ from typing import Any
 
 from ddpdoctor.analysis.guards import statement
 from ddpdoctor.core.finding import Location
-from ddpdoctor.run.record import BUFFERS, MOST_WORLD, Phase, Record, integer, whole
+from ddpdoctor.run.record import (
+    BEFORE_FORWARD,
+    MOST_WORLD,
+    Phase,
+    Record,
+    integer,
+    whole,
+)
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.stacks.model import Frame, RankStacks, from_record
 from ddpdoctor.stacks.user_frames import innermost, user_frames
@@ -359,8 +366,8 @@ class Standing:
             return f"DDP's {call.what}"
         if call is not None:
             return call.what
-        if self.record.get("collective") == BUFFERS:
-            return BUFFERS
+        if self.record.get("collective") in BEFORE_FORWARD:
+            return str(self.record["collective"])
         if self.phase == Phase.BACKWARD.label:
             return "backward's all-reduce"
         if self.flight is None and self.phase != Phase.WAIT.label:

@@ -131,6 +131,22 @@ def is_plain(test: ast.expr, words: Words) -> bool:
     return all(name in _PLAIN_CALLS or name in known or _said(name) for name in calls)
 
 
+def by_rank_alone(test: ast.expr, words: Words) -> bool:
+    """Whether a condition is about nothing but the rank: on a rank it is always the same."""
+    if isinstance(test, ast.Constant) or _about_rank(test, words):
+        return True
+    if isinstance(test, ast.Subscript):
+        return by_rank_alone(test.slice, words)
+    if isinstance(test, ast.Call):
+        name = _name(test.func)
+        known = _said(name) or name in words.numbers | words.conditions
+        return known or (
+            name in _PLAIN_CALLS and all(by_rank_alone(each, words) for each in test.args)
+        )
+    parts = [each for each in ast.iter_child_nodes(test) if isinstance(each, ast.expr)]
+    return bool(parts) and all(by_rank_alone(each, words) for each in parts)
+
+
 def runs_on_one_rank(decorator: ast.expr) -> bool:
     """Whether a decorator is one of those after which only some ranks run a function."""
     name = _name(decorator.func if isinstance(decorator, ast.Call) else decorator)

@@ -21,8 +21,9 @@ PATIENCE = 90.0
 """Seconds that samples are waited for: 48 of them, a second apart at most, on a machine on which
 each may have to wait for a core. A rank that ends writes those that it has."""
 
-FAULT = 250
-"""Nanoseconds that a page fault takes at least."""
+FAULT, SLOW_FAULT = 250, 2_500
+"""Nanoseconds that a page fault takes: at least, and where the kernel is seen to spend them, in a
+virtual machine, say, at most."""
 
 BLOCKED = 0.5
 """In what part of the samples a thread must sleep for its line to be one that waits."""
@@ -33,6 +34,12 @@ AT_DISK = 0.25
 HEAVIER = 1.5
 """How many times the CPU time of the others' a rank's loader workers take if theirs is more work
 and not a machine that is crowded."""
+
+SLOWED = 0.85
+"""Part of the others' clock below which a rank's core counts as slow."""
+
+READINGS = 3
+"""Times that the clock of a core must have been read to tell anything."""
 
 _FILES = {
     "subprocess.py": "a process that it started",
@@ -137,11 +144,16 @@ def explain(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
         return None
     if mine is not None and others and _workers_crowded(lag, mine, others):
         return None
-    return _reason(lag, mine, others, place, works)
+    return _reason(run, lag, mine, others, place, works)
 
 
 def _reason(
-    lag: Lag, mine: Profile | None, others: Sequence[Profile], place: Spot | None, works: bool
+    run: Run,
+    lag: Lag,
+    mine: Profile | None,
+    others: Sequence[Profile],
+    place: Spot | None,
+    works: bool,
 ) -> Reason:
     known = mine is not None and bool(others)
     alone = place is not None and not place.others
@@ -165,7 +177,7 @@ def _reason(
                 _location(mine.calls("set_num_threads")),
                 fix="Give all ranks as many threads: torch.set_num_threads() or OMP_NUM_THREADS.",
             )
-        if works and FAULT * _more(mine, others, "minor") >= BORNE_OUT * lag.gap:
+        if works and _faults(mine, others) >= BORNE_OUT * lag.gap:
             return _placed(
                 place,
                 ": it touches new memory" + _within(place),
@@ -173,6 +185,9 @@ def _reason(
                 f"{_usual(others, 'minor'):.0f} on the others",
                 fix="Keep large buffers from step to step instead of making new ones.",
             )
+        slowed = _slow_core(run, lag, mine, others) if works and not alone else None
+        if slowed is not None:
+            return slowed
     if mine is not None and lag.phase == "data" and integer(mine.record, "children") and not works:
         return _for_workers(mine, others, place)
     if place is not None and not works and place.blocked("SD") >= BLOCKED:
@@ -210,6 +225,60 @@ def _for_workers(mine: Profile, others: Sequence[Profile], place: Spot | None) -
         fix="Share the heavy samples out among the ranks, make them lighter, or use more loader "
         "workers (num_workers) on all ranks.",
     )
+
+
+def _slow_core(run: Run, lag: Lag, mine: Profile, others: Sequence[Profile]) -> Reason | None:
+    """That its core has a lower clock, if that makes up for most of its surplus."""
+    clocks = _clocks(run, integer(mine.record, "asked"))
+    theirs = [clocks[each.rank] for each in others if each.rank in clocks]
+    if mine.rank not in clocks or not theirs:
+        return None
+    clock, most = clocks[mine.rank]
+    usual, their_most = (median(each) for each in zip(*theirs, strict=True))
+    longer = _usual(others, "ran") * (usual / clock - 1)
+    if clock > SLOWED * usual or longer < BORNE_OUT * lag.gap:
+        return None
+    small = most < SLOWED * their_most
+    return Reason(
+        f": its CPU core runs at {_ghz(clock)}, those of the others at {_ghz(usual)}",
+        None,
+        (
+            f"its training thread runs {shown_ms(lag.cpu)} a step longer for the same work",
+            f"the most that its core can do is {_ghz(most)}, that of the others {_ghz(their_most)}",
+        ),
+        "Not all cores of this machine are alike: let the ranks run on the fast ones "
+        "(os.sched_setaffinity, taskset, numactl)."
+        if small
+        else "Look at what slows the core down: its governor (`cpupower frequency-info`), a limit "
+        "on power or heat (`turbostat`, `dmesg`).",
+    )
+
+
+def _clocks(run: Run, asked: int) -> dict[int, tuple[int, int]]:
+    """By rank: the highest clock that its core was seen to have, and the highest there is, kHz."""
+    found: dict[int, tuple[int, int]] = {}
+    for record in run.supervisor:
+        clocks = record.get("clocks")
+        if (
+            record.get("kind") != "profile"
+            or record.get("restart") != run.restarts[-1]
+            or integer(record, "asked") != asked
+            or not isinstance(clocks, list)
+        ):
+            continue
+        for each in clocks:
+            try:
+                rank, clock, most, readings = map(int, each)
+            except (TypeError, ValueError):
+                # A damaged record.
+                continue
+            if clock > 0 and readings >= READINGS:
+                found[rank] = clock, most
+    return found
+
+
+def _ghz(kilohertz: float) -> str:
+    return f"{kilohertz / 1e6:.1f} GHz"
 
 
 def _elsewhere(lag: Lag, mine: Profile | None, others: Sequence[Profile], works: bool) -> Reason:
@@ -336,6 +405,12 @@ def _usual(others: Sequence[Profile], name: str) -> float:
 def _more(mine: Profile, others: Sequence[Profile], name: str) -> float:
     """What was counted in a step beyond what it is on the others."""
     return mine.a_step(name) - _usual(others, name)
+
+
+def _faults(mine: Profile, others: Sequence[Profile]) -> float:
+    """Nanoseconds a step that page faults take beyond those of the others."""
+    count, kernel = _more(mine, others, "minor"), _more(mine, others, "system")
+    return max(FAULT * count, min(SLOW_FAULT * count, kernel))
 
 
 def _asked(run: Run, rank: int) -> list[tuple[int, int]]:

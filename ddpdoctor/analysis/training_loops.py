@@ -11,7 +11,7 @@ from ddpdoctor.analysis.endings import PATIENCE
 from ddpdoctor.analysis.hang_snapshot import location
 from ddpdoctor.analysis.sources import Loop, Source, source_of
 from ddpdoctor.core.finding import Location
-from ddpdoctor.run.record import BUFFERS, Phase, Record, integer
+from ddpdoctor.run.record import BEFORE_FORWARD, Phase, Record, integer
 from ddpdoctor.run.snapshot import Rank, Run
 
 
@@ -106,7 +106,7 @@ class Trace:
             return integer(self.record, "after") - self.before + _in_broadcast(error)
         if status is None or not (self.stuck or self.died):
             return None
-        return status.reduced - self.before + (status.collective == BUFFERS)
+        return status.reduced - self.before + (status.collective in BEFORE_FORWARD)
 
     @property
     def step(self) -> int:
@@ -217,8 +217,8 @@ def _contains(lines: Sequence[Location], part: Sequence[Location]) -> bool:
 
 
 def _in_broadcast(error: Record) -> bool:
-    """Whether a rank failed in DDP's broadcast in front of a forward."""
-    return error.get("collective") == BUFFERS
+    """Whether a rank failed in a broadcast of DDP's in front of a forward."""
+    return error.get("collective") in BEFORE_FORWARD
 
 
 def _stuck(rank: Rank, run: Run) -> bool:

@@ -17,7 +17,7 @@ import psutil
 from ddpdoctor.core.control_characters import shown
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import DEFAULT_PORT
-from ddpdoctor.debug import attach_points, debug_ports, injection
+from ddpdoctor.debug import attach_points, injection
 from ddpdoctor.debug.vscode import launch_json
 from ddpdoctor.debug.vscode.files import current_directory, find_workspace
 from ddpdoctor.run import rundir

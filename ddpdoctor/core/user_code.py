@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -12,11 +13,13 @@ _STDLIB = tuple(
     if path
 )
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_GENERATED = re.compile(r"[/\\]torchinductor_[^/\\]*[/\\]|[/\\](\w\w)[/\\]c\1[a-z2-7]{40,}\.py$")
+"""Files that Inductor writes: in its usual directory, or by their names in another one."""
 
 
 def user_file(filename: str) -> bool:
-    """Whether a code object's file is the user's: not the library's, not torch, not ours."""
-    if filename.startswith(("<", _PACKAGE)):
+    """Whether a code object's file is the user's: not a library's, nor ours, nor generated."""
+    if filename.startswith(("<", _PACKAGE)) or _GENERATED.search(filename):
         return False
     if any(part in filename for part in _INSTALLED):
         return False

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpdoctor.core.job import LOOPBACK
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.job import LOOPBACK
 from ddpdoctor.debug import debug_ports
 from ddpdoctor.debug.vscode import launch_json
 from ddpdoctor.run.record import Record, Status, integer

@@ -12,11 +12,11 @@ from ddpdoctor.analysis.endings import PATIENCE, endings, first_failure, mispair
 from ddpdoctor.analysis.hang_snapshot import Call, brief, location, quoted
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
 from ddpdoctor.core.ranks import named
-from ddpdoctor.core.relations import ABORT, MISPAIRED, came_first, ended_by, event
+from ddpdoctor.core.relations import ABORT, MISPAIRED, brings_about, came_first, ended_by, event
 from ddpdoctor.rules.control_flow import decisions
 from ddpdoctor.rules.diagnosis import diagnosed
 from ddpdoctor.rules.out_of_step import finding, guarded_finding
-from ddpdoctor.run.record import BUFFERS, Phase, integer
+from ddpdoctor.run.record import BEFORE_FORWARD, Phase, integer
 from ddpdoctor.run.snapshot import Rank, Run
 
 
@@ -24,7 +24,7 @@ from ddpdoctor.run.snapshot import Rank, Run
     "DDP401",
     "collective-under-rank-guard",
     Severity.ERROR,
-    supersedes={"DDP803": came_first},
+    supersedes={"DDP803": came_first, "DDP804": brings_about},
     lapses=event,
 )
 def collective_under_rank_guard(run: Run) -> Iterator[Finding]:
@@ -192,7 +192,7 @@ def _failure(run: Run) -> _Failure | None:
         if rank.rank in calls
         and rank.rank not in inside
         and _count(calls[rank.rank], first) < first.sequence
-        and _was_in(rank) in (Phase.BACKWARD.label, BUFFERS)
+        and _was_in(rank) in (Phase.BACKWARD.label, *BEFORE_FORWARD)
     )
     before = {
         rank: [

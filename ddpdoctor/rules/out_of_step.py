@@ -100,6 +100,7 @@ def guarded_finding(by: Blame, call: Call, evidence: tuple[str, ...]) -> Finding
     assert guard is not None and at is not None
     condition = statement(guard.path, guard.line).partition("  #")[0].rstrip()
     through = f", by {quoted(at)}" if at != call.site else ""
+    under = f"behind `{condition} {guard.way}`" if guard.way else f"under `{condition}`"
     return Finding(
         code="DDP401",
         about=f"{at}",
@@ -107,11 +108,12 @@ def guarded_finding(by: Blame, call: Call, evidence: tuple[str, ...]) -> Finding
         moment=call.began,
         severity=Severity.ERROR,
         message=f"{named(by.ranks)} alone called {call.what} at {quoted(call.site)}{through}, "
-        f"under `{condition}` (line {guard.line}): the other ranks never come to it",
+        f"{under} (line {guard.line}): the other ranks never come to it",
         ranks=tuple(sorted(by.ranks)),
         location=at,
         evidence=evidence,
-        fix="Call it on every rank of the group: move it out of the branch.",
+        fix="Call it on every rank of the group: "
+        + (f"in front of the `{guard.way}`." if guard.way else "move it out of the branch."),
     )
 
 

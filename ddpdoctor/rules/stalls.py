@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ddpdoctor.analysis.exit_waits import NEVER_ENDS
 from ddpdoctor.core.finding import Finding, Severity, rule
-from ddpdoctor.core.relations import hang
+from ddpdoctor.core.relations import Lapsed, hang
 from ddpdoctor.rules.diagnosis import diagnosed
 from ddpdoctor.run.snapshot import Run
 
@@ -320,7 +321,12 @@ def stands_still(run: Run) -> Iterator[Finding]:
     yield from diagnosed(run, "DDP814")
 
 
-@rule("DDP815", "does-not-end", Severity.ERROR, lapses=hang)
+def _lapses(finding: Finding, run: Run) -> Lapsed | None:
+    """What a rank was seen to wait for did keep it there; a shutdown may only be slow."""
+    return hang(finding, run) if NEVER_ENDS in finding.message else None
+
+
+@rule("DDP815", "does-not-end", Severity.ERROR, lapses=_lapses)
 def does_not_end(run: Run) -> Iterator[Finding]:
     """The script of a rank is over, and its process does not end.
 

@@ -38,6 +38,11 @@ EVERY = 1 << 62
 BUFFERS = "DDP's broadcast of buffers"
 """How the broadcast before DDP's forward is shown, next to the names of collectives."""
 
+BUCKETS = "DDP's broadcast of the order of buckets"
+"""The same of the one before the first forward in grad mode after a reduced backward."""
+
+BEFORE_FORWARD = (BUFFERS, BUCKETS)
+
 
 class Kind(NamedTuple):
     """What a journal holds of a kind of record."""
@@ -147,6 +152,11 @@ class Parts(NamedTuple):
     other: int
     wait: int
     split: bool
+    cpu: int = 0
+    """For how long the training thread ran."""
+    waited: int = 0
+    """For how long it was ready to run and had no core. Both are 0 where that is not known, or is
+    no part of the times, which a GPU's are not."""
 
     @property
     def total(self) -> int:
@@ -199,8 +209,9 @@ class Status(NamedTuple):
 
 _MAGIC = b"DDPDOCT\0"
 _HEAD = struct.Struct("<8sII q ii ii q")
-_PARTS = struct.Struct("<8q")
+_PARTS = struct.Struct("<8q2I")
 _PARTS_AT = 48
+_MOST_SHORT = (1 << 32) - 1
 _BEAT = struct.Struct("<q")
 _BEAT_AT = 120
 _LIVE = struct.Struct("<qqq")
@@ -216,7 +227,7 @@ _MEMORY_AT = 208
 _GPU_AT, _GPU_SIZE = 240, 16
 _COLLECTIVE_AT, _COLLECTIVE_SIZE = 256, 64
 _SITE_AT, _SITE_SIZE = 320, 704
-_WHOLE = struct.Struct("<8sIIqiiiiq 8q 8xq 3q 8x4q qq 4q16s")
+_WHOLE = struct.Struct("<8sIIqiiiiq 8q2Iq 3q 8x4q qq 4q16s")
 """All of them at once, for readers: up to the first text."""
 _PHASES = {int(phase): phase for phase in Phase}
 PAGE_SIZE = 1024
@@ -272,7 +283,10 @@ class StatusPage:
 
     def set_parts(self, parts: Parts) -> None:
         """Store where a closed step went."""
-        _PARTS.pack_into(self._memory, _PARTS_AT, *parts)
+        *times, cpu, waited = parts
+        # Microseconds of these two are enough, and fit where a page had room.
+        short = (min(each // 1000, _MOST_SHORT) for each in (cpu, waited))
+        _PARTS.pack_into(self._memory, _PARTS_AT, *times, *short)
 
     def set_beat(self, now: int) -> None:
         """Say that the rank is awake, at Unix nanoseconds ``now``."""
@@ -453,7 +467,7 @@ def parse_status(page: bytes, path: str) -> Status:
         raise UnreadableError(f"{path} is not a status page, or was cut short")
     (
         _, version, _, pid, rank, world, local_rank, restart, started,
-        number, data, forward, backward, optimizer, other, wait, split,
+        number, data, forward, backward, optimizer, other, wait, split, cpu, waited,
         beat, phase, since, armed, step, epoch, last_total, dropped, reduced,
         unwritten, rss, allocated, reserved, peak, gpu,
     ) = _WHOLE.unpack_from(page, 0)  # fmt: skip
@@ -461,7 +475,10 @@ def parse_status(page: bytes, path: str) -> Status:
         raise UnreadableError(
             f"{path} has format {version}; this ddpdoctor reads up to format {FORMAT}"
         )
-    parts = Parts(number, data, forward, backward, optimizer, other, wait, bool(split))
+    parts = Parts(
+        number, data, forward, backward, optimizer, other, wait, bool(split),
+        cpu * 1000, waited * 1000,
+    )  # fmt: skip
     return Status(
         pid,
         rank,

@@ -10,9 +10,11 @@ from pathlib import Path
 from ddpdoctor.analysis.lag import Lag, lags
 from ddpdoctor.analysis.reasons import PATIENCE
 from ddpdoctor.run.asking import MOST_PROFILES, PROFILE, Asking
+from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.record import Record, integer
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.supervise.processes import describe
+from ddpdoctor.system.core_clocks import CoreClocks
 
 ENOUGH, FEW = 8, 4
 """Steps after the warm-up, and steps in all, from which on a rank may be suspected: fewer than a
@@ -56,6 +58,7 @@ class Stragglers:
         """Ranks that have not answered."""
         self._until = 0.0
         self._before: tuple[float, dict[int, float]] | None = None
+        self._clocks = CoreClocks()
 
     def look(self, run: Run) -> bool:
         """Ask if there is reason to.
@@ -79,6 +82,7 @@ class Stragglers:
         self._waiting = {rank.rank for rank in run.last if rank.status is not None}
         self._until = now + PATIENCE
         self._before = now, _cpu_seconds()
+        self._clocks = CoreClocks()
         self._page.ask(self._asked)
         self._tell({"rank": lag.rank.rank})
         return False
@@ -95,11 +99,20 @@ class Stragglers:
         for rank in run.last:
             if any(integer(each, "asked") == self._asked for each in rank.of_kind("profile")):
                 self._waiting.discard(rank.rank)
+        here = namespace()
+        self._clocks.look(
+            {
+                rank.rank: rank.status.pid
+                for rank in run.last
+                if rank.status is not None and rank.opened.get("namespace", here) == here
+            }
+        )
         if self._waiting and now < self._until:
             return False
         self._waiting = set()
         if self._before is not None:
-            self._tell({"busy": _busy(self._before, (now, _cpu_seconds()))})
+            busy = _busy(self._before, (now, _cpu_seconds()))
+            self._tell({"busy": busy, **self._clocks.record()})
         return True
 
     def _tell(self, words: Record) -> None:

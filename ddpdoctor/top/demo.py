@@ -126,7 +126,7 @@ def _step(seed: int, rank: int, number: int, slow: int) -> Parts:
 
     mine = own(rank)
     wait = max(4 * _MS, sum(own(slow)) + 4 * _MS - sum(mine))
-    return Parts._make((number, *mine, wait, True))
+    return Parts._make((number, *mine, wait, True, 0, 0))
 
 
 def _gpu(seed: int, rank: int, number: int, slow: int) -> Gpu:

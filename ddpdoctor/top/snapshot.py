@@ -51,6 +51,8 @@ class Times:
     total: float
     split: bool
     """Whether the backward is compute alone; if not, it holds the wait, and a ``~`` says so."""
+    lacked: float = 0.0
+    """How much of the rank's own time it was ready to run and had no CPU core; 0 if not known."""
 
     @property
     def own(self) -> float:

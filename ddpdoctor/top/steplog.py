@@ -20,7 +20,8 @@ _STEP = re.compile(rb'\{"kind":"step","step":(\d{1,18})[,}]')
 _FAST = re.compile(
     rb'\{"kind":"step","step":(\d{1,18}),"start":(\d{1,18})(?:,"epoch":(\d{1,18}))?'
     rb',"data":(\d{1,18}),"forward":(\d{1,18}),"backward":(\d{1,18}),"optimizer":(\d{1,18})'
-    rb',"other":(\d{1,18}),"wait":(\d{1,18}),"total":\d{1,18},"split":(true)?'
+    rb',"other":(\d{1,18}),"wait":(\d{1,18}),"total":\d{1,18},"split":(?:(true)|false)'
+    rb'(?:,"cpu":(\d{1,18}),"waited":(\d{1,18}))?'
 )
 """A step as the probe writes it, which comes many times a second; other orders are read, too."""
 
@@ -66,9 +67,10 @@ def parse(line: bytes) -> StepLine | None:
     """A journal's line as a step, None if it is none, or torn."""
     match = _FAST.match(line)
     if match is not None and line.endswith(b"}"):
-        number, start, epoch, *durations, split = match.groups()
+        number, start, epoch, *durations, split, cpu, waited = match.groups()
+        cores = int(cpu or 0), int(waited or 0)
         return StepLine(
-            Parts._make((int(number), *map(int, durations), split is not None)),
+            Parts._make((int(number), *map(int, durations), split is not None, *cores)),
             int(start),
             None if epoch is None else int(epoch),
         )
@@ -78,10 +80,11 @@ def parse(line: bytes) -> StepLine | None:
     if step < 0:
         return None
     numbers = [integer(told, name) for name in _DURATIONS]
+    cores = integer(told, "cpu"), integer(told, "waited")
     if min(numbers) < 0:
         return None
     epoch = integer(told, "epoch", -1)
-    parts = Parts._make((step, *numbers, told.get("split") is True))
+    parts = Parts._make((step, *numbers, told.get("split") is True, *cores))
     return StepLine(parts, integer(told, "start"), None if epoch < 0 else epoch)
 
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
+from ddpdoctor.analysis.pace import own_time
 from ddpdoctor.run.record import Parts
 from ddpdoctor.top.snapshot import PHASES, RankRow, Times
 
@@ -29,13 +30,14 @@ def of_steps(steps: Sequence[Parts]) -> Times | None:
     if not chosen:
         return None
     half = len(chosen) // 2
-    _, *columns, _ = zip(*chosen, strict=True)
+    _, *columns, _, _, _ = zip(*chosen, strict=True)
     data, forward, backward, optimizer, other, wait = (
         sorted(column)[half] / 1e9 for column in columns
     )
     # The sum of the medians, so that the parts always make up the whole.
     total = data + forward + backward + optimizer + other + wait
-    return Times(data, forward, backward, optimizer, other, wait, total, bool(split))
+    lacked = sorted(map(_lacked, chosen))[half] / 1e9
+    return Times(data, forward, backward, optimizer, other, wait, total, bool(split), lacked)
 
 
 def of_ranks(times: Sequence[Times]) -> Times | None:
@@ -46,7 +48,13 @@ def of_ranks(times: Sequence[Times]) -> Times | None:
     data, forward, backward, optimizer, other, wait = map(middle, columns)
     total = data + forward + backward + optimizer + other + wait
     split = all(each.split for each in times)
-    return Times(data, forward, backward, optimizer, other, wait, total, split)
+    lacked = middle(each.lacked for each in times)
+    return Times(data, forward, backward, optimizer, other, wait, total, split, lacked)
+
+
+def _lacked(parts: Parts) -> float:
+    own = parts.total - parts.wait
+    return own - own_time(own, parts.cpu, parts.waited)
 
 
 def blamable(times: Times) -> float:

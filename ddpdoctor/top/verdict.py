@@ -244,18 +244,23 @@ def _straggler(rows: Sequence[RankRow]) -> Verdict | None:
     timed = {row.rank: row.times for row in rows if row.times is not None}
     if len(timed) < 2:
         return None
-    worst = max(timed, key=lambda rank: medians.blamable(timed[rank]))
-    mine = timed[worst]
-    others = [each for rank, each in timed.items() if rank != worst]
     # Which part of a backward was a wait is known of all, or else not used of any.
-    split = mine.split and all(each.split for each in others)
+    split = all(each.split for each in timed.values())
 
-    def own(times: Times) -> float:
+    def spent(times: Times) -> float:
         return times.own if split else times.own - times.backward
 
+    def own(times: Times) -> float:
+        # Who has no core is slow by no fault of its work.
+        return max(spent(times) - times.lacked, 0.0)
+
+    worst = max(timed, key=lambda rank: own(timed[rank]))
+    mine = timed[worst]
+    others = [each for rank, each in timed.items() if rank != worst]
     gap = own(mine) - medians.middle(own(each) for each in others)
-    relief = medians.middle(each.total - own(each) for each in others) - (mine.total - own(mine))
-    total = mine.total
+    waits = medians.middle(each.total - spent(each) for each in others)
+    relief = waits - (mine.total - spent(mine))
+    total = mine.total - mine.lacked
     if not stands_out(gap * 1e9, total * 1e9, relief * 1e9):
         return None
     # Ranks that are as slow are no victims: the others would wait for them just the same.

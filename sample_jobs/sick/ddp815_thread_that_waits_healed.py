@@ -16,7 +16,7 @@ def report(losses: "queue.Queue[float | None]") -> None:
     worst = 0.0
     while True:
         try:
-            loss = losses.get(timeout=14)
+            loss = losses.get(timeout=30)
         except queue.Empty:
             return
         if loss is None:

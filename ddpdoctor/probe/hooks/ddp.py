@@ -23,7 +23,7 @@ from ddpdoctor.probe.observers.steps import OpenStep, StepTracker
 from ddpdoctor.probe.runtime import events, rank, recorder, shield, sites, torch_private
 from ddpdoctor.probe.runtime.clocks import CudaClock
 from ddpdoctor.run import record
-from ddpdoctor.run.record import BUFFERS, Phase
+from ddpdoctor.run.record import BUCKETS, BUFFERS, Phase
 
 _FORWARD = int(Phase.FORWARD)
 _HOOK = "ddp.forward"
@@ -63,6 +63,9 @@ def install(module: ModuleType) -> None:
     inside = torch_private.inside_forward(ddp_class)
     if inside is not None:
         _wrap_inside(torch, ddp_class, inside)
+    before = torch_private.pre_forward(ddp_class)
+    if before is not None:
+        _wrap_before(ddp_class, before)
     sync = torch_private.sync_buffers(ddp_class)
     if sync is not None:
         _wrap_sync(torch, ddp_class, sync)
@@ -255,6 +258,52 @@ def _after(error: BaseException | None) -> None:
         shield.fault(_HOOK, broken)
 
 
+# -- the order of buckets
+
+
+_ordering: Any = None
+"""The DDP module that is about to tell, or to be told, the order of its buckets."""
+
+
+def _wrap_before(ddp_class: Any, original: Any) -> None:
+    @functools.wraps(original)
+    def _pre_forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        global _ordering
+        if rank.is_compiling() or rank.active is None or not _orders_buckets(self):
+            return original(self, *inputs, **kwargs)
+        if collectives.enter(BUCKETS):
+            _ordering = self
+        try:
+            result = original(self, *inputs, **kwargs)
+        except BaseException as error:
+            shield.hide_frame(error)
+            _ordered(self, error)
+            raise
+        _ordered(self, None)
+        return result
+
+    ddp_class._pre_forward = _pre_forward
+
+
+def _orders_buckets(ddp: Any) -> bool:
+    """Whether a forward may broadcast the order in which gradients became ready, once in a job.
+
+    It does so by itself also where its own backward is not reduced (``no_sync``).
+    """
+    if getattr(ddp, "_has_rebuilt_buckets", True) or not _grad_enabled():
+        return False
+    told = _modules.get(ddp)
+    reduced = told is not None and told.step is not None
+    return reduced and (ddp.static_graph or not ddp.find_unused_parameters)
+
+
+def _ordered(ddp: Any, error: BaseException | None) -> None:
+    global _ordering
+    if _ordering is ddp:
+        _ordering = None
+        collectives.leave(error)
+
+
 # -- buffers
 
 
@@ -263,6 +312,7 @@ def _wrap_sync(torch: Any, ddp_class: Any, original: Any) -> None:
     def _sync_buffers(self: Any) -> Any:
         if rank.active is None or rank.is_compiling():
             return original(self)
+        _ordered(self, None)
         for told in events.buffers_begin:
             told(self)
         entered = collectives.enter(BUFFERS)

@@ -118,6 +118,8 @@ class OpenStep:
         _, other, data, forward, backward, optimizer, wait, _ = times
         exposed = min(self.exposed, backward)
         split = self.told >= self.armed
+        # Waits of the host say nothing of times that a device took.
+        cores = self.cores if self.cores is not None and self.measured is None else (0, 0)
         self.vitals.wrote(
             Parts(
                 self.number,
@@ -128,6 +130,7 @@ class OpenStep:
                 other,
                 wait + exposed,
                 split,
+                *cores,
             )
         )
         text = f'{{"kind":"step","step":{self.number},"start":{self.start}'

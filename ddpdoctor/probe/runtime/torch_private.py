@@ -79,6 +79,14 @@ def inside_forward(ddp_class: Any) -> Any:
     return getattr(ddp_class, "_inside_ddp_forward", None)
 
 
+def pre_forward(ddp_class: Any) -> Any:
+    """``DistributedDataParallel._pre_forward`` (2.4 to 2.15), where buckets are ordered once.
+
+    Without it a wait for the other ranks there is charged to ``other``.
+    """
+    return getattr(ddp_class, "_pre_forward", None)
+
+
 def sync_buffers(ddp_class: Any) -> Any:
     """``DistributedDataParallel._sync_buffers`` (2.4 to 2.15): the broadcast before forward.
 

@@ -117,9 +117,11 @@ def examine(
         record["launcher_works"] = works
         if rank in samples and "pid" in record:
             after = activity.sample(record["pid"])
+            # What it did before it last moved is no life in its silence.
+            silent = before.get(rank, {}).get("since") == record.get("since")
             record["activity"] = {
                 **activity.compared(samples[rank], after, now - began),
-                **_since(seen.get(rank), record["pid"], after, now),
+                **_since(seen.get(rank) if silent else None, record["pid"], after, now),
             }
             seen[rank] = Seen(record["pid"], now, after)
     return [records[rank] for rank in sorted(records)]

@@ -98,6 +98,8 @@ class HangWatch:
         self._found: Record | None = None
         self._pending = False
         """What was found is not written yet."""
+        self._written = False
+        """Something that was found of this standstill is."""
         self._hung: Still | None = None
         self._marks: dict[int, float] = {}
         self._before: dict[int, Record] = {}
@@ -386,7 +388,7 @@ class HangWatch:
         if not self._pending:
             self._write({"kind": "hang_over", "time": time.time_ns(), "number": self._number})
         self._hung, self._found, self._marks, self._said = None, None, {}, False
-        self._pending = False
+        self._pending = self._written = False
 
     def confirmed(self, run: Run) -> bool:
         """Whether a job that hung for sure still does; ``run`` is a new snapshot."""
@@ -405,10 +407,19 @@ class HangWatch:
     def _examined(self, run: Run) -> bool:
         if self._found is None:
             return False
-        self._write(self._found)
         self._pending = False
+        if self._written and self._gave_up():
+            # What was found before is why; where a rank is by now says nothing of it.
+            return False
+        self._write(self._found)
+        self._written = True
         self._forget_files()
         return True
+
+    def _gave_up(self) -> bool:
+        """Whether a rank moved while it was looked at: what was seen of it does not fit."""
+        began = integer(self._found or {}, "time")
+        return any(integer(each, "since") > began for each in self._before.values())
 
     def _forget_files(self) -> None:
         files = sorted(self._directory.glob(HANG))

@@ -1,0 +1,52 @@
+"""How fast the CPU cores run that ranks are on, as the kernel tells it (Linux, ``cpufreq``)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from ddpdoctor.run.record import Record
+
+_CORE = 36
+"""The core that a process's main thread ran on last, among the fields behind its name."""
+
+MOST = 16
+"""Ranks whose cores are looked at."""
+
+
+class CoreClocks:
+    """The highest clock that was read of each rank's core.
+
+    A core that waits may run slowly; one that is at work does so only if it cannot run faster.
+
+    Args:
+        processes: Where the kernel tells of processes.
+        cores: Where it tells of cores; without frequencies there, as in many virtual machines,
+            nothing is known.
+    """
+
+    def __init__(
+        self, processes: Path = Path("/proc"), cores: Path = Path("/sys/devices/system/cpu")
+    ) -> None:
+        self._processes, self._cores = processes, cores
+        self._seen: dict[int, tuple[int, int, int]] = {}
+
+    def look(self, pids: Mapping[int, int]) -> None:
+        """Read the clock of the core that each rank is on; ``pids`` by rank."""
+        for rank, pid in list(pids.items())[:MOST]:
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                fields = (self._processes / f"{pid}/stat").read_bytes().rpartition(b")")[2].split()
+                folder = self._cores / f"cpu{int(fields[_CORE])}" / "cpufreq"
+                clock = int((folder / "scaling_cur_freq").read_bytes())
+                most = int((folder / "cpuinfo_max_freq").read_bytes())
+                highest, of, readings = self._seen.get(rank, (0, 0, 0))
+                self._seen[rank] = max(clock, highest), max(most, of), readings + 1
+
+    def record(self) -> Record:
+        """By rank: the highest clock that was read and the highest of such a core, kHz; readings.
+
+        Empty where nothing is known.
+        """
+        seen = [[rank, *self._seen[rank]] for rank in sorted(self._seen)]
+        return {"clocks": seen} if seen else {}
