@@ -191,7 +191,7 @@ def test_a_watcher_that_fails_ends_alone(
     records = [json.loads(line) for line in journal.read_bytes().splitlines()]
     (fault,) = [each for each in records if each["kind"] == "fault"]
     assert fault["part"] == name and fault["error"] == "KeyError('what is not there')"
-    assert fault["places"][0].startswith(("launch/", "faults.py"))
+    assert fault["places"][0].startswith(("supervise/", "debug/", "core/faults.py"))
     others = {each for each in PARTS if each.removesuffix(" again") != name}
     if name == "reading the records":
         # Nobody else has anything to look at then, but the debugger's ports and what is shown.

@@ -25,7 +25,7 @@ from ddpdoctor.supervise.hangs.cores import Cores
 from ddpdoctor.supervise.hangs.signs import Signs
 from ddpdoctor.supervise.hangs.watch import HangWatch
 from ddpdoctor.system import activity
-from ddpdoctor.system.process_state import Turn, lacked, share
+from ddpdoctor.system.process_state import Turn, lacked, read_turn, share
 from tests.conftest import LIMIT
 from tests.test_hangs import TRAIN, call, findings, job, rank, stacks, status, waiting
 
@@ -91,7 +91,14 @@ def one_core_for(*niceness: int) -> Iterator[list[int]]:
 @needs_linux
 def test_a_real_process_that_gets_next_to_nothing() -> None:
     with one_core_for(0, 19) as (_, starved):
-        time.sleep(0.3)
+        # Its start reads files, and takes long on a machine that has other work.
+        deadline = time.monotonic() + LIMIT
+        earlier, turn = None, read_turn(starved, starved)
+        while (earlier is None or turn is None or turn.sleeps != earlier.sleeps) and (
+            time.monotonic() < deadline
+        ):
+            time.sleep(0.3)
+            earlier, turn = turn, read_turn(starved, starved)
         cores, began = Cores(), time.monotonic()
         cores.lost(starved, 1, began)
         before, patience = activity.sample(starved), _Patience(starved)

@@ -265,7 +265,7 @@ def test_interrupt_ends_a_training_job(terminal: Open, doctor: Doctor) -> None:
     ours = terminal(*words)
     ours.wait_for(b"\n0.")
     ours.type(INTERRUPT)
-    assert ours.finish(30) != 0
+    assert ours.finish() != 0
     assert b"after it was asked to stop" in ours.seen
     assert b"records in" in ours.seen
 
@@ -287,7 +287,7 @@ def test_a_second_interrupt_ends_it_at_once(terminal: Open, doctor: Doctor) -> N
     ours.type(INTERRUPT)
     ours.wait_for(b"no SIGINT")
     ours.type(INTERRUPT)
-    assert ours.finish(20) == -signal.SIGKILL
+    assert ours.finish() == -signal.SIGKILL
     # The terminal sends each to the job itself, which may have heard the second one, too.
     assert ours.seen.count(b"no SIGINT") <= 2
 
@@ -360,9 +360,9 @@ def test_a_command_keeps_its_terminal(terminal: Open, doctor: Doctor) -> None:
     doctor.write("place.py", PLACE)
     # The shell stands in for ddpdoctor: in both cases Python is a child in its group.
     plain = terminal("bash", "-c", f"{PYTHON} place.py; true", watch=False)
-    assert plain.finish(120) == 0
+    assert plain.finish() == 0
     ours = terminal("--quiet", "--", PYTHON, "place.py")
-    assert ours.finish(120) == 0
+    assert ours.finish() == 0
     assert ours.seen == plain.seen
     assert b"in front [True, True]" in ours.seen
 
@@ -384,7 +384,7 @@ def test_a_password_is_asked_on_the_terminal(terminal: Open, doctor: Doctor) -> 
     assert b"secret" not in ours.seen
     ours.wait_for(b"more? ")
     ours.type(b"text\n")
-    assert ours.finish(120) == 0
+    assert ours.finish() == 0
     assert b"and text" in ours.seen
 
 
@@ -472,7 +472,7 @@ def test_without_a_shell_nothing_stops(terminal: Open, doctor: Doctor) -> None:
         time.sleep(0.5)
         assert grows(*files)
     (doctor.directory / "go").touch()
-    assert ours.finish(120) == 6
+    assert ours.finish() == 6
 
 
 @pytest.mark.parametrize("how", ["kill %1", "kill $!"])

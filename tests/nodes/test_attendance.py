@@ -73,10 +73,10 @@ def test_an_endpoint_that_cannot_be_reached_is_told_where_it_is_not(nodes: Make)
     assert said[0].messages.splitlines()[:3] == [
         "node rank 3, node rank 4 did not come within 12 s",
         "node2 (node 2, 10.77.0.3) cannot connect to port 29500 of node 0: a firewall rejects it",
-        "node1 (node 1, 10.77.0.2) cannot connect to port 29500 of node 0: the packets are dropped "
-        "without a word",
+        "node1 (node 1, 10.77.0.2) cannot connect to port 29500 of node 0: the packets are "
+        "silently dropped",
     ]
-    assert "does not answer: packets to that port are dropped" in told[1]
+    assert "does not answer: packets to that port are silently dropped" in told[1]
     assert "cannot be reached: a firewall rejects it (No route to host)" in told[2]
     assert "10.77.0.254 says so by ICMP" in said[2].findings("nodes")[0]["evidence"]
     assert told[3] == "the name node0 is not known on this node"
@@ -139,8 +139,8 @@ def test_a_machine_that_answers_only_a_ping_has_a_firewall(nodes: Make, node_0_r
     (said,) = checks.run(*WITHOUT_TORCH, hosts=[second])
     (finding,) = said.findings("nodes")
     assert finding["message"] == (
-        "node0:29500 (10.77.0.1) does not answer, at no port that was tried: packets are dropped "
-        "without a word"
+        "node0:29500 (10.77.0.1) does not answer, at no port that was tried: packets are "
+        "silently dropped"
     )
     assert finding["evidence"] == ["the machine is up: it answers a ping"]
     assert finding["paste"].endswith(f"--dport {PORT} -j ACCEPT")

@@ -18,8 +18,8 @@ def test_a_one_way_firewall_is_named_with_its_direction(nodes: Make) -> None:
     said = checks.run(*WITHOUT_TORCH)
     assert agreeing(said, "DDP053").splitlines() == [
         "node2 (node 2) cannot open a connection to node0 (node 0): it is rejected on the way",
-        "node0 (node 0) cannot open a connection to node1 (node 1): the packets are dropped "
-        "without a word",
+        "node0 (node 0) cannot open a connection to node1 (node 1): the packets are "
+        "silently dropped",
     ]
     # Of the two ways gloo uses the first alone.
     found = said[0].findings("links")
@@ -43,7 +43,7 @@ def test_a_blocked_port_between_two_nodes(nodes: Make, closed: int, reject: bool
     }
     assert agreeing(said, "DDP053").startswith(
         f"node{other} (node {other}) cannot open a connection to node{closed} (node {closed}): "
-        + ("it is rejected" if reject else "the packets are dropped")
+        + ("it is rejected" if reject else "the packets are silently dropped")
     )
     told = "skipped" if used else "pass"
     assert all(each.outcome("gloo-nodes")["status"] == told for each in said)
@@ -56,8 +56,7 @@ def test_a_node_that_nobody_reaches_is_blamed_as_a_node(nodes: Make) -> None:
     faults.firewall(checks.lab, checks.lab.hosts[2], ports=faults.EPHEMERAL)
     said = checks.run(*WITHOUT_TORCH)
     assert agreeing(said, "DDP053") == (
-        "no other node can open a connection to node2 (node 2): the packets are dropped without "
-        "a word"
+        "no other node can open a connection to node2 (node 2): the packets are silently dropped"
     )
     assert "-s 10.77.0.1,10.77.0.2,10.77.0.4" in said[0].findings("links")[0]["paste"]
 
@@ -71,8 +70,7 @@ def test_a_node_that_reaches_nobody_is_blamed_as_a_node(nodes: Make) -> None:
             faults.firewall(checks.lab, host, source=blocked, ports=faults.EPHEMERAL)
     said = checks.run(*WITHOUT_TORCH)
     assert agreeing(said, "DDP053") == (
-        "node1 (node 1) can open a connection to no other node: the packets are dropped without "
-        "a word"
+        "node1 (node 1) can open a connection to no other node: the packets are silently dropped"
     )
 
 
