@@ -38,14 +38,14 @@ def changed(path: str) -> int:
         told = opening.facts(path)
     except OSError:
         return 0
-    return told.st_mtime_ns if told.st_size <= opening.MOST_SOURCE else 0
+    return told.st_mtime_ns if told.st_size <= opening.MOST_PARSED else 0
 
 
 @functools.lru_cache(maxsize=MOST_FILES)
 def tree_of(path: str, when: int) -> ast.Module | None:
     """A file, parsed; None if it cannot be."""
     try:
-        return ast.parse(opening.contents(path, opening.MOST_SOURCE, links=True)) if when else None
+        return ast.parse(opening.contents(path, opening.MOST_PARSED, links=True)) if when else None
     except (OSError, SyntaxError, ValueError, RecursionError):
         return None
 

@@ -244,12 +244,12 @@ def source_of(path: str) -> Source | None:
         told = opening.facts(path)
     except OSError:
         return None
-    return _parsed(path, told.st_mtime_ns) if told.st_size <= opening.MOST_SOURCE else None
+    return _parsed(path, told.st_mtime_ns) if told.st_size <= opening.MOST_PARSED else None
 
 
 @functools.lru_cache(maxsize=16)
 def _parsed(path: str, changed: int) -> Source | None:
     try:
-        return Source(ast.parse(opening.contents(path, opening.MOST_SOURCE, links=True)))
+        return Source(ast.parse(opening.contents(path, opening.MOST_PARSED, links=True)))
     except (OSError, SyntaxError, ValueError, RecursionError):
         return None
