@@ -989,3 +989,25 @@ def test_the_line_that_sets_another_learning_rate_on_one_rank(
     assert (finding.code, finding.ranks) == ("DDP702", (0,))
     place = finding.location
     assert place is not None and place.line == (9 if line is None else line)
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [("if rank == 0:\n    group['lr'] *= 2\n", (0,)), ("group['lr'] *= 2\n", (0, 1))],
+)
+def test_under_a_scheduler_the_line_says_who_changed_the_learning_rate(
+    written: Written, tmp_path: Path, text: str, ranks: tuple[int, ...]
+) -> None:
+    train = tmp_path / "train.py"
+    train.write_text(text)
+    at = {"kind": "site", "phase": "optimizer", "path": str(train), "line": 9}
+    for number, changed in enumerate((0.16, 0.08)):
+        prints_of = {"kind": "fingerprint", "module": 0, "parameters": "a"}
+        rates = [0.1, 0.09, changed]
+        lines = [
+            {**prints_of, "step": step, "armed": step + 1, "hyper": [[[rate, 0, None, 0]]]}
+            for step, rate in enumerate(rates)
+        ]
+        written.rank(number, [SITE, at, tensors([0, 1]), *lines])
+    (finding,) = found(written)
+    assert (finding.code, finding.ranks) == ("DDP702", ranks)

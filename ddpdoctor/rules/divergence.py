@@ -388,14 +388,18 @@ def hyper_parameters_differ(run: Run) -> Iterator[Finding]:
             rank: _at(value, optimizer, group, index)
             for rank, value in replica.values(difference.first, "hyper").items()
         }
-        guilty = odd(values) or _who_changed(replica, difference, optimizer, group, index)
+        written_at = on_some_ranks(run, "hyper-parameters")
         everyone = tuple(sorted(values))
+        guilty = odd(values) or _who_changed(replica, difference, optimizer, group, index)
+        if guilty in ((), everyone) and next(_cuts(replica, difference), None) is None:
+            # A scheduler changes it on all ranks; the line says who did more.
+            guilty = ranks_of(run, written_at)
         cut = _cut(replica, difference, guilty or everyone)
         member = _member(replica, guilty)
         what = _WORDS[HYPER[index]]
         listed = ", ".join(f"{_value(values[rank])} on rank {rank}" for rank in everyone[:4])
         groups = f"parameter group {group}, optimizer {optimizer}"
-        lines = [] if cut else on_some_ranks(run, "hyper-parameters")
+        lines = [] if cut else written_at
         written = lines[0] if len(lines) == 1 else site(member, "optimizer")
         parameters = replica.difference("parameters")
         yield Finding(
