@@ -2,6 +2,8 @@
 
     python benchmarks/load.py --busy 20 --at-once 4
 
+The order of the jobs is always the same, so that `--skip` goes on where `--minutes` ended.
+
 Every job runs with ``--kill-on-hang``. Of a sick job its marks say what is to be found; a healthy
 one and a healed twin must stay without a finding above info, and must not be ended. "As the tests
 want" is what ``tests/test_sick_jobs.py`` asserts of the same job: nothing said beside the marks, of
@@ -156,7 +158,7 @@ def chosen(options: argparse.Namespace) -> list[tuple[str, Path]]:
         (kind, path) for kind, path in jobs if options.only in path.stem and not needed_gpus(path)
     ]
     random.Random(0).shuffle(jobs)
-    return jobs[: options.count or None]
+    return jobs[options.skip :][: options.count or None]
 
 
 WRONG = ("false_errors", "false_warnings", "killed", "exact")
@@ -170,6 +172,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=900, help="seconds that a job may take")
     parser.add_argument("--only", default="", help="jobs whose name contains this")
     parser.add_argument("--count", type=int, default=0, help="as many jobs at most")
+    parser.add_argument("--skip", type=int, default=0, help="leave out the first ones")
     parser.add_argument("--minutes", type=float, default=240, help="start no job after so long")
     asked = parser.parse_args()
     jobs, deadline = chosen(asked), time.monotonic() + 60 * asked.minutes
