@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ddpdoctor.debug import injection
 from tests.conftest import JOBS, LIMIT, Doctor, Live
 from tests.dap_client import DapClient, DapUnavailable, install_modules
 
@@ -144,6 +145,14 @@ def test_a_process_without_a_probe_by_gdb(
     script = doctor.write("bare.py", "import time\nwhile True:\n    time.sleep(0.05)\n")
     bare = subprocess.Popen([sys.executable, "-I", str(script)], env=doctor.environment())
     try:
+        if injection.breaks_sleepers():
+            # On such a kernel it is refused, and the process lives on.
+            command = [sys.executable, "-m", "ddpdoctor", "attach", "--gdb", str(bare.pid)]
+            refused = doctor.run(*command, watch=False)
+            assert refused.status == 2
+            assert f"gdb would break process {bare.pid}" in refused.ours
+            assert bare.poll() is None
+            return
         # Whoever has the first port does not get the debugger's client.
         with taken_port() as taken:
             for _ in range(2):

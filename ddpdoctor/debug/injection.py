@@ -6,6 +6,7 @@ and between the choice of a free port and debugpy's taking it another process co
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -23,8 +24,9 @@ from ddpdoctor.run.record import Record
 JOINS = 60.0
 """Seconds for the process to connect to us once gdb has let it go."""
 
-ATTEMPTS = 3
-"""gdb may stop the process where it cannot load a library at that moment."""
+_SLEEPS = "import time\nprint(flush=True)\nwhile True: time.sleep(0.02)"
+_LONG_ENOUGH = 0.5
+"""Seconds in which a process that gdb has broken ends."""
 
 _ROOT = str(Path(__file__).parents[2])
 
@@ -122,22 +124,48 @@ def _inject(pid: int, directory: str) -> None:
     source = _JOIN.format(paths=[_ROOT, debugpys], directory=directory)
     # It goes through gdb's command line, where quotes and line ends would not come through.
     code = f"exec(bytes({list(source.encode())}).decode(),{{}})".replace(" ", "")
-    for _ in range(ATTEMPTS):
-        done = subprocess.run(
-            [sys.executable, "-c", _INJECT, str(pid), code],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "PYDEVD_DISABLE_FILE_VALIDATION": "1"},
+    if breaks_sleepers():
+        raise DoctorError(
+            f"gdb would break process {pid}: on this kernel a system call that it interrupts fails",
+            "look at it from outside (py-spy dump --pid), or start the job with ddpdoctor run",
         )
-        lines = done.stdout.splitlines()
-        refused = [line for line in lines if "ptrace" in line or "No symbol" in line]
-        if not any("No symbol" in line for line in refused):
-            break
+    done = subprocess.run(
+        [sys.executable, "-c", _INJECT, str(pid), code],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYDEVD_DISABLE_FILE_VALIDATION": "1"},
+    )
+    refused = [line for line in done.stdout.splitlines() if "ptrace" in line or "No symbol" in line]
     if done.returncode != 0 or refused:
         reason = refused[0].strip() if refused else "gdb could not attach"
         raise DoctorError(
             f"debugpy could not be injected into {pid}: {reason}",
             "ptrace must be allowed: run as the same user, see /proc/sys/kernel/yama/ptrace_scope",
         )
+
+
+def breaks_sleepers() -> bool:
+    """Whether a call by gdb ends a process that sleeps, tried on a child of ours.
+
+    Some virtual machines' kernels do not restart the system call that gdb has interrupted: it fails
+    with an error number that is none (512 to 516), and Python raises.
+    """
+    command = [sys.executable, "-I", "-S", "-c", _SLEEPS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
+        try:
+            assert child.stdout is not None
+            child.stdout.readline()
+            subprocess.run(
+                ["gdb", "-nx", "-p", str(child.pid), "-batch", "-ex", "call (int)getpid()"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                check=False,
+            )
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(_LONG_ENOUGH)
+            return child.poll() is not None
+        finally:
+            child.kill()
