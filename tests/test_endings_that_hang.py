@@ -170,3 +170,13 @@ def test_a_real_shutdown_that_does_not_end_is_ended_if_asked(doctor: Doctor) -> 
     assert "where Python's own shutdown does not come to its end" in words
     if find_py_spy() is not None:
         assert "below `__del__` train.py:" in words
+
+
+def test_one_long_line_of_stderr_takes_no_time() -> None:
+    from ddpdoctor.analysis.endings import _aborted
+
+    words = "Watchdog caught collective operation timeout"
+    # Each rank's mark was searched to the line's end: minutes for a megabyte.
+    assert _aborted("[rank0]: " * 120_000) == frozenset()
+    assert _aborted(words * 20_000) == frozenset()
+    assert _aborted(f"x\n[rank3]:[E1] {words}\n{words}\n") == {3}

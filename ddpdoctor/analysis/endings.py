@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import signal
 from collections.abc import Iterator
@@ -46,14 +47,18 @@ _MISPAIRED = re.compile(
 """What is said where a collective meets another one, or another rank's, of other size."""
 
 _NATIVE_VICTIM = re.compile(
-    r"\[rank(\d+)\]:[^\n]*(?:Watchdog caught collective operation timeout"
+    r"Watchdog caught collective operation timeout"
     r"|To avoid data inconsistency, we are taking the entire process down"
-    r"|Aborting process on rank \d+ due to (?:timeout|[^\n]*remote process exited))"
+    r"|Aborting process on rank \d+ due to (?:timeout|[^\n]{0,400}remote process exited)"
 )
 """What NCCL's watchdog says of the rank that it then aborts, for want of a peer.
 
 The last are the words of the one in torch 2.15, whose number is the rank's within its group.
 """
+
+_OF_RANK = re.compile(r"\[rank(\d+)\]:")
+_HEAD = 2_000
+"""Characters before such words in which the rank stands, in the same line."""
 
 _WRAPPERS = (
     "ChildFailedError",
@@ -160,7 +165,7 @@ def endings(run: Run, restart: int) -> list[Ending]:
     What happened after somebody asked the job to stop is no failure and left out, too.
     """
     told = _statuses_in(run.stderr)
-    aborted = {whole(number, -1) for number in _NATIVE_VICTIM.findall(run.stderr)}
+    aborted = _aborted(run.stderr)
     found: list[Ending] = []
     ranks = run.attempt(restart)
     told |= _spawned(run, ranks, told)
@@ -181,6 +186,18 @@ def endings(run: Run, restart: int) -> list[Ending]:
         if len(stops) == 1 and len(ranks) > 1 and stops[0] is found[0]:
             found[0] = replace(stops[0], victim=False)
     return found
+
+
+@functools.lru_cache(maxsize=2)
+def _aborted(stderr: str) -> frozenset[int]:
+    """The ranks that NCCL's watchdog said it aborts; each rule asks."""
+    found = set()
+    for words in _NATIVE_VICTIM.finditer(stderr):
+        begin = stderr.rfind("\n", max(0, words.start() - _HEAD), words.start()) + 1
+        head = _OF_RANK.search(stderr, max(begin, words.start() - _HEAD), words.start())
+        if head is not None:
+            found.add(whole(head[1], -1))
+    return frozenset(found)
 
 
 def first_failure(run: Run, restart: int) -> Ending | None:
@@ -204,7 +221,7 @@ def mispaired(run: Run, cause: Ending) -> bool:
 
 
 def _rank_ending(
-    rank: Rank, told: dict[int, int], job_failed: bool, aborted: set[int]
+    rank: Rank, told: dict[int, int], job_failed: bool, aborted: frozenset[int]
 ) -> Ending | None:
     status = _status(rank, told)
     if status == 0 or rank.status is None:
