@@ -7,6 +7,7 @@ breaks nothing. Each child trains a little; its losses and exit status are print
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import socket
@@ -70,6 +71,10 @@ def train(name: str) -> None:
             ddp(torch.ones(2, 8))
             ddp(torch.ones(2, 9))
     print(name, *map(repr, losses), torch.rand(1).item(), flush=True)
+    # The reducer has to be gone before the group: freed as the last that holds it, it waits for
+    # gloo's thread with the GIL held, which that thread may be waiting for (torch 2.13).
+    del ddp, optimizer, scaler, loss, batch
+    gc.collect()
     dist.destroy_process_group()
 
 
