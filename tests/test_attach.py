@@ -146,7 +146,7 @@ def test_a_process_without_a_probe_by_gdb(
     bare = subprocess.Popen([sys.executable, "-I", str(script)], env=doctor.environment())
     try:
         if injection.breaks_sleepers():
-            # On such a kernel it is refused, and the process lives on.
+            # On such a machine it is refused, and the process lives on.
             command = [sys.executable, "-m", "ddpdoctor", "attach", "--gdb", str(bare.pid)]
             refused = doctor.run(*command, watch=False)
             assert refused.status == 2

@@ -17,7 +17,7 @@ from ddpdoctor.core.finding import RULES
 ROOT = Path(__file__).parent.parent
 
 RULE = '''\
-"""TODO: what this family of findings is about (CODE)."""
+"""FILL IN: what this family of findings is about (CODE)."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ from ddpdoctor.run.snapshot import Run
 
 @rule("CODE", "SLUG", Severity.WARNING)
 def NAME(run: Run) -> Iterator[Finding]:
-    """TODO: one line, as the list of all rules shows it.
+    """FILL IN: one line, as the list of all rules shows it.
 
     What it finds
-        TODO: what is seen of the run, in two or three sentences.
+        FILL IN: what is seen of the run, in two or three sentences.
 
     Why it is bad
-        TODO: what becomes of the job or of the model.
+        FILL IN: what becomes of the job or of the model.
 
     How to fix it
-        TODO: what to change.
+        FILL IN: what to change.
 
     Example
-        Wrong: `TODO`.
-        Right: `TODO`.
+        Wrong: `FILL IN`.
+        Right: `FILL IN`.
 
     When it stays silent
-        TODO: where the evidence would be too thin.
+        FILL IN: where the evidence would be too thin.
 
     Since
-        TODO
+        0.1.0
     """
     # The records that ranks write are listed in `ddpdoctor.run.record.KINDS`.
     for rank in run.last:
@@ -68,7 +68,7 @@ def NAME(run: Run) -> Iterator[Finding]:
 '''
 
 JOB = '''\
-"""TODO: what the job does wrong."""
+"""FILL IN: what the job does wrong."""
 
 import gc
 import tempfile
@@ -100,7 +100,7 @@ if __name__ == "__main__":
 '''
 
 TEST = '''\
-"""CODE: TODO."""
+"""CODE: FILL IN."""
 
 from __future__ import annotations
 

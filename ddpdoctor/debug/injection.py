@@ -126,7 +126,7 @@ def _inject(pid: int, directory: str) -> None:
     code = f"exec(bytes({list(source.encode())}).decode(),{{}})".replace(" ", "")
     if breaks_sleepers():
         raise DoctorError(
-            f"gdb would break process {pid}: on this kernel a system call that it interrupts fails",
+            f"gdb would break process {pid}: on this machine a process it has called into fails",
             "look at it from outside (py-spy dump --pid), or start the job with ddpdoctor run",
         )
     done = subprocess.run(
@@ -149,8 +149,9 @@ def _inject(pid: int, directory: str) -> None:
 def breaks_sleepers() -> bool:
     """Whether a call by gdb ends a process that sleeps, tried on a child of ours.
 
-    Some virtual machines' kernels do not restart the system call that gdb has interrupted: it fails
-    with an error number that is none (512 to 516), and Python raises.
+    Where gdb cannot write the registers back ("Couldn't write extended state status": gdb 13 on
+    some virtual machines), the system call that it interrupted fails with an error number that is
+    none (512 to 516), and Python raises.
     """
     command = [sys.executable, "-I", "-S", "-c", _SLEEPS]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
