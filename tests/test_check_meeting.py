@@ -1,4 +1,4 @@
-"""How nodes meet and judge each other, without a lab: what can be seen in one process."""
+"""Nodes that meet: links, speeds, proofs, facts, ports."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import asyncio
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,21 +17,18 @@ from hypothesis import strategies as st
 
 from ddpdoctor.preflight.nodes import versions
 from ddpdoctor.preflight.nodes.judging import Blame, blame
-from ddpdoctor.preflight.protocol import ranks, speeds, wire
+from ddpdoctor.preflight.protocol import speeds, wire
 from ddpdoctor.preflight.protocol.caller import CallError, Problem, call_once
 from ddpdoctor.preflight.protocol.coordinator import Coordinator, listen
 from ddpdoctor.preflight.protocol.facts import Facts, gather, unpack
 from ddpdoctor.preflight.protocol.joining import Goal, join, side_doors
 from ddpdoctor.preflight.protocol.meet import Meeting, Node, _meet_or_fail
 from ddpdoctor.preflight.protocol.pairs import Listener, Target, dial_all, speed
-from ddpdoctor.preflight.protocol.phases import _nccl
 from ddpdoctor.preflight.protocol.place import Seat, seat
-from ddpdoctor.preflight.protocol.ranks import PROGRAM, Ranks
-from ddpdoctor.preflight.protocol.reduction import _with_others
+from ddpdoctor.preflight.protocol.ranks import Ranks
 from ddpdoctor.preflight.protocol.wire import WireError
 from ddpdoctor.preflight.protocol.worker import Attendance
 from ddpdoctor.preflight.situation import Options, Situation
-from tests.conftest import TOKEN
 
 
 def everybody(nodes: int) -> list[tuple[int, int]]:
@@ -338,212 +332,3 @@ def test_mpi_with_a_process_on_each_node_says_which_node_it_is(
     found = seat(Situation(Options(), environ=several))
     assert (found.nnodes, found.rank, found.host) == (3, None, "head")
     assert seat(Situation(Options(), environ={**several, world: "8"})).nnodes == 1
-
-
-# The ranks of the collective test.
-
-
-BROKEN = f"""
-import sys
-sys.path.insert(0, {str(PROGRAM.parent)!r})
-import reduction
-
-stage = reduction._stage
-
-def broken(name, nodes, *rest):
-    if 1 in nodes and len(nodes) == 2 and (name != reduction.AGAIN or {{again}}):
-        return {{{{"name": name, "nodes": nodes, "error": "no such device", "bus": 0.0}}}}
-    return stage(name, nodes, *rest)
-
-reduction._stage = broken
-reduction.main()
-"""
-"""A rank of node 1 that cannot reduce with a single other node, at first or again, too."""
-
-
-def reduced(
-    orders: list[dict[str, Any]], token: str, broken: dict[int, bool] | None = None
-) -> list[dict[str, Any]]:
-    """What ranks answer; those that are broken, by rank, in the second try as well or not."""
-    programs = {rank: ["-c", BROKEN.format(again=again)] for rank, again in (broken or {}).items()}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *programs.get(order["rank"], [str(PROGRAM)])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, TOKEN: token, "OMP_NUM_THREADS": "1"},
-        )
-        for order in orders
-    ]
-    answers = []
-    try:
-        for process in processes:
-            assert process.stdout is not None
-            assert json.loads(process.stdout.readline()) == {"ready": True}
-        for process, order in zip(processes, orders, strict=True):
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(order) + "\n")
-            process.stdin.flush()
-        for process in processes:
-            assert process.stdout is not None
-            answer = {"more": True}
-            while answer["more"]:
-                answer = json.loads(process.stdout.readline())
-            answers.append(answer)
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-    return answers
-
-
-def order(rank: int, node_of: list[int], port: int, **more: Any) -> dict[str, Any]:
-    return {
-        "host": "127.0.0.1", "port": port, "rank": rank, "local_rank": 0, "world": len(node_of),
-        "limit": 20, "stage_limit": more.get("limit", 20), "patience": 60,
-        "stages": "", "node_of": node_of, **more,
-    }  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-@pytest.mark.slow
-def test_the_stages_go_from_nodes_over_pairs_to_all(token: str) -> None:
-    """By gloo on the CPU: the order of the groups is the same with NCCL, which needs GPUs."""
-    node_of, port = [0, 0, 1, 2], free_port()
-    answers = reduced([order(r, node_of, port, stages="gloo") for r in range(4)], token)
-    assert all(answer["ok"] for answer in answers), answers
-    assert all(answer["stages"]["ok"] for answer in answers), answers
-    names = [
-        [(stage["name"], stage["nodes"]) for stage in answer["stages"]["stages"]]
-        for answer in answers
-    ]
-    inside, one, two, everyone = (
-        "inside the node", "between nodes 1 apart", "between nodes 2 apart", "of all nodes",
-    )  # fmt: skip
-    assert names[0] == [(inside, [0]), (one, [0, 1]), (two, [0, 2]), (everyone, [0, 1, 2])]
-    assert names[2] == [(inside, [1]), (one, [0, 1]), (everyone, [0, 1, 2])]
-    assert answers[0]["stages"]["stages"][-1]["bus"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("again", [True, False])
-def test_the_nodes_of_a_pair_that_fails_are_tried_with_others(again: bool, token: str) -> None:
-    node_of, port = [0, 1, 2, 3], free_port()
-    orders = [order(r, node_of, port, stages="gloo", limit=5) for r in range(4)]
-    answers = reduced(orders, token, broken={1: again})
-    assert all(answer["ok"] for answer in answers), answers
-    assert not any(answer["stages"]["ok"] for answer in answers), answers
-    results = [{"node": rank, **answer} for rank, answer in enumerate(answers)]
-    told = _nccl(results)
-    assert told["correct"] == 0
-    assert [name for name, _, _ in told["stages"]] == ["inside the node", "between nodes 1 apart"]
-    _, errors, _ = told["stages"][-1]
-    assert {tuple(nodes) for _, nodes, _ in errors} == {(0, 1)}
-    assert "no such device" in {words for _, _, words in errors}
-    assert told["again"] == [[0, 2, True], [1, 3, not again]]
-
-
-@pytest.mark.parametrize(
-    ("failed", "nodes", "rounds"),
-    [
-        ([[0, 1]], 2, []),
-        ([[0, 1]], 3, [[[0, 2]], [[1, 2]]]),
-        ([[0, 1]], 8, [[[0, 2], [1, 3]]]),
-        ([[2, 3], [4, 5]], 8, [[[2, 0], [3, 1], [4, 6], [5, 7]]]),
-        ([[0, 1], [2, 3]], 5, [[[0, 4]], [[1, 4]]]),
-        ([[3]], 4, []),
-        ([[0, 1, 2]], 3, []),
-    ],
-)
-def test_a_node_is_tried_with_one_that_did_not_fail(
-    failed: list[list[int]], nodes: int, rounds: list[list[list[int]]]
-) -> None:
-    assert _with_others(failed, nodes) == rounds
-
-
-LOST = f"""
-import os, sys, time
-sys.path.insert(0, {str(PROGRAM.parent)!r})
-import reduction
-
-stage = reduction._stage
-
-def lost(name, nodes, ranks, group, order, limit):
-    if order["rank"] == 1 and name != "inside the node":
-        {{}}
-    return stage(name, nodes, ranks, group, order, limit)
-
-reduction._stage = lost
-reduction.main()
-"""
-"""Rank 1 is lost at the second stage, in NCCL say."""
-
-
-@pytest.mark.parametrize(
-    ("how", "patience", "said"),
-    [
-        ("os.abort()", 30, "the rank was ended by SIGABRT"),
-        pytest.param(
-            "time.sleep(60)", 30, "no end within 2 s: the ranks did not connect",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "reduction.GRACE_S = 60; reduction.threading.Thread.join = lambda *_: time.sleep(60)",
-            9, "no result within 9 s", marks=pytest.mark.slow,
-        ),
-    ],
-)  # fmt: skip
-def test_what_a_rank_knew_before_it_was_lost_counts(
-    how: str,
-    patience: float,
-    said: str,
-    token: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """That gloo works, and so does NCCL inside the node: neither is blamed for what came then."""
-    program = tmp_path / "lost.py"
-    program.write_text(LOST.format(how))
-    monkeypatch.setattr(ranks, "PROGRAM", program)
-    port = free_port()
-    more = {"stages": "gloo", "stage_limit": 2, "patience": patience}
-    orders = [order(rank, [0, 1], port, **more) for rank in (0, 1)]
-
-    async def answers() -> list[dict[str, Any]]:
-        here = ranks.Ranks({**os.environ, TOKEN: token})
-        try:
-            await here.start(2)
-            await here.ready(60)
-            return await here.reduce(orders, patience)
-        finally:
-            await here.stop()
-
-    told = asyncio.run(answers())
-    assert all(each["ok"] for each in told), told
-    assert [stage["name"] for stage in told[1]["stages"]["stages"]] == [
-        "inside the node",
-        "between nodes 1 apart",
-    ]
-    assert told[1]["stages"]["stages"][1]["error"] == said
-    found = _nccl([{"node": rank, **each} for rank, each in enumerate(told)])
-    assert found["correct"] == 0
-    (_, inside, _), (_, between, _) = found["stages"]
-    assert inside == [] and [1, [0, 1], said] in between
-
-
-def test_no_stage_begins_without_time_for_it(token: str) -> None:
-    (answer,) = reduced([order(0, [0], free_port(), stages="gloo", patience=1)], token)
-    assert answer["ok"]
-    assert answer["stages"] == {"stages": [], "ok": False, "untested": "inside the node"}
-
-
-@pytest.mark.slow
-def test_a_rank_that_waits_in_vain_says_so_at_its_limit(token: str) -> None:
-    answers = reduced([order(0, [0, 1], free_port(), limit=3)], token)
-    assert answers[0]["ok"] is False
-    assert answers[0]["error"]

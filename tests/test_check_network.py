@@ -28,7 +28,7 @@ from ddpdoctor.preflight.machine.names import Lookup, endpoint_name, full_name, 
 from ddpdoctor.preflight.situation import Once, Options, Situation, gpu_facts
 from ddpdoctor.system.gpu.health import GpuFacts, Health
 from tests.conftest import Doctor
-from tests.test_check_gpus import device
+from tests.gpu_stub import device
 
 LO = Interface("lo", ("127.0.0.1", "::1"), loopback=True)
 ETH0 = Interface("eth0", ("10.0.0.5", "fe80::1"))

@@ -16,7 +16,7 @@ from ddpdoctor.probe.observers import edits, replicas
 from ddpdoctor.probe.observers.replicas import Watched
 from ddpdoctor.probe.runtime import rank, torch_private
 from ddpdoctor.run.record import Record
-from tests.test_divergence_rules import SITE, prints, ranks, tensors
+from tests.replicas import SITE, prints, ranks, tensors
 from tests.written import Written
 
 

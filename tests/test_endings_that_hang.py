@@ -12,7 +12,7 @@ from ddpdoctor.run.snapshot import Run
 from ddpdoctor.stacks.model import ENDING
 from ddpdoctor.stacks.py_spy import find_py_spy
 from tests.conftest import Doctor
-from tests.test_hangs import TRAIN, findings, rank, stacks, waiting
+from tests.hanging_ranks import TRAIN, findings, rank, stacks, waiting
 
 SHUTDOWN = ("/usr/lib/python3.11/threading.py", 1590, "_shutdown")
 CHILDREN = ("/usr/lib/python3.11/multiprocessing/util.py", 360, "_exit_function")

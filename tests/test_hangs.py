@@ -1,4 +1,4 @@
-"""Jobs that stand still: when they are looked at, and what is said of them.
+"""Jobs without progress: what is said of them.
 
 The sick jobs (`tests/test_sick_jobs.py`) are the real ones; here is what they do not reach.
 """
@@ -7,151 +7,24 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
 import sys
-import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
-from ddpdoctor.analysis.guards import constant_while, only_sleeps, rank_guard
 from ddpdoctor.analysis.waits import parsed
-from ddpdoctor.core.finding import RULES, Finding, Severity, examine
+from ddpdoctor.core.finding import RULES, Severity, examine
 from ddpdoctor.probe.observers import flight
 from ddpdoctor.probe.observers.flight import NEWEST, newest, places
 from ddpdoctor.probe.observers.steps import Backward
 from ddpdoctor.probe.runtime.sites import Site
-from ddpdoctor.run.record import Phase, Status
 from ddpdoctor.run.ring import Collective
-from ddpdoctor.run.snapshot import Rank, Run, RunReader
-from ddpdoctor.supervise.hangs.signs import FIRST, PATIENCE, STEPS, Signs
-from tests.conftest import LIMIT, ROOT, Doctor
+from ddpdoctor.run.snapshot import Run, RunReader
+from tests.hanging_ranks import IN_TORCH, NOW, TRAIN, call, findings, rank, stacks, waiting
 from tests.written import SECOND, T0, Written
-
-NOW = 1_800_000_000_000_000_000
-
-
-def status(rank: int, phase: Phase, step: int = 3, since: int = 0) -> Status:
-    return Status(
-        1000 + rank, rank, 4, rank, 0, 1, phase, since, step, None, step, 10, 0, False, "", ""
-    )
-
-
-def job(*ranks: Status, line: bytes = b"") -> Run:
-    told = tuple(
-        Rank(each.rank, 0, each, step_lines=(line,) * 20 if line else ()) for each in ranks
-    )
-    return Run(Path("/data/run"), {}, told)
-
-
-# -- when
-
-
-def test_a_job_that_moves_is_left_alone() -> None:
-    signs = Signs(5.0)
-    for second in range(60):
-        moving = job(status(0, Phase.WAIT, since=1), status(1, Phase.DATA, since=second))
-        found = signs.look(moving, float(second))
-        if second < PATIENCE * 5:
-            assert found is None
-    # One rank moves, and the other has waited for it for very long.
-    assert found is not None
-    assert (found.everybody, found.ranks) == (False, (0,))
-
-
-def test_nobody_moves() -> None:
-    signs = Signs(5.0)
-    still = job(status(0, Phase.WAIT), status(1, Phase.OTHER))
-    assert [signs.look(still, second) for second in (0.0, 2.5, 4.9)] == [None] * 3
-    found = signs.look(still, 5.5)
-    assert found is not None
-    assert (found.seconds, found.everybody, found.ranks, found.fresh) == (5.5, True, (0, 1), False)
-
-
-def test_long_steps_get_more_time() -> None:
-    signs = Signs(None)
-    line = b'{"kind":"step","step":1,"start":1,"total":10000000000}'
-    still = job(status(0, Phase.BACKWARD), line=line)
-    signs.look(still, 0.0)
-    assert signs.look(still, STEPS * 10 - 1.0) is None
-    assert signs.look(still, STEPS * 10 + 1.0) is not None
-
-
-def test_the_first_step_is_told_apart() -> None:
-    signs = Signs(5.0)
-    still = job(status(0, Phase.WAIT, step=0))
-    signs.look(still, 0.0)
-    found = signs.look(still, 6.0)
-    assert found is not None and found.fresh and FIRST > 1
-
-
-# -- the source
-
-
-def test_conditions_on_the_rank(tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(
-        "def save(rank):\n"
-        "    if rank == 0:\n"
-        "        write()\n"
-        "        barrier()\n"
-        "    else:\n"
-        "        barrier()\n"
-        "    barrier()\n"
-        "def log(loss):\n"
-        "    if not is_main_process():\n"
-        "        return\n"
-        "    reduce(loss)\n"
-        "if step == 5:\n"
-        "    barrier()\n"
-    )
-    lines = range(1, 14)
-    assert {line: rank_guard(str(path), line) for line in lines} == {
-        **dict.fromkeys(lines),
-        **dict.fromkeys((3, 4, 6), 2),
-        10: 9,
-        11: 9,
-    }
-    assert rank_guard("/nowhere/train.py", 3) is None
-
-
-@pytest.mark.parametrize(
-    ("loop", "endless"),
-    [
-        ("while True:\n    x()", True),
-        ("while not done:\n    x()", True),
-        ("while not done:\n    done = x()", False),
-        ("while True:\n    if x(): break", False),
-        ("while x():\n    pass", False),
-        ("while self.more:\n    pass", False),
-        ("for each in x:\n    pass", False),
-    ],
-)
-def test_loops_that_cannot_end(tmp_path: Path, loop: str, endless: bool) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(loop + "\n")
-    assert constant_while(str(path), 2) == (1 if endless else None)
-
-
-@pytest.mark.parametrize(
-    ("source", "sleeps"),
-    [
-        ("time.sleep(5)", True),
-        ("for each in x:\n    sleep(5)", True),
-        ("while not os.path.exists(x):\n    time.sleep(5)", False),
-        ("wait(5)", False),
-        ("time.sleep(", False),
-    ],
-)
-def test_a_sleep_that_waits_for_nothing(tmp_path: Path, source: str, sleeps: bool) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(source + "\n")
-    assert only_sleeps(str(path), source.count("\n") + 1) is sleeps
 
 
 def test_ranks_of_a_group() -> None:
@@ -163,62 +36,6 @@ def test_ranks_of_a_group() -> None:
 
 
 SWITCHES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-
-
-def rank(number: int, phase: str, **more: Any) -> dict[str, Any]:
-    return {
-        "rank": number,
-        "restart": 0,
-        "pid": 1000 + number,
-        "world_size": 4,
-        "phase": phase,
-        "since": NOW - 41_000_000_000,
-        "step": 3,
-        "site": "/job/train.py:61",
-        "activity": {"seconds": 1.0, "letters": "SS", "cpu": 0.0},
-        **more,
-    }
-
-
-def call(sequence: int, done: bool, name: str = "all_reduce") -> dict[str, Any]:
-    return {
-        "group": "0",
-        "sequence": sequence,
-        "id": sequence,
-        "name": name,
-        "shapes": [[64]],
-        "dtypes": ["Float"],
-        "created": sequence,
-        "retired": done,
-        "lines": ["/job/train.py:61"],
-    }
-
-
-def stacks(number: int, *frames: tuple[str, int, str], **more: Any) -> dict[str, Any]:
-    told = [{"path": path, "line": line, "function": name} for path, line, name in frames]
-    thread = {"ident": 1, "name": "MainThread", "current": True, "frames": told}
-    return {"rank": number, "restart": 0, "pid": 1000 + number, "threads": [thread], **more}
-
-
-IN_TORCH = ("/lib/python3.11/site-packages/torch/autograd/graph.py", 8, "_engine_run_backward")
-TRAIN = ("/job/train.py", 61, "main")
-
-
-def waiting(number: int, sequence: int = 9) -> dict[str, Any]:
-    return rank(
-        number,
-        "backward",
-        flight=[call(sequence - 1, True), call(sequence, False)],
-        stacks=stacks(number, TRAIN, IN_TORCH),
-    )
-
-
-def findings(path: Path, *ranks: dict[str, Any], **more: Any) -> list[Finding]:
-    told = {"kind": "hang", "time": NOW, "number": 1, "restart": 0, "seconds": 41.0, **more}
-    (path / "hang-0001.json").write_text(json.dumps({**told, "ranks": ranks}))
-    record = {**told, "file": "hang-0001.json"}
-    run = Run(path, {"launcher": "torchrun"}, (), supervisor=(record,), taken=NOW)
-    return examine(run, RULES.values())
 
 
 def test_the_absent_rank_is_named(tmp_path: Path) -> None:
@@ -514,53 +331,6 @@ def test_workers_that_wait_for_the_network_are_not_deadlocked(tmp_path: Path) ->
     assert "which sleeps, too: deadlocked" in found.message
 
 
-# -- a real one
-
-
-@pytest.mark.slow
-def test_a_stall_is_said_and_so_is_that_it_is_over(doctor: Doctor) -> None:
-    script = doctor.write(
-        "train.py",
-        """\
-        import time
-        import torch
-        import torch.distributed as dist
-        from torch import nn
-        from torch.nn.parallel import DistributedDataParallel
-
-
-        def save_checkpoint():
-            time.sleep(9)  # guilty
-
-
-        dist.init_process_group("gloo")
-        ddp = DistributedDataParallel(nn.Linear(4, 4))
-        for step in range(14):
-            time.sleep(0.4 if step > 4 else 0)
-            if step == 4 and dist.get_rank() == 1:
-                save_checkpoint()
-            ddp(torch.randn(2, 4)).sum().backward()
-        del ddp
-        dist.destroy_process_group()
-        """,
-    )
-    result = doctor.run("--hang-after", "3", "--nproc-per-node", "2", "--", str(script))
-    result.check_success()
-    assert result.codes == ["DDP802"], result.stderr
-    assert "the job goes on again after it stood still for" in result.ours
-    assert "findings: none" in result.ours
-    (found,) = [each for each in result.run.supervisor if each["kind"] == "finding"]
-    assert found["ranks"] == [1]
-    assert found["location"] == {"path": str(script), "line": 9}
-    told = json.loads((result.run_dir / "hang-0001.json").read_text())
-    assert [each["rank"] for each in told["ranks"]] == [0, 1]
-    assert all(each["stacks"]["threads"] for each in told["ranks"])
-    # Before torch 2.8 gloo's collectives are in no recorder.
-    recorded = hasattr(torch._C._distributed_c10d, "_dump_fr_trace")
-    assert all(bool(each["flight"]) == recorded for each in told["ranks"])
-    assert all(bool(each["flight_trouble"]) != recorded for each in told["ranks"])
-
-
 @pytest.mark.parametrize(
     ("gave_up", "number"),
     [(None, 2), (15, 1), (5, 2)],
@@ -578,64 +348,3 @@ def test_what_is_seen_while_ranks_give_up_tells_less(
     written.findings(status=1)
     hang = RunReader(written.path).snapshot().hang
     assert hang is not None and hang["number"] == number
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ends", [True, False])
-def test_native_frames_of_the_rank_that_is_to_blame(doctor: Doctor, ends: bool) -> None:
-    job = ROOT / "sample_jobs" / "sick" / "ddp810_native_wait.py"
-    options = ["--kill-on-hang"] if ends else ["--grace", "1"]
-    live = doctor.start("--hang-after", "3", *options, "--nproc-per-node", "2", "--", str(job))
-
-    def of_rank_1(number: int) -> dict[str, Any]:
-        file = live.run_dir / f"hang-{number:04}.json"
-        found = json.loads(file.read_text())["ranks"][1]["stacks"] if file.exists() else {}
-        return found if found.get("native") or found.get("note") else {}
-
-    if not ends:
-        deadline = time.monotonic() + LIMIT
-        while not of_rank_1(2) and time.monotonic() < deadline:
-            time.sleep(0.2)
-        live.process.send_signal(signal.SIGINT)
-    result = live.finish(90)
-    assert (result.status == 4) == ends
-    guilty = of_rank_1(1)
-    if not ends:
-        assert (guilty["native"], guilty["note"]) == (of_rank_1(2)["native"], of_rank_1(2)["note"])
-    evidence = result.ours
-    if guilty["native"]:
-        assert "evidence: native frames of rank 1: " in evidence
-        assert any("mutex_lock" in frame for frame in guilty["native"])
-    else:
-        assert guilty["note"].startswith("no native frames: ")
-        assert "ddpdoctor stacks --native --rank 1" in " ".join(evidence.split())
-
-
-@pytest.mark.slow
-def test_a_node_that_comes_late_is_waited_for(doctor: Doctor) -> None:
-    """The first one says that it is alone, and goes on when the other comes."""
-    script = doctor.write(
-        "train.py",
-        """\
-        import torch
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-        dist.all_reduce(torch.ones(4))
-        dist.destroy_process_group()
-        """,
-    )
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    words = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
-    words += ["--hang-after=3"]
-    first = doctor.start(*words, "--node-rank=0", "--", str(script))
-    deadline = time.monotonic() + LIMIT
-    while "DDP813" not in (said := first.err.read_text()):
-        assert time.monotonic() < deadline and first.process.poll() is None, said
-        time.sleep(0.2)
-    assert "of 2 nodes, not all have come" in " ".join(said.split())
-    second = doctor.start(*words, "--node-rank=1", "--", str(script))
-    for live in (first, second):
-        live.finish().check_success()
-    assert "findings: none" in first.err.read_text()

@@ -1,4 +1,4 @@
-"""Whatever ends, and however: ten seconds later the job is gone, and nobody else is."""
+"""Nothing of a job is left, whatever is killed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,10 +18,17 @@ from tests.conftest import LIMIT
 
 if TYPE_CHECKING:
     from tests.conftest import Doctor, Live
-
-PYTHON = sys.executable
-TOKEN = "DDPDOCTOR_TEST_TOKEN"
-DEADLINE = 10.0
+from tests.left_behind import (
+    DEADLINE,
+    PYTHON,
+    _words,
+    alive,
+    assert_all_end,
+    name,
+    pid_in,
+    processes,
+    wait_until,
+)
 
 STUCK = '''
 """Two ranks in a group, each with DataLoader workers that sleep in user code and ignore SIGTERM."""
@@ -84,49 +90,6 @@ dist.destroy_process_group()
 '''
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout: float = LIMIT) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.02)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def processes(doctor: Doctor) -> list[psutil.Process]:
-    """All live processes of the test's job, the supervisor and the guard among them."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(TOKEN) == doctor.token and alive(process.pid):
-                found.append(process)
-    return [process for process in found if process.pid != os.getpid()]
-
-
-def described(left: list[psutil.Process]) -> list[str]:
-    words = []
-    for process in left:
-        with contextlib.suppress(psutil.Error):
-            words.append(f"{process.pid}: {' '.join(process.cmdline())[-80:]}")
-    return words
-
-
-def assert_all_end(doctor: Doctor, *besides: int) -> None:
-    deadline = time.monotonic() + DEADLINE
-    left = processes(doctor)
-    while left and time.monotonic() < deadline:
-        time.sleep(0.1)
-        left = processes(doctor)
-    assert not left, f"alive {DEADLINE} s later: {described(left)}"
-    for pid in besides:
-        assert not alive(pid)
-
-
 def is_keeper(process: psutil.Process, form: str = "keep") -> bool:
     words = _words(process)
     return form in words and any(word.endswith("supervise/keeper.py") for word in words)
@@ -161,10 +124,6 @@ def kill_together(*processes: psutil.Process) -> None:
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
-
-
-def pid_in(path: Path) -> int:
-    return int(path.read_text())
 
 
 @pytest.fixture(autouse=True)
@@ -336,11 +295,6 @@ def test_all_that_are_called_so_are_killed(how: str, doctor: Doctor) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def name(process: psutil.Process) -> str:
-    """As the kernel has it, to which psutil adds."""
-    return Path(f"/proc/{process.pid}/comm").read_text()
-
-
 def test_the_whole_process_group_is_killed(doctor: Doctor) -> None:
     # As a harness does it, or `timeout --signal=KILL`.
     live = start_stuck(doctor, "stubborn", "helper")
@@ -444,113 +398,3 @@ def test_a_rank_that_no_torchrun_started_leaves_no_workers(doctor: Doctor) -> No
     assert live.process.poll() is None
     live.process.communicate(b"\n", timeout=LIMIT)
     assert live.process.returncode == 14
-
-
-# -- what a job leaves behind, and what hides
-
-
-def test_helpers_in_sessions_of_their_own_end_with_the_job(doctor: Doctor) -> None:
-    doctor.write(
-        "leave.py",
-        """
-        import signal, subprocess, sys
-        stubborn = "import signal, time; signal.signal(15, 1); print(flush=True); time.sleep(3600)"
-        for command in (["sleep", "3600"], [sys.executable, "-c", stubborn]):
-            child = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)
-        child.stdout.read(1)
-        """,
-    )
-    live = doctor.start("--", PYTHON, "leave.py")
-    result = live.finish(120)
-    assert result.status == 0
-    assert processes(doctor) == []
-    assert "ended 2 processes that the job left behind" in result.ours
-
-
-def test_a_double_fork_does_not_hide(doctor: Doctor) -> None:
-    live = doctor.start(
-        "--", "bash", "-c", "(setsid sleep 3600 & echo $! > pid) & wait; sleep 3600"
-    )
-    daemon = doctor.directory / "pid"
-    wait_until(lambda: daemon.exists() and bool(daemon.read_text().strip()), "a daemon")
-    live.process.kill()
-    live.process.wait()
-    assert_all_end(doctor)
-
-
-CLOBBER = """
-import ctypes, os, signal, sys, time
-
-# What setproctitle does: the block that held the environment now holds something else.
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-with open("/proc/self/stat") as file:
-    start, end = map(int, file.read().rpartition(")")[2].split()[47:49])
-ctypes.memset(start, 0, end - start)
-with open(sys.argv[1] + ".tmp", "w") as file:
-    file.write(str(os.getpid()))
-os.rename(sys.argv[1] + ".tmp", sys.argv[1])
-time.sleep(3600)
-"""
-
-
-@pytest.mark.parametrize("end", ["asked", pytest.param("finished", marks=pytest.mark.slow)])
-def test_a_process_whose_environment_is_gone(end: str, doctor: Doctor) -> None:
-    # setproctitle and `env -i` hide a process from the search by environment; it is known for a
-    # descendant.
-    doctor.write("clobber.py", CLOBBER)
-    hidden = doctor.directory / "hidden"
-    rest = "while [ ! -e hidden ]; do sleep 0.05; done" if end == "finished" else "sleep 3600"
-    live = doctor.start(
-        "--grace", "0.5", "--", "bash", "-c", f"setsid {PYTHON} clobber.py hidden & {rest}"
-    )
-    wait_until(hidden.exists, "the process")
-    process = psutil.Process(pid_in(hidden))
-    try:
-        if end == "asked":
-            live.process.send_signal(signal.SIGTERM)
-        live.process.wait(DEADLINE + 5)
-        wait_until(lambda: not alive(process.pid), "its end", DEADLINE)
-    finally:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-
-
-@pytest.mark.slow
-def test_a_run_within_a_run(doctor: Doctor) -> None:
-    # A job script that itself calls `ddpdoctor run`: ending the outer one ends both.
-    doctor.write(
-        "inner.py",
-        """
-        import signal, time
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        open("inner", "w").close()
-        time.sleep(3600)
-        """,
-    )
-    inner = f"{PYTHON} -m ddpdoctor run --run-dir inner-run -- {PYTHON} inner.py; sleep 3600"
-    live = doctor.start("--grace", "0.5", "--", "bash", "-c", inner)
-    wait_until((doctor.directory / "inner").exists, "the inner job")
-    live.process.send_signal(signal.SIGTERM)
-    live.process.wait(DEADLINE + 5)
-    assert_all_end(doctor)
-
-
-def _words(process: psutil.Process) -> list[str]:
-    """A process's command line; none if it has just ended."""
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
-
-
-def test_two_runs_side_by_side_do_not_meet(doctor: Doctor) -> None:
-    first = doctor.start("--grace", "0.5", "--", "bash", "-c", "touch a; sleep 3600; true")
-    second = doctor.start("--", "bash", "-c", "touch b; read line; exit 12", stdin=-1)
-    for name in ("a", "b"):
-        wait_until((doctor.directory / name).exists, name)
-    first.process.kill()
-    first.process.wait()
-    wait_until(lambda: not any("3600" in _words(p) for p in processes(doctor)), "its end", 10)
-    assert second.process.poll() is None
-    second.process.communicate(b"\n")
-    assert second.process.returncode == 12

@@ -16,7 +16,8 @@ from ddpdoctor.top.app import TopApp
 from ddpdoctor.top.taken import take
 from tests import top_snapshots as made
 from tests.candidates import HOLDS_GIL, SLEEPS, SPINS, Candidates, line_of
-from tests.test_top_keys import Frames, Replayed, drive, monitor, screen, until
+from tests.driven_monitor import Frames, drive, monitor, screen, until
+from tests.test_top_keys import Replayed
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="stacks are asked for by /proc")
 

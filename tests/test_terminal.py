@@ -1,20 +1,13 @@
-"""On a terminal the job still sees a terminal, and a person's keys still mean what they meant."""
+"""A job on a terminal: what it sees, sizes, keys, and the screen."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import re
-import select
 import shlex
 import shutil
 import signal
-import struct
 import subprocess
-import sys
-import termios
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,83 +18,10 @@ from tests.conftest import LIMIT
 
 if TYPE_CHECKING:
     from tests.conftest import Doctor
+from tests.pseudo_terminal import COUNT, PYTHON, Open, Terminal, wait_until
 
-PYTHON = sys.executable
 TRAIN = str(Path(__file__).parent / "jobs" / "train.py")
 INTERRUPT, QUIT = b"\x03", b"\x1c"
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout: float = LIMIT) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.02)
-
-
-class Terminal:
-    """A pseudo-terminal with a command in it, as a terminal emulator would have it."""
-
-    def __init__(self, doctor: Doctor, *words: str, rows: int = 30, columns: int = 100) -> None:
-        self.master, slave = os.openpty()
-        self.resize(rows, columns)
-        self.seen = b""
-
-        environment = doctor.environment({"TERM": "xterm"})
-        for name in ("COLUMNS", "LINES"):
-            environment.pop(name, None)
-
-        def take_terminal() -> None:
-            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-        self.process = subprocess.Popen(
-            words,
-            cwd=doctor.directory,
-            env=environment,
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
-            preexec_fn=take_terminal,
-        )
-        os.close(slave)
-
-    def resize(self, rows: int, columns: int) -> None:
-        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-
-    def type(self, keys: bytes) -> None:
-        os.write(self.master, keys)
-
-    def read_some(self) -> bool:
-        """Take in what has been written; False at the end."""
-        if not select.select([self.master], [], [], 0.05)[0]:
-            return True
-        try:
-            chunk = os.read(self.master, 1 << 16)
-        except OSError:
-            return False
-        self.seen += chunk
-        return bool(chunk)
-
-    def wait_for(self, text: bytes, timeout: float = LIMIT) -> None:
-        deadline = time.monotonic() + timeout
-        while text not in self.seen:
-            assert time.monotonic() < deadline, f"never seen: {text!r} in {self.seen!r}"
-            assert self.read_some() or text in self.seen, f"ended without {text!r}: {self.seen!r}"
-
-    def finish(self, timeout: float = LIMIT) -> int:
-        deadline = time.monotonic() + timeout
-        while self.read_some():
-            assert time.monotonic() < deadline, f"still running: {self.seen!r}"
-        return self.process.wait(max(0.1, deadline - time.monotonic()))
-
-    def close(self) -> None:
-        """What closing the window does."""
-        if self.master >= 0:
-            os.close(self.master)
-            self.master = -1
-
-
-Open = Callable[..., Terminal]
 
 
 @pytest.fixture
@@ -236,20 +156,6 @@ def test_typed_lines_reach_the_job(terminal: Open, doctor: Doctor) -> None:
     assert ours.finish() == 0
 
 
-COUNT = """
-import signal, sys, time
-got = []
-for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
-    signal.signal(number, lambda number, frame: got.append(signal.Signals(number).name))
-print("ready", flush=True)
-while not got:
-    time.sleep(0.02)
-time.sleep(0.7)  # a second delivery would come now
-print("got", *got, flush=True)
-sys.exit(23)
-"""
-
-
 @pytest.mark.parametrize(("key", "name"), [(INTERRUPT, b"SIGINT"), (QUIT, b"SIGQUIT")])
 def test_a_key_is_one_signal(key: bytes, name: bytes, terminal: Open, doctor: Doctor) -> None:
     doctor.write("count.py", COUNT)
@@ -341,160 +247,6 @@ def test_the_exit_leaves_the_terminal_as_it_was(terminal: Open, doctor: Doctor) 
     ours.wait_for(b"over")
     before, after = ((doctor.directory / name).read_text() for name in ("before", "after"))
     assert before == after != ""
-
-
-# -- job control
-
-
-PLACE = """
-import os
-with open("/dev/tty") as tty:
-    print("tty", os.ttyname(tty.fileno()))
-print("leads", os.getpgrp() == os.getpid(), os.getsid(0) == os.getpid())
-print("in front", [os.tcgetpgrp(number) == os.getpgrp() for number in (0, 1)])
-print("session", os.getsid(0) == os.tcgetsid(0) if hasattr(os, "tcgetsid") else True)
-"""
-
-
-def test_a_command_keeps_its_terminal(terminal: Open, doctor: Doctor) -> None:
-    doctor.write("place.py", PLACE)
-    # The shell stands in for ddpdoctor: in both cases Python is a child in its group.
-    plain = terminal("bash", "-c", f"{PYTHON} place.py; true", watch=False)
-    assert plain.finish() == 0
-    ours = terminal("--quiet", "--", PYTHON, "place.py")
-    assert ours.finish() == 0
-    assert ours.seen == plain.seen
-    assert b"in front [True, True]" in ours.seen
-
-
-def test_a_password_is_asked_on_the_terminal(terminal: Open, doctor: Doctor) -> None:
-    # As ssh and sudo do: past stdin and stdout.
-    doctor.write(
-        "ask.py",
-        """
-        import getpass
-        print("got", getpass.getpass("word? ")[::-1])
-        """,
-    )
-    command = f"{PYTHON} ask.py </dev/null | cat; read -p 'more? ' x </dev/tty; echo and $x"
-    ours = terminal("--quiet", "--", "bash", "-c", command)
-    ours.wait_for(b"word? ", 120)
-    ours.type(b"secret\n")
-    ours.wait_for(b"got terces")
-    assert b"secret" not in ours.seen
-    ours.wait_for(b"more? ")
-    ours.type(b"text\n")
-    assert ours.finish() == 0
-    assert b"and text" in ours.seen
-
-
-TICKS = """
-import os, subprocess, sys, time
-subprocess.Popen(["bash", "-c", "while sleep 0.05; do echo x >> far; done"], start_new_session=True)
-number = 0
-while not os.path.exists("go"):
-    number += 1
-    with open("near", "a") as file:
-        file.write("x")
-    if number == 1:
-        print("tick", flush=True)
-    time.sleep(0.05)
-print("over", flush=True)
-sys.exit(6)
-"""
-
-
-def grows(*files: Path) -> bool:
-    before = [file.stat().st_size for file in files]
-    deadline = time.monotonic() + LIMIT
-    while time.monotonic() < deadline:
-        time.sleep(0.2)
-        if all(file.stat().st_size > size for file, size in zip(files, before, strict=True)):
-            return True
-    return False
-
-
-def sizes(*files: Path) -> list[int]:
-    return [file.stat().st_size for file in files]
-
-
-STOP = b"\x1a"
-
-
-def test_a_shell_stops_and_continues_the_whole_job(terminal: Open, doctor: Doctor) -> None:
-    doctor.write("ticks.py", TICKS)
-    shell = terminal("bash", "--norc", "--noprofile", "-i", watch=False)
-    run = f"{PYTHON} -m ddpdoctor run --no-vscode --run-dir rd -- {PYTHON} ticks.py"
-    shell.type(f"{run}; echo status $?\n".encode())
-    shell.wait_for(b"tick\r", 180)
-    files = doctor.directory / "near", doctor.directory / "far"
-    wait_until(lambda: all(file.exists() for file in files), "both parts of the job")
-    assert grows(*files)
-    for resumed in (b"fg", b"bg"):
-        shell.type(STOP)
-        shell.wait_for(b"Stopped", 60)
-        shell.seen = b""
-        before = sizes(*files)
-        time.sleep(1.0)
-        assert sizes(*files) == before, "it was not stopped"
-        shell.type(resumed + b"\n")
-        assert grows(*files), "it does not go on"
-    shell.seen = b""
-    (doctor.directory / "go").touch()
-    shell.wait_for(b"over", 60)
-    shell.type(b"wait; jobs; exit 9\n")
-    assert shell.finish(120) == 9
-
-
-@pytest.mark.parametrize("words", [("bash", "--norc", "-i"), ("bash", "--norc")])
-def test_a_shell_in_the_job_has_job_control(
-    words: tuple[str, ...], terminal: Open, doctor: Doctor
-) -> None:
-    ours = terminal("--quiet", "--", *words)
-    ours.type(b"echo rea'dy'\n")
-    ours.wait_for(b"ready")
-    ours.type(b"sleep 3600\n")
-    time.sleep(2.0)
-    ours.type(STOP)
-    ours.wait_for(b"Stopped")
-    ours.type(b"kill -9 %1; sleep 1; jobs; exit 5\n")
-    assert ours.finish(60) == 5
-    assert b"no job control" not in ours.seen
-
-
-def test_without_a_shell_nothing_stops(terminal: Open, doctor: Doctor) -> None:
-    doctor.write("ticks.py", TICKS)
-    files = doctor.directory / "near", doctor.directory / "far"
-    ours = terminal("--quiet", "--", PYTHON, "ticks.py")
-    ours.wait_for(b"tick", 120)
-    for _ in range(2):
-        ours.type(STOP)
-        time.sleep(0.5)
-        assert grows(*files)
-    (doctor.directory / "go").touch()
-    assert ours.finish() == 6
-
-
-@pytest.mark.parametrize("how", ["kill %1", "kill $!"])
-def test_a_shells_kill_is_one_signal(how: str, terminal: Open, doctor: Doctor) -> None:
-    # The first goes to the whole process group, the second to ddpdoctor alone.
-    doctor.write("count.py", COUNT)
-    shell = terminal("bash", "--norc", "--noprofile", "-i", watch=False)
-    run = f"{PYTHON} -m ddpdoctor run --quiet --run-dir rd -- {PYTHON} count.py"
-    shell.type(f"{run} &\n".encode())
-    shell.wait_for(b"ready\r", 180)
-    shell.type(f"{how}; wait $!; echo status $?; exit\n".encode())
-    shell.wait_for(b"status 23", 60)
-    assert re.findall(rb"got (SIG.*)\r\n", shell.seen) == [b"SIGTERM"]
-
-
-def test_the_whole_group_is_killed_on_a_terminal(terminal: Open, doctor: Doctor) -> None:
-    # The fixture of all tests finds whoever is still there ten seconds later.
-    doctor.write("ticks.py", TICKS)
-    ours = terminal("--quiet", "--", PYTHON, "ticks.py")
-    ours.wait_for(b"tick", 120)
-    os.killpg(ours.process.pid, signal.SIGKILL)
-    assert ours.process.wait(LIMIT) == -signal.SIGKILL
 
 
 # -- as a person sees it

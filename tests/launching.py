@@ -1,0 +1,35 @@
+"""Programs for the tests of `ddpdoctor run`, and waiting for what they write."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tests.conftest import LIMIT
+
+if TYPE_CHECKING:
+    pass
+PYTHON = sys.executable
+TORCHRUN = (PYTHON, "-m", "torch.distributed.run")
+
+STUBBORN = """
+import os, signal, time
+
+def note(number, frame):
+    open(f"got-{signal.Signals(number).name}", "w").close()
+
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, note)
+open("ready0", "w").close()
+while True:
+    time.sleep(60)
+"""
+
+
+def wait_until(condition: Callable[[], bool], timeout: float = LIMIT) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "never happened"
+        time.sleep(0.02)

@@ -1,0 +1,116 @@
+"""Buffers that differ between ranks, and broadcasts of buffers by one rank alone."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Iterator
+
+import pytest
+
+from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.run.record import Record
+from tests.replicas import found, prints, ranks, tensors
+from tests.written import T0, Written
+
+
+def buffers(values: list[list[float]], *, broadcast: bool, start: int = 0) -> Iterator[Record]:
+    """What a rank writes of its buffer, from a step on; equal values have equal hashes."""
+    for step, each in enumerate(values, start):
+        data = base64.b64encode(struct.pack(f"<{len(each)}f", *each)).decode()
+        yield {
+            "kind": "buffers", "step": step, "module": 0, "armed": step, "broadcast": broadcast,
+            "names": ["centre"], "hashes": [repr(each)], "samples": [[len(each), "f", data]],
+        }  # fmt: skip
+
+
+def gathered(rank: int, steps: int = 8) -> list[list[float]]:
+    """A running mean: the same at first, then with a drift that is each rank's own."""
+    return [[1 + 0.01 * step, 1 + 0.02 * rank * step] for step in range(steps)]
+
+
+def buffers_found(
+    written: Written, values: list[list[list[float]]], broadcast: bool
+) -> list[Finding]:
+    for rank, each in enumerate(values):
+        records = [tensors([0, 1]), *prints("aaaaaaaa"), *buffers(each, broadcast=broadcast)]
+        written.rank(rank, records)
+    return found(written)
+
+
+@pytest.mark.parametrize(
+    ("broadcast", "severity"), [(True, Severity.WARNING), (False, Severity.INFO)]
+)
+def test_a_buffer_that_goes_apart(written: Written, broadcast: bool, severity: Severity) -> None:
+    (finding,) = buffers_found(written, [gathered(0), gathered(1)], broadcast)
+    assert (finding.code, finding.severity, finding.ranks) == ("DDP704", severity, (0, 1))
+    assert "buffer centre differs" in finding.message
+    assert "since step 1" in finding.message
+    assert ("turned off" in finding.message) is not broadcast
+
+
+def test_a_single_number_may_be_a_meter(written: Written) -> None:
+    values = [[[1 + 0.02 * rank * step] for step in range(8)] for rank in (0, 1)]
+    (finding,) = buffers_found(written, values, True)
+    assert (finding.code, finding.severity) == ("DDP704", Severity.INFO)
+
+
+ANEW = [[[1.0, (-1.0) ** (step + rank)] for step in range(8)] for rank in (0, 1)]
+HEALS = [gathered(0), [*gathered(1)[:7], gathered(0)[7]]]
+APART = [[[1.0 + step / 100, sign * 2.0] for step in range(8)] for sign in (1, -1)]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[gathered(0), gathered(0)], ANEW, HEALS, APART, [gathered(0, 3), gathered(1, 3)]],
+    ids=["equal", "new in each step", "equal again", "nothing in common", "too few looks"],
+)
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_buffers_of_each_rank_are_left_alone(
+    written: Written, values: list[list[list[float]]], broadcast: bool
+) -> None:
+    assert buffers_found(written, values, broadcast) == []
+
+
+def test_a_buffer_that_differs_from_the_start_is_meant_to(written: Written) -> None:
+    late = [gathered(rank)[1:] for rank in (0, 1)]
+    assert buffers_found(written, late, broadcast=False) == []
+
+
+def evaluation(armed: int) -> Record:
+    return {
+        "kind": "evaluation", "armed": armed, "group": [0, 1], "buffers": 3, "type": "Net",
+        "path": "/job/train.py", "line": 6,
+    }  # fmt: skip
+
+
+def test_an_evaluation_of_rank_0_alone(written: Written) -> None:
+    ranks(written, [*prints("aaaa"), evaluation(2)], [*prints("aaaa")])
+    (finding,) = found(written, over=False)
+    assert (finding.code, finding.ranks) == ("DDP402", (0,))
+
+
+def test_a_rank_that_has_not_come_to_the_evaluation_yet_is_waited_for(written: Written) -> None:
+    ranks(written, [*prints("aaaa"), evaluation(4)], [*prints("aaaa")])
+    assert found(written, over=False) == []
+
+
+@pytest.mark.parametrize(
+    ("stderr", "codes"),
+    [
+        ("what(): [enforce fail] op.preamble.length <= op.nbytes. 40 vs 8", ["DDP402"]),
+        ("", ["DDP402", "DDP904"]),
+    ],
+)
+def test_the_abort_of_a_mispaired_collective(
+    written: Written, stderr: str, codes: list[str]
+) -> None:
+    """It is the consequence of what one rank alone did, and no crash of its own."""
+    ranks(written, [*prints("aaaa"), evaluation(2)], [*prints("aaaa")])
+    written.exit(1, -6, T0 + 1_000_000_000)
+    assert [each.code for each in written.findings(status=1, stderr=stderr)] == codes
+
+
+def test_an_evaluation_of_all_ranks_is_left_alone(written: Written) -> None:
+    ranks(written, [*prints("aaaa"), evaluation(2)], [*prints("aaaa"), evaluation(2)])
+    assert found(written) == []

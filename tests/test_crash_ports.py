@@ -1,0 +1,94 @@
+"""Ports and addresses that a store could not open."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+
+import pytest
+
+from ddpdoctor.probe.observers import ports
+from ddpdoctor.run.record import Record
+from tests.crash_records import error
+from tests.written import T0, Written
+
+# -- ports
+
+
+TAKEN = (
+    "The server socket has failed to listen on any local network address. port: 29501, "
+    "useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"
+)
+
+
+@pytest.mark.parametrize(
+    ("facts", "said", "fix"),
+    [
+        ({"ours": True, "rank": "1"}, "another process of this job holds it (pid 9, started as "
+         "rank 1)", "its own rank"),
+        ({"ours": True, "spawned": True}, "another process of this job", "mp.spawn"),
+        ({"ours": False}, "a process of another job holds it (pid 9)", "--master-port"),
+        ({"ours": True, "itself": True}, "this process holds it already", "Open the store once"),
+        (None, "another process holds the port", "--master-port"),
+    ],
+)  # fmt: skip
+def test_who_holds_a_port(written: Written, facts: Record | None, said: str, fix: str) -> None:
+    file: Record = {"port": 29501}
+    if facts is not None:
+        file |= {"holder": {"pid": 9, "name": "python a.py", **facts}, **facts}
+    written.rank(0, [error("torch.distributed.DistNetworkError", TAKEN, file=file)])
+    written.exit(0, 1, T0)
+    (finding,) = written.findings(status=1)
+    assert finding.code == "DDP002"
+    assert said in finding.message
+    assert fix in finding.fix
+
+
+def test_a_port_that_no_rank_opens(written: Written) -> None:
+    words = "The client socket has timed out after 6000ms while trying to connect to (h, 23457)."
+    store = {
+        "kind": "own_store", "time": T0, "restart": 0, "rank": 0, "host": "h", "port": "23457",
+        "launcher": "localhost:37481", "spawned": False,
+    }  # fmt: skip
+    (written.path / "process-7.jsonl").write_text(json.dumps(store) + "\n")
+    written.rank(0, [error("torch.distributed.DistNetworkError", words)])
+    written.exit(0, 1, T0)
+    (finding,) = written.findings(status=1)
+    assert finding.message == "rank 0 waited for a store at h:23457 that no rank opens"
+    assert "torchrun keeps the job's store at localhost:37481" in finding.evidence
+    assert "env://" in finding.fix
+
+
+def test_the_holder_of_a_port_is_found() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        found = ports.facts(TAKEN.replace("29501", str(port)))
+    assert found is not None
+    assert found["holder"]["pid"] == os.getpid()
+    assert found["holder"]["itself"]
+    assert ports.facts("Connection refused") is None
+
+
+@pytest.mark.parametrize(
+    ("method", "agent", "opened"),
+    [
+        ("tcp://127.0.0.1:23456", "True", False),
+        ("tcp://127.0.0.1:29400", "True", True),
+        ("tcp://127.0.0.1:23456", "False", True),
+        ("env://", "True", True),
+        (None, "True", True),
+        ("file:///tmp/store", "True", True),
+    ],
+)
+def test_an_address_that_no_rank_opens(
+    monkeypatch: pytest.MonkeyPatch, method: str | None, agent: str, opened: bool
+) -> None:
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
+    monkeypatch.setattr(ports, "_initial_environment", lambda: given)
+    for name, value in {**given, "TORCHELASTIC_USE_AGENT_STORE": agent}.items():
+        monkeypatch.setenv(name, value)
+    assert (ports.unopened({"init_method": method}) is None) == opened
+    assert ports.unopened({"init_method": method, "store": object()}) is None

@@ -1,0 +1,237 @@
+"""The journal of a rank: rotation, what survives it, what is written how."""
+
+from __future__ import annotations
+
+import ast
+import json
+import tempfile
+from pathlib import Path
+from typing import TypeGuard
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ddpdoctor.rules  # noqa: F401 (registers the rules)
+from ddpdoctor.core.finding import RULES, examine
+from ddpdoctor.run.record import (
+    EVERY,
+    FORMAT,
+    KINDS,
+    SEGMENT_SIZE,
+    Journal,
+    encode,
+    segment_line,
+    segment_number,
+)
+from ddpdoctor.run.snapshot import RunReader
+from tests.journals import PACKAGE, SMALL, Reader, new_journal, new_page, new_run, step
+
+# -- the journal
+
+
+def files(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.glob("*journal*"))
+
+
+@given(
+    records=st.lists(
+        st.tuples(st.sampled_from(["step", "site", "note"]), st.integers(0, 6000)), max_size=60
+    ),
+    batch=st.integers(1, 9),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_journal_is_bounded(records: list[tuple[str, int]], batch: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        journal = Journal(str(directory / "journal"), SMALL)
+        lines = [
+            {"kind": kind, "number": number, "pad": "x" * pad}
+            for number, (kind, pad) in enumerate(records)
+        ]
+        for at in range(0, len(lines), batch):
+            journal.write(lines[at : at + batch])
+            assert files(directory) <= SMALL
+        journal.close()
+        whole = b"".join(path.read_bytes() for path in directory.iterdir())
+        for line in whole.splitlines():
+            json.loads(line)
+
+
+@pytest.fixture(scope="module")
+def long_job(tmp_path_factory: pytest.TempPathFactory) -> Reader:
+    """A small journal: records of every kind and of one more come first, then 40,000 steps."""
+    path = new_journal(tmp_path_factory.mktemp("long"))
+    journal = Journal(str(path), 1 << 20)
+    for kind, many in MANY.items():
+        journal.write([{"kind": kind, "number": number} for number in range(many)])
+    lines = [encode(step(number, 40)) for number in range(40_000)]
+    for at in range(0, len(lines), 1000):
+        journal.write(lines[at : at + 1000])
+    journal.write([{"kind": kind, "number": -1} for kind in MANY])
+    journal.close()
+    reader = Reader(path)
+    reader.poll()
+    return reader
+
+
+MANY = {
+    kind: 3 if KINDS[kind].first == EVERY else KINDS[kind].first + 5
+    for kind in sorted(set(KINDS) - {"step"})
+} | {"undeclared": 3}
+"""How many records of each kind there are at first."""
+
+
+def test_the_oldest_steps_go(long_job: Reader) -> None:
+    assert long_job.steps == list(range(long_job.steps[0], 40_000))
+    assert long_job.steps[0] > 20_000
+
+
+@pytest.mark.parametrize("kind", MANY)
+def test_what_rules_need_later_survives_rotation(long_job: Reader, kind: str) -> None:
+    first = KINDS[kind].first if kind in KINDS else 0
+    numbers = [record["number"] for record in long_job.rank.of_kind(kind)]
+    assert numbers == [*range(min(first, MANY[kind])), -1]
+
+
+def test_rules_find_the_same_after_a_long_job(tmp_path: Path) -> None:
+    place = {"path": "/job/train.py", "line": 3}
+    for rank in range(2):
+        new_page(tmp_path / f"rank-{rank:04}.r0.status", rank=rank)
+        journal = Journal(str(tmp_path / f"rank-{rank:04}.r0.jsonl"), SMALL)
+        opened = {"kind": "open", "format": FORMAT, "rank": rank, "world_size": 2}
+        parsed = {"kind": "local_rank", "parsed": 0, "environment": 1, **place}
+        journal.write([opened, parsed, {"kind": "data_parallel", **place}])
+        journal.write([step(number, 40) for number in range(2000)])
+        journal.close()
+    run = RunReader(new_run(tmp_path)).snapshot()
+    assert {"DDP206", "DDP214"} <= {finding.code for finding in examine(run, RULES.values())}
+
+
+def test_kinds_that_are_written_often_leave_room_for_the_others(tmp_path: Path) -> None:
+    path = new_journal(tmp_path)
+    journal = Journal(str(path), SMALL)
+    for number in range(400):
+        journal.write([{"kind": "outside", "number": number, "pad": "x" * 200}])
+    journal.write([{"kind": "error", "number": 0}])
+    journal.write([step(number) for number in range(2000)])
+    journal.close()
+    reader = Reader(path)
+    reader.poll()
+    kept = [record["number"] for record in reader.records if record["kind"] == "outside"]
+    assert kept == list(range(len(kept))) and 2 < len(kept) < 20
+    assert reader.records[-1] == {"kind": "error", "number": 0}
+
+
+LITERALS = {
+    path.relative_to(PACKAGE): {
+        node.value
+        for node in ast.walk(ast.parse(path.read_bytes()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    for path in PACKAGE.rglob("*.py")
+}
+READERS = (
+    *("rules/", "analysis/", "supervise/", "debug/"),
+    *("render/summary.py", "run/snapshot.py", "top/story.py"),
+)
+
+
+def called(node: ast.AST, name: str) -> TypeGuard[ast.Call]:
+    """Whether it is a call of a function or method of that name."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == name
+
+
+def kinds_written() -> set[str]:
+    """What stands behind "kind" in the probe and the supervisor, or is given to what writes it."""
+    found: set[str] = set()
+    for part in ("probe", "supervise", "debug"):
+        for path in (PACKAGE / part).rglob("*.py"):
+            if path.name == "stacks.py":
+                # A file of its own, which is not a journal.
+                continue
+            for node in ast.walk(ast.parse(path.read_bytes())):
+                if isinstance(node, ast.Dict):
+                    found |= {
+                        value.value
+                        for key, value in zip(node.keys, node.values, strict=True)
+                        if isinstance(key, ast.Constant) and key.value == "kind"
+                        if isinstance(value, ast.Constant) and isinstance(value.value, str)
+                    }
+                elif path.name == "changes.py" and isinstance(node, ast.Call):
+                    found |= {ast.literal_eval(node.args[0])} if called(node, "_tell") else set()
+    return {*found, "step", "nonfinite", "nonfinite_gradient"}
+
+
+def kinds_read() -> set[str]:
+    """What is asked for by ``of_kind`` and its like, or compared with a record's kind."""
+    found: set[str] = set()
+    for path, words in LITERALS.items():
+        if str(path).startswith(READERS):
+            found |= words & set(KINDS)
+        calls = (
+            n for n in ast.walk(ast.parse((PACKAGE / path).read_bytes())) if called(n, "of_kind")
+        )
+        found |= {str(a.value) for n in calls for a in n.args if isinstance(a, ast.Constant)}
+    return found
+
+
+def test_every_kind_is_declared() -> None:
+    assert kinds_written() == set(KINDS)
+    assert all(kind.doc.endswith(".") for kind in KINDS.values())
+
+
+def test_every_kind_that_is_read_survives_or_says_why_not() -> None:
+    read = kinds_read()
+    assert read <= set(KINDS)
+    # Steps are too many; of loops only late ones are judged.
+    assert {kind for kind in read if not KINDS[kind].first} == {"step", "loop"}
+
+
+def test_segments_are_numbered(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    journal = Journal(str(path), SMALL)
+    for number in range(3):
+        assert segment_number(path.read_bytes()[:SEGMENT_SIZE]) == number
+        journal.write([step(each, 900) for each in range(18)])
+    journal.close()
+    assert segment_number((tmp_path / "journal.1").read_bytes()[:SEGMENT_SIZE]) == 2
+    assert json.loads(segment_line(7)) == {"kind": "segment", "number": f"{7:012}"}
+
+
+@pytest.mark.parametrize(
+    "head", [b"", segment_line(7)[:-1], segment_line(7).replace(b"7", b"x"), encode(step(1234567))]
+)
+def test_what_is_no_segments_first_line_has_no_number(head: bytes) -> None:
+    assert segment_number(head[:SEGMENT_SIZE]) is None
+
+
+def test_many_sticky_records_do_not_fill_the_journal(tmp_path: Path) -> None:
+    path = new_journal(tmp_path)
+    journal = Journal(str(path), SMALL)
+    for number in range(2000):
+        journal.write([{"kind": "fault", "number": number, "pad": "x" * 50}, step(number)])
+        assert sum(each.stat().st_size for each in tmp_path.glob("*.jsonl*")) <= SMALL
+    journal.close()
+    reader = Reader(path)
+    reader.poll()
+    assert reader.steps[-1] == 1999
+    assert reader.records[0]["number"] == 0
+
+
+def test_a_journal_is_private_and_never_overwritten(tmp_path: Path) -> None:
+    Journal(str(tmp_path / "journal"), SMALL).close()
+    assert (tmp_path / "journal").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(FileExistsError):
+        Journal(str(tmp_path / "journal"), SMALL)
+
+
+class Strange:
+    def __repr__(self) -> str:
+        raise AssertionError("the job's own code")
+
+
+def test_a_value_without_a_word_in_json_becomes_its_type() -> None:
+    assert json.loads(encode({"kind": "note", "value": Strange()}))["value"] == "<Strange>"
+    assert encode({"kind": "note", "text": "a\nb"}).count(b"\n") == 1
+    assert json.loads(encode({"kind": "note", "text": "\udcff"}))["text"] == "\udcff"

@@ -1,0 +1,226 @@
+"""The recorder in a rank: its queue, its writing thread, a full disk, a killed writer."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ddpdoctor.rules  # noqa: F401 (registers the rules)
+from ddpdoctor.probe.runtime.recorder import QUEUE, NotYet, Recorder
+from ddpdoctor.run.record import (
+    SEGMENT_SIZE,
+    Journal,
+    Phase,
+    encode,
+    read_status,
+    segment_number,
+)
+from tests.conftest import LIMIT
+from tests.journals import SMALL, Reader, new_journal, new_page, step
+
+# -- the recorder
+
+
+class Rig:
+    """A recorder on files of a temporary directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "journal"
+        self.page = directory / "page"
+        self.journal = Journal(str(self.path), SMALL)
+        self.recorder = Recorder(new_page(self.page), self.journal)
+
+    def close(self) -> None:
+        self.recorder.close(5)
+        self.journal.close()
+
+    def kinds(self) -> list[str]:
+        first, *kinds = (json.loads(line)["kind"] for line in self.path.read_bytes().splitlines())
+        assert first == "segment"
+        return kinds
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    made = Rig(tmp_path)
+    yield made
+    made.close()
+
+
+def test_records_are_written_in_order_soon_after(rig: Rig) -> None:
+    rig.recorder.start()
+    rig.recorder.add({"kind": "a"})
+    rig.recorder.add(lambda last: encode({"kind": "b"}))
+    rig.recorder.add({"kind": "c"})
+    deadline = time.monotonic() + LIMIT
+    while len(rig.kinds()) < 3 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert rig.kinds() == ["a", "b", "c"]
+    rig.recorder.add({"kind": "d"})
+    rig.recorder.close(5)
+    assert rig.kinds() == ["a", "b", "c", "d"]
+
+
+def test_a_record_that_is_not_ready_holds_those_behind_it_until_the_last_chance(rig: Rig) -> None:
+
+    def busy(last: bool) -> bytes:
+        if not last:
+            raise NotYet
+        return encode({"kind": "late"})
+
+    rig.recorder.add({"kind": "a"})
+    rig.recorder.add(busy)
+    rig.recorder.add({"kind": "b"})
+    rig.recorder.flush(5)
+    assert rig.kinds() == ["a"]
+    rig.recorder.close(5)
+    assert rig.kinds() == ["a", "late", "b"]
+
+
+def test_a_record_that_cannot_be_made_is_a_fault_and_no_more(rig: Rig) -> None:
+
+    def broken(last: bool) -> bytes:
+        raise ZeroDivisionError
+
+    rig.recorder.add(broken)
+    rig.recorder.add({"kind": "b"})
+    rig.recorder.flush(5)
+    assert rig.kinds() == ["fault", "b"]
+
+
+def test_a_full_queue_drops_and_counts(rig: Rig) -> None:
+    for _ in range(QUEUE + 17):
+        rig.recorder.add({"kind": "a"})
+    assert rig.recorder.dropped == 17
+    rig.recorder.flush(5)
+    rig.recorder.add({"kind": "b"})
+    rig.recorder.flush(5)
+    assert rig.recorder.dropped == 17
+    assert rig.kinds()[-1] == "b"
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"kind": "note", "value": Unprintable()},
+        {"kind": "note", ("no", "string"): 1},
+    ],
+    ids=["repr", "key"],
+)
+def test_a_record_that_cannot_be_encoded_does_not_end_the_writing_thread(
+    rig: Rig, record: dict[Any, Any]
+) -> None:
+    rig.recorder.add(record)
+    rig.recorder.flush(5)
+    rig.recorder.add({"kind": "after"})
+    rig.recorder.flush(5)
+    assert "after" in rig.kinds()
+
+
+def test_what_cannot_wait_is_written_while_the_writing_thread_is_at_work(rig: Rig) -> None:
+    held, done = threading.Event(), threading.Event()
+
+    def slow(last: bool) -> bytes:
+        held.set()
+        done.wait(30)
+        return encode({"kind": "slow"})
+
+    rig.recorder.add(slow)
+    rig.recorder.start()
+    assert held.wait(LIMIT)
+    rig.recorder.add_now({"kind": "urgent"})
+    assert rig.kinds() == ["urgent"]
+    done.set()
+    rig.recorder.close(30)
+    assert rig.kinds() == ["urgent", "slow"]
+
+
+def test_what_cannot_wait_does_not_wait_for_a_device(rig: Rig) -> None:
+
+    def busy(last: bool) -> bytes:
+        raise NotYet
+
+    rig.recorder.add({"kind": "a"})
+    rig.recorder.add(busy)
+    rig.recorder.add_now({"kind": "urgent"})
+    assert sorted(rig.kinds()) == ["a", "urgent"]
+
+
+def test_lines_written_at_once_are_whole_while_the_journal_rotates(tmp_path: Path) -> None:
+    """A thread ends one segment after the other, and no line gets into another file."""
+    path = tmp_path / "journal"
+    journal = Journal(str(path), SMALL)
+    other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
+    over = threading.Event()
+
+    def write() -> None:
+        for number in range(2_000):
+            journal.write([step(number)])
+            # What the job opens meanwhile must not get a descriptor of ours.
+            os.close(os.open(tmp_path / "other", os.O_RDWR))
+        over.set()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    said = 0
+    while not over.is_set():
+        journal.write_now(encode({"kind": "loop", "number": said}))
+        said += 1
+    thread.join()
+    journal.close()
+    assert said
+    assert os.fstat(other).st_size == 0
+    os.close(other)
+    segments = [path.with_name("journal.1"), path]
+    lines = [line for each in segments for line in each.read_bytes().splitlines()]
+    assert all(json.loads(line)["kind"] in ("segment", "step", "loop") for line in lines)
+    assert all(segment_number(each.read_bytes()[:SEGMENT_SIZE]) is not None for each in segments)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_flagged_in_the_page_and_counted(rig: Rig) -> None:
+    rig.journal.close()
+    rig.journal._file = open("/dev/full", "ab", buffering=0)
+    for _ in range(3):
+        rig.recorder.add({"kind": "a"})
+        assert read_status(str(rig.page)).unwritten == (rig.recorder.dropped > 0)
+        rig.recorder.flush(5)
+    assert read_status(str(rig.page)).unwritten
+    assert rig.recorder.dropped == 3
+
+
+def test_a_journal_of_a_killed_writer_is_read_to_its_end(tmp_path: Path) -> None:
+    """SIGKILL in the middle of writing: at most the last line is torn, the page is whole."""
+    path = new_journal(tmp_path)
+    child = os.fork()
+    if child == 0:
+        try:
+            page = new_page(tmp_path / "page")
+            journal = Journal(str(path), 1 << 20)
+            for number in range(1 << 30):
+                page.show(int(Phase.DATA), number, 0)
+                page.totals(number, 0, 0, 0)
+                journal.write([step(number)])
+        finally:
+            os._exit(1)
+    time.sleep(0.3)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    reader = Reader(path, window=1 << 20)
+    reader.poll()
+    assert len(reader.steps) > 10
+    assert reader.steps == list(range(reader.steps[0], reader.steps[0] + len(reader.steps)))
+    status = read_status(str(tmp_path / "page"))
+    assert status.step - reader.steps[-1] in (0, 1)

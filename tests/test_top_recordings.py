@@ -1,0 +1,180 @@
+"""Recordings, one line of JSON an interval, the machine without a run, the demonstration."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.run import rundir
+from ddpdoctor.top import demo, outputs
+from ddpdoctor.top.choosing import live_runs, open_source
+from ddpdoctor.top.finished import FinishedSource
+from ddpdoctor.top.recording import Recorded, Recording, RecordingSource
+from ddpdoctor.top.source import Replay, Want
+from tests.generated import Generated
+from tests.top_runs import ALL, Make, living
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made: list[Generated] = []
+
+    def make(ranks: int, **more: Any) -> Generated:
+        run = Generated(tmp_path / more.pop("name", "run"), ranks, **more)
+        made.append(run)
+        return run
+
+    yield make
+    for run in made:
+        run.close()
+
+
+# -- recordings and other outputs
+
+
+def test_what_is_not_known_is_absent(make: Make) -> None:
+    told = json.loads(outputs.line(living(make(1)).read(ALL)))
+
+    def values(of: Any) -> Iterator[Any]:
+        if isinstance(of, dict):
+            for key, each in of.items():
+                assert each is not None and each != "", key
+                yield from values(each)
+        elif isinstance(of, list):
+            for each in of:
+                yield from values(each)
+
+    list(values(told))
+    (row,) = told["ranks"]
+    assert row["times"]["own"] == pytest.approx(0.035)
+    assert "gpu" not in row and "allocated" not in row and "exit_status" not in told
+    assert isinstance(told["time"], float) and told["live"] is True
+
+
+def test_a_recording_is_played_again(tmp_path: Path) -> None:
+    now = [1000.0]
+    path = tmp_path / "recording"
+    source = Recorded(demo.DemoSource(0.5, clock=lambda: now[0]), Recording(str(path)))
+    frames = []
+    for _ in range(5):
+        frames.append(source.read(Want(frozenset({1}))))
+        now[0] += 0.5
+    source.read(Want())
+    source.close()
+    with path.open("ab") as file:
+        file.write(b'{"format":1,"torn')
+    played = open_source(None, demo=False, replay=str(path))
+    assert isinstance(played, Replay) and isinstance(played, RecordingSource)
+    assert (played.length, played.position, played.interval) == (6, 0, 0.5)
+    for position, frame in enumerate(frames):
+        played.seek(position)
+        assert played.read(ALL) == frame
+    assert len(frames[0].ranks[0].owns) == 60, "all ranks are kept, looked at or not"
+    played.close()
+
+
+def test_a_damaged_frame_is_one_frame(tmp_path: Path) -> None:
+    path = tmp_path / "recording"
+    line = outputs.line(demo.at(700, 1000, ALL))
+    path.write_text(f"{line}\nnonsense\n{line}\n")
+    source = RecordingSource(str(path))
+    source.seek(1)
+    assert "frame 2" in source.read(ALL).verdict.text
+    source.seek(2)
+    assert len(source.read(ALL).ranks) == 8
+    source.close()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"nonsense\n", b'{"format":99}\n', b"[]\n", b'{"kind":1}']
+)
+def test_what_is_no_recording_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "recording"
+    path.write_bytes(content)
+    with pytest.raises(DoctorError, match="no recording"):
+        RecordingSource(str(path))
+    with pytest.raises(DoctorError, match="there already"):
+        Recording(str(path))
+    with pytest.raises(DoctorError, match="cannot read"):
+        RecordingSource(str(tmp_path / "none"))
+
+
+def test_one_line_per_interval_until_the_run_is_over(make: Make) -> None:
+    run = make(2)
+    source = living(run)
+    out, slept = io.StringIO(), []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            run.end(0)
+
+    outputs.watch(source, out, sleep=sleep)
+    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert [line["live"] for line in lines] == [True, True, True, False]
+    assert min(slept) >= 0
+    out = io.StringIO()
+    outputs.watch(FinishedSource(run.path, 1.0), out, sleep=sleep)
+    assert len(out.getvalue().splitlines()) == 31
+    out = io.StringIO()
+    outputs.once(source, out)
+    assert json.loads(out.getvalue())["exit_status"] == 0
+
+
+# -- choosing
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """This user's runs, somewhere else."""
+    path = tmp_path / "base"
+    path.mkdir(mode=0o700)
+    monkeypatch.setattr(rundir, "base_directory", lambda: path)
+    return path
+
+
+def test_the_machine_until_a_run_starts_and_then_the_next(base: Path) -> None:
+    source = open_source(None)
+    snapshot = source.read(ALL)
+    assert snapshot.kind == "machine" and snapshot.machine is not None
+    assert snapshot.machine.memory_total
+    assert live_runs() == []
+    one = Generated(base / "20260101-000000-aaaaaa", 2)
+    one.start()
+    one.steps(20)
+    assert source.read(ALL).kind == "run"
+    (choice,) = live_runs()
+    assert (choice.id, choice.ranks, choice.command) == ("generated", 2, "train.py")
+    one.end(0)
+    over = source.read(ALL)
+    assert not over.live and over.exit_status == 0, "its end stays"
+    two = Generated(base / "20260102-000000-bbbbbb", 3)
+    two.start()
+    assert len(source.read(ALL).ranks) == 3
+    for run in (one, two):
+        run.close()
+    source.close()
+
+
+def test_no_such_run(base: Path) -> None:
+    with pytest.raises(DoctorError, match="no run named nonsense"):
+        open_source("nonsense")
+
+
+def test_the_demonstration_is_the_same_each_time() -> None:
+    assert demo.at(700, 1000, ALL) == demo.at(700, 1000, ALL)
+    snapshot = open_source(None, demo=True).read(ALL)
+    assert (snapshot.kind, len(snapshot.ranks), len(snapshot.gpus)) == ("demo", 8, 8)
+    assert {row.node for row in snapshot.ranks} == {"node-a", "node-b"}
+    assert snapshot.verdict.rank == snapshot.ranks[0].rank == 5
+    assert "data loading" in snapshot.verdict.text
+    for row in snapshot.ranks:
+        assert row.times is not None and row.times.total == pytest.approx(0.221, abs=0.01)
+    assert demo.at(700, 1000, ALL, seed=1).verdict.rank == 6
+    assert len(demo.at(700, 1000, Want(frozenset()), ranks=256).ranks) == 256
