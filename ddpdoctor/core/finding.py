@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
+from ddpdoctor.core.location import Location as Location
 from ddpdoctor.core.relations import Lapse, Same, fact
 
 if TYPE_CHECKING:
@@ -25,17 +26,6 @@ class Severity(IntEnum):
     def label(self) -> str:
         """The severity as it is printed and written to JSON."""
         return self.name.lower()
-
-
-@dataclass(frozen=True)
-class Location:
-    """A line of the user's code."""
-
-    path: str
-    line: int
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.line}"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ format version; a reader refuses a newer one.
 from __future__ import annotations
 
 import errno
-import json
 import mmap
 import os
 import struct
@@ -23,6 +22,9 @@ from functools import lru_cache, partial
 from typing import Any, BinaryIO, NamedTuple
 
 from ddpdoctor.core import opening
+from ddpdoctor.run.records import base
+from ddpdoctor.run.records.base import EVERY as EVERY
+from ddpdoctor.run.records.base import encode as encode
 
 FORMAT = 1
 """Version of every file in a run directory; raised when an old reader would misread a new file."""
@@ -32,8 +34,6 @@ Record = dict[str, Any]
 
 MOST_WORLD = 1 << 17
 """Ranks of a job; a file that tells of more is not believed."""
-
-EVERY = 1 << 62
 
 BUFFERS = "DDP's broadcast of buffers"
 """How the broadcast before DDP's forward is shown, next to the names of collectives."""
@@ -539,24 +539,6 @@ def whole(text: str | bytes, default: int = 0) -> int:
         return default
 
 
-def encode(record: Record) -> bytes:
-    """One journal line; a value JSON has no word for becomes the name of its type.
-
-    Not its ``repr``: that may be the job's own code, or wait for a GPU, and a rank's writing thread
-    runs neither. A record that cannot be said at all becomes one of its kind that says so.
-    """
-    try:
-        text = json.dumps(record, separators=(",", ":"), default=_type)
-    except Exception as error:
-        lost = {"kind": str(record.get("kind")), "unsayable": type(error).__name__}
-        text = json.dumps(lost, separators=(",", ":"))
-    return text.encode() + b"\n"
-
-
-def _type(value: object) -> str:
-    return f"<{type(value).__name__}>"
-
-
 _SEGMENT = b'{"kind":"segment","number":"%012d"}\n'
 SEGMENT_SIZE = len(_SEGMENT % 0)
 """Bytes of a segment's first line."""
@@ -612,14 +594,16 @@ class Journal:
         self._written = len(data)
         self._check(os.write(descriptor, data), len(data))
 
-    def write(self, records: Iterable[Record | bytes]) -> None:
+    def write(self, records: Iterable[base.Record | Record | bytes]) -> None:
         """Append records, or lines made already, in one write (two where a segment ends)."""
         chunk: list[bytes] = []
         size = 0
         for record in records:
             line = record if isinstance(record, bytes) else encode(record)
-            if not isinstance(record, bytes):
-                self._keep(str(record.get("kind")), line)
+            if isinstance(record, base.Record):
+                self._keep(record.kind, record.kept, line)
+            elif isinstance(record, dict) and record.get("kind") in KINDS:
+                self._keep(record["kind"], KINDS[record["kind"]].first, line)
             if self._written + size + len(line) > self._half:
                 self._append(chunk)
                 chunk, size = [], 0
@@ -628,13 +612,12 @@ class Journal:
             size += len(line)
         self._append(chunk)
 
-    def _keep(self, kind: str, line: bytes) -> None:
+    def _keep(self, kind: str, first: int, line: bytes) -> None:
         """Remember a line for the heads of later segments, if its kind is to survive rotation.
 
         Such lines take a quarter of a segment at most, for rotation must free space; those of kinds
         that are written often take half of it.
         """
-        first = KINDS[kind].first if kind in KINDS else 0
         room, size = self._half // 4, len(line)
         if self._kept[kind] >= first or self._sticky_size + size > room:
             return

@@ -12,14 +12,18 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ddpdoctor.core import opening
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.run.journals import WINDOW, JournalReader, Room, parse
 from ddpdoctor.run.record import FORMAT, Record, Status, UnreadableError, integer, read_status
+from ddpdoctor.run.records import base
+from ddpdoctor.run.records.decode import decode
 from ddpdoctor.run.ring import Ring, read_ring
 from ddpdoctor.run.rundir import MANIFEST, STDERR, STDERR_SO_FAR
+
+R = TypeVar("R", bound=base.Record)
 
 MOST_STEPS = 32 * WINDOW
 """Step records a snapshot keeps of all ranks."""
@@ -100,6 +104,13 @@ class Rank:
     def of_kind(self, kind: str) -> Iterator[Record]:
         """The records of one kind, oldest first."""
         return (record for record in self.records if record.get("kind") == kind)
+
+    def records_of(self, declared: type[R]) -> Iterator[R]:
+        """The records of one class, oldest first."""
+        for record in self.of_kind(declared.kind):
+            found = decode(record)
+            if isinstance(found, declared):
+                yield found
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:

@@ -1,0 +1,263 @@
+"""Records of the supervisor. Times are Unix nanoseconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ddpdoctor.run.records.base import JsonObject, Part, PlacedRecord, Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRecord(Record):
+    """The job's command ended."""
+
+    kind = "job"
+
+    time: int
+    status: int | None
+    """Its exit status, negative for the number of a signal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignalRecord(Record):
+    """A signal that was passed on to the job."""
+
+    kind = "signal"
+
+    time: int
+    signal: int
+    hang: bool = False
+    """ddpdoctor ended a job that hung."""
+    debugger: bool = False
+    """ddpdoctor ended a job whose debugger was stopped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankExitRecord(Record):
+    """A rank's process ended."""
+
+    kind = "rank_exit"
+
+    time: int
+    rank: int
+    restart: int
+    pid: int = 0
+    status: int | None
+    """Its exit status, negative for the number of a signal; None where it was not seen."""
+    oom: str = ""
+    """What says that the kernel killed it for want of memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HangRecord(Record):
+    """An examination of a job that makes no progress."""
+
+    kind = "hang"
+
+    time: int
+    number: int
+    restart: int
+    seconds: float
+    """For how long no rank had made progress."""
+    everybody: bool
+    """No rank did; else some rank worked while others waited for long."""
+    fresh: bool = False
+    """No step was closed yet."""
+    limit: float = 0.0
+    """Seconds without progress, but with a core, after which a rank is suspected."""
+    launcher_works: bool = False
+    """The launcher was at work in that second."""
+    file: str = ""
+    """The file of the run directory that holds this record with ``ranks``."""
+    trouble: str = ""
+    """Why there is no such file."""
+    ranks: tuple[JsonObject, ...] = ()
+    """What was seen of each rank; in that file only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HangOverRecord(Record):
+    """The job goes on."""
+
+    kind = "hang_over"
+
+    time: int
+    number: int
+    """Which examination's hang."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoCoreRecord(Record):
+    """A rank that had no core for a part of the time in which it made no progress."""
+
+    kind = "no_core"
+
+    time: int
+    rank: int
+    restart: int
+    since: int
+    """When it entered its phase."""
+    lost: int
+    """Nanoseconds without a core since."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DebugRecord(PlacedRecord):
+    """A debugger came, stopped a rank, or went."""
+
+    kind = "debug"
+
+    time: int
+    state: str
+    """Of a rank: ``ready``, ``waits``, ``attached``, ``stopped``, ``running``, ``goes on``,
+    ``detached``, ``gone``, ...; of the gateway: ``listening``, ``gate open``, ``fault``, ..."""
+    rank: int | None = None
+    local_rank: int | None = None
+    port: int | None = None
+    """Where a debugger attaches to the rank."""
+    pid: int | None = None
+    place: str = ""
+    """``path:line`` of the stop."""
+    why: str = ""
+    ranks: tuple[int, ...] = ()
+    error: str = ""
+
+    @property
+    def at(self) -> str:
+        """Where the rank is held, ``path:line``; empty if that is not known."""
+        return self.place or str(self.location or "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldMemory(Part):
+    """Memory of a GPU that a rank holds."""
+
+    rank: int
+    restart: int
+    device_uuid: str
+    gpu: int
+    """Index of the GPU."""
+    name: str = ""
+    bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpusRecord(Record):
+    """On which GPUs the ranks hold memory; written when that changes."""
+
+    kind = "gpus"
+
+    time: int
+    held: tuple[HeldMemory, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuspicionRecord(Record):
+    """Ranks were asked to look closely at tensors."""
+
+    kind = "suspicion"
+
+    time: int
+    restart: int
+    module: int
+    seen: int
+    """The step whose fingerprints differ."""
+    step: int
+    """The first step that ranks look at."""
+    tensors: tuple[int, ...]
+    """Places among the names of the module."""
+
+
+class CoreClock(NamedTuple):
+    """The clock of the core that a rank ran on, in kHz; in JSON a list."""
+
+    rank: int
+    clock: int
+    """The highest that was read."""
+    most: int
+    """The highest that such a core has."""
+    readings: int
+
+
+class BusyProcess(NamedTuple):
+    """A process that used a core; in JSON a list."""
+
+    pid: int
+    share: float
+    """Of one core."""
+    core: int
+    """The one that it ran on last."""
+    command: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileRequestRecord(Record):
+    """Ranks were asked for samples of their stacks; and what was seen of the machine meanwhile."""
+
+    kind = "profile"
+
+    time: int
+    restart: int
+    asked: int
+    """Which request."""
+    rank: int | None = None
+    """The rank that is slow, where ranks are asked."""
+    busy: tuple[BusyProcess, ...] = ()
+    clocks: tuple[CoreClock, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundLocation(Part):
+    """A line of code, by name."""
+
+    path: str
+    line: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FindingRecord(Record):
+    """A finding was reported."""
+
+    kind = "finding"
+
+    time: int
+    restart: int
+    number: int | None
+    """Its place among all that was reported and withdrawn."""
+    code: str
+    severity: str
+    message: str
+    ranks: tuple[int, ...] = ()
+    location: FoundLocation | None = None
+    evidence: tuple[str, ...] = ()
+    fix: str = ""
+    paste: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetractionRecord(Record):
+    """A finding that was reported is withdrawn."""
+
+    kind = "retraction"
+
+    time: int
+    number: int
+    retracts: int
+    """Number of that finding."""
+    code: str
+    ranks: tuple[int, ...]
+    why: str
+    by: str | None
+    """The code that explains it."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnwatchedRecord(Record):
+    """Why nothing is known of the ranks."""
+
+    kind = "unwatched"
+
+    time: int
+    why: str
