@@ -11,11 +11,11 @@ import pytest
 from ddpdoctor.preflight.check import Outcome, Status
 from ddpdoctor.preflight.machine import link_capacity
 from ddpdoctor.preflight.machine.interfaces import Interface, interfaces
-from ddpdoctor.preflight.nodes import attendance, gloo_reduction, nccl_reduction
+from ddpdoctor.preflight.nodes import attendance, reductions
+from ddpdoctor.preflight.place import Seat
 from ddpdoctor.preflight.protocol.caller import Problem
 from ddpdoctor.preflight.protocol.facts import Facts
 from ddpdoctor.preflight.protocol.meet import Meeting, Node, _meet_or_fail, meeting_of
-from ddpdoctor.preflight.protocol.place import Seat
 from ddpdoctor.preflight.situation import Once, Situation, gpu_facts, visible_gpus
 from ddpdoctor.system.gpu.health import GpuFacts, Health
 from ddpdoctor.system.gpu.reader import Device
@@ -149,16 +149,16 @@ def test_ranks_without_an_answer_are_counted_and_their_node_is_named() -> None:
     gone = replace(came, nodes=(came.nodes[0], replace(came.nodes[1], lost="reducing")))
     result: Meeting | Exception = gone
     told.once.put(_meet_or_fail, result)
-    (finding,) = gloo_reduction.gloo_reduction(told).findings
+    (finding,) = reductions.gloo_reduction(told).findings
     assert finding.message == "1 rank did not reduce correctly, on node1 (node 1) within 20 s"
 
 
 def test_torch_that_is_late_on_a_node_blames_nobody() -> None:
     late = meeting({"skipped": "not all ranks have torch", "unready": [[1, "late", 25.0]]})
-    outcome = gloo_reduction.gloo_reduction(late)
+    outcome = reductions.gloo_reduction(late)
     assert (outcome.status, outcome.findings) == (Status.COULD_NOT_RUN, ())
     assert outcome.detail.startswith("torch was not imported within 25 s on node1 (node 1)")
-    assert nccl_reduction.nccl_reduction(late).status is Status.SKIPPED
+    assert reductions.nccl_reduction(late).status is Status.SKIPPED
 
 
 def test_a_check_whose_time_is_over_blames_nobody() -> None:
@@ -177,7 +177,7 @@ def nccl(inside: float, between: float, outside: tuple[str, float] = IB) -> Outc
         ["of all nodes", [], [[[0, 1], between]]],
     ]
     told = meeting({"nccl": {"correct": 16, "stages": stages, "untested": ""}}, outside)
-    return nccl_reduction.nccl_reduction(told)
+    return reductions.nccl_reduction(told)
 
 
 def test_nccl_over_its_links_is_silent() -> None:
@@ -223,7 +223,7 @@ def test_nccl_blames_a_node_only_if_it_fails_with_another_one_too(
         ["between nodes 1 apart", [[0, [0, 1], "timed out"], [1, [0, 1], "no device"]], []],
     ]
     told = meeting({"nccl": {"correct": 0, "stages": stages, "again": again, "untested": ""}})
-    (finding,) = nccl_reduction.nccl_reduction(told).findings
+    (finding,) = reductions.nccl_reduction(told).findings
     assert finding.message == f"NCCL's all_reduce {said}"
     assert "node1: no device" in finding.evidence
 
@@ -231,11 +231,11 @@ def test_nccl_blames_a_node_only_if_it_fails_with_another_one_too(
 def test_nccl_is_not_green_where_it_was_not_tested_or_ranks_did_not_end() -> None:
     stages = [["inside the node", [], []]]
     late = {"correct": 0, "stages": stages, "untested": "between nodes 1 apart"}
-    outcome = nccl_reduction.nccl_reduction(meeting({"nccl": late}))
+    outcome = reductions.nccl_reduction(meeting({"nccl": late}))
     assert outcome.status is Status.COULD_NOT_RUN
     assert "no time was left for NCCL between nodes 1 apart" in outcome.detail
     ended = {"correct": 15, "stages": stages, "untested": ""}
-    outcome = nccl_reduction.nccl_reduction(meeting({"nccl": ended}))
+    outcome = reductions.nccl_reduction(meeting({"nccl": ended}))
     assert outcome.status is Status.FAIL
     assert "not ended by 1 of 16 ranks" in outcome.findings[0].message
 
@@ -258,7 +258,7 @@ def test_a_link_of_unknown_speed_is_said_and_not_compared() -> None:
 def test_gloo_beside_one_connection_of_tcp(
     told: dict[str, Any], status: Status, detail: str
 ) -> None:
-    outcome = gloo_reduction.gloo_reduction(meeting(told))
+    outcome = reductions.gloo_reduction(meeting(told))
     assert outcome.status is status
     assert outcome.detail.endswith(detail)
     if status is Status.WARN:

@@ -14,10 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from ddpdoctor.preflight.machine import torch_files
+from ddpdoctor.preflight.machine import versions
 from ddpdoctor.preflight.machine.collectives import WITHOUT_PEERS, environment
-from ddpdoctor.preflight.machine.nccl_obstacle import why_no_nccl
-from ddpdoctor.preflight.machine.nccl_words import advice
+from ddpdoctor.preflight.machine.nccl import advice, why_no_nccl
 from ddpdoctor.preflight.situation import Once, Situation, gpu_facts
 from ddpdoctor.system.gpu.health import GpuFacts, Health
 from ddpdoctor.system.gpu.reader import Device
@@ -149,15 +148,16 @@ def gpus(used: int, total: int = 80, *, mode: int = 0, mig: bool = False) -> Sit
 
 
 def test_nccl_takes_no_memory_where_somebody_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = torch_files.Torch(Path("torch"), "2.13.0", "12.8")
-    monkeypatch.setattr(torch_files, "torch", lambda: cuda)
+    cuda = versions.Torch(Path("torch"), "2.13.0", "12.8")
+    monkeypatch.setattr(versions, "installed_torch", lambda: cuda)
     assert why_no_nccl(gpus(used=70), 2) == ""
     assert why_no_nccl(gpus(used=78), 2) == "GPU 1 has 2 GiB free, less than the 3 GiB it takes"
     assert why_no_nccl(gpus(used=78), 1) == ""
     assert why_no_nccl(gpus(used=0), 3) == "2 GPUs for 3 ranks"
     assert why_no_nccl(gpus(used=0, mode=2), 2) == "the compute mode of GPU 0 keeps others out"
     assert why_no_nccl(gpus(used=0, mig=True), 1, nodes=2) == ""
-    monkeypatch.setattr(torch_files, "torch", lambda: torch_files.Torch(Path("torch"), "2.13.0"))
+    without = versions.Torch(Path("torch"), "2.13.0")
+    monkeypatch.setattr(versions, "installed_torch", lambda: without)
     assert why_no_nccl(gpus(used=0), 2) == "torch without CUDA"
 
 

@@ -8,10 +8,7 @@ import pytest
 
 from ddpdoctor.preflight import arguments
 from ddpdoctor.preflight.check import Status
-from ddpdoctor.preflight.machine import (
-    launch_environment,
-    variables,
-)
+from ddpdoctor.preflight.machine import launch_environment, variables
 from ddpdoctor.preflight.situation import Options
 from tests.made_machine import TORCHRUN, Machine, messages
 

@@ -24,11 +24,11 @@ from ddpdoctor.preflight.check import (
     Status,
     judged,
     passed,
+    run_checks,
     skipped,
 )
 from ddpdoctor.preflight.deadline import Deadline
-from ddpdoctor.preflight.machine.launchers import expand, places
-from ddpdoctor.preflight.running import run_checks
+from ddpdoctor.preflight.place import expand, places
 from ddpdoctor.preflight.situation import Options, Situation, split_endpoint
 from ddpdoctor.render import checks as render
 from ddpdoctor.render.checks import Progress
@@ -36,7 +36,7 @@ from tests.conftest import LIMIT, ROOT, Doctor
 
 
 def made(name: str, run: Run, limit: float = 5.0) -> Check:
-    return Check(name, "DDP001", False, "machine", limit, run)
+    return Check(name, "DDP001", "machine", limit, run)
 
 
 def outcomes_of(*checks: Check, timeout: float = 30.0) -> list[Outcome]:
@@ -135,8 +135,8 @@ def test_the_table_fits_eighty_columns_and_names_everything() -> None:
 @pytest.fixture
 def few() -> dict[str, Check]:
     return {
-        "port": Check("port", "DDP002", False, "machine", 1, lambda s: passed("")),
-        "between": Check("between", "DDP050", False, "nodes", 1, lambda s: passed("")),
+        "port": Check("port", "DDP002", "machine", 1, lambda s: passed("")),
+        "between": Check("between", "DDP050", "nodes", 1, lambda s: passed("")),
     }
 
 

@@ -10,13 +10,11 @@ import pytest
 from ddpdoctor.preflight.check import Status
 from ddpdoctor.preflight.machine import (
     gpu_acs,
-    gpu_count,
     gpu_driver,
     gpu_health,
     gpu_links,
-    gpu_memory,
-    gpu_peers,
-    torch_files,
+    gpu_use,
+    versions,
 )
 from ddpdoctor.preflight.situation import Once, Options, Situation, gpu_facts
 from ddpdoctor.system.gpu.health import GpuFacts, Health
@@ -48,7 +46,7 @@ def test_gpus_of_several_kinds_have_two_orders(tmp_path: Path) -> None:
     gpus = (Health(device(0)), Health(device(1, "NVIDIA A40")))
 
     def about(**env: str) -> list[str]:
-        outcome = gpu_count.gpu_count(replace(situation(tmp_path, *gpus), environ=env))
+        outcome = gpu_use.gpu_count(replace(situation(tmp_path, *gpus), environ=env))
         assert outcome.status is Status.PASS
         return [finding.about for finding in outcome.findings]
 
@@ -95,7 +93,7 @@ def test_a_process_is_named_only_if_it_is_that_one(
     gpu = Health(device(0), memory_total=80 << 30, memory_used=30 << 30, processes=holder)
 
     def named() -> str:
-        (finding,) = gpu_memory.gpu_memory(situation(tmp_path, gpu)).findings
+        (finding,) = gpu_use.gpu_memory(situation(tmp_path, gpu)).findings
         return finding.evidence[0]
 
     assert named() == "pid 77 of another container holds 30 GiB"
@@ -105,7 +103,7 @@ def test_a_process_is_named_only_if_it_is_that_one(
     (tmp_path / "proc/self/ns").mkdir(parents=True)
     (tmp_path / "proc/self/ns/pid").write_text("")
     number = (tmp_path / "proc/self/ns/pid").stat().st_ino
-    monkeypatch.setattr(gpu_memory, "_FIRST_NAMESPACE", number)
+    monkeypatch.setattr(gpu_use, "_FIRST_NAMESPACE", number)
     assert named() == "python train.py (pid 77) holds 30 GiB"
 
 
@@ -119,8 +117,8 @@ def test_a_job_on_the_cpu_needs_no_driver(tmp_path: Path, monkeypatch: pytest.Mo
         ("", {}, Status.WARN),
         ("12.8", {"CUDA_VISIBLE_DEVICES": ""}, Status.PASS),
     ):
-        found = torch_files.Torch(Path("torch"), "2.13.0", cuda)
-        monkeypatch.setattr(torch_files, "torch", lambda found=found: found)
+        found = versions.Torch(Path("torch"), "2.13.0", cuda)
+        monkeypatch.setattr(versions, "installed_torch", lambda found=found: found)
         assert gpu_driver.gpu_driver(replace(machine, environ=hidden)).status is status
 
 
@@ -146,12 +144,12 @@ def test_an_iommu_between_gpus_without_nvlink(tmp_path: Path) -> None:
             group = tmp_path / f"sys/bus/pci/devices/0000:{index:02x}:00.0/iommu_group"
             group.mkdir(parents=True, exist_ok=True)
             (group / "type").write_text(f"{mode}\n")
-        assert gpu_peers.gpu_peers(situation(tmp_path, *gpus)).status is status
+        assert gpu_links.gpu_peers(situation(tmp_path, *gpus)).status is status
     without = [Health(device(i), links=(False,) * 4) for i in (0, 1)]
-    assert gpu_peers.gpu_peers(situation(tmp_path, *without)).status is Status.WARN
+    assert gpu_links.gpu_peers(situation(tmp_path, *without)).status is Status.WARN
     linked = [Health(device(i), links=(True,) * 18) for i in (0, 1)]
-    assert gpu_peers.gpu_peers(situation(tmp_path, *linked)).status is Status.PASS
-    assert gpu_peers.gpu_peers(situation(tmp_path, *gpus, peers=False)).status is Status.PASS
+    assert gpu_links.gpu_peers(situation(tmp_path, *linked)).status is Status.PASS
+    assert gpu_links.gpu_peers(situation(tmp_path, *gpus, peers=False)).status is Status.PASS
 
 
 # Access control on PCIe switches.

@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.preflight.machine import (
-    torch_files,
-)
+from ddpdoctor.preflight.machine import versions
 from ddpdoctor.preflight.machine.versions import Versions, judge
 from tests.conftest import Doctor
 from tests.gpu_stub import HEALTHY, Gpus
@@ -173,7 +171,7 @@ def test_partitioned_gpus(gpus: Gpus) -> None:
 )
 def test_a_driver_that_does_not_answer(gpus: Gpus, fault: str, said: str, paste: str) -> None:
     told = gpus.check(fault)
-    torch = torch_files.torch()
+    torch = versions.installed_torch()
     assert told["gpu-driver"]["status"] == ("fail" if torch and torch.cuda else "warn")
     (finding,) = told["gpu-driver"]["findings"]
     assert said in finding["message"]
@@ -184,15 +182,15 @@ def test_a_driver_that_does_not_answer(gpus: Gpus, fault: str, said: str, paste:
 
 
 def test_a_torch_without_cuda_has_no_nccl_to_test(doctor: Doctor, library: Path) -> None:
-    torch = torch_files.torch()
+    torch = versions.installed_torch()
     if torch is None or torch.cuda or torch.hip:
         pytest.skip("this torch has CUDA")
     (doctor.directory / "control").write_text("\n".join(HEALTHY))
     env = {"LD_LIBRARY_PATH": str(library), "NVML_STUB": str(doctor.directory / "control")}
     words = ("--nproc-per-node", "2", "--only", "collectives,versions", "--json")
     result = doctor.cli("check", *words, env=env)
-    versions, collectives = json.loads(result.stdout)["checks"]
-    assert "is built without CUDA, and 8 GPUs stay unused" in versions["findings"][0]["message"]
+    fit, collectives = json.loads(result.stdout)["checks"]
+    assert "is built without CUDA, and 8 GPUs stay unused" in fit["findings"][0]["message"]
     assert collectives["detail"] == (
         "2 of 2 ranks reduced correctly with gloo; NCCL skipped: torch without CUDA"
     )
@@ -203,9 +201,9 @@ WITH_CUDA = """
 import sys
 from pathlib import Path
 if "check" in sys.orig_argv:
-    from ddpdoctor.preflight.machine import torch_files
-    known = torch_files.torch()
-    torch_files.torch = lambda: torch_files.Torch(known.folder, known.version, "12.8")
+    from ddpdoctor.preflight.machine import versions
+    known = versions.installed_torch()
+    versions.installed_torch = lambda: versions.Torch(known.folder, known.version, "12.8")
 """
 """The check takes this torch for one that has CUDA; its ranks find out."""
 

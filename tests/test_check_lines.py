@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.preflight.command_lines import corrected_line
+from ddpdoctor.preflight.command_lines import corrected_line, let_through, open_port
 from ddpdoctor.preflight.machine import checkpoints, launch_environment, variables
 from ddpdoctor.preflight.machine.interfaces import Interface, interfaces
-from ddpdoctor.preflight.machine.names import Lookup, own_name
-from ddpdoctor.preflight.nodes.firewall import let_through, open_port
+from ddpdoctor.preflight.machine.lookups import Lookup, own_name
 from ddpdoctor.preflight.nodes.unreached import own_problem
+from ddpdoctor.preflight.place import Seat
 from ddpdoctor.preflight.protocol.addresses import own_host
 from ddpdoctor.preflight.protocol.caller import Problem
 from ddpdoctor.preflight.protocol.meet import Meeting
-from ddpdoctor.preflight.protocol.place import Seat
 from ddpdoctor.preflight.situation import Options, Situation
 
 

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpdoctor.preflight.nodes import versions
+from ddpdoctor.preflight.nodes import software
 from ddpdoctor.preflight.nodes.judging import Blame, blame
+from ddpdoctor.preflight.place import Seat, seat
 from ddpdoctor.preflight.protocol import speeds, wire
 from ddpdoctor.preflight.protocol.caller import CallError, Problem, call_once
 from ddpdoctor.preflight.protocol.coordinator import Coordinator, listen
@@ -24,7 +25,6 @@ from ddpdoctor.preflight.protocol.facts import Facts, gather, unpack
 from ddpdoctor.preflight.protocol.joining import Goal, join, side_doors
 from ddpdoctor.preflight.protocol.meet import Meeting, Node, _meet_or_fail
 from ddpdoctor.preflight.protocol.pairs import Listener, Target, dial_all, speed
-from ddpdoctor.preflight.protocol.place import Seat, seat
 from ddpdoctor.preflight.protocol.ranks import Ranks
 from ddpdoctor.preflight.protocol.wire import WireError
 from ddpdoctor.preflight.protocol.worker import Attendance
@@ -160,7 +160,7 @@ def test_each_version_is_told_with_the_nodes_that_have_it() -> None:
         situation = Situation()
         came: Meeting | Exception = meeting
         situation.once.put(_meet_or_fail, came)
-        (finding,) = versions.versions(situation).findings
+        (finding,) = software.versions(situation).findings
         return finding.message
 
     assert told(3) == (

@@ -16,15 +16,10 @@ from typing import Any
 import pytest
 
 from ddpdoctor.preflight.check import Outcome, Status
-from ddpdoctor.preflight.machine import (
-    host_name,
-    lookups,
-    network_interface,
-    store_port,
-    torch_files,
-)
+from ddpdoctor.preflight.machine import host_name, lookups, store_port, versions
+from ddpdoctor.preflight.machine import interfaces as network
 from ddpdoctor.preflight.machine.interfaces import Interface, gloo_choice, interfaces, nccl_choice
-from ddpdoctor.preflight.machine.names import Lookup, endpoint_name, full_name, own_name
+from ddpdoctor.preflight.machine.lookups import Lookup, endpoint_name, full_name, own_name
 from ddpdoctor.preflight.situation import Once, Options, Situation, gpu_facts
 from ddpdoctor.system.gpu.health import GpuFacts, Health
 from tests.conftest import Doctor
@@ -111,7 +106,7 @@ def test_what_nccl_will_choose(
 @pytest.mark.parametrize("nnodes", [1, 2])
 def test_a_usual_machine_is_silent(nnodes: int) -> None:
     situation = machine(LO, DOCKER, ETH0, ETH1, DOWN, nnodes=nnodes, gpus=8)
-    for check in (network_interface.network_interface, host_name.host_name, lookups.lookups):
+    for check in (network.network_interface, host_name.host_name, lookups.lookups):
         outcome = check(situation)
         assert (outcome.status, outcome.findings) == (Status.PASS, ())
 
@@ -130,7 +125,7 @@ def test_a_usual_machine_is_silent(nnodes: int) -> None:
 )
 def test_a_wrong_interface_between_nodes(environ: dict[str, str], gpus: int, message: str) -> None:
     situation = machine(LO, DOCKER, ETH0, DOWN, nnodes=2, gpus=gpus, environ=environ)
-    (finding,) = network_interface.network_interface(situation).findings
+    (finding,) = network.network_interface(situation).findings
     assert finding.message.startswith(message)
     assert finding.paste == "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
 
@@ -142,13 +137,13 @@ def test_what_only_matters_elsewhere_is_not_told() -> None:
         ({"GLOO_SOCKET_IFNAME": "docker0"}, 1),
     ):
         situation = machine(LO, DOCKER, ETH0, nnodes=nnodes, environ=environ)
-        assert network_interface.network_interface(situation).status is Status.PASS
+        assert network.network_interface(situation).status is Status.PASS
 
 
 def test_the_route_to_the_rendezvous_names_the_interface() -> None:
     """The first outward interface is named where the route tells nothing."""
     situation = machine(LO, DOCKER, ETH1, ETH0, nnodes=2, environ={"GLOO_SOCKET_IFNAME": "lo"})
-    (finding,) = network_interface.network_interface(situation).findings
+    (finding,) = network.network_interface(situation).findings
     assert "eth1" in finding.paste
 
 
@@ -180,7 +175,7 @@ def test_a_name_on_the_loopback_matters_between_nodes_only() -> None:
     assert finding.paste == "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
     assert "10.0.0.5 node1" in finding.fix
     # One fault, one code.
-    assert network_interface.network_interface(between).findings == ()
+    assert network.network_interface(between).findings == ()
     chosen = machine(LO, ETH0, name=name, nnodes=2, environ={"GLOO_SOCKET_IFNAME": "eth0"})
     assert host_name.host_name(chosen).findings == ()
 
@@ -357,6 +352,6 @@ def test_a_reserved_port(doctor: Doctor) -> None:
 def test_what_torchs_files_say_is_what_torch_says() -> None:
     import torch
 
-    found = torch_files.torch()
+    found = versions.installed_torch()
     assert found is not None
     assert (found.version, found.cuda) == (torch.__version__, torch.version.cuda or "")

@@ -14,9 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddpdoctor.preflight.machine import (
-    orphans,
-)
+from ddpdoctor.preflight.machine import orphans
 from ddpdoctor.preflight.situation import Options, Situation
 from tests.conftest import LIMIT, Doctor
 from tests.made_machine import TORCHRUN, Machine

@@ -11,10 +11,13 @@ import pytest
 import ddpdoctor.preflight
 from tests.conftest import ROOT
 
+MAKERS = ("failure", "warning", "finding")
+"""The functions of `ddpdoctor.preflight.check` that make a finding above information."""
+
 SOURCES = sorted(
     source
     for source in Path(ddpdoctor.preflight.__file__).parent.rglob("*.py")
-    if "Finding(" in source.read_text()
+    if any(f"{maker}(" in source.read_text() for maker in MAKERS) and source.name != "check.py"
 )
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -33,8 +36,8 @@ class Module:
         """The findings above information that may come without such a line: where, and why."""
         return [
             (call.lineno, why)
-            for function, call in self.calls("Finding")
-            if not _is_information(call)
+            for maker in MAKERS
+            for function, call in self.calls(maker)
             for why in self._lacks(_given(call, "paste", None), function)
         ]
 
@@ -124,11 +127,6 @@ def _is_comment(line: str) -> bool:
     return line.lstrip().startswith("#") and not line.startswith("#SBATCH --")
 
 
-def _is_information(call: ast.Call) -> bool:
-    severity = _given(call, "severity", 1)
-    return isinstance(severity, ast.Attribute) and severity.attr == "INFO"
-
-
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: str(source.relative_to(ROOT)))
 def test_every_warning_and_every_error_ends_in_a_line_to_type(source: Path) -> None:
     assert Module(source.read_text()).faults() == []
@@ -137,17 +135,16 @@ def test_every_warning_and_every_error_ends_in_a_line_to_type(source: Path) -> N
 @pytest.mark.parametrize(
     "text",
     [
-        "Finding(C, Severity.ERROR, 'x', fix='y')",
-        "Finding(C, Severity.ERROR, 'x', paste='')",
-        "Finding(C, Severity.WARNING, 'x', paste='  # look at it')",
-        "Finding(C, Severity.WARNING, 'x', paste=f'# look at {it}')",
-        "Finding(C, severity, 'x', paste=f'{a}' if a else '')",
-        "def f(a):\n    line = f'{a}'\n    if a:\n        line = ''\n"
-        "    Finding(C, Severity.ERROR, 'x', paste=line)",
-        "def f(a):\n    fix, line = 'y', ''\n    Finding(C, Severity.ERROR, 'x', paste=line)",
-        "def f(a, paste=''):\n    Finding(C, Severity.ERROR, 'x', paste=paste)\nf(1)",
-        "def f(a, paste):\n    Finding(C, Severity.ERROR, 'x', paste=paste)\nf(1, '')",
-        "def g():\n    return ''\nFinding(C, Severity.ERROR, 'x', paste=g())",
+        "failure('x', fix='y')",
+        "failure('x', paste='')",
+        "warning('x', paste='  # look at it')",
+        "warning('x', paste=f'# look at {it}')",
+        "finding(severity, 'x', paste=f'{a}' if a else '')",
+        "def f(a):\n    line = f'{a}'\n    if a:\n        line = ''\n    failure('x', paste=line)",
+        "def f(a):\n    fix, line = 'y', ''\n    failure('x', paste=line)",
+        "def f(a, paste=''):\n    failure('x', paste=paste)\nf(1)",
+        "def f(a, paste):\n    failure('x', paste=paste)\nf(1, '')",
+        "def g():\n    return ''\nfailure('x', paste=g())",
     ],
 )
 def test_a_finding_without_such_a_line_is_found(text: str) -> None:
@@ -157,9 +154,9 @@ def test_a_finding_without_such_a_line_is_found(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "Finding(C, Severity.INFO, 'x')",
-        "Finding(C, Severity.ERROR, 'x', paste=f'{tool} -x')",
-        "def f(a, paste=''):\n    Finding(C, Severity.ERROR, 'x', paste=paste)\nf(1, 'ls')",
+        "note('x')",
+        "failure('x', paste=f'{tool} -x')",
+        "def f(a, paste=''):\n    failure('x', paste=paste)\nf(1, 'ls')",
     ],
 )
 def test_a_finding_with_one_is_left_alone(text: str) -> None:

@@ -16,16 +16,7 @@ import pytest
 
 from ddpdoctor.preflight.check import Outcome, Status
 from ddpdoctor.preflight.deadline import bounded
-from ddpdoctor.preflight.machine import (
-    cgroups,
-    checkpoints,
-    container,
-    cores,
-    limits,
-    memory,
-    neighbours,
-    shared_memory,
-)
+from ddpdoctor.preflight.machine import checkpoints, container, cores, limits, memory, neighbours
 from ddpdoctor.preflight.situation import Options, Situation
 from tests.conftest import LIMIT, Doctor
 from tests.made_machine import Machine, messages
@@ -48,7 +39,7 @@ def quota(machine: Machine, cores_allowed: float) -> None:
 
 def test_the_quota_of_a_container_counts(machine: Machine) -> None:
     quota(machine, 1.5)
-    assert cgroups.cores(machine.situation()) == 1.5
+    assert container.cores(machine.situation()) == 1.5
     eight = machine.situation(Options(nproc=8))
     outcome = cores.cores(eight)
     assert outcome.status is Status.WARN
@@ -76,9 +67,9 @@ def test_the_older_control_groups(machine: Machine) -> None:
     machine.write("sys/fs/cgroup/pids/pids.max", "100\n")
     machine.write("sys/fs/cgroup/pids/pids.current", "40\n")
     situation = machine.situation()
-    assert cgroups.cores(situation) == 2.0
-    assert cgroups.memory(situation) == (300 << 20, 1 << 30)
-    assert cgroups.pids(situation) == (40, 100)
+    assert container.cores(situation) == 2.0
+    assert container.memory(situation) == (300 << 20, 1 << 30)
+    assert container.pids(situation) == (40, 100)
 
 
 @pytest.mark.parametrize("text", ["max\n", f"{2**63 - 4096}\n", "", "junk\n"])
@@ -87,7 +78,7 @@ def test_no_limit_is_no_limit(machine: Machine, text: str) -> None:
     machine.write("sys/fs/cgroup/cgroup.controllers", "memory\n")
     machine.write("sys/fs/cgroup/memory.max", text)
     machine.write("sys/fs/cgroup/memory/memory.limit_in_bytes", text)
-    assert cgroups.memory(machine.situation()) is None
+    assert container.memory(machine.situation()) is None
 
 
 def test_threads_beyond_the_cores(machine: Machine) -> None:
@@ -258,21 +249,21 @@ def at(
 def test_the_shared_memory_of_a_container(machine: Machine, tmpfs: Callable[[str], Path]) -> None:
     small = tmpfs("size=64m")
     machine.write(".dockerenv", "")
-    (finding,) = shared_memory.shared_memory(at(machine, small)).findings
+    (finding,) = memory.shared_memory(at(machine, small)).findings
     assert finding.message.endswith("has 64 MiB for 2 ranks: too small for DataLoader workers "
                                     "and NCCL")  # fmt: skip
     assert finding.paste == "docker run --shm-size=8g ..."
     pod = at(machine, small, environ={"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
-    assert "emptyDir" in shared_memory.shared_memory(pod).findings[0].paste
+    assert "emptyDir" in memory.shared_memory(pod).findings[0].paste
 
 
 def test_shared_memory_that_a_dead_job_filled(
     machine: Machine, tmpfs: Callable[[str], Path]
 ) -> None:
     folder = tmpfs("size=256m")
-    assert shared_memory.shared_memory(at(machine, folder)).status is Status.PASS
+    assert memory.shared_memory(at(machine, folder)).status is Status.PASS
     (folder / "nccl-Xa81Jc").write_bytes(bytes(200 << 20))
-    (finding,) = shared_memory.shared_memory(at(machine, folder)).findings
+    (finding,) = memory.shared_memory(at(machine, folder)).findings
     assert "nearly full: 56 MiB of 256 MiB free" in finding.message
     assert finding.evidence == (f"200 MiB in {folder}/nccl-Xa81Jc, of user {os.getuid()}",)
 
@@ -280,9 +271,9 @@ def test_shared_memory_that_a_dead_job_filled(
 def test_shared_memory_that_cannot_be_written(
     machine: Machine, tmpfs: Callable[[str], Path]
 ) -> None:
-    outcome = shared_memory.shared_memory(at(machine, tmpfs("size=256m,ro")))
+    outcome = memory.shared_memory(at(machine, tmpfs("size=256m,ro")))
     assert outcome.status is Status.FAIL
-    assert shared_memory.shared_memory(at(machine, Path("/nowhere"))).status is Status.SKIPPED
+    assert memory.shared_memory(at(machine, Path("/nowhere"))).status is Status.SKIPPED
 
 
 def folder_check(folder: Path) -> Outcome:

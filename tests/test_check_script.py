@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.preflight.check import Outcome, Status
-from ddpdoctor.preflight.machine import (
-    script,
-)
+from ddpdoctor.preflight.machine import script
 from ddpdoctor.preflight.situation import Options, Situation
 from tests.conftest import Doctor
 

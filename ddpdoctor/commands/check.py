@@ -21,9 +21,9 @@ from ddpdoctor.preflight import arguments
 from ddpdoctor.preflight.check import CHECKS, Check, Outcome, Status
 from ddpdoctor.preflight.deadline import Deadline
 from ddpdoctor.preflight.machine import orphans
-from ddpdoctor.preflight.machine.launchers import places
-from ddpdoctor.preflight.nodes.next_line import next_line
-from ddpdoctor.preflight.running import run_checks
+from ddpdoctor.preflight.place import places
+from ddpdoctor.preflight.nodes.attendance import next_line
+from ddpdoctor.preflight.check import run_checks
 from ddpdoctor.preflight.situation import Situation, gpu_facts
 from ddpdoctor.render import checks as render
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.preflight.check import Check
-from ddpdoctor.preflight.machine.launchers import places
+from ddpdoctor.preflight.place import places
 from ddpdoctor.preflight.situation import Options, split_endpoint
 
 _OWN_FLAGS = ("--list", "--json", "--kill-orphans", "--help", "-h")

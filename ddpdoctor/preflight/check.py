@@ -1,11 +1,15 @@
-"""What a preflight check is, what it yields, and the registry of them all."""
+"""What a preflight check is and what it yields, the registry of them all, and how they run."""
 
 from __future__ import annotations
 
 import inspect
+import queue
+import threading
+import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial, wraps
 from typing import Any, Literal
 
 from ddpdoctor.core.finding import Finding, Severity, to_record
@@ -69,6 +73,28 @@ def judged(detail: str, findings: Iterable[Finding]) -> Outcome:
     return Outcome(status, detail, found)
 
 
+class Skip(Exception):
+    """What a check needs is not there: it is skipped, for this reason."""
+
+
+def finding(severity: Severity, message: str, *, fix: str, paste: str, **more: Any) -> Finding:
+    """A finding of a check, whose code the registry fills in.
+
+    Args:
+        severity: See :class:`Severity`.
+        message: One sentence.
+        fix: What to change.
+        paste: A line to type that does it.
+        more: Other fields of :class:`Finding`.
+    """
+    return Finding("", severity, message, fix=fix, paste=paste, **more)
+
+
+failure = partial(finding, Severity.ERROR)
+warning = partial(finding, Severity.WARNING)
+note = partial(finding, Severity.INFO, fix="", paste="")
+
+
 Scope = Literal["machine", "nodes"]
 Run = Callable[[Situation], Outcome]
 
@@ -81,7 +107,6 @@ class Check:
         name: What ``--only`` and ``--skip`` take.
         code: The code of its findings; ``ddpdoctor explain`` prints its page. DDP001 to DDP049 are
             of a machine, DDP050 to DDP099 of several nodes.
-        needs_torch: Whether it imports torch (in a process of its own, never in this one).
         scope: ``nodes`` checks run when there is more than one node.
         limit: Seconds it may take.
         run: The test. It never raises for a fault of the machine; an exception is a fault of the
@@ -90,7 +115,6 @@ class Check:
 
     name: str
     code: str
-    needs_torch: bool
     scope: Scope
     limit: float
     run: Run
@@ -111,24 +135,28 @@ CHECKS: dict[str, Check] = {}
 
 
 def check(
-    name: str,
-    code: str,
-    *,
-    needs_torch: bool = False,
-    scope: Scope = "machine",
-    limit: float = LIMIT,
+    name: str, code: str, *, scope: Scope = "machine", limit: float = LIMIT
 ) -> Callable[[Run], Run]:
-    """Register a check.
+    """Register a check. It may raise :class:`Skip`; its findings get its code.
 
     Raises:
         ValueError: The name or the code is taken.
     """
 
     def register(run: Run) -> Run:
+        @wraps(run)
+        def coded(situation: Situation) -> Outcome:
+            try:
+                outcome = run(situation)
+            except Skip as reason:
+                return skipped(str(reason))
+            findings = tuple(replace(each, code=code) for each in outcome.findings)
+            return replace(outcome, findings=findings)
+
         if name in CHECKS or any(other.code == code for other in CHECKS.values()):
             raise ValueError(f"{name} ({code}) is registered twice")
-        CHECKS[name] = Check(name, code, needs_torch, scope, limit, run)
-        return run
+        CHECKS[name] = Check(name, code, scope, limit, coded)
+        return coded
 
     return register
 
@@ -143,3 +171,88 @@ def outcome_record(outcome: Outcome) -> dict[str, Any]:
         "seconds": round(outcome.seconds, 3),
         "findings": [to_record(finding) for finding in outcome.findings],
     }
+
+
+LOOK_EVERY = 1.0
+"""Most seconds between looks at the limits of the checks that run."""
+
+GRACE = 1.0
+"""Seconds that a check has after its limit to say what it found by then."""
+
+CLEANUP = 3.0
+"""Most seconds to wait, after Ctrl-C, for checks to end what they started."""
+
+
+def run_checks(
+    checks: Iterable[Check], situation: Situation, seen: Callable[[Outcome], None]
+) -> list[Outcome]:
+    """Run checks in parallel threads, and wait for them.
+
+    Args:
+        checks: Which.
+        situation: What they go by; its deadline is that of all of them.
+        seen: Called on this thread with each outcome as it comes.
+
+    Returns:
+        An outcome for each check, in their order.
+
+    Raises:
+        KeyboardInterrupt: It was pressed; what the checks had started is ended.
+    """
+    wanted = list(checks)
+    answers: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+    threads = {}
+    began = time.monotonic()
+    for each in wanted:
+        own = situation.within(each.limit)
+        thread = threading.Thread(
+            target=_run, args=(each, own, answers), name=f"check {each.name}", daemon=True
+        )
+        threads[each.name] = thread
+    outcomes: dict[str, Outcome] = {}
+    limits = {each.name: min(each.limit, situation.deadline.left()) + GRACE for each in wanted}
+    try:
+        for thread in threads.values():
+            thread.start()
+        while len(outcomes) < len(wanted):
+            passed = time.monotonic() - began
+            open_limits = [limit for name, limit in limits.items() if name not in outcomes]
+            for outcome in _next(answers, max(0.05, min(open_limits) - passed)):
+                if outcome.check not in outcomes:
+                    outcomes[outcome.check] = outcome
+                    seen(outcome)
+            passed = time.monotonic() - began
+            for name, limit in limits.items():
+                if name not in outcomes and passed > limit:
+                    late = could_not_run(f"no answer within {limit - GRACE:.0f} s")
+                    outcomes[name] = replace(late, check=name, seconds=passed)
+                    seen(outcomes[name])
+    except BaseException:
+        situation.deadline.cancel()
+        until = time.monotonic() + CLEANUP
+        for thread in threads.values():
+            if thread.is_alive():
+                thread.join(max(0.0, until - time.monotonic()))
+        raise
+    return [outcomes[each.name] for each in wanted]
+
+
+def _next(answers: queue.SimpleQueue[Outcome], seconds: float) -> list[Outcome]:
+    """What comes next, within so many seconds; a signal interrupts the waiting."""
+    found = []
+    try:
+        found.append(answers.get(timeout=min(seconds, LOOK_EVERY)))
+        while True:
+            found.append(answers.get_nowait())
+    except queue.Empty:
+        return found
+
+
+def _run(check: Check, situation: Situation, answers: queue.SimpleQueue[Outcome]) -> None:
+    began = time.monotonic()
+    try:
+        outcome = check.run(situation)
+    except Exception as error:  # a fault of the check must not end the others, nor look like a pass
+        text = " ".join(str(error).split())
+        outcome = could_not_run(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+    answers.put(replace(outcome, check=check.name, seconds=time.monotonic() - began))

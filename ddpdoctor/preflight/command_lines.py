@@ -1,11 +1,13 @@
-"""The lines that start the job, and the check, to be typed as they are."""
+"""The lines to type: those that start the job and the check, and those that open a firewall."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 from dataclasses import replace
 
-from ddpdoctor.preflight.protocol.place import Seat, seat
+from ddpdoctor.preflight.place import Seat, seat
+from ddpdoctor.preflight.protocol.addresses import own_host
 from ddpdoctor.preflight.situation import Situation, joined_endpoint
 
 NO_ID = "none"
@@ -85,3 +87,60 @@ def corrected_line(
     elif port is not None:
         found += ["--master-port", str(port)]
     return run_line(situation, *found)
+
+
+def meeting_point(place: Seat, situation: Situation) -> tuple[str, str]:
+    """What to do about it, and the line to type."""
+    nproc = situation.nproc
+    if place.names:
+        return (
+            "Name the first node, the same on every node. Here:",
+            check_line(place, nproc, host=place.names[0]),
+        )
+    if place.rank == 0:
+        return (
+            "Name this machine, the same on every node. Here:",
+            check_line(place, nproc, host=own_host(situation)),
+        )
+    if place.rank is None:
+        return (
+            "Name one of the nodes and a free port of it, the same on every node. If it is to be "
+            "this one, on all of them:",
+            check_line(place, nproc, host=own_host(situation)),
+        )
+    return (
+        "Name node 0 and a free port of it, the same on every node. On node 0 this starts the "
+        "check:",
+        line_on_node_0(place, nproc),
+    )
+
+
+def open_port(port: int, address: str) -> str:
+    """The line that opens a port in a machine's own firewall.
+
+    Args:
+        port: Which.
+        address: One of the machine, or of one that is to reach it: IPv6 has rules of its own.
+    """
+    return f"sudo {_tables(address)} -I INPUT -p tcp --dport {port} -j ACCEPT"
+
+
+def let_through(chain: str, side: str, addresses: Iterable[str]) -> str:
+    """The line that lets all of TCP through a machine's own firewall.
+
+    Args:
+        chain: ``INPUT`` or ``OUTPUT``.
+        side: ``-s`` or ``-d``: which end of the way the addresses are.
+        addresses: Of the other nodes.
+    """
+    by_family: dict[str, list[str]] = {}
+    for address in addresses:
+        by_family.setdefault(_tables(address), []).append(address)
+    return " && ".join(
+        f"sudo {tables} -I {chain} -p tcp {side} {','.join(listed)} -j ACCEPT"
+        for tables, listed in by_family.items()
+    )
+
+
+def _tables(address: str) -> str:
+    return "ip6tables" if ":" in address else "iptables"

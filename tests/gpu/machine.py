@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from ddpdoctor.preflight.machine.nccl_obstacle import why_no_nccl
+from ddpdoctor.preflight.machine.nccl import why_no_nccl
 from ddpdoctor.preflight.situation import Situation
 from ddpdoctor.system.gpu.visible import visible
 

@@ -10,8 +10,8 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, judged, skipped
+from ddpdoctor.core.finding import Finding
+from ddpdoctor.preflight.check import Outcome, check, failure, judged, skipped, warning
 from ddpdoctor.preflight.deadline import bounded
 from ddpdoctor.preflight.situation import Situation
 from ddpdoctor.preflight.sizes import GIB, MIB, shown
@@ -112,9 +112,7 @@ def _words(error: OSError) -> str:
 
 def _dead(folder: Path) -> Finding:
     top = folder.parts[1] if len(folder.parts) > 1 else str(folder)
-    return Finding(
-        "DDP010",
-        Severity.ERROR,
+    return failure(
         f"{folder} does not answer: nothing came back within {PATIENCE:.0f} s",
         fix="Its file server is away or overloaded: ask who runs it, or choose another folder.",
         paste=f"mount | grep -F -- {shlex.quote(top)}",
@@ -125,17 +123,13 @@ def _findings(folder: Path, problem: str, free: int, inodes: int) -> Iterator[Fi
     quoted = shlex.quote(str(folder))
     if problem:
         missing = problem == "it does not exist"
-        yield Finding(
-            "DDP010",
-            Severity.ERROR,
+        yield failure(
             f"checkpoints cannot be written to {folder}: {problem}",
             fix="Make it, or choose another one." if missing else "Choose another folder.",
             paste=f"mkdir -p {quoted}" if missing else f"ls -ld {quoted}; df -h {quoted}",
         )
     elif free < LEAST or inodes == 0:
-        yield Finding(
-            "DDP010",
-            Severity.WARNING,
+        yield warning(
             f"{folder} has {shown(free)} free"
             + ("" if inodes else ", and no inodes for another file"),
             fix="Free some space, or choose another folder, before the first checkpoint is due.",

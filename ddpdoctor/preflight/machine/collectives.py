@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddpdoctor.core import opening
-from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, could_not_run, judged, skipped
+from ddpdoctor.core.finding import Finding
+from ddpdoctor.preflight.check import Outcome, check, could_not_run, failure, judged, skipped
 from ddpdoctor.preflight.deadline import Deadline, ended
-from ddpdoctor.preflight.machine import torch_files
-from ddpdoctor.preflight.machine.nccl_obstacle import why_no_nccl
-from ddpdoctor.preflight.machine.nccl_words import advice
+from ddpdoctor.preflight.machine import versions
+from ddpdoctor.preflight.machine.nccl import advice, why_no_nccl
 from ddpdoctor.preflight.situation import Situation, visible_gpus
 
 PROGRAM = Path(__file__).with_name("collective_ranks.py")
@@ -101,7 +100,7 @@ class Answers:
             self.done.add(rank)
 
 
-@check("collectives", "DDP015", needs_torch=True, limit=LIMIT)
+@check("collectives", "DDP015", limit=LIMIT)
 def collectives(situation: Situation) -> Outcome:
     """The collectives fail, or give wrong results, between ranks of this machine.
 
@@ -129,7 +128,7 @@ def collectives(situation: Situation) -> Outcome:
     Since
         0.1.0
     """
-    torch = torch_files.torch()
+    torch = versions.installed_torch()
     if torch is None:
         return skipped("torch is not installed")
     chosen = situation.chosen
@@ -269,15 +268,8 @@ def _findings(answers: Answers) -> Iterator[Finding]:
             GLOO_IN_FULL,
         )
     )
-    yield Finding(
-        "DDP015",
-        Severity.ERROR,
-        message,
-        ranks=ranks,
-        evidence=tuple(evidence),
-        fix=fix,
-        paste=paste,
-        about=answers.backend,
+    yield failure(
+        message, ranks=ranks, evidence=tuple(evidence), fix=fix, paste=paste, about=answers.backend
     )
 
 

@@ -1,7 +1,10 @@
-"""Whether this is a container, and whose: some fixes are typed outside of it."""
+"""The container that this process is in: whose it is, and what its control groups allow."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 
 from ddpdoctor.preflight.situation import Situation
@@ -34,3 +37,99 @@ def appears_when_started(situation: Situation) -> bool:
     except OSError:
         return False
     return any(line.split() == ["nameserver", DOCKERS_RESOLVER] for line in text.splitlines())
+
+
+_UNLIMITED = 1 << 60
+"""Version 1 tells "no limit" as a number near 2**63."""
+
+
+def _folders(situation: Situation, controller: str) -> Iterator[Path]:
+    """The directories of a controller from this process's own group up to the root.
+
+    In a container the paths of /proc/self/cgroup are often those of the host and do not exist:
+    then the root of the mount is the container's own group.
+    """
+    root = situation.sys / "fs" / "cgroup"
+    try:
+        rows = (situation.proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for row in rows:
+        _, _, rest = row.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers == "":
+            mount = root if (root / "cgroup.controllers").exists() else root / "unified"
+        elif controller in controllers.split(","):
+            mount = root / controllers if (root / controllers).is_dir() else root / controller
+        else:
+            continue
+        folder = mount / path.strip("/")
+        while True:
+            if folder.is_dir():
+                yield folder
+            if folder in (mount, folder.parent):
+                break
+            folder = folder.parent
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None if there is none, or it means "no limit"."""
+    with contextlib.suppress(OSError, ValueError):
+        value = int(path.read_text().strip())
+        return value if 0 <= value < _UNLIMITED else None
+    return None
+
+
+def memory(situation: Situation) -> tuple[int, int] | None:
+    """Bytes used and allowed of the tightest group with a limit; None if none has one."""
+    tightest = None
+    for folder in _folders(situation, "memory"):
+        for most, used in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit = _number(folder / most)
+            if limit is None:
+                continue
+            held = max(0, (_number(folder / used) or 0) - _reclaimable(folder))
+            if tightest is None or limit - held < tightest[1] - tightest[0]:
+                tightest = (held, limit)
+    return tightest
+
+
+def _reclaimable(folder: Path) -> int:
+    """Bytes of the page cache, which the kernel gives back when memory is short."""
+    total = 0
+    with contextlib.suppress(OSError, ValueError):
+        for row in (folder / "memory.stat").read_text().splitlines():
+            name, _, value = row.partition(" ")
+            if name in ("inactive_file", "active_file"):
+                total += int(value)
+    return total
+
+
+def cores(situation: Situation) -> float | None:
+    """How many cores' time the groups allow; None if there is no limit."""
+    found = []
+    for folder in _folders(situation, "cpu"):
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = (folder / "cpu.max").read_text().split()
+            if quota != "max":
+                found.append(int(quota) / int(period))
+        quota_us, period_us = (
+            _number(folder / "cpu.cfs_quota_us"),
+            _number(folder / "cpu.cfs_period_us"),
+        )
+        if quota_us and period_us:
+            found.append(quota_us / period_us)
+    return min(found, default=None)
+
+
+def pids(situation: Situation) -> tuple[int, int] | None:
+    """Processes and threads now and at most, of the tightest group; None if there is no limit."""
+    found = []
+    for folder in _folders(situation, "pids"):
+        most, now = _number(folder / "pids.max"), _number(folder / "pids.current")
+        if most is not None:
+            found.append((now or 0, most))
+    return min(found, key=lambda each: each[1] - each[0], default=None)

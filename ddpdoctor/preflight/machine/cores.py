@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, judged
+from ddpdoctor.preflight.check import Outcome, check, finding, judged, warning
 from ddpdoctor.preflight.command_lines import corrected_line
-from ddpdoctor.preflight.machine import cgroups
+from ddpdoctor.preflight.machine import container
 from ddpdoctor.preflight.situation import Situation, visible_gpus
 
 
@@ -56,7 +56,7 @@ def available(situation: Situation) -> float:
         count = float(len(os.sched_getaffinity(0)))
     except (AttributeError, OSError):
         count = float(os.cpu_count() or 1)
-    quota = cgroups.cores(situation)
+    quota = container.cores(situation)
     return count if quota is None else min(count, quota)
 
 
@@ -66,15 +66,14 @@ def _shown(count: float) -> str:
 
 def _findings(situation: Situation, have: float, threads: int | None) -> Iterator[Finding]:
     nproc = situation.nproc
-    quota = cgroups.cores(situation)
+    quota = container.cores(situation)
     where = "the quota of the container" if quota is not None and quota <= have else "the affinity"
     if have < nproc:
         # Two ranks are what is started by default, also where there is a single core to try it.
         small = (
             nproc == 2 and situation.options.nproc is None and not situation.shared(visible_gpus)
         )
-        yield Finding(
-            "DDP012",
+        yield finding(
             Severity.INFO if small else Severity.WARNING,
             f"{nproc} ranks will share {_shown(have)} and wait for each other",
             evidence=(f"{_shown(have)} by {where}; this machine has {os.cpu_count()}",),
@@ -88,9 +87,7 @@ def _findings(situation: Situation, have: float, threads: int | None) -> Iterato
         )
     elif threads is not None and threads > 1 and threads * nproc > 2 * have:
         fair = max(1, int(have / nproc))
-        yield Finding(
-            "DDP012",
-            Severity.WARNING,
+        yield warning(
             f"OMP_NUM_THREADS={threads} makes {threads * nproc} threads of {nproc} ranks, on "
             f"{_shown(have)}",
             fix=f"Let each rank have {fair}.",

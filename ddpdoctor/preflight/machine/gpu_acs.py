@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, judged, skipped
+from ddpdoctor.core.finding import Finding
+from ddpdoctor.preflight.check import Outcome, check, judged, skipped, warning
 from ddpdoctor.preflight.machine.gpu_facts import bus_gpus, no_gpu
 from ddpdoctor.preflight.situation import Situation, gpu_facts
-
-CODE = "DDP026"
 
 _BRIDGE = 0x0604
 _STATUS, _HAS_LIST, _CLASS, _FIRST = 0x06, 0x10, 0x0A, 0x34
@@ -56,7 +54,7 @@ class Port:
         return bool((self.control or 0) & REDIRECTS)
 
 
-@check("gpu-acs", CODE)
+@check("gpu-acs", "DDP026")
 def gpu_acs(situation: Situation) -> Outcome:
     """PCIe access control (ACS) sends transfers between GPUs through the root of the bus.
 
@@ -104,9 +102,7 @@ def _findings(situation: Situation, on: list[Port], ports: int) -> Iterator[Find
     if not on or not _uses_pcie(situation):
         return
     listed = " ".join(port.address for port in on)
-    yield Finding(
-        CODE,
-        Severity.WARNING,
+    yield warning(
         f"PCIe access control (ACS) redirects on {len(on)} of {ports} switch ports above GPUs: "
         "transfers between GPUs go by way of the processor",
         evidence=tuple(f"{port.address}: ACS control {port.control:#06x}" for port in on[:8]),

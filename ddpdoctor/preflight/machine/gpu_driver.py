@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, judged, skipped
-from ddpdoctor.preflight.machine import container, torch_files
+from ddpdoctor.preflight.check import Outcome, check, failure, finding, judged, note, skipped
+from ddpdoctor.preflight.machine import container, versions
 from ddpdoctor.preflight.machine.gpu_facts import NO_DRIVER, driverless, no_gpu, on_the_bus
 from ddpdoctor.preflight.situation import Situation, gpu_facts
 from ddpdoctor.system.gpu.health import GpuFacts
@@ -69,8 +69,7 @@ def _findings(situation: Situation, facts: GpuFacts, on_bus: int) -> Iterator[Fi
             fix, paste = "Load the driver.", "sudo modprobe nvidia"
         else:
             fix, paste = "See what the kernel says; reboot.", "sudo dmesg | grep -i nvrm"
-        yield Finding(
-            "DDP020",
+        yield finding(
             _severity(situation),
             f"no GPU can be used: {facts.trouble}",
             evidence=(f"the PCI bus has {on_bus} NVIDIA GPUs",) if on_bus else (),
@@ -85,9 +84,7 @@ def _findings(situation: Situation, facts: GpuFacts, on_bus: int) -> Iterator[Fi
             yield _lost(gpu.device.index, gpu.problem)
     off = [gpu.device.index for gpu in facts.gpus if gpu.persistent is False]
     if off:
-        yield Finding(
-            "DDP020",
-            Severity.INFO,
+        yield note(
             f"persistence mode is off on GPU {', '.join(map(str, off))}: after a pause the driver "
             "takes seconds to come back",
             fix="Turn it on.",
@@ -100,14 +97,12 @@ def _severity(situation: Situation) -> Severity:
     """How bad it is that no GPU can be used: a job on the CPU needs none."""
     if hides_all(situation.environ):
         return Severity.INFO
-    torch = torch_files.torch()
+    torch = versions.installed_torch()
     return Severity.ERROR if torch is None or torch.cuda else Severity.WARNING
 
 
 def _lost(index: int, why: str) -> Finding:
-    return Finding(
-        "DDP020",
-        Severity.ERROR,
+    return failure(
         f"GPU {index} does not answer: {why}",
         fix="Reset it, or reboot; if it comes back lost, it has to be replaced. Until then leave "
         "it out by CUDA_VISIBLE_DEVICES.",

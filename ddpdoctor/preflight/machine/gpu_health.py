@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, judged, skipped
+from ddpdoctor.core.finding import Finding
+from ddpdoctor.preflight.check import Outcome, check, failure, judged, skipped, warning
 from ddpdoctor.preflight.machine.gpu_facts import chosen, none_here
 from ddpdoctor.preflight.situation import Situation
 from ddpdoctor.run.record import whole
@@ -94,18 +94,14 @@ def gpu_health(situation: Situation) -> Outcome:
 def _memory(gpu: Health) -> Iterator[Finding]:
     index = gpu.device.index
     if gpu.rows_failed:
-        yield Finding(
-            "DDP023",
-            Severity.ERROR,
+        yield failure(
             f"GPU {index} has no spare memory rows left for a faulty one",
             fix="It has to be replaced; leave it out by CUDA_VISIBLE_DEVICES until then.",
             paste=f"nvidia-smi -q -i {index} -d ROW_REMAPPER",
             about=f"rows {index}",
         )
     elif gpu.rows_pending:
-        yield Finding(
-            "DDP023",
-            Severity.WARNING,
+        yield warning(
             f"GPU {index} has a faulty memory row that waits for a reset to be replaced",
             fix="Reset it, or reboot, before the job starts.",
             paste=f"sudo nvidia-smi --gpu-reset -i {index}",
@@ -113,9 +109,7 @@ def _memory(gpu: Health) -> Iterator[Finding]:
         )
     if gpu.uncorrected:
         count = gpu.uncorrected
-        yield Finding(
-            "DDP023",
-            Severity.ERROR,
+        yield failure(
             f"GPU {index}: {count} memory error{'s' if count != 1 else ''} that ECC could not "
             "correct since the driver was loaded",
             fix="Reset it, or reboot; if they come back, it has to be replaced.",
@@ -128,9 +122,7 @@ def _throttled(gpu: Health) -> Iterator[Finding]:
     reasons = [each for each in gpu.throttled if each in _HOT]
     if reasons:
         degrees = f" at {gpu.temperature} degrees Celsius" if gpu.temperature else ""
-        yield Finding(
-            "DDP023",
-            Severity.WARNING,
+        yield warning(
             f"GPU {gpu.device.index} is held down{degrees}: {', '.join(reasons)}",
             fix="Look after its cooling and power supply; all ranks will wait for this one.",
             paste=f"nvidia-smi -q -i {gpu.device.index} -d PERFORMANCE,TEMPERATURE,POWER",
@@ -145,9 +137,7 @@ def _logged(gpus: Iterable[Health], log: Iterable[Xid]) -> list[Finding]:
         index = by_bus.get(_short(xid.bus_id))
         if index is None or xid.number not in _HARDWARE or xid.age > RECENT:
             continue
-        found[index, xid.number] = Finding(
-            "DDP023",
-            Severity.WARNING,
+        found[index, xid.number] = warning(
             f"GPU {index} logged {_HARDWARE[xid.number]} (XID {xid.number}) {_ago(xid.age)} ago",
             fix="Reset it, or reboot; if it comes back, it has to be replaced.",
             paste="sudo dmesg -T | grep -i xid",

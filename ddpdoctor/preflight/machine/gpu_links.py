@@ -1,14 +1,15 @@
-"""Whether the GPUs' links run at full width: PCIe and NVLink."""
+"""Whether the GPUs reach each other at full speed: PCIe, NVLink and peer-to-peer access."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, judged, skipped
+from ddpdoctor.core.finding import Finding
+from ddpdoctor.preflight.check import Outcome, check, judged, note, skipped, warning
 from ddpdoctor.preflight.machine.gpu_facts import chosen, none_here
-from ddpdoctor.preflight.situation import Situation
-from ddpdoctor.system.gpu.health import Health
+from ddpdoctor.preflight.situation import Situation, gpu_facts
+from ddpdoctor.system.gpu.health import GpuFacts, Health
 
 FEW = 4
 """So many times fewer lanes than there could be are no board's design."""
@@ -60,9 +61,7 @@ def _findings(gpus: Sequence[Health]) -> Iterator[Finding]:
         index = gpu.device.index
         peers = [other for other in gpus if other.device.name == gpu.device.name]
         if gpu.fabric_ready is False:
-            yield Finding(
-                "DDP024",
-                Severity.WARNING,
+            yield warning(
                 f"the NVSwitch fabric of GPU {index} is not set up: CUDA may fail with "
                 '"system not yet initialized"',
                 fix="Start the fabric manager; its version has to be the driver's.",
@@ -76,9 +75,7 @@ def _findings(gpus: Sequence[Health]) -> Iterator[Finding]:
             ):
                 yield _slow(index, lanes, "lanes")
             else:
-                yield Finding(
-                    "DDP024",
-                    Severity.INFO,
+                yield note(
                     f"GPU {index} {lanes}, as boards have it whose slots share them",
                     fix="Nothing, if the slot has no more; else reseat the card or its riser.",
                     paste=f"nvidia-smi -q -i {index} | grep -A12 'GPU Link Info'",
@@ -100,9 +97,7 @@ def _findings(gpus: Sequence[Health]) -> Iterator[Finding]:
         # A GPU without any may be one without a bridge; where most have links it is not.
         many = sum(sum(other.links) == most for other in peers) > len(peers) / 2
         if most and up < most and many:
-            yield Finding(
-                "DDP024",
-                Severity.WARNING,
+            yield warning(
                 f"GPU {index} has {up} of {most} NVLinks up, fewer than its peers",
                 fix="Reset the GPUs, or reboot; look after the bridge or the fabric manager.",
                 paste=f"nvidia-smi nvlink --status -i {index}",
@@ -111,11 +106,91 @@ def _findings(gpus: Sequence[Health]) -> Iterator[Finding]:
 
 
 def _slow(index: int, what: str, about: str) -> Finding:
-    return Finding(
-        "DDP024",
-        Severity.WARNING,
+    return warning(
         f"GPU {index} {what}: the slowest link sets the pace of all ranks",
         fix="Reset it, or reboot; else reseat the card or its riser.",
         paste=f"nvidia-smi -q -i {index} | grep -A12 'GPU Link Info'",
         about=f"{about} {index}",
     )
+
+
+@check("gpu-peers", "DDP025")
+def gpu_peers(situation: Situation) -> Outcome:
+    """The GPUs cannot read each other's memory directly, or an IOMMU stands in between.
+
+    What it finds
+        Pairs of GPUs without peer-to-peer access where others of the same machine have it; GPUs
+        without NVLink whose PCIe transfers an IOMMU translates (not in passthrough mode).
+
+    Why it is bad
+        Pairs without it exchange gradients through host memory, and all ranks wait for them. With
+        an IOMMU or PCIe access control (ACS) in between, peer-to-peer transfers over PCIe become
+        slow, hang, or give wrong data.
+
+    How to fix it
+        Boot the host with `iommu=pt`, and turn ACS off on its PCIe bridges (DDP026), as NCCL's
+        troubleshooting guide says; until then `NCCL_P2P_DISABLE=1`.
+
+    Example
+        Wrong: `intel_iommu=on` alone, on the kernel's command line.
+        Right: `intel_iommu=on iommu=pt`.
+
+    When it stays silent
+        When no pair has peer-to-peer access, as with most GeForce cards: NCCL knows that by itself.
+        With a single GPU, and inside a virtual machine without an IOMMU of its own.
+
+    Since
+        0.1.0
+    """
+    reason = none_here(situation)
+    if reason:
+        return skipped(reason)
+    gpus = chosen(situation)
+    if len(gpus) < 2:
+        return skipped("a single GPU")
+    facts = situation.shared(gpu_facts)
+    indices = {gpu.device.index for gpu in gpus}
+    pairs = [each for each in facts.peers if each[0] in indices and each[1] in indices]
+    if not pairs:
+        return skipped("the driver does not say")
+    direct = sum(works for _, _, works in pairs)
+    detail = f"{direct} of {len(pairs)} pairs of GPUs have peer-to-peer access"
+    return judged(detail, _peers(situation, facts, gpus, pairs))
+
+
+def _peers(
+    situation: Situation,
+    facts: GpuFacts,
+    gpus: tuple[Health, ...],
+    pairs: list[tuple[int, int, bool]],
+) -> Iterator[Finding]:
+    without = [(one, other) for one, other, works in pairs if not works]
+    if without and len(without) < len(pairs):
+        listed = ", ".join(f"{one}-{other}" for one, other in without[:8])
+        more = f" and {len(without) - 8} more" if len(without) > 8 else ""
+        yield note(
+            f"{len(without)} of {len(pairs)} pairs of GPUs have no peer-to-peer access: {listed}"
+            f"{more}",
+            fix="Nothing, where they hang on different sockets; else look after ACS and the IOMMU.",
+            paste="nvidia-smi topo -p2p r",
+            about="pairs",
+        )
+    translated = [gpu for gpu in gpus if not any(gpu.links) and _is_translated(situation.sys, gpu)]
+    if len(translated) > 1 and any(works for _, _, works in pairs):
+        yield warning(
+            f"an IOMMU translates the PCIe transfers of {len(translated)} GPUs: peer-to-peer "
+            "transfers may hang or give wrong data",
+            fix="Boot the host with iommu=pt; until then let NCCL do without.",
+            paste="export NCCL_P2P_DISABLE=1",
+            about="iommu",
+        )
+
+
+def _is_translated(sys: Path, gpu: Health) -> bool:
+    """Whether the kernel maps a GPU's transfers by an IOMMU, page by page."""
+    domain, _, rest = gpu.device.bus_id.lower().partition(":")
+    folder = sys / "bus" / "pci" / "devices" / f"{domain[-4:]}:{rest}"
+    try:
+        return (folder / "iommu_group" / "type").read_text().strip().startswith("DMA")
+    except OSError:
+        return False

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, judged
-from ddpdoctor.preflight.machine import torch_files
+from ddpdoctor.preflight.check import Outcome, check, finding, judged
+from ddpdoctor.preflight.machine import versions
 from ddpdoctor.preflight.machine.interfaces import (
     ADDRESSES,
     Interface,
@@ -15,7 +15,7 @@ from ddpdoctor.preflight.machine.interfaces import (
     interfaces,
     owner,
 )
-from ddpdoctor.preflight.machine.names import ALL, Lookup, endpoint_name, full_name, own_name
+from ddpdoctor.preflight.machine.lookups import ALL, Lookup, endpoint_name, full_name, own_name
 from ddpdoctor.preflight.situation import Situation
 
 
@@ -69,8 +69,7 @@ def _findings(
             return
     own = [owner(each, here) for each in found.addresses]
     if not any(own):
-        yield Finding(
-            "DDP003",
+        yield finding(
             Severity.ERROR if many else Severity.WARNING,
             f"this machine's host name {found.name} resolves to {', '.join(found.addresses[:3])}, "
             "which is not an address of this machine",
@@ -84,8 +83,7 @@ def _findings(
         # With the other nodes' addresses known, that check says whether it matters.
         judged_together = "gloo-addresses" in (situation.chosen or ())
         loopback = next(each for each in found.addresses if owner(each, here) is first)
-        yield Finding(
-            "DDP003",
+        yield finding(
             Severity.WARNING if judged_together else Severity.ERROR,
             f"this machine's host name {found.name} resolves to {loopback}: gloo will listen where "
             "no other node can connect",
@@ -97,9 +95,8 @@ def _findings(
 
 def _unknown(name: Lookup, wanted: str, many: bool) -> Finding:
     # Older versions of torchrun use 127.0.0.1 on one machine, unless --standalone is given.
-    always = many or torch_files.torchrun_picks_a_port()
-    return Finding(
-        "DDP003",
+    always = many or versions.torchrun_picks_a_port()
+    return finding(
         Severity.ERROR if always else Severity.WARNING,
         f"this machine's host name {name.name} does not resolve: {name.problem}",
         evidence=(

@@ -6,12 +6,10 @@ import shlex
 from collections.abc import Iterator, Mapping
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, judged, passed
-from ddpdoctor.preflight.command_lines import run_line
-from ddpdoctor.preflight.machine.launchers import Place, number, places
-from ddpdoctor.preflight.meeting_point import meeting_point
+from ddpdoctor.preflight.check import Outcome, check, finding, judged, passed
+from ddpdoctor.preflight.command_lines import meeting_point, run_line
+from ddpdoctor.preflight.place import Place, number, places, seat
 from ddpdoctor.preflight.protocol.addresses import is_local
-from ddpdoctor.preflight.protocol.place import seat
 from ddpdoctor.preflight.situation import Situation
 
 _TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -64,7 +62,7 @@ def launch_environment(situation: Situation) -> Outcome:
 
 def _wrong(message: str, fix: str, paste: str, *, about: str, warning: bool = False) -> Finding:
     severity = Severity.WARNING if warning else Severity.ERROR
-    return Finding("DDP001", severity, message, fix=fix, paste=paste, about=about)
+    return finding(severity, message, fix=fix, paste=paste, about=about)
 
 
 def _findings(situation: Situation, environ: Mapping[str, str]) -> Iterator[Finding]:

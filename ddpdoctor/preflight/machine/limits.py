@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, judged
-from ddpdoctor.preflight.machine import cgroups, container
+from ddpdoctor.preflight.check import Outcome, check, finding, judged, warning
+from ddpdoctor.preflight.machine import container
 from ddpdoctor.preflight.situation import Situation
 from ddpdoctor.preflight.sizes import GIB, MIB, shown
 from ddpdoctor.system.process_table import listed
@@ -74,8 +74,7 @@ def _findings(situation: Situation, threads_left: int | None) -> Iterator[Findin
         free = most_files == resource.RLIM_INFINITY
         enough = free or most_files >= wanted
         goal = max(wanted, 65536 if free else min(65536, most_files))
-        yield Finding(
-            "DDP006",
+        yield finding(
             Severity.ERROR if files < wanted // 2 else Severity.WARNING,
             f"a process may open {files} files, and a rank of {world} needs about {wanted}",
             fix="Raise the limit in the shell that starts the job."
@@ -88,8 +87,7 @@ def _findings(situation: Situation, threads_left: int | None) -> Iterator[Findin
     needed = THREADS * nproc
     if threads_left is not None and threads_left < needed:
         inside = container.kind(situation)
-        yield Finding(
-            "DDP006",
+        yield finding(
             Severity.ERROR if threads_left < 16 * nproc else Severity.WARNING,
             f"{threads_left} more processes and threads may be started, and {nproc} ranks need "
             f"about {needed}",
@@ -103,9 +101,7 @@ def _findings(situation: Situation, threads_left: int | None) -> Iterator[Findin
     if locked != resource.RLIM_INFINITY and locked < PINNED and _has_infiniband(situation.sys):
         inside = container.kind(situation)
         free = most_locked == resource.RLIM_INFINITY
-        yield Finding(
-            "DDP006",
-            Severity.WARNING,
+        yield warning(
             f"{shown(locked)} may be locked in memory, and RDMA over InfiniBand needs far more",
             fix="Allow unlimited locked memory, for the container or the user.",
             paste=f"{inside} run --ulimit memlock=-1 ..."
@@ -117,9 +113,7 @@ def _findings(situation: Situation, threads_left: int | None) -> Iterator[Findin
         )
     size = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if size != resource.RLIM_INFINITY and size < GIB:
-        yield Finding(
-            "DDP006",
-            Severity.WARNING,
+        yield warning(
             f"a file may have {shown(size)}: writing a larger checkpoint ends the rank (SIGXFSZ)",
             fix="Raise the limit in the shell that starts the job.",
             paste="ulimit -f unlimited",
@@ -127,9 +121,7 @@ def _findings(situation: Situation, threads_left: int | None) -> Iterator[Findin
         )
     space = resource.getrlimit(resource.RLIMIT_AS)[0]
     if space != resource.RLIM_INFINITY and space < 16 * GIB:
-        yield Finding(
-            "DDP006",
-            Severity.WARNING,
+        yield warning(
             f"a process may have {shown(space)} of address space; torch maps more than it uses",
             fix="Raise the limit in the shell that starts the job.",
             paste="ulimit -v unlimited",
@@ -140,7 +132,7 @@ def _findings(situation: Situation, threads_left: int | None) -> Iterator[Findin
 def _threads_left(situation: Situation) -> int | None:
     """How many processes and threads may still be started here; None if there is no limit."""
     left = []
-    group = cgroups.pids(situation)
+    group = container.pids(situation)
     if group is not None:
         left.append(group[1] - group[0])
     most = resource.getrlimit(resource.RLIMIT_NPROC)[0]

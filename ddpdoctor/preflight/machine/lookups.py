@@ -1,15 +1,87 @@
-"""Whether names are looked up fast enough."""
+"""Name lookups: what a name resolves to, how long that takes, and whether that is fast enough."""
 
 from __future__ import annotations
 
 import shlex
+import socket
+import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, judged
-from ddpdoctor.preflight.machine.names import ALL, Lookup, endpoint_name, full_name, own_name
+from ddpdoctor.core.finding import Finding
+from ddpdoctor.preflight.check import Outcome, check, failure, judged, warning
+from ddpdoctor.preflight.deadline import bounded
 from ddpdoctor.preflight.situation import Situation
+
+LIMIT = 4.0
+"""Seconds that a lookup may take before it counts as one without an answer."""
+
+ALL = 20.0
+"""Seconds that a check may take which waits for several of them."""
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """The answer to a name.
+
+    Attributes:
+        name: What was asked for.
+        addresses: What it resolves to, in the resolver's order.
+        seconds: How long that took.
+        problem: Why there is no answer; empty if there is one.
+    """
+
+    name: str
+    addresses: tuple[str, ...] = ()
+    seconds: float = 0.0
+    problem: str = ""
+
+
+def lookup(name: str, limit: float = LIMIT) -> Lookup:
+    """Resolve a name as the C library does, IPv4 and IPv6."""
+    began = time.monotonic()
+    try:
+        found = bounded(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), limit)
+    except TimeoutError:
+        return Lookup(name, (), time.monotonic() - began, f"no answer within {limit:.0f} s")
+    except (OSError, UnicodeError) as error:
+        problem = error.strerror if isinstance(error, OSError) else str(error)
+        return Lookup(name, (), time.monotonic() - began, problem or str(error))
+    addresses = dict.fromkeys(str(each[4][0]).partition("%")[0] for each in found)
+    return Lookup(name, tuple(addresses), time.monotonic() - began)
+
+
+def own_name(situation: Situation) -> Lookup:
+    """This machine's host name, looked up."""
+    return lookup(situation.hostname)
+
+
+def full_name(situation: Situation) -> Lookup:
+    """This machine's full name, as torchrun takes it for MASTER_ADDR, looked up again.
+
+    It comes from the name server or /etc/hosts by the machine's address, and need not resolve.
+    The time is that of both lookups. Where the host name has no answer, neither has this.
+    """
+    own = situation.shared(own_name)
+    if not own.addresses:
+        return own
+    began = time.monotonic()
+    try:
+        name = bounded(lambda: socket.getfqdn(situation.hostname), LIMIT)
+    except TimeoutError:
+        problem = f"no answer within {LIMIT:.0f} s"
+        return Lookup(situation.hostname, (), time.monotonic() - began, problem)
+    except (OSError, UnicodeError) as error:
+        return Lookup(situation.hostname, (), time.monotonic() - began, str(error))
+    found = own if name == situation.hostname else lookup(name)
+    return replace(found, seconds=time.monotonic() - began)
+
+
+def endpoint_name(situation: Situation) -> Lookup | None:
+    """The rendezvous' host, looked up; None if none is known."""
+    endpoint = situation.endpoint
+    return None if endpoint is None else lookup(endpoint[0])
+
 
 SLOW = 1.0
 """Seconds from which a lookup holds a start up that a person notices."""
@@ -60,9 +132,7 @@ def _findings(
     asked: list[Lookup], endpoint: Lookup | None, *, told_there: bool
 ) -> Iterator[Finding]:
     if endpoint is not None and not endpoint.addresses and not told_there:
-        yield Finding(
-            "DDP008",
-            Severity.ERROR,
+        yield failure(
             f"the rendezvous' host {endpoint.name} does not resolve: {endpoint.problem}",
             fix="Correct the name, give its address instead, or put it into /etc/hosts.",
             paste=f"getent hosts {shlex.quote(endpoint.name)}",
@@ -70,9 +140,7 @@ def _findings(
         )
     slow = [each for each in asked if each.seconds > SLOW and (each.addresses or each != endpoint)]
     if slow:
-        yield Finding(
-            "DDP008",
-            Severity.WARNING,
+        yield warning(
             "name lookups are slow: "
             + ", ".join(f"{each.name} takes {each.seconds:.1f} s" for each in slow),
             evidence=tuple(f"{each.name}: {each.problem}" for each in slow if each.problem),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, judged, skipped
+from ddpdoctor.core.finding import Finding
+from ddpdoctor.preflight.check import Outcome, check, judged, skipped, warning
 from ddpdoctor.preflight.situation import Situation
 
 NEARLY = 0.9
@@ -60,9 +60,7 @@ def _findings(situation: Situation, entries: int, most: int) -> Iterator[Finding
     if most <= 0 or coming < NEARLY * most:
         return
     wanted = 1 << max(12, (4 * coming).bit_length())
-    yield Finding(
-        "DDP013",
-        Severity.WARNING,
+    yield warning(
         f"the kernel's neighbour table holds {entries} of {most} entries"
         + (f", and the job has {nodes} nodes" if nodes > 1 else ""),
         fix="Raise its thresholds, on every node.",

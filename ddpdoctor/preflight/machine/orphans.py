@@ -9,8 +9,8 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, judged, skipped
+from ddpdoctor.core.finding import Finding
+from ddpdoctor.preflight.check import Outcome, check, judged, skipped, warning
 from ddpdoctor.preflight.situation import Situation, gpu_facts
 from ddpdoctor.preflight.sizes import shown
 from ddpdoctor.system.listeners import listening, sockets
@@ -179,9 +179,7 @@ def _findings(found: list[Orphan]) -> Iterator[Finding]:
     if gpu_memory:
         holds.append(f"{shown(gpu_memory)} of GPU memory")
     many = len(found) > 1
-    yield Finding(
-        "DDP009",
-        Severity.WARNING,
+    yield warning(
         f"{len(found)} process{'es' if many else ''} of an earlier job "
         f"{'are' if many else 'is'} still alive without a launcher, with {' and '.join(holds)}",
         evidence=tuple(describe(orphan) for orphan in found[:8]),

@@ -7,13 +7,13 @@ import os
 import socket
 import struct
 
-from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, judged, passed, skipped
+from ddpdoctor.core.finding import Finding
+from ddpdoctor.preflight.check import Outcome, check, failure, judged, passed, skipped
 from ddpdoctor.preflight.command_lines import corrected_line
-from ddpdoctor.preflight.machine import torch_files
+from ddpdoctor.preflight.machine import versions
 from ddpdoctor.preflight.machine.interfaces import interfaces, owner
-from ddpdoctor.preflight.machine.names import ALL, endpoint_name
-from ddpdoctor.preflight.protocol.place import seat
+from ddpdoctor.preflight.machine.lookups import ALL, endpoint_name
+from ddpdoctor.preflight.place import seat
 from ddpdoctor.preflight.situation import DEFAULT_PORT, Situation
 from ddpdoctor.system.listeners import listening, sockets
 from ddpdoctor.system.process_table import Listed, listed
@@ -56,7 +56,7 @@ def port(situation: Situation) -> Outcome:
     if options.nnodes > 1 and not _is_first(situation):
         return skipped("node 0 listens, not this one")
     number = endpoint[1] if endpoint else DEFAULT_PORT
-    if endpoint is None and options.nnodes == 1 and torch_files.torchrun_picks_a_port():
+    if endpoint is None and options.nnodes == 1 and versions.torchrun_picks_a_port():
         return passed("torchrun takes a free one by itself")
     # Of several nodes the check itself listens there meanwhile: then only others are looked for.
     problem = _refused(number) if options.nnodes == 1 else 0
@@ -103,9 +103,7 @@ def _taken(situation: Situation, number: int, holders: list[Listed]) -> Finding:
     evidence = [f"it is held by {owner}"]
     if store:
         evidence.append("it answers in the protocol of torch's TCPStore")
-    return Finding(
-        "DDP002",
-        Severity.ERROR,
+    return failure(
         f"port {number}, on which rank 0 will listen, is taken",
         evidence=tuple(evidence),
         fix=f"Choose another port, the same on every node ({free} is free here), or end the "
@@ -121,9 +119,7 @@ def _with_port(situation: Situation, number: int) -> str:
 
 
 def _reserved(situation: Situation, number: int) -> Finding:
-    return Finding(
-        "DDP002",
-        Severity.ERROR,
+    return failure(
         f"this user may not listen on port {number}",
         evidence=("ports below 1024 are the superuser's",),
         fix="Choose a port from 1024 on.",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, judged
+from ddpdoctor.preflight.check import Outcome, check, finding, judged
 from ddpdoctor.preflight.situation import Situation, visible_gpus
 
 OFF = frozenset({"", "0", "false", "off", "no"})
@@ -138,8 +138,7 @@ def _findings(sources: Mapping[str, Mapping[str, str]], machine: _Machine) -> It
             if value is None or not each.hurts(value, machine):
                 continue
             inside = source == "the environment"
-            yield Finding(
-                "DDP007",
+            yield finding(
                 each.severity,
                 f"{each.name}={value} is set: {each.effect}",
                 evidence=() if inside else (f"it stands in {source}",),

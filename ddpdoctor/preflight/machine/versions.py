@@ -1,19 +1,77 @@
-"""Whether torch, CUDA, NCCL and the driver fit each other."""
+"""What is installed, read from files without importing it, and whether it fits together."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
-from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, judged
-from ddpdoctor.preflight.machine import torch_files
+from ddpdoctor.core.finding import Finding
+from ddpdoctor.preflight.check import Outcome, check, failure, judged, warning
 from ddpdoctor.preflight.situation import Situation, gpu_facts, visible_gpus
+
+
+@dataclass(frozen=True)
+class Torch:
+    """The installed torch.
+
+    Attributes:
+        folder: Where it lies.
+        version: Such as ``2.13.0+cpu``.
+        cuda: The CUDA it was built for, such as ``12.8``; empty for one without.
+        hip: The same of ROCm.
+    """
+
+    folder: Path
+    version: str
+    cuda: str = ""
+    hip: str = ""
+
+
+@cache
+def installed_torch() -> Torch | None:
+    """The torch that a job in this interpreter would import; None if there is none."""
+    try:
+        spec = importlib.util.find_spec("torch")
+    except (ImportError, ValueError):
+        return None
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        with contextlib.suppress(OSError):
+            text = (Path(folder) / "version.py").read_text()
+            return Torch(Path(folder), **{name: _value(text, name) for name in _NAMES.values()})
+    return None
+
+
+_NAMES = {"__version__": "version", "cuda": "cuda", "hip": "hip"}
+
+
+def _value(text: str, name: str) -> str:
+    """The string that ``version.py`` assigns to a name; empty for None."""
+    written = next(key for key, value in _NAMES.items() if value == name)
+    match = re.search(rf"^{written}\s*(?::[^=]*)?=\s*['\"]([^'\"]*)['\"]", text, re.MULTILINE)
+    return match[1] if match else ""
+
+
+@cache
+def torchrun_picks_a_port() -> bool:
+    """Whether torchrun takes a free port on one machine when none is given, not 29500.
+
+    Since torch 2.13 it then turns its static rendezvous into one at ``localhost:0``.
+    """
+    found = installed_torch()
+    if found is None:
+        return False
+    with contextlib.suppress(OSError):
+        text = (found.folder / "distributed" / "run.py").read_text()
+        return bool(re.search(r"args\.master_port is None\s*\)?\s*:", text))
+    return False
 
 
 @dataclass(frozen=True)
@@ -32,7 +90,7 @@ class Versions:
 
 def versions(situation: Situation) -> Versions:
     """What is installed here, read from files and from the driver; torch is not imported."""
-    torch = torch_files.torch()
+    torch = installed_torch()
     facts = situation.shared(gpu_facts)
     return Versions(
         python=platform.python_version(),
@@ -114,18 +172,14 @@ def version_fit(situation: Situation) -> Outcome:
 def judge(found: Versions, gpus: int) -> Iterator[Finding]:
     """What does not fit, where a job would see so many GPUs."""
     if not found.torch:
-        yield Finding(
-            "DDP014",
-            Severity.ERROR,
+        yield failure(
             "torch is not installed in this Python",
             fix="Install it, or run ddpdoctor in the environment of the job.",
             paste="pip install torch",
             about="torch",
         )
     elif gpus and not found.cuda and not found.hip:
-        yield Finding(
-            "DDP014",
-            Severity.WARNING,
+        yield warning(
             f"torch {found.torch} is built without CUDA, and {gpus} GPUs stay unused",
             fix="Install the build of torch for this driver.",
             paste="pip install --force-reinstall torch",
@@ -134,9 +188,7 @@ def judge(found: Versions, gpus: int) -> Iterator[Finding]:
     elif gpus and found.cuda and found.cuda_of_driver:
         wanted, has = _major(found.cuda), _major(found.cuda_of_driver)
         if wanted > has > 0:
-            yield Finding(
-                "DDP014",
-                Severity.ERROR,
+            yield failure(
                 f"torch {found.torch} is built for CUDA {found.cuda}, and driver {found.driver} "
                 f"runs CUDA {found.cuda_of_driver} at most",
                 fix=f"Install a torch for CUDA {has}, or a newer driver.",
@@ -144,9 +196,7 @@ def judge(found: Versions, gpus: int) -> Iterator[Finding]:
                 about="driver",
             )
     if found.pynvml and _major(found.pynvml) < 12:
-        yield Finding(
-            "DDP014",
-            Severity.WARNING,
+        yield warning(
             f"the deprecated package pynvml {found.pynvml} overwrites files of nvidia-ml-py",
             fix="Remove it, and reinstall nvidia-ml-py.",
             paste="pip uninstall -y pynvml && pip install --force-reinstall nvidia-ml-py",

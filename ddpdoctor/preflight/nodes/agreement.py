@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, judged
+from ddpdoctor.core.finding import Finding
+from ddpdoctor.preflight.check import Outcome, failure, judged, warning
 from ddpdoctor.preflight.command_lines import check_line
-from ddpdoctor.preflight.nodes.judging import LIMIT, judge, of_all
+from ddpdoctor.preflight.nodes.judging import across_nodes, of_all
 from ddpdoctor.preflight.protocol.meet import Meeting
-from ddpdoctor.preflight.situation import Situation
-
-CODE = "DDP051"
 
 
-@check("same-job", CODE, scope="nodes", limit=LIMIT)
-def agreement(situation: Situation) -> Outcome:
+@across_nodes("same-job", "DDP051")
+def agreement(meeting: Meeting) -> Outcome:
     """The nodes were told different things of the job.
 
     What it finds
@@ -41,10 +38,6 @@ def agreement(situation: Situation) -> Outcome:
     Since
         0.1.0
     """
-    return judge(situation, _judge)
-
-
-def _judge(meeting: Meeting) -> Outcome:
     ranks = sum(node.facts.nproc for node in meeting.nodes)
     return judged(f"{of_all(meeting)}, {ranks} ranks", _findings(meeting))
 
@@ -59,9 +52,7 @@ def _findings(meeting: Meeting) -> Iterator[Finding]:
             # Whoever came first: every node says the same, every time.
             indices.sort(key=lambda index: meeting.nodes[index].facts.host)
             hosts = [meeting.nodes[index].facts.host for index in indices]
-            yield Finding(
-                CODE,
-                Severity.ERROR,
+            yield failure(
                 f"{len(indices)} nodes have --node-rank {rank}: {', '.join(hosts[:8])}",
                 evidence=tuple(
                     f"{meeting.nodes[index].facts.host} is at {meeting.nodes[index].address}"
@@ -73,9 +64,7 @@ def _findings(meeting: Meeting) -> Iterator[Finding]:
             )
     if by_rank and any(node.facts.rank is None for node in meeting.nodes):
         without = [i for i, node in enumerate(meeting.nodes) if node.facts.rank is None]
-        yield Finding(
-            CODE,
-            Severity.ERROR,
+        yield failure(
             f"{meeting.hosts(without)} came without --node-rank, the others with one",
             fix="Give --node-rank on every node, or (with --rdzv-backend c10d) on none. On "
             f"{meeting.nodes[without[0]].facts.host}:",
@@ -84,9 +73,7 @@ def _findings(meeting: Meeting) -> Iterator[Finding]:
         )
     told = {node.facts.nnodes for node in meeting.nodes}
     if len(told) > 1:
-        yield Finding(
-            CODE,
-            Severity.ERROR,
+        yield failure(
             f"the nodes do not agree on --nnodes: {', '.join(map(str, sorted(told)))}",
             evidence=_each(meeting, [node.facts.nnodes for node in meeting.nodes], "--nnodes"),
             fix="Give --nnodes the same value on every node. For those that are here:",
@@ -100,9 +87,7 @@ def _findings(meeting: Meeting) -> Iterator[Finding]:
         listed = [node.facts.nproc for node in meeting.nodes]
         usual = max(listed, key=listed.count)
         odd = next(index for index, count in enumerate(listed) if count != usual)
-        yield Finding(
-            CODE,
-            Severity.WARNING,
+        yield warning(
             f"the nodes have different numbers of ranks: {', '.join(map(str, sorted(counts)))}",
             evidence=_each(meeting, listed, "--nproc-per-node"),
             fix="Give --nproc-per-node the same value on every node, unless it is meant so. On "

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, could_not_run, judged
-from ddpdoctor.preflight.command_lines import check_line
-from ddpdoctor.preflight.meeting_point import meeting_point
-from ddpdoctor.preflight.nodes.firewall import open_port
+from ddpdoctor.preflight.check import (
+    Outcome,
+    Status,
+    check,
+    could_not_run,
+    failure,
+    finding,
+    judged,
+)
+from ddpdoctor.preflight.command_lines import check_line, meeting_point, open_port, run_line, words
 from ddpdoctor.preflight.nodes.judging import LIMIT, counted
-from ddpdoctor.preflight.nodes.unreached import CLOSED, CODE, own_problem
+from ddpdoctor.preflight.nodes.unreached import CLOSED, own_problem
 from ddpdoctor.preflight.protocol.addresses import is_local, own_host
 from ddpdoctor.preflight.protocol.meet import LOCAL_LIMIT, Meeting, meeting_of
 from ddpdoctor.preflight.situation import Situation
 
 
-@check("nodes", CODE, scope="nodes", limit=LIMIT)
+@check("nodes", "DDP050", scope="nodes", limit=LIMIT)
 def attendance(situation: Situation) -> Outcome:
     """A node does not come to the rendezvous endpoint, or cannot reach it.
 
@@ -85,9 +91,7 @@ def _absent(meeting: Meeting, seconds: float, situation: Situation) -> Iterator[
         return
     if is_local(meeting.seat.host):
         fix, paste = meeting_point(meeting.seat, situation)
-        yield Finding(
-            CODE,
-            Severity.ERROR,
+        yield failure(
             f"{absence}: on every node, {meeting.seat.endpoint} is that node itself",
             evidence=(here, f"nodes that share this machine have {LOCAL_LIMIT:.0f} s to come"),
             fix=fix,
@@ -106,8 +110,7 @@ def _absent(meeting: Meeting, seconds: float, situation: Situation) -> Iterator[
     else:
         fix = "Start the same command there. If it runs there already, it says itself why it does "
         fix += f"not reach {meeting.seat.endpoint}. On that node:"
-    yield Finding(
-        CODE,
+    yield finding(
         severity,
         absence,
         evidence=(here,),
@@ -127,9 +130,7 @@ def _elsewhere(meeting: Meeting, situation: Situation, absence: str) -> Finding:
     host = meeting.seat.host
     addresses = [address for address in meeting.foreign if address != host]
     at = f"{host} ({', '.join(addresses)})" if addresses else host
-    return Finding(
-        CODE,
-        Severity.ERROR,
+    return failure(
         f"the other nodes look for node rank 0 at {at}, which is no address of this machine",
         evidence=(absence,),
         fix=f"Start node rank 0 on {host}, or name this machine in --rdzv-endpoint, on every node. "
@@ -153,9 +154,7 @@ def _others(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
     absent = _absent_ranks(meeting)
     rank = absent[0] if absent and len(absent) == 1 else None
     for stranger in meeting.blob["strangers"]:
-        yield Finding(
-            CODE,
-            Severity.ERROR,
+        yield failure(
             f"{stranger['host']} ({stranger['address']}) came with another rendezvous id",
             fix="Give --rdzv-id the same value on every node, or leave it out on all of them. "
             + (f"On {stranger['host']}:" if rank is not None else "As on this node:"),
@@ -167,9 +166,7 @@ def _others(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
         if extra["host"] in lost:
             # It went away, as is told below, and was started again too soon.
             continue
-        yield Finding(
-            CODE,
-            Severity.ERROR,
+        yield failure(
             f"{extra['host']} ({extra['address']}) came as well, when all "
             f"{counted(meeting.expected, 'node')} were here",
             fix="Leave that one out, or raise --nnodes on every node. Here:",
@@ -178,9 +175,7 @@ def _others(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
         )
     for index, node in enumerate(meeting.nodes):
         if node.lost:
-            yield Finding(
-                CODE,
-                Severity.ERROR,
+            yield failure(
                 f"{meeting.name(index)} went away during {node.lost}",
                 fix="Look what its own check says, and whether it was interrupted. Then start all "
                 "again; here:",
@@ -196,9 +191,7 @@ def _blocked(meeting: Meeting) -> Iterator[Finding]:
         alike = [each for each in blocked if each["kind"] == kind]
         who = ", ".join(_caller(each) for each in alike[:8])
         who += f" and {len(alike) - 8} more" if len(alike) > 8 else ""
-        yield Finding(
-            CODE,
-            Severity.ERROR,
+        yield failure(
             f"{who} cannot connect to port {port} of node 0: {CLOSED.get(kind, 'it is closed')}",
             evidence=("the check runs there, and reaches node 0 at another port",),
             fix=f"Open TCP port {port} in the firewall of node 0, or of the network (a security "
@@ -212,3 +205,19 @@ def _caller(told: dict[str, Any]) -> str:
     """A node that was not admitted, for a person."""
     rank = "" if told["rank"] is None else f"node {told['rank']}, "
     return f"{told['host']} ({rank}{told['address']})"
+
+
+def next_line(situation: Situation, outcomes: Sequence[Outcome]) -> str:
+    """The `ddpdoctor run` line for this node; empty after a failure, or without other nodes."""
+    if any(outcome.status in (Status.FAIL, Status.COULD_NOT_RUN) for outcome in outcomes):
+        return ""
+    if not any(outcome.check == "nodes" for outcome in outcomes):
+        return ""
+    meeting = meeting_of(situation)
+    seat = meeting.seat
+    if meeting.problem is not None or len(meeting.nodes) != seat.nnodes:
+        return ""
+    line = words(seat, situation.nproc)
+    if seat.rank is None:
+        line += ["--rdzv-backend", "c10d"]
+    return run_line(situation, *line)

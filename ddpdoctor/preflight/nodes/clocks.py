@@ -6,18 +6,16 @@ import statistics
 from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, judged
-from ddpdoctor.preflight.nodes.judging import LIMIT, judge, of_all
+from ddpdoctor.preflight.check import Outcome, finding, judged
+from ddpdoctor.preflight.nodes.judging import across_nodes, of_all
 from ddpdoctor.preflight.protocol.meet import Meeting
-from ddpdoctor.preflight.situation import Situation
 
-CODE = "DDP052"
 WARN_S = 1.0
 FAIL_S = 10.0
 
 
-@check("clocks", CODE, scope="nodes", limit=LIMIT)
-def clocks(situation: Situation) -> Outcome:
+@across_nodes("clocks", "DDP052")
+def clocks(meeting: Meeting) -> Outcome:
     """The clocks of the nodes differ.
 
     What it finds
@@ -43,10 +41,6 @@ def clocks(situation: Situation) -> Outcome:
     Since
         0.1.0
     """
-    return judge(situation, _judge)
-
-
-def _judge(meeting: Meeting) -> Outcome:
     # How far a node's clock is ahead of the coordinator's.
     ahead = [-node.offset for node in meeting.nodes]
     spread = max(ahead) - min(ahead)
@@ -63,8 +57,7 @@ def _findings(meeting: Meeting, ahead: list[float]) -> Iterator[Finding]:
         first, second = (0, 1) if ahead[0] > ahead[1] else (1, 0)
         severity = _severity(apart - unsure)
         if severity is not None:
-            yield Finding(
-                CODE,
+            yield finding(
                 severity,
                 f"the clock of {meeting.name(second)} is {apart:.1f} s behind that of "
                 f"{meeting.name(first)}",
@@ -80,8 +73,7 @@ def _findings(meeting: Meeting, ahead: list[float]) -> Iterator[Finding]:
         severity = _severity(abs(away) - node.uncertainty)
         if severity is not None:
             side = "ahead of" if away > 0 else "behind"
-            yield Finding(
-                CODE,
+            yield finding(
                 severity,
                 f"the clock of {meeting.name(index)} is {abs(away):.1f} s {side} the others",
                 fix=fix,

@@ -5,19 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, judged
-from ddpdoctor.preflight.nodes.judging import (
-    LIMIT,
-    bad_ways,
-    interface_name,
-    judge,
-    reached_at,
-)
+from ddpdoctor.preflight.check import Outcome, finding, judged
+from ddpdoctor.preflight.nodes.judging import across_nodes, bad_ways, interface_name, reached_at
 from ddpdoctor.preflight.protocol.addresses import gloo_dials, is_loopback
 from ddpdoctor.preflight.protocol.meet import Meeting
-from ddpdoctor.preflight.situation import Situation
-
-CODE = "DDP055"
 
 LUCK = (
     "it works while no other node's gloo has a higher address, since the higher one dials: with a "
@@ -25,8 +16,8 @@ LUCK = (
 )
 
 
-@check("gloo-addresses", CODE, scope="nodes", limit=LIMIT)
-def gloo_addresses(situation: Situation) -> Outcome:
+@across_nodes("gloo-addresses", "DDP055")
+def gloo_addresses(meeting: Meeting) -> Outcome:
     """The address that gloo gives to the other nodes leads them nowhere.
 
     What it finds
@@ -58,10 +49,6 @@ def gloo_addresses(situation: Situation) -> Outcome:
     Since
         0.1.0
     """
-    return judge(situation, _judge)
-
-
-def _judge(meeting: Meeting) -> Outcome:
     findings = list(_findings(meeting))
     guilty = {finding.about for finding in findings}
     good = len(meeting.nodes) - len(guilty)
@@ -119,8 +106,7 @@ def _finding(
     interface = interface_name(meeting, index)
     reached = reached_at(meeting, index)
     told = f"the others do reach it at {reached}"
-    return Finding(
-        CODE,
+    return finding(
         severity,
         message,
         evidence=(*evidence, f"{told} ({interface})" if interface else told),

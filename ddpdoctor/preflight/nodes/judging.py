@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Literal
 
-from ddpdoctor.preflight.check import Outcome, Status, could_not_run, skipped
+from ddpdoctor.preflight.check import Outcome, Run, Status, check, could_not_run, skipped
 from ddpdoctor.preflight.protocol.facts import Facts
 from ddpdoctor.preflight.protocol.meet import Meeting, meeting_of
 from ddpdoctor.preflight.situation import ATTENDANCE, Situation
@@ -15,8 +16,21 @@ LIMIT = 3600.0
 """Seconds: the meeting has limits of its own, and ``--timeout`` above them."""
 
 
-def judge(situation: Situation, of: Callable[[Meeting], Outcome]) -> Outcome:
-    """The outcome of a check that needs another node to be there."""
+def across_nodes(name: str, code: str) -> Callable[[Callable[[Meeting], Outcome]], Run]:
+    """Register a check that judges the meeting of all nodes, and needs another node to be there."""
+
+    def register(of: Callable[[Meeting], Outcome]) -> Run:
+        @check(name, code, scope="nodes", limit=LIMIT)
+        @wraps(of)
+        def run(situation: Situation) -> Outcome:
+            return _judged(situation, of)
+
+        return run
+
+    return register
+
+
+def _judged(situation: Situation, of: Callable[[Meeting], Outcome]) -> Outcome:
     meeting = meeting_of(situation)
     told = situation.chosen is None or ATTENDANCE in situation.chosen
     # Whoever left that check out would take a test of nothing for a good one.

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, judged, skipped
-from ddpdoctor.preflight.nodes.judging import LIMIT, Way, blame, counted, interface_name, judge
+from ddpdoctor.core.finding import Finding
+from ddpdoctor.preflight.check import Outcome, judged, skipped, warning
+from ddpdoctor.preflight.nodes.judging import Way, across_nodes, blame, counted, interface_name
 from ddpdoctor.preflight.protocol.meet import Meeting
-from ddpdoctor.preflight.situation import Situation
 
-CODE = "DDP056"
 MOST_FINDINGS = 6
 
 
-@check("link-speed", CODE, scope="nodes", limit=LIMIT)
-def link_speed(situation: Situation) -> Outcome:
+@across_nodes("link-speed", "DDP056")
+def link_speed(meeting: Meeting) -> Outcome:
     """A link between nodes is much slower than the others.
 
     What it finds
@@ -41,10 +39,6 @@ def link_speed(situation: Situation) -> Outcome:
     Since
         0.1.0
     """
-    return judge(situation, _judge)
-
-
-def _judge(meeting: Meeting) -> Outcome:
     speed = meeting.blob["speed"]
     if not speed["measured"]:
         return skipped("no link could be measured")
@@ -72,9 +66,7 @@ def _findings(meeting: Meeting) -> Iterator[Finding]:
             "between": f"the link between {meeting.name(source)} and {meeting.name(target)}",
             "way": f"the link from {meeting.name(source)} to {meeting.name(target)}",
         }[each.kind]
-        yield Finding(
-            CODE,
-            Severity.WARNING,
+        yield warning(
             f"{between} is slow: {shown(bandwidth)}, round trip {1e3 * rtt:.2f} ms",
             evidence=(
                 f"the median link has {shown(speed['bandwidth'])} and {1e3 * speed['rtt']:.2f} ms",

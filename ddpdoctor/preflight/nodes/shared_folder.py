@@ -7,17 +7,14 @@ import os
 import shlex
 from collections.abc import Iterator
 
-from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, judged, skipped
-from ddpdoctor.preflight.nodes.judging import LIMIT, judge
+from ddpdoctor.core.finding import Finding
+from ddpdoctor.preflight.check import Outcome, failure, judged, note, skipped, warning
+from ddpdoctor.preflight.nodes.judging import across_nodes
 from ddpdoctor.preflight.protocol.meet import Meeting
-from ddpdoctor.preflight.situation import Situation
-
-CODE = "DDP059"
 
 
-@check("shared-folder", CODE, scope="nodes", limit=LIMIT)
-def shared_folder(situation: Situation) -> Outcome:
+@across_nodes("shared-folder", "DDP059")
+def shared_folder(meeting: Meeting) -> Outcome:
     """The checkpoint folder is not the same folder on all nodes.
 
     What it finds
@@ -44,10 +41,6 @@ def shared_folder(situation: Situation) -> Outcome:
     Since
         0.1.0
     """
-    return judge(situation, _judge)
-
-
-def _judge(meeting: Meeting) -> Outcome:
     told = meeting.blob["folder"]
     asked = told["asked"]
     if not asked:
@@ -58,9 +51,7 @@ def _judge(meeting: Meeting) -> Outcome:
         return judged(
             f"{folder} cannot be written on {meeting.name(told['writer'])}",
             [
-                Finding(
-                    CODE,
-                    Severity.ERROR,
+                failure(
                     f"{folder} cannot be written on {meeting.name(told['writer'])}: "
                     f"{told['error']}",
                     fix="Make the folder, or let this user write there.",
@@ -82,9 +73,7 @@ def _findings(meeting: Meeting, folder: str) -> Iterator[Finding]:
     asked, writer = told["asked"], told["writer"]
     blind = [index for index in asked if index != writer and index not in told["seen"]]
     if blind:
-        yield Finding(
-            CODE,
-            Severity.WARNING,
+        yield warning(
             f"{folder} is another folder on {meeting.hosts(blind)} than on {meeting.name(writer)}",
             evidence=(f"a file that {meeting.nodes[writer].facts.host} wrote there was not seen",),
             fix="Mount the same file system there on every node, or copy checkpoints before a "
@@ -95,9 +84,7 @@ def _findings(meeting: Meeting, folder: str) -> Iterator[Finding]:
     else:
         listings = {listing for index, listing in told["listings"] if listing}
         if len(listings) > 1:
-            yield Finding(
-                CODE,
-                Severity.WARNING,
+            yield warning(
                 f"the nodes see the same {folder}, but not the same files in it",
                 fix="Something writes there now, or a node's view is old: wait, and check again. "
                 "On each:",
@@ -106,9 +93,7 @@ def _findings(meeting: Meeting, folder: str) -> Iterator[Finding]:
             )
     unasked = [index for index in range(len(meeting.nodes)) if index not in asked]
     if unasked:
-        yield Finding(
-            CODE,
-            Severity.INFO,
+        yield note(
             f"{meeting.hosts(unasked)} came without --checkpoint-dir, and did not look",
             about="unasked",
         )

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import shlex
 
-from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.command_lines import NO_ID, check_line
-from ddpdoctor.preflight.meeting_point import meeting_point
-from ddpdoctor.preflight.nodes.firewall import open_port
+from ddpdoctor.core.finding import Finding
+from ddpdoctor.preflight.check import failure
+from ddpdoctor.preflight.command_lines import NO_ID, check_line, meeting_point, open_port
 from ddpdoctor.preflight.protocol.addresses import is_local
 from ddpdoctor.preflight.protocol.caller import Problem
 from ddpdoctor.preflight.protocol.meet import Meeting
 from ddpdoctor.preflight.situation import Situation
-
-CODE = "DDP050"
 
 CLOSED = {
     "dropped": "the packets are silently dropped",
@@ -179,12 +176,6 @@ def _at(meeting: Meeting, problem: Problem) -> str:
 
 
 def _finding(message: str, fix: str, paste: str, *evidence: str) -> Finding:
-    return Finding(
-        CODE,
-        Severity.ERROR,
-        message,
-        evidence=tuple(filter(None, evidence)),
-        fix=fix,
-        paste=paste,
-        about="own",
+    return failure(
+        message, evidence=tuple(filter(None, evidence)), fix=fix, paste=paste, about="own"
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ddpdoctor.preflight.machine.interfaces import Interface, best, gloo_choice, interfaces, owner
-from ddpdoctor.preflight.machine.names import own_name
+from ddpdoctor.preflight.machine.lookups import own_name
 from ddpdoctor.preflight.situation import Situation
 
 LOCAL_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "0.0.0.0", "::")

@@ -8,7 +8,7 @@ import os
 import socket
 import struct
 
-from ddpdoctor.preflight.protocol.patience import Patience
+from ddpdoctor.preflight.protocol.connecting import Patience
 
 TRIES = 2
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
+import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from ddpdoctor import __version__
 from ddpdoctor.preflight.machine.interfaces import interfaces
 from ddpdoctor.preflight.machine.link_capacity import Capacity, inside, outside
-from ddpdoctor.preflight.machine.names import endpoint_name
-from ddpdoctor.preflight.machine.nccl_obstacle import why_no_nccl
+from ddpdoctor.preflight.machine.lookups import endpoint_name
+from ddpdoctor.preflight.machine.nccl import why_no_nccl
 from ddpdoctor.preflight.machine.versions import versions
+from ddpdoctor.preflight.place import Seat
 from ddpdoctor.preflight.protocol.addresses import advertised, is_loopback
-from ddpdoctor.preflight.protocol.code import code
-from ddpdoctor.preflight.protocol.place import Seat
 from ddpdoctor.preflight.situation import Situation, visible_gpus
 
 NO_LINK = ("no GPU", 0.0)
@@ -174,3 +177,60 @@ def _machine(situation: Situation) -> str:
     except OSError:
         return situation.hostname
     return f"{boot}/{network.st_dev}/{network.st_ino}"
+
+
+GIT_LIMIT = 5.0
+"""Seconds for git; a large repository on a slow file system is then left out."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """What the script is made of; empty where it is not known.
+
+    Attributes:
+        script: The script's name.
+        script_hash: Of its bytes.
+        commit: The checked-out commit of its repository.
+        changes: A hash of what was changed in tracked files since; empty when nothing was.
+    """
+
+    script: str = ""
+    script_hash: str = ""
+    commit: str = ""
+    changes: str = ""
+
+
+def code(situation: Situation) -> Code:
+    """The code of the script that was named; without one nothing is known."""
+    options = situation.options
+    if not options.script or options.module:
+        return Code()
+    script = Path(options.script[0])
+    try:
+        script_hash = _hash(script.read_bytes())
+    except OSError:
+        return Code(script=str(script))
+    folder = script.resolve().parent
+    commit = _git(folder, "rev-parse", "HEAD").decode().strip()
+    changed = _git(folder, "diff", "HEAD", "--no-ext-diff", "--no-textconv") if commit else b""
+    return Code(str(script), script_hash, commit, _hash(changed) if changed else "")
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _git(folder: Path, *words: str) -> bytes:
+    git = shutil.which("git")
+    if git is None:
+        return b""
+    try:
+        done = subprocess.run(
+            [git, "-C", str(folder), *words],
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            timeout=GIT_LIMIT,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return b""
+    return done.stdout if done.returncode == 0 else b""

@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ddpdoctor.preflight.machine.names import lookup
+from ddpdoctor.preflight.machine.lookups import lookup
 from ddpdoctor.preflight.protocol.caller import FINAL, Call, CallError, Kind, Problem, call_once
 from ddpdoctor.preflight.protocol.connecting import ConnectError, connect
 from ddpdoctor.preflight.protocol.echo import echoes

@@ -17,7 +17,8 @@ from typing import Any
 
 from ddpdoctor.preflight.machine import container
 from ddpdoctor.preflight.machine.interfaces import interfaces
-from ddpdoctor.preflight.machine.names import lookup
+from ddpdoctor.preflight.machine.lookups import lookup
+from ddpdoctor.preflight.place import Seat, seat
 from ddpdoctor.preflight.protocol import caller, coordinator, wire
 from ddpdoctor.preflight.protocol.addresses import is_local, mine
 from ddpdoctor.preflight.protocol.caller import Call, CallError, Kind, Problem
@@ -26,7 +27,6 @@ from ddpdoctor.preflight.protocol.facts import Facts, gather, unpack
 from ddpdoctor.preflight.protocol.joining import SETTLED_AFTER, SPEAK_AFTER, Goal, call_any, join
 from ddpdoctor.preflight.protocol.pairs import Listener
 from ddpdoctor.preflight.protocol.phases import Lead
-from ddpdoctor.preflight.protocol.place import Seat, seat
 from ddpdoctor.preflight.protocol.ranks import Ranks
 from ddpdoctor.preflight.protocol.wire import WireError
 from ddpdoctor.preflight.protocol.worker import Attendance

@@ -18,8 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ddpdoctor.preflight.protocol import speeds
-from ddpdoctor.preflight.protocol.connecting import ARP_S, CONNECT_LIMIT
-from ddpdoctor.preflight.protocol.patience import Patience
+from ddpdoctor.preflight.protocol.connecting import ARP_S, CONNECT_LIMIT, Patience
 
 BLOCK = 64 * 1024
 """Bytes sent each way: enough for packets of the largest size."""

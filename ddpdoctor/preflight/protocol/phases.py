@@ -6,12 +6,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from ddpdoctor.preflight.place import Seat
 from ddpdoctor.preflight.protocol import speeds
 from ddpdoctor.preflight.protocol.addresses import gloo_dials, is_loopback
 from ddpdoctor.preflight.protocol.connecting import CONNECT_LIMIT
 from ddpdoctor.preflight.protocol.coordinator import Coordinator, Member, packed_token
 from ddpdoctor.preflight.protocol.pairs import STALL_LIMIT, STALLS
-from ddpdoctor.preflight.protocol.place import Seat
 from ddpdoctor.preflight.protocol.reduction import AGAIN
 
 SMALL_SEGMENTS = (536, 1160, 1240, 1360, 1410)

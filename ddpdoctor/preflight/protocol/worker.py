@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
+import os
 import time
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
-from ddpdoctor.preflight.protocol import folder, pairs
+from ddpdoctor.preflight.place import Seat
+from ddpdoctor.preflight.protocol import pairs
 from ddpdoctor.preflight.protocol.caller import Call, refused
 from ddpdoctor.preflight.protocol.coordinator import unpacked_token
 from ddpdoctor.preflight.protocol.facts import Facts
 from ddpdoctor.preflight.protocol.pairs import Listener, Target
-from ddpdoctor.preflight.protocol.place import Seat
 from ddpdoctor.preflight.protocol.ranks import Ranks
 from ddpdoctor.preflight.protocol.wire import WireError
 
@@ -117,11 +120,11 @@ class Attendance:
     def _folder(self, message: Mapping[str, Any]) -> dict[str, Any]:
         path, token = Path(self.facts.folder), message["token"]
         if message["action"] == "write":
-            return {"error": folder.write(path, token)}
+            return {"error": write(path, token)}
         if message["action"] == "remove":
-            folder.remove(path, token)
+            remove(path, token)
             return {}
-        return {"seen": folder.seen(path, token), "listing": folder.listing(path)}
+        return {"seen": seen(path, token), "listing": listing(path)}
 
     async def _reduce(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         orders = [
@@ -141,3 +144,56 @@ class Attendance:
         ]
         # A rank that waits in vain ends at its own limits and says so; this one is for hung ones.
         return await self.ranks.reduce(orders, message["patience"])
+
+
+PREFIX = ".ddpdoctor-check-"
+
+SEEN_WITHIN = 4.0
+"""Seconds. NFS clients may answer from their memory for some (``acdirmin`` is 30, but a lookup of a
+name that was never asked for goes to the server)."""
+
+SAMPLE = 200
+
+
+def write(folder: Path, token: str) -> str:
+    """Write the file that the others look for; what went wrong, or empty."""
+    try:
+        (folder / f"{PREFIX}{token}").write_text(token)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def seen(folder: Path, token: str) -> bool:
+    """Whether the file is here, with the right words in it."""
+    until = time.monotonic() + SEEN_WITHIN
+    while True:
+        with contextlib.suppress(OSError):
+            # Listing the folder makes an NFS client ask the server anew.
+            os.listdir(folder)
+            if (folder / f"{PREFIX}{token}").read_text() == token:
+                return True
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.1)
+
+
+def listing(folder: Path) -> str:
+    """A hash of names and sizes of a sample of the folder's files; empty if it cannot be read."""
+    try:
+        names = sorted(name for name in os.listdir(folder) if not name.startswith(PREFIX))
+    except OSError:
+        return ""
+    step = max(1, len(names) // SAMPLE)
+    digest = hashlib.sha256(str(len(names)).encode())
+    for name in names[::step]:
+        digest.update(name.encode(errors="surrogateescape"))
+        with contextlib.suppress(OSError):
+            digest.update(str((folder / name).stat().st_size).encode())
+    return digest.hexdigest()[:16]
+
+
+def remove(folder: Path, token: str) -> None:
+    """Take the file away again."""
+    with contextlib.suppress(OSError):
+        (folder / f"{PREFIX}{token}").unlink()

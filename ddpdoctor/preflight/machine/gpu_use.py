@@ -1,15 +1,29 @@
-"""Whether there is a GPU for each rank of this node."""
+"""Whether there is a GPU for each rank of this node, and nobody else holds its memory."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, judged, skipped
+from ddpdoctor.preflight.check import (
+    Outcome,
+    check,
+    failure,
+    finding,
+    judged,
+    note,
+    skipped,
+    warning,
+)
 from ddpdoctor.preflight.command_lines import corrected_line
 from ddpdoctor.preflight.machine.gpu_facts import chosen, none_here
 from ddpdoctor.preflight.situation import Situation, cuda_choice, gpu_facts, visible_gpus
+from ddpdoctor.preflight.sizes import GIB, shown
 from ddpdoctor.system.gpu.health import Health
+from ddpdoctor.system.process_table import Listed, named
 
 
 @check("gpu-count", "DDP021")
@@ -60,9 +74,7 @@ def _findings(situation: Situation, gpus: tuple[Health, ...], seen: int) -> Iter
     mine = chosen(situation)
     parted = [gpu for gpu in mine if gpu.device.mig]
     if entry:
-        yield Finding(
-            "DDP021",
-            Severity.ERROR,
+        yield failure(
             f"CUDA_VISIBLE_DEVICES={wanted}: {entry}, so that CUDA sees {seen} of {len(gpus)} GPUs",
             fix="Correct the entry: CUDA ignores it and all behind it, and everything where one "
             "stands there twice.",
@@ -70,9 +82,7 @@ def _findings(situation: Situation, gpus: tuple[Health, ...], seen: int) -> Iter
             about="CUDA_VISIBLE_DEVICES",
         )
     elif situation.nproc > seen and not parted:
-        yield Finding(
-            "DDP021",
-            Severity.WARNING,
+        yield warning(
             f"{situation.nproc} ranks for {seen} visible GPU{'s' if seen != 1 else ''}: NCCL "
             "refuses two ranks on one",
             fix="Start one rank per GPU, or leave the GPUs out for a job on the CPU.",
@@ -80,9 +90,7 @@ def _findings(situation: Situation, gpus: tuple[Health, ...], seen: int) -> Iter
             about="ranks",
         )
     if _numbered_otherwise(situation, gpus):
-        yield Finding(
-            "DDP021",
-            Severity.INFO,
+        yield note(
             "the GPUs are of several kinds: CUDA_VISIBLE_DEVICES numbers them with the fastest "
             "first, and nvidia-smi by the PCI bus",
             fix="Let CUDA number them as nvidia-smi does, and as the checks of this table do.",
@@ -92,8 +100,7 @@ def _findings(situation: Situation, gpus: tuple[Health, ...], seen: int) -> Iter
     empty = [gpu for gpu in parted if not gpu.instances]
     if empty or (parted and situation.nproc > 1):
         indices = ", ".join(str(gpu.device.index) for gpu in empty or parted)
-        yield Finding(
-            "DDP021",
+        yield finding(
             Severity.ERROR if empty else Severity.WARNING,
             f"GPU {indices} is partitioned (MIG) and has no instances: CUDA cannot use it"
             if empty
@@ -118,9 +125,7 @@ def _numbered_otherwise(situation: Situation, gpus: tuple[Health, ...]) -> bool:
 
 def _closed(gpu: Health) -> Finding:
     index = gpu.device.index
-    return Finding(
-        "DDP021",
-        Severity.ERROR,
+    return failure(
         f"GPU {index} is in compute mode Prohibited: no process may use it"
         if not gpu.processes
         else f"GPU {index} is in compute mode Exclusive, and another process has it",
@@ -129,3 +134,101 @@ def _closed(gpu: Health) -> Finding:
         paste=f"sudo nvidia-smi -i {index} -c 0",
         about=f"compute mode {index}",
     )
+
+
+LEAST = 2 * GIB
+"""Less than this is a desktop, or a context of a monitoring program."""
+
+SHARE = 0.05
+
+_DEVICES = ("/dev/nvidia", "/dev/dxg")
+"""What a process has open that uses a GPU; the second one in WSL."""
+
+_FIRST_NAMESPACE = 0xEFFFFFFC
+"""The inode of the host's PID namespace (PROC_PID_INIT_INO of Linux)."""
+
+
+@check("gpu-memory", "DDP022")
+def gpu_memory(situation: Situation) -> Outcome:
+    """Other processes hold memory of the GPUs that this job would use.
+
+    What it finds
+        A GPU of which over 2 GiB and 5 % is in use before the job has started, and by whom, as far
+        as this user and this container may see.
+
+    Why it is bad
+        The rank on that GPU runs out of memory, or shares its kernels' time: it is slow, and all
+        others wait for it.
+
+    How to fix it
+        End what is left over (`ddpdoctor check --kill-orphans`), or choose other GPUs.
+
+    Example
+        Wrong: two jobs that both take GPU 0.
+        Right: `CUDA_VISIBLE_DEVICES=4,5,6,7` for the second.
+
+    When it stays silent
+        For GPUs that CUDA_VISIBLE_DEVICES leaves out, for partitioned ones (MIG), and where the
+        driver does not tell.
+
+    Since
+        0.1.0
+    """
+    reason = none_here(situation)
+    if reason:
+        return skipped(reason)
+    gpus = [gpu for gpu in chosen(situation) if not gpu.device.mig]
+    free = [
+        gpu.memory_total - gpu.memory_used
+        for gpu in gpus
+        if gpu.memory_total is not None and gpu.memory_used is not None
+    ]
+    if not free:
+        return skipped("the driver does not say how much is in use")
+    detail = f"{len(free)} GPUs: {shown(min(free))} free, or more"
+    return judged(detail, (found for gpu in gpus for found in _held(situation, gpu)))
+
+
+def _held(situation: Situation, gpu: Health) -> Iterator[Finding]:
+    used, total = gpu.memory_used, gpu.memory_total
+    if used is None or not total or used < LEAST or used < SHARE * total:
+        return
+    mine = [each for each in gpu.processes if each.pid != os.getpid()]
+    holders = []
+    for process in mine[:4]:
+        known = _known(situation.proc, process.pid)
+        who = known.described if known else f"pid {process.pid} of another container"
+        held = f" holds {shown(process.memory)}" if process.memory else ""
+        holders.append(f"{who}{held}")
+    yield warning(
+        f"{shown(used)} of {shown(total)} of GPU {gpu.device.index} are in use before the job "
+        "starts",
+        evidence=tuple(holders) or ("by processes that cannot be seen from here",),
+        fix="End what holds it, if it is left over, or choose other GPUs.",
+        paste="nvidia-smi --query-compute-apps=gpu_uuid,pid,used_memory --format=csv",
+        about=f"gpu {gpu.device.index}",
+    )
+
+
+def _known(proc: Path, pid: int) -> Listed | None:
+    """The process of a pid that the driver told; None if it is not known here.
+
+    To a container the driver may tell the host's pids, and another process may have that one here.
+    """
+    known = named(proc, pid)
+    if known is None or _sees_all_processes(proc):
+        return known
+    with contextlib.suppress(OSError):
+        for file in os.listdir(known.folder / "fd"):
+            with contextlib.suppress(OSError):
+                if any(each in os.readlink(known.folder / "fd" / file) for each in _DEVICES):
+                    return known
+    return None
+
+
+def _sees_all_processes(proc: Path) -> bool:
+    """Whether this process is in the host's own PID namespace."""
+    try:
+        return os.stat(proc / "self" / "ns" / "pid").st_ino == _FIRST_NAMESPACE
+    except OSError:
+        return False

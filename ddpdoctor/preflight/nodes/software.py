@@ -1,4 +1,4 @@
-"""Whether all nodes have the same software and the same settings of NCCL."""
+"""Whether all nodes have the same software, the same settings of NCCL and the same code."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import shlex
 from collections.abc import Callable, Iterator
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, judged
-from ddpdoctor.preflight.nodes.judging import LIMIT, grouped, judge, of_all, usual_of
+from ddpdoctor.preflight.check import Outcome, failure, finding, judged, skipped, warning
+from ddpdoctor.preflight.nodes.judging import across_nodes, grouped, of_all, usual_of
 from ddpdoctor.preflight.protocol.facts import Facts
 from ddpdoctor.preflight.protocol.meet import Meeting
-from ddpdoctor.preflight.situation import Situation
-
-CODE = "DDP057"
 
 DRIVER = "nvidia-smi --query-gpu=driver_version --format=csv"
 
@@ -31,8 +28,8 @@ OF_EACH_NODE = (
 """Endings of variables that rightly differ between nodes: names of devices and files."""
 
 
-@check("node-versions", CODE, scope="nodes", limit=LIMIT)
-def versions(situation: Situation) -> Outcome:
+@across_nodes("node-versions", "DDP057")
+def versions(meeting: Meeting) -> Outcome:
     """The nodes have different versions of torch, NCCL, the driver or Python, or NCCL settings.
 
     What it finds
@@ -58,10 +55,6 @@ def versions(situation: Situation) -> Outcome:
     Since
         0.1.0
     """
-    return judge(situation, _judge)
-
-
-def _judge(meeting: Meeting) -> Outcome:
     detail = f"{of_all(meeting)}, torch {_first(meeting, lambda facts: facts.torch)}"
     return judged(detail, [*_software(meeting), *_settings(meeting)])
 
@@ -98,19 +91,14 @@ def _software(meeting: Meeting) -> Iterator[Finding]:
 
 
 def _differ(
-    meeting: Meeting,
-    what: str,
-    groups: dict[str, list[int]],
-    severity: Severity,
-    paste: str,
+    meeting: Meeting, what: str, groups: dict[str, list[int]], severity: Severity, paste: str
 ) -> Finding:
     usual = usual_of(groups)
     odd = [version for version in groups if version != usual]
     each = [f"{version} on {meeting.hosts(groups[version])}" for version in odd[:SAID_VERSIONS]]
     if len(odd) > SAID_VERSIONS:
         each.append(f"{len(odd) - SAID_VERSIONS} other versions on others")
-    return Finding(
-        CODE,
+    return finding(
         severity,
         f"{what} is {', '.join(each)}, and {usual} on {meeting.hosts(groups[usual])}",
         fix="Use the same environment on every node.",
@@ -133,9 +121,7 @@ def _settings(meeting: Meeting) -> Iterator[Finding]:
         if len(groups) < 2:
             continue
         usual = usual_of(groups)
-        yield Finding(
-            CODE,
-            Severity.WARNING,
+        yield warning(
             f"{name} is not the same on all nodes",
             evidence=tuple(
                 f"{value}: {meeting.hosts(indices)}" for value, indices in sorted(groups.items())
@@ -148,3 +134,93 @@ def _settings(meeting: Meeting) -> Iterator[Finding]:
 
 def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
+
+
+@across_nodes("same-code", "DDP058")
+def same_code(meeting: Meeting) -> Outcome:
+    """The nodes do not have the same script, commit or changes.
+
+    What it finds
+        Where a script is named (`ddpdoctor check ... -- train.py`): a script that is not the same
+        file on all nodes, or missing on one; another commit of its git repository; other
+        uncommitted changes in tracked files.
+
+    Why it is bad
+        Ranks with other code call other collectives: a hang at best, a model that learned something
+        else at worst.
+
+    How to fix it
+        Bring every node to the same commit, or put the code into a folder that all nodes share.
+
+    Example
+        Wrong: `git pull` on node 0 alone.
+        Right: `git checkout 3f2a91c` on every node.
+
+    When it stays silent
+        When all of it is equal, or no script was named. Installed packages beside torch and NCCL
+        are not compared.
+
+    Since
+        0.1.0
+    """
+    if not any(node.facts.script for node in meeting.nodes):
+        return skipped("no script was named: ddpdoctor check ... -- train.py")
+    first = next(node.facts for node in meeting.nodes if node.facts.script)
+    commit = f", commit {first.commit[:9]}" if first.commit else ", no git repository"
+    return judged(f"{of_all(meeting)}, {first.script}{commit}", _code(meeting))
+
+
+def _code(meeting: Meeting) -> Iterator[Finding]:
+    script = next(node.facts.script for node in meeting.nodes if node.facts.script)
+    lacking = [i for i, node in enumerate(meeting.nodes) if not node.facts.script_hash]
+    if lacking and len(lacking) < len(meeting.nodes):
+        yield failure(
+            f"{script} cannot be read on {meeting.hosts(lacking)}",
+            fix="Put it there, name the same script on every node, or use a shared folder. There:",
+            paste=f"ls -l {shlex.quote(script)}",
+            about="lacking",
+        )
+    hashes = grouped(meeting, lambda facts: facts.script_hash)
+    if len(hashes) > 1:
+        yield _code_differs(
+            meeting, f"{script} is not the same file", hashes, f"sha256sum {shlex.quote(script)}"
+        )
+    commits = grouped(meeting, lambda facts: facts.commit[:9])
+    if len(commits) > 1:
+        usual = usual_of(commits)
+        yield _code_differs(
+            meeting, f"the commit of {script} differs", commits, f"git checkout {usual}"
+        )
+        return
+    changes = grouped(meeting, lambda facts: (facts.changes or "none") if facts.commit else "")
+    if len(changes) > 1:
+        yield warning(
+            f"the uncommitted changes are not the same: {meeting.hosts(_odd(changes))} differ"
+            f"{'s' if len(_odd(changes)) == 1 else ''} from the others",
+            evidence=tuple(
+                f"{'no changes' if value == 'none' else f'changes {value[:9]}'}: "
+                f"{meeting.hosts(indices)}"
+                for value, indices in changes.items()
+            )[:8],
+            fix="Commit them and bring every node to that commit.",
+            paste="git diff HEAD --stat",
+            about="changes",
+        )
+
+
+def _code_differs(meeting: Meeting, what: str, groups: dict[str, list[int]], paste: str) -> Finding:
+    return failure(
+        f"{what}: {meeting.hosts(_odd(groups))} differ"
+        f"{'s' if len(_odd(groups)) == 1 else ''} from {meeting.hosts(groups[usual_of(groups)])}",
+        evidence=tuple(f"{value}: {meeting.hosts(indices)}" for value, indices in groups.items())[
+            :8
+        ],
+        fix="Bring every node to the same code.",
+        paste=paste,
+        about=what,
+    )
+
+
+def _odd(groups: dict[str, list[int]]) -> list[int]:
+    usual = usual_of(groups)
+    return sorted(i for value, indices in groups.items() if value != usual for i in indices)
