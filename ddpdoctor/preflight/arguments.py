@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.preflight.check import Check
 from ddpdoctor.preflight.place import places
-from ddpdoctor.preflight.situation import Options, split_endpoint
+from ddpdoctor.preflight.situation import DEFAULT_PORT, Options, split_endpoint
 
 _OWN_FLAGS = ("--list", "--json", "--kill-orphans", "--help", "-h")
 _OWN_VALUES = ("--checkpoint-dir", "--only", "--skip", "--timeout")
@@ -46,7 +46,7 @@ def parse(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Argu
 
     Args:
         words: The words after ``ddpdoctor check``.
-        environ: For torchrun's ``PET_*`` defaults and for what a launcher says of the nodes.
+        environ: For torchrun's ``PET_*`` defaults and for what a launcher says about the nodes.
 
     Raises:
         DoctorError: It cannot work.
@@ -80,7 +80,9 @@ def parse(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Argu
                 )
             values[name] = given
         else:
-            raise DoctorError(f"unknown option {typed}", _suggestion(name))
+            close = _close(name, (*_OWN_FLAGS, *_OWN_VALUES, *_TORCHRUN_FLAGS, *_TORCHRUN_VALUES))
+            hint = f"did you mean {close}?" if close else "`ddpdoctor check --help` lists them"
+            raise DoctorError(f"unknown option {typed}", hint)
     for name in ("nproc-per-node", "nnodes", "node-rank", "rdzv-endpoint", "rdzv-id"):
         default = environ.get(f"PET_{name.upper().replace('-', '_')}", "")
         if default:
@@ -102,57 +104,53 @@ def choose(asked: Arguments, checks: Mapping[str, Check]) -> list[Check]:
         DoctorError: There is no such check, or none is left.
     """
     by_code = {check.code: name for name, check in checks.items()}
-    for name in (*asked.only, *asked.skip):
-        if name not in checks and name.upper() not in by_code:
-            import difflib
 
-            close = difflib.get_close_matches(name, checks, n=1)
-            hint = f"did you mean {close[0]}? " if close else ""
+    def known(name: str) -> str:
+        name = by_code.get(name.upper(), name)
+        if name not in checks:
+            close = _close(name, checks)
+            hint = f"did you mean {close}? " if close else ""
             raise DoctorError(
                 f"there is no check {name!r}", f"{hint}`ddpdoctor check --list` lists them"
             )
-    only = {by_code.get(name.upper(), name) for name in asked.only}
-    skip = {by_code.get(name.upper(), name) for name in asked.skip}
+        return name
+
+    only, skip = {known(name) for name in asked.only}, {known(name) for name in asked.skip}
+    several = asked.list or asked.options.nnodes > 1
     chosen = [
         check
         for name, check in checks.items()
-        if (name in only if only else asked.list or _applies(check, asked)) and name not in skip
+        if (name in only if only else several or check.scope == "machine") and name not in skip
     ]
     if not chosen:
         raise DoctorError("no check is left to run", "name fewer with --skip")
     return chosen
 
 
-def _applies(check: Check, asked: Arguments) -> bool:
-    return check.scope == "machine" or asked.options.nnodes > 1
-
-
 def _options(
     values: Mapping[str, str], flags: set[str], script: list[str], environ: Mapping[str, str]
 ) -> Options:
-    launched = places(environ)
-    told = launched[0] if launched else None
-    nnodes = _nodes(values.get("--nnodes", ""))
-    if nnodes is None:
-        nnodes = (told.nnodes if told else None) or 1
-    node_rank = _number(values, "--node-rank", 0)
-    if node_rank is None and told is not None:
-        node_rank = told.node_rank
+    launched = next(iter(places(environ)), None)
+    # Of an elastic MIN:MAX all of them.
+    nnodes = _whole("--nnodes", values, "a number of nodes", 1, last=":")
+    nnodes = nnodes or (launched.nnodes if launched else None) or 1
+    node_rank = _whole("--node-rank", values, "a number", 0)
+    if node_rank is None and launched is not None:
+        node_rank = launched.node_rank
     if node_rank is not None and node_rank >= nnodes:
         raise DoctorError(f"there is no node {node_rank} among {nnodes}", "node ranks count from 0")
     endpoint = values.get("--rdzv-endpoint", "")
     if not endpoint and "--master-addr" in values:
-        endpoint = f"{values['--master-addr']}:{values.get('--master-port', '') or 29500}"
-    if endpoint:
-        try:
-            split_endpoint(endpoint)
-        except ValueError:
-            raise DoctorError(
-                f"{endpoint!r} is no HOST:PORT", "for example: --rdzv-endpoint node0:29500"
-            ) from None
+        endpoint = f"{values['--master-addr']}:{values.get('--master-port', '') or DEFAULT_PORT}"
+    try:
+        _ = endpoint and split_endpoint(endpoint)
+    except ValueError:
+        raise DoctorError(
+            f"{endpoint!r} is no HOST:PORT", "for example: --rdzv-endpoint node0:29500"
+        ) from None
     folder = values.get("--checkpoint-dir")
     return Options(
-        nproc=_ranks(values.get("--nproc-per-node", "")),
+        nproc=_ranks(values),
         nnodes=nnodes,
         node_rank=node_rank,
         endpoint=endpoint,
@@ -166,34 +164,25 @@ def _options(
     )
 
 
-def _ranks(text: str) -> int | None:
-    """Ranks of the node; None for torchrun's ``gpu`` and ``auto``, and if nothing was said."""
-    if text in ("", "gpu", "auto", "xpu"):
+def _ranks(values: Mapping[str, str]) -> int | None:
+    """Ranks of the node; None for torchrun's ``gpu`` and ``auto``, and without the option."""
+    text = values.get("--nproc-per-node", "")
+    if text in ("gpu", "auto", "xpu"):
         return None
     if text == "cpu":
         return os.cpu_count()
-    if not text.isdigit() or int(text) < 1:
-        raise DoctorError(f"--nproc-per-node needs a number of ranks, 1 or more, not {text!r}")
-    return int(text)
+    return _whole("--nproc-per-node", values, "a number of ranks", 1)
 
 
-def _nodes(text: str) -> int | None:
-    """The number of nodes; of an elastic ``MIN:MAX`` all of them."""
-    last = text.rpartition(":")[2]
-    if not text:
-        return None
-    if not last.isdigit() or int(last) < 1:
-        raise DoctorError(f"--nnodes needs a number of nodes, 1 or more, not {text!r}")
-    return int(last)
-
-
-def _number(values: Mapping[str, str], name: str, least: int) -> int | None:
-    text = values.get(name)
-    if text is None:
-        return None
-    if not text.isdigit() or int(text) < least:
-        raise DoctorError(f"option {name} needs a number, {least} or more, not {text!r}")
-    return int(text)
+def _whole(
+    name: str, values: Mapping[str, str], what: str, least: int, *, last: str = ""
+) -> int | None:
+    """An option's number, or what is behind the last ``last`` in it; None if it is empty."""
+    given = values.get(name, "")
+    text = given.rpartition(last)[2] if last else given
+    if given and (not text.isdigit() or int(text) < least):
+        raise DoctorError(f"{name} needs {what}, {least} or more, not {given!r}")
+    return int(text) if given else None
 
 
 def _seconds(text: str) -> float:
@@ -210,9 +199,8 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def _suggestion(name: str) -> str:
-    known = [*_OWN_FLAGS, *_OWN_VALUES, *_TORCHRUN_FLAGS, *_TORCHRUN_VALUES]
+def _close(name: str, known: Iterable[str]) -> str:
+    """What somebody most likely meant; empty if that is not clear."""
     import difflib
 
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]}?" if close else "`ddpdoctor check --help` lists them"
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), "")

@@ -121,8 +121,8 @@ class Situation:
         return self.once.get(gather, self)
 
     @property
-    def attendance_told(self) -> bool:
-        """Whether another check tells why the nodes did not meet."""
+    def attendance_checked(self) -> bool:
+        """Whether another check reports why the nodes did not meet."""
         return ATTENDANCE in (self.chosen or ())
 
     @property
@@ -145,6 +145,22 @@ class Situation:
             return None
         port = self.environ.get("MASTER_PORT", "")
         return address, int(port) if port.isdigit() and 0 < int(port) < 65536 else DEFAULT_PORT
+
+
+def text(path: Path) -> str:
+    """A small file of the kernel's, without the white space around it; empty if there is none."""
+    try:
+        return path.read_text("utf-8", "replace").strip()
+    except OSError:
+        return ""
+
+
+def names(folder: Path) -> list[str]:
+    """What is in a folder, sorted; empty if it cannot be listed."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
 
 
 def gpu_facts(situation: Situation) -> GpuFacts:

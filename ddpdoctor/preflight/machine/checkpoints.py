@@ -14,7 +14,7 @@ from ddpdoctor.core.finding import Finding
 from ddpdoctor.preflight.check import Outcome, check, failure, judged, skipped, warning
 from ddpdoctor.preflight.deadline import bounded
 from ddpdoctor.preflight.situation import Situation
-from ddpdoctor.preflight.sizes import GIB, MIB, shown
+from ddpdoctor.preflight.words import GIB, MIB, shown
 
 LEAST = 1 * GIB
 """Free space under which not even a small model's checkpoint is safe."""
@@ -69,52 +69,58 @@ def _try(folder: Path) -> tuple[str, int, int]:
         facts = os.statvfs(folder)
     except OSError as error:
         return _words(error), 0, -1
-    free = facts.f_bavail * facts.f_frsize
-    inodes = facts.f_favail if facts.f_files else -1
+    try:
+        problem = _written(folder)
+    except FileNotFoundError:
+        # The folder is there: /proc and the like, or a mount that was taken away.
+        problem = "no file can be made there"
+    except OSError as error:
+        problem = _words(error)
+    return problem, facts.f_bavail * facts.f_frsize, facts.f_favail if facts.f_files else -1
+
+
+def _written(folder: Path) -> str:
+    """Write a file, and rename it over another; what was wrong with it, or empty."""
     name = folder / f".ddpdoctor-{secrets.token_hex(8)}"
     other = name.with_suffix(".renamed")
+    # Not zeros, which some file systems do not store.
+    content = os.urandom(SAMPLE)
     try:
         with open(name, "xb") as file:
-            # Not zeros, which some file systems do not store.
-            content = os.urandom(SAMPLE)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         other.write_bytes(b"an older one")
         os.replace(name, other)
-        if other.read_bytes() != content:
-            return "what was written there is not what is read back", free, inodes
-    except FileNotFoundError:
-        # The folder is there: /proc and the like, or a mount that was taken away.
-        return "no file can be made there", free, inodes
-    except OSError as error:
-        return _words(error), free, inodes
+        return "" if other.read_bytes() == content else "what is read back is not what was written"
     finally:
         for path in (name, other):
             with contextlib.suppress(OSError):
                 path.unlink()
-    return "", free, inodes
+
+
+_WORDS = {
+    errno.ENOENT: "it does not exist",
+    errno.ENOTDIR: "it is not a folder",
+    errno.EACCES: "this user may not write there",
+    errno.EPERM: "this user may not write there",
+    errno.EROFS: "it is mounted read-only",
+    errno.ENOSPC: "its file system is full",
+    errno.EDQUOT: "this user's quota is used up",
+    errno.ESTALE: "its file server has lost it (stale file handle)",
+}
 
 
 def _words(error: OSError) -> str:
-    words = {
-        errno.ENOENT: "it does not exist",
-        errno.ENOTDIR: "it is not a folder",
-        errno.EACCES: "this user may not write there",
-        errno.EPERM: "this user may not write there",
-        errno.EROFS: "it is mounted read-only",
-        errno.ENOSPC: "its file system is full",
-        errno.EDQUOT: "this user's quota is used up",
-        errno.ESTALE: "its file server has lost it (stale file handle)",
-    }
-    return words.get(error.errno or 0, error.strerror or str(error))
+    return _WORDS.get(error.errno or 0, error.strerror or str(error))
 
 
 def _dead(folder: Path) -> Finding:
     top = folder.parts[1] if len(folder.parts) > 1 else str(folder)
     return failure(
         f"{folder} does not answer: nothing came back within {PATIENCE:.0f} s",
-        fix="Its file server is away or overloaded: ask who runs it, or choose another folder.",
+        fix="Its file server is down or overloaded: ask its administrator, or choose another "
+        "folder.",
         paste=f"mount | grep -F -- {shlex.quote(top)}",
     )
 
@@ -122,16 +128,16 @@ def _dead(folder: Path) -> Finding:
 def _findings(folder: Path, problem: str, free: int, inodes: int) -> Iterator[Finding]:
     quoted = shlex.quote(str(folder))
     if problem:
-        missing = problem == "it does not exist"
+        missing = problem == _WORDS[errno.ENOENT]
         yield failure(
             f"checkpoints cannot be written to {folder}: {problem}",
             fix="Make it, or choose another one." if missing else "Choose another folder.",
             paste=f"mkdir -p {quoted}" if missing else f"ls -ld {quoted}; df -h {quoted}",
         )
     elif free < LEAST or inodes == 0:
+        without = "" if inodes else ", and no inodes for another file"
         yield warning(
-            f"{folder} has {shown(free)} free"
-            + ("" if inodes else ", and no inodes for another file"),
+            f"{folder} has {shown(free)} free{without}",
             fix="Free some space, or choose another folder, before the first checkpoint is due.",
             paste=f"df -h {quoted}; df -i {quoted}",
         )

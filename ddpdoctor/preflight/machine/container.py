@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from ddpdoctor.preflight.situation import Situation
+from ddpdoctor.preflight.situation import Situation, text
 
 DOCKERS_RESOLVER = "127.0.0.11"
 """The name server of Docker's own networks; a container in the host's has the host's."""
@@ -32,15 +31,18 @@ def appears_when_started(situation: Situation) -> bool:
     inside = kind(situation)
     if inside != "docker":
         return bool(inside)
-    try:
-        text = (situation.proc.parent / "etc" / "resolv.conf").read_text(errors="replace")
-    except OSError:
-        return False
-    return any(line.split() == ["nameserver", DOCKERS_RESOLVER] for line in text.splitlines())
+    lines = text(situation.proc.parent / "etc" / "resolv.conf").splitlines()
+    return any(line.split() == ["nameserver", DOCKERS_RESOLVER] for line in lines)
+
+
+def run_line(situation: Situation, option: str) -> str:
+    """The line that starts this container with another option; empty outside of such ones."""
+    inside = kind(situation)
+    return f"{inside} run {option} ..." if inside in ("docker", "podman") else ""
 
 
 _UNLIMITED = 1 << 60
-"""Version 1 tells "no limit" as a number near 2**63."""
+"""Version 1 shows "no limit" as a number near 2**63."""
 
 
 def _folders(situation: Situation, controller: str) -> Iterator[Path]:
@@ -50,11 +52,7 @@ def _folders(situation: Situation, controller: str) -> Iterator[Path]:
     then the root of the mount is the container's own group.
     """
     root = situation.sys / "fs" / "cgroup"
-    try:
-        rows = (situation.proc / "self" / "cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for row in rows:
+    for row in text(situation.proc / "self" / "cgroup").splitlines():
         _, _, rest = row.partition(":")
         controllers, _, path = rest.partition(":")
         if controllers == "":
@@ -74,10 +72,8 @@ def _folders(situation: Situation, controller: str) -> Iterator[Path]:
 
 def _number(path: Path) -> int | None:
     """The number in a file; None if there is none, or it means "no limit"."""
-    with contextlib.suppress(OSError, ValueError):
-        value = int(path.read_text().strip())
-        return value if 0 <= value < _UNLIMITED else None
-    return None
+    digits = text(path)
+    return int(digits) if digits.isdigit() and int(digits) < _UNLIMITED else None
 
 
 def memory(situation: Situation) -> tuple[int, int] | None:
@@ -99,23 +95,21 @@ def memory(situation: Situation) -> tuple[int, int] | None:
 
 def _reclaimable(folder: Path) -> int:
     """Bytes of the page cache, which the kernel gives back when memory is short."""
-    total = 0
-    with contextlib.suppress(OSError, ValueError):
-        for row in (folder / "memory.stat").read_text().splitlines():
-            name, _, value = row.partition(" ")
-            if name in ("inactive_file", "active_file"):
-                total += int(value)
-    return total
+    rows = (row.partition(" ") for row in text(folder / "memory.stat").splitlines())
+    return sum(
+        int(value)
+        for name, _, value in rows
+        if name in ("inactive_file", "active_file") and value.isdigit()
+    )
 
 
 def cores(situation: Situation) -> float | None:
     """How many cores' time the groups allow; None if there is no limit."""
     found = []
     for folder in _folders(situation, "cpu"):
-        with contextlib.suppress(OSError, ValueError):
-            quota, period = (folder / "cpu.max").read_text().split()
-            if quota != "max":
-                found.append(int(quota) / int(period))
+        quota, _, period = text(folder / "cpu.max").partition(" ")
+        if quota.isdigit() and period.isdigit():
+            found.append(int(quota) / int(period))
         quota_us, period_us = (
             _number(folder / "cpu.cfs_quota_us"),
             _number(folder / "cpu.cfs_period_us"),

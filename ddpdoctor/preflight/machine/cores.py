@@ -10,6 +10,7 @@ from ddpdoctor.preflight.check import Outcome, check, finding, judged, warning
 from ddpdoctor.preflight.command_lines import corrected_line
 from ddpdoctor.preflight.machine import container
 from ddpdoctor.preflight.situation import Situation, visible_gpus
+from ddpdoctor.preflight.words import counted
 
 
 @check("cores", "DDP012")
@@ -41,13 +42,12 @@ def cores(situation: Situation) -> Outcome:
     Since
         0.1.0
     """
-    have = available(situation)
-    nproc = situation.nproc
+    have, nproc = available(situation), situation.nproc
     threads = situation.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    told = f"{_shown(have)} for {nproc} rank{'s' if nproc != 1 else ''}"
-    if threads.isdigit():
-        told += f", OMP_NUM_THREADS={threads}"
-    return judged(told, _findings(situation, have, int(threads) if threads.isdigit() else None))
+    detail = f"{counted(have, 'core')} for {counted(nproc, 'rank')}"
+    if not threads.isdigit():
+        return judged(detail, _findings(situation, have, 1))
+    return judged(f"{detail}, OMP_NUM_THREADS={threads}", _findings(situation, have, int(threads)))
 
 
 def available(situation: Situation) -> float:
@@ -60,11 +60,7 @@ def available(situation: Situation) -> float:
     return count if quota is None else min(count, quota)
 
 
-def _shown(count: float) -> str:
-    return f"{count:.1f}".removesuffix(".0") + f" core{'s' if count != 1 else ''}"
-
-
-def _findings(situation: Situation, have: float, threads: int | None) -> Iterator[Finding]:
+def _findings(situation: Situation, have: float, threads: int) -> Iterator[Finding]:
     nproc = situation.nproc
     quota = container.cores(situation)
     where = "the quota of the container" if quota is not None and quota <= have else "the affinity"
@@ -75,8 +71,8 @@ def _findings(situation: Situation, have: float, threads: int | None) -> Iterato
         )
         yield finding(
             Severity.INFO if small else Severity.WARNING,
-            f"{nproc} ranks will share {_shown(have)} and wait for each other",
-            evidence=(f"{_shown(have)} by {where}; this machine has {os.cpu_count()}",),
+            f"{nproc} ranks will share {counted(have, 'core')} and wait for each other",
+            evidence=(f"{counted(have, 'core')} by {where}; this machine has {os.cpu_count()}",),
             fix="Give the container or the batch job more cores, or start fewer ranks.",
             paste=f"#SBATCH --cpus-per-task={nproc}"
             if "SLURM_JOB_ID" in situation.environ
@@ -85,12 +81,12 @@ def _findings(situation: Situation, have: float, threads: int | None) -> Iterato
             else corrected_line(situation, nproc=max(1, int(have))),
             about="cores",
         )
-    elif threads is not None and threads > 1 and threads * nproc > 2 * have:
+    elif threads > 1 and threads * nproc > 2 * have:
         fair = max(1, int(have / nproc))
         yield warning(
             f"OMP_NUM_THREADS={threads} makes {threads * nproc} threads of {nproc} ranks, on "
-            f"{_shown(have)}",
-            fix=f"Let each rank have {fair}.",
+            f"{counted(have, 'core')}",
+            fix=f"Give each rank {counted(fair, 'thread')}.",
             paste=f"export OMP_NUM_THREADS={fair}",
             about="threads",
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.preflight.check import Outcome, check, judged, skipped, warning
 from ddpdoctor.preflight.machine.gpu_facts import bus_gpus, no_gpu
-from ddpdoctor.preflight.situation import Situation, gpu_facts
+from ddpdoctor.preflight.situation import Situation, gpu_facts, names, text
 
 _BRIDGE = 0x0604
 _STATUS, _HAS_LIST, _CLASS, _FIRST = 0x06, 0x10, 0x0A, 0x34
@@ -120,15 +120,11 @@ def _uses_pcie(situation: Situation) -> bool:
     wired = set(facts.nvlinked)
     if len(indices) < 2 or not all(pair in wired for pair in combinations(indices, 2)):
         return True
-    return any((situation.sys / "class" / "infiniband").glob("*"))
+    return bool(names(situation.sys / "class" / "infiniband"))
 
 
 def _is_virtual(proc: Path) -> bool:
-    try:
-        words = (proc / "cpuinfo").read_text().split()
-    except OSError:
-        return False
-    return "hypervisor" in words
+    return "hypervisor" in text(proc / "cpuinfo").split()
 
 
 def _ports(sys: Path, gpus: list[Path]) -> Iterator[Port]:

@@ -86,7 +86,7 @@ def _findings(situation: Situation, facts: GpuFacts, on_bus: int) -> Iterator[Fi
     if off:
         yield note(
             f"persistence mode is off on GPU {', '.join(map(str, off))}: after a pause the driver "
-            "takes seconds to come back",
+            "takes seconds to wake up",
             fix="Turn it on.",
             paste="sudo nvidia-smi -pm 1",
             about="persistence",

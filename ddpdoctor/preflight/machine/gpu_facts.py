@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
-from ddpdoctor.preflight.situation import Situation, cuda_choice, gpu_facts
+from ddpdoctor.preflight.check import Skip
+from ddpdoctor.preflight.situation import Situation, cuda_choice, gpu_facts, names, text
 from ddpdoctor.system.gpu.health import Health
 from ddpdoctor.system.gpu.visible import hides_all
 
@@ -30,22 +30,31 @@ def chosen(situation: Situation) -> tuple[Health, ...]:
     return tuple(gpus[place] for place in places if not gpus[place].lost)
 
 
+def job_gpus(situation: Situation) -> tuple[Health, ...]:
+    """As :func:`chosen`, for a check of them.
+
+    Raises:
+        Skip: There are none.
+    """
+    reason = none_here(situation)
+    if reason:
+        raise Skip(reason)
+    return chosen(situation)
+
+
 def bus_gpus(sys: Path) -> list[Path]:
     """The folders of the NVIDIA GPUs on the PCI bus, whatever the driver says.
 
     Less those that the machine keeps for its virtual machines.
     """
-    found = []
-    with contextlib.suppress(OSError):
-        for device in sorted((sys / "bus" / "pci" / "devices").iterdir()):
-            with contextlib.suppress(OSError):
-                vendor = (device / "vendor").read_text().strip()
-                kind = (device / "class").read_text().strip()
-                if (device / "driver").resolve().name in _GIVEN_AWAY:
-                    continue
-                if vendor == NVIDIA and kind.startswith(_DISPLAY):
-                    found.append(device)
-    return found
+    folder = sys / "bus" / "pci" / "devices"
+    return [
+        device
+        for device in (folder / name for name in names(folder))
+        if text(device / "vendor") == NVIDIA
+        and text(device / "class").startswith(_DISPLAY)
+        and (device / "driver").resolve().name not in _GIVEN_AWAY
+    ]
 
 
 def on_the_bus(situation: Situation) -> int:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.preflight.check import Outcome, check, failure, judged, skipped, warning
-from ddpdoctor.preflight.machine.gpu_facts import chosen, none_here
+from ddpdoctor.preflight.check import Outcome, check, failure, judged, warning
+from ddpdoctor.preflight.machine.gpu_facts import job_gpus
 from ddpdoctor.preflight.situation import Situation
 from ddpdoctor.run.record import whole
 from ddpdoctor.system.gpu.health import Health
@@ -78,10 +78,7 @@ def gpu_health(situation: Situation) -> Outcome:
     Since
         0.1.0
     """
-    reason = none_here(situation)
-    if reason:
-        return skipped(reason)
-    gpus = chosen(situation)
+    gpus = job_gpus(situation)
     log = read_log(situation.proc.parent / "dev" / "kmsg")
     detail = f"{len(gpus)} GPUs: ECC, rows, temperature"
     detail += ", kernel log" if log is not None else "; the kernel log may not be read"

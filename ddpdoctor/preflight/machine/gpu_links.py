@@ -7,9 +7,10 @@ from pathlib import Path
 
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.preflight.check import Outcome, check, judged, note, skipped, warning
-from ddpdoctor.preflight.machine.gpu_facts import chosen, none_here
-from ddpdoctor.preflight.situation import Situation, gpu_facts
-from ddpdoctor.system.gpu.health import GpuFacts, Health
+from ddpdoctor.preflight.machine.gpu_facts import job_gpus
+from ddpdoctor.preflight.situation import Situation, gpu_facts, text
+from ddpdoctor.preflight.words import first
+from ddpdoctor.system.gpu.health import Health
 
 FEW = 4
 """So many times fewer lanes than there could be are no board's design."""
@@ -43,75 +44,67 @@ def gpu_links(situation: Situation) -> Outcome:
     Since
         0.1.0
     """
-    reason = none_here(situation)
-    if reason:
-        return skipped(reason)
-    gpus = chosen(situation)
-    told = []
-    widths = {gpu.width for gpu in gpus if gpu.width}
-    if widths:
-        told.append(f"PCIe x{'/'.join(str(width) for width in sorted(widths))}")
+    gpus = job_gpus(situation)
+    widths = sorted({gpu.width for gpu in gpus if gpu.width})
+    pcie = f"PCIe x{'/'.join(map(str, widths))}, " if widths else ""
     links = sum(sum(gpu.links) for gpu in gpus)
-    told.append(f"{links} NVLinks up" if links else "no NVLink")
-    return judged(f"{len(gpus)} GPUs: {', '.join(told)}", _findings(gpus))
+    detail = f"{len(gpus)} GPUs: {pcie}{f'{links} NVLinks up' if links else 'no NVLink'}"
+    return judged(detail, _findings(gpus))
 
 
 def _findings(gpus: Sequence[Health]) -> Iterator[Finding]:
     for gpu in gpus:
-        index = gpu.device.index
         peers = [other for other in gpus if other.device.name == gpu.device.name]
         if gpu.fabric_ready is False:
             yield warning(
-                f"the NVSwitch fabric of GPU {index} is not set up: CUDA may fail with "
+                f"the NVSwitch fabric of GPU {gpu.device.index} is not set up: CUDA may fail with "
                 '"system not yet initialized"',
-                fix="Start the fabric manager; its version has to be the driver's.",
+                fix="Start the fabric manager, in the same version as the driver.",
                 paste="sudo systemctl restart nvidia-fabricmanager",
-                about=f"fabric {index}",
+                about=f"fabric {gpu.device.index}",
             )
-        if gpu.width and gpu.width_most and gpu.width < gpu.width_most:
-            lanes = f"has {gpu.width} of {gpu.width_most} PCIe lanes"
-            if gpu.width < max(other.width or 0 for other in peers) or (
-                gpu.width * FEW <= gpu.width_most
-            ):
-                yield _slow(index, lanes, "lanes")
-            else:
-                yield note(
-                    f"GPU {index} {lanes}, as boards have it whose slots share them",
-                    fix="Nothing, if the slot has no more; else reseat the card or its riser.",
-                    paste=f"nvidia-smi -q -i {index} | grep -A12 'GPU Link Info'",
-                    about=f"lanes {index}",
-                )
-        elif (
-            gpu.busy
-            and gpu.generation
-            and gpu.generation_most
-            and gpu.generation < gpu.generation_most
-        ):
-            yield _slow(
-                index,
-                f"runs PCIe generation {gpu.generation} of {gpu.generation_most} though it is busy",
-                "generation",
-            )
-        most = max((sum(other.links) for other in peers), default=0)
-        up = sum(gpu.links)
-        # A GPU without any may be one without a bridge; where most have links it is not.
-        many = sum(sum(other.links) == most for other in peers) > len(peers) / 2
-        if most and up < most and many:
-            yield warning(
-                f"GPU {index} has {up} of {most} NVLinks up, fewer than its peers",
-                fix="Reset the GPUs, or reboot; look after the bridge or the fabric manager.",
-                paste=f"nvidia-smi nvlink --status -i {index}",
-                about=f"nvlink {index}",
-            )
+        yield from _pcie(gpu, peers)
+        yield from _nvlink(gpu, peers)
 
 
-def _slow(index: int, what: str, about: str) -> Finding:
-    return warning(
-        f"GPU {index} {what}: the slowest link sets the pace of all ranks",
-        fix="Reset it, or reboot; else reseat the card or its riser.",
-        paste=f"nvidia-smi -q -i {index} | grep -A12 'GPU Link Info'",
-        about=f"{about} {index}",
-    )
+def _pcie(gpu: Health, peers: Sequence[Health]) -> Iterator[Finding]:
+    index = gpu.device.index
+    paste = f"nvidia-smi -q -i {index} | grep -A12 'GPU Link Info'"
+    what, about = "", "lanes"
+    if gpu.width and gpu.width_most and gpu.width < gpu.width_most:
+        what = f"has {gpu.width} of {gpu.width_most} PCIe lanes"
+        widest = max(other.width or 0 for other in peers)
+        if gpu.width >= widest and gpu.width * FEW > gpu.width_most:
+            yield note(
+                f"GPU {index} {what}, as on boards whose slots share them",
+                fix="Nothing, if the slot has no more; else reseat the card or its riser.",
+                paste=paste,
+                about=f"lanes {index}",
+            )
+            return
+    elif gpu.busy and gpu.generation and gpu.generation < (gpu.generation_most or 0):
+        what = f"runs PCIe generation {gpu.generation} of {gpu.generation_most} though it is busy"
+        about = "generation"
+    if what:
+        yield warning(
+            f"GPU {index} {what}: the slowest link sets the pace of all ranks",
+            fix="Reset it, or reboot; else reseat the card or its riser.",
+            paste=paste,
+            about=f"{about} {index}",
+        )
+
+
+def _nvlink(gpu: Health, peers: Sequence[Health]) -> Iterator[Finding]:
+    links = [sum(other.links) for other in peers]
+    up, most = sum(gpu.links), max(links)
+    # A GPU without any may be one without a bridge; where most have links it is not.
+    if up < most and links.count(most) > len(peers) / 2:
+        yield warning(
+            f"GPU {gpu.device.index} has {up} of {most} NVLinks up, fewer than its peers",
+            fix="Reset the GPUs, or reboot; check the bridge or the fabric manager.",
+            paste=f"nvidia-smi nvlink --status -i {gpu.device.index}",
+            about=f"nvlink {gpu.device.index}",
+        )
 
 
 @check("gpu-peers", "DDP025")
@@ -142,45 +135,37 @@ def gpu_peers(situation: Situation) -> Outcome:
     Since
         0.1.0
     """
-    reason = none_here(situation)
-    if reason:
-        return skipped(reason)
-    gpus = chosen(situation)
+    gpus = job_gpus(situation)
     if len(gpus) < 2:
         return skipped("a single GPU")
-    facts = situation.shared(gpu_facts)
     indices = {gpu.device.index for gpu in gpus}
-    pairs = [each for each in facts.peers if each[0] in indices and each[1] in indices]
+    known = situation.shared(gpu_facts).peers
+    pairs = [each for each in known if each[0] in indices and each[1] in indices]
     if not pairs:
         return skipped("the driver does not say")
     direct = sum(works for _, _, works in pairs)
     detail = f"{direct} of {len(pairs)} pairs of GPUs have peer-to-peer access"
-    return judged(detail, _peers(situation, facts, gpus, pairs))
+    return judged(detail, _peers(situation.sys, gpus, pairs))
 
 
 def _peers(
-    situation: Situation,
-    facts: GpuFacts,
-    gpus: tuple[Health, ...],
-    pairs: list[tuple[int, int, bool]],
+    sys: Path, gpus: Sequence[Health], pairs: Sequence[tuple[int, int, bool]]
 ) -> Iterator[Finding]:
-    without = [(one, other) for one, other, works in pairs if not works]
+    without = [f"{one}-{other}" for one, other, works in pairs if not works]
     if without and len(without) < len(pairs):
-        listed = ", ".join(f"{one}-{other}" for one, other in without[:8])
-        more = f" and {len(without) - 8} more" if len(without) > 8 else ""
         yield note(
-            f"{len(without)} of {len(pairs)} pairs of GPUs have no peer-to-peer access: {listed}"
-            f"{more}",
-            fix="Nothing, where they hang on different sockets; else look after ACS and the IOMMU.",
+            f"{len(without)} of {len(pairs)} pairs of GPUs have no peer-to-peer access: "
+            f"{first(without)}",
+            fix="Nothing, where they are on different sockets; else check ACS and the IOMMU.",
             paste="nvidia-smi topo -p2p r",
             about="pairs",
         )
-    translated = [gpu for gpu in gpus if not any(gpu.links) and _is_translated(situation.sys, gpu)]
-    if len(translated) > 1 and any(works for _, _, works in pairs):
+    translated = [gpu for gpu in gpus if not any(gpu.links) and _is_translated(sys, gpu)]
+    if len(translated) > 1 and len(without) < len(pairs):
         yield warning(
             f"an IOMMU translates the PCIe transfers of {len(translated)} GPUs: peer-to-peer "
             "transfers may hang or give wrong data",
-            fix="Boot the host with iommu=pt; until then let NCCL do without.",
+            fix="Boot the host with iommu=pt; until then disable peer-to-peer transfers.",
             paste="export NCCL_P2P_DISABLE=1",
             about="iommu",
         )
@@ -190,7 +175,4 @@ def _is_translated(sys: Path, gpu: Health) -> bool:
     """Whether the kernel maps a GPU's transfers by an IOMMU, page by page."""
     domain, _, rest = gpu.device.bus_id.lower().partition(":")
     folder = sys / "bus" / "pci" / "devices" / f"{domain[-4:]}:{rest}"
-    try:
-        return (folder / "iommu_group" / "type").read_text().strip().startswith("DMA")
-    except OSError:
-        return False
+    return text(folder / "iommu_group" / "type").startswith("DMA")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ddpdoctor.core.finding import Finding, Severity
@@ -19,9 +19,9 @@ from ddpdoctor.preflight.check import (
     warning,
 )
 from ddpdoctor.preflight.command_lines import corrected_line
-from ddpdoctor.preflight.machine.gpu_facts import chosen, none_here
-from ddpdoctor.preflight.situation import Situation, cuda_choice, gpu_facts, visible_gpus
-from ddpdoctor.preflight.sizes import GIB, shown
+from ddpdoctor.preflight.machine.gpu_facts import job_gpus
+from ddpdoctor.preflight.situation import Situation, cuda_choice, gpu_facts, names, visible_gpus
+from ddpdoctor.preflight.words import GIB, counted, shown
 from ddpdoctor.system.gpu.health import Health
 from ddpdoctor.system.process_table import Listed, named
 
@@ -56,34 +56,33 @@ def gpu_count(situation: Situation) -> Outcome:
     Since
         0.1.0
     """
-    reason = none_here(situation)
-    if reason:
-        return skipped(reason)
+    mine = job_gpus(situation)
     gpus, seen = situation.shared(gpu_facts).gpus, situation.shared(visible_gpus)
-    ranks = f"{situation.nproc} rank{'s' if situation.nproc != 1 else ''}"
-    detail = f"{seen} of {len(gpus)} GPUs visible, for {ranks}"
-    if seen and any(gpu.device.mig for gpu in chosen(situation)):
-        detail = f"one MIG instance visible, all that CUDA shows a process, for {ranks}"
-    return judged(detail, _findings(situation, gpus, seen))
+    detail = f"{seen} of {len(gpus)} GPUs visible"
+    if seen and any(gpu.device.mig for gpu in mine):
+        detail = "one MIG instance visible, all that CUDA shows a process"
+    detail = f"{detail}, for {counted(situation.nproc, 'rank')}"
+    closed = [_closed(gpu) for gpu in mine if gpu.closed]
+    return judged(detail, [*_visible(situation, gpus, mine, seen), *closed])
 
 
-def _findings(situation: Situation, gpus: tuple[Health, ...], seen: int) -> Iterator[Finding]:
+def _visible(
+    situation: Situation, gpus: Sequence[Health], mine: Sequence[Health], seen: int
+) -> Iterator[Finding]:
     wanted = situation.environ.get("CUDA_VISIBLE_DEVICES")
     entry = situation.shared(cuda_choice).wrong
-    everything = ",".join(map(str, range(len(gpus))))
-    mine = chosen(situation)
     parted = [gpu for gpu in mine if gpu.device.mig]
     if entry:
         yield failure(
             f"CUDA_VISIBLE_DEVICES={wanted}: {entry}, so that CUDA sees {seen} of {len(gpus)} GPUs",
             fix="Correct the entry: CUDA ignores it and all behind it, and everything where one "
             "stands there twice.",
-            paste=f"export CUDA_VISIBLE_DEVICES={everything}",
+            paste=f"export CUDA_VISIBLE_DEVICES={','.join(map(str, range(len(gpus))))}",
             about="CUDA_VISIBLE_DEVICES",
         )
     elif situation.nproc > seen and not parted:
         yield warning(
-            f"{situation.nproc} ranks for {seen} visible GPU{'s' if seen != 1 else ''}: NCCL "
+            f"{situation.nproc} ranks for {counted(seen, 'visible GPU')}: NCCL "
             "refuses two ranks on one",
             fix="Start one rank per GPU, or leave the GPUs out for a job on the CPU.",
             paste=corrected_line(situation, nproc=max(seen, 1)),
@@ -110,12 +109,9 @@ def _findings(situation: Situation, gpus: tuple[Health, ...], seen: int) -> Iter
             paste=f"sudo nvidia-smi -i {indices.replace(' ', '')} -mig 0",
             about="MIG",
         )
-    for gpu in mine:
-        if gpu.closed:
-            yield _closed(gpu)
 
 
-def _numbered_otherwise(situation: Situation, gpus: tuple[Health, ...]) -> bool:
+def _numbered_otherwise(situation: Situation, gpus: Sequence[Health]) -> bool:
     """Whether a number in CUDA_VISIBLE_DEVICES may mean another GPU to CUDA than to us."""
     wanted = situation.environ.get("CUDA_VISIBLE_DEVICES", "")
     by_bus = situation.environ.get("CUDA_DEVICE_ORDER", "") == "PCI_BUS_ID"
@@ -174,10 +170,7 @@ def gpu_memory(situation: Situation) -> Outcome:
     Since
         0.1.0
     """
-    reason = none_here(situation)
-    if reason:
-        return skipped(reason)
-    gpus = [gpu for gpu in chosen(situation) if not gpu.device.mig]
+    gpus = [gpu for gpu in job_gpus(situation) if not gpu.device.mig]
     free = [
         gpu.memory_total - gpu.memory_used
         for gpu in gpus
@@ -211,18 +204,17 @@ def _held(situation: Situation, gpu: Health) -> Iterator[Finding]:
 
 
 def _known(proc: Path, pid: int) -> Listed | None:
-    """The process of a pid that the driver told; None if it is not known here.
+    """The process of a pid that the driver reports; None if it is not known here.
 
-    To a container the driver may tell the host's pids, and another process may have that one here.
+    To a container it may report the pids of the host, and another process may have that one here.
     """
     known = named(proc, pid)
     if known is None or _sees_all_processes(proc):
         return known
-    with contextlib.suppress(OSError):
-        for file in os.listdir(known.folder / "fd"):
-            with contextlib.suppress(OSError):
-                if any(each in os.readlink(known.folder / "fd" / file) for each in _DEVICES):
-                    return known
+    for file in names(known.folder / "fd"):
+        with contextlib.suppress(OSError):
+            if any(each in os.readlink(known.folder / "fd" / file) for each in _DEVICES):
+                return known
     return None
 
 

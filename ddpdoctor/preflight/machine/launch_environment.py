@@ -171,7 +171,7 @@ def _launched_twice(situation: Situation, place: Place) -> Iterator[Finding]:
 
 def _rendezvous(situation: Situation) -> Iterator[Finding]:
     place = seat(situation)
-    if place.nnodes < 2 or situation.attendance_told:
+    if place.nnodes < 2 or situation.attendance_checked:
         # That check sees whether the nodes meet there all the same.
         return
     nodes, alone = f"{place.nnodes} nodes", "each would wait for the others on its own"

@@ -12,7 +12,7 @@ from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, finding, judged, warning
 from ddpdoctor.preflight.machine import container
 from ddpdoctor.preflight.situation import Situation
-from ddpdoctor.preflight.sizes import GIB, MIB, shown
+from ddpdoctor.preflight.words import GIB, MIB, shown
 from ddpdoctor.system.process_table import listed
 
 OPEN_FILES = 256

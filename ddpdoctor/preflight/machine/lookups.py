@@ -124,7 +124,7 @@ def lookups(situation: Situation) -> Outcome:
     slowest = max(asked, key=lambda each: each.seconds)
     detail = f"{len(asked)} lookups, the slowest ({slowest.name}) in {slowest.seconds:.2f} s"
     # The nodes cannot meet without it, as that check says.
-    told_there = situation.attendance_told
+    told_there = situation.attendance_checked
     return judged(detail, _findings(asked, endpoint, told_there=told_there))
 
 

@@ -12,7 +12,7 @@ from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, failure, finding, judged, skipped, warning
 from ddpdoctor.preflight.machine import container
 from ddpdoctor.preflight.situation import Situation, visible_gpus
-from ddpdoctor.preflight.sizes import GIB, KIB, MIB, shown
+from ddpdoctor.preflight.words import GIB, KIB, MIB, shown
 
 BARE = 300 * MIB
 """What a rank holds once torch is imported and a small model trains on the CPU, measured."""

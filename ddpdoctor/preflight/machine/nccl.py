@@ -5,7 +5,7 @@ from __future__ import annotations
 from ddpdoctor.preflight.machine import versions
 from ddpdoctor.preflight.machine.gpu_facts import chosen, none_here
 from ddpdoctor.preflight.situation import Situation, visible_gpus
-from ddpdoctor.preflight.sizes import GIB, shown
+from ddpdoctor.preflight.words import GIB, shown
 
 NEEDED = 3 * GIB
 """Bytes that have to be free on each GPU: a CUDA context takes half a GiB, NCCL's buffers up to one

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.preflight.check import Outcome, check, judged, skipped, warning
 from ddpdoctor.preflight.situation import Situation, gpu_facts
-from ddpdoctor.preflight.sizes import shown
+from ddpdoctor.preflight.words import shown
 from ddpdoctor.system.listeners import listening, sockets
 from ddpdoctor.system.process_table import Listed, listed, named
 

@@ -98,8 +98,7 @@ async def call_once(address: str, port: int, key: bytes, hostname: str) -> Call:
     try:
         reader, writer = await connect(address, port)
     except ConnectError as error:
-        failure = error.failure
-        raise CallError(Problem(failure.kind, address, failure.words, failure.sender)) from None
+        raise CallError(Problem(error.kind, address, error.words, error.sender)) from None
     link = Link(reader, writer)
     try:
         return await _introduce(link, address, key, hostname)

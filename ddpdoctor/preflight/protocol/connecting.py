@@ -10,40 +10,64 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Awaitable
-from dataclasses import dataclass
-from types import TracebackType
+from collections.abc import AsyncIterator, Awaitable
 from typing import Literal, TypeVar
 
 T = TypeVar("T")
 
 TICK_S = 0.05
 
+CONNECT_LIMIT = 3.5
+"""Seconds. Lost SYNs are sent again after 1 and 3; that no machine answers ARP is known after 3."""
+
+ARP_S = 2.0
+"""A host is called unreachable sooner if a router says so, later if no machine answered ARP."""
+
+Closed = Literal[
+    "refused",  # the machine, or a firewall, answers that there is no such port
+    "dropped",  # no answer at all
+    "prohibited",  # a firewall says that it is not allowed, by ICMP or on this machine
+    "no route",  # this machine has no route to it
+    "unreachable",  # a router says that there is none
+    "nobody",  # no machine has that address
+]
+
+_FORBIDDING = frozenset({9, 10, 13})
+"""Codes of ICMP's "destination unreachable": network, host, communication prohibited."""
+
+_RECVERR = {socket.AF_INET: (socket.IPPROTO_IP, 11), socket.AF_INET6: (socket.IPPROTO_IPV6, 25)}
+"""IP_RECVERR and IPV6_RECVERR, which Python does not name. Linux reports what came by ICMP in
+answer to a connection since 5.8."""
+
+_EXTENDED_ERROR = struct.Struct("=IBBBBII")
+"""struct sock_extended_err: errno, origin, type, code, pad, info, data."""
+
+_BY_ICMP = 2
+
+
+class ConnectError(Exception):
+    """There is no connection.
+
+    Attributes:
+        words: The kernel's.
+        sender: Who said so by ICMP; empty if that is not known, or it was this machine.
+    """
+
+    def __init__(self, kind: Closed, words: str = "", sender: str = "") -> None:
+        super().__init__(kind)
+        self.kind: Closed = kind
+        self.words = words
+        self.sender = sender
+
 
 class Patience:
-    """Counts the time that this process gets, in ticks; within ``async with``.
+    """Counts the time that this process gets, in ticks: a busy machine is no broken network.
 
     A tick that comes late, because others have the cores, counts as one tick.
     """
 
     def __init__(self) -> None:
         self._had = 0.0
-        self._ticking: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> Patience:
-        self._ticking = asyncio.ensure_future(self._tick())
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        assert self._ticking is not None
-        self._ticking.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._ticking
 
     async def within(self, awaited: Awaitable[T], seconds: float) -> T:
         """What ``awaited`` returns.
@@ -66,123 +90,106 @@ class Patience:
                 with contextlib.suppress(asyncio.CancelledError, Exception):
                     await task
 
-    async def _tick(self) -> None:
+    async def tick(self) -> None:
+        """Count, until cancelled."""
         while True:
             began = time.monotonic()
             await asyncio.sleep(TICK_S)
             self._had += min(time.monotonic() - began, 2 * TICK_S)
 
 
-CONNECT_LIMIT = 3.5
-"""Seconds. Lost SYNs are sent again after 1 and 3; that nobody answers ARP is known after 3."""
-
-ARP_S = 2.0
-"""A host is called unreachable sooner if a router says so, later if nobody answered ARP."""
-
-Closed = Literal[
-    "refused",  # somebody answers that there is no such port
-    "dropped",  # no answer at all
-    "prohibited",  # a firewall says that it is not allowed, by ICMP or on this machine
-    "no route",  # this machine does not know a way there
-    "unreachable",  # somebody on the way says that there is none
-    "nobody",  # no machine has that address
-]
-
-_FORBIDDING = frozenset({9, 10, 13})
-"""Codes of ICMP's "destination unreachable": network, host, communication prohibited."""
-
-_RECVERR = {socket.AF_INET: (socket.IPPROTO_IP, 11), socket.AF_INET6: (socket.IPPROTO_IPV6, 25)}
-"""IP_RECVERR and IPV6_RECVERR, which Python does not name. Linux tells what came by ICMP in answer
-to a connection since 5.8."""
-
-_EXTENDED_ERROR = struct.Struct("=IBBBBII")
-"""struct sock_extended_err: errno, origin, type, code, pad, info, data."""
-
-_BY_ICMP = 2
+@contextlib.asynccontextmanager
+async def patient() -> AsyncIterator[Patience]:
+    """A clock that counts while the block runs."""
+    patience = Patience()
+    ticking = asyncio.ensure_future(patience.tick())
+    try:
+        yield patience
+    finally:
+        ticking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await ticking
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why there is no connection.
-
-    Attributes:
-        words: The kernel's.
-        sender: Who said so by ICMP; empty if nobody did, or it is not known.
-    """
-
-    kind: Closed
-    words: str = ""
-    sender: str = ""
-
-
-class ConnectError(Exception):
-    """There is no connection."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.kind)
-        self.failure = failure
+def family_of(address: str) -> socket.AddressFamily:
+    """IPv4 or IPv6."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 async def connect(
-    address: str, port: int, limit: float = CONNECT_LIMIT
+    address: str,
+    port: int,
+    limit: float = CONNECT_LIMIT,
+    *,
+    mss: int = 0,
+    patience: Patience | None = None,
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect within so many seconds of this process's time.
+
+    Args:
+        address: Of the machine.
+        port: Of the machine.
+        limit: Seconds.
+        mss: Largest segment in bytes; 0 for the kernel's.
+        patience: A clock that several connections share.
 
     Raises:
         ConnectError: There is no connection.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    if patience is None:
+        async with patient() as patience:
+            return await connect(address, port, limit, mss=mss, patience=patience)
+    family = family_of(address)
     try:
         made = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
         # A kernel without IPv6.
-        raise ConnectError(Failure("no route", _words(error))) from None
+        raise ConnectError("no route", words_of(error)) from None
     began = time.monotonic()
     try:
         made.setblocking(False)
+        if mss:
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, mss)
         if sys.platform == "linux":
             with contextlib.suppress(OSError):
                 made.setsockopt(*_RECVERR[family], 1)
-        async with Patience() as patience:
-            loop = asyncio.get_running_loop()
-            await patience.within(loop.sock_connect(made, (address, port)), limit)
+        loop = asyncio.get_running_loop()
+        await patience.within(loop.sock_connect(made, (address, port)), limit)
         return await asyncio.open_connection(sock=made)
     except TimeoutError:
         made.close()
-        raise ConnectError(Failure("dropped")) from None
+        raise ConnectError("dropped") from None
     except OSError as error:
         failure = _failure(made, error, time.monotonic() - began)
         made.close()
-        raise ConnectError(failure) from None
+        raise failure from None
     except BaseException:
         made.close()
         raise
 
 
-def _failure(made: socket.socket, error: OSError, seconds: float) -> Failure:
-    code, sender = _told_by_icmp(made)
+def _failure(made: socket.socket, error: OSError, seconds: float) -> ConnectError:
+    code, sender = _unreachable_message(made)
     with contextlib.suppress(OSError):
         if sender == made.getsockname()[0]:
             # This machine's own kernel, when ARP had no answer or a rule of its own rejects.
             sender = ""
-    words = _words(error)
+    words = words_of(error)
     if error.errno in (errno.EACCES, errno.EPERM) or code in _FORBIDDING:
-        return Failure("prohibited", words, sender)
+        return ConnectError("prohibited", words, sender)
     if error.errno == errno.ECONNREFUSED:
-        return Failure("refused", words, sender)
-    if error.errno == errno.ETIMEDOUT:
-        return Failure("dropped")
+        return ConnectError("refused", words, sender)
     if sender:
-        return Failure("unreachable", words, sender)
+        return ConnectError("unreachable", words, sender)
     if error.errno == errno.ENETUNREACH:
-        return Failure("no route", words)
+        return ConnectError("no route", words)
     if error.errno == errno.EHOSTUNREACH and seconds > ARP_S:
-        return Failure("nobody", words)
-    return Failure("unreachable", words)
+        return ConnectError("nobody", words)
+    return ConnectError("unreachable", words)
 
 
-def _told_by_icmp(made: socket.socket) -> tuple[int, str]:
-    """The code of the "unreachable" message that ended a connection over IPv4, and its sender."""
+def _unreachable_message(made: socket.socket) -> tuple[int, str]:
+    """The code of the ICMP message that ended a connection over IPv4, and its sender."""
     if sys.platform != "linux" or made.family != socket.AF_INET:
         return -1, ""
     try:
@@ -198,5 +205,24 @@ def _told_by_icmp(made: socket.socket) -> tuple[int, str]:
     return -1, ""
 
 
-def _words(error: OSError) -> str:
+def words_of(error: OSError) -> str:
+    """The kernel's words for an error, without the number."""
     return os.strerror(error.errno) if error.errno else str(error)
+
+
+def listen(port: int) -> socket.socket:
+    """Listen on all addresses, as torch's store does; port 0 is one of the kernel's choice.
+
+    Raises:
+        OSError: The port is taken, or not allowed.
+    """
+    if socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(
+                ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
+            )
+        except OSError as error:
+            # Without IPv6 addresses "::" cannot be bound; a taken port is taken for both.
+            if error.errno == errno.EADDRINUSE:
+                raise
+    return socket.create_server(("", port), backlog=1024)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import errno
 import secrets
 import socket
 import time
@@ -13,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddpdoctor.preflight.protocol import wire
+from ddpdoctor.preflight.protocol import connecting, wire
 from ddpdoctor.preflight.protocol.addresses import is_loopback
 from ddpdoctor.preflight.protocol.facts import Facts, unpack
 from ddpdoctor.preflight.protocol.joining import side_doors
@@ -321,24 +320,11 @@ def listen(port: int) -> socket.socket:
     Raises:
         OSError: It is taken, or not allowed.
     """
-    listening = _listen(port)
+    listening = connecting.listen(port)
     with contextlib.suppress(OSError):
-        # Small packets: what the nodes tell of a way that loses large ones has to arrive.
+        # Small packets: what the nodes report about a way that loses large ones has to arrive.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT)
     return listening
-
-
-def _listen(port: int) -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        try:
-            return socket.create_server(
-                ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
-            )
-        except OSError as error:
-            # Without IPv6 addresses "::" cannot be bound; a taken port is taken for both.
-            if error.errno == errno.EADDRINUSE:
-                raise
-    return socket.create_server(("", port), backlog=1024)
 
 
 def packed_token(token: bytes) -> str:

@@ -8,7 +8,7 @@ import os
 import socket
 import struct
 
-from ddpdoctor.preflight.protocol.connecting import Patience
+from ddpdoctor.preflight.protocol.connecting import family_of, patient
 
 TRIES = 2
 
@@ -31,7 +31,7 @@ async def echoes(address: str, limit: float) -> bool:
         address: Of the machine.
         limit: Seconds for each of the two tries.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    family = family_of(address)
     asking = _socket(family)
     if asking is None:
         return False
@@ -39,7 +39,7 @@ async def echoes(address: str, limit: float) -> bool:
         asking.setblocking(False)
         loop = asyncio.get_running_loop()
         payload = os.urandom(_PAYLOAD_BYTES)
-        async with Patience() as patience:
+        async with patient() as patience:
             for number in range(1, TRIES + 1):
                 # A firewall on the way may say that it is not allowed.
                 with contextlib.suppress(TimeoutError, OSError):

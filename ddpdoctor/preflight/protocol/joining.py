@@ -294,7 +294,6 @@ class _Way:
         try:
             _, writer = await connect(address, port, DOOR_LIMIT)
         except ConnectError as error:
-            failure = error.failure
-            return failure.kind == "refused" and failure.sender in ("", address)
+            return error.kind == "refused" and error.sender in ("", address)
         writer.transport.abort()
         return True

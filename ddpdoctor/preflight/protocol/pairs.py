@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import os
 import secrets
-import socket
 import struct
 import time
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ddpdoctor.preflight.protocol import speeds
-from ddpdoctor.preflight.protocol.connecting import ARP_S, CONNECT_LIMIT, Patience
+from ddpdoctor.preflight.protocol.connecting import (
+    Closed,
+    ConnectError,
+    Patience,
+    connect,
+    listen,
+    patient,
+    words_of,
+)
 
 BLOCK = 64 * 1024
 """Bytes sent each way: enough for packets of the largest size."""
@@ -33,23 +38,26 @@ HOLD_S = 0.5
 
 _SESSION_LIMIT = 60.0
 _HELLO = struct.Struct("!16sIc")
-_EXCHANGE = b"E"
-_SPEED = b"S"
-_OK = b"\x01"
-_NOT_ME = b"\x00"
+_EXCHANGE, _SPEED = b"E", b"S"
+_OK, _NOT_ME = b"\x01", b"\x00"
+_BROKEN = (OSError, asyncio.IncompleteReadError, asyncio.TimeoutError, struct.error)
 
 Outcome = Literal[
     "ok",
     "dropped",  # no answer at all to the connection
-    "refused",  # somebody answers that there is no such port
-    "unreachable",  # the network says that there is no way, or that it is prohibited
-    "nobody",  # the same, after nobody answered ARP
+    "refused",  # the machine, or a firewall, answers that there is no such port
+    "unreachable",  # the network says that there is no route, or that it is prohibited
+    "nobody",  # the same, after no machine answered ARP
     "silent",  # connected, and then nothing
     "stranger",  # connected, to something else
     "forth",  # the 64 KiB from the dialling node did not arrive
     "back",  # the 64 KiB from the dialled node did not arrive
 ]
 
+_OUTCOMES: dict[Closed, Outcome] = {
+    "refused": "refused", "dropped": "dropped", "nobody": "nobody"
+}  # fmt: skip
+"""The outcome by why there is no connection; whatever is not here is `unreachable`."""
 
 STALLS = ("forth", "back")
 """The outcomes of connections that open and lose large packets."""
@@ -83,7 +91,7 @@ class Result:
     error: str = ""
 
     def packed(self) -> dict[str, Any]:
-        """For a message; of what went well no more is told, since it is most of n² results."""
+        """For a message; a success is its outcome alone, since most of n² results are."""
         if self.outcome == "ok":
             return {"outcome": "ok"}
         return {key: value for key, value in asdict(self).items() if value}
@@ -99,7 +107,7 @@ class Listener:
 
     async def open(self) -> int:
         """Listen on a port of the kernel's choice; the port."""
-        listening = _listening_socket()
+        listening = listen(0)
         self._server = await asyncio.start_server(self._answer, sock=listening)
         return int(listening.getsockname()[1])
 
@@ -113,16 +121,11 @@ class Listener:
             self._server.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
+        # A cancellation ends the check, and asyncio would print it.
+        with contextlib.suppress(*_BROKEN, asyncio.CancelledError):
             await asyncio.wait_for(self._session(reader, writer), _SESSION_LIMIT)
-        except (OSError, asyncio.IncompleteReadError, asyncio.TimeoutError, struct.error):
-            pass
-        except asyncio.CancelledError:
-            # The check is over; asyncio would print it.
-            pass
-        finally:
-            with contextlib.suppress(OSError, RuntimeError):
-                writer.close()
+        with contextlib.suppress(OSError, RuntimeError):
+            writer.close()
 
     async def _session(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         token, index, what = _HELLO.unpack(await reader.readexactly(_HELLO.size))
@@ -141,28 +144,12 @@ class Listener:
         await reader.read()
 
 
-def _listening_socket() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):
-            return socket.create_server(
-                ("::", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
-            )
-    return socket.create_server(("", 0), backlog=1024)
-
-
-@dataclass
-class _Stage:
-    """How far an exchange has come."""
-
-    name: Outcome = "silent"
-
-
 async def dial_all(targets: list[Target], token: bytes) -> list[Result]:
     """Dial several nodes and exchange 64 KiB each way with each; the results in their order.
 
     Never raises for what the network does.
     """
-    async with Patience() as patience:
+    async with patient() as patience:
         dialler = _Dialler(token, patience)
         return list(await asyncio.gather(*(dialler.dial(target) for target in targets)))
 
@@ -180,12 +167,11 @@ class _Dialler:
         async with self._connecting:
             began = time.monotonic()
             try:
-                reader, writer = await self._patience.within(_connect(target), CONNECT_LIMIT)
-            except TimeoutError:
-                return _result("dropped", began)
-            except OSError as error:
-                outcome = _connect_outcome(error, time.monotonic() - began)
-                return _result(outcome, began, _words(error))
+                reader, writer = await connect(
+                    target.address, target.port, mss=target.mss, patience=self._patience
+                )
+            except ConnectError as error:
+                return _result(_OUTCOMES.get(error.kind, "unreachable"), began, error.words)
         try:
             return await self._exchange(target, reader, writer)
         finally:
@@ -195,24 +181,27 @@ class _Dialler:
     async def _exchange(
         self, target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> Result:
-        stage = _Stage()
+        reached: list[Outcome] = ["silent"]
         await self._exchanging.acquire()
         began = time.monotonic()
-        work = asyncio.ensure_future(_talk(target, self._token, reader, writer, stage))
+        work = asyncio.ensure_future(_talk(target, self._token, reader, writer, reached))
+        words = ""
         try:
             try:
                 await asyncio.wait({work}, timeout=HOLD_S)
             finally:
                 # One that stalls makes room for the others, and goes on beside them.
                 self._exchanging.release()
-            outcome = await self._patience.within(work, STALL_LIMIT)
+            await self._patience.within(work, STALL_LIMIT)
         except TimeoutError:
-            return _result(stage.name, began)
-        except (OSError, asyncio.IncompleteReadError) as error:
-            return _result(stage.name, began, _words(error))
+            pass
+        except OSError as error:
+            words = words_of(error)
+        except asyncio.IncompleteReadError:
+            words = "the connection was closed"
         finally:
             work.cancel()
-        return _result(outcome, began)
+        return _result(reached[-1], began, words)
 
 
 async def _talk(
@@ -220,9 +209,9 @@ async def _talk(
     token: bytes,
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
-    stage: _Stage,
-) -> Outcome:
-    """The dialling side of an exchange.
+    reached: list[Outcome],
+) -> None:
+    """The dialling side of an exchange; ``reached`` ends in how far it came.
 
     Raises:
         OSError: The connection broke.
@@ -230,14 +219,15 @@ async def _talk(
     """
     writer.write(_HELLO.pack(token, target.index, _EXCHANGE))
     if await reader.read(1) != _OK:
-        return "stranger"
-    stage.name = "forth"
+        reached.append("stranger")
+        return
+    reached.append("forth")
     writer.write(bytes(BLOCK))
     await reader.readexactly(1)
-    stage.name = "back"
+    reached.append("back")
     writer.write(_OK)
     await reader.readexactly(BLOCK)
-    return "ok"
+    reached.append("ok")
 
 
 def _result(outcome: Outcome, began: float, error: str = "") -> Result:
@@ -247,46 +237,15 @@ def _result(outcome: Outcome, began: float, error: str = "") -> Result:
 async def speed(target: Target, token: bytes) -> speeds.Speed | None:
     """Measure the link to a node; None if it broke."""
     try:
-        reader, writer = await asyncio.wait_for(_connect(target), CONNECT_LIMIT)
-    except (asyncio.TimeoutError, OSError):
+        reader, writer = await connect(target.address, target.port)
+    except ConnectError:
         return None
     try:
         writer.write(_HELLO.pack(token, target.index, _SPEED))
         if await asyncio.wait_for(reader.read(1), STALL_LIMIT) != _OK:
             return None
         return await speeds.measure(reader, writer)
-    except (OSError, asyncio.IncompleteReadError, asyncio.TimeoutError, struct.error):
+    except _BROKEN:
         return None
     finally:
         writer.transport.abort()
-
-
-async def _connect(target: Target) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    loop = asyncio.get_running_loop()
-    family = socket.AF_INET6 if ":" in target.address else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        made.setblocking(False)
-        if target.mss:
-            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, target.mss)
-        await loop.sock_connect(made, (target.address, target.port))
-        return await asyncio.open_connection(sock=made)
-    except BaseException:
-        made.close()
-        raise
-
-
-def _connect_outcome(error: OSError, seconds: float) -> Outcome:
-    if error.errno == errno.ECONNREFUSED:
-        return "refused"
-    if error.errno == errno.ETIMEDOUT:
-        return "dropped"
-    if error.errno == errno.EHOSTUNREACH and seconds > ARP_S:
-        return "nobody"
-    return "unreachable"
-
-
-def _words(error: Exception) -> str:
-    if isinstance(error, OSError) and error.errno:
-        return os.strerror(error.errno)
-    return "the connection was closed"
