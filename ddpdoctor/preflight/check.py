@@ -110,7 +110,8 @@ class Check:
         scope: ``nodes`` checks run when there is more than one node.
         limit: Seconds it may take.
         run: The test. It never raises for a fault of the machine; an exception is a fault of the
-            check, and is told as one.
+            check, and is reported as one.
+        since: The version of ddpdoctor that has it.
     """
 
     name: str
@@ -118,11 +119,12 @@ class Check:
     scope: Scope
     limit: float
     run: Run
+    since: str = "0.1.0"
 
     @property
     def page(self) -> str:
-        """The documentation page: the function's docstring."""
-        return inspect.getdoc(self.run) or ""
+        """The documentation page: the function's docstring, and since when there is the check."""
+        return f"{inspect.getdoc(self.run)}\n\nSince\n    {self.since}"
 
     @property
     def summary(self) -> str:

@@ -48,9 +48,6 @@ def checkpoint_dir(situation: Situation) -> Outcome:
     When it stays silent
         When a file could really be written and renamed there. Without --checkpoint-dir nothing is
         tested, which is said.
-
-    Since
-        0.1.0
     """
     folder = situation.options.checkpoint_dir
     if folder is None:

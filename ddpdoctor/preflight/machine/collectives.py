@@ -124,9 +124,6 @@ def collectives(situation: Situation) -> Outcome:
 
     When it stays silent
         When all ranks had every result right. More than 16 ranks are not started, which is said.
-
-    Since
-        0.1.0
     """
     torch = versions.installed_torch()
     if torch is None:

@@ -38,9 +38,6 @@ def cores(situation: Situation) -> Outcome:
         With at least as many cores as ranks, and when OMP_NUM_THREADS is not set, which torchrun
         then makes 1. With two ranks on a single core and no GPU, as on small test machines, it is
         information.
-
-    Since
-        0.1.0
     """
     have, nproc = available(situation), situation.nproc
     threads = situation.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()

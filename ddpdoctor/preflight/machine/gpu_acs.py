@@ -78,9 +78,6 @@ def gpu_acs(situation: Situation) -> Outcome:
         With ports that only validate sources, ports of the root (between those, transfers go
         through the processor anyway), where NVLink connects all GPUs and there is no InfiniBand,
         and in virtual machines, whose host decides.
-
-    Since
-        0.1.0
     """
     gpus = bus_gpus(situation.sys)
     if len(gpus) < 2:

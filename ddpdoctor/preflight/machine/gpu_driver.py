@@ -40,9 +40,6 @@ def gpu_driver(situation: Situation) -> Outcome:
         Without a driver that works it is a warning to a torch without CUDA, and information where
         CUDA_VISIBLE_DEVICES hides the GPUs. That persistence mode is off is
         information: the first job after a pause starts some seconds later.
-
-    Since
-        0.1.0
     """
     facts = situation.shared(gpu_facts)
     on_bus = on_the_bus(situation)
@@ -86,7 +83,7 @@ def _findings(situation: Situation, facts: GpuFacts, on_bus: int) -> Iterator[Fi
     if off:
         yield note(
             f"persistence mode is off on GPU {', '.join(map(str, off))}: after a pause the driver "
-            "takes seconds to wake up",
+            "takes seconds to come back",
             fix="Turn it on.",
             paste="sudo nvidia-smi -pm 1",
             about="persistence",

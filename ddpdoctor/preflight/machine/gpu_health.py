@@ -74,9 +74,6 @@ def gpu_health(situation: Situation) -> Outcome:
     When it stays silent
         About corrected errors, the usual power cap, errors of programs (XID 13, 31, 43, 45), and
         what a GPU does not tell.
-
-    Since
-        0.1.0
     """
     gpus = job_gpus(situation)
     log = read_log(situation.proc.parent / "dev" / "kmsg")

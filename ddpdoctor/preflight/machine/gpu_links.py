@@ -40,9 +40,6 @@ def gpu_links(situation: Situation) -> Outcome:
         About the generation of an idle GPU, which lowers it to save power; about slots that have
         fewer lanes than the card; about GPUs without NVLink. That all GPUs have half of their lanes
         is information: many boards share them between two slots, and laptops have no more.
-
-    Since
-        0.1.0
     """
     gpus = job_gpus(situation)
     widths = sorted({gpu.width for gpu in gpus if gpu.width})
@@ -131,9 +128,6 @@ def gpu_peers(situation: Situation) -> Outcome:
     When it stays silent
         When no pair has peer-to-peer access, as with most GeForce cards: NCCL knows that by itself.
         With a single GPU, and inside a virtual machine without an IOMMU of its own.
-
-    Since
-        0.1.0
     """
     gpus = job_gpus(situation)
     if len(gpus) < 2:

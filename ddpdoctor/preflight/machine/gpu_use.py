@@ -52,9 +52,6 @@ def gpu_count(situation: Situation) -> Outcome:
     When it stays silent
         With fewer ranks than GPUs; when CUDA_VISIBLE_DEVICES is empty or -1 (or Slurm's
         NoDevFiles), which means to use the CPU; without a GPU, which is said.
-
-    Since
-        0.1.0
     """
     mine = job_gpus(situation)
     gpus, seen = situation.shared(gpu_facts).gpus, situation.shared(visible_gpus)
@@ -166,9 +163,6 @@ def gpu_memory(situation: Situation) -> Outcome:
     When it stays silent
         For GPUs that CUDA_VISIBLE_DEVICES leaves out, for partitioned ones (MIG), and where the
         driver does not tell.
-
-    Since
-        0.1.0
     """
     gpus = [gpu for gpu in job_gpus(situation) if not gpu.device.mig]
     free = [

@@ -45,9 +45,6 @@ def host_name(situation: Situation) -> Outcome:
     When it stays silent
         For a loopback address in a job on one machine, or when GLOO_SOCKET_IFNAME says which
         interface is meant.
-
-    Since
-        0.1.0
     """
     found = situation.shared(own_name)
     told = ", ".join(found.addresses[:3]) or found.problem

@@ -207,9 +207,6 @@ def network_interface(situation: Situation) -> Outcome:
     When it stays silent
         On one machine, whichever working interface is chosen; and about NCCL's variable where there
         is no GPU.
-
-    Since
-        0.1.0
     """
     here = situation.shared(interfaces)
     gloo = gloo_choice(situation.environ, here, situation.shared(own_name).addresses)

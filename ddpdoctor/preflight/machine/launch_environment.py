@@ -41,9 +41,6 @@ def launch_environment(situation: Situation) -> Outcome:
         Without such variables, when they are torchrun's own, and when MASTER_ADDR and MASTER_PORT
         alone are set, as batch scripts do. About the rendezvous where several nodes are checked:
         DDP050 sees whether they meet there.
-
-    Since
-        0.1.0
     """
     environ = situation.environ
     findings = list(_findings(situation, environ))

@@ -51,9 +51,6 @@ def limits(situation: Situation) -> Outcome:
     When it stays silent
         With the usual limits: 1024 open files are enough for 384 ranks. About locked memory
         where there is no InfiniBand, and about processes for the superuser.
-
-    Since
-        0.1.0
     """
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     left = _threads_left(situation)

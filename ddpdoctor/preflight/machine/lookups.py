@@ -109,9 +109,6 @@ def lookups(situation: Situation) -> Outcome:
     When it stays silent
         When names resolve within 1 s; about a host name that does not resolve, which is DDP003;
         about a rendezvous' host that does not, where several nodes are checked: that is DDP050.
-
-    Since
-        0.1.0
     """
     # First what the other checks ask for last, so that slow ones are waited for side by side.
     endpoint = situation.shared(endpoint_name)

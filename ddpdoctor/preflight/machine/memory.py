@@ -42,9 +42,6 @@ def memory(situation: Situation) -> Outcome:
 
     When it stays silent
         When there is more than that. What model and data need it cannot know.
-
-    Since
-        0.1.0
     """
     left, limit, source = available(situation)
     each = WITH_CUDA if situation.shared(visible_gpus) else BARE
@@ -126,9 +123,6 @@ def shared_memory(situation: Situation) -> Outcome:
 
     When it stays silent
         When there is room, and on systems without /dev/shm.
-
-    Since
-        0.1.0
     """
     folder = situation.shm
     if not folder.is_dir():

@@ -34,9 +34,6 @@ def neighbour_table(situation: Situation) -> Outcome:
 
     When it stays silent
         Below that, and on systems that do not tell.
-
-    Since
-        0.1.0
     """
     thresholds = situation.proc / "sys" / "net" / "ipv4" / "neigh" / "default"
     entries = 0

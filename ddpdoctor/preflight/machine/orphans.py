@@ -72,9 +72,6 @@ def orphans(situation: Situation) -> Outcome:
         ranks that were
         started by hand or by mpirun, srun or nohup; for other users' processes; in the first 5 s of
         a process.
-
-    Since
-        0.1.0
     """
     if not (situation.proc / "self" / "stat").exists() and not (situation.proc / "1").exists():
         return skipped("no /proc on this system")

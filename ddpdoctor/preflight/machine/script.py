@@ -194,9 +194,6 @@ def script(situation: Situation) -> Outcome:
         About imports within functions, `try`, and `if`, about those that come after a change of
         `sys.path`, about parts of packages that are there, and when no script was named. What the
         script runs is not executed.
-
-    Since
-        0.1.0
     """
     if not situation.options.script:
         return skipped("no script named: ddpdoctor check -- train.py")

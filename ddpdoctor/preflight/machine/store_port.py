@@ -46,9 +46,6 @@ def port(situation: Situation) -> Outcome:
     When it stays silent
         On nodes other than the first, and where torchrun chooses a free port itself (one machine,
         no port given, torch 2.13 and later).
-
-    Since
-        0.1.0
     """
     options, endpoint = situation.options, situation.endpoint
     if options.nnodes > 1 and not seat(situation).host:

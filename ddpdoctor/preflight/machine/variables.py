@@ -113,9 +113,6 @@ def variables(situation: Situation) -> Outcome:
     When it stays silent
         For what has no effect here: variables of NCCL without GPUs or with a single one,
         NCCL_IB_DISABLE without InfiniBand or on one node, CUDA_LAUNCH_BLOCKING without a GPU.
-
-    Since
-        0.1.0
     """
     sources = {"the environment": situation.environ, **_files(situation)}
     machine = _Machine(

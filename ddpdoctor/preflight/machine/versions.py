@@ -151,9 +151,6 @@ def version_fit(situation: Situation) -> Outcome:
     When it stays silent
         For a newer minor version of CUDA than the driver's, which NVIDIA's minor version
         compatibility allows; for a torch without CUDA on a machine without GPUs.
-
-    Since
-        0.1.0
     """
     found = versions(situation)
     told = [f"Python {found.python}"]

@@ -34,9 +34,6 @@ def agreement(meeting: Meeting) -> Outcome:
 
     When it stays silent
         When they agree.
-
-    Since
-        0.1.0
     """
     ranks = sum(node.facts.nproc for node in meeting.nodes)
     return judged(f"{of_all(meeting)}, {ranks} ranks", _findings(meeting))

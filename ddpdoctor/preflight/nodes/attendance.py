@@ -50,9 +50,6 @@ def attendance(situation: Situation) -> Outcome:
 
     When it stays silent
         When as many nodes came as `--nnodes` says.
-
-    Since
-        0.1.0
     """
     meeting = meeting_of(situation)
     if meeting.problem is not None and meeting.problem.kind == "time":

@@ -37,9 +37,6 @@ def clocks(meeting: Meeting) -> Outcome:
 
     When it stays silent
         When all clocks are within 1 s.
-
-    Since
-        0.1.0
     """
     # How far a node's clock is ahead of the coordinator's.
     ahead = [-node.offset for node in meeting.nodes]

@@ -45,9 +45,6 @@ def gloo_addresses(meeting: Meeting) -> Outcome:
         address dials, so a loopback address that all others are below is a warning only. A job that
         only uses NCCL needs none of this, but most also make a gloo group (for barriers,
         checkpoints, objects).
-
-    Since
-        0.1.0
     """
     findings = list(_findings(meeting))
     guilty = {finding.about for finding in findings}

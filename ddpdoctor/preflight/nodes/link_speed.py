@@ -35,9 +35,6 @@ def link_speed(meeting: Meeting) -> Outcome:
     When it stays silent
         When all links are alike. One connection of TCP through Python is measured, which does not
         fill the fastest links: it tells slow links from others, not what the network is capable of.
-
-    Since
-        0.1.0
     """
     speed = meeting.blob["speed"]
     if not speed["measured"]:

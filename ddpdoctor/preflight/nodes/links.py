@@ -68,9 +68,6 @@ def links(meeting: Meeting) -> Outcome:
         When every ordered pair of nodes exchanged 64 KiB; where the packets were too large for the
         way, DDP054 tells it. It is a warning only where no node has a GPU and gloo does not dial
         that way round.
-
-    Since
-        0.1.0
     """
     failed = {
         way: result for way, result in bad_ways(meeting, "route") if result["outcome"] not in STALLS
@@ -213,9 +210,6 @@ def packet_size(meeting: Meeting) -> Outcome:
 
     When it stays silent
         When 64 KiB arrived on every way that is open, and the MTUs are equal.
-
-    Since
-        0.1.0
     """
     lossy: dict[Way, dict[str, object]] = {}
     closed: set[Way] = set()

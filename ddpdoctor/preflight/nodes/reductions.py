@@ -77,9 +77,6 @@ def gloo_reduction(meeting: Meeting) -> Outcome:
     When it stays silent
         When every rank had the right result. The bus bandwidth is not compared, which is said, when
         a node's cores were busy, and with more than 64 ranks.
-
-    Since
-        0.1.0
     """
     told = meeting.blob["reduction"]
     if told.get("unready"):
@@ -216,9 +213,6 @@ def nccl_reduction(meeting: Meeting) -> Outcome:
     When it stays silent
         When all stages gave the right result; it is skipped without GPUs. A link whose speed nobody
         tells (a virtual network card, above all) is not compared, and that is said.
-
-    Since
-        0.1.0
     """
     why_not: dict[str, list[int]] = {}
     for index, node in enumerate(meeting.nodes):

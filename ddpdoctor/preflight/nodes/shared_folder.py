@@ -37,9 +37,6 @@ def shared_folder(meeting: Meeting) -> Outcome:
     When it stays silent
         When all nodes see the file, and when no folder was named. It is a warning, no error: a job
         that never resumes, or sends the weights from rank 0, does without.
-
-    Since
-        0.1.0
     """
     told = meeting.blob["folder"]
     asked = told["asked"]

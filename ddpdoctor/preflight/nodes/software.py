@@ -51,9 +51,6 @@ def versions(meeting: Meeting) -> Outcome:
 
     When it stays silent
         When they are equal, and where a node has none of it (no GPU, no driver).
-
-    Since
-        0.1.0
     """
     detail = f"{of_all(meeting)}, torch {_first(meeting, lambda facts: facts.torch)}"
     return judged(detail, [*_software(meeting), *_settings(meeting)])
@@ -159,9 +156,6 @@ def same_code(meeting: Meeting) -> Outcome:
     When it stays silent
         When all of it is equal, or no script was named. Installed packages beside torch and NCCL
         are not compared.
-
-    Since
-        0.1.0
     """
     if not any(node.facts.script for node in meeting.nodes):
         return skipped("no script was named: ddpdoctor check ... -- train.py")
