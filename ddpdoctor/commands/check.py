@@ -18,12 +18,11 @@ from ddpdoctor.core import working_directory
 from ddpdoctor.core.control_characters import shown
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.preflight import arguments
-from ddpdoctor.preflight.check import CHECKS, Check, Outcome, Status
+from ddpdoctor.preflight.check import CHECKS, Check, Outcome, Status, run_checks
 from ddpdoctor.preflight.deadline import Deadline
 from ddpdoctor.preflight.machine import orphans
-from ddpdoctor.preflight.place import places
 from ddpdoctor.preflight.nodes.attendance import next_line
-from ddpdoctor.preflight.check import run_checks
+from ddpdoctor.preflight.place import places
 from ddpdoctor.preflight.situation import Situation, gpu_facts
 from ddpdoctor.render import checks as render
 
