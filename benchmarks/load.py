@@ -2,7 +2,8 @@
 
     python benchmarks/load.py --busy 20 --at-once 4
 
-The order of the jobs is always the same, so that `--skip` goes on where `--minutes` ended.
+The order of the jobs is always the same, so that `--skip` goes on where `--minutes` ended. Jobs
+that are sick only where cores are free, as they say in their heads, are left out.
 
 Every job runs with ``--kill-on-hang``. Of a sick job its marks say what is to be found; a healthy
 one and a healed twin must stay without a finding above info, and must not be ended. "As the tests
@@ -37,6 +38,7 @@ from tests.marks import (
     healed,
     marks,
     needed_gpus,
+    needs_free_cores,
     options,
     read,
     said,
@@ -155,7 +157,9 @@ def chosen(options: argparse.Namespace) -> list[tuple[str, Path]]:
     jobs += [("healed", healed(path)) for path in SICK]
     jobs += [("healthy", path) for path in HEALTHY]
     jobs = [
-        (kind, path) for kind, path in jobs if options.only in path.stem and not needed_gpus(path)
+        (kind, path)
+        for kind, path in jobs
+        if options.only in path.stem and not needed_gpus(path) and not needs_free_cores(path)
     ]
     random.Random(0).shuffle(jobs)
     return jobs[options.skip :][: options.count or None]

@@ -5,7 +5,8 @@ rank, ``# expect: DDP305 rank 1`` or ``ranks 0,2`` for exactly these. ``# or: DD
 line at which the same finding may stand instead: it takes py-spy to know more. The head of a job
 may say ``# ranks: 3``, ``# status: 1`` (the exit status that the job itself has, 0 unless said),
 ``# run: --hang-after 3`` (options of ``ddpdoctor run``), and ``# needs: gpu`` or
-``# needs: 2 gpus``: it is skipped where fewer are visible.
+``# needs: 2 gpus``: it is skipped where fewer are visible; or ``# needs: free cores``: what it does
+wrong makes no difference where every rank lacks a core.
 The twin of ``sick/NAME.py`` is ``sick/NAME_healed.py``.
 """
 
@@ -91,9 +92,16 @@ def needed_gpus(path: Path) -> int:
     return int(match[1] or 1) if match is not None else 0
 
 
+def needs_free_cores(path: Path) -> bool:
+    """Whether a job is sick only on a machine that has cores to spare."""
+    return "\n# needs: free cores\n" in path.read_text()
+
+
 def standing(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of the lines of ``--json`` the findings that still hold at the end, in their order."""
-    withdrawn = {each.get("retracts") for each in lines}
+    """Of the lines of ``--json`` the findings that were right, in their order: what still holds at
+    the end, and what was true until it was over.
+    """
+    withdrawn = {each.get("retracts") for each in lines if each.get("why") != "over"}
     return [
         dict(each)
         for number, each in enumerate(lines, 1)

@@ -18,6 +18,7 @@ from tests.marks import (
     healed,
     marks,
     needed_gpus,
+    needs_free_cores,
     options,
     read,
     said,
@@ -27,6 +28,9 @@ from tests.marks import (
 SAMPLE = {"ddp401_barrier_on_rank_0"}
 HEALED = {"ddp401_barrier_on_rank_0"}
 """Jobs that are run every time; the others are slow, all of them together."""
+
+CROWDED = 8
+"""Processes a core from which on none is to spare; the tests themselves are some."""
 
 
 def jobs(paths: list[Path], twin: bool = False) -> list[object]:
@@ -51,6 +55,8 @@ def lines(doctor: Doctor, path: Path) -> list[dict[str, object]]:
     needed = needed_gpus(path)
     if needed and needed > visible(os.environ):
         pytest.skip(f"needs {needed} NVIDIA GPU(s), {visible(os.environ)} visible here")
+    if needs_free_cores(path) and os.getloadavg()[0] > CROWDED * (os.cpu_count() or 1):
+        pytest.skip("makes a rank no slower than the others where none of them gets a core")
     report = doctor.directory / "findings.json"
     ranks = str(head(path, "ranks", 2))
     words = ("--json", str(report), "--quiet", *options(path), "--nproc-per-node", ranks)

@@ -140,6 +140,20 @@ def hang(finding: Finding, run: Run) -> Lapsed | None:
     return Lapsed("untrue", "a later look does not show it")
 
 
+def start(finding: Finding, run: Run) -> Lapsed | None:
+    """It says what the start of a job waits for, which was true until the job went on."""
+    if run.hang is not None:
+        return hang(finding, run)
+    later = [
+        int(each["time"]) - finding.moment
+        for each in run.supervisor
+        if each.get("kind") == "hang_over" and isinstance(each.get("time"), int)
+    ]
+    seconds = max(later, default=0) // 1_000_000_000
+    after = f" {seconds} s later" if finding.moment and seconds > 0 else ""
+    return Lapsed("over", f"the job went on{after}", sure=True)
+
+
 def event(finding: Finding, run: Run) -> Lapsed | None:
     """It happened, and its evidence is kept for a while only; a standstill may have ended."""
     return hang(finding, run) if STANDSTILL in finding.subjects else None

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from ddpdoctor.analysis.exit_waits import NEVER_ENDS
 from ddpdoctor.core.finding import Finding, Severity, rule
-from ddpdoctor.core.relations import Lapsed, hang
+from ddpdoctor.core.relations import Lapsed, hang, start
 from ddpdoctor.rules.diagnosis import diagnosed
 from ddpdoctor.run.snapshot import Run
 
@@ -210,7 +210,7 @@ def holds_the_gil(run: Run) -> Iterator[Finding]:
     yield from diagnosed(run, "DDP810")
 
 
-@rule("DDP811", "still-starting", Severity.WARNING, lapses=hang)
+@rule("DDP811", "still-starting", Severity.WARNING, lapses=start)
 def still_starting(run: Run) -> Iterator[Finding]:
     """A rank is still starting up while the others wait for it.
 

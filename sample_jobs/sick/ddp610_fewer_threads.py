@@ -1,4 +1,6 @@
-"""Rank 1 computes with one thread, the other one with two."""
+"""Rank 1 computes with one thread, the other one with four."""
+
+# needs: free cores
 
 import os
 

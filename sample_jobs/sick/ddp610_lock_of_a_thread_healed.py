@@ -1,8 +1,8 @@
-"""The thread takes a copy under the lock, and writes its summary without it."""
+"""The thread takes the lock for a copy alone, and packs its summary without it."""
 
 import os
 import threading
-import time
+import zlib
 
 import torch
 import torch.distributed as dist
@@ -23,11 +23,12 @@ class Metrics:
             self.values.append(value)
 
     def summarize(self) -> None:
+        summary = os.urandom(1 << 8)
         while not self.over.is_set():
             with self.lock:
-                values = list(self.values)
-            time.sleep(0.06 if values else 0.0)
-            self.over.wait(0.005)
+                values = len(self.values)
+            zlib.compress(summary[:values])
+            self.over.wait(0.002)
 
 
 def main() -> None:
@@ -40,7 +41,7 @@ def main() -> None:
     torch.manual_seed(rank)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(300):
+    for _ in range(250):
         loss = model(torch.randn(64, 64)).square().mean()
         optimizer.zero_grad()
         loss.backward()

@@ -1,5 +1,7 @@
 """Rank 1 is pinned to one core, and so is the process that it starts to compress its log."""
 
+# needs: free cores
+
 import os
 import subprocess
 import sys

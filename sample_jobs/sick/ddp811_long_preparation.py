@@ -23,7 +23,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     if rank == 1:
-        prepare(12.0)
+        prepare(14.0)
     dist.barrier()
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Linear(16, 4))
