@@ -240,16 +240,9 @@ def test_facts_are_gathered_once() -> None:
     assert gathered == ["x"]
 
 
-def test_every_check_has_a_whole_page_and_a_name_to_type() -> None:
-    sections = (
-        "What it finds", "Why it is bad", "How to fix it", "Example", "When it stays silent",
-        "Since",
-    )  # fmt: skip
+def test_every_check_has_a_name_to_type() -> None:
     for check in CHECKS.values():
-        assert check.summary.endswith(".") and len(check.summary) < 100
         assert check.name == check.name.lower().replace(" ", "-")
-        for section in sections:
-            assert f"\n{section}\n    " in check.page, (check.code, section)
 
 
 def test_the_commands_words(doctor: Doctor) -> None:

@@ -43,14 +43,13 @@ def NAME(run: Run) -> Iterator[Finding]:
         FILL IN: what to change.
 
     Example
-        Wrong: `FILL IN`.
-        Right: `FILL IN`.
+        Wrong:
+            FILL_IN = "code"
+        Right:
+            FILL_IN = "code"
 
     When it stays silent
         FILL IN: where the evidence would be too thin.
-
-    Since
-        0.1.0
     """
     # The records that ranks write are listed in `ddpdoctor.run.record.KINDS`.
     for rank in run.last:

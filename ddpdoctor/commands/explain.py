@@ -76,15 +76,16 @@ def main(words: Sequence[str]) -> int:
 
 
 def reflow(page: str, width: int) -> Iterator[str]:
-    """The lines of a rule's page, wrapped anew for a terminal of ``width`` columns."""
-    for paragraph in page.split("\n\n"):
-        heading: list[str] = []
-        body: list[str] = []
-        for line in paragraph.splitlines():
-            (body if line.startswith(" ") else heading).append(line.strip())
-        yield from textwrap.wrap(" ".join(heading), width)
-        # A right example under a wrong one keeps its line.
-        text = " ".join(body).replace(" Right: ", "\nRight: ")
-        for part in text.splitlines():
-            yield from textwrap.wrap(part, width, initial_indent="    ", subsequent_indent="    ")
-        yield ""
+    """The lines of a page, wrapped for a terminal of ``width`` columns; code is left as it is."""
+    text = margin = ""
+    for line in (*page.splitlines(), ""):
+        indent = line[: len(line) - len(line.lstrip())]
+        code = len(indent) > 4
+        starts = not line or indent != margin or line.lstrip().startswith(("Wrong", "Right"))
+        if text and (code or starts):
+            yield from textwrap.wrap(text, width, initial_indent=margin, subsequent_indent=margin)
+            text = ""
+        if code or not line:
+            yield line
+        else:
+            text, margin = f"{text} {line.strip()}".lstrip(), indent

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddpdoctor.core.finding import Severity
-from ddpdoctor.failures.model import Failure, Page, Weight
+from ddpdoctor.failures.model import Failure, Weight
 
 _LOOK = (
     "The cause is on the rank that did not come, or ended first: look at its output, and at its "
@@ -194,43 +194,5 @@ FAILURES = (
         fix="Get the output of that rank: torchrun --log-dir DIR --redirects 3 keeps each rank's, "
         "or start with ddpdoctor run.",
         torch="1.13, 2.6, 2.13",
-    ),
-    Failure(
-        code="DDP950",
-        name="omp-threads",
-        weight=Weight.NOISE,
-        anchors=("Setting OMP_NUM_THREADS",),
-        pattern=r"Setting OMP_NUM_THREADS environment variable for each process to be 1",
-        says="computes with one thread, as torchrun sets it",
-        fix="On CPUs: OMP_NUM_THREADS = cores / ranks.",
-        page=Page(
-            "torchrun sets OMP_NUM_THREADS to 1.",
-            "torchrun's remark at each start of several ranks. It is never reported.",
-            "It is not, on GPUs. On CPUs each rank computes with one core.",
-            "`OMP_NUM_THREADS=$((cores / ranks)) torchrun ...` for training on CPUs.",
-            "Wrong: 2 ranks on 64 cores with the default. Right: `OMP_NUM_THREADS=32`.",
-            "Always: it stands in healthy runs.",
-        ),
-        severity=Severity.INFO,
-        torch="1.13, 2.6, 2.13",
-    ),
-    Failure(
-        code="DDP951",
-        name="reverse-lookup",
-        weight=Weight.NOISE,
-        anchors=("hostname of the client socket cannot be retrieved",),
-        pattern=r"hostname of the client socket cannot be retrieved",
-        says="cannot find the name of an address",
-        fix="Nothing; if the start is slow, give the nodes names in /etc/hosts.",
-        page=Page(
-            "An address has no name.",
-            "torch's remark that reverse lookup of a peer failed. It is never reported.",
-            "It is not, unless each lookup takes seconds.",
-            "Names for the nodes in /etc/hosts, if the start is slow.",
-            "Wrong: searching the failure here. Right: looking at the next line.",
-            "Always: it stands in healthy runs.",
-        ),
-        severity=Severity.INFO,
-        torch="2.6, 2.13",
     ),
 )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from textwrap import indent
 
 from ddpdoctor.core.finding import Severity
 
@@ -16,8 +17,6 @@ _OPTIONAL = re.compile(r"\[([^\[\]]*)\]")
 class Weight(IntEnum):
     """How much a printed line explains; the verdict is the earliest of the heaviest."""
 
-    NOISE = 0
-    """Stands in healthy runs as well, and is never said."""
     NOTE = 1
     """Worth knowing, and no failure."""
     WRAPPER = 2
@@ -49,9 +48,9 @@ class Page:
             ("How to fix it", self.fix),
             ("Example", self.example),
             ("When it stays silent", self.silent),
-            ("Since", "0.1.0"),
         )
-        return "\n\n".join([self.summary, *(f"{head}\n    {text}" for head, text in sections)])
+        bodies = (f"{head}\n{indent(text, '    ')}" for head, text in sections)
+        return "\n\n".join([self.summary, *bodies])
 
 
 @dataclass(frozen=True)

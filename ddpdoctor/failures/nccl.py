@@ -18,14 +18,19 @@ FAILURES = (
         "CUDA, and start no more ranks than there are GPUs.",
         page=Page(
             "Two ranks share one GPU.",
-            "NCCL that finds two ranks on one GPU, or a barrier that warns that a process's GPU is "
-            "not known.",
-            "All ranks of a node land on GPU 0: NCCL refuses, or hangs, or its memory runs out.",
-            'First thing in the script: `torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))`, or '
-            "`init_process_group(device_id=...)`; `--nproc-per-node` at most the number of GPUs.",
-            'Wrong: `model.cuda()` on every rank. Right: `model.to(int(os.environ["LOCAL_RANK"]))` '
-            "after `set_device`.",
-            "On CPUs, and when each process sees a single GPU by CUDA_VISIBLE_DEVICES.",
+            "NCCL's error that two ranks use the same GPU, or torch's warning at a barrier that "
+            "the process's GPU is not known.",
+            "All ranks of a node use GPU 0: NCCL raises or hangs, or GPU 0 runs out of memory.",
+            'Start the script with `torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))`, or '
+            "pass `device_id` to `init_process_group`. Start at most as many ranks as there are "
+            "GPUs.",
+            "Wrong:\n"
+            "    model.cuda()  # GPU 0 on every rank\n"
+            "Right:\n"
+            '    local_rank = int(os.environ["LOCAL_RANK"])\n'
+            "    torch.cuda.set_device(local_rank)\n"
+            "    model.to(local_rank)",
+            "On CPUs, and if CUDA_VISIBLE_DEVICES shows each process a single GPU.",
         ),
         torch="NCCL 2.x init.cc",
     ),
@@ -51,12 +56,12 @@ FAILURES = (
         "LD_PRELOAD.",
         page=Page(
             "Nodes have different versions of NCCL.",
-            "NCCL's own comparison at the start.",
-            "Its wire changes between versions: the communicator cannot be made.",
-            "The same torch wheel, or the same container image, on every node; nothing in "
-            "LD_LIBRARY_PATH that replaces its NCCL.",
-            "Wrong: torch 2.6 here and 2.8 there. Right: one image for all nodes.",
-            "When the versions are equal.",
+            "NCCL's version check at the start.",
+            "NCCL's protocol changes between versions: the communicator cannot be created.",
+            "Use the same torch wheel or container image on every node, and no libnccl in "
+            "LD_LIBRARY_PATH that replaces it.",
+            "Wrong: torch 2.6 on one node and 2.8 on the other.\nRight: one image for all nodes.",
+            "If the versions are equal.",
         ),
         torch="NCCL init.cc",
     ),
@@ -96,13 +101,14 @@ FAILURES = (
         "the range net.ipv4.ip_local_port_range there.",
         page=Page(
             "NCCL cannot connect to a peer.",
-            "NCCL's warning about a connect that failed or timed out.",
-            "The peer's address is on an interface that this node does not reach (docker0, a "
-            "management network), or a firewall blocks ephemeral ports.",
-            "`export NCCL_SOCKET_IFNAME=eth0` on every node; open the ephemeral ports between "
-            "them; `NCCL_DEBUG=INFO` prints the interface that was chosen.",
-            "Wrong: interfaces left to chance. Right: NCCL_SOCKET_IFNAME set to the data network.",
-            "When any rank failed by itself: then this is its consequence.",
+            "NCCL's warning about a connection that failed or timed out.",
+            "The peer's address is on an interface that this node cannot reach (docker0, a "
+            "management network), or a firewall blocks the ephemeral ports.",
+            "Set NCCL_SOCKET_IFNAME on every node, and open the ephemeral ports between the "
+            "nodes. `NCCL_DEBUG=INFO` prints the interface that NCCL chose.",
+            "Wrong: no setting, and NCCL chooses docker0.\n"
+            "Right: `export NCCL_SOCKET_IFNAME=eth0` on every node.",
+            "If any rank has an independent failure: then this follows from it.",
         ),
         torch="nccl#388, nccl#697",
     ),
@@ -117,12 +123,13 @@ FAILURES = (
         "shared memory or verbs call that failed.",
         page=Page(
             "A system call of NCCL failed.",
-            '"ncclSystemError" or "unhandled system error", and no warning that says more.',
-            "It can be a socket, shared memory, or InfiniBand; without NCCL's own warnings "
-            "nobody can tell.",
-            "Start with `NCCL_DEBUG=WARN` and look again: `ddpdoctor` reads those lines.",
-            "Wrong: guessing. Right: `NCCL_DEBUG=WARN torchrun ...`.",
-            "When a line of NCCL says what failed (DDP921, DDP005, DDP006).",
+            '"ncclSystemError" or "unhandled system error" without a warning that explains it.',
+            "The cause may be a socket, shared memory, or InfiniBand. Only NCCL's warnings show "
+            "which.",
+            "Run the job with `NCCL_DEBUG=WARN`: ddpdoctor reads those lines.",
+            'Wrong: `torchrun train.py`, which prints "unhandled system error" only.\n'
+            "Right: `NCCL_DEBUG=WARN torchrun train.py`",
+            "If a line of NCCL says what failed (DDP921, DDP005, DDP006).",
         ),
         torch="nccl#207",
     ),
@@ -138,11 +145,12 @@ FAILURES = (
         page=Page(
             "A CUDA call of NCCL failed.",
             '"ncclUnhandledCudaError" or "unhandled cuda error".',
-            "The driver is older than the CUDA that torch was built for, the GPU's memory is full, "
-            "or the GPU itself reported a fault (XID).",
-            "`NCCL_DEBUG=WARN` names the call; `dmesg | grep -i xid` and `nvidia-smi` the rest.",
-            "Wrong: a driver of CUDA 11 under a wheel of CUDA 12. Right: a driver as new as torch.",
-            "When another line names the cause (DDP928 for memory).",
+            "The driver is older than the CUDA version of torch, the GPU's memory is full, or the "
+            "GPU reported a fault (XID).",
+            "`NCCL_DEBUG=WARN` names the call. Check `dmesg | grep -i xid` and `nvidia-smi`.",
+            "Wrong: a driver for CUDA 11 with a torch built for CUDA 12.\n"
+            "Right: a driver at least as new as torch's CUDA version.",
+            "If another line names the cause (DDP928 for memory).",
         ),
         torch="NCCL documentation",
     ),
@@ -157,14 +165,15 @@ FAILURES = (
         fix="If the machines have InfiniBand: install libibverbs1 (in the container, too), unset "
         "NCCL_IB_DISABLE. If not, all is well.",
         page=Page(
-            "NCCL does without InfiniBand.",
-            "NCCL's line (with NCCL_DEBUG=INFO) that verbs are not there or turned off.",
-            "It works, over TCP: where the machines have InfiniBand, several times slower.",
-            "`apt install libibverbs1` in the image, `--device /dev/infiniband`, and no "
-            "NCCL_IB_DISABLE=1.",
-            "Wrong: an image without libibverbs1 on an InfiniBand cluster. "
-            "Right: the library, and the devices passed in.",
-            "Without NCCL_DEBUG=INFO nothing is printed.",
+            "NCCL does not use InfiniBand.",
+            "NCCL's line (with NCCL_DEBUG=INFO) that the verbs library is missing or InfiniBand "
+            "is disabled.",
+            "NCCL uses TCP, which is several times slower if the machines have InfiniBand.",
+            "Install libibverbs1 in the image, pass `--device /dev/infiniband`, and unset "
+            "NCCL_IB_DISABLE.",
+            "Wrong: an image without libibverbs1 on an InfiniBand cluster.\n"
+            "Right: `apt install libibverbs1`, and `docker run --device /dev/infiniband ...`",
+            "Without NCCL_DEBUG=INFO, NCCL prints nothing about it.",
         ),
         severity=Severity.INFO,
         torch="nccl-tests#14",
@@ -180,15 +189,15 @@ FAILURES = (
         fix="Use LOCAL_RANK, not RANK, as the device, and start at most as many ranks as GPUs are "
         "visible (CUDA_VISIBLE_DEVICES).",
         page=Page(
-            "A rank asked for a GPU that is not there.",
+            "A rank uses a GPU that does not exist.",
             'CUDA\'s "invalid device ordinal".',
-            "On the second node RANK is 8 and more while the GPUs count from 0; or more ranks than "
-            "visible GPUs were started.",
-            'The device is `int(os.environ["LOCAL_RANK"])`; `--nproc-per-node` at most the number '
-            "of visible GPUs.",
-            "Wrong: `torch.cuda.set_device(dist.get_rank())` on two nodes. "
-            'Right: `torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))`.',
-            "When another exception came first.",
+            "On the second node, RANK starts at 8 while the GPUs count from 0. Or there are more "
+            "ranks than visible GPUs.",
+            'Use `int(os.environ["LOCAL_RANK"])` as the device, and set `--nproc-per-node` to at '
+            "most the number of visible GPUs.",
+            "Wrong: `torch.cuda.set_device(dist.get_rank())` on two nodes.\n"
+            'Right: `torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))`',
+            "If another exception came first.",
         ),
         torch="apex#1138",
     ),
@@ -207,12 +216,13 @@ FAILURES = (
         page=Page(
             "A rank ran out of GPU memory.",
             "torch's OutOfMemoryError for CUDA.",
-            "One rank's failure ends all. Where a single rank fails, its batch is larger, it holds "
-            "what the others do not (evaluation, logging), or a stranger is on its GPU.",
-            "`nvidia-smi` for other processes; smaller batches, activation checkpointing, "
-            "`del loss` and `.item()` instead of kept graphs.",
-            "Wrong: `losses.append(loss)`. Right: `losses.append(loss.item())`.",
-            "For errors that were caught: the job goes on.",
+            "One rank's failure ends the job. If only one rank fails, its batch is larger, it "
+            "holds more than the others (evaluation, logging), or another process uses its GPU.",
+            "Check `nvidia-smi` for other processes. Use smaller batches or activation "
+            "checkpointing, and do not keep graphs alive: `del loss`, `.item()`.",
+            "Wrong: `losses.append(loss)`, which keeps every graph.\n"
+            "Right: `losses.append(loss.item())`",
+            "For errors that the script catches: the job continues.",
         ),
         torch="1.13 to 2.13; pytorch#1223",
     ),
@@ -238,14 +248,16 @@ FAILURES = (
         fix='`python -c "import torch; print(torch.version.cuda, torch.cuda.is_available())"`: '
         "None means a CPU wheel, False no driver (docker --gpus all). On CPUs use backend gloo.",
         page=Page(
-            "NCCL or CUDA is asked for where there is none.",
-            "The exceptions of a torch without NCCL or CUDA, or of a machine without a driver.",
-            "A CPU wheel was installed, the container was not given the GPUs, or the script names "
-            "its backend without looking.",
-            "Install a CUDA wheel, start the container with `--gpus all`, or choose: "
-            '`"nccl" if torch.cuda.is_available() else "gloo"`.',
-            'Wrong: `dist.init_process_group("nccl")` on a laptop. Right: the choice above.',
-            "When the script falls back by itself.",
+            "The job uses NCCL or CUDA where they are not available.",
+            "The exceptions of a torch built without NCCL or CUDA, or of a machine without a "
+            "driver.",
+            "The CPU build of torch is installed, the container was started without GPUs, or the "
+            "script requires a backend without checking for it.",
+            "Install a CUDA build of torch, start the container with `--gpus all`, or choose the "
+            "backend by what is available.",
+            'Wrong: `dist.init_process_group("nccl")` on a machine without a GPU.\n'
+            'Right: `dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")`',
+            "If the script handles the exception.",
         ),
         torch="1.13, 2.6, 2.13, 2.15",
     ),

@@ -18,16 +18,19 @@ FAILURES = (
         fix="See who holds it (`ss -tlnp`): another job or a rank that an earlier job left behind. "
         "Take another --master-port, or --standalone for a single node.",
         page=Page(
-            "The port of the rendezvous is taken.",
-            "An exception of torch's store: it failed to listen, with EADDRINUSE. A warning of "
-            "the same words that no exception follows is left alone: torchrun tries again.",
-            "The job cannot start. Another job on this machine holds the port, an orphan of an "
-            "earlier one, or a process of this job: two that both think they are rank 0, say.",
-            "`ss -tlnp | grep PORT` names the holder. End it, or start with another "
-            "`--master-port`; `--standalone` takes a free one. Give each rank its own number.",
-            "Wrong: two jobs with `--master-port 29500` on one machine. "
-            "Right: `torchrun --standalone ...` for each of them.",
-            "For a port that a program of your own wanted (a dashboard): that is DDP901.",
+            "The port on which rank 0 will listen is in use.",
+            "A rendezvous port (--rdzv-endpoint, --master-port, MASTER_PORT, or 29500) that this "
+            "user cannot listen on. Where it can be seen, the process that holds the port, and "
+            "whether that is the store of another distributed job.",
+            'torchrun fails with "The server socket has failed to listen on any local network '
+            "address\". If another job's store listens there, the ranks may even join that job "
+            "and wait.",
+            "Choose another port, or end the process that holds it if it is left over.",
+            "Wrong: two jobs on one machine, both with `--master-port 29500`.\n"
+            "Right: `--master-port 29501` for the second job, or `--standalone`, which picks a "
+            "free port.",
+            "On nodes other than the first. Where torchrun picks a free port itself (one machine, "
+            "no port given, torch 2.13 and later).",
         ),
         torch="1.13, 2.6, 2.13; pytorch#73320",
     ),
@@ -42,15 +45,17 @@ FAILURES = (
         fix="Look at the nodes that are absent: was the job started there, with the same "
         "--master-addr, --master-port and --nnodes, and does the name resolve there?",
         page=Page(
-            "Not all nodes came to the rendezvous.",
-            "The store of rank 0, or torchrun's rendezvous, that gave up waiting for others.",
-            "The whole job waits, 10 to 30 minutes, and then fails on the node that was there.",
-            "On each absent node: was the job started, does the endpoint's name resolve to the "
-            "first node (and not to 127.*), does its port answer? Endpoint and `--rdzv-id` must be "
-            "the same everywhere.",
-            "Wrong: `--rdzv-endpoint localhost:29400` on every node. "
-            "Right: the first node's name on every node.",
-            _IN_ALL_ELSE,
+            "The job waits in the rendezvous for a node or a rank that never came.",
+            "torchrun without any rank, or ranks in `init_process_group` or `new_group`, for "
+            "longer than `--hang-after`.",
+            "Nothing is printed until the timeout, after 10 to 30 minutes.",
+            "Start the command on every node. Check world size, address, port and firewall "
+            "(`ddpdoctor check`).",
+            "Wrong: `torchrun --nnodes 2 ...` on one node only.\n"
+            "Right: the same command on both nodes.",
+            "While processes are starting (they use the CPU), for ten times `--hang-after`; while "
+            "one of them, or the launcher, computes or lacks a core. If as many ranks came as "
+            "expected, it is DDP814.",
         ),
         torch="1.13, 2.6, 2.13",
     ),
@@ -78,13 +83,14 @@ FAILURES = (
         page=Page(
             "The job's store cannot be reached.",
             "A rank or torchrun that tried to connect to MASTER_ADDR until its timeout.",
-            "Nothing listens there, a firewall swallows the packets, or the address is not the "
-            "first node's.",
-            '`nc -vz ADDRESS PORT` on the node that complains: "refused" says that the first '
-            "node's launcher does not run, silence that a firewall is between.",
-            "Wrong: MASTER_ADDR set to the address of a management network. "
-            "Right: an address that all nodes reach.",
-            _IN_ALL_ELSE,
+            "Nothing listens there, a firewall drops the packets, or the address is not the first "
+            "node's.",
+            'Run `nc -vz ADDRESS PORT` on the node that reports it. "Refused" means that the '
+            "first node's launcher is not running; no answer means that a firewall drops the "
+            "packets.",
+            "Wrong: MASTER_ADDR set to an address of a management network.\n"
+            "Right: an address that all nodes can reach.",
+            "If any rank has an independent failure: then this follows from it.",
         ),
         torch="1.13, 2.6, 2.13; pytorch#107021",
     ),
@@ -101,15 +107,15 @@ FAILURES = (
         "--local-addr IP on the first node.",
         page=Page(
             "A node's name does not resolve.",
-            "The address of the store, or a `gaierror`, that this node's resolver does not know.",
-            "torchrun publishes the first node's own name to the others; in clusters without DNS "
+            "A store address or a `gaierror` with a name that this node's resolver does not know.",
+            "torchrun announces the first node's name to the others. In clusters without DNS, "
             "only the node itself knows it.",
-            "Give an address instead of a name (`--master-addr`, `--local-addr`), or list the "
-            "nodes in /etc/hosts everywhere.",
-            "Wrong: `--master-addr node0` where node1 has no such name. "
-            "Right: `--master-addr 10.0.0.1`.",
-            "For torch's remark that an address has no name (DDP951), which is harmless; for the "
-            "names of a download (DDP936).",
+            "Use an address instead of a name (`--master-addr`, `--local-addr`), or list the "
+            "nodes in /etc/hosts on every node.",
+            "Wrong: `--master-addr node0` where node1 does not know that name.\n"
+            "Right: `--master-addr 10.0.0.1`",
+            "For torch's message that the reverse lookup of an address failed, which is harmless, "
+            "and for the names of downloads (DDP936).",
         ),
         torch="1.13, 2.13; pytorch#150532",
     ),
@@ -137,13 +143,20 @@ FAILURES = (
         fix="On the peer's node the host name means 127.*: take that line out of /etc/hosts, or "
         "set GLOO_SOCKET_IFNAME to the network's interface.",
         page=Page(
-            "A rank published a loopback address to its peers.",
-            "Gloo's connection to a peer at 127.*, which failed.",
-            "gloo publishes the address of the host name; where /etc/hosts says 127.0.1.1 (Debian "
-            "and Ubuntu do), other nodes connect to themselves.",
-            "Remove that line, or `export GLOO_SOCKET_IFNAME=eth0` on every node.",
-            "Wrong: `127.0.1.1 node1` in /etc/hosts of node1. Right: `10.0.0.2 node1`.",
-            _IN_ALL_ELSE,
+            "This machine's host name does not resolve to an address that other machines can "
+            "reach.",
+            "A host name that does not resolve, a full name (`hostname -f`) that does not "
+            "resolve, or a name that resolves to an address of another machine. In a job of "
+            "several nodes, also a name that resolves to 127.0.0.1 or 127.0.1.1.",
+            "torchrun gives the first node's name to all ranks as MASTER_ADDR. If that name does "
+            "not resolve, even a job on one machine never starts and repeats a warning. gloo "
+            "listens on the name's address: with 127.0.1.1, which Debian and Ubuntu write to "
+            "/etc/hosts, no other node can connect.",
+            "Add the machine's address and name to /etc/hosts, or choose the interface with "
+            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.",
+            "Wrong, in /etc/hosts of node1: `127.0.1.1 node1`\nRight: `10.0.0.5 node1`",
+            "For a loopback address in a job on one machine, and where GLOO_SOCKET_IFNAME names "
+            "the interface.",
         ),
         likely=True,
         torch="2.13; gloo#223",
@@ -158,17 +171,20 @@ FAILURES = (
         fix="Name the network's interface: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; for NCCL "
         "also ^docker,br-.",
         page=Page(
-            "A network interface does not work for this job.",
-            "A connection to a peer at 172.17.0.1 or the like (a docker bridge), which failed; "
-            "and a *_SOCKET_IFNAME that names no interface of this node.",
-            "Every machine with docker has that address, so the others reach their own bridge. "
-            "Names differ between nodes (eth0 here, ens5 there), and one setting was given to all.",
-            "`ip -br address` lists them; set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to that of "
-            "the network between the nodes. NCCL takes prefixes (`en,eth`, `^docker,br-`), gloo "
-            "exact names.",
-            "Wrong: `export GLOO_SOCKET_IFNAME=eth0` where it is ens5. "
-            "Right: the name that this node has.",
-            "For the address of a bridge: when any rank failed by itself.",
+            "The network interface that gloo or NCCL will use does not work for this job.",
+            "A GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME that names a missing interface, one that "
+            "is down, or, in a job of several nodes, the loopback or a bridge of containers or "
+            "virtual machines (docker0, virbr0). Such a bridge chosen by default. A loopback "
+            "interface that is down.",
+            'gloo fails with "Unable to find address for: eth1", NCCL with "Bootstrap : no socket '
+            'interface found". On a bridge or the loopback, the nodes wait for each other until '
+            "the timeout, 10 to 30 minutes later.",
+            "Set the variables to the interface that reaches the other nodes. Its name may differ "
+            "between nodes.",
+            "Wrong: `export NCCL_SOCKET_IFNAME=eth0` where the interface is called ens5.\n"
+            "Right: `export GLOO_SOCKET_IFNAME=ens5 NCCL_SOCKET_IFNAME=ens5`",
+            "On one machine, for any working interface. For NCCL's variable on a machine without "
+            "a GPU.",
         ),
         likely=True,
         torch="nccl#697",
@@ -184,14 +200,14 @@ FAILURES = (
         "and set GLOO_SOCKET_IFNAME to the network's interface.",
         page=Page(
             "Ranks cannot connect to each other.",
-            "Gloo that could not connect every rank with every other one.",
-            "The store was reached, the peers were not: a firewall between ephemeral ports, or the "
-            "wrong interface.",
-            "Open the range of `net.ipv4.ip_local_port_range` between the nodes in both "
-            "directions; set GLOO_SOCKET_IFNAME on each.",
-            "Wrong: a firewall that lets port 29500 alone through. "
-            "Right: all ports between the nodes of a job.",
-            _IN_ALL_ELSE,
+            "gloo's error that it could not connect every rank with every other one.",
+            "The store was reached, but the peers were not: a firewall blocks the ephemeral "
+            "ports, or gloo uses the wrong interface.",
+            "Open the ports of `net.ipv4.ip_local_port_range` between the nodes in both "
+            "directions, and set GLOO_SOCKET_IFNAME on each node.",
+            "Wrong: a firewall that allows only port 29500.\n"
+            "Right: all ports allowed between the nodes of a job.",
+            "If any rank has an independent failure: then this follows from it.",
         ),
         torch="1.13, 2.13; pytorch#108732",
     ),
@@ -218,13 +234,14 @@ FAILURES = (
         fix="Test with full packets, `ping -M do -s 8972 PEER` (1472 without jumbo frames): equal "
         "MTU on all nodes and switches; then the link and the card.",
         page=Page(
-            "Packets between two ranks are lost silently.",
+            "Packets between two ranks are silently dropped.",
             "A connection that was open and then timed out in the kernel, or lost its route.",
-            "Small packets pass and full ones vanish where MTUs differ: the job hangs in its first "
-            "large collective, for 15 minutes. Else a link went down.",
-            "`ping -M do -s 8972 PEER` between all nodes; give all the same MTU.",
-            "Wrong: 9000 on the hosts and 1500 on the switch. Right: one MTU on the whole way.",
-            _IN_ALL_ELSE,
+            "If MTUs differ, small packets arrive and full-size packets are lost: the job hangs "
+            "in its first large collective, for 15 minutes. Otherwise a link went down.",
+            "Run `ping -M do -s 8972 PEER` between all nodes, and set the same MTU on all of them.",
+            "Wrong: MTU 9000 on the hosts and 1500 on the switch.\n"
+            "Right: one MTU on the whole path.",
+            "If any rank has an independent failure: then this follows from it.",
         ),
         torch="2.13; nccl#1524",
     ),
@@ -238,13 +255,14 @@ FAILURES = (
         fix="Two nodes with the same --node-rank, or a rank that ended or never started: give each "
         "node a rank of its own, and look at the other ranks' output.",
         page=Page(
-            "A rank never wrote what the others wait for.",
-            "torch's store that waited in vain for a key.",
-            "At the start all ranks put their addresses there. One is absent, or two nodes have "
-            "the same `--node-rank` and play the same ranks.",
-            "Its own `--node-rank` for each node; then look at the rank that the key names.",
-            "Wrong: `--node-rank 0` on both nodes. Right: 0 on the first, 1 on the second.",
-            _IN_ALL_ELSE,
+            "A rank never wrote a store key that the others wait for.",
+            "torch's store timeout while it waits for a key.",
+            "At the start, all ranks write their addresses to the store. A rank is missing, or "
+            "two nodes have the same `--node-rank` and start the same ranks.",
+            "Give each node a different `--node-rank`, then look at the rank that the key names.",
+            "Wrong: `--node-rank 0` on both nodes.\n"
+            "Right: `--node-rank 0` on the first, `--node-rank 1` on the second.",
+            "If any rank has an independent failure: then this follows from it.",
         ),
         likely=True,
         torch="2.13",

@@ -49,17 +49,18 @@ FAILURES = (
         "[ from {endpoint}]",
         fix=_NO_NETWORK,
         page=Page(
-            "A rank wants to download, and has no network.",
-            "The exceptions of urllib, requests, aiohttp, botocore and the Hugging Face Hub whose "
-            "server has no name here, or does not answer.",
-            "Compute nodes often have no way out. Every rank would download the same besides, and "
-            "the first that fails ends the job on all.",
-            "Download before the job. With the files in the cache: `HF_HUB_OFFLINE=1`, or "
-            "`local_files_only=True`.",
-            'Wrong: `AutoModel.from_pretrained("bert-base-uncased")` on a node without network. '
-            "Right: the same with `local_files_only=True`, downloaded before.",
-            "When the script catches it, for a server on this machine, and for trackers and "
-            "databases (DDP901).",
+            "A rank tries to download a file but has no network.",
+            "Exceptions of urllib, requests, aiohttp, botocore and the Hugging Face Hub for a "
+            "server whose name does not resolve or that does not respond.",
+            "Compute nodes often have no internet access. Every rank downloads the same files, "
+            "and the first failure ends the job.",
+            "Download before the job starts. With the files in the cache, set `HF_HUB_OFFLINE=1` "
+            "or `local_files_only=True`.",
+            'Wrong: `AutoModel.from_pretrained("bert-base-uncased")` on a node without internet '
+            "access.\n"
+            'Right: `AutoModel.from_pretrained("bert-base-uncased", local_files_only=True)`',
+            "If the script handles the exception, for a server on this machine, and for "
+            "experiment trackers and databases (DDP901).",
         ),
         torch="any",
     ),
@@ -95,19 +96,19 @@ FAILURES = (
         fix="`df -h /dev/shm`; in docker start with --shm-size=8g or --ipc=host; else fewer "
         "workers or a smaller prefetch_factor.",
         page=Page(
-            "There is no room in /dev/shm.",
-            "A DataLoader worker that ended with a bus error or could not allocate shared memory; "
-            "and NCCL's warning that it cannot make a segment of it, where torch says only "
-            '"unhandled system error".',
-            "Workers hand their batches over through /dev/shm, ranks of a node their gradients; a "
-            "container has 64 MB of it unless told. The words of the error depend on torch's "
-            "version, and none says so plainly.",
-            "`docker run --shm-size=8g` or `--ipc=host`; for Kubernetes an emptyDir of medium "
-            "Memory on /dev/shm; fewer workers, a smaller `prefetch_factor`.",
-            "Wrong: `docker run image torchrun ...`. "
-            "Right: `docker run --shm-size=8g image torchrun ...`.",
-            "When workers are killed by other signals (DDP931); for NCCL without NCCL_DEBUG=WARN "
-            "(DDP922).",
+            "/dev/shm is too small for the ranks of this node, or cannot be written.",
+            "A /dev/shm that is missing or cannot be written (error), or whose size or free space "
+            "is below 64 MiB per rank or 128 MiB in total.",
+            "DataLoader workers pass batches through shared memory, and NCCL connects the ranks "
+            'of a node through it. When it is full, the job fails with "Bus error", "No space '
+            'left on device" or "Error while creating shared memory segment". Containers have 64 '
+            "MiB by default.",
+            "Give the container more: `docker run --shm-size=8g`, or in Kubernetes an `emptyDir` "
+            "with `medium: Memory` mounted at /dev/shm. If it is full, remove the files that dead "
+            "jobs left there.",
+            "Wrong: `docker run --gpus all image torchrun train.py`\n"
+            "Right: `docker run --gpus all --shm-size=8g image torchrun train.py`",
+            "If there is enough space, and on systems without /dev/shm.",
         ),
         torch="1.13, 2.6, 2.13; pytorch#5040",
     ),
@@ -124,14 +125,14 @@ FAILURES = (
         "num_workers=0.",
         page=Page(
             "A DataLoader worker died.",
-            "The exception by which the rank learns that its worker was killed or went away.",
-            "Each worker has its own copy of what the dataset touches: memory grows by workers "
-            "times ranks, and the out-of-memory killer takes one. Else a native crash.",
-            "Look at `dmesg`; fewer workers; arrays (numpy, memory-mapped) instead of Python lists "
-            "of objects in the dataset.",
-            "Wrong: eight ranks of 16 workers on a machine of 64 GB. "
-            "Right: as many workers as there are cores, together.",
-            "For a worker's own exception (DDP901), and a full /dev/shm (DDP005).",
+            "torch's exception that a worker was killed or exited unexpectedly.",
+            "Each worker copies what the data set touches: memory grows with workers times ranks, "
+            "and the out-of-memory killer ends one. Otherwise the worker crashed in native code.",
+            "Check `dmesg`. Use fewer workers, and arrays (numpy, memory-mapped) instead of "
+            "Python lists of objects in the data set.",
+            "Wrong: eight ranks with 16 workers each on a machine with 64 GB.\n"
+            "Right: no more workers in total than cores, and data in a memory-mapped array.",
+            "For an exception in a worker (DDP901), and a full /dev/shm (DDP005).",
         ),
         torch="1.13, 2.6, 2.13",
     ),
@@ -145,14 +146,15 @@ FAILURES = (
         fix="A worker hangs: storage that does not answer, or a lock taken before the fork. "
         "Look at its stack (py-spy dump), or raise the DataLoader's timeout.",
         page=Page(
-            "The DataLoader gave up waiting for a batch.",
-            "The exception of a DataLoader that has a `timeout`.",
+            "The DataLoader timed out waiting for a batch.",
+            "The exception of a DataLoader with a `timeout`.",
             "Storage stalls, a transform deadlocks (threads before a fork), or the timeout is "
             "shorter than a batch takes.",
-            "Look where the workers stand (`py-spy dump --pid`); then the storage; then the "
+            "Look at the workers' stacks (`py-spy dump --pid`), then at the storage, then at the "
             "timeout.",
-            "Wrong: `timeout=5` on a network drive. Right: `timeout=300`.",
-            "Without a timeout a DataLoader waits for ever: then it is a hang.",
+            "Wrong: `DataLoader(data, num_workers=4, timeout=5)` on a network drive.\n"
+            "Right: `DataLoader(data, num_workers=4, timeout=300)`",
+            "Without a timeout, a DataLoader waits forever: then it is DDP809.",
         ),
         torch="2.13",
     ),
@@ -166,17 +168,22 @@ FAILURES = (
         fix="`ulimit -n 65536` before the job; or torch.multiprocessing.set_sharing_strategy("
         '"file_system"), and close the files that the dataset opens.',
         page=Page(
-            "A limit of the system is too low for the ranks.",
-            "EMFILE (too many open files), in a rank or one of its workers; and a verbs call that "
-            "may not lock memory for InfiniBand.",
-            "Each tensor that a worker hands over takes a descriptor, each file a dataset keeps "
-            "open as well; the usual limit is 1024. RDMA needs its buffers locked in memory.",
-            '`ulimit -n 65536`, or `torch.multiprocessing.set_sharing_strategy("file_system")`; '
-            "`ulimit -l unlimited` where the ranks start (limits.conf, LimitMEMLOCK of the "
-            "scheduler's service, `docker run --ulimit memlock=-1`).",
-            "Wrong: `self.files = [open(name) for name in names]`. "
-            "Right: open a file when it is read.",
-            "When the error is caught.",
+            "A limit on open files, locked memory, processes or file sizes is too low for the "
+            "ranks.",
+            "A limit on open files below 256 plus two per rank of the job. Fewer processes and "
+            "threads left, for this user or the container, than 64 per rank of this node. Less "
+            "than 64 MiB of locked memory on a machine with InfiniBand. A limit on file sizes "
+            "below 1 GiB, or on address space below 16 GiB per rank.",
+            'The job fails with "Too many open files", "Resource temporarily unavailable" when a '
+            'thread cannot start, "ibv_reg_mr failed: Cannot allocate memory", or SIGXFSZ when it '
+            "writes a checkpoint. This usually happens hours into the job, on one rank, while the "
+            "others wait.",
+            "Raise the limit for the shell that starts the job, in /etc/security/limits.conf, or "
+            "in the container's options.",
+            "Wrong: `docker run --pids-limit 100 ...` with eight ranks.\n"
+            "Right: `docker run --pids-limit -1 --ulimit memlock=-1 ...`",
+            "With the usual limits: 1024 open files are enough for 384 ranks. For locked memory "
+            "on machines without InfiniBand, and for processes of root.",
         ),
         torch="2.13",
     ),
@@ -193,12 +200,13 @@ FAILURES = (
         "rank, use fewer workers, or ask for more.",
         page=Page(
             "A rank could not allocate host memory.",
-            "torch's CPU allocator, or Python, that was refused memory.",
+            "A failed allocation in torch's CPU allocator or in Python.",
             "A limit (`ulimit -v`, a scheduler's) or the machine's memory is used up. Unlike with "
-            "DDP903 the process was told, and could say where.",
-            "Memory-map the data, load it in one rank only, fewer workers; raise the limit.",
-            "Wrong: the whole data set in every rank. Right: `numpy.load(..., mmap_mode='r')`.",
-            "When the out-of-memory killer was faster (DDP903).",
+            "DDP903, the process gets an error and reports where.",
+            "Memory-map the data, use fewer workers, or raise the limit.",
+            'Wrong: `data = numpy.load("data.npy")` in every rank.\n'
+            'Right: `data = numpy.load("data.npy", mmap_mode="r")`',
+            "If the out-of-memory killer was faster (DDP903).",
         ),
         torch="2.13",
     ),
@@ -224,15 +232,19 @@ FAILURES = (
         fix="`df -h` and `quota` where it writes; keep fewer checkpoints, and write to a temporary "
         "name that is renamed afterwards, so that the last good one stays.",
         page=Page(
-            "A file could not be written: the disk is full.",
-            'ENOSPC, EDQUOT or EFBIG, and their disguise in `torch.save`: "unexpected pos" of '
+            "A file could not be written because the disk is full.",
+            'ENOSPC, EDQUOT or EFBIG, also as `torch.save` reports them: "unexpected pos" of '
             'inline_container.cc and "basic_ios::clear: iostream error".',
-            "torch's own words never name the disk, and a half-written checkpoint lies where the "
-            "last good one was.",
-            "Free space or another place; look at quotas. Save to `name.tmp`, then `os.replace`.",
-            'Wrong: `torch.save(state, "last.pt")` for ever on a small disk. '
-            "Right: keep the last three, through a temporary name.",
-            "When the write was tried again and succeeded.",
+            "torch's message does not mention the disk, and a half-written checkpoint replaces "
+            "the last good one.",
+            "Free space or choose another directory, and check quotas. Save to a temporary name "
+            "and rename it.",
+            "Wrong:\n"
+            '    torch.save(state, "last.pt")\n'
+            "Right:\n"
+            '    torch.save(state, "last.tmp")\n'
+            '    os.replace("last.tmp", "last.pt")',
+            "If the write was tried again and succeeded.",
         ),
         torch="1.13, 2.6, 2.13",
     ),

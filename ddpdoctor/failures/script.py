@@ -27,15 +27,17 @@ FAILURES = (
         says="used other parameters than in the first step, under static_graph=True",
         fix="Drop static_graph=True, or use the same parameters in every step.",
         page=Page(
-            "The graph changed under static_graph=True.",
-            "DDP's exception that the set of parameters with a gradient is not that of the first "
+            "The graph changed although `static_graph=True` is set.",
+            "DDP's exception that the set of parameters with a gradient differs from that of the "
+            "first iteration.",
+            "With `static_graph=True`, DDP relies on the same parameters being used in every "
             "iteration.",
-            "static_graph promises DDP that it never changes; the job ends where it does.",
-            "Leave static_graph out; for a part that is used now and then, "
-            "find_unused_parameters=True.",
-            "Wrong: `DDP(model, static_graph=True)` with a head that starts in epoch 2. "
-            "Right: without it, or all heads from the start.",
-            "Where the graph stays the same.",
+            "Remove `static_graph=True`. If a part is used only in some iterations, set "
+            "`find_unused_parameters=True`.",
+            "Wrong: `DDP(model, static_graph=True)` with a head that is used from epoch 2 on.\n"
+            "Right: `DDP(model, find_unused_parameters=True)`, or use all heads from the first "
+            "step on.",
+            "While the graph stays the same.",
         ),
         torch="1.13, 2.6, 2.13",
     ),
@@ -92,15 +94,24 @@ FAILURES = (
         fix="Find where the ranks part: an if on the rank, batches of unequal number or shape. "
         "`ddpdoctor run` names the lines.",
         page=Page(
-            "Ranks called different collectives at the same time.",
-            "The exceptions of gloo and of torch's checks when what arrives does not fit what a "
-            "rank expects: another shape, dtype, or operation.",
-            "Without those checks NCCL would hang, or mix the data up silently.",
-            "All ranks must call the same collectives in the same order, with the same shapes and "
-            "dtypes. Look for conditions on the rank or on a local value.",
-            "Wrong: `if loss > 10: dist.all_reduce(flag)`. "
-            "Right: all-reduce the flag on every rank, then decide.",
-            "Where ddpdoctor saw how the ranks came apart (DDP402, DDP403).",
+            "Ranks call different collectives where they should call the same one.",
+            "The n-th collective of a process group differs between ranks: in operation, tensor "
+            "size, dtype, reduce operation (SUM or MAX) or root. The finding names the ranks that "
+            "skipped a call, made an extra one, or differ from most; otherwise all ranks.",
+            "Some of these hang, some fail with a message about sizes, and some go unnoticed: "
+            "ranks that reduce with different operations all get wrong numbers, and nothing else "
+            "checks that.",
+            "Make the call the same on all ranks. If the operations differ, one rank usually made "
+            "one call more or less, a few lines earlier.",
+            "Wrong:\n"
+            "    op = dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM\n"
+            "    dist.all_reduce(x, op)\n"
+            "Right:\n"
+            "    dist.all_reduce(x, dist.ReduceOp.SUM)  # on every rank",
+            "For the same call at different lines. For tensors of the same size and different "
+            "shape. For `all_to_all`, and with NCCL `all_gather` and `reduce_scatter`, whose "
+            "sizes may differ. If some calls are compiled and cannot be seen, and for collectives "
+            "in other threads. If DDP401 or DDP109 is the cause.",
         ),
         torch="1.13, 2.6, 2.13; nccl#1417",
     ),
@@ -125,13 +136,14 @@ FAILURES = (
         fix="An older torch is first on this node's PATH: use the same environment on every node "
         "(`which torchrun`). torch before 2.0 spells options with underscores.",
         page=Page(
-            "The torchrun of this node is too old.",
-            "torchrun that refuses one of its own newer options.",
-            "A node runs another torch than the others: before 2.0, --nproc-per-node was "
-            "--nproc_per_node.",
-            "The same environment or image on every node; `python -m torch.distributed.run` takes "
-            "that of the Python you name.",
-            "Wrong: a torchrun of the system's. Right: `python -m torch.distributed.run ...`.",
+            "The torchrun on this node is too old.",
+            "A torchrun that rejects one of its newer options.",
+            "The node has another torch version than the others. Before 2.0, `--nproc-per-node` "
+            "was `--nproc_per_node`.",
+            "Use the same environment or image on every node. `python -m torch.distributed.run` "
+            "uses the torch of that Python.",
+            "Wrong: `/usr/bin/torchrun --nproc-per-node 8 train.py`, the system's torchrun.\n"
+            "Right: `python -m torch.distributed.run --nproc-per-node 8 train.py`",
             "For options of the script.",
         ),
         torch="1.13",
@@ -145,13 +157,14 @@ FAILURES = (
         says="is started by torch.distributed.launch, which is deprecated",
         fix="Use torchrun; read LOCAL_RANK from the environment.",
         page=Page(
-            "The job is started by a deprecated launcher.",
-            "The warning of `torch.distributed.launch`.",
-            "It passes --local-rank to the script (torch before 2: --local_rank), which torchrun "
-            "does not, and will be removed.",
-            "`torchrun --nproc-per-node ...`, and LOCAL_RANK from the environment.",
-            "Wrong: `python -m torch.distributed.launch train.py`. Right: `torchrun train.py`.",
-            "Under torchrun.",
+            "The job is started with a deprecated launcher.",
+            "The deprecation warning of `torch.distributed.launch`.",
+            "It passes `--local-rank` to the script (`--local_rank` before torch 2), which "
+            "torchrun does not, and it will be removed.",
+            "Use `torchrun`, and read LOCAL_RANK from the environment.",
+            "Wrong: `python -m torch.distributed.launch --nproc_per_node 8 train.py`\n"
+            "Right: `torchrun --nproc-per-node 8 train.py`",
+            "With torchrun.",
         ),
         severity=Severity.INFO,
         torch="1.13, 2.6, 2.13",
@@ -166,13 +179,25 @@ FAILURES = (
         fix="Start it with torchrun (or ddpdoctor run), or let the script do without a process "
         "group when it runs alone.",
         page=Page(
-            "The script was not started by a launcher.",
-            "`init_process_group` that misses RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT.",
-            "torchrun sets them for each rank; python alone does not.",
-            "`torchrun --nproc-per-node N train.py`; for a single process, "
-            '`if "RANK" in os.environ:` around the distributed part.',
-            "Wrong: `python train.py`. Right: `torchrun train.py`.",
-            "When rank and world size are given to `init_process_group` itself.",
+            "The variables that place a process in the job are incomplete or contradict each "
+            "other.",
+            "RANK, WORLD_SIZE, LOCAL_RANK or MASTER_PORT that is not a number or is out of range. "
+            "RANK without WORLD_SIZE, or without MASTER_ADDR and MASTER_PORT. A RANK that differs "
+            "from the one set by Slurm or MPI. Several Slurm tasks on a node that would each "
+            "start torchrun. A job of several nodes whose rendezvous is on localhost or is not "
+            "set.",
+            "`init_process_group` raises, or waits for ranks that never come. In a batch script, "
+            "`export RANK=$SLURM_PROCID` gives every task rank 0, and all of them wait until the "
+            "timeout. With a rendezvous on localhost, each node waits for itself.",
+            "Let the launcher set the variables, or read all of them from the launcher inside the "
+            "task.",
+            "Wrong:\n"
+            "    export RANK=$SLURM_PROCID; srun python train.py\n"
+            "Right:\n"
+            "    srun bash -c 'RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS python train.py'",
+            "If none of these variables is set, if torchrun set them, or if only MASTER_ADDR and "
+            "MASTER_PORT are set, as batch scripts do. If several nodes are checked, DDP050 tests "
+            "the rendezvous.",
         ),
         torch="1.13, 2.6, 2.13",
     ),
@@ -185,12 +210,17 @@ FAILURES = (
         says="used torch.distributed before init_process_group",
         fix="Call init_process_group() first; DDP, DistributedSampler and get_rank() need it.",
         page=Page(
-            "torch.distributed is used before it was initialized.",
+            "torch.distributed is used before it is initialized.",
             'The exception "Default process group has not been initialized".',
             "DDP, DistributedSampler and every collective need the process group.",
-            "`dist.init_process_group()` at the very start of the script.",
-            "Wrong: `DistributedSampler(data)` above `init_process_group`. Right: below it.",
-            "When the script asks `is_initialized()` first.",
+            "Call `dist.init_process_group()` at the beginning of the script.",
+            "Wrong:\n"
+            "    sampler = DistributedSampler(data)\n"
+            '    dist.init_process_group("nccl")\n'
+            "Right:\n"
+            '    dist.init_process_group("nccl")\n'
+            "    sampler = DistributedSampler(data)",
+            "If the script checks `dist.is_initialized()` first.",
         ),
         torch="1.13, 2.6, 2.13",
     ),
@@ -205,10 +235,14 @@ FAILURES = (
         page=Page(
             "The process group is initialized twice.",
             "torch's exception at the second `init_process_group`.",
-            "Lightning, Accelerate and others call it themselves.",
-            "`if not dist.is_initialized(): dist.init_process_group(...)`, or leave it to the "
-            "framework.",
-            "Wrong: both the Trainer and the script. Right: one of them.",
+            "Lightning, Accelerate and other frameworks call it themselves.",
+            "Leave it to the framework, or check `dist.is_initialized()` first.",
+            "Wrong:\n"
+            '    trainer = Trainer(strategy="ddp")  # calls it as well\n'
+            '    dist.init_process_group("nccl")\n'
+            "Right:\n"
+            "    if not dist.is_initialized():\n"
+            '        dist.init_process_group("nccl")',
             "After `destroy_process_group()`.",
         ),
         torch="2.13",
@@ -223,10 +257,15 @@ FAILURES = (
         fix='Put the start into `if __name__ == "__main__":`.',
         page=Page(
             "Processes are started without a main guard.",
-            "multiprocessing's exception about a process that was not ready to start others.",
-            "A spawned process imports the script again, and would start processes again.",
-            'Everything that starts processes goes under `if __name__ == "__main__":`.',
-            "Wrong: `mp.spawn(main, nprocs=8)` at the top level. Right: under the guard.",
+            "multiprocessing's exception that a process was started before the current one "
+            "finished its bootstrapping phase.",
+            "A spawned process imports the script again, and would start more processes.",
+            'Put everything that starts processes under `if __name__ == "__main__":`.',
+            "Wrong:\n"
+            "    mp.spawn(main, nprocs=8)\n"
+            "Right:\n"
+            '    if __name__ == "__main__":\n'
+            "        mp.spawn(main, nprocs=8)",
             "With the fork start method.",
         ),
         torch="any",
@@ -244,13 +283,16 @@ FAILURES = (
         fix="Use functions and classes of the module's top level; no lambdas, open files, locks or "
         "generators in a dataset or in the arguments of spawn.",
         page=Page(
-            "Something cannot be sent to a process that is started.",
-            "Pickle's refusal when processes are started by spawn, or an object is gathered.",
-            "Lambdas, nested functions, locks, open files and generators have no pickled form.",
-            "Top-level functions, `functools.partial`; open files in the worker, not before.",
-            "Wrong: `DataLoader(data, collate_fn=lambda batch: batch)` with spawned workers. "
-            "Right: a function of the module.",
-            "With forked workers, which copy everything.",
+            "An object that is sent to another process cannot be pickled.",
+            "The exceptions of pickle when processes are started with spawn, or when an object is "
+            "sent in a collective.",
+            "Lambdas, nested functions, locks, open files and generators cannot be pickled.",
+            "Use functions at the top level of a module, or `functools.partial`. Open files in "
+            "the worker.",
+            "Wrong: `DataLoader(data, num_workers=4, collate_fn=lambda batch: batch)`\n"
+            "Right: `DataLoader(data, num_workers=4, collate_fn=keep)`, where `def keep(batch): "
+            "return batch` is at the top level of a module.",
+            "With forked workers, which inherit all objects.",
         ),
         torch="any",
     ),
@@ -296,16 +338,21 @@ FAILURES = (
         fix="It was cut short, or several ranks wrote it at once. Do not set weights_only=False; "
         "save on rank 0 alone to a temporary name, os.replace, then a barrier.",
         page=Page(
-            "A checkpoint is damaged.",
-            "torch's reader that finds no whole archive, in all its words: \"failed reading zip "
-            'archive", "legacy .tar format", "not a ZIP archive".',
-            "A job was stopped while it wrote, the disk was full, or all ranks wrote to one path. "
-            "torch's advice (weights_only=False) is wrong here, and unsafe.",
-            "Save on rank 0 alone, to a temporary name, then `os.replace` and a barrier; load an "
-            "older checkpoint.",
-            'Wrong: `torch.save(state, "last.pt")` on every rank. '
-            "Right: on rank 0, to `last.pt.tmp`, renamed when it is whole.",
-            "When the file is of an old format in fact, and whole.",
+            "A checkpoint file is damaged.",
+            'torch\'s errors about an incomplete archive: "failed reading zip archive", "legacy '
+            '.tar format", "not a ZIP archive".',
+            "A job was stopped while it wrote the file, the disk was full, or all ranks wrote to "
+            "one path. torch's advice (`weights_only=False`) is wrong here, and unsafe.",
+            "Load an older checkpoint. Save on rank 0 only, to a temporary name, then rename it "
+            "and call a barrier.",
+            "Wrong:\n"
+            '    torch.save(state, "last.pt")  # on every rank\n'
+            "Right:\n"
+            "    if dist.get_rank() == 0:\n"
+            '        torch.save(state, "last.tmp")\n'
+            '        os.replace("last.tmp", "last.pt")\n'
+            "    dist.barrier()",
+            "If the file really has an old format and is complete.",
         ),
         torch="1.13, 2.6, 2.13",
     ),
@@ -332,14 +379,15 @@ FAILURES = (
         fix="For a file that you trust: torch.serialization.add_safe_globals([...]) or "
         "weights_only=False; better, save plain state_dicts.",
         page=Page(
-            "A checkpoint holds more than weights.",
+            "A checkpoint contains more than weights.",
             '"Weights only load failed".',
-            "Since torch 2.6 `torch.load` refuses arbitrary pickled objects, which can run code.",
-            "Save state_dicts and plain data. For files that you trust: `add_safe_globals`, or "
-            "`weights_only=False`.",
-            "Wrong: `torch.save(args_namespace, path)`. Right: `torch.save(vars(args), path)`.",
-            "When the file is damaged, or several ranks wrote it at once (DDP945, DDP501): then "
-            "torch's advice to load unsafely is wrong.",
+            "Since torch 2.6, `torch.load` refuses arbitrary pickled objects, which can run code.",
+            "Save state dicts and plain data. For files that you trust, use `add_safe_globals`, "
+            "or `weights_only=False`.",
+            'Wrong: `torch.save({"args": args}, path)` with an `argparse.Namespace`.\n'
+            'Right: `torch.save({"args": vars(args)}, path)`',
+            "If the file is damaged, or several ranks wrote it at once (DDP945, DDP501): then "
+            "torch's advice to load it unsafely is wrong.",
         ),
         torch="2.6, 2.13",
     ),

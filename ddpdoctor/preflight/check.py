@@ -111,7 +111,6 @@ class Check:
         limit: Seconds it may take.
         run: The test. It never raises for a fault of the machine; an exception is a fault of the
             check, and is reported as one.
-        since: The version of ddpdoctor that has it.
     """
 
     name: str
@@ -119,12 +118,11 @@ class Check:
     scope: Scope
     limit: float
     run: Run
-    since: str = "0.1.0"
 
     @property
     def page(self) -> str:
-        """The documentation page: the function's docstring, and since when there is the check."""
-        return f"{inspect.getdoc(self.run)}\n\nSince\n    {self.since}"
+        """The documentation page: the function's docstring."""
+        return inspect.getdoc(self.run) or ""
 
     @property
     def summary(self) -> str:

@@ -24,39 +24,35 @@ SLOW = 0.75
 
 @rule("DDP704", "buffers-differ", Severity.WARNING)
 def buffers_differ(run: Run) -> Iterator[Finding]:
-    """A buffer of the model differs between the ranks, and DDP does not broadcast it.
+    """A buffer of the model differs between ranks, and DDP does not broadcast it.
 
     What it finds
-        Floating-point buffers of the state dict that are not the same on all ranks when a forward
-        begins, after DDP's broadcast, and yet alike, and change little in a step: a codebook, a
-        centre or an average that each rank gathers from its own data. A warning, where DDP was to
-        broadcast them: it leaves the buffers of a module alone that had none when DDP was built.
-        Said as information, where the broadcast is turned off (`broadcast_buffers=False`), and
-        where they are single numbers: a rank's own meters look so.
+        Floating-point buffers of the state dict that differ between ranks when a forward begins,
+        after DDP's broadcast, but stay similar and change little per step: a codebook, a center or
+        an average that each rank computes from its data. A warning if DDP was meant to broadcast
+        them: it does not, if the module had no buffers when DDP was created. Information with
+        `broadcast_buffers=False`, and for single numbers, which may be a rank's meters.
 
     Why it is bad
-        The ranks compute with other values than the one that is saved, which is rank 0's; what the
-        other ranks have learned is thrown away.
+        The ranks compute with values that differ from the saved ones, which are rank 0's. What the
+        other ranks learned is lost.
 
     How to fix it
-        Make the update the same on every rank: all-reduce what the buffer is computed from
-        (`dist.all_reduce(batch_mean)`, divided by the world size). Register buffers in `__init__`,
-        before `DistributedDataParallel(model)`, and let it broadcast them.
+        Make the update the same on every rank: all-reduce what the buffer is computed from.
+        Register buffers in `__init__`, before DDP is created, and let DDP broadcast them.
 
     Example
-        Wrong: `self.codebook.lerp_(means_of_this_batch, 0.01)` with `broadcast_buffers=False`.
-        Right: `dist.all_reduce(means_of_this_batch)`, then divide, then the same.
+        Wrong:
+            self.codebook.lerp_(means, 0.01)  # means of this rank's batch
+        Right:
+            dist.all_reduce(means, op=dist.ReduceOp.AVG)
+            self.codebook.lerp_(means, 0.01)
 
     When it stays silent
-        For running statistics (BatchNorm, InstanceNorm, names like `running_mean`), which differ by
-        design; for integers (counters, positions, generators' states), for buffers that are not
-        saved (`persistent=False`), and for those that DDP was told to ignore. Also for buffers that
-        have nothing in common, or are as new in every step: hidden states, queues, what a rank
-        remembers of its own samples; and, without the broadcast, for those that differ from the
-        start.
-
-    Since
-        0.1.0
+        For running statistics (BatchNorm, InstanceNorm, names like `running_mean`), integers,
+        buffers that are not saved (`persistent=False`), buffers that DDP ignores by request, and
+        buffers that are unrelated or new in every step (hidden states, queues). Without the
+        broadcast, for buffers that differ from the start.
     """
     for replica in replicas(run):
         found = [

@@ -46,28 +46,30 @@ def save_on_every_rank(run: Run) -> Iterator[Finding]:
     """Several ranks write the same checkpoint file.
 
     What it finds
-        The same path, on the same machine, given to `torch.save` by more than one rank; as an
-        error, when a rank then could not read it. What torch says of such a file differs from time
-        to time ("legacy .tar format", "failed finding central directory", "Weights only load
-        failed"), and its advice to load it unsafely is wrong.
+        The same path, on the same machine, passed to `torch.save` by more than one rank. An error
+        if a rank then could not read it. torch's message about such a file varies ("legacy .tar
+        format", "failed finding central directory", "Weights only load failed"), and its advice to
+        load it unsafely is wrong.
 
     Why it is bad
-        The writes run into each other. A reader, or a job that is stopped meanwhile, finds a file
-        that is no checkpoint: 2 of 30 loads failed in a test of two ranks.
+        The writes overlap. A rank that reads the file, or a job that is stopped meanwhile, finds a
+        damaged checkpoint: 2 of 30 loads failed in a test with two ranks.
 
     How to fix it
-        Save on rank 0 alone, to a temporary name that is renamed afterwards, with a barrier before
-        a rank reads it. Where each rank has a state of its own, put the rank into the name.
+        Save on rank 0 only, to a temporary name that is renamed afterwards, with a barrier before
+        other ranks read it. If each rank has a state to save, put the rank into the file name.
 
     Example
-        Wrong: `torch.save(model.module.state_dict(), "last.pt")` on every rank.
-        Right: `if dist.get_rank() == 0: torch.save(model.module.state_dict(), "last.pt")`.
+        Wrong:
+            torch.save(model.module.state_dict(), "last.pt")  # on every rank
+        Right:
+            if dist.get_rank() == 0:
+                torch.save(model.module.state_dict(), "last.tmp")
+                os.replace("last.tmp", "last.pt")
+            dist.barrier()
 
     When it stays silent
-        For paths with the rank in them, buffers in memory, and the same name on other machines.
-
-    Since
-        0.1.0
+        For paths that contain the rank, in-memory buffers, and the same path on different machines.
     """
     writers: dict[tuple[str, str], list[tuple[Rank, Record]]] = defaultdict(list)
     for rank in run.last:
@@ -121,32 +123,29 @@ def _wrote(file: str, found: list[tuple[Rank, Record]]) -> str:
 
 @rule("DDP502", "save-wrapped-state", Severity.INFO)
 def save_wrapped_state(run: Run) -> Iterator[Finding]:
-    """The wrapper's state was saved instead of the model's.
+    """The state of the DDP wrapper was saved instead of the model's.
 
     What it finds
-        A checkpoint whose parameter names all begin with `module.`; a model or a whole wrapper that
-        was pickled; a warning where the job itself could not load such names. As an error, a job
-        that failed because the names of a checkpoint and those of what it was loaded into differ by
-        that prefix.
+        A checkpoint whose parameter names all begin with `module.`, or a pickled model or wrapper.
+        A warning if the job itself could not load such names. An error if the job failed because
+        the names in a checkpoint and in the model differ by that prefix.
 
     Why it is bad
-        The names fit only a model wrapped in DDP again: a single process, or an inference script,
-        fails with "Missing key(s) in state_dict". A pickled model needs the same source tree, a
-        pickled wrapper even a process group.
+        The names match only a model that is wrapped in DDP again: a single process or an inference
+        script fails with "Missing key(s) in state_dict". A pickled model needs the same source
+        tree, a pickled wrapper even a process group.
 
     How to fix it
-        Save `model.module.state_dict()`, and load it before the wrap, or into `model.module`.
+        Save `model.module.state_dict()`, and load it before you wrap the model, or into
+        `model.module`.
 
     Example
         Wrong: `torch.save(model.state_dict(), path)` with `model = DDP(net)`.
-        Right: `torch.save(model.module.state_dict(), path)`.
+        Right: `torch.save(model.module.state_dict(), path)`
 
     When it stays silent
-        When the keys are the model's own, for modules without parameters, and for a load that is
-        tried and falls back on another.
-
-    Since
-        0.1.0
+        If the keys are the model's, for modules without parameters, and if the script handles the
+        failed load.
     """
     yield from _refused(run)
     proven = _cannot_be_loaded(run)
@@ -186,31 +185,31 @@ def _cannot_be_loaded(run: Run) -> bool:
 
 @rule("DDP509", "checkpoint-not-applied", Severity.ERROR)
 def checkpoint_not_applied(run: Run) -> Iterator[Finding]:
-    """A checkpoint was loaded with `strict=False`, and few of its names or none fit the model.
+    """A checkpoint was loaded with `strict=False`, and few or none of its names match the model.
 
     What it finds
-        A `load_state_dict(..., strict=False)` after which at most half of the names fit, with names
-        left over in both the checkpoint and the model. An error where none fits.
+        A `load_state_dict(..., strict=False)` in which at most half of the names match, with
+        unmatched names in both the checkpoint and the model. An error if none matches.
 
     Why it is bad
-        `strict=False` silently skips what does not fit: the model keeps its random
-        weights, and the training starts from nothing.
+        `strict=False` silently skips names that do not match: the model keeps its random weights,
+        and training starts from scratch.
 
     How to fix it
-        Make the names equal: strip or add the prefix, or load into `model.module`. Look at the
+        Make the names equal: strip or add the prefix, or load into `model.module`. Check the
         `missing_keys` and `unexpected_keys` that the call returns.
 
     Example
-        Wrong: `net.load_state_dict(torch.load("ddp.pt"), strict=False)` with `module.` names.
-        Right: `net.load_state_dict({k.removeprefix("module."): v for k, v in state.items()})`.
+        Wrong:
+            net.load_state_dict(torch.load("ddp.pt"), strict=False)  # names begin with module.
+        Right:
+            state = torch.load("ddp.pt")
+            net.load_state_dict({k.removeprefix("module."): v for k, v in state.items()})
 
     When it stays silent
-        When more than half of the names fit (a new head), when none is left over on one of the two
-        sides (an adapter, a part of a model, a shard of a checkpoint), and when a later load into
-        the same module fits.
-
-    Since
-        0.1.0
+        If more than half of the names match (a new head), if one of the two sides has no unmatched
+        names (an adapter, part of a model, a shard of a checkpoint), and if a later load into the
+        same module matches.
     """
     found: dict[Location | None, list[tuple[Rank, Record]]] = defaultdict(list)
     for rank in run.last:

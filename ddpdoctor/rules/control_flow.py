@@ -80,34 +80,36 @@ def _lapses(finding: Finding, run: Run) -> Lapsed | None:
     lapses=_lapses,
 )
 def rank_local_decision(run: Run) -> Iterator[Finding]:
-    """A rank alone skipped a step or left the training loop.
+    """One rank alone skipped a step or left the training loop.
 
     What it finds
         A batch without a backward on some ranks of a DDP group, a training loop that some ranks
-        left before its loader's end, or epochs that some ranks no more began, where the others
-        went on and needed them; and an `optimizer.step()` that some ranks left out after a backward
-        that all had. The statement is named: the `break`, `return`, `continue` or `if`.
+        left before its loader's end, or epochs that some ranks did not start, while the other ranks
+        continued. Also an `optimizer.step()` that some ranks skipped. The finding names the
+        statement: `break`, `return`, `continue` or `if`.
 
     Why it is bad
-        Every backward pass is a collective. What the rank does next pairs with another step of the
-        others, and in the end one of them waits for a partner that never comes: the job hangs, or
-        fails with "Connection closed by peer", far from the line that is to blame. Without its step
-        a rank has other parameters from then on, and nothing fails at all.
+        Every backward is a collective. The rank's next backward pairs with another step of the
+        others, and at the end the job hangs or fails with "Connection closed by peer", far from the
+        cause. A skipped optimizer step makes the rank's parameters different, and nothing fails.
 
     How to fix it
-        Decide on all ranks together: reduce the value over the ranks before it is compared.
+        Decide on all ranks together: reduce the value over the ranks before you compare it.
 
     Example
-        Wrong: `if loss.isnan(): continue`.
-        Right: `bad = loss.isnan().float(); dist.all_reduce(bad)`, then `if bad > 0: continue`.
+        Wrong:
+            if loss.isnan():
+                continue
+        Right:
+            bad = loss.isnan().float()
+            dist.all_reduce(bad)  # the same value on every rank
+            if bad > 0:
+                continue
 
     When it stays silent
-        Where all ranks leave after the same step or skip the same batch, within `join()`, for a
-        loader that just ended (DDP109), for loops driven by `next()`, for a rank that failed or was
-        stopped, and where a loop that counts its steps makes up for a batch that was skipped.
-
-    Since
-        0.1.0
+        If all ranks leave after the same step or skip the same batch, inside `join()`, for a loader
+        that simply ended (DDP109), for loops that call `next()`, for a rank that failed or was
+        stopped, and where a loop that counts its steps makes up for a skipped batch.
     """
     made = decisions(run)
     for decision in made:

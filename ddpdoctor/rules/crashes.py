@@ -38,30 +38,27 @@ def exception(run: Run) -> Iterator[Finding]:
     """A rank raised an exception, and the job failed because of it.
 
     What it finds
-        The first exception, in time, that no other rank's failure explains; also one that the
-        script catches and prints before it leaves with an exit status, and one of a thread that the
-        main one waits for. Of exceptions that wrap each other it is the inner one. torchrun's
-        "Root Cause (first observed failure)" is the first exit that its agent noticed, often that
-        of a rank that lost its peers.
+        The first exception that no other rank's failure explains; also one that the script catches
+        and prints before it exits with an error status, and one in a thread that the main thread
+        waits for. If exceptions wrap each other, the innermost one. torchrun's "Root Cause (first
+        observed failure)" is the first exit that its agent noticed, often that of a rank that lost
+        its peers.
 
     Why it is bad
-        One rank's exception ends the job on all of them: the others wait for it in a collective
-        until their connection breaks or their timeout ends.
+        One rank's exception ends the job on all ranks: they wait for it in a collective until their
+        connection breaks or their timeout expires.
 
     How to fix it
-        Fix the line that is named. Messages such as "Connection closed by peer" on other ranks
-        are consequences and go away with it.
+        Fix the line in the finding. "Connection closed by peer" and similar messages on other ranks
+        follow from it.
 
     Example
         Wrong: `images = next(batches)` on a rank whose loader is shorter than the others'.
         Right: loaders of equal length on every rank (`DistributedSampler` pads).
 
     When it stays silent
-        When the job was asked to stop (Ctrl-C, SIGTERM), for exceptions that are caught, and for
+        If the job was asked to stop (Ctrl-C, SIGTERM), for exceptions that are caught, and for
         those whose cause another rule names (DDP303, DDP305, DDP323, DDP502, DDP707).
-
-    Since
-        0.1.0
     """
     for restart, cause in _causes(run, "exception"):
         if cause.interrupted:
@@ -86,24 +83,23 @@ def killed(run: Run) -> Iterator[Finding]:
     """A rank was killed from outside.
 
     What it finds
-        A rank that ended by a signal that cannot be caught (SIGKILL) or that it did not cause
-        itself, SIGINT to a single rank among them.
+        A rank that ended by SIGKILL, or by a signal that it did not send itself, including SIGINT
+        to a single rank.
 
     Why it is bad
-        The rank could neither save nor say anything. On a machine under load it usually was the
-        out-of-memory killer (then it is DDP903), a scheduler's limit, or a person.
+        The rank could not save or report anything. Typical causes are the out-of-memory killer
+        (DDP903 if that is known), a scheduler's limit, or a person.
 
     How to fix it
-        Ask the scheduler for the job's limits (time, memory); look at `dmesg`.
+        Check the scheduler's limits for the job (time, memory) and `dmesg`.
 
     Example
-        Wrong: `kill -9` on one rank of a job. Right: a signal to the launcher, which ends all.
+        Wrong: `kill -9` of one rank.
+        Right: SIGTERM to the launcher, which ends all ranks.
 
     When it stays silent
-        When the whole job was asked to stop, and for SIGTERM that the launcher sent to survivors.
-
-    Since
-        0.1.0
+        If the whole job was asked to stop, and for the SIGTERM that a launcher sends to the
+        remaining ranks.
     """
     for restart, cause in _causes(run, "signal"):
         if cause.oom or -(cause.status or 0) in _NATIVE:
@@ -136,23 +132,21 @@ def out_of_memory(run: Run) -> Iterator[Finding]:
 
     What it finds
         A rank that died of SIGKILL while the kernel's log named its pid, or the memory cgroup's
-        counter of such kills rose.
+        counter of such kills increased.
 
     Why it is bad
-        Host memory (not GPU memory) ran out: of the machine, or of the container's or job's limit.
+        Host memory (not GPU memory) ran out: the machine's, or the limit of the container or job.
 
     How to fix it
-        Fewer DataLoader workers or a smaller `prefetch_factor`; do not load the whole data set in
-        every rank; ask for more memory.
+        Use fewer DataLoader workers or a smaller `prefetch_factor`, do not load the whole data set
+        in every rank, or request more memory.
 
     Example
-        Wrong: `samples = list(dataset)` in each of eight ranks. Right: read them as they are drawn.
+        Wrong: `samples = list(dataset)` in each of eight ranks.
+        Right: a `DataLoader` that reads samples when they are needed.
 
     When it stays silent
-        When neither the kernel's log nor the cgroup can be read; then it is DDP902.
-
-    Since
-        0.1.0
+        If neither the kernel's log nor the cgroup can be read; then it is DDP902.
     """
     for restart, cause in _causes(run, "signal"):
         if not cause.oom:
@@ -180,23 +174,21 @@ def native_crash(run: Run) -> Iterator[Finding]:
 
     What it finds
         A rank that ended by SIGSEGV, SIGBUS, SIGFPE, SIGILL or SIGABRT, with the Python stack that
-        `faulthandler` wrote in that moment.
+        `faulthandler` wrote at that moment.
 
     Why it is bad
-        No Python exception exists, so the job's own output shows nothing but a signal number.
+        There is no Python exception: the job's output shows only a signal number.
 
     How to fix it
-        Look at the Python line that entered native code: an extension module, a library built for
-        another CPU or torch, or `/dev/shm` that is full (SIGBUS).
+        Look at the Python line that called native code: an extension module, a library built for
+        another CPU or torch version, or a full `/dev/shm` (SIGBUS).
 
     Example
-        Wrong: two copies of an OpenMP runtime in one process. Right: one environment, one runtime.
+        Wrong: two copies of an OpenMP runtime in one process.
+        Right: one environment with one runtime.
 
     When it stays silent
         For an abort after the script had ended (DDP906).
-
-    Since
-        0.1.0
     """
     for restart, cause in _causes(run, "signal"):
         if -(cause.status or 0) not in _NATIVE or cause.oom:
@@ -233,26 +225,29 @@ def _fault_location(stack: str) -> Location | None:
 
 @rule("DDP905", "silent-exit", Severity.ERROR, yields_to=EXPLAINED_BY)
 def silent_exit(run: Run) -> Iterator[Finding]:
-    """A rank ended itself with an exit status, without an exception.
+    """A rank exited with an error status, without an exception.
 
     What it finds
         `sys.exit(n)`, `os._exit(n)` or `raise SystemExit(n)` with a status other than 0.
 
     Why it is bad
-        Nothing is printed, and the other ranks go on waiting for this one.
+        Nothing is printed, and the other ranks keep waiting for this one.
 
     How to fix it
-        Raise an exception that says why, or take the decision on all ranks together.
+        Raise an exception that states the reason, or decide on all ranks together.
 
     Example
-        Wrong: `if loss.isnan(): sys.exit(1)` on the rank that saw it.
-        Right: all-reduce the flag, then leave on every rank.
+        Wrong:
+            if loss.isnan():
+                sys.exit(1)
+        Right:
+            bad = loss.isnan().float()
+            dist.all_reduce(bad)
+            if bad > 0:
+                raise ValueError(f"the loss is NaN at step {step}")
 
     When it stays silent
-        For status 0; a rank that leaves while others want another step is DDP801.
-
-    Since
-        0.1.0
+        For status 0: a rank that leaves while others start another step is DDP801.
     """
     for restart, cause in _causes(run, "exit"):
         refused = f"refused the script's options: {short(cause.message, 200)}"
@@ -277,26 +272,27 @@ def abort_at_exit(run: Run) -> Iterator[Finding]:
     """A rank aborted after its script had ended.
 
     What it finds
-        A rank whose interpreter had come to its regular end and then died of a signal, typically
-        SIGABRT with "terminate called without an active exception".
+        A rank whose interpreter reached its normal end and then died of a signal, typically SIGABRT
+        with "terminate called without an active exception".
 
     Why it is bad
-        The training is complete and its results are right, but the job's exit status says failure.
-        It is a race of gloo's threads with the end of the process, in torch 2.13 for instance.
+        The training is complete and its results are right, but the exit status reports a failure.
+        gloo's threads race with the end of the process, for instance in torch 2.13.
 
     How to fix it
-        Let go of the DDP module and the optimizer, `gc.collect()`, and only then
+        Delete the DDP module and the optimizer and call `gc.collect()` before
         `destroy_process_group()`.
 
     Example
-        Wrong: `dist.destroy_process_group()` while `ddp` is alive.
-        Right: `del ddp, optimizer; gc.collect()` first.
+        Wrong:
+            dist.destroy_process_group()  # while ddp is alive
+        Right:
+            del ddp, optimizer
+            gc.collect()
+            dist.destroy_process_group()
 
     When it stays silent
-        For any signal before the end of the script: that is a crash (DDP904).
-
-    Since
-        0.1.0
+        For a signal before the end of the script: that is a crash (DDP904).
     """
     for each in endings(run, run.restarts[-1]):
         if each.kind == "abort-at-exit" and each.rank is not None:
@@ -313,26 +309,25 @@ def abort_at_exit(run: Run) -> Iterator[Finding]:
 
 @rule("DDP907", "lost-peers", Severity.ERROR, yields_to=EXPLAINED_BY)
 def lost_peers(run: Run) -> Iterator[Finding]:
-    """The job failed, and every failure seen looks like the consequence of another one.
+    """The job failed, and every failure seen here is the consequence of another one.
 
     What it finds
         Ranks that lost their connection or timed out in a collective, in a finished job whose cause
-        is on no rank seen here: on another node, in the network, or a rank that never came.
+        is not on any rank seen here: it is on another node, in the network, or a rank that never
+        came.
 
     Why it is bad
         The rank that reports such an error is not the one to fix.
 
     How to fix it
-        Look at the other nodes' output first; then at the ranks that did not join the collective.
+        Look at the other nodes' output first, then at the ranks that did not join the collective.
 
     Example
-        Wrong: `if rank == 0: dist.barrier()`. Right: the barrier on every rank.
+        Wrong: reading only node 0's log, where every rank reports "Connection reset by peer".
+        Right: the log of the node that stopped first.
 
     When it stays silent
-        While the job runs, and when any rank has a failure of its own.
-
-    Since
-        0.1.0
+        While the job is running, and if any rank has an independent failure.
     """
     if not run.exit_status:
         return

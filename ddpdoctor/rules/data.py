@@ -104,28 +104,30 @@ def _unsharded_finding(code: str, passes: Passes, message: str, at: Location, fi
 
 @rule("DDP101", "sampler-not-used", Severity.ERROR, supersedes={"DDP102": relations.same_subject})
 def sampler_not_used(run: Run) -> Iterator[Finding]:
-    """A DistributedSampler was built, but the loader never got it.
+    """A DistributedSampler was created, but the DataLoader does not use it.
 
     What it finds
         A training loader from which every rank draws the whole data set, while a
-        `DistributedSampler` of that same data set exists that no loader ever asked.
+        `DistributedSampler` of the same data set exists that no loader uses.
 
     Why it is bad
-        Every rank trains on everything: N ranks take N times the compute of one for an epoch, and
-        where they draw in one order, all but one compute the same gradient again.
+        Every rank trains on all of the data: an epoch takes as long as on one GPU. If all ranks
+        draw in the same order, they even compute the same gradient.
 
     How to fix it
-        Hand it over: `DataLoader(dataset, sampler=sampler)`, without `shuffle=True`.
+        Pass the sampler: `DataLoader(dataset, sampler=sampler)`, without `shuffle=True`.
 
     Example
-        Wrong: `sampler = DistributedSampler(ds); loader = DataLoader(ds, shuffle=True)`
-        Right: `sampler = DistributedSampler(ds); loader = DataLoader(ds, sampler=sampler)`
+        Wrong:
+            sampler = DistributedSampler(dataset)
+            loader = DataLoader(dataset, shuffle=True)
+        Right:
+            sampler = DistributedSampler(dataset)
+            loader = DataLoader(dataset, sampler=sampler)
 
     When it stays silent
-        Where DDP102 does, and if the sampler is of another data set, or was used by any loader.
-
-    Since
-        0.1.0
+        In the cases that DDP102 leaves out, if the sampler is of another data set, or if any loader
+        used it.
     """
     for passes in _unsharded(run):
         idle = [location(place) for one in passes.values() for place in (one["idle"] or ())[:1]]
@@ -148,29 +150,25 @@ def unsharded(run: Run) -> Iterator[Finding]:
     """Every rank trains on the whole data set.
 
     What it finds
-        A training loader from which every rank of a DDP group drew all samples in one pass, or
-        more than its share of them, or the same samples in the same order. The indices tell what
-        was drawn, and the content of some samples that it is the same data on all ranks.
+        A training loader from which every rank of a DDP group drew all samples in one pass, or more
+        than its share, or the same samples in the same order. Indices show what was drawn; the
+        content of a few samples shows that the data is the same on all ranks.
 
     Why it is bad
-        N ranks do N times the work for an epoch; with one seed on all ranks they even compute the
-        same gradient N times, and the batch is not larger than that of a single GPU.
+        N ranks do N times the work of an epoch. With the same seed on all ranks they compute the
+        same gradient N times, and the effective batch is that of a single GPU.
 
     How to fix it
-        Give each rank its part: `DistributedSampler(dataset)`, and no `shuffle=True`.
+        Give each rank its part: `DistributedSampler(dataset)`, without `shuffle=True`.
 
     Example
         Wrong: `DataLoader(dataset, batch_size=64, shuffle=True)`
         Right: `DataLoader(dataset, batch_size=64, sampler=DistributedSampler(dataset))`
 
     When it stays silent
-        For loaders that evaluate; for data that each rank sliced itself, whatever it draws of it
-        (the same index holds another sample); for draws with replacement; for ranks that are no
-        replicas of each other; where neither inputs nor labels can be compared; where DDP101 says
-        it of the same loader.
-
-    Since
-        0.1.0
+        For evaluation loaders, for data that each rank sliced itself, for draws with replacement,
+        for ranks that are not replicas of each other, and where neither inputs nor labels can be
+        compared. A sampler that exists but is not used is DDP101.
     """
     for passes in _unsharded(run):
         first = next(iter(passes.values()))
@@ -197,27 +195,30 @@ def order_repeated(run: Run) -> Iterator[Finding]:
     """Every epoch draws the same samples in the same order.
 
     What it finds
-        A shuffling sampler that has a `set_epoch`, and gave a training loader exactly the same
-        samples in the same order in two passes that follow each other.
+        A shuffling sampler with a `set_epoch` method that gave a training loader exactly the same
+        samples in the same order in two consecutive passes.
 
     Why it is bad
-        The order is drawn from the seed and the epoch number alone. Without a new number each
-        epoch repeats the same batches, and no rank ever sees the other ranks' samples.
+        `DistributedSampler` derives the order from its seed and the epoch number only. If the
+        number does not change, every epoch repeats the same batches, and no rank ever sees the
+        other ranks' samples.
 
     How to fix it
-        Call `set_epoch` on the sampler that the loader really uses, with the number of the epoch,
-        before the loop over the loader begins.
+        Call `set_epoch(epoch)` on the sampler that the loader uses, before the loop over the
+        loader.
 
     Example
-        Wrong: `for epoch in range(9): train(loader)`
-        Right: `for epoch in range(9): sampler.set_epoch(epoch); train(loader)`
+        Wrong:
+            for epoch in range(9):
+                train(loader)
+        Right:
+            for epoch in range(9):
+                sampler.set_epoch(epoch)
+                train(loader)
 
     When it stays silent
-        With `shuffle=False`, for samples in ascending order, for samplers without `set_epoch`, for
-        a single epoch, for loaders that evaluate, and if the order changed by whatever means.
-
-    Since
-        0.1.0
+        With `shuffle=False`, for samples in ascending order, for samplers without `set_epoch`, in
+        the first epoch, for evaluation loaders, and if the order changed in any other way.
     """
     told: dict[tuple[object, ...], dict[int, tuple[Pass, Pass] | None]] = {}
     for rank in run.last:
@@ -282,31 +283,27 @@ def _repeats(before: Pass, again: Pass) -> bool:
 
 @rule("DDP105", "sampler-wrong-rank", Severity.ERROR)
 def wrong_shard(run: Run) -> Iterator[Finding]:
-    """A sampler was given a wrong rank or number of ranks.
+    """A sampler was created with a wrong rank or number of ranks.
 
     What it finds
-        Ranks of a DDP group whose samplers draw one and the same shard, because `rank` or
-        `num_replicas` is not theirs; or shards that no rank draws, because `num_replicas` is
-        larger than the number of ranks.
+        Ranks of a DDP group whose samplers draw the same shard because `rank` or `num_replicas` is
+        wrong. Shards that no rank draws because `num_replicas` is larger than the number of ranks.
 
     Why it is bad
-        Ranks that draw the same shard repeat each other's work, and what belongs to the shards
-        left over is never trained on.
+        Ranks with the same shard repeat each other's work, and the samples of the other shards are
+        never used for training.
 
     How to fix it
-        Leave both arguments out, or pass `dist.get_rank()` and `dist.get_world_size()`. The local
-        rank is the rank on one node only.
+        Omit both arguments, or pass `dist.get_rank()` and `dist.get_world_size()`. The local rank
+        is the rank within one node only.
 
     Example
         Wrong: `DistributedSampler(dataset, num_replicas=dist.get_world_size(), rank=local_rank)`
         Right: `DistributedSampler(dataset)`
 
     When it stays silent
-        If the shards together are the whole, whichever rank draws which; for ranks that are no
-        replicas of each other; for loaders that evaluate; for data that each rank has of its own.
-
-    Since
-        0.1.0
+        If the shards together cover the data set, whichever rank draws which. For ranks that are
+        not replicas of each other, for evaluation loaders, and for data that differs between ranks.
     """
     for passes in training(run):
         group = sorted(passes)
@@ -353,29 +350,26 @@ def _world(run: Run) -> int:
 
 @rule("DDP113", "sampler-seed-differs", Severity.ERROR)
 def seeds_differ(run: Run) -> Iterator[Finding]:
-    """The ranks shuffle with different seeds, so that their shards overlap.
+    """The ranks shuffle with different seeds, so their shards overlap.
 
     What it finds
-        Samplers with the right rank and number of ranks whose `seed` (or epoch) differs between
-        the ranks, and ranks that drew the same samples in one pass.
+        Samplers with the correct rank and number of ranks whose `seed` (or epoch) differs between
+        ranks, and ranks that drew the same samples in one pass.
 
     Why it is bad
-        Every rank cuts its part out of another order: some samples are drawn by several ranks in
+        Each rank takes its shard from a different order: some samples are drawn by several ranks in
         an epoch, and as many by none.
 
     How to fix it
-        Use one seed for the sampler on all ranks. Only augmentation may differ by rank.
+        Use the same sampler seed on all ranks. Only the seed of augmentation may differ by rank.
 
     Example
         Wrong: `DistributedSampler(dataset, seed=args.seed + rank)`
         Right: `DistributedSampler(dataset, seed=args.seed)`
 
     When it stays silent
-        If no sample was drawn twice but those that fill the last round, or seeds and epochs are
-        the same (a sampler may repeat samples on purpose); for loaders that evaluate.
-
-    Since
-        0.1.0
+        If no sample was drawn twice except those that pad the shards. If seeds and epochs are
+        equal: a sampler may repeat samples on purpose. For evaluation loaders.
     """
     for passes in training(run):
         group = sorted(passes)
@@ -424,32 +418,35 @@ def seeds_differ(run: Run) -> Iterator[Finding]:
     },
 )
 def uneven(run: Run) -> Iterator[Finding]:
-    """The ranks have different numbers of batches, and the one with fewer will leave the others.
+    """The ranks have different numbers of batches: the rank with fewer will stop before the others.
 
     What it finds
         A training loop over a loader that has more batches on one rank of a DDP group than on
-        another, known from the loaders' lengths while the first epoch still runs, if the loop's
-        source says that it takes every batch; else once the longer one waits alone.
+        another. This is known from the loaders' lengths during the first epoch if the source of the
+        loop shows that it takes every batch; otherwise once the rank with more batches waits alone.
 
     Why it is bad
-        Every backward pass is a collective. The rank that ran out of batches goes on to something
-        else, and the others wait for it until their timeout, or pair with its wrong step.
+        Every backward is a collective. The rank that ran out of batches continues with something
+        else, and the others wait for it until their timeout, or pair with its next step.
 
     How to fix it
         Give every rank the same number of batches (`DistributedSampler` pads, `drop_last=True`
-        cuts), or run the loop within `with model.join():`.
+        cuts), or run the loop inside `with model.join():`.
 
     Example
-        Wrong: `loader = DataLoader(my_files(rank))` with 100 files on one rank and 97 on another.
-        Right: the same within `with model.join(): for batch in loader: ...`
+        Wrong:
+            for batch in DataLoader(my_files(rank)):  # 100 files on rank 0, 97 on rank 1
+                train(batch)
+        Right:
+            with model.join():
+                for batch in DataLoader(my_files(rank)):
+                    train(batch)
 
     When it stays silent
-        Within `join()`; for loops that may stop before the loader's end (`break`, `islice`, `zip`,
-        a generator), unless they really leave a rank alone; for loaders that evaluate; for
-        iterable data, whose length is not known. What follows from it (DDP801, DDP803) is not said.
-
-    Since
-        0.1.0
+        Inside `join()`. For loops that may stop before the loader ends (`break`, `islice`, `zip`, a
+        generator), unless they really leave a rank alone. For evaluation loaders, and for iterable
+        data sets, whose length is not known. DDP801 and DDP803, which follow from it, are not
+        reported as well.
     """
     for passes in matched(run):
         each = list(passes.values())
@@ -529,30 +526,26 @@ def _left_alone(run: Run, passes: Passes) -> bool:
 
 @rule("DDP110", "unseeded-random-split", Severity.ERROR)
 def other_split(run: Run) -> Iterator[Finding]:
-    """The data set was split at random, and differently on each rank.
+    """The data set was split at random, and each rank has a different split.
 
     What it finds
         A training loader over a `Subset` of the same data and length on every rank, whose indices
-        differ between the ranks, although a sampler cuts it into shards for all of them.
+        differ between ranks, while a sampler divides it into shards.
 
     Why it is bad
-        What one rank keeps for validation another trains on: the validation is worthless, and
-        shards of different subsets overlap and leave gaps.
+        A sample that one rank keeps for validation is training data on another rank: the validation
+        is worthless. Shards of different subsets also overlap and leave gaps.
 
     How to fix it
-        Split with a generator of a fixed seed, the same on every rank:
-        `random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))`.
+        Split with a generator of a fixed seed, the same on every rank.
 
     Example
         Wrong: `train, val = random_split(dataset, [0.9, 0.1])`
         Right: `train, val = random_split(dataset, [0.9, 0.1], torch.Generator().manual_seed(0))`
 
     When it stays silent
-        For a part of the data that each rank cut for itself and reads without a sampler's shards,
-        for loaders that evaluate, and for data sets that are not the same.
-
-    Since
-        0.1.0
+        For a part of the data that each rank selected itself and reads without a sampler's shards,
+        for evaluation loaders, and for different data sets.
     """
     for passes in training(run):
         each = list(passes.values())

@@ -27,39 +27,33 @@ _WORDS = {
 
 @rule("DDP701", "parameters-differ", Severity.ERROR, yields_to=dict.fromkeys(CAUSES, certain))
 def parameters_differ(run: Run) -> Iterator[Finding]:
-    """The parameters of a DDP module are not the same on all ranks.
+    """The parameters of a DDP module differ between ranks.
 
     What it finds
-        Fingerprints (a hash of the bits of each parameter, taken after the same optimizer step on
-        every rank) that were equal and are not any more: the first step, the first tensors, and
-        whether their gradients already differed. In a job that goes on, ranks are asked to look at
-        16 steps in a row, twice at most, and tell how far the tensors are apart, by up to 4,096
-        elements of the first three; for that the finding waits a few seconds. Where the job ended
-        before, it tells their norms.
+        Fingerprints (hashes of each parameter's bits after the same optimizer step) that were equal
+        and now differ: the first step, the first tensors, and whether their gradients already
+        differed. In a running job, ranks then compare 16 steps in a row, twice at most, and up to
+        4,096 elements of the first three tensors; the finding waits a few seconds for that. If the
+        job has ended, it reports norms.
 
     Why it is bad
-        DDP averages gradients, never parameters: replicas that once differ stay different. Each
-        rank then trains a model of its own with gradients of other models, and the one that is
-        saved is none that was ever evaluated.
+        DDP averages gradients, never parameters: replicas that differ once stay different. The
+        saved model was never evaluated as such.
 
     How to fix it
         Change parameters only in `optimizer.step()`, or in the same way on every rank: broadcast
-        what a single rank has computed, draw random numbers from a generator with the same seed.
-        Gradients that differ did not go through DDP's all-reduce, or were changed after it.
+        what one rank computed, and draw random numbers with the same seed. Gradients that differ
+        did not pass through DDP's all-reduce, or were changed after it.
 
     Example
-        Wrong: `parameter.grad += torch.randn_like(parameter)` with a generator that each rank
-        seeds for itself.
-        Right: `parameter.grad += torch.randn(parameter.shape, generator=same_seed)`.
+        Wrong: `p.grad += torch.randn_like(p)`, with another seed on each rank.
+        Right: `p.grad += torch.randn(p.shape, generator=same_seed)`
 
     When it stays silent
         For replicas that are averaged, as in local SGD: they are equal again after a collective, or
-        a line of the job that averages parameters has not run yet. For parameters that DDP ignores.
-        Where another finding names the cause: DDP301 to DDP303, DDP305, DDP308, DDP319, DDP702,
-        DDP709. A first difference is believed once a second fingerprint shows it, or at the end.
-
-    Since
-        0.1.0
+        a line that averages parameters has not run yet. For parameters that DDP ignores. If another
+        finding names the cause (DDP301, 302, 303, 305, 308, 319, 702, 709). A first difference
+        needs a second fingerprint, or the end of the job.
     """
     for replica in replicas(run):
         difference = replica.difference("parameters")
@@ -203,32 +197,33 @@ _ALIKE = (
     yields_to=dict.fromkeys((*CAUSES, "DDP403"), of_likely),
 )
 def rank_only_weight_change(run: Run) -> Iterator[Finding]:
-    """Weights were loaded or changed on some ranks only, after DDP was built.
+    """Weights were loaded or changed on some ranks only, after DDP was created.
 
     What it finds
-        Parameters that differ between ranks from a step on, and in the interval before it a
-        `load_state_dict`, or a change outside of the optimizer's step, on some ranks only. The line
-        of such a change is taken from the source, if a single one there changes weights under a
-        condition on the rank; and if that is all that is known, it is called likely.
+        Parameters that differ between ranks from some step on, and just before it a
+        `load_state_dict`, or a change outside the optimizer's step, on some ranks only. The line is
+        taken from the source if exactly one line changes weights under a condition on the rank. If
+        that line is the only evidence, the finding says "likely".
 
     Why it is bad
-        DDP makes the replicas equal once, when it is built, and only averages gradients later: a
-        rank that is changed alone stays different for ever.
+        DDP synchronizes the weights once, when it is created, and afterwards only averages
+        gradients. A rank that is changed alone stays different.
 
     How to fix it
-        Load weights before `DistributedDataParallel(model)`, which broadcasts rank 0's, or load
-        them on every rank, or broadcast them: `dist.broadcast(parameter.data, src=0)`.
+        Load weights before `DistributedDataParallel(model)`, which broadcasts rank 0's; or load
+        them on every rank; or broadcast them: `dist.broadcast(parameter.data, src=0)`.
 
     Example
-        Wrong: `if rank == 0: ddp.module.load_state_dict(torch.load("best.pt"))`.
-        Right: the same without the condition.
+        Wrong:
+            if rank == 0:
+                ddp.module.load_state_dict(torch.load("best.pt"))
+        Right:
+            state = torch.load("best.pt", map_location="cpu")
+            ddp.module.load_state_dict(state)  # on every rank
 
     When it stays silent
-        For weights loaded on every rank, or before DDP was built; for changes that are undone
-        before the next step (weights swapped for an evaluation); for other copies of the model.
-
-    Since
-        0.1.0
+        For weights loaded on every rank or before DDP was created, for changes that are undone
+        before the next step (weights swapped for an evaluation), and for other copies of the model.
     """
     for replica in replicas(run):
         difference = replica.difference("parameters")
@@ -354,30 +349,30 @@ def _rank_only_changes(replica: Replica, difference: Difference) -> dict[int, Re
     supersedes={"DDP701": same_subject},
 )
 def hyper_parameters_differ(run: Run) -> Iterator[Finding]:
-    """The optimizer's hyper-parameters are not the same on all ranks.
+    """The optimizer's hyper-parameters differ between ranks.
 
     What it finds
         A learning rate, momentum, betas or weight decay of a parameter group that differs between
-        the ranks after the same step.
+        ranks after the same step.
 
     Why it is bad
-        The gradients are equal, but each rank makes another step with them: the parameters go
-        apart, and no error says so.
+        The gradients are equal, but each rank takes a different step: the parameters diverge
+        without any error.
 
     How to fix it
-        Let all ranks take the same decision: average the metric that a scheduler is given
-        (`dist.all_reduce`), and derive nothing of the optimizer from the rank.
+        Make the same decision on all ranks: average the metric that a scheduler gets, and do not
+        derive hyper-parameters from the rank.
 
     Example
-        Wrong: `scheduler.step(validation_loss)` with the loss of this rank's own data.
-        Right: `dist.all_reduce(validation_loss, op=dist.ReduceOp.AVG)` before it (SUM with gloo).
+        Wrong:
+            scheduler.step(validation_loss)  # the loss of this rank's data
+        Right:
+            dist.all_reduce(validation_loss, op=dist.ReduceOp.AVG)
+            scheduler.step(validation_loss)
 
     When it stays silent
-        For values that are kept on a GPU, for groups after the fourth, and for differences that a
-        single fingerprint shows while the job goes on.
-
-    Since
-        0.1.0
+        For values on a GPU, for groups after the fourth, and, in a running job, for a difference in
+        a single fingerprint.
     """
     for replica in replicas(run):
         found = _hyper_difference(replica)
@@ -510,29 +505,29 @@ def _cut(replica: Replica, difference: Difference, guilty: tuple[int, ...]) -> R
     supersedes={"DDP701": same_subject},
 )
 def optimizer_state_differs(run: Run) -> Iterator[Finding]:
-    """The optimizer's state was loaded on some ranks only, and differs since.
+    """The optimizer's state was loaded on some ranks only, and differs since then.
 
     What it finds
         Momentum, moments or step counts (a hash of all tensors in `optimizer.state`) that differ
-        between ranks, and an `optimizer.load_state_dict` before it on some ranks only.
+        between ranks, after an `optimizer.load_state_dict` on some ranks only.
 
     Why it is bad
-        DDP broadcasts the model's weights when it is built, and nothing of the optimizer: with
-        equal gradients each rank makes another step, and the parameters go apart.
+        DDP broadcasts the model's weights when it is created, but not the optimizer's state. With
+        equal gradients, each rank takes a different step, and the parameters diverge.
 
     How to fix it
-        Load the checkpoint on every rank, the optimizer's state included.
+        Load the checkpoint on every rank, including the optimizer's state.
 
     Example
-        Wrong: `if rank == 0: optimizer.load_state_dict(checkpoint["optimizer"])`.
-        Right: the same without the condition.
+        Wrong:
+            if rank == 0:
+                optimizer.load_state_dict(checkpoint["optimizer"])
+        Right:
+            optimizer.load_state_dict(checkpoint["optimizer"])
 
     When it stays silent
-        For `ZeroRedundancyOptimizer`, whose state is sharded; for states that every rank loaded,
-        and for differences whose cause is not known (DDP701 tells those of the parameters).
-
-    Since
-        0.1.0
+        For `ZeroRedundancyOptimizer`, whose state is sharded, for states that every rank loaded,
+        and for differences of unknown cause (DDP701 reports the parameters).
     """
     for replica in replicas(run):
         found = _resumed_alone(replica)
@@ -587,29 +582,29 @@ def _resumed_alone(replica: Replica) -> tuple[Difference, dict[int, Record]] | N
 
 @rule("DDP705", "scale-differs", Severity.ERROR, supersedes={"DDP701": same_subject})
 def scale_differs(run: Run) -> Iterator[Finding]:
-    """The GradScaler's scale is not the same on all ranks.
+    """The GradScaler's scale differs between ranks.
 
     What it finds
-        Another loss scale on some ranks at the same step.
+        Different loss scales at the same step.
 
     Why it is bad
-        DDP averages gradients that are still scaled, and each rank divides the average by a scale
-        of its own: gradients of wrong size, other steps skipped, replicas that go apart.
+        DDP averages gradients that are still scaled, and each rank divides the average by its
+        scale: gradients have the wrong size, ranks skip different steps, and the replicas diverge.
 
     How to fix it
-        Make the scaler with the same arguments on every rank, load its state on every rank, and
-        let every backward go through DDP's all-reduce, so that all ranks see the same overflows.
+        Create the scaler with the same arguments and load its state on every rank. Run every
+        backward through DDP's all-reduce, so that all ranks see the same overflows.
 
     Example
-        Wrong: `if rank == 0: scaler.load_state_dict(checkpoint["scaler"])`.
-        Right: the same without the condition.
+        Wrong:
+            if rank == 0:
+                scaler.load_state_dict(checkpoint["scaler"])
+        Right:
+            scaler.load_state_dict(checkpoint["scaler"])
 
     When it stays silent
-        For a difference that goes away again, and for one that a single fingerprint shows while the
-        job goes on.
-
-    Since
-        0.1.0
+        For a difference that disappears, and, in a running job, for a difference in a single
+        fingerprint.
     """
     for replica in replicas(run):
         difference = replica.difference("scale")

@@ -37,32 +37,32 @@ class Edit:
     supersedes={"DDP701": same_subject},
 )
 def gradient_changed_on_one_rank(run: Run) -> Iterator[Finding]:
-    """Some ranks alone change their gradients before the optimizer uses them.
+    """Some ranks change their gradients after the all-reduce, the others do not.
 
     What it finds
-        Parameters that differ between ranks from a step on, and in that step gradients that some
-        ranks alone clipped (`clip_grad_norm_`, `clip_grad_value_`), or changed in another way
-        between backward and `optimizer.step()`. Where that is not seen, but gradients differ, the
-        only line of the job that changes them under a condition on the rank.
+        Parameters that differ between ranks from some step on, and in that step gradients that only
+        some ranks clipped (`clip_grad_norm_`, `clip_grad_value_`) or changed between backward and
+        `optimizer.step()`. If that was not observed but gradients differ, the only line that
+        changes them under a condition on the rank.
 
     Why it is bad
-        DDP has made the gradients equal; after the change each rank makes another step, and the
-        parameters stay different for good.
+        DDP makes the gradients equal. After the change each rank takes a different step, and the
+        parameters stay different.
 
     How to fix it
         Do it on every rank: the gradients are the same there, and so is the result.
 
     Example
-        Wrong: `if rank == 0: clip_grad_norm_(ddp.parameters(), 1.0)`.
-        Right: the same without the condition.
+        Wrong:
+            if rank == 0:
+                clip_grad_norm_(ddp.parameters(), 1.0)
+        Right:
+            clip_grad_norm_(ddp.parameters(), 1.0)
 
     When it stays silent
-        For changes that all ranks make, and for those that leave the parameters equal, such as
-        clipping of gradients that are small enough. Changes other than clipping are looked for in
-        the first 64 steps and in each 64th.
-
-    Since
-        0.1.0
+        For changes that all ranks make, and changes that leave the parameters equal, such as
+        clipping gradients that are already small. Changes other than clipping are checked in the
+        first 64 steps and in every 64th step.
     """
     for replica in replicas(run):
         difference = replica.difference("parameters")

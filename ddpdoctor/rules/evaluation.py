@@ -29,30 +29,32 @@ variances as a part of themselves."""
     supersedes=dict.fromkeys(STANDSTILLS, brings_about),
 )
 def forward_under_rank_guard(run: Run) -> Iterator[Finding]:
-    """Some ranks alone evaluate through the DDP wrapper of a model with buffers.
+    """Only some ranks evaluate through the DDP wrapper of a model with buffers.
 
     What it finds
         A forward of the DDP object without gradients that broadcasts the model's buffers (running
-        statistics of BatchNorm, say) on some ranks, at a point that the others have passed without.
+        statistics of BatchNorm, say) on some ranks, at a point that the other ranks have passed
+        without it.
 
     Why it is bad
-        The broadcast is a collective. It pairs with another one of the other ranks' next epoch, so
-        nothing is seen for long; the one of the last evaluation has no partner, and the job hangs
-        or fails at its very end. Before the second training step it fails at once.
+        The broadcast is a collective. It pairs with a collective of the other ranks' next epoch, so
+        the error goes unnoticed for long. The broadcast of the last evaluation has no partner, and
+        the job hangs or fails at its end. Before the second training step it fails at once.
 
     How to fix it
-        Evaluate the model itself, `ddp.module(inputs)`, or evaluate on every rank.
+        Evaluate the model inside, `ddp.module(inputs)`, or evaluate on every rank.
 
     Example
-        Wrong: `if rank == 0: evaluate(ddp, validation)`.
-        Right: `if rank == 0: evaluate(ddp.module, validation)`.
+        Wrong:
+            if rank == 0:
+                evaluate(ddp, validation)
+        Right:
+            if rank == 0:
+                evaluate(ddp.module, validation)
 
     When it stays silent
-        For models without buffers, with `forward_sync_buffers=False`, where all ranks evaluate, and
-        once the ranks have diverged by a decision that some took alone (DDP403).
-
-    Since
-        0.1.0
+        For models without buffers, with `forward_sync_buffers=False`, if all ranks evaluate, and
+        after a rank left the loop alone (DDP403).
     """
     for present, found in alone_evaluating(run).items():
         point, record, absent = found[0]
@@ -122,32 +124,34 @@ def _passed(rank: Rank, point: int, run: Run) -> bool:
 
 @rule("DDP708", "evaluation-differs", Severity.WARNING)
 def evaluation_differs(run: Run) -> Iterator[Finding]:
-    """The ranks evaluate with other running statistics, and put their results together.
+    """The ranks evaluate with different running statistics and combine their results.
 
     What it finds
-        An evaluation in which each rank of a DDP group takes its part of the data, in evaluation
-        mode, with running statistics of BatchNorm that are not those of the other ranks, after
-        which numbers are reduced or gathered over the ranks.
+        An evaluation in which each rank of a DDP group takes a part of the data, in evaluation
+        mode, with BatchNorm running statistics that differ between ranks, followed by a reduce or
+        gather of numbers.
 
     Why it is bad
-        The metric mixes as many models as there are ranks. The one that is saved, rank 0's, was
-        evaluated on its part alone.
+        The metric mixes as many models as there are ranks. The saved model, rank 0's, was evaluated
+        on its part of the data only.
 
     How to fix it
-        Let DDP broadcast the buffers (its default), or broadcast them before the evaluation, or
-        train with `SyncBatchNorm.convert_sync_batchnorm(model)`, which keeps them equal.
+        Let DDP broadcast the buffers (the default), broadcast them before the evaluation, or train
+        with `SyncBatchNorm.convert_sync_batchnorm(model)`, which keeps them equal.
 
     Example
-        Wrong: `DDP(model, broadcast_buffers=False)`, and each rank evaluates its shard.
-        Right: before that, `for b in model.buffers(): dist.broadcast(b, src=0)`.
+        Wrong:
+            model = DDP(net, broadcast_buffers=False)
+            evaluate(model, my_shard)
+        Right:
+            for buffer in model.buffers():
+                dist.broadcast(buffer, src=0)
+            evaluate(model, my_shard)
 
     When it stays silent
-        Where one rank evaluates, or each evaluates all of the data; where nothing is reduced or
-        gathered; for statistics that agree within 1 %, for models without any, and where DDP
-        broadcasts the buffers, whose statistics differ by the last step alone.
-
-    Since
-        0.1.0
+        If one rank evaluates, or each evaluates all of the data. If nothing is reduced or gathered.
+        For statistics that agree within 1 %, for models without any, and if DDP broadcasts the
+        buffers: then the statistics differ by the last step only.
     """
     members = {rank.rank: rank for rank in run.last}
     looks: dict[tuple[int, tuple[int, ...], int], dict[int, Record]] = {}

@@ -19,37 +19,33 @@ LASTING = 3
 
 @rule("DDP706", "not-finite", Severity.ERROR)
 def not_finite(run: Run) -> Iterator[Finding]:
-    """A loss or the parameters are not finite (NaN or infinite), and training goes on.
+    """A loss or the parameters are NaN or infinite, and training continues.
 
     What it finds
-        The rank whose loss or gradient was NaN or infinite first, in a step that the optimizer
-        took, and in which parameters; or parameters that are not finite while what was before
-        them was. The gradient is that of the rank alone, before the all-reduce. Of a loss it also
-        finds the operation and the module out of which the first such value came, or that it was
-        in the batch already; and the line, where that operation is one of the job's own behind the
-        model: where several lines may be it, it names up to three of them. On a GPU that has to be
-        asked for before the loss is known: it is told for the steps in which the overhead budget
-        allowed to ask (torch 2.13 or newer).
+        The rank whose loss or gradient became NaN or infinite first, in a step that the optimizer
+        took, and the parameters; or parameters that are not finite although everything before was.
+        The gradient is that of the rank alone, before the all-reduce. For a loss, also the
+        operation and module where it began, or that the batch already contained it; and up to three
+        lines, if the operation is in your code after the model. On a GPU, this needs torch 2.13 and
+        is limited to steps that the overhead budget allows.
 
     Why it is bad
-        The all-reduce carries one rank's NaN to the gradients, and so to the parameters, of all
-        ranks: from the next step on every loss is NaN, on every rank, and which one began is not to
-        be seen any more.
+        The all-reduce spreads one rank's NaN to the gradients and parameters of all ranks. From the
+        next step on, every loss is NaN on every rank, and the origin is no longer visible.
 
     How to fix it
-        Look at the samples that this rank had at this step, then at divisions, logarithms and roots
-        in the loss. Skip such a batch on all ranks together, never on one: the others would wait.
+        Look at the samples of this rank at this step, then at divisions, logarithms and roots in
+        the loss. Skip a bad batch on all ranks together, never on one: the others would wait.
 
     Example
-        Wrong: `loss = (target / count).log().mean()` with an empty batch on one rank.
-        Right: `loss = (target / count.clamp(min=1)).clamp(min=1e-6).log().mean()`.
+        Wrong:
+            loss = errors[mask].mean()  # NaN if the mask selects nothing
+        Right:
+            loss = errors[mask].sum() / mask.sum().clamp(min=1)
 
     When it stays silent
-        For steps that a GradScaler or the job itself skips: what came before the last step after
-        which the parameters are known to be finite has done no harm.
-
-    Since
-        0.1.0
+        For steps that a GradScaler or the job skips, and for what came before the last step after
+        which all parameters were finite.
     """
     found = tuple(replicas(run))
     poisoned = [each for replica in found if (each := _poisoned(replica)) is not None]

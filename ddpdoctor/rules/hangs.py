@@ -19,31 +19,32 @@ from ddpdoctor.run.snapshot import Rank, Run
     supersedes=dict.fromkeys(STANDSTILLS, brings_about),
 )
 def left_early(run: Run) -> Iterator[Finding]:
-    """A rank finished while others wanted another step.
+    """A rank finished while the other ranks started another step.
 
     What it finds
-        A rank whose script ended regularly after fewer synchronized steps than another rank of its
-        group has begun; that other rank then waits in a collective, or failed there.
+        A rank whose script ended normally after fewer synchronized steps than another rank of its
+        group has started. The other rank waits in a collective or failed there.
 
     Why it is bad
-        The remaining ranks hang until their timeout, or fail with "Connection closed by peer", and
-        the launcher blames them: the rank that left has exit status 0.
+        The remaining ranks hang until their timeout, or fail with "Connection closed by peer". The
+        launcher blames them: the rank that left has exit status 0.
 
     How to fix it
-        Give every rank the same number of batches (`DistributedSampler` pads; `drop_last=True`), or
-        run the loop within `with model.join():`. Take decisions to stop on all ranks together.
+        Give every rank the same number of batches (`DistributedSampler` pads; `drop_last=True`
+        cuts), or run the loop inside `with model.join():`. Decide to stop on all ranks together.
 
     Example
-        Wrong: `for batch in my_shard(rank)` with shards of 100 and 97 batches.
-        Right: `for batch in islice(my_shard(rank), 97)`, or `with model.join():`.
+        Wrong:
+            for batch in my_shard(rank):  # 100 batches on rank 0, 97 on rank 1
+                train(batch)
+        Right:
+            for batch in islice(my_shard(rank), 97):
+                train(batch)
 
     When it stays silent
-        Within `join()`, for ranks of different DDP groups, for extra forwards in evaluation, when a
-        rank failed by itself (that is DDP9xx), and where the cause is known: the statement by which
-        a rank alone left or skipped a step (DDP403), or loaders of different length (DDP109).
-
-    Since
-        0.1.0
+        Inside `join()`, for ranks of different DDP groups, for extra forwards in an evaluation, if
+        a rank failed (DDP9xx), and if the cause is known: the statement by which a rank alone left
+        or skipped a step (DDP403), or loaders of different length (DDP109).
     """
     for leaver, wanting in leavers(run):
         yield _finding(leaver, wanting)

@@ -29,27 +29,28 @@ def _use(record: Record) -> tuple[str, ...]:
 
 @rule("DDP206", "local-rank-never-filled", Severity.WARNING)
 def local_rank_never_filled(run: Run) -> Iterator[Finding]:
-    """The script reads its local rank from an option that torchrun never fills.
+    """The script reads its local rank from an option that torchrun does not set.
 
     What it finds
         An `args.local_rank` that differs from LOCAL_RANK when the model is wrapped in DDP, in a
         script that uses it.
 
     Why it is bad
-        It has its default on every rank: all of them take GPU 0, or all think they are the first.
+        The option has its default value on every rank: all ranks use GPU 0, or all consider
+        themselves the first one.
 
     How to fix it
         Read the environment: `int(os.environ["LOCAL_RANK"])`.
 
     Example
-        Wrong: `parser.add_argument("--local_rank", type=int, default=0)`.
-        Right: the same with `default=int(os.environ.get("LOCAL_RANK", 0))`.
+        Wrong:
+            parser.add_argument("--local_rank", type=int, default=0)
+        Right:
+            default = int(os.environ.get("LOCAL_RANK", 0))
+            parser.add_argument("--local_rank", type=int, default=default)
 
     When it stays silent
-        When the script puts the right value there before it builds DDP, and when it never reads it.
-
-    Since
-        0.1.0
+        If the script sets the right value before it creates DDP, and if it never reads the option.
     """
     found = _first(run, "local_rank")
     if not found:
@@ -80,25 +81,22 @@ def data_parallel(run: Run) -> Iterator[Finding]:
     """`nn.DataParallel` is used in a job of several processes.
 
     What it finds
-        A `torch.nn.DataParallel` that was built on a rank of a job of more than one, where no DDP
-        was built.
+        A `torch.nn.DataParallel` created on a rank of a job with several ranks, where no DDP is
+        created.
 
     Why it is bad
-        DataParallel knows nothing of the other processes: each trains its own model, on its
-        own data, and nothing averages their gradients.
+        DataParallel does not communicate with other processes: each trains a separate model on its
+        data, and gradients are not averaged.
 
     How to fix it
         Wrap the model in `DistributedDataParallel` instead.
 
     Example
         Wrong: `model = nn.DataParallel(model)` under torchrun.
-        Right: `model = DistributedDataParallel(model, device_ids=[local_rank])`.
+        Right: `model = DistributedDataParallel(model, device_ids=[local_rank])`
 
     When it stays silent
-        For a single process, and for ranks that also built a DDP.
-
-    Since
-        0.1.0
+        For a single process, and for ranks that also create a DDP.
     """
     found = [
         (rank, record)

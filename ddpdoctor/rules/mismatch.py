@@ -28,33 +28,35 @@ from ddpdoctor.run.snapshot import Rank, Run
     lapses=event,
 )
 def collective_under_rank_guard(run: Run) -> Iterator[Finding]:
-    """A collective is called under a condition on the rank, by some ranks alone.
+    """A collective is called by some ranks only, under a condition on the rank.
 
     What it finds
-        A barrier, all-reduce or broadcast under `if rank == 0:` (or behind `if rank != 0: return`,
-        or under `@rank_zero_only`), there or in a function that calls the one with the collective,
-        while the other ranks, which never passed that condition, wait in another collective or
-        failed because theirs met it.
+        A barrier, all-reduce or broadcast under `if rank == 0:` (or after `if rank != 0: return`,
+        or under `@rank_zero_only`), directly or in a function that calls it, while the other ranks,
+        which skipped it, wait in another collective or failed because theirs met this one.
 
     Why it is bad
         A collective ends when all ranks of its group have called it. The job hangs until the
-        timeout, or the call pairs with another collective and mixes up their data.
+        timeout, or the call pairs with a different collective and mixes up their data.
 
     How to fix it
         Move the call out of the branch, so that every rank makes it.
 
     Example
-        Wrong: `if rank == 0: save(); dist.barrier()`.
-        Right: `if rank == 0: save()`, and `dist.barrier()` for all.
+        Wrong:
+            if rank == 0:
+                save(model)
+                dist.barrier()  # ranks 1, 2, ... never call it
+        Right:
+            if rank == 0:
+                save(model)
+            dist.barrier()
 
     When it stays silent
-        When every branch calls the same collective; for `if rank != 0: barrier()` before and
-        `if rank == 0: barrier()` behind the work of rank 0, which fit together; for conditions that
-        hold on every rank (`local_rank != -1`); in groups whose ranks all call it; while the ranks
-        that are missing are at work (DDP802).
-
-    Since
-        0.1.0
+        If every branch calls the same collective. For `if rank != 0: barrier()` before and
+        `if rank == 0: barrier()` after the work of rank 0, which match. For conditions that hold on
+        every rank (`local_rank != -1`), in groups whose ranks all call it, and while the missing
+        ranks are busy (DDP802).
     """
     hung = list(diagnosed(run, "DDP401"))
     yield from hung
@@ -65,33 +67,33 @@ def collective_under_rank_guard(run: Run) -> Iterator[Finding]:
 
 @rule("DDP803", "different-collectives", Severity.ERROR, lapses=event)
 def different_collectives(run: Run) -> Iterator[Finding]:
-    """Ranks call different collectives where they ought to call the same one.
+    """Ranks call different collectives where they should call the same one.
 
     What it finds
-        The n-th collective of a process group is another one on some ranks: another operation,
-        tensor size, dtype, reduce operation (SUM against MAX) or root. The ranks named are those
-        that passed over a call or made one alone, or that differ from most; else all.
+        The n-th collective of a process group differs between ranks: in operation, tensor size,
+        dtype, reduce operation (SUM or MAX) or root. The finding names the ranks that skipped a
+        call, made an extra one, or differ from most; otherwise all ranks.
 
     Why it is bad
         Some of these hang, some fail with a message about sizes, and some go unnoticed: ranks that
         reduce with different operations all get wrong numbers, and nothing else checks that.
 
     How to fix it
-        Make the call the same on all ranks. Where the operations differ, one rank usually made one
-        call more, or one less, some lines before.
+        Make the call the same on all ranks. If the operations differ, one rank usually made one
+        call more or less, a few lines earlier.
 
     Example
-        Wrong: `dist.all_reduce(x, dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)`.
-        Right: one operation on all ranks.
+        Wrong:
+            op = dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM
+            dist.all_reduce(x, op)
+        Right:
+            dist.all_reduce(x, dist.ReduceOp.SUM)  # on every rank
 
     When it stays silent
-        For the same call at different lines (`if`/`else` with the same collective); for tensors of
-        one size but another shape; for `all_to_all`, and with NCCL `all_gather` and
-        `reduce_scatter`, whose sizes may differ; where some calls were compiled and cannot be seen.
-        Collectives called in other threads are not compared. Where DDP401 or DDP109 is the cause.
-
-    Since
-        0.1.0
+        For the same call at different lines. For tensors of the same size and different shape. For
+        `all_to_all`, and with NCCL `all_gather` and `reduce_scatter`, whose sizes may differ. If
+        some calls are compiled and cannot be seen, and for collectives in other threads. If DDP401
+        or DDP109 is the cause.
     """
     hung = list(diagnosed(run, "DDP803"))
     yield from hung
@@ -111,24 +113,26 @@ def groups_in_different_order(run: Run) -> Iterator[Finding]:
     """Ranks use two process groups in different order and wait for each other.
 
     What it finds
-        A rank waits in a collective of one group for a rank that waits in a collective of another
-        group for the first.
+        A rank that waits in a collective of one group for a rank that waits for the first one in a
+        collective of another group.
 
     Why it is bad
         Neither call can end: the job hangs until the timeout.
 
     How to fix it
-        Call the collectives of all groups in one order on every rank.
+        Call the collectives of all groups in the same order on every rank.
 
     Example
-        Wrong: rank 0 reduces in group A, then in B; rank 1 in B, then in A.
-        Right: A, then B, on both.
+        Wrong:
+            groups = [a, b] if rank == 0 else [b, a]
+            for group in groups:
+                dist.all_reduce(x, group=group)
+        Right:
+            for group in [a, b]:
+                dist.all_reduce(x, group=group)
 
     When it stays silent
-        While one of the two is at work and may yet come.
-
-    Since
-        0.1.0
+        While one of the two ranks is busy and may still arrive.
     """
     yield from diagnosed(run, "DDP804")
 

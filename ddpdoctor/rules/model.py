@@ -118,33 +118,30 @@ def _settled(run: Run, rank: Rank, found: dict[int, Record]) -> bool:
 
 @rule("DDP305", "unused-parameters", Severity.ERROR)
 def unused_parameters(run: Run) -> Iterator[Finding]:
-    """Parameters got no gradient in a backward that DDP was to reduce.
+    """Parameters got no gradient in a backward that DDP synchronizes.
 
     What it finds
-        Parameters by name and module that took no part in the loss, seen in the first synchronized
-        backwards, before DDP raises; and later as the cause when DDP raises "Expected to have
-        finished reduction". Ranks that differ (a branch that only some take) are told apart.
+        The names and modules of parameters that did not take part in the loss, seen in the first
+        synchronized backwards, before DDP raises, and later when DDP raises "Expected to have
+        finished reduction". Differences between ranks (a branch that only some take) are reported.
 
     Why it is bad
-        DDP waits for every gradient of a bucket. Without one the bucket is never reduced: the first
-        iteration passes with gradients that are not averaged, the next forward raises. Where only
-        some ranks miss it, the others wait for them in the all-reduce.
+        DDP waits for every gradient of a bucket. If one is missing, the bucket is never reduced:
+        the first iteration uses gradients that are not averaged, and the next forward raises. If
+        only some ranks miss it, the others wait for them in the all-reduce.
 
     How to fix it
         Use the parameters in the loss, or freeze them (`requires_grad_(False)`) before DDP is
-        built. If they are unused in some iterations only, `find_unused_parameters=True`.
+        created. If they are unused in some iterations only, set `find_unused_parameters=True`.
 
     Example
-        Wrong: `self.auxiliary = nn.Linear(32, 2)` that `forward` never calls.
-        Right: no such layer, or its output in the loss.
+        Wrong: `self.auxiliary = nn.Linear(32, 2)`, which `forward` never calls.
+        Right: remove the layer, or add its output to the loss.
 
     When it stays silent
         With `find_unused_parameters=True` or `static_graph=True` (unless DDP raises), for frozen
-        parameters, within `no_sync()`, for models outside DDP, and when no gradient of the module
-        came at all.
-
-    Since
-        0.1.0
+        parameters, inside `no_sync()`, for models outside DDP, and if no parameter of the module
+        got a gradient.
     """
     for missing in missing_gradients(run):
         if not missing.altered:
@@ -212,26 +209,27 @@ def ready_twice(run: Run) -> Iterator[Finding]:
 
     What it finds
         DDP's exception "Expected to mark a variable ready only once", with the parameter's name,
-        and whether activation checkpointing with `use_reentrant=True` brought it about.
+        and whether activation checkpointing with `use_reentrant=True` is the reason.
 
     Why it is bad
-        DDP reduces a gradient when it is ready the first time; what comes after would be missing.
-        A reentrant checkpoint runs a backward of its own for each part of the graph, so a parameter
-        used in two of them is ready twice.
+        DDP reduces a gradient when it is ready for the first time. A reentrant checkpoint runs a
+        separate backward for each part of the graph, so a parameter used in two of them is ready
+        twice.
 
     How to fix it
-        `checkpoint(..., use_reentrant=False)`. Where a parameter takes part in two backwards of one
-        forward: add the losses and call `backward()` once.
+        Use `checkpoint(..., use_reentrant=False)`. If a parameter takes part in two backwards of
+        one forward, add the losses and call `backward()` once.
 
     Example
-        Wrong: `checkpoint(self.block, checkpoint(self.block, x, use_reentrant=True), ...)`.
-        Right: the same with `use_reentrant=False`.
+        Wrong:
+            x = checkpoint(self.block, x, use_reentrant=True)
+            x = checkpoint(self.block, x, use_reentrant=True)
+        Right:
+            x = checkpoint(self.block, x, use_reentrant=False)
+            x = checkpoint(self.block, x, use_reentrant=False)
 
     When it stays silent
-        As long as DDP does not raise.
-
-    Since
-        0.1.0
+        While DDP does not raise.
     """
     found = list(reduction.complaints(run, reduction.TWICE))
     if not found:
@@ -267,29 +265,26 @@ WALK_COST = 2e-3
 
 @rule("DDP304", "find-unused-not-needed", Severity.INFO)
 def find_unused_not_needed(run: Run) -> Iterator[Finding]:
-    """`find_unused_parameters=True`, and no parameter is ever unused.
+    """`find_unused_parameters=True` is set, but every parameter is used.
 
     What it finds
-        A DDP module that searches for unused parameters, of which none was unused on any rank in
-        its first 50 synchronized backwards, or in all of a shorter job.
+        A DDP module that searches for unused parameters and found none on any rank in its first 50
+        synchronized backwards, or in all of a shorter job.
 
     Why it is bad
-        Every step walks through the whole autograd graph and all-reduces a map of the parameters,
-        and the all-reduce of gradients begins later than it could.
+        Every step traverses the whole autograd graph and all-reduces a map of the parameters, and
+        the all-reduce of the gradients starts later than it could.
 
     How to fix it
-        Leave the argument out. DDP raises if a parameter turns out to be unused after all.
+        Remove the argument. If a parameter is unused after all, DDP raises an exception.
 
     Example
         Wrong: `DDP(model, find_unused_parameters=True)` to be on the safe side.
-        Right: `DDP(model)`.
+        Right: `DDP(model)`
 
     When it stays silent
-        If any rank left a parameter out once, with `static_graph=True`, before the 50th
-        synchronized backward of a job that goes on, and in jobs of fewer than five.
-
-    Since
-        0.1.0
+        If any rank once left a parameter unused, with `static_graph=True`, before the 50th
+        synchronized backward of a running job, and in jobs with fewer than five.
     """
     told: dict[int, list[tuple[Rank, Record]]] = {}
     for rank in run.last:
@@ -328,30 +323,27 @@ ENOUGH = 10
 
 @rule("DDP309", "small-batch-norm", Severity.INFO)
 def small_batch_norm(run: Run) -> Iterator[Finding]:
-    """BatchNorm takes its statistics from a small batch on each rank.
+    """BatchNorm computes its statistics from a small batch on each rank.
 
     What it finds
-        BatchNorm layers in training mode within a DDP module on several ranks, whose batches are of
-        no more than 8 samples per rank; `SyncBatchNorm` would take them from all ranks together.
+        BatchNorm layers in training mode inside a DDP module on several ranks, with at most 8
+        samples per rank. `SyncBatchNorm` would use the samples of all ranks.
 
     Why it is bad
-        DDP averages gradients, not batch statistics. Of few samples they are noisy, and the running
-        averages that evaluation uses are rank 0's alone.
+        DDP averages gradients, not batch statistics. Statistics of few samples are noisy, and the
+        running averages used for evaluation are those of rank 0 only.
 
     How to fix it
-        `model = nn.SyncBatchNorm.convert_sync_batchnorm(model)` before DDP (it needs GPUs), or a
-        normalization without batch statistics such as GroupNorm, or larger batches.
+        Convert to `SyncBatchNorm` before DDP (it needs GPUs), use a normalization without batch
+        statistics such as GroupNorm, or use larger batches.
 
     Example
         Wrong: `DDP(model)` with BatchNorm2d and two images per GPU.
-        Right: `DDP(nn.SyncBatchNorm.convert_sync_batchnorm(model))`.
+        Right: `DDP(nn.SyncBatchNorm.convert_sync_batchnorm(model))`
 
     When it stays silent
-        For frozen BatchNorm (`eval()`), SyncBatchNorm, a single rank, larger batches, batches whose
-        size is not known, and before ten steps.
-
-    Since
-        0.1.0
+        For frozen BatchNorm (`eval()`), SyncBatchNorm, a single rank, larger batches, batches of
+        unknown size, and in the first ten steps.
     """
     if len(run.last) < 2:
         return

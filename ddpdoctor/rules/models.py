@@ -23,31 +23,28 @@ def refused(error: str) -> bool:
 
 @rule("DDP707", "models-differ", Severity.ERROR)
 def models_differ(run: Run) -> Iterator[Finding]:
-    """The ranks give models to DDP that are not the same.
+    """The model structure differs between ranks.
 
     What it finds
-        Trained parameters that differ between ranks in number, order, shape or dtype when
-        `DistributedDataParallel` is built.
+        Trainable parameters whose number, order, shape or dtype differs between ranks when
+        `DistributedDataParallel` is created.
 
     Why it is bad
-        DDP pairs the parameters of the ranks by their order alone. It raises an exception on some
-        ranks and leaves the others waiting; where only the dtype or the order differs it says
-        nothing, and broadcasts and averages bytes that do not belong together.
+        DDP matches parameters by their order only. It raises on some ranks and leaves the others
+        waiting. If only dtype or order differ, it raises no error, and broadcasts and averages
+        bytes that do not belong together.
 
     How to fix it
-        Build the model from the same configuration on every rank: a vocabulary or a number of
-        classes that is counted in the data must be counted in all of it, or be broadcast.
+        Build the model from the same configuration on every rank. If a vocabulary or a number of
+        classes is counted in the data, count it in all of the data, or broadcast it.
 
     Example
-        Wrong: `nn.Linear(512, len(set(my_shard_labels)))`.
-        Right: `nn.Linear(512, len(all_labels))`.
+        Wrong: `nn.Linear(512, len(set(my_shard_labels)))`
+        Right: `nn.Linear(512, len(set(all_labels)))`
 
     When it stays silent
         For parameters with `requires_grad=False`, for names that differ while everything else is
-        equal, and for the 17th model of a process and later ones.
-
-    Since
-        0.1.0
+        equal, and after the 16th model of a process.
     """
     shared: dict[tuple[int, tuple[int, ...]], dict[int, Record]] = {}
     for rank in run.last:

@@ -23,34 +23,35 @@ REDUCTIONS = ("all_reduce", "reduce")
 
 @rule("DDP326", "nothing-reduced", Severity.ERROR)
 def nothing_reduced(run: Run) -> Iterator[Finding]:
-    """Each rank trains its own model: no gradient and no parameter is ever exchanged.
+    """Each rank trains a separate model: gradients and parameters are never exchanged.
 
     What it finds
         Ranks of one process group that all train a model of the same shape without
-        DistributedDataParallel. The gradients differ when the optimizer uses them, so do the
-        parameters, and no collective carried more than a few numbers. An error where the job shares
-        its data out (a DistributedSampler), started from the same weights, or reduces numbers over
-        the ranks; a warning where the group is not used for anything.
+        DistributedDataParallel. Gradients and parameters differ between ranks, and no collective
+        carried more than a few numbers. An error if the job shards its data (a DistributedSampler),
+        starts from equal weights, or reduces numbers over the ranks; a warning if the group is not
+        used for anything.
 
     Why it is bad
-        N ranks train N models, each on its own data; the one that is saved has seen rank 0's part.
+        N ranks train N models, each on a part of the data. The saved model has learned from rank
+        0's part only.
 
     How to fix it
-        Wrap the model before training: `model = DistributedDataParallel(model)`.
+        Wrap the model before training.
 
     Example
-        Wrong: `dist.init_process_group("nccl"); model = Net().cuda()`, and then training.
-        Right: `model = DistributedDataParallel(Net().cuda())`.
+        Wrong:
+            dist.init_process_group("nccl")
+            model = Net().cuda()
+        Right:
+            dist.init_process_group("nccl")
+            model = DistributedDataParallel(Net().cuda())
 
     When it stays silent
-        With DDP or sharded parameters on any rank; for gradients or parameters that are averaged
-        by hand, by any means, or now and then; for models or hyper-parameters that differ between
-        ranks, for ranks that each save a file of their own, and where only some of them train:
-        these are meant to be other models. In a job that goes on, before its 1,024th step and its
-        second epoch.
-
-    Since
-        0.1.0
+        If any rank uses DDP or sharded parameters. For gradients or parameters that are averaged by
+        hand, even occasionally. If models or hyper-parameters differ between ranks, if each rank
+        saves a separate file, or if only some ranks train: then separate models are intended. In a
+        running job, before its 1,024th step and its second epoch.
     """
     ranks = run.last
     world = max((integer(rank.opened, "world_size") for rank in ranks), default=0)

@@ -41,26 +41,25 @@ def not_in_optimizer(run: Run) -> Iterator[Finding]:
     """Trainable parameters are in no optimizer.
 
     What it finds
-        Parameters of a DDP module that require gradients and get them, that no optimizer holds,
-        and whose values did not change over ten steps.
+        Parameters of a DDP module that require gradients and get them, that no optimizer holds, and
+        whose values did not change over ten steps.
 
     Why it is bad
-        They never learn. Their gradients are computed and all-reduced in every step for nothing.
+        They are not trained. Their gradients are computed and all-reduced in every step for
+        nothing.
 
     How to fix it
-        Give them to the optimizer; or, if they are not to be trained, freeze them before DDP is
-        built.
+        Pass them to the optimizer. If they should not be trained, freeze them before DDP is
+        created.
 
     Example
         Wrong: `SGD(model.head.parameters(), lr=0.1)` with an encoder that requires gradients.
-        Right: `SGD(model.parameters(), lr=0.1)`, or `model.encoder.requires_grad_(False)` first.
+        Right: `SGD(model.parameters(), lr=0.1)`, or `model.encoder.requires_grad_(False)` before
+        DDP.
 
     When it stays silent
-        For frozen parameters, for those that something else changes (an update by hand, a
-        communication hook), and before the module has trained for a dozen steps.
-
-    Since
-        0.1.0
+        For frozen parameters, for parameters that something else changes (an update by hand, a
+        communication hook), and in the first dozen steps.
     """
     for number, ranks, record, names in _unowned(run, orphans=False):
         count = integer(record, "count")
@@ -87,26 +86,27 @@ def optimizer_of_old_parameters(run: Run) -> Iterator[Finding]:
 
     What it finds
         An optimizer with parameters that never get a gradient and belong to no DDP module, while
-        parameters of the DDP module are in no optimizer and do not change: the optimizer was made
-        before they were replaced.
+        parameters of the DDP module are in no optimizer and do not change: the optimizer was
+        created before they were replaced.
 
     Why it is bad
-        `optimizer.step()` trains tensors that nothing uses; the new ones keep their first values,
-        without any error.
+        `optimizer.step()` updates tensors that nothing uses. The new parameters keep their initial
+        values, without any error.
 
     How to fix it
-        Make the optimizer after the last change of the model's parameters. (Whether before or after
-        DDP does not matter: DDP keeps the parameters.)
+        Create the optimizer after the last change of the model's parameters. Before or after DDP
+        makes no difference: DDP keeps the parameters.
 
     Example
-        Wrong: `optimizer = SGD(model.parameters(), lr=0.1); model.fc = nn.Linear(512, 10)`.
-        Right: the other way round.
+        Wrong:
+            optimizer = SGD(model.parameters(), lr=0.1)
+            model.fc = nn.Linear(512, 10)
+        Right:
+            model.fc = nn.Linear(512, 10)
+            optimizer = SGD(model.parameters(), lr=0.1)
 
     When it stays silent
-        As long as every trainable parameter is in an optimizer or changes by other means.
-
-    Since
-        0.1.0
+        While every trainable parameter is in an optimizer or changes by other means.
     """
     for number, ranks, record, names in _unowned(run, orphans=True):
         count, old = integer(record, "count"), integer(record, "orphans")
@@ -130,36 +130,36 @@ def optimizer_of_old_parameters(run: Run) -> Iterator[Finding]:
 
 @rule("DDP311", "optimizer-in-loop", Severity.WARNING)
 def optimizer_in_loop(run: Run) -> Iterator[Finding]:
-    """The optimizer, or its scheduler, is re-created for every step, or every epoch.
+    """The optimizer or the learning-rate scheduler is re-created in every step or every epoch.
 
     What it finds
-        Optimizers made again and again at one line for the same parameters, each of which took a
-        single step, or the steps of one epoch, and had then something to remember: momentum, Adam's
-        moments. Schedulers of torch's re-created with the same options in the same way, each of
-        which came to an early part of its schedule.
+        Optimizers that are re-created at the same line for the same parameters, each used for one
+        step or one epoch although it keeps state (momentum, Adam's moments). Schedulers of torch
+        that are re-created with the same options, each of which only reaches an early part of its
+        schedule.
 
     Why it is bad
-        What an optimizer has learnt of the gradients is lost with it: Adam stays in its first,
-        biased step for ever, and momentum does nothing. A schedule that begins again and again
-        never decays as it says: the learning rate is not the one that was asked for.
+        The optimizer's state is lost: Adam stays in its biased first step, and momentum has no
+        effect. A schedule that restarts again and again never decays.
 
     How to fix it
-        Make it once, before the loop.
+        Create it once, before the loop.
 
     Example
-        Wrong: `for batch in loader: optimizer = Adam(model.parameters()); ...`.
-        Right: `optimizer = Adam(model.parameters())` before the loop.
+        Wrong:
+            for batch in loader:
+                optimizer = Adam(model.parameters())
+        Right:
+            optimizer = Adam(model.parameters())
+            for batch in loader:
 
     When it stays silent
-        For optimizers without state (plain SGD), LBFGS, and those of copies, as in meta-learning.
-        By epoch: below three of them, with other options or parameters, after loaded weights, for
-        several epochs each, and where replicas are averaged, as in federated training. For
-        schedulers that come to their end (warm restarts), that are given the position to go on from
-        (`last_epoch`, a loaded state), and whose factor is the same at each position
-        (`ExponentialLR`); for `LambdaLR` that is stepped more than once.
-
-    Since
-        0.1.0
+        For optimizers without state (plain SGD), LBFGS, and optimizers of copies, as in
+        meta-learning. By epoch: below three of them, with changed options or parameters, after
+        loaded weights, for several epochs each, and where replicas are averaged, as in federated
+        training. For schedulers that reach their end (warm restarts), that are given a position
+        (`last_epoch`, a loaded state), or whose factor is constant (`ExponentialLR`), and for
+        `LambdaLR` that is stepped more than once.
     """
     for role in ("optimizer", "scheduler"):
         told = [
@@ -217,28 +217,30 @@ def zero_grad_missing(run: Run) -> Iterator[Finding]:
     """Gradients are never set to zero.
 
     What it finds
-        An optimizer whose gradients are still there when the next backward begins, after each of
-        its steps: a watched parameter's has the same norm then as when the step ended, and the
+        Gradients that are still there when the next backward begins, after each of an optimizer's
+        steps: a watched parameter's gradient has the same norm as at the end of the step, and the
         backward adds to it.
 
     Why it is bad
         Each step uses the sum of all gradients since the start. The loss falls at first, then the
-        steps get too large or go the wrong way, and no error says why.
+        steps become too large or point the wrong way. No error is raised.
 
     How to fix it
-        `optimizer.zero_grad()` once for each step, before the backward or after the step.
+        Call `optimizer.zero_grad()` once per step, before the backward or after the step.
 
     Example
-        Wrong: `loss.backward(); optimizer.step()` in a loop.
-        Right: `optimizer.zero_grad(); loss.backward(); optimizer.step()`.
+        Wrong:
+            loss.backward()
+            optimizer.step()
+        Right:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
 
     When it stays silent
-        Where gradients were set to zero or to None once, as in accumulation; where something else
-        changes them between steps; in jobs of fewer than six steps. In a job that goes on it waits
-        for 100 such steps.
-
-    Since
-        0.1.0
+        If gradients were ever set to zero or None, as in accumulation, if something else changes
+        them between steps, and in jobs with fewer than six steps. In a running job it waits for 100
+        such steps.
     """
     told: dict[tuple[str, int], list[tuple[int, Record]]] = {}
     for rank in run.last:

@@ -35,32 +35,29 @@ class _Stray:
 
 @rule("DDP503", "load-on-another-gpu", Severity.WARNING)
 def load_on_another_gpu(run: Run) -> Iterator[Finding]:
-    """A rank holds memory on a GPU that is another rank's.
+    """A rank holds memory on another rank's GPU.
 
     What it finds
-        A rank's process in the driver's list of a GPU on which another rank of the job trains, and
-        it does not. The line is that of a `torch.load` that put tensors there.
+        A rank's process on a GPU, as listed by the driver, on which another rank trains and this
+        one does not. The line is that of a `torch.load` that put tensors there.
 
     Why it is bad
-        Without `map_location` every rank puts a checkpoint's tensors back on the GPU they were
-        saved from, mostly the first. Each makes a CUDA context of some hundred MB there, which
-        stays, beside its copy of the weights: GPU 0 runs out of memory before the others do.
+        Without `map_location`, every rank loads a checkpoint's tensors onto the GPU that they were
+        saved from, usually GPU 0. Each rank keeps a CUDA context of some hundred MB there, plus a
+        copy of the weights: GPU 0 runs out of memory first.
 
     How to fix it
-        `torch.load(path, map_location="cpu")`, or the rank's own device. Where nothing was loaded
-        there: call `torch.cuda.set_device(local_rank)` before anything else uses CUDA.
+        Load with `map_location="cpu"`, or the rank's device. If nothing was loaded there, call
+        `torch.cuda.set_device(local_rank)` before anything else uses CUDA.
 
     Example
         Wrong: `state = torch.load("last.pt")` on every rank.
-        Right: `state = torch.load("last.pt", map_location=f"cuda:{local_rank}")`.
+        Right: `state = torch.load("last.pt", map_location=f"cuda:{local_rank}")`
 
     When it stays silent
-        For ranks that share a GPU, models that lie on several, GPUs that no other rank trains on,
-        partitioned ones (MIG), and once a rank is in the debugger. Where the driver cannot be
-        asked, or its pids are not the ranks' own (in a container, say).
-
-    Since
-        0.1.0
+        For ranks that share a GPU, models on several GPUs, GPUs that no other rank trains on,
+        partitioned GPUs (MIG), and once a rank is in the debugger. If the driver cannot be queried,
+        or its pids are not the ranks' (in a container, say).
     """
     strays: dict[Location | None, dict[tuple[int, str], _Stray]] = defaultdict(dict)
     for each in _strays(run):

@@ -33,30 +33,31 @@ def _evaluations(run: Run) -> Iterator[Passes]:
 
 @rule("DDP106", "eval-shard-not-reduced", Severity.INFO)
 def not_reduced(run: Run) -> Iterator[Finding]:
-    """Each rank evaluates its own shard, and the ranks never put their results together.
+    """Each rank evaluates its own shard, and the results are never combined.
 
     What it finds
-        An evaluation in which a sampler gave every rank its shard, after which no rank called any
-        collective before it went on to train, or came to its end.
+        An evaluation in which a sampler gave every rank a shard, after which no rank called any
+        collective before it continued training or ended.
 
     Why it is bad
-        A metric of such a loop is that of one shard. What rank 0 prints, and what decides about
-        the best checkpoint or early stopping, is of a part of the validation data.
+        The metric is that of one shard. What rank 0 prints, and what selects the best checkpoint or
+        stops early, is based on a part of the validation data.
 
     How to fix it
-        Sum the counts over the ranks before dividing: `dist.all_reduce(torch.tensor([right, n]))`.
+        Sum the counts over the ranks before you divide.
 
     Example
-        Wrong: `print(right / len(loader.sampler))` on rank 0.
-        Right: `counts = torch.tensor([right, seen]); dist.all_reduce(counts)`, then divide.
+        Wrong:
+            accuracy = right / seen
+        Right:
+            counts = torch.tensor([right, seen])
+            dist.all_reduce(counts)
+            accuracy = counts[0] / counts[1]
 
     When it stays silent
-        If any collective is called from Python in between, whatever for; if each rank then gives
-        `torch.save` a file of its own (predictions, say); for data that every rank reads in full;
-        before the first training step.
-
-    Since
-        0.1.0
+        If any collective is called from Python in between, for whatever purpose. If each rank then
+        passes `torch.save` a separate file (predictions, say). For data that every rank reads in
+        full, and before the first training step.
     """
     if len(run.last) < 2:
         return
@@ -109,27 +110,26 @@ def padded(run: Run) -> Iterator[Finding]:
     """The evaluation counts some samples twice.
 
     What it finds
-        An evaluation over a sampler's shards that together drew more samples than the data set
-        has, since its length is no multiple of the number of ranks. A warning, if a metric is then
-        reduced over the ranks; else information, as results that are gathered may be cut.
+        An evaluation over a sampler's shards that drew more samples than the data set has, because
+        its length is not a multiple of the number of ranks. A warning if a metric is then reduced
+        over the ranks; otherwise information, since gathered results can be cut.
 
     Why it is bad
-        `DistributedSampler` repeats samples until all shards are equally long. In training that
-        does no harm; a reduced accuracy is slightly off, and changes with the number of ranks.
+        `DistributedSampler` repeats samples until all shards have the same length. This does no
+        harm in training, but a reduced accuracy is slightly wrong and depends on the number of
+        ranks.
 
     How to fix it
-        Cut the repeated ones off after gathering, or evaluate on all samples but the rest with
-        `drop_last=True` and on the rest in a loader of its own.
+        Cut off the repeated samples after gathering, or give each rank a `Subset` instead of a
+        sampler.
 
     Example
         Wrong: `DistributedSampler(validation, shuffle=False)` with 10,001 samples on 4 ranks.
-        Right: `Subset(validation, range(rank, len(validation), world))` without a sampler.
+        Right: `Subset(validation, range(rank, len(validation), world_size))`
 
     When it stays silent
-        With `drop_last=True`, for lengths that divide evenly, for unpadded shards, in training.
-
-    Since
-        0.1.0
+        With `drop_last=True`, for lengths that divide evenly, for shards without padding, and in
+        training.
     """
     for passes in _evaluations(run):
         each = list(passes.values())

@@ -43,31 +43,32 @@ def shared_rows(run: Run) -> Iterator[Finding]:
     """The ranks' parts of the training data overlap.
 
     What it finds
-        A pass in which ranks of a DDP group drew the same samples, although each has a part of the
-        data to itself: subsets that overlap, a copy that each rank shuffled for itself, slices
-        that reach into the neighbour's. Samples are known by what they hold, or by their number
-        in a data set that is the same on all ranks.
+        A pass in which ranks of a DDP group drew the same samples although each has a part of the
+        data: subsets that overlap, a copy that each rank shuffled differently, slices that reach
+        into the next rank's slice. Samples are identified by their content, or by their index in a
+        data set that is the same on all ranks.
 
     Why it is bad
-        Shared samples weigh more than others in each epoch, and as many are in no rank's part and
-        are never trained on.
+        Samples in several parts count more than others in each epoch, and as many samples are in no
+        part and are never used for training.
 
     How to fix it
-        Cut the parts from one order: the same permutation (one seed) on every rank, then
-        `order[rank::world_size]`, or leave the cutting to a `DistributedSampler`.
+        Cut the parts from one order: the same permutation (same seed) on every rank, then
+        `order[rank::world_size]`. Or use a `DistributedSampler`.
 
     Example
-        Wrong: `Subset(data, torch.randperm(len(data))[rank::world])`, with a seed for each rank.
-        Right: the same with `generator=torch.Generator().manual_seed(0)`.
+        Wrong:
+            order = torch.randperm(len(data))  # another seed on each rank
+            mine = Subset(data, order[rank::world_size])
+        Right:
+            order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))
+            mine = Subset(data, order[rank::world_size])
 
     When it stays silent
-        For draws with replacement, for samplers of the job's own that give ranks the same samples,
-        for data that repeat within a rank, for less than 2 % of the draws, and where inputs are
-        augmented or made at random or lie on a GPU. Where every rank draws all of one data set it
-        is DDP102, and DDP115 for a stream.
-
-    Since
-        0.1.0
+        For draws with replacement, for custom samplers that give ranks the same samples, for data
+        that repeats within a rank, below 2 % of the draws, and where inputs are augmented at random
+        or are on a GPU. If every rank draws all of one data set, it is DDP102, or DDP115 for an
+        iterable data set.
     """
     for passes in matched(run):
         each = list(passes.values())

@@ -27,30 +27,30 @@ def straggler(run: Run) -> Iterator[Finding]:
     What it finds
         A rank whose own time (data, forward, backward compute, optimizer, and its code in between)
         exceeds the others' by more than 15 % of a step in three of four steps, while the others
-        wait in the all-reduce correspondingly longer. Samples of the stacks say at which line, and
-        whether it computes, sleeps, waits for a lock or a disk, or has no core of its own.
+        wait correspondingly longer in the all-reduce. Stack samples show the line, and whether it
+        computes, sleeps, waits for a lock or a disk, or has no core.
 
     Why it is bad
-        DDP goes at the pace of its slowest rank: every other rank idles for the difference.
+        DDP runs at the pace of its slowest rank: every other rank idles for the difference.
 
     How to fix it
-        Look at the line that is named. Where there is none, look at the phase. Data: this rank's
-        storage, workers or samples. Forward or backward: a GPU that throttles or is shared.
+        Look at the line in the finding. If there is none, look at the phase. Data: this rank's
+        storage, workers or samples. Forward or backward: a GPU that is throttled or shared.
 
     Example
-        Wrong: `if rank == 0: save_images(batch)` in every step.
-        Right: every hundredth, or in a thread.
+        Wrong:
+            if rank == 0:
+                save_images(batch)  # in every step
+        Right:
+            if rank == 0 and step % 100 == 0:
+                save_images(batch)
 
     When it stays silent
-        In the first 10 steps, before 20 more were seen, for a single rank, for differences that no
-        other rank waits for, and for steps in which a rank was in the debugger. Of a job that ends
-        before that a rank is named if it took twice as long as the others, and 20 ms longer, in
-        each of at least 8 steps, at a line that samples show. On GPUs DDP times every hundredth
-        step, and 6 of them are needed. Time in which a rank is ready to run and gets no CPU core
-        does not count where the others wait for theirs, too.
-
-    Since
-        0.1.0
+        In the first 30 steps, for a single rank, if no rank waits for the difference, and for steps
+        with a rank in the debugger. In a shorter job, a rank is reported if it took twice as long
+        as the others, and at least 20 ms longer, in at least 8 steps, at a line that samples show.
+        On GPUs, DDP times every hundredth step, and 6 of them are needed. Time without a core does
+        not count if the other ranks lack cores too.
     """
     found = list(lags(run))
     over = run.exit_status is not None or all(rank.ended for rank in run.last)
@@ -95,29 +95,25 @@ CROWDED = 0.05
 
 @rule("DDP611", "data-bound", Severity.WARNING, lapses=pace)
 def data_bound(run: Run) -> Iterator[Finding]:
-    """The ranks wait for data in more than a fifth of every step.
+    """The ranks wait for data for more than a fifth of every step.
 
     What it finds
-        In the steady state, a median data wait above 20 % of the step on most ranks.
+        A median data wait above 20 % of the step on most ranks, once the job runs steadily.
 
     Why it is bad
         The GPU, or the CPU that computes, is idle for that time.
 
     How to fix it
-        More DataLoader workers (`num_workers`), `persistent_workers=True`, `pin_memory=True`,
-        cheaper transforms, data on a faster disk or in a packed format.
+        Use more DataLoader workers (`num_workers`), `persistent_workers=True`, `pin_memory=True`,
+        cheaper transforms, a faster disk, or a packed data format.
 
     Example
         Wrong: `DataLoader(dataset, batch_size=64)` with JPEG decoding in the training process.
-        Right: `DataLoader(dataset, batch_size=64, num_workers=8, persistent_workers=True)`.
+        Right: `DataLoader(dataset, batch_size=64, num_workers=8, persistent_workers=True)`
 
     When it stays silent
-        In the first 10 steps, before 20 more were seen, below 1 ms a step, for batches that do not
-        come from a DataLoader, where the ranks lack CPU cores, and when a single rank alone is slow
-        in its data (that is DDP610).
-
-    Since
-        0.1.0
+        In the first 30 steps, below 1 ms per step, for batches that do not come from a DataLoader,
+        if the ranks lack CPU cores, and if only one rank waits for data (DDP610).
     """
     shares: dict[int, tuple[float, float, float]] = {}
     for rank in run.last:

@@ -20,23 +20,24 @@ def same_stream(run: Run) -> Iterator[Finding]:
         on all ranks of a DDP group, by a hash of their content.
 
     Why it is bad
-        The ranks compute the same gradients: N GPUs train as slowly as one. A `DataLoader` cannot
-        shard an iterable data set, and has no sampler there.
+        The ranks compute the same gradients: N GPUs train no faster than one. A `DataLoader` cannot
+        shard an iterable data set and takes no sampler for it.
 
     How to fix it
-        Let `__iter__` skip what belongs to other ranks and workers, with `dist.get_rank()` and
-        `torch.utils.data.get_worker_info()`; or use the library's own `split_by_node`.
+        Make `__iter__` skip the samples of other ranks and workers, with `dist.get_rank()` and
+        `torch.utils.data.get_worker_info()`, or use your library's `split_by_node`.
 
     Example
-        Wrong: `def __iter__(self): yield from read(self.files)`
-        Right: `def __iter__(self): yield from read(self.files[self.rank :: self.world])`
+        Wrong:
+            def __iter__(self):
+                yield from read(self.files)
+        Right:
+            def __iter__(self):
+                yield from read(self.files[self.rank :: self.world_size])
 
     When it stays silent
-        For loaders that evaluate, for batches that repeat within a rank (synthetic data), for data
+        For evaluation loaders, for batches that repeat within a rank (synthetic data), for data
         that is augmented at random in all its parts, and for tensors on a GPU.
-
-    Since
-        0.1.0
     """
     for passes in matched(run):
         each = list(passes.values())
@@ -95,7 +96,7 @@ def common_stream(each: Sequence[Pass]) -> int | None:
 
 @rule("DDP116", "duplicated-between-workers", Severity.ERROR)
 def same_workers(run: Run) -> Iterator[Finding]:
-    """The workers of a loader all give the same samples of an iterable data set.
+    """All workers of a DataLoader give the same samples of an iterable data set.
 
     What it finds
         A training loader with several workers over an iterable-style data set, whose batches come
@@ -103,21 +104,23 @@ def same_workers(run: Run) -> Iterator[Finding]:
 
     Why it is bad
         Each worker has a copy of the data set and iterates over all of it. An epoch is as many
-        times longer as there are workers, and each step repeats the samples of the one before.
+        times longer as there are workers, and consecutive steps repeat the same samples.
 
     How to fix it
-        In `__iter__`, let each worker take its part by `torch.utils.data.get_worker_info()`.
+        In `__iter__`, let each worker take its part with `torch.utils.data.get_worker_info()`.
 
     Example
-        Wrong: `for i in range(self.start, self.end): yield self.load(i)`
-        Right: `w = get_worker_info(); for i in range(self.start + w.id, self.end, w.num_workers)`
+        Wrong:
+            for i in range(self.start, self.end):
+                yield self.load(i)
+        Right:
+            worker = get_worker_info()
+            for i in range(self.start + worker.id, self.end, worker.num_workers):
+                yield self.load(i)
 
     When it stays silent
-        For a single worker, for batches that repeat otherwise (synthetic data), for workers that
-        shuffle each in its own way, for loaders that evaluate, and for tensors on a GPU.
-
-    Since
-        0.1.0
+        For a single worker, for batches that repeat for other reasons (synthetic data), for workers
+        that each shuffle differently, for evaluation loaders, and for tensors on a GPU.
     """
     sick: dict[tuple[object, ...], list[tuple[Pass, int, int]]] = {}
     heard: Counter[tuple[object, ...]] = Counter()

@@ -170,30 +170,28 @@ def _finding(
 
 @rule("DDP301", "forward-around-ddp", Severity.ERROR)
 def forward_around_ddp(run: Run) -> Iterator[Finding]:
-    """The training forward bypasses DDP, so gradients are never averaged.
+    """The training forward bypasses DDP, so gradients are not synchronized.
 
     What it finds
         A backward that reached the parameters of a DDP module without a forward through DDP since
-        the last step, whose gradients differed between ranks when the optimizer used them, and
-        parameters that have diverged since.
+        the last step, gradients that differed between ranks when the optimizer used them, and
+        parameters that differ since then.
 
     Why it is bad
-        DDP prepares the reduction in its own `forward`. After `model.module(x)`, or a call of the
-        model that was wrapped, every rank trains its own model, without any error; a
-        checkpoint holds what rank 0 saw, a fraction of the data.
+        DDP prepares the all-reduce in its `forward`. After `ddp.module(x)`, or a call of the model
+        that was wrapped, every rank trains a separate model without any error. The checkpoint has
+        learned from rank 0's data only.
 
     How to fix it
-        Call the DDP object, and put what else the loss needs into the module's `forward`.
+        Call the DDP object, and move whatever else the loss needs into the module's `forward`.
 
     Example
-        Wrong: `loss = ddp.module.loss(batch)`. Right: `loss = ddp(batch)`.
+        Wrong: `loss = ddp.module.loss(batch)`
+        Right: `loss = ddp(batch)`
 
     When it stays silent
         For evaluation, for gradients that are averaged by hand or set to zero before the step, and
-        as long as the ranks' parameters are equal.
-
-    Since
-        0.1.0
+        while the ranks' parameters are equal.
     """
     for found in unreduced(run):
         if found.cause == "around":
@@ -208,30 +206,31 @@ def forward_around_ddp(run: Run) -> Iterator[Finding]:
 
 @rule("DDP302", "second-backward", Severity.ERROR)
 def second_backward(run: Run) -> Iterator[Finding]:
-    """A second backward for one forward is not reduced.
+    """A second backward after one forward is not synchronized.
 
     What it finds
-        A backward that came after DDP had reduced the one its forwards had armed: forward, forward,
+        A backward that came after DDP had already reduced for its forwards: forward, forward,
         backward, backward, or two backwards of one forward. Its gradients differed between ranks
-        when the optimizer used them, and the parameters have diverged since.
+        when the optimizer used them, and the parameters differ since then.
 
     Why it is bad
-        DDP reduces once after each forward. What a second backward adds stays on its own rank, and
-        the models drift apart without any error.
+        DDP reduces once after each forward. The gradients of a second backward stay local, and the
+        replicas diverge without any error.
 
     How to fix it
-        Add the losses and call `backward()` once; or forward, backward, forward, backward.
+        Add the losses and call `backward()` once, or alternate: forward, backward, forward,
+        backward.
 
     Example
-        Wrong: `first.backward(retain_graph=True); second.backward()`.
-        Right: `(first + second).backward()`.
+        Wrong:
+            first.backward(retain_graph=True)
+            second.backward()
+        Right:
+            (first + second).backward()
 
     When it stays silent
         For several forwards before one backward, for `no_sync()`, for gradients that are averaged
-        by hand, and as long as the ranks' parameters are equal.
-
-    Since
-        0.1.0
+        by hand, and while the ranks' parameters are equal.
     """
     for found in unreduced(run):
         if found.cause == "second backward":
@@ -246,30 +245,32 @@ def second_backward(run: Run) -> Iterator[Finding]:
 
 @rule("DDP308", "no-sync-scope", Severity.ERROR)
 def no_sync_scope(run: Run) -> Iterator[Finding]:
-    """`no_sync()` stands around the forward alone or around the backward alone.
+    """`no_sync()` covers only the forward or only the backward.
 
     What it finds
-        A forward within `no_sync()` whose backward stood outside: it was not reduced, the gradients
-        differed when the optimizer used them, and the parameters have diverged since (error). Or
-        a backward within `no_sync()` whose forward stood outside: it was reduced all the same
-        (warning).
+        A forward inside `no_sync()` with its backward outside: it was not synchronized, the
+        gradients differed when the optimizer used them, and the parameters differ since then
+        (error). Or a backward inside `no_sync()` with its forward outside: it was synchronized
+        anyway (warning).
 
     Why it is bad
-        The forward alone decides. In the first case ranks train apart without any error; in the
-        second every accumulated backward pays for the all-reduce that was to be saved.
+        The forward decides. In the first case, replicas diverge without any error; in the second,
+        every accumulation step pays for the all-reduce that `no_sync()` was meant to save.
 
     How to fix it
-        Put both into the block: `with model.no_sync(): model(x).backward()`.
+        Put both the forward and the backward inside the block.
 
     Example
-        Wrong: `loss = model(x)`, then `with model.no_sync(): loss.backward()`.
-        Right: both within the block.
+        Wrong:
+            loss = model(x)
+            with model.no_sync():
+                loss.backward()
+        Right:
+            with model.no_sync():
+                model(x).backward()
 
     When it stays silent
-        Where both are inside, and where a later synchronized backward reduces what was accumulated.
-
-    Since
-        0.1.0
+        If both are inside, and if a later synchronized backward reduces what was accumulated.
     """
     for found in unreduced(run):
         if found.cause == "forward in no_sync":
@@ -306,31 +307,32 @@ def no_sync_scope(run: Run) -> Iterator[Finding]:
 
 @rule("DDP303", "changed-after-wrap", Severity.ERROR)
 def changed_after_wrap(run: Run) -> Iterator[Finding]:
-    """Parameters were frozen, unfrozen, replaced or added after DDP was built.
+    """Parameters were frozen, unfrozen, replaced or added after DDP was created.
 
     What it finds
-        Parameters that need a gradient now and were not among those that DDP reduces: their
-        gradients differed between ranks when the optimizer used them, and they have come apart
-        since. And parameters that DDP reduces and that were frozen or replaced: they get no
-        gradient, and DDP raises "Expected to have finished reduction".
+        Parameters that require gradients but were not among those that DDP reduces: their gradients
+        differed between ranks when the optimizer used them, and they differ since then. Also
+        parameters that DDP reduces and that were frozen or replaced: they get no gradient, and DDP
+        raises "Expected to have finished reduction".
 
     Why it is bad
-        DDP looks at the parameters once, in its constructor. What changes later it does not see:
-        a layer that is unfrozen or added trains on each rank alone, without any error.
+        DDP collects the parameters once, in its constructor. A layer that is unfrozen or added
+        later is trained on each rank separately, without any error.
 
     How to fix it
         Change the model first and wrap it afterwards, or wrap it again.
 
     Example
-        Wrong: `ddp = DDP(model); model.head = nn.Linear(512, 10)`.
-        Right: the other way round.
+        Wrong:
+            ddp = DDP(model)
+            model.head = nn.Linear(512, 10)
+        Right:
+            model.head = nn.Linear(512, 10)
+            ddp = DDP(model)
 
     When it stays silent
-        For gradients that are averaged by hand, parameters that DDP was told to ignore, changes
-        that are taken back before the next backward, and `p.grad = None`.
-
-    Since
-        0.1.0
+        For gradients that are averaged by hand, parameters that DDP ignores by request, changes
+        that are undone before the next backward, and `p.grad = None`.
     """
     for found in unreduced(run):
         if found.cause in ("unfrozen", "added", "replaced"):

@@ -27,27 +27,27 @@ SAMPLE = 1 * MIB
 
 @check("checkpoint-dir", "DDP010")
 def checkpoint_dir(situation: Situation) -> Outcome:
-    """The folder for checkpoints cannot be written, has no room, or does not answer.
+    """The checkpoint directory cannot be written, has no space, or does not respond.
 
     What it finds
-        A folder that does not exist or may not be written, in which a file cannot be written,
-        synchronized to the disk and renamed over another, with under 1 GiB or no inodes free, or
-        whose file system does not answer within 6 s.
+        A directory that does not exist or is not writable; where a file cannot be written, synced
+        to disk and renamed over another one; with less than 1 GiB or no inodes free; or whose file
+        system does not respond within 6 s.
 
     Why it is bad
-        The job trains until its first checkpoint, and loses everything in it: rank 0 fails, or
-        waits for a dead file server, while the others wait for rank 0.
+        The job trains until its first checkpoint and then fails: rank 0 raises, or waits for a dead
+        file server while the other ranks wait for rank 0.
 
     How to fix it
-        As the message says: make the folder, free space, or choose another one.
+        As the message says: create the directory, free space, or choose another one.
 
     Example
         Wrong: `--checkpoint-dir /scratch/user/run` on a node where /scratch is not mounted.
-        Right: a folder that every node has mounted.
+        Right: a directory that every node has mounted.
 
     When it stays silent
-        When a file could really be written and renamed there. Without --checkpoint-dir nothing is
-        tested, which is said.
+        If a file could be written and renamed there. Without --checkpoint-dir nothing is tested,
+        and the output says so.
     """
     folder = situation.options.checkpoint_dir
     if folder is None:

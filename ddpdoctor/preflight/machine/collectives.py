@@ -102,28 +102,28 @@ class Answers:
 
 @check("collectives", "DDP015", limit=LIMIT)
 def collectives(situation: Situation) -> Outcome:
-    """The collectives fail, or give wrong results, between ranks of this machine.
+    """Collectives between ranks of this machine fail or give wrong results.
 
     What it finds
-        Ranks of a small real job, one process each, in which all_reduce, broadcast, all_gather,
-        barrier or the gradient of a DDP step failed, hung, or had a wrong result; with gloo, and
-        with NCCL where there are GPUs with 3 GiB free.
+        A small real job, one process per rank, in which all_reduce, broadcast, all_gather, barrier
+        or the gradient of a DDP step fails, hangs or gives a wrong result; with gloo, and with NCCL
+        where each GPU has 3 GiB free.
 
     Why it is bad
-        The job itself cannot do better: it would fail, wait for its timeout, or train on wrong
-        gradients.
+        The job itself would fail, time out, or train on wrong gradients in the same way.
 
     How to fix it
-        As the message of torch says, which is shown. If the results of NCCL are wrong or it hangs
-        between GPUs of one machine, try `NCCL_P2P_DISABLE=1`: peer-to-peer transfers are broken
-        by an IOMMU or by PCIe access control (ACS) then, which DDP025 and DDP026 look at.
+        Follow torch's message, which is shown. If NCCL hangs or gives wrong results between GPUs of
+        one machine, try `NCCL_P2P_DISABLE=1`: if that helps, an IOMMU or PCIe access control (ACS)
+        breaks peer-to-peer transfers (DDP025, DDP026).
 
     Example
         Wrong: "rank 1 had a wrong result: all_reduce: element 0 is 0.0 instead of 1.0".
         Right: "8 of 8 ranks reduced correctly with gloo, 8 of 8 with NCCL".
 
     When it stays silent
-        When all ranks had every result right. More than 16 ranks are not started, which is said.
+        If every rank got every result right. At most 16 ranks are started; the output says if the
+        job has more.
     """
     torch = versions.installed_torch()
     if torch is None:

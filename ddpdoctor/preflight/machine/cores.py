@@ -15,28 +15,27 @@ from ddpdoctor.preflight.words import counted
 
 @check("cores", "DDP012")
 def cores(situation: Situation) -> Outcome:
-    """The ranks have fewer cores than they need, or start more threads than there are cores.
+    """There are fewer cores than ranks, or the ranks start more threads than there are cores.
 
     What it finds
-        Fewer cores than ranks, by affinity and by the quota of the container; an OMP_NUM_THREADS
-        with which the ranks start over twice as many threads as there are cores.
+        Fewer cores than ranks, by CPU affinity and the container's quota. An OMP_NUM_THREADS with
+        which the ranks start more than twice as many threads as there are cores.
 
     Why it is bad
-        Ranks that share a core wait for each other in every collective, and the slowest decides.
-        Threads beyond the cores take the time from those that others wait for: with OpenMP's
-        spinning barriers a step can take ten times as long.
+        Ranks that share a core wait for each other in every collective, and the slowest one sets
+        the pace. With more threads than cores, OpenMP's spinning barriers can make a step take ten
+        times as long.
 
     How to fix it
-        Start fewer ranks, give the container more cores, or let each rank have cores / ranks
-        threads.
+        Start fewer ranks, give the container more cores, or set OMP_NUM_THREADS to cores / ranks.
 
     Example
         Wrong: `OMP_NUM_THREADS=64` with eight ranks on 64 cores.
-        Right: `OMP_NUM_THREADS=8`. torchrun sets 1 if nothing is set.
+        Right: `OMP_NUM_THREADS=8`. torchrun sets 1 if the variable is not set.
 
     When it stays silent
-        With at least as many cores as ranks, and when OMP_NUM_THREADS is not set, which torchrun
-        then makes 1. With two ranks on a single core and no GPU, as on small test machines, it is
+        With at least as many cores as ranks, and if OMP_NUM_THREADS is not set (torchrun then sets
+        1). Two ranks on a single core without a GPU, as on small test machines, are reported as
         information.
     """
     have, nproc = available(situation), situation.nproc

@@ -56,28 +56,28 @@ class Port:
 
 @check("gpu-acs", "DDP026")
 def gpu_acs(situation: Situation) -> Outcome:
-    """PCIe access control (ACS) sends transfers between GPUs through the root of the bus.
+    """PCIe access control (ACS) routes transfers between GPUs through the root complex.
 
     What it finds
-        With two GPUs and more: ports of PCIe switches above a GPU on which ACS redirects requests
-        or completions, read from the configuration space (root only).
+        With two or more GPUs: ports of PCIe switches above a GPU on which ACS redirects requests or
+        completions. Reading the configuration space needs root.
 
     Why it is bad
-        GPUs of one switch, and a network card with GPUDirect beside them, then reach each other by
-        way of the processor: NCCL is slow, or hangs, or gives wrong data, without a word.
+        Transfers between GPUs of one switch, and to a network card with GPUDirect next to them,
+        take the way through the CPU. NCCL is slow, hangs, or silently gives wrong data.
 
     How to fix it
-        Turn it off by `setpci`, at every boot, or in the BIOS. Leave it on where virtual machines
-        get devices of their own, which it keeps apart.
+        Turn ACS off with `setpci` at every boot, or in the BIOS. Leave it on where virtual machines
+        have devices passed through, which ACS isolates.
 
     Example
         Wrong: `ACSCtl: SrcValid+ ReqRedir+ CmpltRedir+` in `lspci -vvv`.
-        Right: `ACSCtl: SrcValid- ReqRedir- CmpltRedir-`.
+        Right: `ACSCtl: SrcValid- ReqRedir- CmpltRedir-`
 
     When it stays silent
-        With ports that only validate sources, ports of the root (between those, transfers go
-        through the processor anyway), where NVLink connects all GPUs and there is no InfiniBand,
-        and in virtual machines, whose host decides.
+        For ports that only validate sources. For root ports, between which transfers go through the
+        CPU anyway. If NVLink connects all GPUs and there is no InfiniBand. In virtual machines,
+        where the host decides.
     """
     gpus = bus_gpus(situation.sys)
     if len(gpus) < 2:

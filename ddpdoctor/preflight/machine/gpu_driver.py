@@ -17,28 +17,28 @@ _MISMATCH, _NO_PERMISSION = 18, 4
 
 @check("gpu-driver", "DDP020")
 def gpu_driver(situation: Situation) -> Outcome:
-    """The NVIDIA driver does not answer, or not for every GPU.
+    """The NVIDIA driver does not work, or not for every GPU.
 
     What it finds
-        A driver that is not loaded, whose library and kernel module differ, that this user may not
-        use, or that fails; GPUs that fell off the bus or need a reset.
+        A driver that is not loaded, whose library and kernel module have different versions, that
+        this user may not use, or that fails. GPUs that fell off the bus or need a reset.
 
     Why it is bad
-        torch sees no GPU, or one fewer: the job trains on the CPU, or the last rank fails with
+        torch sees no GPU or one GPU less: the job trains on the CPU, or the last rank fails with
         "CUDA error: invalid device ordinal".
 
     How to fix it
-        Load the driver, or reboot after it was updated; give the container the GPUs; reset or
-        replace a GPU that was lost.
+        Load the driver; reboot after a driver update; give the container the GPUs; reset or replace
+        a lost GPU.
 
     Example
-        Wrong: `docker run image torchrun ...`.
-        Right: `docker run --gpus all image torchrun ...`.
+        Wrong: `docker run image torchrun ...`
+        Right: `docker run --gpus all image torchrun ...`
 
     When it stays silent
-        On machines without an NVIDIA GPU, or that keep theirs for virtual machines, which is said.
-        Without a driver that works it is a warning to a torch without CUDA, and information where
-        CUDA_VISIBLE_DEVICES hides the GPUs. That persistence mode is off is
+        On machines without an NVIDIA GPU, or whose GPUs are reserved for virtual machines; the
+        output says so. Without a working driver it is a warning if torch has no CUDA, and
+        information if CUDA_VISIBLE_DEVICES hides the GPUs. Persistence mode that is off is
         information: the first job after a pause starts some seconds later.
     """
     facts = situation.shared(gpu_facts)

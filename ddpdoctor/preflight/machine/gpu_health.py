@@ -52,28 +52,28 @@ class Xid:
 
 @check("gpu-health", "DDP023")
 def gpu_health(situation: Situation) -> Outcome:
-    """A GPU has memory faults, is throttled by heat or power, or logged a hardware error.
+    """A GPU has memory errors, is throttled by heat or power, or logged a hardware error.
 
     What it finds
-        Memory errors that ECC could not correct; a memory row or page that waits for a reset to be
-        replaced, or cannot be; a GPU that its temperature or the power supply holds down; hardware
-        errors (XID) in the kernel's log of the last 24 hours, where this user may read it.
+        Memory errors that ECC could not correct. A memory row or page that waits for a reset to be
+        replaced, or cannot be replaced. A GPU slowed down by its temperature or power supply.
+        Hardware errors (XID) in the kernel's log of the last 24 hours, if this user may read it.
 
     Why it is bad
-        The job fails with "CUDA error: uncorrectable ECC error encountered", days into it perhaps.
-        One throttled GPU slows all ranks down to its pace.
+        The job fails with "CUDA error: uncorrectable ECC error encountered", perhaps days after its
+        start. One throttled GPU slows all ranks down.
 
     How to fix it
-        Reset the GPU, or reboot, when no job runs; have it replaced if that does not help; look
-        after cooling and power.
+        Reset the GPU or reboot while no job runs. If that does not help, have the GPU replaced.
+        Check cooling and power.
 
     Example
         Wrong: "GPU 3: 2 memory errors that ECC could not correct".
         Right: the same machine after `nvidia-smi --gpu-reset -i 3`.
 
     When it stays silent
-        About corrected errors, the usual power cap, errors of programs (XID 13, 31, 43, 45), and
-        what a GPU does not tell.
+        For corrected errors, the usual power cap, errors caused by programs (XID 13, 31, 43, 45),
+        and what a GPU does not report.
     """
     gpus = job_gpus(situation)
     log = read_log(situation.proc.parent / "dev" / "kmsg")

@@ -18,28 +18,29 @@ FEW = 4
 
 @check("gpu-links", "DDP024")
 def gpu_links(situation: Situation) -> Outcome:
-    """A GPU's PCIe or NVLink connection runs below what it and its slot can do.
+    """A GPU's PCIe or NVLink connection is slower than the GPU and its slot allow.
 
     What it finds
-        Fewer PCIe lanes than GPU and slot both have, and than its peers of the same kind, or a
-        quarter of them at most; an older PCIe generation than both have, while the GPU is busy;
-        NVLinks that are down on one GPU and up on its peers; an NVSwitch fabric that is not set up.
+        Fewer PCIe lanes than both GPU and slot have, and either fewer than GPUs of the same kind or
+        at most a quarter of them. An older PCIe generation than both support, while the GPU is
+        busy. NVLinks that are down on one GPU and up on others. An NVSwitch fabric that is not set
+        up.
 
     Why it is bad
         The slowest link sets the pace of every all-reduce, on all ranks.
 
     How to fix it
-        Reset the GPU or reboot; else reseat the card, its riser or its bridge. The fabric is set up
-        by NVIDIA's fabric manager, whose version has to be the driver's.
+        Reset the GPU or reboot; if that does not help, reseat the card, its riser or its bridge.
+        NVIDIA's fabric manager sets up the fabric; its version must match the driver's.
 
     Example
         Wrong: "GPU 5 has 4 of 16 PCIe lanes".
-        Right: 16 of 16 after the card was reseated.
+        Right: 16 of 16 lanes after the card was reseated.
 
     When it stays silent
-        About the generation of an idle GPU, which lowers it to save power; about slots that have
-        fewer lanes than the card; about GPUs without NVLink. That all GPUs have half of their lanes
-        is information: many boards share them between two slots, and laptops have no more.
+        For the generation of an idle GPU, which lowers it to save power. For slots with fewer lanes
+        than the card. For GPUs without NVLink. If all GPUs have half of their lanes it is
+        information: many boards share lanes between two slots, and laptops have no more.
     """
     gpus = job_gpus(situation)
     widths = sorted({gpu.width for gpu in gpus if gpu.width})
@@ -106,28 +107,28 @@ def _nvlink(gpu: Health, peers: Sequence[Health]) -> Iterator[Finding]:
 
 @check("gpu-peers", "DDP025")
 def gpu_peers(situation: Situation) -> Outcome:
-    """The GPUs cannot read each other's memory directly, or an IOMMU stands in between.
+    """The GPUs cannot access each other's memory directly, or an IOMMU is in between.
 
     What it finds
-        Pairs of GPUs without peer-to-peer access where others of the same machine have it; GPUs
-        without NVLink whose PCIe transfers an IOMMU translates (not in passthrough mode).
+        Pairs of GPUs without peer-to-peer access while other pairs of the same machine have it.
+        GPUs without NVLink whose PCIe transfers an IOMMU translates (not in passthrough mode).
 
     Why it is bad
-        Pairs without it exchange gradients through host memory, and all ranks wait for them. With
-        an IOMMU or PCIe access control (ACS) in between, peer-to-peer transfers over PCIe become
-        slow, hang, or give wrong data.
+        Such pairs exchange gradients through host memory, and all ranks wait for them. With an
+        IOMMU or PCIe access control (ACS) in between, peer-to-peer transfers over PCIe are slow,
+        hang, or give wrong data.
 
     How to fix it
-        Boot the host with `iommu=pt`, and turn ACS off on its PCIe bridges (DDP026), as NCCL's
-        troubleshooting guide says; until then `NCCL_P2P_DISABLE=1`.
+        Boot the host with `iommu=pt`, and turn off ACS on its PCIe bridges (DDP026), as NCCL's
+        troubleshooting guide says. Until then, set `NCCL_P2P_DISABLE=1`.
 
     Example
-        Wrong: `intel_iommu=on` alone, on the kernel's command line.
-        Right: `intel_iommu=on iommu=pt`.
+        Wrong: `intel_iommu=on` alone on the kernel's command line.
+        Right: `intel_iommu=on iommu=pt`
 
     When it stays silent
-        When no pair has peer-to-peer access, as with most GeForce cards: NCCL knows that by itself.
-        With a single GPU, and inside a virtual machine without an IOMMU of its own.
+        If no pair has peer-to-peer access, as with most GeForce cards: NCCL detects that itself.
+        With a single GPU. In a virtual machine without a virtual IOMMU.
     """
     gpus = job_gpus(situation)
     if len(gpus) < 2:

@@ -31,27 +31,27 @@ def gpu_count(situation: Situation) -> Outcome:
     """There is no GPU for each rank, or CUDA_VISIBLE_DEVICES is wrong.
 
     What it finds
-        More ranks than visible GPUs; numbers or UUIDs in CUDA_VISIBLE_DEVICES that this machine
-        does not have, or twice; several ranks on partitioned (MIG) GPUs, or a partitioned GPU
-        without instances; a GPU whose compute mode forbids its use, or leaves it to a process that
-        has it already.
+        More ranks than visible GPUs. Numbers or UUIDs in CUDA_VISIBLE_DEVICES that this machine
+        does not have, or that appear twice. Several ranks on partitioned (MIG) GPUs, or a
+        partitioned GPU without instances. A GPU whose compute mode forbids its use, or reserves it
+        for a process that already has it.
 
     Why it is bad
-        CUDA ignores everything from the first wrong entry on, and all if one stands there twice,
-        without a word. Two ranks on one GPU
-        end in NCCL's "Duplicate GPU detected", a rank without one in "invalid device ordinal". CUDA
-        shows a process one MIG instance at most, and NCCL does not connect instances.
+        CUDA silently ignores every entry from the first wrong one on, and all entries if one
+        appears twice. Two ranks on one GPU end in NCCL's "Duplicate GPU detected", a rank without a
+        GPU in "invalid device ordinal". CUDA shows a process at most one MIG instance, and NCCL
+        does not connect instances.
 
     How to fix it
         Start as many ranks as there are GPUs, or correct the variable.
 
     Example
-        Wrong: `CUDA_VISIBLE_DEVICES=0,0 torchrun --nproc-per-node 2 train.py`.
-        Right: `CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc-per-node 2 train.py`.
+        Wrong: `CUDA_VISIBLE_DEVICES=0,0 torchrun --nproc-per-node 2 train.py`
+        Right: `CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc-per-node 2 train.py`
 
     When it stays silent
-        With fewer ranks than GPUs; when CUDA_VISIBLE_DEVICES is empty or -1 (or Slurm's
-        NoDevFiles), which means to use the CPU; without a GPU, which is said.
+        With fewer ranks than GPUs. If CUDA_VISIBLE_DEVICES is empty, -1 or Slurm's NoDevFiles,
+        which means to use the CPU. Without a GPU; the output says so.
     """
     mine = job_gpus(situation)
     gpus, seen = situation.shared(gpu_facts).gpus, situation.shared(visible_gpus)
@@ -143,26 +143,26 @@ _FIRST_NAMESPACE = 0xEFFFFFFC
 
 @check("gpu-memory", "DDP022")
 def gpu_memory(situation: Situation) -> Outcome:
-    """Other processes hold memory of the GPUs that this job would use.
+    """Other processes hold memory on the GPUs that this job will use.
 
     What it finds
-        A GPU of which over 2 GiB and 5 % is in use before the job has started, and by whom, as far
-        as this user and this container may see.
+        A GPU with more than 2 GiB and more than 5 % in use before the job starts, and the processes
+        that hold it, as far as this user and this container can see them.
 
     Why it is bad
-        The rank on that GPU runs out of memory, or shares its kernels' time: it is slow, and all
-        others wait for it.
+        The rank on that GPU runs out of memory, or shares the GPU's time: it is slow, and all other
+        ranks wait for it.
 
     How to fix it
-        End what is left over (`ddpdoctor check --kill-orphans`), or choose other GPUs.
+        End left-over processes (`ddpdoctor check --kill-orphans`), or choose other GPUs.
 
     Example
-        Wrong: two jobs that both take GPU 0.
-        Right: `CUDA_VISIBLE_DEVICES=4,5,6,7` for the second.
+        Wrong: two jobs that both use GPU 0.
+        Right: `CUDA_VISIBLE_DEVICES=4,5,6,7` for the second job.
 
     When it stays silent
-        For GPUs that CUDA_VISIBLE_DEVICES leaves out, for partitioned ones (MIG), and where the
-        driver does not tell.
+        For GPUs that CUDA_VISIBLE_DEVICES leaves out, for partitioned GPUs (MIG), and where the
+        driver does not report memory.
     """
     gpus = [gpu for gpu in job_gpus(situation) if not gpu.device.mig]
     free = [

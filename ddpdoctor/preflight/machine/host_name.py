@@ -21,30 +21,30 @@ from ddpdoctor.preflight.situation import Situation
 
 @check("host-name", "DDP003", limit=ALL)
 def host_name(situation: Situation) -> Outcome:
-    """This machine's own host name does not lead to an address of it that others reach.
+    """This machine's host name does not resolve to an address that other machines can reach.
 
     What it finds
-        A host name that does not resolve, whose full name does not (`hostname -f`), or that leads
-        to no address of this machine; in a job of several nodes also one that resolves to
-        127.0.0.1 or 127.0.1.1.
+        A host name that does not resolve, a full name (`hostname -f`) that does not resolve, or a
+        name that resolves to an address of another machine. In a job of several nodes, also a name
+        that resolves to 127.0.0.1 or 127.0.1.1.
 
     Why it is bad
-        torchrun hands the name of the first node to all ranks as MASTER_ADDR: with a name that does
-        not resolve even a job on one machine never starts, and repeats a warning instead. gloo
-        listens on the name's address: if that is 127.0.1.1, which Debian and Ubuntu write to
-        /etc/hosts, no other node can connect.
+        torchrun gives the first node's name to all ranks as MASTER_ADDR. If that name does not
+        resolve, even a job on one machine never starts and repeats a warning. gloo listens on the
+        name's address: with 127.0.1.1, which Debian and Ubuntu write to /etc/hosts, no other node
+        can connect.
 
     How to fix it
-        Put the machine's address and name into /etc/hosts, or choose the interface for gloo and
-        NCCL by GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.
+        Add the machine's address and name to /etc/hosts, or choose the interface with
+        GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.
 
     Example
-        Wrong, in /etc/hosts of node1: `127.0.1.1 node1`.
-        Right: `10.0.0.5 node1`.
+        Wrong, in /etc/hosts of node1: `127.0.1.1 node1`
+        Right: `10.0.0.5 node1`
 
     When it stays silent
-        For a loopback address in a job on one machine, or when GLOO_SOCKET_IFNAME says which
-        interface is meant.
+        For a loopback address in a job on one machine, and where GLOO_SOCKET_IFNAME names the
+        interface.
     """
     found = situation.shared(own_name)
     told = ", ".join(found.addresses[:3]) or found.problem

@@ -185,28 +185,28 @@ def export_line(interface: Interface) -> str:
 
 @check("network-interface", "DDP004", limit=ALL)
 def network_interface(situation: Situation) -> Outcome:
-    """Gloo or NCCL will use a network interface that does not work for this job.
+    """The network interface that gloo or NCCL will use does not work for this job.
 
     What it finds
-        A GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME that names no interface, one that is down, or, in
-        a job of several nodes, the loopback or a bridge of containers or virtual machines
-        (docker0, virbr0); such a bridge chosen by default; and a loopback interface that is down.
+        A GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME that names a missing interface, one that is down,
+        or, in a job of several nodes, the loopback or a bridge of containers or virtual machines
+        (docker0, virbr0). Such a bridge chosen by default. A loopback interface that is down.
 
     Why it is bad
         gloo fails with "Unable to find address for: eth1", NCCL with "Bootstrap : no socket
-        interface found"; on a bridge or the loopback the nodes wait for each other until the
+        interface found". On a bridge or the loopback, the nodes wait for each other until the
         timeout, 10 to 30 minutes later.
 
     How to fix it
-        Name the interface that leads to the other nodes, on each node its own.
+        Set the variables to the interface that reaches the other nodes. Its name may differ between
+        nodes.
 
     Example
         Wrong: `export NCCL_SOCKET_IFNAME=eth0` where the interface is called ens5.
-        Right: `export GLOO_SOCKET_IFNAME=ens5 NCCL_SOCKET_IFNAME=ens5`.
+        Right: `export GLOO_SOCKET_IFNAME=ens5 NCCL_SOCKET_IFNAME=ens5`
 
     When it stays silent
-        On one machine, whichever working interface is chosen; and about NCCL's variable where there
-        is no GPU.
+        On one machine, for any working interface. For NCCL's variable on a machine without a GPU.
     """
     here = situation.shared(interfaces)
     gloo = gloo_choice(situation.environ, here, situation.shared(own_name).addresses)

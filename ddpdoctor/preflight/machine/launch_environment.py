@@ -17,30 +17,32 @@ _TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @check("launch-environment", "DDP001")
 def launch_environment(situation: Situation) -> Outcome:
-    """The variables that place a process in a job are incomplete, or contradict each other.
+    """The variables that place a process in the job are incomplete or contradict each other.
 
     What it finds
-        RANK, WORLD_SIZE, LOCAL_RANK or MASTER_PORT that are no numbers or out of range; RANK
-        without WORLD_SIZE, or without MASTER_ADDR and MASTER_PORT; a RANK that differs from that of
-        Slurm or MPI; several Slurm tasks on a node that would each start torchrun; a job of several
-        nodes whose rendezvous is on localhost, or nowhere.
+        RANK, WORLD_SIZE, LOCAL_RANK or MASTER_PORT that is not a number or is out of range. RANK
+        without WORLD_SIZE, or without MASTER_ADDR and MASTER_PORT. A RANK that differs from the one
+        set by Slurm or MPI. Several Slurm tasks on a node that would each start torchrun. A job of
+        several nodes whose rendezvous is on localhost or is not set.
 
     Why it is bad
-        init_process_group raises, or waits for ranks that will never come: `export
-        RANK=$SLURM_PROCID` in a batch script gives all tasks the rank 0, and each waits for the
-        others until the timeout. On localhost each node waits for itself.
+        `init_process_group` raises, or waits for ranks that never come. In a batch script,
+        `export RANK=$SLURM_PROCID` gives every task rank 0, and all of them wait until the timeout.
+        With a rendezvous on localhost, each node waits for itself.
 
     How to fix it
-        Let the launcher set the variables, or take all of them from it within the task.
+        Let the launcher set the variables, or read all of them from the launcher inside the task.
 
     Example
-        Wrong: `export RANK=$SLURM_PROCID; srun python train.py`.
-        Right: `srun bash -c 'RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS python train.py'`.
+        Wrong:
+            export RANK=$SLURM_PROCID; srun python train.py
+        Right:
+            srun bash -c 'RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS python train.py'
 
     When it stays silent
-        Without such variables, when they are torchrun's own, and when MASTER_ADDR and MASTER_PORT
-        alone are set, as batch scripts do. About the rendezvous where several nodes are checked:
-        DDP050 sees whether they meet there.
+        If none of these variables is set, if torchrun set them, or if only MASTER_ADDR and
+        MASTER_PORT are set, as batch scripts do. If several nodes are checked, DDP050 tests the
+        rendezvous.
     """
     environ = situation.environ
     findings = list(_findings(situation, environ))

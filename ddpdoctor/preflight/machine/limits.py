@@ -30,27 +30,27 @@ def limits(situation: Situation) -> Outcome:
     """A limit on open files, locked memory, processes or file sizes is too low for the ranks.
 
     What it finds
-        Fewer open files than 256 and two for each rank of the job; fewer processes and threads
-        left, of this user or of the container, than 64 for each rank of this node; less than 64 MiB
-        of locked memory where there is InfiniBand; a limit on file sizes under 1 GiB, or on address
-        space under 16 GiB a rank.
+        A limit on open files below 256 plus two per rank of the job. Fewer processes and threads
+        left, for this user or the container, than 64 per rank of this node. Less than 64 MiB of
+        locked memory on a machine with InfiniBand. A limit on file sizes below 1 GiB, or on address
+        space below 16 GiB per rank.
 
     Why it is bad
-        "Too many open files", "Resource temporarily unavailable" from a thread that cannot start,
-        "ibv_reg_mr failed: Cannot allocate memory", or SIGXFSZ when a checkpoint is written:
-        usually hours into the job, on one rank, and the others wait.
+        The job fails with "Too many open files", "Resource temporarily unavailable" when a thread
+        cannot start, "ibv_reg_mr failed: Cannot allocate memory", or SIGXFSZ when it writes a
+        checkpoint. This usually happens hours into the job, on one rank, while the others wait.
 
     How to fix it
-        Raise it for the shell that starts the job, in /etc/security/limits.conf, or with the
-        options of the container.
+        Raise the limit for the shell that starts the job, in /etc/security/limits.conf, or in the
+        container's options.
 
     Example
         Wrong: `docker run --pids-limit 100 ...` with eight ranks.
-        Right: `docker run --pids-limit -1 --ulimit memlock=-1 ...`.
+        Right: `docker run --pids-limit -1 --ulimit memlock=-1 ...`
 
     When it stays silent
-        With the usual limits: 1024 open files are enough for 384 ranks. About locked memory
-        where there is no InfiniBand, and about processes for the superuser.
+        With the usual limits: 1024 open files are enough for 384 ranks. For locked memory on
+        machines without InfiniBand, and for processes of root.
     """
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     left = _threads_left(situation)

@@ -89,26 +89,26 @@ SLOW = 1.0
 
 @check("lookups", "DDP008", limit=ALL)
 def lookups(situation: Situation) -> Outcome:
-    """Name lookups take so long that they delay or break the start of a job.
+    """Name lookups are so slow that they delay or break the start of a job.
 
     What it finds
-        A lookup of this machine's name, of its address back to a name, or of the rendezvous' host
-        that takes over 1 s, or, of the rendezvous' host, that fails.
+        A lookup of this machine's name, of its address (reverse lookup), or of the rendezvous host
+        that takes more than 1 s. A rendezvous host that does not resolve.
 
     Why it is bad
-        torchrun and every rank look these names up several times before the first step: a name
-        server that does not answer costs 5 to 30 s each time, and the rendezvous runs out of time.
+        torchrun and every rank look up these names several times before the first step. A name
+        server that does not answer costs 5 to 30 s each time, and the rendezvous times out.
 
     How to fix it
-        Put the names of the nodes into /etc/hosts, or repair the name server in /etc/resolv.conf.
+        Add the names of the nodes to /etc/hosts, or fix the name server in /etc/resolv.conf.
 
     Example
         Wrong: a name server in /etc/resolv.conf that was switched off.
-        Right: one that answers, or `10.0.0.5 node1` in /etc/hosts.
+        Right: a name server that answers, or `10.0.0.5 node1` in /etc/hosts.
 
     When it stays silent
-        When names resolve within 1 s; about a host name that does not resolve, which is DDP003;
-        about a rendezvous' host that does not, where several nodes are checked: that is DDP050.
+        If names resolve within 1 s. A host name that does not resolve is DDP003. If several nodes
+        are checked, a rendezvous host that does not resolve is DDP050.
     """
     # First what the other checks ask for last, so that slow ones are waited for side by side.
     endpoint = situation.shared(endpoint_name)

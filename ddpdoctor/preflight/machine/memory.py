@@ -23,25 +23,26 @@ WITH_CUDA = 2 * GIB
 
 @check("memory", "DDP011")
 def memory(situation: Situation) -> Outcome:
-    """The memory that is left is not even enough for the ranks to start.
+    """There is not enough free memory for the ranks to start.
 
     What it finds
-        Less memory left, of the machine or of the container's limit, than 300 MiB for each rank, or
-        2 GiB with a GPU: what a rank holds before it has loaded any data.
+        Less free memory, on the machine or within the container's limit, than 300 MiB per rank, or
+        2 GiB per rank with a GPU. That is what a rank needs before it loads any data.
 
     Why it is bad
-        The kernel kills a rank with SIGKILL, without a message; the others wait for it, and report
-        "Connection closed by peer".
+        The kernel kills a rank with SIGKILL, without a message. The other ranks wait for it and
+        report "Connection closed by peer".
 
     How to fix it
-        Raise the container's limit, end what holds the memory, or start fewer ranks.
+        Raise the container's limit, end the processes that hold the memory, or start fewer ranks.
 
     Example
         Wrong: `docker run --memory 1g ...` with eight ranks.
-        Right: `docker run --memory 64g ...`.
+        Right: `docker run --memory 64g ...`
 
     When it stays silent
-        When there is more than that. What model and data need it cannot know.
+        If there is more memory than that. How much the model and the data need is not known in
+        advance.
     """
     left, limit, source = available(situation)
     each = WITH_CUDA if situation.shared(visible_gpus) else BARE
@@ -105,24 +106,25 @@ def shared_memory(situation: Situation) -> Outcome:
     """/dev/shm is too small for the ranks of this node, or cannot be written.
 
     What it finds
-        A /dev/shm that is not there or cannot be written (error), or with less than 64 MiB per rank
-        (128 MiB at least) in size or free.
+        A /dev/shm that is missing or cannot be written (error), or whose size or free space is
+        below 64 MiB per rank or 128 MiB in total.
 
     Why it is bad
-        DataLoader workers hand their batches over in shared memory, and NCCL connects the ranks of
-        a node by it. What does not fit ends in "Bus error", "No space left on device", or "Error
-        while creating shared memory segment". A container has 64 MiB unless told otherwise.
+        DataLoader workers pass batches through shared memory, and NCCL connects the ranks of a node
+        through it. When it is full, the job fails with "Bus error", "No space left on device" or
+        "Error while creating shared memory segment". Containers have 64 MiB by default.
 
     How to fix it
         Give the container more: `docker run --shm-size=8g`, or in Kubernetes an `emptyDir` with
-        `medium: Memory` mounted at /dev/shm. If it is full, remove what dead jobs left.
+        `medium: Memory` mounted at /dev/shm. If it is full, remove the files that dead jobs left
+        there.
 
     Example
-        Wrong: `docker run --gpus all image torchrun train.py`.
-        Right: `docker run --gpus all --shm-size=8g image torchrun train.py`.
+        Wrong: `docker run --gpus all image torchrun train.py`
+        Right: `docker run --gpus all --shm-size=8g image torchrun train.py`
 
     When it stays silent
-        When there is room, and on systems without /dev/shm.
+        If there is enough space, and on systems without /dev/shm.
     """
     folder = situation.shm
     if not folder.is_dir():

@@ -15,25 +15,25 @@ NEARLY = 0.9
 
 @check("neighbour-table", "DDP013")
 def neighbour_table(situation: Situation) -> Outcome:
-    """The kernel's neighbour (ARP) table is full, or too small for the nodes of the job.
+    """The kernel's neighbour (ARP) table is full or too small for the nodes of the job.
 
     What it finds
-        A table of IPv4 neighbours that holds 90 % of net.ipv4.neigh.default.gc_thresh3, or that the
+        An IPv4 neighbour table filled to 90 % of net.ipv4.neigh.default.gc_thresh3, or one that the
         nodes of this job would fill.
 
     Why it is bad
-        The kernel then drops packets to machines that are not in the table ("neighbour: arp_cache:
-        neighbor table overflow!" in its log): connections to some nodes hang now and then.
+        The kernel drops packets to machines that are not in the table ("neighbour: arp_cache:
+        neighbor table overflow!" in its log). Connections to some nodes hang now and then.
 
     How to fix it
-        Raise the three thresholds on every node.
+        Raise gc_thresh1, gc_thresh2 and gc_thresh3 on every node.
 
     Example
         Wrong: 1,024 entries, the kernel's default, in a flat network of 2,000 nodes.
-        Right: `sysctl -w net.ipv4.neigh.default.gc_thresh3=16384`.
+        Right: `sysctl -w net.ipv4.neigh.default.gc_thresh3=16384`
 
     When it stays silent
-        Below that, and on systems that do not tell.
+        Below these limits, and on systems that do not report the table.
     """
     thresholds = situation.proc / "sys" / "net" / "ipv4" / "neigh" / "default"
     entries = 0

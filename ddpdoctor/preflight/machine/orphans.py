@@ -48,30 +48,29 @@ class Orphan:
 
 @check("orphans", "DDP009")
 def orphans(situation: Situation) -> Outcome:
-    """Ranks of an earlier job are still alive, though their launcher is gone.
+    """Ranks of an earlier job are still running although their launcher has exited.
 
     What it finds
         Processes of this user that torchrun started as ranks (RANK, WORLD_SIZE and
-        TORCHELASTIC_RUN_ID are in their environment), whose launcher has ended, so that they are
-        children of init.
+        TORCHELASTIC_RUN_ID are in their environment), whose launcher has exited, so that init is
+        their parent.
 
     Why it is bad
-        They hold memory, GPU memory and ports, and often spin in a collective that nobody will
-        answer: the next job runs out of memory or at half the speed.
+        They hold memory, GPU memory and ports, and often spin in a collective that no other rank
+        will join. The next job runs out of memory or runs at half the speed.
 
     How to fix it
-        End them: `ddpdoctor check --kill-orphans` asks, and does.
+        End them: `ddpdoctor check --kill-orphans` asks first, then ends them.
 
     Example
-        Wrong: `kill -9` of torchrun, which leaves its workers behind.
-        Right: `kill` of torchrun (SIGTERM), which ends them; or `ddpdoctor run`, which leaves
-        nothing behind whatever is killed.
+        Wrong: `kill -9` of torchrun, which leaves its workers running.
+        Right: `kill` of torchrun (SIGTERM), which ends them; or `ddpdoctor run`, which leaves no
+        process behind whatever is killed.
 
     When it stays silent
-        For every job of which a launcher lives, and what its ranks put into the background; for
-        ranks that were
-        started by hand or by mpirun, srun or nohup; for other users' processes; in the first 5 s of
-        a process.
+        For jobs whose launcher is alive, and background processes of their ranks. For ranks started
+        by hand, by mpirun, srun or nohup. For processes of other users, and for processes younger
+        than 5 s.
     """
     if not (situation.proc / "self" / "stat").exists() and not (situation.proc / "1").exists():
         return skipped("no /proc on this system")

@@ -174,26 +174,27 @@ _OWN = frozenset({
 
 @check("script", "DDP016")
 def script(situation: Situation) -> Outcome:
-    """The script does not exist, does not parse, or imports what is not there.
+    """The script does not exist, has a syntax error, or imports a missing module.
 
     What it finds
-        A script or module that cannot be found or read, a syntax error, and top-level imports of
-        modules that this Python does not find.
+        A script or module that cannot be found or read, a syntax error, or a top-level import of a
+        module that this Python does not have.
 
     Why it is bad
-        Every rank spends seconds on importing torch to find out, and the message comes N times.
+        Every rank spends seconds importing torch before it fails, and the message is printed once
+        per rank.
 
     How to fix it
         Correct the path or the line, or install the missing package on every node.
 
     Example
         Wrong: `import wandb` in an environment without wandb.
-        Right: `pip install wandb`, or an import within `try`.
+        Right: `pip install wandb`, or an import inside `try`.
 
     When it stays silent
-        About imports within functions, `try`, and `if`, about those that come after a change of
-        `sys.path`, about parts of packages that are there, and when no script was named. What the
-        script runs is not executed.
+        For imports inside functions, `try` or `if`, for imports after a change of `sys.path`, for
+        submodules of packages that are installed, and if no script is given. The script is parsed,
+        never executed.
     """
     if not situation.options.script:
         return skipped("no script named: ddpdoctor check -- train.py")

@@ -25,27 +25,27 @@ _VALIDATE, _COUNT_KEYS = 0, 7
 
 @check("port", "DDP002", limit=ALL)
 def port(situation: Situation) -> Outcome:
-    """The port on which rank 0 will listen is taken.
+    """The port on which rank 0 will listen is in use.
 
     What it finds
-        A port of the rendezvous (--rdzv-endpoint, --master-port, MASTER_PORT, or 29500) that this
-        user cannot listen on; who holds it, where that can be seen, and whether that is a store of
-        another distributed job.
+        A rendezvous port (--rdzv-endpoint, --master-port, MASTER_PORT, or 29500) that this user
+        cannot listen on. Where it can be seen, the process that holds the port, and whether that is
+        the store of another distributed job.
 
     Why it is bad
         torchrun fails with "The server socket has failed to listen on any local network address".
-        If it is the store of another job, the ranks may even join that one, and wait.
+        If another job's store listens there, the ranks may even join that job and wait.
 
     How to fix it
-        Choose another port, or end the process if it is a left-over.
+        Choose another port, or end the process that holds it if it is left over.
 
     Example
-        Wrong: two jobs on one machine with `--master-port 29500`.
-        Right: `--master-port 29501` for the second, or `--standalone`, which takes a free one.
+        Wrong: two jobs on one machine, both with `--master-port 29500`.
+        Right: `--master-port 29501` for the second job, or `--standalone`, which picks a free port.
 
     When it stays silent
-        On nodes other than the first, and where torchrun chooses a free port itself (one machine,
-        no port given, torch 2.13 and later).
+        On nodes other than the first. Where torchrun picks a free port itself (one machine, no port
+        given, torch 2.13 and later).
     """
     options, endpoint = situation.options, situation.endpoint
     if options.nnodes > 1 and not seat(situation).host:

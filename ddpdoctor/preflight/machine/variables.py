@@ -91,27 +91,27 @@ _LEFTOVERS = (
 
 @check("variables", "DDP007")
 def variables(situation: Situation) -> Outcome:
-    """A variable that was set for debugging slows down or breaks every job.
+    """An environment variable meant for debugging slows down or breaks every job.
 
     What it finds
         TORCH_DISTRIBUTED_DEBUG=DETAIL, CUDA_LAUNCH_BLOCKING, NCCL_P2P_DISABLE, NCCL_SHM_DISABLE,
-        NCCL_IB_DISABLE, NCCL_ASYNC_ERROR_HANDLING=0, PYTORCH_NO_CUDA_MEMORY_CACHING, where they
-        matter on this machine; in the environment, in ~/.nccl.conf and in /etc/nccl.conf.
+        NCCL_IB_DISABLE, NCCL_ASYNC_ERROR_HANDLING=0 or PYTORCH_NO_CUDA_MEMORY_CACHING, where it has
+        an effect on this machine; in the environment, in ~/.nccl.conf or in /etc/nccl.conf.
 
     Why it is bad
-        They stay in a .bashrc or an image after what they were meant for, and nobody sees why the
-        job takes three times as long. With TORCH_DISTRIBUTED_DEBUG=DETAIL and gloo, DDP ends in a
-        segmentation fault without a traceback.
+        These variables often stay in a .bashrc or an image long after they were needed, and the job
+        takes three times as long for no visible reason. With TORCH_DISTRIBUTED_DEBUG=DETAIL and
+        gloo, DDP ends in a segmentation fault without a traceback.
 
     How to fix it
-        Remove them; set them for a single run when they are needed.
+        Remove them. Set them for a single run when you need them.
 
     Example
         Wrong: `export NCCL_P2P_DISABLE=1` in .bashrc.
-        Right: `NCCL_P2P_DISABLE=1 torchrun ...` for a test.
+        Right: `NCCL_P2P_DISABLE=1 torchrun ...` for one test.
 
     When it stays silent
-        For what has no effect here: variables of NCCL without GPUs or with a single one,
+        Where the variable has no effect: NCCL's variables without GPUs or with one GPU,
         NCCL_IB_DISABLE without InfiniBand or on one node, CUDA_LAUNCH_BLOCKING without a GPU.
     """
     sources = {"the environment": situation.environ, **_files(situation)}

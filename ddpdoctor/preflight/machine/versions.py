@@ -130,27 +130,27 @@ def _folders() -> frozenset[str]:
 
 @check("versions", "DDP014")
 def version_fit(situation: Situation) -> Outcome:
-    """torch, CUDA and the NVIDIA driver do not fit each other, or torch is missing.
+    """torch, CUDA and the NVIDIA driver do not match, or torch is missing.
 
     What it finds
-        No torch; a torch without CUDA on a machine with NVIDIA GPUs; a torch built for a newer
-        major version of CUDA than the driver runs; the deprecated package pynvml, which overwrites
-        files of nvidia-ml-py (versions below 12).
+        A missing torch. A torch without CUDA on a machine with NVIDIA GPUs. A torch built for a
+        newer major version of CUDA than the driver supports. The deprecated package pynvml (below
+        version 12), which overwrites files of nvidia-ml-py.
 
     Why it is bad
-        The job fails with "The NVIDIA driver on your system is too old", or trains on the CPU
-        without a word.
+        The job fails with "The NVIDIA driver on your system is too old", or silently trains on the
+        CPU.
 
     How to fix it
-        Install the torch that fits the driver, or a newer driver.
+        Install a torch build that matches the driver, or a newer driver.
 
     Example
-        Wrong: torch for CUDA 13 with driver 550, which runs CUDA 12.4.
-        Right: torch for CUDA 12, on that driver.
+        Wrong: torch for CUDA 13 with driver 550, which supports CUDA 12.4.
+        Right: torch for CUDA 12 with that driver.
 
     When it stays silent
         For a newer minor version of CUDA than the driver's, which NVIDIA's minor version
-        compatibility allows; for a torch without CUDA on a machine without GPUs.
+        compatibility allows. For a torch without CUDA on a machine without GPUs.
     """
     found = versions(situation)
     told = [f"Python {found.python}"]

@@ -14,18 +14,18 @@ from ddpdoctor.preflight.protocol.meet import Meeting
 
 @across_nodes("same-job", "DDP051")
 def agreement(meeting: Meeting) -> Outcome:
-    """The nodes were told different things of the job.
+    """The nodes were started with different options.
 
     What it finds
-        Two nodes with one node rank, or nodes with different `--nnodes` (errors); nodes with
-        different numbers of ranks (a warning: it works, and is seldom meant).
+        Two nodes with the same node rank, or nodes with different `--nnodes` (errors). Nodes with
+        different numbers of ranks (a warning: it works, but is rarely intended).
 
     Why it is bad
-        torchrun takes the second node of a rank for the first, or waits for a node that will never
-        come: silence, on every node.
+        torchrun takes the second node with a rank for the first one, or waits for a node that never
+        comes. No node prints anything.
 
     How to fix it
-        The same command on every node, with nothing but `--node-rank` changed. Under Slurm,
+        Use the same command on every node and change only `--node-rank`. Under Slurm, use
         `--node-rank $SLURM_NODEID`.
 
     Example
@@ -33,7 +33,7 @@ def agreement(meeting: Meeting) -> Outcome:
         Right: `--node-rank 0` on the first, `--node-rank 1` on the second.
 
     When it stays silent
-        When they agree.
+        If the options agree.
     """
     ranks = sum(node.facts.nproc for node in meeting.nodes)
     return judged(f"{of_all(meeting)}, {ranks} ranks", _findings(meeting))

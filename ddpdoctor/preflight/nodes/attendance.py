@@ -25,31 +25,29 @@ from ddpdoctor.preflight.situation import Situation
 
 @check("nodes", "DDP050", scope="nodes", limit=LIMIT)
 def attendance(situation: Situation) -> Outcome:
-    """A node does not come to the rendezvous endpoint, or cannot reach it.
+    """A node is missing at the rendezvous endpoint, or cannot reach it.
 
     What it finds
-        A node that is absent half a minute after the check began on node 0, by its rank and, under
-        Slurm, by its name. On a node that cannot reach the endpoint: why not, whether the name is
-        unknown, the port closed, the packets dropped, or something else answers there. That is told
-        within ten seconds, unless it may be that node 0 only starts later; on node 0 as well if
-        another of its ports is open. An endpoint that nobody named, or on localhost. A node rank 0
-        that is not where the endpoint leads. A node with another rendezvous id, one too many, or
-        one that went away in the middle.
+        A node that is missing half a minute after the check began on node 0, by its rank and, under
+        Slurm, by its name. On a node that cannot reach the endpoint, the reason: unknown name,
+        closed port, dropped packets, or another service at that port. This is reported within ten
+        seconds, unless node 0 may simply start later. An endpoint that is not set or is on
+        localhost. A node rank 0 that is not where the endpoint points. A node with a different
+        rendezvous id, one node too many, or a node that left in the middle.
 
     Why it is bad
-        torchrun waits for the nodes in silence, for 10 minutes and more, on those nodes that did
-        everything right.
+        torchrun waits silently for 10 minutes or more, on the nodes that did everything right.
 
     How to fix it
-        Start the same command on every node. Where the endpoint cannot be reached, the check on
-        that node has a line to type: a name for /etc/hosts, or a port to open.
+        Start the same command on every node. If the endpoint cannot be reached, the check on that
+        node prints a line to paste: a name for /etc/hosts, or a port to open.
 
     Example
-        Wrong: `ddpdoctor check --nnodes 2 --rdzv-endpoint node0:29500` on node 0 alone.
-        Right: the same on node 1 as well, with its own `--node-rank`.
+        Wrong: `ddpdoctor check --nnodes 2 --rdzv-endpoint node0:29500` on node 0 only.
+        Right: the same command on node 1 as well, with its `--node-rank`.
 
     When it stays silent
-        When as many nodes came as `--nnodes` says.
+        If as many nodes came as `--nnodes` says.
     """
     meeting = meeting_of(situation)
     if meeting.problem is not None and meeting.problem.kind == "time":

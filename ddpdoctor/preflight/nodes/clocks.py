@@ -19,24 +19,24 @@ def clocks(meeting: Meeting) -> Outcome:
     """The clocks of the nodes differ.
 
     What it finds
-        A node whose wall clock is over 1 s (warning) or over 10 s (error) away from the others'.
-        The error of the measurement, half a round trip, is taken off before.
+        A node whose wall clock differs from the others' by more than 1 s (warning) or more than 10
+        s (error), after subtracting the error of the measurement, which is half a round trip.
 
     Why it is bad
-        torchrun's rendezvous tells by the clock who is still alive. A node some 20 s behind is
-        taken for dead: the others go on without it, and a job of two nodes trains on one, with
-        exit status 0. Logs of the nodes cannot be put side by side.
+        torchrun's rendezvous uses the clock to decide which nodes are alive. A node that is 20 s
+        behind is considered dead: the others continue without it, and a job of two nodes trains on
+        one, with exit status 0. Logs of the nodes cannot be compared either.
 
     How to fix it
-        Let a time service run on every node: `sudo timedatectl set-ntp true`, or `sudo chronyc
-        makestep` where chrony runs.
+        Run a time service on every node: `sudo timedatectl set-ntp true`, or
+        `sudo chronyc makestep` where chrony runs.
 
     Example
-        Wrong: a machine that slept, without NTP.
+        Wrong: a machine that was suspended, without NTP.
         Right: chrony or systemd-timesyncd on every node.
 
     When it stays silent
-        When all clocks are within 1 s.
+        If all clocks are within 1 s.
     """
     # How far a node's clock is ahead of the coordinator's.
     ahead = [-node.offset for node in meeting.nodes]

@@ -18,32 +18,32 @@ LUCK = (
 
 @across_nodes("gloo-addresses", "DDP055")
 def gloo_addresses(meeting: Meeting) -> Outcome:
-    """The address that gloo gives to the other nodes leads them nowhere.
+    """The address that gloo announces to the other nodes does not lead back to this node.
 
     What it finds
-        For every node the address that torch's gloo will listen on: that of `GLOO_SOCKET_IFNAME`,
-        else what the own host name resolves to. It is loopback while other nodes are elsewhere
-        (Debian's `127.0.1.1` line), the same on several nodes (a container bridge), closed for the
-        others though another of the node's addresses is open, or there is none because the
-        interface does not exist.
+        The address that torch's gloo will listen on, for every node: that of `GLOO_SOCKET_IFNAME`,
+        or else what the node's host name resolves to. Reported if it is a loopback address while
+        there are other nodes (Debian's `127.0.1.1` line), the same on several nodes (a container
+        bridge), closed for the others while another address of the node is open, or missing because
+        the interface does not exist.
 
     Why it is bad
-        The others dial an address that leads to themselves or to nobody, and time out after
-        minutes, naming a peer that did nothing wrong.
+        The other nodes connect to themselves or to no machine at all, time out after minutes, and
+        name a peer that did nothing wrong.
 
     How to fix it
-        Name the interface that the nodes share, on that node (the names may differ between nodes):
-        `export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0`. Or correct the line with the own
-        host name in /etc/hosts.
+        On that node, name the interface that the nodes share (its name may differ between nodes):
+        `export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0`. Or correct the host name's line in
+        /etc/hosts.
 
     Example
         Wrong: `127.0.1.1 node1` in /etc/hosts of node1.
-        Right: `10.0.0.12 node1`.
+        Right: `10.0.0.12 node1`
 
     When it stays silent
-        When the others reach every node at gloo's address. Of two nodes the one with the higher
-        address dials, so a loopback address that all others are below is a warning only. A job that
-        only uses NCCL needs none of this, but most also make a gloo group (for barriers,
+        If the others reach every node at gloo's address. Of two nodes, the one with the higher
+        address connects, so a loopback address on the highest one is only a warning. A job that
+        uses only NCCL does not need gloo, but most also make a gloo group (for barriers,
         checkpoints, objects).
     """
     findings = list(_findings(meeting))

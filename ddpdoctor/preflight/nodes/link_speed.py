@@ -18,23 +18,23 @@ def link_speed(meeting: Meeting) -> Outcome:
 
     What it finds
         A link with less than half the median bandwidth, or with more than twice the median round
-        trip (and 1 ms more). It was measured again, alone and several times, before it is told. Up
-        to eight nodes, every way is measured; with more, log2(n) from each node.
+        trip plus 1 ms. It is measured again, alone and several times, before it is reported. Up to
+        eight nodes, every path is measured; with more, log2(n) paths from each node.
 
     Why it is bad
-        An all_reduce goes as fast as its slowest link: one cable at 1 Gbit/s holds all nodes.
+        An all_reduce is as fast as its slowest link: one cable at 1 Gbit/s slows down all nodes.
 
     How to fix it
-        Look at the link's speed (`ethtool eth0 | grep Speed`), its cable and switch port, and
-        whether the node uses another interface than the others.
+        Check the link's speed (`ethtool eth0 | grep Speed`), its cable and switch port, and whether
+        the node uses another interface than the others.
 
     Example
         Wrong: one node on the management network.
-        Right: all nodes on the fast one, by `NCCL_SOCKET_IFNAME` and `GLOO_SOCKET_IFNAME`.
+        Right: all nodes on the fast network, with `NCCL_SOCKET_IFNAME` and `GLOO_SOCKET_IFNAME`.
 
     When it stays silent
-        When all links are alike. One connection of TCP through Python is measured, which does not
-        fill the fastest links: it tells slow links from others, not what the network is capable of.
+        If all links are similar. The test uses one TCP connection in Python, which does not
+        saturate the fastest links: it finds slow links, not the capacity of the network.
     """
     speed = meeting.blob["speed"]
     if not speed["measured"]:

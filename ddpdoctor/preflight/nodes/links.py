@@ -43,31 +43,32 @@ _WORDS = {
 
 @across_nodes("links", "DDP053")
 def links(meeting: Meeting) -> Outcome:
-    """A node cannot open a connection to another, in one direction or in both.
+    """A node cannot open a connection to another node, in one or both directions.
 
     What it finds
-        Every node dials every other, both ways round, on a port of the kernel's choice, as gloo and
-        NCCL do. What failed is tried once more. A node that nobody reaches, or that reaches nobody,
-        is named as a node; a single way that fails is named with its direction.
+        Every node connects to every other node, in both directions, on ports chosen by the kernel,
+        as gloo and NCCL do. A failed connection is tried once more. A node that no other node can
+        reach, or that can reach no other node, is named as a node; a single failed connection is
+        named with its direction.
 
     Why it is bad
-        gloo and NCCL do not use the rendezvous port: every rank listens on ports of the kernel's
-        choice (32768 and up), and of two nodes the one with the higher address dials. A firewall
-        that closes those ports leaves the listening side waiting without a limit; measured: 40
-        minutes of silence.
+        gloo and NCCL do not use the rendezvous port. Every rank listens on a port chosen by the
+        kernel (32768 and up), and of two nodes the one with the higher address connects. If a
+        firewall closes those ports, the listening side waits without a limit: 40 minutes of silence
+        were measured.
 
     How to fix it
-        Let the nodes of a job reach each other on all TCP ports: a rule for the addresses of the
-        nodes in the firewall of the node that is named, or in the network's security group.
+        Allow all TCP ports between the nodes of a job, in the firewall of the node that is named or
+        in the network's security group.
 
     Example
-        Wrong: a security group that opens port 29500 alone.
-        Right: one that lets its members reach each other on every port.
+        Wrong: a security group that opens only port 29500.
+        Right: a security group whose members can reach each other on every port.
 
     When it stays silent
-        When every ordered pair of nodes exchanged 64 KiB; where the packets were too large for the
-        way, DDP054 tells it. It is a warning only where no node has a GPU and gloo does not dial
-        that way round.
+        If every ordered pair of nodes exchanged 64 KiB. Packets that are too large for the path are
+        DDP054. It is a warning only where no node has a GPU and gloo does not connect in that
+        direction.
     """
     failed = {
         way: result for way, result in bad_ways(meeting, "route") if result["outcome"] not in STALLS
@@ -188,28 +189,28 @@ def _paste(meeting: Meeting, each: Blame) -> str:
 
 @across_nodes("packet-size", "DDP054")
 def packet_size(meeting: Meeting) -> Outcome:
-    """Packets of full size vanish between nodes, or the nodes' largest packets (MTU) differ.
+    """Full-size packets are lost between nodes, or the nodes' packet sizes (MTU) differ.
 
     What it finds
-        A way between nodes on which a connection opens and small messages pass, but 64 KiB do not
-        arrive (error). It is tried again with smaller packets, to tell which size passes. Nodes
-        whose interfaces have different MTUs (warning).
+        A path between nodes on which a connection opens and small messages arrive, but 64 KiB do
+        not (error). Smaller packets are tried to find the size that passes. Nodes whose interfaces
+        have different MTUs (warning).
 
     Why it is bad
-        The job connects, and stops at the first all_reduce of more than a packet. A tunnel (VPN,
-        overlay network, jumbo frames on one side) takes less than the interface says, and the
-        message that should tell so is filtered. Measured: 942 s until gloo gave up.
+        The job connects, and hangs in the first all_reduce that is larger than a packet. A tunnel
+        (VPN, overlay network) or a switch without jumbo frames accepts less than the interface, and
+        the ICMP message about it is filtered. gloo gave up after 942 s in a test.
 
     How to fix it
-        Give the interface of every node the size that passes: `sudo ip link set dev eth0 mtu 1400`,
-        and make it last in the network's configuration. Or let ICMP "fragmentation needed" through.
+        Set the MTU that passes on every node: `sudo ip link set dev eth0 mtu 1400`, also in the
+        network's configuration, so that it survives a reboot. Or allow ICMP "fragmentation needed".
 
     Example
         Wrong: MTU 1500 on hosts whose traffic goes through a tunnel of 1400.
         Right: MTU 1400 on those hosts.
 
     When it stays silent
-        When 64 KiB arrived on every way that is open, and the MTUs are equal.
+        If 64 KiB arrived on every open path and the MTUs are equal.
     """
     lossy: dict[Way, dict[str, object]] = {}
     closed: set[Way] = set()

@@ -57,26 +57,27 @@ def gloo_reduction(meeting: Meeting) -> Outcome:
 
     What it finds
         As many ranks as the job will have, on every node, with the real torch: a store at the
-        rendezvous port, gloo with the environment as it is, all_reduce and broadcast with results
-        that are compared exactly. All of it has 20 s. It is left out while the other checks know
-        why it would only hang. A bus bandwidth (as nccl-tests define it, best of several sizes)
-        below a fifth of what one connection of TCP moved between the slowest pair of these nodes,
-        though their cores were idle (warning): gloo goes another way than the connection did.
+        rendezvous port, gloo in the environment as it is, all_reduce and broadcast with exact
+        results, within 20 s. Skipped if another check already knows why it would hang. Also a bus
+        bandwidth (as nccl-tests define it, the best of several sizes) below a fifth of what one TCP
+        connection reached between the slowest pair of nodes while their cores were idle (warning):
+        gloo then uses another path than that connection.
 
     Why it is bad
-        What fails here fails in the job, later and in more words.
+        What fails here fails in the job, later and with a longer error.
 
     How to fix it
-        By the error of the first rank. "Connection refused" or "timed out" with a peer's address:
-        the address is not the one the nodes share (`GLOO_SOCKET_IFNAME`). "No result": a rank hung.
+        Follow the error of the first rank. "Connection refused" or "timed out" with a peer's
+        address: that address is not on the network that the nodes share (`GLOO_SOCKET_IFNAME`). "No
+        result": a rank hung.
 
     Example
-        Wrong: a torch that was built without distributed on one node.
+        Wrong: a torch built without distributed support on one node.
         Right: the same environment on every node.
 
     When it stays silent
-        When every rank had the right result. The bus bandwidth is not compared, which is said, when
-        a node's cores were busy, and with more than 64 ranks.
+        If every rank got the right result. The bus bandwidth is not compared if a node's cores were
+        busy or with more than 64 ranks; the output says so.
     """
     told = meeting.blob["reduction"]
     if told.get("unready"):
@@ -187,32 +188,31 @@ OWN_WORDS = (
 
 @across_nodes("nccl-nodes", "DDP061")
 def nccl_reduction(meeting: Meeting) -> Outcome:
-    """An all_reduce by NCCL fails or hangs: inside a node, between two nodes, or over all.
+    """An all_reduce with NCCL fails or hangs: inside a node, between two nodes, or over all ranks.
 
     What it finds
-        Where every node has a GPU per rank, with 3 GiB of its memory free: all_reduce with results
-        compared, first inside each node, then between pairs of nodes in log2(n) rounds, then over
-        all ranks, so that the first stage that fails names the node or the pair. The two of a pair
-        that fails are tried with other nodes before one of them is blamed, or the link between
-        them. A bus bandwidth, as nccl-tests define it, that is a small part of what the link is
-        built for (warning): an eighth of the NVLinks or of PCIe inside a node, of InfiniBand, RoCE
-        or the network card between nodes; of messages of 4 and 64 MiB, the best of several.
+        If every rank has a GPU with 3 GiB free: all_reduce with results compared, first inside each
+        node, then between pairs of nodes in log2(n) rounds, then over all ranks, so that the first
+        failing stage shows the node or the pair. Both nodes of a failing pair are tried with other
+        nodes before one node or their link is named. Also a bus bandwidth (as nccl-tests define it,
+        for 4 and 64 MiB, best of several) below an eighth of what the link is built for (warning):
+        NVLink or PCIe inside a node, InfiniBand, RoCE or the network card between nodes.
 
     Why it is bad
-        NCCL's own message is "unhandled system error", on every rank, after half an hour.
+        NCCL's message is "unhandled system error", on every rank, after half an hour.
 
     How to fix it
-        Inside a node: shared memory, peer-to-peer (`NCCL_P2P_DISABLE=1` tells), the driver. Between
-        nodes: `NCCL_SOCKET_IFNAME`, InfiniBand (`NCCL_IB_DISABLE=1` tells), the firewall.
-        `NCCL_DEBUG=INFO` has the details.
+        Inside a node, check shared memory, peer-to-peer (try `NCCL_P2P_DISABLE=1`) and the driver.
+        Between nodes, check `NCCL_SOCKET_IFNAME`, InfiniBand (try `NCCL_IB_DISABLE=1`) and the
+        firewall. `NCCL_DEBUG=INFO` prints the details.
 
     Example
         Wrong: `NCCL_SOCKET_IFNAME=eth0` where the interface is called ens3.
-        Right: `NCCL_SOCKET_IFNAME=ens3` there.
+        Right: `NCCL_SOCKET_IFNAME=ens3`
 
     When it stays silent
-        When all stages gave the right result; it is skipped without GPUs. A link whose speed nobody
-        tells (a virtual network card, above all) is not compared, and that is said.
+        If all stages gave the right result. Skipped without GPUs. A link of unknown speed (such as
+        a virtual network card) is not compared; the output says so.
     """
     why_not: dict[str, list[int]] = {}
     for index, node in enumerate(meeting.nodes):

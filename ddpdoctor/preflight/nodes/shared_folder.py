@@ -15,28 +15,28 @@ from ddpdoctor.preflight.protocol.meet import Meeting
 
 @across_nodes("shared-folder", "DDP059")
 def shared_folder(meeting: Meeting) -> Outcome:
-    """The checkpoint folder is not the same folder on all nodes.
+    """The checkpoint directory is not the same directory on all nodes.
 
     What it finds
-        With `--checkpoint-dir`: one node writes a file there, and all others look for it for a few
-        seconds. A node that does not see it has a folder of its own. Where all see it, a sample of
-        names and sizes is compared as well.
+        With `--checkpoint-dir`, one node writes a file there and the others look for it for a few
+        seconds. A node that does not see the file has a local directory at that path. If all nodes
+        see the file, a sample of names and sizes is compared as well.
 
     Why it is bad
-        Rank 0 writes its checkpoints on node 0. After a restart the other nodes find none, or an
-        old one, and the ranks go on from different states.
+        Rank 0 writes checkpoints on node 0. After a restart, the other nodes find no checkpoint or
+        an old one, and the ranks resume from different states.
 
     How to fix it
-        Mount the same file system at that path on every node, or copy the checkpoints before a
+        Mount the same file system at that path on every node, or copy the checkpoints before you
         resume.
 
     Example
         Wrong: `--checkpoint-dir /tmp/run7` on two machines.
-        Right: a folder on NFS, Lustre or the like.
+        Right: a directory on NFS, Lustre or another shared file system.
 
     When it stays silent
-        When all nodes see the file, and when no folder was named. It is a warning, no error: a job
-        that never resumes, or sends the weights from rank 0, does without.
+        If all nodes see the file, or no directory is given. It is only a warning: a job that never
+        resumes, or broadcasts the weights from rank 0, works without it.
     """
     told = meeting.blob["folder"]
     asked = told["asked"]

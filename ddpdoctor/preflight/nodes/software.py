@@ -33,24 +33,24 @@ def versions(meeting: Meeting) -> Outcome:
     """The nodes have different versions of torch, NCCL, the driver or Python, or NCCL settings.
 
     What it finds
-        Different torch or NCCL (errors; a warning where torch differs in its last number alone),
-        different NVIDIA drivers or Python 3.x (warnings), and variables of NCCL that are not set
-        alike on every node (warning), except for those that name devices or files.
+        Different torch or NCCL versions (errors; a warning if torch differs only in its last
+        number), different NVIDIA drivers or Python minor versions (warnings), and NCCL variables
+        that are not the same on every node (warning), except those that name devices or files.
 
     Why it is bad
-        NCCL refuses other versions of itself with an "unhandled system error", or hangs. Two
-        torches may split gradients into other buckets: wrong sums or a hang. An algorithm that NCCL
-        is told to use on one node alone is a hang.
+        Different NCCL versions fail with "unhandled system error" or hang. Different torch versions
+        may split gradients into different buckets: wrong sums or a hang. An NCCL algorithm that is
+        set on one node only is a hang.
 
     How to fix it
-        The same environment on every node: one container image, or one lock file.
+        Use the same environment on every node: one container image or one lock file.
 
     Example
         Wrong: `pip install torch` on each node, a month apart.
-        Right: `pip install -r requirements.lock` on each.
+        Right: `pip install -r requirements.lock` on each node.
 
     When it stays silent
-        When they are equal, and where a node has none of it (no GPU, no driver).
+        If the versions are equal, and where a node does not have the component (no GPU, no driver).
     """
     detail = f"{of_all(meeting)}, torch {_first(meeting, lambda facts: facts.torch)}"
     return judged(detail, [*_software(meeting), *_settings(meeting)])
@@ -135,27 +135,28 @@ def _minor(version: str) -> str:
 
 @across_nodes("same-code", "DDP058")
 def same_code(meeting: Meeting) -> Outcome:
-    """The nodes do not have the same script, commit or changes.
+    """The nodes do not have the same script, commit or uncommitted changes.
 
     What it finds
-        Where a script is named (`ddpdoctor check ... -- train.py`): a script that is not the same
-        file on all nodes, or missing on one; another commit of its git repository; other
+        If a script is given (`ddpdoctor check ... -- train.py`): a script that differs between
+        nodes or is missing on one, a different commit of its git repository, or different
         uncommitted changes in tracked files.
 
     Why it is bad
-        Ranks with other code call other collectives: a hang at best, a model that learned something
-        else at worst.
+        Ranks that run different code call different collectives. The job hangs, or it trains and
+        gives a wrong model.
 
     How to fix it
-        Bring every node to the same commit, or put the code into a folder that all nodes share.
+        Check out the same commit on every node, or put the code in a directory that all nodes
+        share.
 
     Example
-        Wrong: `git pull` on node 0 alone.
+        Wrong: `git pull` on node 0 only.
         Right: `git checkout 3f2a91c` on every node.
 
     When it stays silent
-        When all of it is equal, or no script was named. Installed packages beside torch and NCCL
-        are not compared.
+        If everything is equal, or no script is given. Packages other than torch and NCCL are not
+        compared.
     """
     if not any(node.facts.script for node in meeting.nodes):
         return skipped("no script was named: ddpdoctor check ... -- train.py")

@@ -1,0 +1,48 @@
+"""The pages of rules and checks: whole, short, with an example, and printed as they are written."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ddpdoctor.commands.explain import entries, reflow
+
+PAGES = {code: entry.page for code, entry in entries().items()}
+SECTIONS = [
+    "What it finds", "Why it is bad", "How to fix it", "Example", "When it stays silent",
+]  # fmt: skip
+WIDTH = 100
+LONGEST = 30
+
+
+@pytest.mark.parametrize("code", PAGES)
+def test_a_page_is_whole_and_short(code: str) -> None:
+    summary, blank, *rest = PAGES[code].splitlines()
+    assert summary.endswith(".") and len(summary) < WIDTH and not blank
+    assert [line for line in rest if line and not line.startswith(" ")] == SECTIONS
+    for section in SECTIONS:
+        assert f"\n\n{section}\n    " in PAGES[code]
+    assert len("\n".join(reflow(PAGES[code], WIDTH)).strip().splitlines()) <= LONGEST
+
+
+@pytest.mark.parametrize("code", PAGES)
+def test_an_example_is_wrong_first_and_then_right(code: str) -> None:
+    example = re.search(r"\nExample\n(.*?)(?:\n\n|\Z)", PAGES[code], re.DOTALL)
+    assert example is not None
+    heads = [line.split()[0].strip(":,") for line in example[1].splitlines() if line[4] != " "]
+    assert [head for head in heads if head in ("Wrong", "Right")] == ["Wrong", "Right"]
+
+
+@pytest.mark.parametrize("code", PAGES)
+def test_codes_that_a_page_refers_to_exist(code: str) -> None:
+    named = set(re.findall(r"DDP\d{3}\b", PAGES[code]))
+    assert named <= PAGES.keys()
+
+
+def test_text_is_wrapped_and_code_is_not() -> None:
+    page = "One.\n\nExample\n    Wrong:\n        if a:\n            b\n    Right: c\n    d"
+    assert list(reflow(page, 12)) == [
+        "One.", "", "Example", "    Wrong:", "        if a:", "            b", "    Right: c",
+        "    d", "",
+    ]  # fmt: skip
