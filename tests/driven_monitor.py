@@ -10,8 +10,8 @@ from typing import Any
 
 from textual.pilot import Pilot
 
+from ddpdoctor.render.lines import plain
 from ddpdoctor.top.app import TopApp
-from ddpdoctor.top.line import plain
 from ddpdoctor.top.snapshot import Snapshot
 from ddpdoctor.top.source import Want
 from ddpdoctor.top.view import View

@@ -24,7 +24,7 @@ from ddpdoctor.run.record import PAGE_SIZE, UnreadableError, parse_status
 from ddpdoctor.run.snapshot import RunReader, read_manifest
 from ddpdoctor.stacks import parse, saved
 from ddpdoctor.stacks.declared import read_declared
-from ddpdoctor.top import gpus, outputs, steplog
+from ddpdoctor.top import gpus, output, steplog
 from ddpdoctor.top.recording import RecordingSource
 from ddpdoctor.top.source import ALL
 from ddpdoctor.top.stderr import Stderr
@@ -157,4 +157,4 @@ def test_a_finding(told: dict[str, Any]) -> None:
 @given(BYTES)
 def test_a_snapshot(data: bytes) -> None:
     with contextlib.suppress(ValueError):
-        outputs.read(data)
+        output.read(data)

@@ -12,6 +12,7 @@ import pytest
 
 from ddpdoctor.core.ranks import bracketed
 from ddpdoctor.render import stacks as render
+from ddpdoctor.render.lines import Line
 from ddpdoctor.stacks import py_spy, saved
 from ddpdoctor.stacks.code import code_of
 from ddpdoctor.stacks.folding import FOLDED, fold, tail
@@ -114,7 +115,7 @@ def test_a_thousand_ranks_become_a_few_lines() -> None:
 # -- as text
 
 
-def plain(lines: Sequence[render.Line]) -> list[str]:
+def plain(lines: Sequence[Line]) -> list[str]:
     return ["".join(text for text, _ in line).rstrip() for line in lines]
 
 
@@ -130,7 +131,7 @@ def test_the_tree_as_text_in_80_columns_of_ascii() -> None:
         "  ! [2]  not where the other 3 are",
         "    /job/train.py:20  save",
         "  [0-1,3]",
-        "    /job/train.py:12  step  loss.backward() # and so on # and so on # and so ...",
+        "    /job/train.py:12  step  loss.backward() # and so on # and so on # and so...",
         "    ... 1 frame in torch, in all_reduce (distributed_c10d.py:3252)",
     ]
     assert render.summary(merge(ranks)) == "4 of 5 ranks: [2] is not where the other 3 are"

@@ -13,7 +13,7 @@ from textual.pilot import Pilot
 from ddpdoctor.stacks import saved
 from ddpdoctor.stacks.model import MAIN, Frame, RankStacks, Thread
 from ddpdoctor.top.app import TopApp
-from ddpdoctor.top.taken import take
+from ddpdoctor.top.ask import take
 from tests import top_snapshots as made
 from tests.candidates import HOLDS_GIL, SLEEPS, SPINS, Candidates, line_of
 from tests.driven_monitor import Frames, drive, monitor, screen, until

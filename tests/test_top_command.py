@@ -14,7 +14,7 @@ import pytest
 
 from ddpdoctor.commands import top
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.top import terminal
+from ddpdoctor.render import terminal
 
 if TYPE_CHECKING:
     from tests.conftest import Doctor
@@ -95,6 +95,8 @@ def test_a_full_disk_is_said(doctor: Doctor, how: str) -> None:
 def test_what_is_recorded_is_replayed(doctor: Doctor) -> None:
     file = str(doctor.directory / "frames.jsonl")
     assert doctor.cli("top", "--demo", "--once", "--record", file).status == 0
+    (frame,) = (json.loads(line) for line in Path(file).read_text().splitlines())
+    assert all(len(row["owns"]) == 60 for row in frame["ranks"]), "looked at or not"
     assert "is there already" in doctor.cli("top", "--demo", "--once", "--record", file).stderr
     result = doctor.cli("top", "--once", "--replay", file)
     assert result.status == 0
@@ -110,7 +112,7 @@ for words in (["--demo", "--once"], ["--demo", "--json"], ["--once"]):
     assert top.main(words) == 0
 assert "textual" not in sys.modules
 import ddpdoctor.top.app
-import ddpdoctor.debug.attach_points, ddpdoctor.top.questions, ddpdoctor.top.signals
+import ddpdoctor.debug.attach_points, ddpdoctor.top.ask, ddpdoctor.top.signals
 assert "torch" not in sys.modules
 """
     subprocess.run(
@@ -167,5 +169,12 @@ def test_what_can_be_drawn(environment: dict[str, str], encoding: str, expected:
         ({"TERM": "dumb"}, True, False),
     ],
 )
-def test_colour(environment: dict[str, str], is_terminal: bool, expected: bool) -> None:
-    assert terminal.wants_colour(_Out("utf-8", is_terminal), environment) is expected
+def test_colour(
+    environment: dict[str, str], is_terminal: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("os.isatty", lambda descriptor: is_terminal and descriptor == 1)
+    assert terminal.wants_colour(1) is expected

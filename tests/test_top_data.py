@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import to_record
 from ddpdoctor.run import rundir
-from ddpdoctor.top import outputs
+from ddpdoctor.top import output
 from ddpdoctor.top.ages import Ages
 from ddpdoctor.top.choosing import open_source
 from ddpdoctor.top.live import LiveSource
@@ -172,7 +172,7 @@ def test_pages_of_noise_behind_a_good_head(
     for _ in range(2):
         snapshot = source.read(ALL)
         assert len(snapshot.ranks) == 2
-        outputs.read(outputs.line(snapshot))
+        output.read(output.line(snapshot))
     run.close()
     source.close()
 
@@ -248,7 +248,7 @@ def test_nothing_heavy_is_imported() -> None:
         "from ddpdoctor.top.source import Want\n"
         "open_source(None, demo=True).read(Want())\n"
         "import ddpdoctor.top.live, ddpdoctor.top.finished, ddpdoctor.top.recording\n"
-        "import ddpdoctor.top.following, ddpdoctor.top.outputs\n"
+        "import ddpdoctor.top.following, ddpdoctor.top.output\n"
         "bad = {'torch', 'textual', 'numpy', 'rich', 'ddpdoctor.rules', 'prometheus_client'}\n"
         "print(sorted(bad & set(sys.modules)))\n"
     )

@@ -11,11 +11,10 @@ import pytest
 from textual.pilot import Pilot
 
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.top import actions
 from ddpdoctor.top.app import TopApp
 from ddpdoctor.top.choosing import RunChoice
-from ddpdoctor.top.keys import KEYS
-from ddpdoctor.top.panels import environment
+from ddpdoctor.top.draw import panels
+from ddpdoctor.top.keys import KEYS, PURE
 from ddpdoctor.top.snapshot import Snapshot
 from ddpdoctor.top.source import Want
 from tests import top_snapshots as made
@@ -87,7 +86,7 @@ _NAMES = {"?": "question_mark", "/": "slash", ",": "comma", ".": "full_stop"}
 
 def test_every_key_of_the_table_does_something() -> None:
     own = set(monitor()._own())
-    assert {key.action for key in KEYS} <= own | set(actions.PURE)
+    assert {key.action for key in KEYS} <= own | set(PURE)
 
 
 @pytest.mark.parametrize("key", ["q", "ctrl+c"])
@@ -203,7 +202,7 @@ def test_a_fault_in_a_panel_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("of the panel")
 
     async def test(app: TopApp, pilot: Pilot[None]) -> None:
-        monkeypatch.setattr(environment, "draw", broken)
+        monkeypatch.setattr(panels, "environment", broken)
         await pilot.press("e")
         assert "RuntimeError in the monitor: of the panel" in screen(app)
         await pilot.press("escape")

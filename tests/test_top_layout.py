@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpdoctor.top import actions, bars, board, frame, rows, units
-from ddpdoctor.top.keys import KEYS
-from ddpdoctor.top.line import columns, plain, width
-from ddpdoctor.top.marks import ASCII, UNICODE
+from ddpdoctor.core import units
+from ddpdoctor.render.lines import columns, look, plain
+from ddpdoctor.top.draw import bars, frame
+from ddpdoctor.top.draw.marks import ASCII, UNICODE
+from ddpdoctor.top.draw.scene import Material
+from ddpdoctor.top.keys import KEYS, act
 from ddpdoctor.top.snapshot import FindingRow, Gpu, RankRow, Snapshot, Times, Verdict
-from ddpdoctor.top.styles import look
-from ddpdoctor.top.view import SORTS, Panel, View
+from ddpdoctor.top.view import SORTS, Panel, View, order, selected
 from tests import top_snapshots as made
 
 
@@ -116,10 +117,10 @@ views = st.builds(
 def test_every_line_is_as_wide_as_the_screen_and_harmless(
     snapshot: Snapshot, view: View, room: int, height: int
 ) -> None:
-    drawn = frame.draw(snapshot, view, room, height, frame.Material(asked=("one", "\x1b[2J two")))
+    drawn = frame.draw(snapshot, view, room, height, Material(asked=("one", "\x1b[2J two")))
     assert len(drawn.lines) == height
     for line in drawn.lines:
-        assert width(line) == room
+        assert columns(plain(line)) == room
         for part, style in line:
             look(style)
             assert not any(unicodedata.category(each) in ("Cc", "Cf", "Cs") for each in part)
@@ -184,11 +185,11 @@ def test_all_trends_have_one_axis() -> None:
 def test_sorting_puts_what_is_unknown_last_either_way(sort: str) -> None:
     whole = made.changed(made.run(8), 3, times=None, step=None, gpu=None, rss=None, reserved=None)
     for reverse in (False, True):
-        order = [row.rank for row in rows.selected(whole, View(sort=sort, reverse=reverse))]
+        order = [row.rank for row in selected(whole, View(sort=sort, reverse=reverse))]
         assert sorted(order) == list(range(8))
         if sort not in ("own", "rank"):
             assert order[-1] == 3
-    first = rows.selected(made.run(8), View(sort="wait"))[0].rank
+    first = selected(made.run(8), View(sort="wait"))[0].rank
     assert first != made.SLOW
 
 
@@ -207,7 +208,7 @@ def test_sorting_puts_what_is_unknown_last_either_way(sort: str) -> None:
     ],
 )
 def test_filter(words: str, found: list[int]) -> None:
-    shown = rows.selected(made.run(4), View(filter=words))
+    shown = selected(made.run(4), View(filter=words))
     assert sorted(row.rank for row in shown) == found
 
 
@@ -220,11 +221,11 @@ def test_groups_of_ranks_that_do_the_same() -> None:
 def test_the_cursor_stays_in_sight_and_on_its_rank() -> None:
     snapshot, view = made.run(1024), View()
     for _ in range(200):
-        view = actions.act(view, snapshot, "down")
+        view = act(view, snapshot, "down")
         drawn = frame.draw(snapshot, view, 80, 24)
         assert view.cursor in drawn.ranks.values()
         view = replace(view, top=drawn.top)
-    assert view.cursor == board.order(snapshot, View())[199]
+    assert view.cursor == order(snapshot, View())[199]
     view = replace(view, grouped=True)
     assert view.cursor in frame.draw(snapshot, view, 80, 24).ranks.values()
 
@@ -279,13 +280,13 @@ def test_sizes_and_durations() -> None:
 def test_a_stacked_bar_never_leaves_its_room(
     step: Times, room: int, longest: float, scale: float
 ) -> None:
-    assert width(bars.stacked(step, room, longest * scale, ASCII)) <= room
+    assert columns(plain(bars.stacked(step, room, longest * scale, ASCII))) <= room
 
 
 def test_bars() -> None:
     assert bars.sparkline((0.0, 0.5, 1.0, 2.0, math.nan), 1.0, 6, UNICODE) == " ▁▄█▲ "
     assert bars.sparkline((1.0,), 0.0, 1, ASCII) == "_"
-    assert bars.chart((1.0, 2.0), 2.0, 2, 2, UNICODE) == [" █", "██"]
+    assert bars.bars((1.0, 2.0), 2.0, 2, 2, UNICODE) == [" █", "██"]
     assert bars.axis((1.0, 1.0, 1.0, 100.0)) == 4.0
 
 

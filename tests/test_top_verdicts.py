@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ddpdoctor.run.record import Phase
-from ddpdoctor.top import live, outputs, times
+from ddpdoctor.top import live, output, times
 from ddpdoctor.top.choosing import open_source
 from ddpdoctor.top.live import LiveSource
 from ddpdoctor.top.snapshot import Snapshot
@@ -60,7 +60,7 @@ def test_runs_of_any_size(make: Make, ranks: int) -> None:
         assert first.owns == (), "nobody looks at it"
     assert (row.rss, row.allocated, row.reserved, row.peak) == (1 << 30, 1 << 28, 1 << 29, 3 << 27)
     assert snapshot.notes == ()
-    assert outputs.read(outputs.line(snapshot)) == snapshot
+    assert output.read(output.line(snapshot)) == snapshot
 
 
 def test_the_victim_is_not_blamed(make: Make) -> None:
@@ -134,7 +134,7 @@ def test_a_rank_that_gets_no_core_is_not_blamed(
         row = next(row for row in seen.ranks if row.rank == 1)
         assert seen.verdict.rank == blamed
         assert row.times is not None and row.times.lacked == pytest.approx(lacked / 1000)
-        assert outputs.read(outputs.line(seen)) == seen
+        assert output.read(output.line(seen)) == seen
 
 
 def test_an_unsplit_backward_blames_nobody_for_it(make: Make) -> None:

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddpdoctor.core.finding import Finding, Location, Severity
-from ddpdoctor.top import frame
-from ddpdoctor.top.line import plain
+from ddpdoctor.render.lines import plain
+from ddpdoctor.top.draw import frame
 from ddpdoctor.top.snapshot import (
     FindingRow,
     Gpu,

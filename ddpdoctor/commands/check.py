@@ -25,6 +25,7 @@ from ddpdoctor.preflight.nodes.attendance import next_line
 from ddpdoctor.preflight.place import places
 from ddpdoctor.preflight.situation import Situation, gpu_facts
 from ddpdoctor.render import checks as render
+from ddpdoctor.render import terminal
 
 HELP = """\
 Usage: ddpdoctor check [OPTIONS] [TORCHRUN OPTIONS] [[--] SCRIPT [ARGS...]]
@@ -135,7 +136,7 @@ def _tell(
     if asked.json:
         print(render.document(outcomes, host, exit_status(outcomes), seconds))
         return
-    colour = sys.stdout.isatty() and _wants_colour()
+    colour = terminal.wants_colour(1)
     width = min(shutil.get_terminal_size((80, 24)).columns, 100)
     sys.stdout.write(shown(_heading(situation, host), "\n"))
     sys.stdout.write(render.table(outcomes, colour=colour, width=width))
@@ -174,12 +175,6 @@ def _end_orphans(situation: Situation) -> None:
         return
     left = orphans.kill(found)
     print(f"{len(found) - len(left)} of {len(found)} ended\n")
-
-
-def _wants_colour() -> bool:
-    from ddpdoctor.render import console
-
-    return console.wants_colour()
 
 
 def _heading(situation: Situation, host: str) -> str:

@@ -16,8 +16,8 @@ from ddpdoctor.core.faults import Faults
 from ddpdoctor.core.finding import RULES, Finding, Severity, examine
 from ddpdoctor.failures import sources, verdict
 from ddpdoctor.failures.log import Sighting, read
-from ddpdoctor.render import console, json_lines, problems, summary
-from ddpdoctor.render.report import script, terminal_width
+from ddpdoctor.render import console, json_lines, problems, summary, terminal
+from ddpdoctor.render.report import script
 from ddpdoctor.run import rundir
 from ddpdoctor.run.record import integer
 from ddpdoctor.run.reported import with_kept
@@ -283,8 +283,8 @@ def _text_of_run(run: Run, finding: Finding) -> str:
 def _text(finding: Finding, written: float, kept: Path | None) -> str:
     return console.render(
         finding,
-        colour=console.wants_colour(1),
-        width=terminal_width(1) or 100,
+        colour=terminal.wants_colour(1),
+        width=terminal.width(1) or 100,
         written=written,
         kept=kept,
     )

@@ -15,7 +15,8 @@ from ddpdoctor.core.control_characters import json_text, shown
 from ddpdoctor.core.errors import DoctorError
 
 if TYPE_CHECKING:
-    from ddpdoctor.render.stacks import Line, Look
+    from ddpdoctor.render.lines import Line
+    from ddpdoctor.render.stacks import Look
     from ddpdoctor.stacks.merge import Node
     from ddpdoctor.stacks.model import RankStacks
 
@@ -204,9 +205,9 @@ def _node(node: Node) -> dict[str, Any]:
 
 def _print(taken: _Taken, options: _Options) -> None:
     from ddpdoctor.render import stacks as render
+    from ddpdoctor.render import terminal
     from ddpdoctor.stacks.code import code_of
     from ddpdoctor.stacks.merge import merge
-    from ddpdoctor.top import terminal
 
     look = render.Look(
         width=min(shutil.get_terminal_size((80, 24)).columns, _WIDEST),
@@ -239,8 +240,8 @@ def _write(lines: Sequence[Line], look: Look) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from ddpdoctor.top.line import cleaned
-    from ddpdoctor.top.styles import look as style
+    from ddpdoctor.render.lines import cleaned
+    from ddpdoctor.render.lines import look as style
 
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     for line in lines:

@@ -13,8 +13,9 @@ from ddpdoctor.core.errors import DoctorError
 
 if TYPE_CHECKING:
     from ddpdoctor.top.choosing import RunChoice
+    from ddpdoctor.top.output import Keep
     from ddpdoctor.top.prometheus import Exporter
-    from ddpdoctor.top.reader import Recording
+    from ddpdoctor.top.recording import Recording
     from ddpdoctor.top.snapshot import Snapshot
     from ddpdoctor.top.source import Source
 
@@ -153,7 +154,7 @@ def _open(options: _Options) -> Source:
 
 
 def _ascii(options: _Options) -> bool:
-    from ddpdoctor.top import terminal
+    from ddpdoctor.render import terminal
 
     return "--ascii" in options.flags or terminal.only_ascii(
         sys.stdout, terminal.given_environment()
@@ -161,41 +162,46 @@ def _ascii(options: _Options) -> bool:
 
 
 def _once(options: _Options) -> int:
-    from ddpdoctor.top import once
+    from ddpdoctor.top import output
     from ddpdoctor.top.view import View
 
-    with contextlib.closing(_recorded(options)) as source:
-        once.show(source, View(ascii_only=_ascii(options), keys=False), sys.stdout)
+    view = View(ascii_only=_ascii(options), keys=False)
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(contextlib.closing(_open(options)))
+        output.picture(source, view, sys.stdout, _kept(options, stack))
     return 0
 
 
-def _recorded(options: _Options) -> Source:
-    """The source, with all that is read from it written to the recording."""
-    from ddpdoctor.top.recording import Recorded, Recording
-
-    source = _open(options)
-    name = options.values.get("--record")
-    return source if name is None else Recorded(source, Recording(name))
+def _kept(options: _Options, stack: contextlib.ExitStack) -> Keep | None:
+    """Where ``--record`` puts snapshots."""
+    recording = _recording(options)
+    if recording is None:
+        return None
+    return stack.enter_context(contextlib.closing(recording)).add
 
 
 def _json(options: _Options) -> int:
-    from ddpdoctor.top import outputs
+    from ddpdoctor.top import output
 
     newest: list[Snapshot] = []
 
-    def keep(snapshot: Snapshot) -> None:
-        newest[:] = [snapshot]
-
     with contextlib.ExitStack() as stack:
-        source = stack.enter_context(contextlib.closing(_recorded(options)))
+        source = stack.enter_context(contextlib.closing(_open(options)))
+        record = _kept(options, stack)
         if "--watch" not in options.flags:
-            outputs.once(source, sys.stdout)
+            output.once(source, sys.stdout, record)
             return 0
+
+        def keep(snapshot: Snapshot) -> None:
+            newest[:] = [snapshot]
+            if record is not None:
+                record(snapshot)
+
         exporter = _exporter(options, lambda: newest[0] if newest else None)
         if exporter is not None:
             stack.enter_context(contextlib.closing(exporter))
             print(f"ddpdoctor: {_served(exporter)}", file=sys.stderr)
-        outputs.watch(source, sys.stdout, also=keep)
+        output.watch(source, sys.stdout, keep)
     return 0
 
 
@@ -213,8 +219,8 @@ def _served(exporter: Exporter) -> str:
 
 
 def _monitor(options: _Options) -> int:
+    from ddpdoctor.render import terminal
     from ddpdoctor.run import rundir
-    from ddpdoctor.top import terminal
 
     if not terminal.is_interactive():
         raise DoctorError(

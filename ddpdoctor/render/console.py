@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 import socket
 from pathlib import Path
@@ -185,12 +184,3 @@ def shown_path(path: str) -> str:
         return shown(str(Path(path).relative_to(Path.cwd())))
     except (ValueError, OSError):
         return shown(path)
-
-
-def wants_colour(descriptor: int = 2) -> bool:
-    """Whether a terminal is there that wants colour (``NO_COLOR``, ``TERM=dumb`` say no)."""
-    return (
-        os.isatty(descriptor)
-        and not os.environ.get("NO_COLOR")
-        and os.environ.get("TERM") != "dumb"
-    )

@@ -12,7 +12,7 @@ from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.faults import Faults
 from ddpdoctor.core.finding import RULES, Finding, examine
 from ddpdoctor.core.job import OwnOptions
-from ddpdoctor.render import summary
+from ddpdoctor.render import summary, terminal
 from ddpdoctor.run.reported import Event, Said, Told, Withdrawn, in_words
 from ddpdoctor.run.snapshot import Run
 
@@ -128,8 +128,8 @@ class Reporter:
             self._say(problems.line(finding, script(run)) + "\n")
             self._write_json(json_lines.line(finding))
             return
-        colour = console.wants_colour()
-        width = (terminal_width(2) or 100) - len(PREFIX)
+        colour = terminal.wants_colour()
+        width = (terminal.width(2) or 100) - len(PREFIX)
         text = console.render(
             finding,
             colour=colour,
@@ -166,15 +166,7 @@ def script(run: Run) -> str:
 
 def _lines(text: str) -> str:
     """A sentence of ours, wrapped if it goes to a terminal."""
-    width = terminal_width(2)
+    width = terminal.width(2)
     text = shown(text)
     rows = textwrap.wrap(text, width - len(PREFIX)) if width else [text]
     return "".join(f"{PREFIX}{row}\n" for row in rows)
-
-
-def terminal_width(descriptor: int) -> int | None:
-    """Columns to write for, from 40 to 100; None if it is no terminal."""
-    try:
-        return max(40, min(os.get_terminal_size(descriptor).columns, 100))
-    except OSError:
-        return None

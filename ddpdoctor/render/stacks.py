@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from ddpdoctor.core.control_characters import shown
 from ddpdoctor.core.ranks import bracketed
 from ddpdoctor.render.console import shown_path
+from ddpdoctor.render.lines import Line, Span, shortened
 from ddpdoctor.stacks.code import Code
 from ddpdoctor.stacks.folding import FOLDED, fold, libraries, tail
 from ddpdoctor.stacks.merge import Merged, Node, merge
 from ddpdoctor.stacks.model import CUT, MAIN, Frame, RankStacks, Thread
-
-Span = tuple[str, str]
-Line = tuple[Span, ...]
 
 _INDENT = "  "
 _MOST_PLACE, _MOST_FUNCTION = 34, 24
@@ -161,7 +159,7 @@ class _Tree:
                 line: list[Span] = [(head, ""), (function, "dim")]
                 left = look.width - len(head) - len(function) - 2
                 if code and left >= min(_LEAST_CODE, len(code)):
-                    line.append((f"  {_shortened(code, left, look.ellipsis)}", ""))
+                    line.append((f"  {shortened(code, left, look.ellipsis)}", ""))
                 yield tuple(line)
 
     def _end(self, ranks: Sequence[int], is_apart: bool, indent: str) -> Iterator[Line]:
@@ -187,7 +185,7 @@ class _Tree:
             whose = f"{bracketed(members)} " if len(members) < len(ranks) else ""
             yield ((f"{indent}{whose}native:", "dim"),)
             for frame in frames[-_MOST_NATIVE:]:
-                text = _shortened(frame, self.look.width - len(indent) - 2, self.look.ellipsis)
+                text = shortened(frame, self.look.width - len(indent) - 2, self.look.ellipsis)
                 yield ((f"{indent}  {text}", "dim"),)
         notes = Counter(each.note for rank in ranks if (each := self.stacks[rank]).note)
         for note in notes:
@@ -242,7 +240,3 @@ def _from_the_end(text: str, room: int, look: Look) -> str:
     if look.all_frames or len(text) <= room:
         return text
     return look.ellipsis + text[len(text) - room + len(look.ellipsis) :]
-
-
-def _shortened(text: str, room: int, ellipsis: str) -> str:
-    return text if len(text) <= room else text[: max(room - len(ellipsis), 0)] + ellipsis

@@ -9,8 +9,7 @@ from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
-from ddpdoctor.top.line import Line, columns, merged
-from ddpdoctor.top.styles import look
+from ddpdoctor.render.lines import Line, columns, look, merged
 
 
 class Canvas(Widget, can_focus=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from ddpdoctor.top import rows
 from ddpdoctor.top.snapshot import Snapshot
 
 _ROWS = 4000
@@ -32,10 +31,9 @@ class Past:
         while len(self.frames) > most:
             self.frames.popleft()
         for row in snapshot.ranks:
-            size = rows.memory(row)
-            if size is not None:
-                self.memory.setdefault(row.rank, deque(maxlen=_POINTS)).append(size)
+            if row.memory is not None:
+                self.memory.setdefault(row.rank, deque(maxlen=_POINTS)).append(row.memory)
 
-    def series(self, rank: int | None) -> Mapping[int, Sequence[int]]:
+    def memory_of(self, rank: int | None) -> Mapping[int, Sequence[int]]:
         """The memory of one rank."""
         return {} if rank is None else {rank: tuple(self.memory.get(rank, ()))}

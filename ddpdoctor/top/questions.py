@@ -1,82 +1,193 @@
-"""What a key asks beyond the snapshot: processes below a rank, how to attach, which runs there are.
-
-All of it looks at files or processes, so it is called in the reader's thread.
-"""
+"""The keys that ask for something beyond the snapshot, and what comes of it."""
 
 from __future__ import annotations
 
-import socket
-from pathlib import Path
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from threading import Thread
+from typing import TYPE_CHECKING, TypeVar
 
-import psutil
-
+from ddpdoctor.core import units
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.run.snapshot import Run, RunReader
-from ddpdoctor.top.snapshot import RankRow, Snapshot
+from ddpdoctor.top.choosing import RunChoice
+from ddpdoctor.top.source import Source
+from ddpdoctor.top.view import Panel, chosen
+
+if TYPE_CHECKING:
+    from ddpdoctor.top.app import TopApp
+    from ddpdoctor.top.ask import Taken
+    from ddpdoctor.top.signals import Choice
+
+T = TypeVar("T")
 
 
-def below(row: RankRow) -> tuple[str, ...]:
-    """The processes below a rank, such as DataLoader workers, in a line each."""
-    if row.pid is None:
-        return ()
-    if row.node not in ("", socket.gethostname()):
-        return (f"its processes are on {row.node}",)
-    lines = []
-    try:
-        for process in psutil.Process(row.pid).children(recursive=True):
+class Questions:
+    """Finds things in other threads, and shows them in their panels.
+
+    What it finds them with is imported when a key is pressed: a first paint has no use for it.
+
+    Args:
+        app: Shows them.
+        runs: The live runs to choose from.
+        list_runs: Lists them again; called in the reader's thread.
+        make_run: Makes the source for a chosen run.
+    """
+
+    def __init__(
+        self,
+        app: TopApp,
+        runs: tuple[RunChoice, ...],
+        list_runs: Callable[[], Sequence[RunChoice]] | None,
+        make_run: Callable[[str], Source] | None,
+    ) -> None:
+        self._app = app
+        self.runs = runs
+        self._list_runs = list_runs
+        self._make_run = make_run
+        self._choices: tuple[Choice, ...] = ()
+
+    def actions(self) -> dict[str, Callable[[], None]]:
+        """What the keys do now."""
+        opens = {"runs": self._choose_run, "signal": self._send}.get(self._app.view.panel)
+        return {
+            "attach": self._ask_attach,
+            "write": self._write,
+            "signal": self._ask_signal,
+            "choose": self._ask_runs,
+            **({"open": opens} if opens is not None else {}),
+        }
+
+    def _ask(self, find: Callable[[], T], take: Callable[[T], None]) -> None:
+        """Have something found in the reader's thread, and taken in this one."""
+
+        def task() -> None:
             try:
-                words = " ".join(process.cmdline()) or process.name()
-                lines.append(f"{process.pid} {process.status()}: {words}")
-            except psutil.Error:
-                continue
-    except (psutil.Error, ValueError):
-        return ("the process is gone",)
-    return tuple(lines) or ("no processes",)
+                self._app.call_later(take, find())
+            except DoctorError as error:
+                self._app.frozen = False
+                self._app.call_later(self._app.answer, str(error))
 
+        self._app.reader.ask(task)
 
-def attach_lines(snapshot: Snapshot) -> tuple[str, ...]:
-    """How to attach a debugger to the ranks, as ``ddpdoctor attach`` says it.
+    def _show(self, panel: Panel, asked: tuple[str, ...]) -> None:
+        """What a key asked for is there: it is shown in its panel."""
+        self._app.material = replace(self._app.material, asked=asked)
+        if self._app.view.panel != panel:
+            self._app.view = self._app.view.shown(panel)
+        self._app.say("")
+        self._app.redraw()
 
-    Raises:
-        DoctorError: There is nothing to attach to.
-    """
-    from ddpdoctor.debug import attach_points
-    from ddpdoctor.debug.vscode import launch_json
+    def take_stacks(self) -> None:
+        """Take the stacks, and for one rank the processes below it; show them when they come."""
+        from ddpdoctor.top import ask
 
-    run = _debugged(snapshot)
-    points = attach_points.points(run)
-    lines = [
-        f'VS Code: F5 "{launch_json.compound_name(attach_points.label(run))}"; '
-        "w writes .vscode/launch.json",
-        f"Neovim: ddpdoctor attach --rank N; elsewhere: {attach_points.tunnel(run)}",
-    ]
-    lines += [f"rank {point.rank}: port {point.port}, {point.state}" for point in points]
-    return tuple(lines if points else [*lines, "no rank has started yet"])
+        snapshot, replayed = self._app.shown, self._app.replayed
+        row = None if self._app.view.everyone else chosen(snapshot, self._app.view)
+        ranks = None if row is None else (row.rank,)
+        self._app.material = replace(self._app.material, taken=None)
 
+        def take() -> None:
+            taken = ask.take(snapshot, replayed, ranks)
+            self._app.call_later(self._show_stacks, taken)
 
-def write_launch_json(snapshot: Snapshot) -> str:
-    """Put the ranks into launch.json, as ``ddpdoctor attach --write`` does; what was done.
+        # Not the reader's thread: a rank that does not answer is waited for.
+        Thread(target=take, name="stacks", daemon=True).start()
+        if row is not None:
+            self._app.material = replace(self._app.material, asked=("looking ...",))
+            self._ask(
+                lambda: ask.processes_below(row),
+                lambda found: self._show_stacks(processes=found),
+            )
 
-    Raises:
-        DoctorError: There is nothing to attach to, or the file cannot be edited.
-    """
-    from ddpdoctor.debug import attach_points
-    from ddpdoctor.debug.vscode import files, launch_json
+    def _show_stacks(
+        self, taken: Taken | None = None, processes: tuple[str, ...] | None = None
+    ) -> None:
+        """What was asked for of the stacks' panel is there; it may be closed by now."""
+        if self._app.view.panel == "stacks":
+            before = self._app.material
+            asked = before.asked if processes is None else processes
+            self._app.material = replace(before, taken=taken or before.taken, asked=asked)
+            self._app.redraw()
 
-    run = _debugged(snapshot)
-    own = run.manifest["debug"].get("workspace")
-    workspace = Path(own) if own else files.find_workspace(files.current_directory(), None)
-    changed = attach_points.write([run], workspace)
-    path = workspace / files.FOLDER / launch_json.FILE
-    return f"{'wrote' if changed else 'unchanged:'} {path}"
+    def _ask_attach(self) -> None:
+        from ddpdoctor.top import ask
 
+        if self._app.view.panel == "attach":
+            self._app.view = self._app.view.shown("")
+            return
+        snapshot = self._app.shown
+        self._ask(lambda: ask.attach_lines(snapshot), lambda lines: self._show("attach", lines))
 
-def _debugged(snapshot: Snapshot) -> Run:
-    from ddpdoctor.debug import attach_points
+    def _write(self) -> None:
+        from ddpdoctor.top import ask
 
-    if not snapshot.live or not snapshot.path:
-        raise DoctorError("no run is live here: there is nothing to attach to")
-    run = RunReader(Path(snapshot.path)).snapshot()
-    if not attach_points.is_debugged(run):
-        raise DoctorError(f"{run.path.name} was started with --no-debug")
-    return run
+        snapshot = self._app.shown
+        if self._app.view.panel == "attach":
+            self._ask(lambda: ask.write_launch_json(snapshot), self._app.answer)
+
+    def _ask_signal(self) -> None:
+        from ddpdoctor.top import signals
+
+        if self._app.view.readonly:
+            self._app.say("signals are off: --readonly")
+            return
+        if self._app.replayed:
+            self._app.say("this is a replay: there is nothing to signal")
+            return
+        self._app.frozen = True
+        snapshot, cursor = self._app.shown, self._app.view.cursor
+        row = next((row for row in snapshot.ranks if row.rank == cursor), None)
+
+        def show(found: tuple[Choice, ...]) -> None:
+            self._choices = found
+            self._show("signal", tuple(choice.words for choice in found))
+
+        self._ask(lambda: signals.choices(snapshot, row), show)
+
+    def _send(self) -> None:
+        from ddpdoctor.top import signals
+
+        chosen = self._choices[self._app.view.item :][:1]
+        self._app.do("escape")
+        for choice in chosen:
+            try:
+                self._app.say(signals.send(choice))
+            except DoctorError as error:
+                self._app.say(str(error))
+
+    def _ask_runs(self) -> None:
+        list_runs = self._list_runs
+        if list_runs is None or self._app.view.panel == "runs":
+            self.show_runs()
+            return
+
+        def show(runs: Sequence[RunChoice]) -> None:
+            self.runs = tuple(runs)
+            self._app.say("")
+            if self._app.view.panel != "runs":
+                self.show_runs()
+            self._app.redraw()
+
+        self._ask(list_runs, show)
+
+    def show_runs(self) -> None:
+        """The runs, to choose one."""
+        if not self.runs:
+            self._app.say("there are no live runs to choose from")
+            return
+        now = time.time()
+        asked = tuple(
+            f"{units.age(None if run.started is None else now - run.started):>4}  "
+            f"{units.count(run.ranks, 'rank')}  {run.command} ({run.id})"
+            for run in self.runs
+        )
+        self._app.material = replace(self._app.material, asked=asked)
+        self._app.view = self._app.view.shown("runs")
+
+    def _choose_run(self) -> None:
+        run = self.runs[min(self._app.view.item, len(self.runs) - 1)]
+        make = self._make_run
+        self._app.view = replace(self._app.view, panel="", item=0, cursor=None, expanded=False)
+        if make is not None:
+            self._app.reader.switch(lambda: make(run.path))

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.top.snapshot import Snapshot
@@ -22,22 +22,6 @@ LEAST_PAUSE = 0.05
 """Seconds between two readings at the very least."""
 AFTER_TROUBLE = 2.0
 """Seconds until a source that failed is asked again."""
-
-
-class Recording(Protocol):
-    """Takes frames; see `ddpdoctor.top.recording`."""
-
-    path: str
-
-    def add(self, snapshot: Snapshot) -> None:
-        """One more frame.
-
-        Raises:
-            DoctorError: It cannot be written.
-        """
-
-    def close(self) -> None:
-        """No more frames."""
 
 
 class Reader(threading.Thread):
@@ -114,6 +98,10 @@ class Reader(threading.Thread):
         """Have something done in this thread, soon."""
         with self._lock:
             self._tasks.append(task)
+        self._wake.set()
+
+    def wake(self) -> None:
+        """Read a frame now rather than at the end of the interval."""
         self._wake.set()
 
     def switch(self, make: Callable[[], Source]) -> None:

@@ -9,9 +9,9 @@ from typing import BinaryIO
 
 from ddpdoctor.core import opening
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.top import outputs
+from ddpdoctor.top import output
 from ddpdoctor.top.snapshot import Snapshot, Verdict
-from ddpdoctor.top.source import Source, Want
+from ddpdoctor.top.source import Want
 
 _CHUNK = 1 << 20
 
@@ -50,7 +50,7 @@ class Recording:
             return
         self._last = snapshot.time
         try:
-            self._file.write(f"{outputs.line(snapshot)}\n".encode())
+            self._file.write(f"{output.line(snapshot)}\n".encode())
         except (OSError, ValueError) as error:
             raise DoctorError(f"cannot write {self.path}: {error}") from None
 
@@ -102,7 +102,7 @@ class RecordingSource:
         begin, end = self._places[position], self._places[position + 1]
         if end - begin > opening.MOST_RECORD:
             raise ValueError(f"frame {position + 1} is larger than {opening.MOST_RECORD >> 20} MB")
-        return outputs.read(os.pread(self._file.fileno(), end - begin, begin))
+        return output.read(os.pread(self._file.fileno(), end - begin, begin))
 
     def _pace(self, first: Snapshot) -> float:
         """Seconds between the first two frames."""
@@ -140,32 +140,3 @@ class RecordingSource:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-class Recorded:
-    """A source whose frames are kept as they are read.
-
-    Args:
-        source: Where they come from.
-        recording: Where they go.
-    """
-
-    def __init__(self, source: Source, recording: Recording) -> None:
-        self._source = source
-        self._recording = recording
-
-    @property
-    def interval(self) -> float:
-        """Seconds between frames."""
-        return self._source.interval
-
-    def read(self, want: Want) -> Snapshot:
-        """The present frame, of all ranks: what is not looked at now may be later."""
-        snapshot = self._source.read(Want(None, want.history))
-        self._recording.add(snapshot)
-        return snapshot
-
-    def close(self) -> None:
-        """Close both."""
-        self._source.close()
-        self._recording.close()

@@ -16,7 +16,7 @@ PHASES = ("data", "forward", "backward", "optimizer", "other", "wait")
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, as NVML told it last."""
+    """One GPU, as NVML reported it last."""
 
     node: str
     index: int
@@ -36,6 +36,11 @@ class Gpu:
     mig: bool = False
     problem: str = ""
     """Why numbers are missing, in words; empty if none are."""
+
+    @property
+    def memory_share(self) -> float | None:
+        """The used share of its memory."""
+        return _share(self.memory_used, self.memory_total)
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,13 @@ class RankRow:
     output: tuple[str, ...] = ()
     """The last lines of its stderr, as far as they carry its mark."""
 
+    @property
+    def memory(self) -> int | None:
+        """The memory that matters to it: its GPU's, or its own where it has none."""
+        if self.gpu is not None and self.gpu.memory_used is not None:
+            return self.gpu.memory_used
+        return self.reserved if self.reserved is not None else self.rss
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -120,6 +132,11 @@ class Machine:
     cores: int | None = None
     memory_used: int | None = None
     memory_total: int | None = None
+
+    @property
+    def memory_share(self) -> float | None:
+        """The used share of its memory."""
+        return _share(self.memory_used, self.memory_total)
 
 
 @dataclass(frozen=True)
@@ -165,3 +182,7 @@ class Snapshot:
     """What the person should know of the monitor itself: unreadable files, a run that is gone."""
     environment: dict[str, str] = field(default_factory=dict)
     """Versions and launch settings for the environment panel."""
+
+
+def _share(used: int | None, total: int | None) -> float | None:
+    return None if used is None or not total else used / total

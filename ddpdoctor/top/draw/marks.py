@@ -20,34 +20,30 @@ class Marks:
     rule: str
     dot: str
     """Between parts of a line."""
-    blamed: str
+    cursor: str
     dead: str
-    stale: str
     debugger: str
     ended: str
-    starting: str
-    cursor: str
     ok: str
-    info: str
-    warning: str
     error: str
+    stale: str = "?"
+    starting: str = "*"
+    blamed: str = "!"
+    info: str = "i"
+    warning: str = "!"
 
     def level(self, name: str) -> str:
         """The sign of a verdict's or a finding's level."""
-        signs = {"ok": self.ok, "info": self.info, "warning": self.warning, "error": self.error}
-        return signs.get(name, self.info)
+        return str(getattr(self, name)) if name in LEVELS else self.info
 
     def state(self, name: str, blamed: bool) -> str:
         """The sign in front of a rank."""
-        signs = {
-            "dead": self.dead,
-            "stale": self.stale,
-            "debugger": self.debugger,
-            "ended": self.ended,
-            "starting": self.starting,
-        }
-        return signs.get(name, self.blamed if blamed else " ")
+        if name in ("dead", "stale", "debugger", "ended", "starting"):
+            return str(getattr(self, name))
+        return self.blamed if blamed else " "
 
+
+LEVELS = ("ok", "info", "warning", "error")
 
 UNICODE = Marks(
     ascii_only=False,
@@ -57,16 +53,11 @@ UNICODE = Marks(
     ellipsis="…",
     rule="─",
     dot="·",
-    blamed="!",
+    cursor="▸",
     dead="✗",
-    stale="?",
     debugger="‖",
     ended="·",
-    starting="*",
-    cursor="▸",
     ok="✓",
-    info="i",
-    warning="!",
     error="✗",
 )
 
@@ -78,16 +69,11 @@ ASCII = Marks(
     ellipsis="...",
     rule="-",
     dot="-",
-    blamed="!",
+    cursor=">",
     dead="x",
-    stale="?",
     debugger="D",
     ended=".",
-    starting="*",
-    cursor=">",
     ok="+",
-    info="i",
-    warning="!",
     error="x",
 )
 

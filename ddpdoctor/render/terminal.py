@@ -1,9 +1,8 @@
-"""What the terminal, or whatever else stdout is, can show."""
+"""What the terminal, or whatever else an output is, can show."""
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
 from typing import TextIO
 
@@ -30,7 +29,7 @@ def only_ascii(out: TextIO | None, environment: Mapping[str, str]) -> bool:
 def given_environment() -> Mapping[str, str]:
     """The environment as it was at the start.
 
-    Where the locale is C, Python sets ``LC_CTYPE`` in its own (PEP 538), so that one does not tell.
+    Where the locale is C, Python sets ``LC_CTYPE`` itself (PEP 538), so `os.environ` is no use.
     """
     try:
         with open("/proc/self/environ", "rb") as file:
@@ -40,15 +39,17 @@ def given_environment() -> Mapping[str, str]:
         return os.environ
 
 
-def wants_colour(out: TextIO, environment: Mapping[str, str]) -> bool:
-    """Whether the output is a terminal that wants colour."""
-    return out.isatty() and not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
+def wants_colour(descriptor: int = 2) -> bool:
+    """Whether a terminal is there that wants colour (``NO_COLOR``, ``TERM=dumb`` say no)."""
+    return os.isatty(descriptor) and not os.environ.get("NO_COLOR") and not is_dumb()
 
 
-def size() -> tuple[int, int]:
-    """Columns and lines of the terminal; 80 by 24 where there is none."""
-    columns, lines = shutil.get_terminal_size((80, 24))
-    return max(columns, 1), max(lines, 1)
+def width(descriptor: int) -> int | None:
+    """Columns to write for, from 40 to 100; None if it is no terminal."""
+    try:
+        return max(40, min(os.get_terminal_size(descriptor).columns, 100))
+    except OSError:
+        return None
 
 
 def is_interactive() -> bool:

@@ -1,0 +1,1 @@
+"""From a snapshot and a view to lines of text."""

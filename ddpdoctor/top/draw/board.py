@@ -1,0 +1,286 @@
+"""The board: a line for each rank, in as many columns as there is room for."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from ddpdoctor.core import units
+from ddpdoctor.render.lines import Line, Span, columns, fit
+from ddpdoctor.top.draw import bars
+from ddpdoctor.top.draw.columns import (
+    QUANTILES,
+    SHORT,
+    TIMES,
+    Column,
+    cell,
+    fitting,
+    phase_cell,
+    text_of,
+)
+from ddpdoctor.top.draw.scene import Scene
+from ddpdoctor.top.snapshot import RankRow
+from ddpdoctor.top.view import by_node, number, selected
+
+NO_NUMBERS = ("dead", "ended", "starting", "debugger")
+"""States in which a rank's own numbers are history, and words take their place."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Lines, and what each of them is about."""
+
+    lines: tuple[Line, ...]
+    ranks: dict[int, int] = field(default_factory=dict)
+    """The rank that a line belongs to, by the line's number."""
+    top: int = 0
+    """The first row that was drawn, once the cursor is in sight."""
+
+
+def draw(scene: Scene, height: int) -> Drawn:
+    """The board in at most ``height`` lines: header, ranks, median."""
+    return _Board(scene).draw(height) if height > 0 else Drawn(())
+
+
+_Node = tuple[str, Sequence[RankRow]]
+"""The line above the ranks of a node."""
+
+
+class _Board:
+    def __init__(self, scene: Scene) -> None:
+        self._scene = scene
+        self._snapshot = snapshot = scene.snapshot
+        self._view = scene.view
+        self._room = scene.room
+        self._marks = scene.marks
+        self._ranks = selected(snapshot, scene.view)
+        totals = [row.times.total for row in snapshot.ranks if row.times is not None]
+        self._unit = units.unit_for(max(totals, default=0.0))
+        self._columns, self._trend = fitting(snapshot.ranks, scene.room)
+        self._axis = 0.0
+
+    def draw(self, height: int) -> Drawn:
+        """At most so many lines."""
+        snapshot, ranks = self._snapshot, self._ranks
+        header = 1 if height >= 3 else 0
+        fits = height >= 5 or height - header > len(ranks)
+        last = 1 if fits and snapshot.median is not None and len(ranks) > 1 else 0
+        body = height - header - last
+        entries = self._entries(body)
+        first, count, tail = self._window(entries, body)
+        seen = entries[first : first + count]
+        shown = [each for each in seen if isinstance(each, RankRow)] or ranks[:1]
+        trend = max(self._trend, 1)
+        self._axis = bars.axis([own for row in shown for own in row.owns[-trend:]])
+        lines: list[Line] = [self._header()] if header else []
+        about: dict[int, int] = {}
+        for entry in seen:
+            if isinstance(entry, RankRow):
+                about[len(lines)] = entry.rank
+                lines.append(self._rank_line(entry))
+            else:
+                about[len(lines)] = entry[1][0].rank
+                lines.append(self._node_line(*entry))
+        if tail:
+            rest = [each for each in entries[first + count :] if isinstance(each, RankRow)]
+            lines += self._tail(rest, first, len(entries) - first - count, tail)
+        if not ranks:
+            empty = "no rank passes the filter" if self._view.filter else "no rank has started yet"
+            lines.append(((f"  {empty}", "dim"),))
+        if last:
+            lines.append(self._median_line())
+        return Drawn(tuple(lines[:height]), about, first)
+
+    # -- what is shown
+
+    def _entries(self, body: int) -> list[RankRow | _Node]:
+        """The lines of the board: ranks, below the heads of their nodes if they are grouped."""
+        if not self._view.grouped:
+            return list(self._ranks)
+        nodes = by_node(self._ranks)
+        share = len(self._ranks)
+        if len(nodes) + share > body:
+            # Not all of them fit: below each node as many of its worst as there is room for.
+            share = max(0, (body - 1) // max(len(nodes), 1) - 1)
+        entries: list[RankRow | _Node] = []
+        for node in nodes.items():
+            entries.append(node)
+            entries += [
+                row
+                for number, row in enumerate(node[1])
+                if number < share or row.rank == self._view.cursor
+            ]
+        return entries
+
+    def _window(self, entries: Sequence[RankRow | _Node], body: int) -> tuple[int, int, int]:
+        """First entry, number of entries, and the lines left for what is not shown."""
+        if len(entries) <= body:
+            return 0, len(entries), 0
+        tail = 4 if body >= 12 else 1 if body >= 3 else 0
+        count = max(body - tail, 1)
+        first = min(self._view.top, len(entries) - count)
+        cursor = self._view.cursor
+        for at, entry in enumerate(entries):
+            if isinstance(entry, RankRow) and entry.rank == cursor:
+                first = min(max(first, at - count + 1), at)
+                break
+        return max(first, 0), count, tail
+
+    # -- lines
+
+    def _cells(self, text: Callable[[Column], str]) -> str:
+        return "  " + "".join(f" {cell(column, text(column))}" for column in self._columns)
+
+    def _header(self) -> Line:
+        spans: list[Span] = [("  ", "head")]
+        for column in self._columns:
+            title, width = column.title, column.width
+            text = title if len(title) <= width else SHORT.get(title, title)[:width]
+            style = "bold" if column.name == self._view.sort else "head"
+            spans += [(" ", "head"), (cell(column, text), style)]
+        if self._trend:
+            title = short = "OWN"
+            if self._axis:
+                end = f"{units.time_in(self._axis, self._unit)} {self._unit.name}"
+                title, short = f"OWN, 0 to {end}", f"<{end}".replace(" ", "")
+            text = title if len(title) <= self._trend else short
+            spans += [(" ", "head"), (fit(text, self._trend), "head")]
+        return tuple(spans)
+
+    def _rank_line(self, row: RankRow) -> Line:
+        scene, marks, room = self._scene, self._marks, self._room
+        blamed = row.rank == self._snapshot.verdict.rank
+        style = "error" if row.state == "dead" else ""
+        if row.state in ("stale", "ended", "starting"):
+            style = "dim"
+        sign_style = "warning" if blamed and row.state != "dead" else style or "info"
+        if blamed and not style:
+            style = "bold"
+        cursor = row.rank == self._view.cursor
+        head: list[Span] = [
+            (marks.cursor if cursor else " ", ""),
+            (marks.state(row.state, blamed), sign_style),
+        ]
+        used = 2
+        words = _words(row, self._trend)
+        for column in self._columns:
+            if column.live and row.state in NO_NUMBERS and words:
+                break
+            head.append((f" {cell(column, text_of(row, column, self._unit))}", style))
+            used += column.width + 1
+        trend: tuple[Span, ...] = ()
+        if words:
+            head.append((f" {scene.cut(words, room - used - 1)}", style))
+        elif self._trend:
+            # Bars on a reversed ground would read as their opposite.
+            trend = ((f" {bars.sparkline(row.owns, self._axis, self._trend, marks)}", "bar"),)
+        if not cursor:
+            return (*head, *trend)
+        text = "".join(text for text, _ in head)
+        return ((text if trend else fit(text, room), "cursor"), *trend)
+
+    def _node_line(self, node: str, ranks: Sequence[RankRow]) -> Line:
+        """A node in one line: how many ranks, who is the slowest, how it stands."""
+        parts = [units.count(len(ranks), "rank"), *self._times_of(ranks), *_loads(ranks)]
+        states = Counter(row.state for row in ranks if row.state != "running")
+        parts += [f"{count} {state}" for state, count in sorted(states.items())]
+        name = node or "node"
+        text = f" {name if self._room >= 40 else name[-12:]}:"
+        for part in parts:
+            more = f", {part}" if part is not parts[0] else f" {part}"
+            if columns(text) + columns(more) > self._room:
+                break
+            text += more
+        return ((self._scene.cut(text), "bold"),)
+
+    def _times_of(self, ranks: Sequence[RankRow]) -> list[str]:
+        owns = {row.rank: row.times.own for row in ranks if row.times is not None}
+        if not owns:
+            return []
+        worst = max(owns, key=lambda rank: owns[rank])
+        unit = self._unit
+        return [
+            f"OWN {units.time_in(median(owns.values()), unit)} {unit.name}",
+            f"most {units.time_in(owns[worst], unit)} on rank {worst}",
+        ]
+
+    def _tail(self, rest: Sequence[RankRow], before: int, after: int, lines: int) -> list[Line]:
+        """What of the ranks beyond the board can be said in a few lines."""
+        nodes = " nodes" if after and not rest else ""
+        text = f"{self._marks.ellipsis} {after} more{nodes}" if after else "the last ones"
+        above = f", {before} above" if before else ""
+        result: list[Line] = [((f"  {text}{above}", "dim"),)]
+        if lines >= 4 and rest:
+            names = [column.name for column in self._columns if column.name in QUANTILES]
+            ordered = {name: _sorted(rest, name) for name in names}
+            split = all(row.times.split for row in rest if row.times is not None)
+            for share in (0.9, 0.5, 0.1):
+
+                def quantile(column: Column, share: float = share) -> str:
+                    if column.name == "rank":
+                        return f"{share:.0%}"
+                    return self._quantile(column, ordered.get(column.name), share, split)
+
+                result.append(((self._cells(quantile), "dim"),))
+        return result
+
+    def _quantile(
+        self, column: Column, found: Sequence[float] | None, share: float, split: bool
+    ) -> str:
+        """A quantile of a column's numbers, as it shows them."""
+        if found is None:
+            return ""
+        value = found[min(len(found) - 1, int(share * len(found)))] if found else None
+        if column.shown is not None:
+            return column.shown(value)
+        if value is None or (column.name == "wait" and not split):
+            return units.MISSING
+        mixed = "" if split or column.name not in ("own", "backward") else "~"
+        return mixed + units.time_in(value, self._unit)
+
+    def _median_line(self) -> Line:
+        """The median of all ranks, and how far the slowest is from it."""
+
+        def typical(column: Column) -> str:
+            if column.name in TIMES:
+                return phase_cell(self._snapshot.median, column.name, self._unit)
+            return "" if column.name != "rank" else "med" if column.width >= 3 else "m"
+
+        text = self._cells(typical)
+        skew = self._snapshot.skew
+        if skew is not None:
+            long, short = f"skew {skew:.2f}x", f"{skew:.1f}x"
+            for words in (f"{long}: the slowest rank to the median", long, short):
+                if len(words) + columns(text) + 1 <= self._room:
+                    text += f" {words}"
+                    break
+        return ((text, "info"),)
+
+
+def _words(row: RankRow, room: int) -> str:
+    """What there is to say of a rank that does not simply run."""
+    if row.state == "stale":
+        text = row.said or f"no heartbeat for {units.duration(row.heartbeat)}"
+        return text if columns(text) <= room else f"stale {units.age(row.heartbeat)}"
+    if row.state not in NO_NUMBERS:
+        return ""
+    if row.said and row.state == "dead" and not row.said.startswith("dead"):
+        return f"dead: {row.said}"
+    return row.said or ("in the debugger" if row.state == "debugger" else row.state)
+
+
+def _loads(ranks: Sequence[RankRow]) -> list[str]:
+    """What the GPUs of a node's ranks do."""
+    gpus = [row.gpu for row in ranks if row.gpu is not None]
+    used = [gpu.utilization for gpu in gpus if gpu.utilization]
+    watts = [gpu.power for gpu in gpus if gpu.power is not None]
+    util = [f"util {units.percent(median(used))}"] if used else []
+    return [*util, f"{units.figures(sum(watts))} W"] if watts else util
+
+
+def _sorted(ranks: Sequence[RankRow], name: str) -> list[float]:
+    values = (number(row, name) for row in ranks)
+    return sorted(value for value in values if value is not None and math.isfinite(value))

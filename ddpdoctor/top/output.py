@@ -1,0 +1,200 @@
+"""Snapshots as text: one frame (``--once``), and JSON for machines and recordings, and back.
+
+In JSON numbers are numbers in base units. What is not known is absent.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TextIO
+
+from ddpdoctor.core import opening
+from ddpdoctor.core.control_characters import json_text
+from ddpdoctor.core.finding import from_record, to_record
+from ddpdoctor.top.snapshot import (
+    FindingRow,
+    Gpu,
+    Machine,
+    RankRow,
+    Snapshot,
+    Times,
+    Verdict,
+)
+from ddpdoctor.top.source import ALL, Replay, Source, Want
+from ddpdoctor.top.view import View
+
+_MOST = 4 * opening.MOST_EXPANDED
+"""Bytes of memory that a snapshot may take: of a thousand ranks it is half of that."""
+
+FORMAT = 1
+"""Version of the JSON; raised when a field changes its meaning."""
+
+Keep = Callable[[Snapshot], None]
+"""What becomes of a snapshot besides."""
+
+
+def picture(source: Source, view: View, out: TextIO, keep: Keep | None = None) -> None:
+    """Write a frame of the terminal's size; with colour only on a terminal that wants it.
+
+    Args:
+        source: Where it comes from.
+        view: How it is looked at.
+        out: Where it goes.
+        keep: Called with the snapshot, of which all ranks are then read.
+
+    Raises:
+        DoctorError: There is nothing to show.
+    """
+    # Here, and not at the top: JSON has no use for it.
+    from ddpdoctor.render import terminal
+    from ddpdoctor.render.lines import look, merged, plain
+    from ddpdoctor.top.draw import frame
+
+    room, height = (max(each, 1) for each in shutil.get_terminal_size((80, 24)))
+    # Which ranks are in sight is known once there is a frame; only theirs are read in full.
+    first = source.read(Want(frozenset()))
+    visible = frame.draw(first, view, room, height).visible
+    if isinstance(source, Replay):
+        view = replace(view, position=(source.position, source.length))
+    snapshot = source.read(Want(visible) if keep is None else ALL)
+    if keep is not None:
+        keep(snapshot)
+    colour = terminal.wants_colour(1)
+    for line in frame.draw(snapshot, view, room, height).lines:
+        text = plain(line).rstrip()
+        if colour:
+            text = "".join(look(style).render(part) for part, style in merged(line))
+        out.write(f"{text}\n")
+
+
+def line(snapshot: Snapshot) -> str:
+    """A snapshot as one line of JSON."""
+    return json_text({"format": FORMAT, **_plain(snapshot)}, separators=(",", ":"))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (str, int, float, dict)):
+        return value
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, FindingRow):
+        record = {"time": value.time, **to_record(value.finding)}
+        return {key: each for key, each in record.items() if each is not None}
+    if isinstance(value, Times):
+        # Own time is what everything is about, and not left to the reader's arithmetic.
+        return {**vars(value), "own": value.own}
+    return {
+        key: _plain(each) for key, each in vars(value).items() if each is not None and each != ""
+    }
+
+
+def read(text: str | bytes) -> Snapshot:
+    """The snapshot of a line.
+
+    Raises:
+        ValueError: It is none, is damaged, or of a newer format.
+    """
+    try:
+        if opening.expanded(text if isinstance(text, bytes) else text.encode()) > _MOST:
+            raise ValueError("too large")
+        record = opening.loads(text)
+        if record.pop("format") > FORMAT:
+            raise ValueError("written by a newer ddpdoctor")
+        return Snapshot(**{key: _READ.get(key, _same)(value) for key, value in record.items()})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"no snapshot: {error}") from None
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _rank(record: Mapping[str, Any]) -> RankRow:
+    return RankRow(**{key: _READ.get(key, _same)(value) for key, value in record.items()})
+
+
+def _gpu(record: Mapping[str, Any]) -> Gpu:
+    return Gpu(**{**record, "throttle": tuple(record.get("throttle", ()))})
+
+
+def _times(record: Mapping[str, Any]) -> Times:
+    return Times(**{key: value for key, value in record.items() if key != "own"})
+
+
+def _finding(record: Mapping[str, Any]) -> FindingRow:
+    finding = from_record(record)
+    if finding is None:
+        raise ValueError("a finding is damaged")
+    return FindingRow(finding, record.get("time"))
+
+
+_READ: Mapping[str, Callable[[Any], Any]] = {
+    "verdict": lambda record: Verdict(**record),
+    "machine": lambda record: Machine(**record),
+    "median": _times,
+    "times": _times,
+    "gpu": _gpu,
+    "gpus": lambda records: tuple(map(_gpu, records)),
+    "ranks": lambda records: tuple(map(_rank, records)),
+    "findings": lambda records: tuple(map(_finding, records)),
+    **dict.fromkeys(("output", "notes", "owns", "totals"), tuple),
+}
+"""How the fields of a snapshot and of its ranks are read that are more than a value."""
+
+
+def once(source: Source, out: TextIO, keep: Keep | None = None) -> Snapshot:
+    """Write one snapshot, which it returns, as one line of JSON.
+
+    Args:
+        source: Where it comes from.
+        out: Where it goes.
+        keep: Called with the snapshot.
+
+    Raises:
+        DoctorError: There is nothing to show.
+    """
+    snapshot = source.read(ALL)
+    out.write(f"{line(snapshot)}\n")
+    out.flush()
+    if keep is not None:
+        keep(snapshot)
+    return snapshot
+
+
+def watch(
+    source: Source,
+    out: TextIO,
+    keep: Keep | None = None,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Write one snapshot per interval, each flushed, until the run is over; a replay, to its end.
+
+    Args:
+        source: Where they come from. One that waits for runs never ends.
+        out: Where they go.
+        keep: Called with each snapshot.
+        sleep: Lets time pass.
+
+    Raises:
+        DoctorError: There is nothing to show.
+    """
+    replay = source if isinstance(source, Replay) else None
+    if replay is not None:
+        replay.seek(0)
+    due = time.monotonic()
+    while True:
+        snapshot = once(source, out, keep)
+        if replay is not None:
+            if replay.position >= replay.length - 1:
+                return
+            replay.seek(replay.position + 1)
+        elif snapshot.kind == "run" and not snapshot.live:
+            return
+        else:
+            # A frame that came late does not make the next ones come in a rush.
+            due = max(due + source.interval, time.monotonic())
+            sleep(due - time.monotonic())
