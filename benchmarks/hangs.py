@@ -76,7 +76,7 @@ def examine_many(ranks: int, where: str) -> None:
     reader = RunReader(path)
     began, cpu = time.perf_counter(), time.process_time()
     run = reader.snapshot()
-    records = examination.examine(run, 1, range(ranks), {})
+    records = examination.examine(run, 1, range(ranks), {}, {})
     for record in records:
         thread = Thread(1, MAIN, True, frames[record["rank"] != 5])
         stacks = RankStacks(record["rank"], 0, record["pid"], "node", (thread,))

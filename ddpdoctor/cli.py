@@ -15,14 +15,14 @@ from ddpdoctor.core.control_characters import shown
 from ddpdoctor.core.errors import DoctorError
 
 COMMANDS = {
-    "run": "Start a distributed job, watch it, and name what is wrong.",
-    "check": "Find out before a job starts whether it can work here, and between nodes.",
-    "top": "Watch a live run: which rank is slow, in what, and what its GPU does.",
+    "run": "Start a distributed job, watch it, and report what is wrong.",
+    "check": "Check before a job starts whether it can run here, and between nodes.",
+    "top": "Watch a live run: which rank is slow, where, and what its GPU does.",
     "attach": "Show where a debugger attaches to the ranks of live runs.",
     "stacks": "Show where the ranks of a live run are in the code, merged into one tree.",
     "vscode": "Write VS Code's launch.json and tasks.json for a job.",
-    "report": "Say what was wrong with a run that is over, or from a plain log.",
-    "explain": "Say what the code of a finding means.",
+    "report": "Show the findings of a finished run, or diagnose a plain log.",
+    "explain": "Explain a finding by its code or name.",
 }
 
 HELP = """\

@@ -85,10 +85,10 @@ def test_a_live_run_from_every_side(doctor: Doctor, two: Live) -> None:
     other = subprocess.Popen(["sleep", "60"], env=doctor.environment())
     expected: dict[tuple[str, ...], str] = {
         ("attach", "--rank", "7"): "no live run has a rank 7",
-        ("attach", "--rank", "x"): "option --rank needs a number, not 'x'",
+        ("attach", "--rank", "x"): "option --rank needs a number, 0 or more, not 'x'",
         ("attach", "--rnak", "1"): "did you mean --rank?",
         ("attach", "nowhere"): "no run named nowhere",
-        ("attach", "--gdb", str(other.pid)): "no Python",
+        ("attach", "--gdb", str(other.pid)): "is not a Python process",
         ("attach", "--gdb", "4194303"): "there is no process 4194303",
         ("attach", "a", "b"): "one run at a time",
     }

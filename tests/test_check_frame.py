@@ -189,7 +189,7 @@ def test_slurm_says_which_node_this_is() -> None:
         (["--nproc-per-node", "two"], "number of ranks"),
         (["--rdzv-endpoint", "node0:http"], "no HOST:PORT"),
         (["--timeout", "soon"], "seconds"),
-        (["--timeout"], "needs a value"),
+        (["--timeout"], "needs a number of seconds"),
         (["--jsn"], "did you mean --json"),
     ],
 )
@@ -255,6 +255,7 @@ def test_the_commands_words(doctor: Doctor) -> None:
     assert here.startswith("launch-environment ") and between.startswith("nodes ")
     page = doctor.cli("explain", "ddp005").stdout
     assert page.startswith("DDP005 shared-memory (check)\n")
+    assert doctor.cli("explain", "shared-memory").stdout == page
     wrong = doctor.cli("check", "--only", "shared-memry")
     assert wrong.status == COULD_NOT_RUN
     assert wrong.stderr.splitlines() == [
@@ -263,7 +264,9 @@ def test_the_commands_words(doctor: Doctor) -> None:
     ]
     nothing = doctor.cli("check", "--only", "")
     assert nothing.status == COULD_NOT_RUN
-    assert nothing.stderr.startswith("ddpdoctor: error: option --only needs the name of a check\n")
+    assert nothing.stderr.startswith(
+        "ddpdoctor: error: option --only needs the name of a check, not ''\n"
+    )
     told = doctor.cli("check", "--only", "shared-memory", "--json")
     assert (told.status, told.stderr) == (0, "")
     record = json.loads(told.stdout)

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.torchrun import read_options
 from ddpdoctor.preflight import arguments
-from ddpdoctor.supervise.torchrun_options import read_options, torchrun_source
 from tests.conftest import LIMIT, Doctor
 
 # -- the whole, on a terminal and elsewhere
@@ -66,11 +66,11 @@ def test_a_usual_machine_is_healthy_in_a_pipe(doctor: Doctor) -> None:
     )
 
 
-@pytest.mark.parametrize("name", sorted(read_options(torchrun_source()).takes_value))
+@pytest.mark.parametrize("name", sorted(read_options().takes_value))
 def test_each_option_of_this_torchrun_is_understood(name: str) -> None:
     if name.replace("_", "-") == "--print-completion":
         pytest.skip("it starts no job")
-    takes_value = read_options(torchrun_source()).takes_value[name]
+    takes_value = read_options().takes_value[name]
     said = ""
     try:
         arguments.parse([name, "1"] if takes_value else [name], {})

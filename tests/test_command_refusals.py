@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.supervise.torchrun_options import read_options, torchrun_source
+from ddpdoctor.core.torchrun import read_options
 from tests.torchrun_words import doctor, torchrun_parser
 
 
@@ -218,4 +218,4 @@ def test_the_options_are_those_of_the_parser() -> None:
     expected = {
         name: action.nargs != 0 for action in actions for name in action.option_strings if name
     }
-    assert read_options(torchrun_source()).takes_value == expected
+    assert read_options().takes_value == expected

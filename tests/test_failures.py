@@ -17,9 +17,10 @@ import pytest
 
 from ddpdoctor.commands import report
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.failures import TABLE, Weight, recognise
-from ddpdoctor.failures.lines import clean, rank_of_file, taken_apart, time_of
+from ddpdoctor.failures import TABLE, Failure, Weight, recognise
+from ddpdoctor.failures.lines import clean, rank_of_file, split_line, time_of
 from ddpdoctor.failures.log import read
+from ddpdoctor.failures.model import Known
 from ddpdoctor.failures.verdict import findings
 
 LOGS = Path(__file__).parent / "logs"
@@ -46,26 +47,45 @@ def test_a_log_is_named(path: Path) -> None:
 
 def test_every_row_of_the_table_has_a_log() -> None:
     seen = {
-        sighting.failure.name
+        sighting.failure.known.name
         for path in SICK
         for sighting in read(path.name, [path.read_bytes()])
         if sighting.failure is not None
     }
     # Noise is not even searched for.
     lines = (LOGS / "healthy" / "training.log").read_text().splitlines()
-    seen |= {known[0].name for line in lines if (known := recognise(line)) is not None}
-    assert {failure.name for failure in TABLE} - seen == set()
+    seen |= {known[0].known.name for line in lines if (known := recognise(line)) is not None}
+    assert {failure.known.name for failure in TABLE} - seen == set()
 
 
-def test_names_are_unique_and_each_anchor_is_in_the_pattern() -> None:
-    names = [failure.name for failure in TABLE]
+def test_names_are_unique_and_each_failure_was_seen() -> None:
+    names = [failure.known.name for failure in TABLE]
     assert len(set(names)) == len(names)
     for failure in TABLE:
         assert failure.said(dict.fromkeys(failure.regex.groupindex, "7"))
         assert "{" not in failure.said(dict.fromkeys(failure.regex.groupindex, "7"))
-        assert failure.torch, failure.name
+        assert failure.known.seen, failure.known.name
     pages = [failure.code for failure in TABLE if failure.page is not None]
     assert len(set(pages)) == len(pages), "one page per code"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "literals"),
+    [
+        ("abcd", ("abcd",)),
+        (r"abc\d+defgh|xyz", ("defgh", "xyz")),
+        ("abcd?(?:efghij|k)", ("abc",)),
+        ("abcd{0,9}|efg+h", ("abc", "efg")),
+        (r"(?m)^(?:[\w.]+\.)?end: \[Errno", ("end: [Errno",)),
+        ("[Ff]ailed to(?P<what>.*)", ("ailed to",)),
+        # One alternative has none, so that any text may match.
+        ("abcd|(?:efgh)", ()),
+        (r"ab\w", ()),
+    ],
+)
+def test_each_match_has_one_of_the_literals(pattern: str, literals: tuple[str, ...]) -> None:
+    known = Known("DDP901", "made up", Weight.CAUSE, "nowhere")
+    assert Failure(known, pattern, "", "").literals == literals
 
 
 @pytest.mark.parametrize("repeat", [1, 200])
@@ -167,12 +187,12 @@ def test_without_times_the_order_of_files_is_said_to_be_unknown() -> None:
 
 
 def test_marks_of_lines() -> None:
-    assert taken_apart("[rank3]: x")[:2] == (3, True)
-    assert taken_apart("[default2]:[rank10]: x")[:3] == (10, True, "x")
-    assert taken_apart("7: x")[:3] == (7, False, "x")
-    assert taken_apart("[1,5]<stderr>: x")[:3] == (5, False, "x")
-    assert taken_apart("[E1122 10:30:21 x.cpp:1] [Rank 4] y").rank == 4
-    assert taken_apart("12:30:01 x").rank is None
+    assert split_line("[rank3]: x")[:2] == (3, True)
+    assert split_line("[default2]:[rank10]: x")[:3] == (10, True, "x")
+    assert split_line("7: x")[:3] == (7, False, "x")
+    assert split_line("[1,5]<stderr>: x")[:3] == (5, False, "x")
+    assert split_line("[E1122 10:30:21 x.cpp:1] [Rank 4] y").rank == 4
+    assert split_line("12:30:01 x").rank is None
     assert rank_of_file("/logs/attempt_0/3/stderr.log") == 3
     assert rank_of_file("train_rank12.log") == 12
     assert rank_of_file("frank3.log") is None
@@ -205,7 +225,7 @@ def test_the_command_reads_logs(
 
 
 def test_weights_say_what_the_issue_calls_secondary() -> None:
-    secondary = {f.name for f in TABLE if f.weight in (Weight.CONSEQUENCE, Weight.WRAPPER)}
+    secondary = {f.known.name for f in TABLE if f.weight in (Weight.CONSEQUENCE, Weight.WRAPPER)}
     assert secondary >= {"peer-closed", "store-gone", "stopped-by-torchrun", "child-failed"}
 
 

@@ -34,7 +34,8 @@ from ddpdoctor.preflight.protocol.facts import Facts, unpack
 from ddpdoctor.probe.runtime import control, shield
 from ddpdoctor.supervise import processes
 from ddpdoctor.supervise.keepers import Keepers
-from ddpdoctor.system import activity, kernel, peers, process_state
+from ddpdoctor.system import peers, process_state
+from ddpdoctor.system import proc as proc_layer
 from ddpdoctor.system.gpu import visible
 from ddpdoctor.top.prometheus import Exporter
 from tests.test_fuzz import BYTES, VALUES
@@ -380,9 +381,8 @@ def test_a_stat_line(name: bytes, counts: str) -> None:
     with proc(text):
         found = processes._read(7)
         assert found is not None and (found.parent, found.group) == (1, 2)
-        kernel.zombie_status(7)
-        kernel.session_of(7)
-        activity._stat(7)
+        proc_layer.zombie_status(7)
+        proc_layer.session_of(7)
 
 
 @FUZZ
@@ -392,11 +392,10 @@ def test_a_status_file(name: bytes) -> None:
     text = b"Name:\t%s\nState:\tS (sleeping)\nSigPnd:\t0000000000000000\n" % shown
     text += b"ShdPnd:\t0000000000000002\nSigBlk:\t0\nSigCgt:\t4\nvoluntary_ctxt_switches:\t5\n"
     with proc(text):
-        assert kernel.pending(7) == {2}
+        assert proc_layer.pending(7) == {2}
         signals = process_state.read_signals(7, 7)
         assert signals is not None and signals.caught == 4
         process_state.read_turn(7, 7)
-        activity._switches(7)
 
 
 @FUZZ
@@ -405,10 +404,10 @@ def test_other_files_of_the_kernel(text: bytes | str) -> None:
     with proc(text.encode() if isinstance(text, str) else text):
         processes._read(7)
         processes._is_marked(7, "run")
-        kernel.zombie_status(os.getpid())
+        proc_layer.zombie_status(os.getpid())
         process_state.read_turn(7, 7)
         process_state.read_signals(7, 7)
-        process_state._command(7)
+        process_state.read_state(7)
         peers._number("/proc/sys/x")
 
 

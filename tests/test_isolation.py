@@ -20,6 +20,7 @@ from ddpdoctor.render.report import Reporter
 from ddpdoctor.run.record import Phase
 from ddpdoctor.run.snapshot import Run, RunReader
 from ddpdoctor.supervise.passthrough import Passthrough
+from ddpdoctor.supervise.run_watch import RunWatch
 from ddpdoctor.supervise.supervisor import Supervisor
 from ddpdoctor.top import verdict
 from ddpdoctor.top.gpus import GpuFiles
@@ -138,23 +139,20 @@ def supervisor(tmp_path: Path, reporter: Reporter) -> Iterator[Supervisor]:
         command, tmp_path / "run", Passthrough(), reporter, Debugging(command, reporter)
     )
     (tmp_path / "run").mkdir()
-    made._prepare()
+    made._watch.open()
     Written(tmp_path / "run").rank(0, [], phase=Phase.WAIT)
     made._start()
     yield made
     while made._keepers.status is None:
         made._keepers.look()
         made._idle(0.02)
-    made._status = 0
     made._finish()
     made._keepers.dismiss(made._idle)
     made._passthrough.finish(1.0)
-    for held in (made._journal, made._lock, made._suspicions, made._hangs):
-        if held is not None:
-            held.close()
+    made._watch.close()
 
 
-PARTS: dict[str, Callable[[Supervisor], tuple[object, str]]] = {
+PARTS: dict[str, Callable[[RunWatch], tuple[object, str]]] = {
     "the debugger": lambda made: (made._debugging, "look"),
     "the debugger again": lambda made: (made._debugging, "look_at"),
     "the monitor's files": lambda made: (made._showing, "look"),
@@ -162,7 +160,7 @@ PARTS: dict[str, Callable[[Supervisor], tuple[object, str]]] = {
     "the rank watch": lambda made: (made._ranks, "end_leftovers"),
     "the rank watch again": lambda made: (made._ranks, "follow"),
     "the GPU watch": lambda made: (made._gpus, "look_at"),
-    "the suspicions": lambda made: (made._suspicions, "look"),
+    "the suspicions": lambda made: (made._watches["the suspicions"], "look"),
     "the hang watch": lambda made: (made._hangs, "look"),
     "the hang watch again": lambda made: (made._hangs, "judged"),
     "the rules": lambda made: (made._reporter, "examine"),
@@ -174,20 +172,21 @@ PARTS: dict[str, Callable[[Supervisor], tuple[object, str]]] = {
 def test_a_watcher_that_fails_ends_alone(
     monkeypatch: pytest.MonkeyPatch, supervisor: Supervisor, said: list[str], part: str
 ) -> None:
-    broken, method = PARTS[part](supervisor)
+    watch = supervisor._watch
+    broken, method = PARTS[part](watch)
     looked: list[str] = []
     for name, find in PARTS.items():
-        owner, each = find(supervisor)
+        owner, each = find(watch)
         if (owner, each) != (broken, method):
             _listen(monkeypatch, owner, each, name, looked)
     monkeypatch.setattr(broken, method, raises)
     for _ in range(4):
-        supervisor._happened = 1.0
-        supervisor._watch([])
+        watch._happened = 1.0
+        watch.look()
     name = part.removesuffix(" again")
     (line,) = [line for line in said if WORDS in line]
     assert line.startswith(f"ddpdoctor: warning: {WORDS} {name}: KeyError('what is not there')")
-    journal = (supervisor._directory or Path()) / "supervisor.jsonl"
+    journal = (watch._directory or Path()) / "supervisor.jsonl"
     records = [json.loads(line) for line in journal.read_bytes().splitlines()]
     (fault,) = [each for each in records if each["kind"] == "fault"]
     assert fault["part"] == name and fault["error"] == "KeyError('what is not there')"
@@ -213,10 +212,10 @@ def _listen(
 
 
 def test_a_poll_of_gpus_that_fails_is_said(supervisor: Supervisor, said: list[str]) -> None:
-    assert supervisor._gpu_poll is not None
-    supervisor._gpu_poll.failed = KeyError("uuid")
+    assert supervisor._watch._gpu_poll is not None
+    supervisor._watch._gpu_poll.failed = KeyError("uuid")
     for _ in range(2):
-        supervisor._watch([])
+        supervisor._watch.look()
     assert sum(f"{WORDS} the GPU poll: KeyError('uuid')" in line for line in said) == 1
 
 

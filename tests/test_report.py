@@ -173,7 +173,7 @@ def test_a_job_whose_supervisor_was_killed(copy: Path, capsys: pytest.CaptureFix
     lines = [line for line in path.read_bytes().splitlines(True) if b'"kind":"job"' not in line]
     path.write_bytes(b"".join(lines))
     _, out = said([str(copy)], capsys)
-    assert "how it ended is not known" in out
+    assert "how the job ended is unknown" in out
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_a_live_run(doctor: Doctor, capsys: pytest.CaptureFixture[str]) -> None:
     live.wait_for_steps(3)
     status, out = said([str(live.run_dir)], capsys)
     assert status == 0
-    assert "it lives: this is how it stands now" in out
+    assert "the run is live; these are the findings so far" in out
     live.process.terminate()
     live.finish()
 

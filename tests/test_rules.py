@@ -199,7 +199,6 @@ def test_the_same_waits_for_data_are_one_finding_whichever_ranks_show_it(tmp_pat
 
 def test_ranks_of_other_machines_are_not_watched_by_their_pids(written: Written) -> None:
     from ddpdoctor.supervise.ranks import RankWatch
-    from ddpdoctor.system.oom import OomWatch
 
     elsewhere = {"kind": "open", "format": FORMAT, "rank": 0, "namespace": "another machine"}
     stem = written.path / rank_stem(0, 0)
@@ -208,7 +207,7 @@ def test_ranks_of_other_machines_are_not_watched_by_their_pids(written: Written)
     journal.write([elsewhere])
     journal.close()
     (written.path / "run.json").write_text(json.dumps({"format": FORMAT}))
-    watch = RankWatch(OomWatch())
+    watch = RankWatch()
     assert list(watch.follow(RunReader(written.path).snapshot())) == []
     assert watch.descriptors == []
     assert os.getpid() == RunReader(written.path).snapshot().ranks[0].status.pid  # type: ignore[union-attr]

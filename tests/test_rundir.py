@@ -387,7 +387,7 @@ def test_a_running_job_survives_twenty_others(doctor: Doctor) -> None:
 
 def warnings_of(result: Result) -> list[str]:
     # The probe's own line, in a rank, counts as much as the supervisor's.
-    words = ("warning", "unwatched", "not watching", "cannot be written", "not watched")
+    words = ("warning", "unwatched", "cannot be written", "cannot write", "not watched")
     return [line for line in result.ours.splitlines() if any(word in line for word in words)]
 
 

@@ -48,13 +48,13 @@ class Watched:
         self.path, self.told = path, Told()
         self.page = status(0, Phase.ENDED)._replace(pid=pid)
         self.exits: dict[str, Any] | None = None
-        self.watch = HangWatch(path, 0.1, self.told.records.append, self.told, lambda: None)
+        self.watch = HangWatch(path, 0.1, self.told.records.append, self.told.note, lambda: None)
         told = {**stacks(0, ("/job/log.py", 8, "finish")), "trouble": ENDING}
         seen = from_record({**told, "pid": pid, "state": {"letter": "S"}})
         monkeypatch.setattr(examination, "capture", lambda *_, **__: (seen,))
         monkeypatch.setattr(examination, "_flights", lambda *_: {})
         monkeypatch.setattr(examination, "BETWEEN", 0.05)
-        monkeypatch.setattr(watch, "_pressure", lambda: 0.0)
+        monkeypatch.setattr(watch, "is_loaded", lambda: False)
         # Nobody to hold with py-spy.
         monkeypatch.setattr(HangWatch, "_look_below", lambda *_: False)
 

@@ -178,7 +178,7 @@ def test_a_process_of_another_host_is_nobody_here(
     assert found.trouble == "on another host or in another container: node2"
     assert (found.threads, found.state) == ((), ProcessState())
     assert not (tmp_path / "asked").exists()
-    (seen,) = examination.examine(glance(candidates.run_dir), 1, (), {})
+    (seen,) = examination.examine(glance(candidates.run_dir), 1, (), {}, {})
     assert seen["stacks"]["trouble"] == found.trouble and "activity" not in seen
 
 
@@ -198,7 +198,7 @@ def test_the_command_needs_no_torch_and_says_what_is_wrong(doctor: Doctor) -> No
     assert (none.status, none.stdout) == (2, "")
     assert none.stderr.splitlines()[0] == "ddpdoctor: error: no run is live"
     wrong = doctor.cli("stacks", "--rank", "x")
-    assert "option --rank needs ranks, not 'x'" in wrong.stderr
+    assert "option --rank needs ranks such as 0,2-3, not 'x'" in wrong.stderr
     assert "did you mean --native?" in doctor.cli("stacks", "--nativ").stderr
     assert subprocess.run(
         [sys.executable, "-m", "ddpdoctor", "stacks", "--help"], capture_output=True, check=True

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.supervise.supervisor import ENTRY
+from ddpdoctor.supervise.job_environment import ENTRY
 from ddpdoctor.supervise.unwatched import Unwatched, bare_option
 from tests.conftest import Doctor
 
@@ -54,7 +54,7 @@ SLEEPS = "import time; time.sleep(60)"
 @pytest.mark.parametrize(
     ("options", "environment", "says"),
     [
-        (["-I"], {"RANK": "0", "PYTHONPATH": ENTRY}, "`python -I` starts without"),
+        (["-I"], {"RANK": "0", "PYTHONPATH": ENTRY}, "`python -I` does not load"),
         ([], {"RANK": "0"}, "PYTHONPATH"),
         ([], {"RANK": "0", "PYTHONPATH": f"{ENTRY}{os.pathsep}/more"}, ""),
         # No rank, so it may be anything.
@@ -108,7 +108,7 @@ def test_that_nothing_enters_is_said(doctor: Doctor) -> None:
     result = doctor.run("--", sys.executable, "-S", str(script))
     assert (result.status, result.stdout) == (0, "trained\n")
     assert "leave out -S, or this process is not watched" in result.ours
-    assert "no rank was watched: `python -S` starts without" in result.ours
+    assert "no rank was watched: `python -S` does not load" in result.ours
 
 
 @pytest.mark.slow
@@ -118,5 +118,5 @@ def test_a_wrapper_that_changes_the_environment(doctor: Doctor, wrapper: str) ->
     words = [*wrapper.split(), sys.executable, str(script)]
     result = doctor.run("--nproc-per-node", "2", "--no-python", "--", *words)
     result.check_success()
-    unwatched = "no rank was watched: PYTHONPATH, by which ddpdoctor enters, was changed"
+    unwatched = "no rank was watched: PYTHONPATH, through which ddpdoctor's probe is loaded,"
     assert (unwatched in result.ours) == ("PYTHONPATH" in wrapper)

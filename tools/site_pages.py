@@ -115,7 +115,7 @@ def rule_page(code: str) -> str:
 
 def recognised_by(code: str) -> list[str]:
     """Texts in logs and exceptions by which a failure is recognised."""
-    return list(dict.fromkeys(text for each in TABLE if each.code == code for text in each.anchors))
+    return list(dict.fromkeys(text for each in TABLE if each.code == code for text in each.texts))
 
 
 def _markdown(page: str) -> Iterator[str]:

@@ -9,7 +9,6 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -17,6 +16,9 @@ import psutil
 from ddpdoctor.core.control_characters import shown
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import DEFAULT_PORT
+from ddpdoctor.core.options import DIRECTORY, PATH_MAP, Given, Parser, number
+from ddpdoctor.core.units import duration
+from ddpdoctor.core.working_directory import relative
 from ddpdoctor.debug import attach_points, injection
 from ddpdoctor.debug.vscode import launch_json
 from ddpdoctor.debug.vscode.files import current_directory, find_workspace
@@ -25,7 +27,9 @@ from ddpdoctor.run.environment import MARK
 from ddpdoctor.run.record import integer
 from ddpdoctor.run.snapshot import Run, RunReader
 
-HELP = """\
+PARSER = Parser(
+    "attach",
+    """\
 Usage: ddpdoctor attach [OPTIONS] [RUN]
 
 Show where a debugger attaches to the ranks of your live runs, and what each
@@ -38,36 +42,17 @@ Options:
                     [default: the nearest with a .vscode or .git].
   --path-map LOCAL=REMOTE
                     Where the editor's folder LOCAL is in the job, for --write.
-  --tunnel          For an editor on another machine: the ssh line that brings
-                    the ports there, and with --write its ends.
+  --tunnel          For an editor on another machine: the ssh line that forwards
+                    the ports, and with --write its local ends.
   --rank N          Print the line that attaches Neovim (nvim-dap) to rank N.
   --gdb PID         Inject debugpy into a Python process that runs without
                     ddpdoctor, and hold a port for it until Ctrl-C; needs gdb.
   -h, --help        Show this text.
 
 Exit status: 0; 2 if there is no such run, rank or process.
-"""
-
-_VALUES = ("--workspace", "--path-map", "--rank", "--gdb")
-_FLAGS = ("--write", "--tunnel", "--help", "-h")
-
-
-@dataclass
-class _Options:
-    flags: set[str] = field(default_factory=set)
-    values: dict[str, list[str]] = field(default_factory=dict)
-    run: str | None = None
-
-    def last(self, name: str) -> str | None:
-        return self.values[name][-1] if name in self.values else None
-
-    def number(self, name: str) -> int | None:
-        value = self.last(name)
-        if value is None:
-            return None
-        if not (value.isascii() and value.isdigit()):
-            raise DoctorError(f"option {name} needs a number, not {value!r}")
-        return int(value)
+""",
+    {"--workspace": DIRECTORY, "--path-map": PATH_MAP, "--rank": number(), "--gdb": number()},
+)
 
 
 def main(words: Sequence[str]) -> int:
@@ -76,53 +61,28 @@ def main(words: Sequence[str]) -> int:
     Raises:
         DoctorError: There is nothing to attach to.
     """
-    options = _parse(words)
-    if options.flags & {"-h", "--help"}:
-        sys.stdout.write(HELP)
+    given = PARSER.read(words)
+    if given.help:
+        sys.stdout.write(PARSER.help)
         return 0
-    pid = options.number("--gdb")
-    if pid is not None:
-        return _inject(pid)
-    runs = _runs(options.run)
-    for name in ("--workspace", "--path-map"):
-        if name in options.values and "--write" not in options.flags:
-            raise DoctorError(f"{name} is for --write")
-    rank = options.number("--rank")
-    if rank is not None:
-        return _one_line(runs, rank)
-    if "--write" in options.flags:
-        return _write(runs, options)
-    if "--tunnel" in options.flags:
+    name = PARSER.one_run(given)
+    if "--gdb" in given:
+        return _inject(given.options["--gdb"])
+    runs = _runs(name)
+    for option in ("--workspace", "--path-map"):
+        if option in given and "--write" not in given:
+            raise DoctorError(f"{option} is for --write")
+    if "--rank" in given:
+        return _one_line(runs, given.options["--rank"])
+    if "--tunnel" in given:
         for run in runs:
             _say(attach_points.tunnel(run))
-        return 0
-    for run in runs:
-        _show(run)
+    if "--write" in given:
+        return _write(runs, given, named=name is not None)
+    if "--tunnel" not in given:
+        for run in runs:
+            _show(run)
     return 0
-
-
-def _parse(words: Sequence[str]) -> _Options:
-    options, queue = _Options(), list(words)
-    while queue:
-        word = queue.pop(0)
-        name, equals, given = word.partition("=")
-        if name in _VALUES:
-            if not equals and not queue:
-                raise DoctorError(f"option {name} needs a value")
-            options.values.setdefault(name, []).append(given if equals else queue.pop(0))
-        elif word in _FLAGS:
-            options.flags.add(word)
-        elif word.startswith("-"):
-            import difflib
-
-            close = difflib.get_close_matches(word, [*_VALUES, *_FLAGS], n=1)
-            hint = f"did you mean {close[0]}?" if close else "`ddpdoctor attach --help` lists them"
-            raise DoctorError(f"unknown option {word}", hint)
-        elif options.run is None:
-            options.run = word
-        else:
-            raise DoctorError(f"one run at a time: {options.run}, {word}")
-    return options
 
 
 def _runs(name: str | None) -> list[Run]:
@@ -144,7 +104,7 @@ def _say(text: str) -> None:
 
 def _show(run: Run) -> None:
     seconds = (time.time_ns() - integer(run.manifest, "started")) / 1e9
-    _say(f"{run.path.name}: {_called(run)}, for {_age(seconds)}")
+    _say(f"{run.path.name}: {_called(run)}, for {duration(seconds)}")
     points = attach_points.points(run)
     if not points:
         print("  no rank has started yet")
@@ -156,15 +116,9 @@ def _show(run: Run) -> None:
     print("  Neovim: ddpdoctor attach --rank N; another machine: ddpdoctor attach --tunnel")
 
 
-def _age(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
-
-
 def _called(run: Run) -> str:
-    told = run.manifest.get("command")
-    words = [str(word) for word in told] if isinstance(told, list) else []
+    command = run.manifest.get("command")
+    words = [str(word) for word in command] if isinstance(command, list) else []
     scripts = [word for word in words if word.endswith(".py")]
     return os.path.basename(scripts[0]) if scripts else shlex.join(words[:3])
 
@@ -184,20 +138,19 @@ def _one_line(runs: Sequence[Run], rank: int) -> int:
     raise DoctorError(f"no live run has a rank {rank}", "`ddpdoctor attach` lists them")
 
 
-def _write(runs: Sequence[Run], options: _Options) -> int:
-    workspace = find_workspace(current_directory(), options.last("--workspace"))
-    mappings = [_mapping(text) for text in options.values.get("--path-map", [])]
-    if options.run is None:
-        # Others have launch.json files of their own.
-        mine = [run for run in runs if _is_in(run, workspace)]
-        runs = mine or runs
-    through_tunnel = "--tunnel" in options.flags
-    if through_tunnel:
-        for run in runs:
-            _say(attach_points.tunnel(run))
-    changed = attach_points.write(runs, workspace, mappings=mappings, through_tunnel=through_tunnel)
+def _write(runs: Sequence[Run], given: Given, *, named: bool) -> int:
+    workspace = find_workspace(current_directory(), given.get("--workspace"))
+    if not named:
+        # The others have their own launch.json files.
+        runs = [run for run in runs if _is_in(run, workspace)] or runs
+    changed = attach_points.write(
+        runs,
+        workspace,
+        mappings=[launch_json.PathMapping(*pair) for pair in given.get("--path-map", ())],
+        through_tunnel="--tunnel" in given,
+    )
     path = os.path.join(workspace, ".vscode", launch_json.FILE)
-    _say(f"{'wrote' if changed else 'unchanged:'} {attach_points.short(f'{path}:')[:-1]}")
+    _say(f"{'wrote' if changed else 'unchanged:'} {relative(path)}")
     return 0
 
 
@@ -205,13 +158,6 @@ def _is_in(run: Run, workspace: Path) -> bool:
     """Whether a run was started from that workspace."""
     own = run.manifest["debug"].get("workspace")
     return own is not None and os.path.realpath(str(own)) == os.path.realpath(workspace)
-
-
-def _mapping(text: str) -> launch_json.PathMapping:
-    local, _, remote = text.partition("=")
-    if not local or not remote:
-        raise DoctorError(f"option --path-map needs LOCAL=REMOTE, not {text!r}")
-    return launch_json.PathMapping(local, remote)
 
 
 def _inject(pid: int) -> int:
@@ -228,9 +174,9 @@ def _inject(pid: int) -> int:
                 "`ddpdoctor attach` shows the port of its rank",
             )
     if not _is_python(process):
-        raise DoctorError(f"process {pid} ({name}) is no Python")
+        raise DoctorError(f"process {pid} ({name}) is not a Python process")
     if shutil.which("gdb") is None:
-        raise DoctorError("gdb is not installed", "it is what injects debugpy; install gdb")
+        raise DoctorError("gdb is not installed", "install gdb, which injects debugpy")
     if process.uids().effective != os.geteuid():
         raise DoctorError(
             f"process {pid} belongs to uid {process.uids().effective}",

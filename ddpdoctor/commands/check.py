@@ -27,37 +27,6 @@ from ddpdoctor.preflight.situation import Situation, gpu_facts
 from ddpdoctor.render import checks as render
 from ddpdoctor.render import terminal
 
-HELP = """\
-Usage: ddpdoctor check [OPTIONS] [TORCHRUN OPTIONS] [[--] SCRIPT [ARGS...]]
-
-Find out before a job starts whether it can start, talk and run on this machine,
-and, when the same command runs on every node, between the nodes. Nothing is
-changed, and nothing stays behind.
-
-Options:
-  --nproc-per-node N  Ranks of this node [default: one per visible GPU, or 2].
-  --nnodes N          Nodes of the job.
-  --node-rank R       This node's number; 0 is the one that all others reach.
-  --rdzv-endpoint HOST[:PORT]
-                      Where node 0 listens [default: MASTER_ADDR, MASTER_PORT].
-  --rdzv-id ID        The job's id, the same on every node.
-  --checkpoint-dir D  Where the job writes its checkpoints.
-  --only A,B          These checks alone.
-  --skip A,B          All but these.
-  --list              List the checks.
-  --json              Print one JSON object in place of the table.
-  --timeout SECONDS   Most seconds for everything [default: 60].
-  --kill-orphans      Offer to end the ranks that a dead job left behind.
-  -h, --help          Show this text.
-
-Other options of torchrun are accepted, so that its line can be tried with
-`ddpdoctor check` in its place. SCRIPT is read and its imports are looked up; it
-is not run. Under srun or mpirun, nodes and ranks come from their variables.
-
-Exit status: 0 healthy; 1 warnings; 2 failures; 3 a check itself could not run,
-or the command line is wrong.
-"""
-
 COULD_NOT_RUN = 3
 
 
@@ -73,7 +42,7 @@ def main(words: Sequence[str]) -> int:
     except DoctorError as error:
         raise DoctorError(error.message, error.hint, status=COULD_NOT_RUN) from None
     if asked.help:
-        sys.stdout.write(HELP)
+        sys.stdout.write(arguments.PARSER.help)
         return 0
     if asked.list:
         _list(chosen)
@@ -121,7 +90,7 @@ def _check(asked: arguments.Arguments, chosen: list[Check]) -> int:
     status = exit_status(outcomes)
     seconds = time.monotonic() - began
     try:
-        _tell(asked, situation, outcomes, seconds)
+        _print(asked, situation, outcomes, seconds)
         sys.stdout.flush()
     except BrokenPipeError:
         # Whoever reads has seen enough (`| head -1`); how it ended remains true.
@@ -129,7 +98,7 @@ def _check(asked: arguments.Arguments, chosen: list[Check]) -> int:
     return status
 
 
-def _tell(
+def _print(
     asked: arguments.Arguments, situation: Situation, outcomes: list[Outcome], seconds: float
 ) -> None:
     host = socket.gethostname()
@@ -148,11 +117,7 @@ def _tell(
 
 
 def _end_orphans(situation: Situation) -> None:
-    """Ask whether the ranks that a dead job left behind are to be ended, and do it.
-
-    Raises:
-        DoctorError: There is nobody to ask.
-    """
+    """Ask whether the ranks that a dead job left behind are to be ended, and do it."""
     found = orphans.find(situation)
     if not found:
         print("no rank of an earlier job is left\n")

@@ -6,20 +6,25 @@ import difflib
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import ddpdoctor.preflight
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import RULES
+from ddpdoctor.core.options import Parser
 from ddpdoctor.preflight.check import CHECKS
 
-HELP = """\
-Usage: ddpdoctor explain [CODE]
+PARSER = Parser(
+    "explain",
+    """\
+Usage: ddpdoctor explain [CODE|NAME]
 
-Explain the code of a finding, such as DDP901; without a code, list them all.
-"""
+Explain a finding by its code or name, such as DDP901 or straggler; without one,
+list them all.
+""",
+)
 
 
 @dataclass(frozen=True)
@@ -51,28 +56,37 @@ def main(words: Sequence[str]) -> int:
     Raises:
         DoctorError: There is no such code.
     """
-    if any(word in ("-h", "--help") for word in words):
-        sys.stdout.write(HELP)
+    given = PARSER.read(words)
+    if given.help:
+        sys.stdout.write(PARSER.help)
         return 0
-    if len(words) > 1:
+    if len(given.rest) > 1:
         raise DoctorError("explain takes one code", "for example: ddpdoctor explain DDP901")
     known = entries()
-    if not words:
+    if not given.rest:
         width = max(len(entry.name) for entry in known.values())
         for code, entry in known.items():
             print(f"{code}  {entry.kind:<7}  {entry.name:<{width}}  {entry.summary}")
         return 0
-    code = words[0].upper()
-    if code not in known:
-        close = difflib.get_close_matches(code, known, n=1, cutoff=0.7)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise DoctorError(f"unknown code {words[0]}", f"{hint}`ddpdoctor explain` lists all codes")
+    code = _code(given.rest[0], known)
     entry = known[code]
     print(f"{code} {entry.name} ({entry.kind})\n")
     width = min(shutil.get_terminal_size((100, 24)).columns, 100)
     for line in reflow(entry.page, width):
         print(line)
     return 0
+
+
+def _code(word: str, known: Mapping[str, _Entry]) -> str:
+    """The code that a word means: itself, or that of the finding of this name."""
+    by_name = {entry.name: code for code, entry in known.items()}
+    code = by_name.get(word.lower(), word.upper())
+    if code in known:
+        return code
+    close = difflib.get_close_matches(code, known, n=1, cutoff=0.7)
+    close = close or difflib.get_close_matches(word.lower(), by_name, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise DoctorError(f"unknown code {word}", f"{hint}`ddpdoctor explain` lists all codes")
 
 
 def reflow(page: str, width: int) -> Iterator[str]:

@@ -62,8 +62,8 @@ class Faults:
             return
         for part, error in fresh:
             self._broken.add(part)
-            told = {"part": part, "error": repr(error)[:_MOST], "places": places(error)}
-            self._records.append({"kind": "fault", "time": time.time_ns(), **told})
+            fault = {"part": part, "error": repr(error)[:_MOST], "places": places(error)}
+            self._records.append({"kind": "fault", "time": time.time_ns(), **fault})
         self._say(f"warning: {words(fresh)}; {self._rest}")
 
     def take(self) -> list[Record]:

@@ -88,21 +88,21 @@ def to_record(finding: Finding) -> dict[str, Any]:
     return record
 
 
-def from_record(told: Mapping[str, Any]) -> Finding | None:
+def from_record(record: Mapping[str, Any]) -> Finding | None:
     """The finding that :func:`to_record` made this of; None if it is none, or damaged."""
     try:
-        location = told.get("location")
+        location = record.get("location")
         return Finding(
-            code=str(told["code"]),
-            severity=Severity[str(told["severity"]).upper()],
-            message=str(told["message"]),
-            ranks=tuple(int(rank) for rank in told.get("ranks") or ()),
+            code=str(record["code"]),
+            severity=Severity[str(record["severity"]).upper()],
+            message=str(record["message"]),
+            ranks=tuple(int(rank) for rank in record.get("ranks") or ()),
             location=None
             if location is None
             else Location(str(location["path"]), int(location["line"])),
-            evidence=tuple(str(fact) for fact in told.get("evidence") or ()),
-            fix=str(told.get("fix") or ""),
-            paste=str(told.get("paste") or ""),
+            evidence=tuple(str(fact) for fact in record.get("evidence") or ()),
+            fix=str(record.get("fix") or ""),
+            paste=str(record.get("paste") or ""),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None

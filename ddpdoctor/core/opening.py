@@ -179,7 +179,7 @@ def json_object(path: Path, most: int) -> dict[str, Any]:
     data = contents(path, most)
     if expanded(data) > MOST_EXPANDED:
         raise OSError(errno.EFBIG, f"takes more than {MOST_EXPANDED >> 20} MB", os.fspath(path))
-    told = loads(data)
-    if not isinstance(told, dict):
+    found = loads(data)
+    if not isinstance(found, dict):
         raise ValueError(f"{os.fspath(path)} is no JSON object")
-    return told
+    return found

@@ -1,6 +1,6 @@
 """Relations between rules: what the same fault is, and what becomes of a finding that lapses.
 
-A rule names in its registration the rules whose findings are consequences of its own, each with
+A rule names in its registration the rules whose findings follow from it, each with
 one of the predicates here, which is given the cause and the possible consequence.
 """
 
@@ -30,7 +30,7 @@ Lapse = Callable[["Finding", "Run"], Lapsed | None]
 """What has become of a finding that is not found any more; None if it stands all the same."""
 
 STANDSTILL = "a standstill"
-"""Subject of what an examination of a job that stands still saw, and of what explains that."""
+"""Subject of what an examination of a job that hangs saw, and of what explains that."""
 
 MISPAIRED = "collectives that met others"
 """Subject of what makes the ranks' collectives differ, and of ends that only follow from that."""
@@ -57,7 +57,7 @@ STANDSTILLS = (
     "DDP401",
     *(f"DDP{number}" for number in range(802, 816)),
 )
-"""The rules of what an examination of a job that stands still saw."""
+"""The rules of what an examination of a job that hangs saw."""
 
 APART = ("DDP401", "DDP402", "DDP403", "DDP803", "DDP804")
 """The rules of what makes the ranks' collectives differ."""
@@ -134,7 +134,7 @@ def pace(finding: Finding, run: Run) -> Lapsed | None:
 
 
 def hang(finding: Finding, run: Run) -> Lapsed | None:
-    """It says why a job stands still, which one that goes on does not."""
+    """It says why a job hangs, which one that goes on does not."""
     if run.hang is None:
         return Lapsed("untrue", "the job went on", sure=True)
     return Lapsed("untrue", "a later look does not show it")

@@ -112,6 +112,6 @@ def degrees(celsius: float) -> str:
     return f"{celsius:.0f}C"
 
 
-def count(number: int, noun: str) -> str:
-    """``1 rank``, ``2 ranks``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def count(number: int, noun: str, plural: str = "") -> str:
+    """``1 rank``, ``2 ranks``; ``plural`` is for nouns that take no s."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"

@@ -1,6 +1,6 @@
 """The directory that a command was typed in, which may have been removed since.
 
-A shell stays in a directory that was removed and made anew (``git clone`` again, say). torch does
+A shell stays in a directory that was removed and re-created (by ``git clone``, say). torch does
 not start there: "Intel oneMKL FATAL ERROR: Cannot load libtorch_cpu.so".
 """
 
@@ -15,6 +15,18 @@ GO_THERE = 'cd "$PWD"   # into the one that has its name now'
 def path() -> str:
     """The working directory; the name that it had if it was removed."""
     return os.environ.get("PWD", "") if is_gone() else os.getcwd()
+
+
+def relative(path: str) -> str:
+    """A path, relative to the working directory where it lies below it."""
+    short = os.path.relpath(path) if path else ""
+    return path if short.startswith("..") else short
+
+
+def relative_place(place: str) -> str:
+    """The same of ``path:line``."""
+    path, colon, line = place.rpartition(":")
+    return f"{relative(path)}{colon}{line}"
 
 
 def is_gone() -> bool:

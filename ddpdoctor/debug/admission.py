@@ -14,12 +14,12 @@ class Admission:
 
     Args:
         unidentified: Let in at the TCP ports whose user cannot be determined, too.
-        tell: Takes a ``debug`` record for each user that is refused, once.
+        report: Takes a ``debug`` record for each user that is refused, once.
     """
 
-    def __init__(self, unidentified: bool, tell: Callable[[Record], None]) -> None:
+    def __init__(self, unidentified: bool, report: Callable[[Record], None]) -> None:
         self._unidentified = unidentified
-        self._tell = tell
+        self._report = report
         self._refused: set[int | None] = set()
 
     def admits(self, writer: asyncio.StreamWriter, place: str) -> bool:
@@ -43,5 +43,5 @@ class Admission:
         if uid not in self._refused:
             # Once: whoever is refused could fill the terminal with it.
             self._refused.add(uid)
-            self._tell({"state": "refused", "uid": uid, "why": why, "at": place})
+            self._report({"state": "refused", "uid": uid, "why": why, "at": place})
         return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import LOOPBACK
+from ddpdoctor.core.working_directory import relative_place
 from ddpdoctor.debug import debug_ports
 from ddpdoctor.debug.vscode import launch_json
 from ddpdoctor.run.record import Record, Status, integer
@@ -42,13 +42,13 @@ def points(run: Run) -> list[Point]:
 def _state(run: Run, rank: int, record: Record) -> str:
     """What a rank does, in a few words."""
     state = record.get("state")
-    place = short(str(record.get("place") or f"{record.get('path')}:{record.get('line')}"))
+    place = relative_place(str(record.get("place") or f"{record.get('path')}:{record.get('line')}"))
     if state == "gone":
         return "ended"
     if state == "waits":
         return f"waits for a debugger at {place}"
     if state == "stopped":
-        return "stands in the debugger" + (f" at {place}" if record.get("place") else "")
+        return "held by the debugger" + (f" at {place}" if record.get("place") else "")
     status = next((each.status for each in run.last if each.rank == rank), None)
     doing = _doing(status) if status is not None else "starting"
     return f"in the debugger, {doing}" if state in ("attached", "running") else doing
@@ -56,14 +56,9 @@ def _state(run: Run, rank: int, record: Record) -> str:
 
 def _doing(status: Status) -> str:
     what = status.collective or status.phase.label
-    return f"step {status.step}, {what}" + (f" ({short(status.site)})" if status.site else "")
-
-
-def short(place: str) -> str:
-    """``path:line``, relative to the working directory where it lies below it."""
-    path, colon, line = place.rpartition(":")
-    relative = os.path.relpath(path) if path else ""
-    return f"{path if relative.startswith('..') else relative}{colon}{line}"
+    return f"step {status.step}, {what}" + (
+        f" ({relative_place(status.site)})" if status.site else ""
+    )
 
 
 def is_debugged(run: Run) -> bool:
@@ -77,14 +72,14 @@ def host(run: Run) -> str:
     Raises:
         DoctorError: What the run directory says is no address: it goes into lines to be pasted.
     """
-    told = run.manifest["debug"].get("host")
-    if not (isinstance(told, str) and _ADDRESS.fullmatch(told)):
-        raise DoctorError(f"{run.path / MANIFEST} is damaged: {told!r} is no address")
-    return debug_ports.reachable(told)
+    address = run.manifest["debug"].get("host")
+    if not (isinstance(address, str) and _ADDRESS.fullmatch(address)):
+        raise DoctorError(f"{run.path / MANIFEST} is damaged: {address!r} is no address")
+    return debug_ports.reachable(address)
 
 
 def label(run: Run) -> str:
-    """What tells the run's entries in launch.json from those of another live run."""
+    """What distinguishes the run's entries in launch.json from another live run's."""
     return str(run.manifest["debug"].get("label") or "")
 
 
@@ -99,8 +94,8 @@ def tunnel(run: Run) -> str:
 
 def _ends(run: Run) -> list[tuple[int, int]]:
     """Local and remote ports of a tunnel: ranks of several nodes do not share a local one."""
-    told = run.manifest["debug"].get("ports")
-    ports = [port for port in told if isinstance(port, int)] if isinstance(told, list) else []
+    listed = run.manifest["debug"].get("ports")
+    ports = [port for port in listed if isinstance(port, int)] if isinstance(listed, list) else []
     found = points(run)
     if not found or not ports:
         return [(port, port) for port in ports]

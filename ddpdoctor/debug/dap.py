@@ -16,7 +16,7 @@ Message = dict[str, Any]
 
 _HEADER_END = b"\r\n\r\n"
 _RESUME = (1 << 30) + 1
-"""The number of our own ``continue``."""
+"""The number of our ``continue``."""
 _MOST_HEADER = 512
 _LEAVING = frozenset({"disconnect", "terminate"})
 _RESUMING = frozenset(

@@ -60,8 +60,8 @@ def bind_block(host: str, first: int, count: int) -> Ports:
         if listeners is not None:
             return Ports(host, listeners, moved=bool(first) and attempt > 0)
     raise DoctorError(
-        f"no {count} free ports in a row from {start} on",
-        "name another start with --debug-port PORT, or leave the debugger out with --no-debug",
+        f"no block of {count} free ports from {start} on",
+        "choose another --debug-port PORT, or turn the debugger off with --no-debug",
     )
 
 

@@ -11,6 +11,7 @@ from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.faults import Faults
 from ddpdoctor.core.job import DEFAULT_PORT, Command
 from ddpdoctor.core.ranks import named
+from ddpdoctor.core.working_directory import relative
 from ddpdoctor.debug import debug_ports
 from ddpdoctor.debug.editor import Editor
 from ddpdoctor.debug.gateway import Gateway
@@ -26,7 +27,7 @@ ASIDE = 1000
 _NCCL_HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 
 MOST_RANKS = 16
-"""Ports for a command of which nobody knows how many ranks it will start."""
+"""Ports for a command whose number of ranks is unknown."""
 
 
 class Speaker(Protocol):
@@ -82,7 +83,7 @@ class Debugging:
         """The debugger was stopped, and with it the job is to end."""
 
     def environment(self) -> dict[str, str]:
-        """What tells the ranks that a debugger may come."""
+        """By what the ranks know that a debugger may come."""
         words = ["attach"]
         if self._command.own.wait_for_attach is not None:
             words.append("gate")
@@ -93,7 +94,7 @@ class Debugging:
             words.append("error")
         environment = {DEBUG: ",".join(words)}
         if len(words) > 1 and _NCCL_HEARTBEAT not in os.environ:
-            # Its monitor ends a process that was quiet for long; on a timeout nobody can lift.
+            # Its monitor ends a process that was quiet for long, and its timeout cannot be lifted.
             environment[_NCCL_HEARTBEAT] = str(7 * 24 * 3600)
         return environment
 
@@ -148,7 +149,7 @@ class Debugging:
             self._warn_of_strangers(own.debug_port, last)
         if own.debug_unidentified:
             self._speaker.say(
-                "warning: --debug-unidentified lets everybody on another machine who can reach "
+                "warning: --debug-unidentified lets anyone on another machine who can reach "
                 f"{self._ports.host} run code as you, in your job, without a password; on a "
                 "network that is not yours alone, use 127.0.0.1 and an SSH tunnel (`ddpdoctor "
                 "attach --tunnel` prints it)"
@@ -176,7 +177,7 @@ class Debugging:
                 self._speaker.note(f"debugger {verb} {named(ranks)}")
         for record in records:
             if record["state"] != "fault":
-                self._tell(record)
+                self._say(record)
         if any(record["state"] == "ready" for record in records):
             self._write(self._gateway.ranks)
         return records
@@ -187,16 +188,16 @@ class Debugging:
         if text:
             self._speaker.say(text)
 
-    def _tell(self, record: Record) -> None:
+    def _say(self, record: Record) -> None:
         state = record["state"]
         if state == "waits":
             rank, name = record["rank"], self._editor.configuration(record["rank"])
-            where = f"{_relative(str(record['path']))}:{record['line']}"
+            where = f"{relative(str(record['path']))}:{record['line']}"
             why = "is held by an uncaught exception" if record["why"] == "error" else "waits"
             self._speaker.say(f'rank {rank} {why} at {where}; attach with F5 "{name}"')
         elif state == "expects" and not self._expects:
             self._expects = True
-            where = f"{_relative(str(record['path']))}:{record['line']}"
+            where = f"{relative(str(record['path']))}:{record['line']}"
             self._speaker.say(
                 f"{where} calls breakpoint(): collectives wait for at least an hour in this run"
             )
@@ -237,7 +238,7 @@ class Debugging:
 
 
 def _listens_itself(command: Command) -> bool:
-    """Whether the script opens debug ports of its own, which must find them free."""
+    """Whether the script opens its own debug ports, which must find them free."""
     scripts = [word for word in command.argv if os.path.basename(word) == command.script]
     try:
         return any("debugpy" in Path(script).read_text(errors="replace") for script in scripts)
@@ -259,22 +260,17 @@ def _check_gate(command: Command) -> None:
 
 
 def _check_host(command: Command) -> None:
-    """Refuse ports for clients whose user nothing tells, unless they are asked for."""
+    """Refuse ports for clients whose user is unknown, unless they are asked for."""
     own = command.own
     if not own.debug_unidentified and not debug_ports.is_loopback(own.debug_host):
         raise DoctorError(
-            f"--debug-host {own.debug_host} is for clients of other machines, and nothing says "
-            "whose they are",
+            f"--debug-host {own.debug_host} is reachable from other machines, and nothing "
+            "identifies the users of their clients",
             "use 127.0.0.1 and an SSH tunnel (`ddpdoctor attach --tunnel` prints it), or add "
-            "--debug-unidentified to let in everybody who can reach that address",
+            "--debug-unidentified to admit anyone who can reach that address",
         )
 
 
 def _span(numbers: Iterable[int]) -> str:
     ordered = sorted(numbers)
     return str(ordered[0]) if len(ordered) == 1 else f"{ordered[0]}-{ordered[-1]}"
-
-
-def _relative(path: str) -> str:
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative

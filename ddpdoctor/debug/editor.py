@@ -37,7 +37,7 @@ class Editor:
         self._mappings = [launch_json.PathMapping(*pair) for pair in own.path_map]
         self._script = script
         self.label = ""
-        """What tells this run's names from another live run's; empty for the only one."""
+        """What distinguishes this run's names from another live run's; empty for the only one."""
 
     def configuration(self, rank: int) -> str:
         """The name of a rank's attach configuration."""

@@ -86,7 +86,7 @@ def serve(pid: int, first_port: int, say: Callable[[str], None]) -> None:
             gateway.stop()
 
 
-_WHERE = "what kept it from it stands on its own stderr"
+_WHERE = "its stderr says why"
 
 
 def _happens(
@@ -113,11 +113,7 @@ def _refused(record: Record) -> str:
 
 
 def _inject(pid: int, directory: str) -> None:
-    """Have the process connect to our control socket.
-
-    Raises:
-        DoctorError: gdb could not do it.
-    """
+    """Have the process connect to our control socket."""
     import debugpy
 
     debugpys = os.path.dirname(os.path.dirname(debugpy.__file__))

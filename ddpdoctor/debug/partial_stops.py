@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 
 from ddpdoctor.core.ranks import named
-from ddpdoctor.debug.gateway import Stop
+from ddpdoctor.core.units import duration
+from ddpdoctor.core.working_directory import relative_place
+from ddpdoctor.debug.slots import Stop
 from ddpdoctor.run.record import Phase, Status
 from ddpdoctor.run.snapshot import Run
 
@@ -31,54 +32,56 @@ class PartialStops:
 
     def look(self, run: Run, stops: Sequence[Stop]) -> str:
         """A sentence if there is something new to say, else an empty string."""
-        standing = frozenset(stop.rank for stop in stops)
+        held = frozenset(stop.rank for stop in stops)
         waiting = [
             rank.status
             for rank in run.last
-            if rank.status is not None and rank.rank not in standing and _waits(rank.status)
+            if rank.status is not None and rank.rank not in held and _waits(rank.status)
         ]
-        kept = [rank.opened.get("kept_timeout") for rank in run.last]
-        timeouts = [each for each in kept if isinstance(each, (int, float))]
-        now = time.monotonic()
-        if not standing:
+        if not held:
             self._since = None
             if not waiting:
                 # Else it is the same stop still: somebody steps through the lines.
                 self._said = None
             return ""
+        now = time.monotonic()
         self._since = self._since or now
         if now - self._since < PATIENCE:
             return ""
         before, self._picture = self._picture, None
-        picture = (standing, frozenset(status.rank for status in waiting))
+        picture = (held, frozenset(status.rank for status in waiting))
         if not waiting or picture == self._said:
             return ""
         if picture != before:
-            # Ranks come one by one; said once nobody joins them any more.
+            # Ranks come one by one; said once no more of them join.
             self._picture = picture
             return ""
         self._said = picture
-        places = {_short(stop.place) for stop in stops} - {""}
-        at = f" at {places.pop()}" if len(places) == 1 else ""
-        verb = "is" if len(standing) == 1 else "are"
-        them = "it" if len(standing) == 1 else "them"
-        wait = "waits" if len(waiting) == 1 else "wait"
-        return (
-            f"{named(standing)} {verb} held by the debugger{at}; "
-            f"{named(picture[1])} {wait} for {them}{_where(waiting)} and will stop at "
-            "breakpoints after that" + _timeout(timeouts)
-        )
+        return _sentence(stops, waiting) + _timeout(run)
 
 
-def _timeout(kept: Sequence[float]) -> str:
-    """What lifting timeouts does not reach: gloo of some torch keeps its group's."""
-    if not kept:
-        return ""
-    shortest = min(kept)
-    told = f"{shortest / 60:.0f} min" if shortest >= 120 else f"{shortest:.0f} s"
+def _sentence(stops: Sequence[Stop], waiting: Sequence[Status]) -> str:
+    ranks = {stop.rank for stop in stops}
+    places = {relative_place(stop.place) for stop in stops} - {""}
+    at = f" at {places.pop()}" if len(places) == 1 else ""
+    verb, them = ("is", "it") if len(ranks) == 1 else ("are", "them")
+    wait = "waits" if len(waiting) == 1 else "wait"
     return (
-        f"; this torch's gloo keeps its timeout of {told}, after which they fail: a job that is "
-        "started with --wait-for-attach has none"
+        f"{named(ranks)} {verb} held by the debugger{at}; "
+        f"{named(status.rank for status in waiting)} {wait} for {them}{_where(waiting)} and will "
+        "stop at breakpoints after that"
+    )
+
+
+def _timeout(run: Run) -> str:
+    """What lifting timeouts does not reach: gloo of some torch keeps its group's."""
+    kept = [rank.opened.get("kept_timeout") for rank in run.last]
+    timeouts = [each for each in kept if isinstance(each, (int, float))]
+    if not timeouts:
+        return ""
+    return (
+        f"; this torch's gloo keeps its timeout of {duration(min(timeouts))}, after which they "
+        "fail: a job that is started with --wait-for-attach has none"
     )
 
 
@@ -94,10 +97,4 @@ def _where(waiting: Sequence[Status]) -> str:
     if len(places) != 1:
         return ""
     what, site = places.pop()
-    return f" in {what} ({_short(site)})" if site else f" in {what}"
-
-
-def _short(place: str) -> str:
-    path, colon, line = place.rpartition(":")
-    relative = os.path.relpath(path) if path else ""
-    return f"{path if relative.startswith('..') else relative}{colon}{line}" if path else ""
+    return f" in {what} ({relative_place(site)})" if site else f" in {what}"

@@ -12,6 +12,7 @@ from ddpdoctor.core import opening
 from ddpdoctor.run.record import integer
 
 Message = dict[str, Any]
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class SilentError(Exception):
@@ -23,7 +24,7 @@ class RankLink:
 
     Attributes:
         pid: Its process, as it sees itself.
-        rank: Its global rank, None while nobody knows it.
+        rank: Its global rank, None while it is unknown.
         local_rank: None where its launcher has no such thing.
         world_size: None until it is known.
         local_world_size: The number of ranks of this node, None where the launcher does not say.
@@ -67,7 +68,7 @@ class RankLink:
                 answer.set_exception(SilentError("the process has ended"))
         self._writer.close()
 
-    def tell(self, do: str, **values: object) -> None:
+    def send(self, do: str, **values: object) -> None:
         """Say something that needs no answer."""
         with contextlib.suppress(OSError, RuntimeError):
             self._writer.write(json.dumps({"do": do, **values}).encode() + b"\n")
@@ -81,7 +82,7 @@ class RankLink:
         self._asked += 1
         number = self._asked
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        self.tell(do, ask=number, **values)
+        self.send(do, ask=number, **values)
         try:
             return await asyncio.wait_for(answer, timeout)
         except asyncio.TimeoutError:

@@ -18,7 +18,7 @@ TABLE: tuple[Failure, ...] = (
 
 
 def recognise(text: str, traceback: str = "") -> tuple[Failure, Mapping[str, str]] | None:
-    """The heaviest known failure that a text tells of, with its groups; None if it is unknown.
+    """The heaviest known failure in a text, with its groups; None if it is unknown.
 
     Args:
         text: A line of output, or an exception with its message.
@@ -34,11 +34,11 @@ def recognise(text: str, traceback: str = "") -> tuple[Failure, Mapping[str, str
     return best
 
 
-def telling_line(failure: Failure | None, text: str) -> str:
+def matching_line(failure: Failure | None, text: str) -> str:
     """The line of a text by which a failure is known; the first one if it has none alone."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    told = (line for line in lines if failure is not None and failure.regex.search(line))
-    return next(told, lines[0] if lines else "")
+    matching = (line for line in lines if failure is not None and failure.regex.search(line))
+    return next(matching, lines[0] if lines else "")
 
 
-__all__ = ["TABLE", "Failure", "Page", "Weight", "recognise", "telling_line"]
+__all__ = ["TABLE", "Failure", "Page", "Weight", "matching_line", "recognise"]

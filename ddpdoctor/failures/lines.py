@@ -35,7 +35,7 @@ _SOURCE = re.compile(
 
 
 class Line(NamedTuple):
-    """A line of output, taken apart.
+    """A line of output, split.
 
     Attributes:
         rank: Whose it is, None if it does not say.
@@ -59,7 +59,7 @@ def clean(raw: bytes) -> str:
     return _CONTROL.sub("", raw.decode("utf-8", "replace"))
 
 
-def taken_apart(text: str) -> Line:
+def split_line(text: str) -> Line:
     """A clean line without the marks that torch, torchrun, srun or mpirun put before it."""
     rank: int | None = None
     uncaught = False
@@ -77,7 +77,7 @@ def taken_apart(text: str) -> Line:
 
 
 def rank_of_file(path: str) -> int | None:
-    """The rank that a file name tells: ``rank3.log``, or torchrun's ``attempt_0/3/stderr.log``."""
+    """The rank in a file name: ``rank3.log``, or torchrun's ``attempt_0/3/stderr.log``."""
     parts = PurePath(path).parts
     if len(parts) > 1 and _TORCHRUN_FILE.match(parts[-1]) and parts[-2].isdigit():
         return whole(parts[-2])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ddpdoctor.core.finding import Location
 from ddpdoctor.failures import Failure, Weight, recognise
-from ddpdoctor.failures.lines import clean, rank_of_file, taken_apart, time_of
+from ddpdoctor.failures.lines import clean, rank_of_file, split_line, time_of
 from ddpdoctor.failures.tracebacks import HEAD, Printed, Tracebacks
 from ddpdoctor.run.record import whole
 
@@ -77,7 +77,7 @@ class Sighting:
         line: The line's number there, from 1.
         order: The log's place among the logs, and the line's offset in it.
         rank: Whose it is, if it is known.
-        time: Seconds, if the line or one shortly before it tells.
+        time: Seconds, if the line or one shortly before it has one.
         final: It ended its process, as far as can be seen: nothing plain was written after it.
         location: The innermost line of the user's code, for exceptions.
         traceback: The whole text of it.
@@ -137,6 +137,11 @@ class LogReader:
             self._block(data[start:stop])
             start = stop
 
+    @property
+    def size(self) -> int:
+        """Bytes that were taken in."""
+        return self._offset + len(self._rest)
+
     def close(self) -> list[Sighting]:
         """All that was found, in the order of the lines, once the log is at its end."""
         if self._rest:
@@ -192,7 +197,7 @@ class LogReader:
         return sorted(starts)
 
     def _line(self, text: str, offset: int, number: int) -> None:
-        line = taken_apart(text)
+        line = split_line(text)
         belongs, ended = self._tracebacks.take(line, offset, number, self._time)
         for printed in ended:
             self._exception(printed)
@@ -259,7 +264,7 @@ class LogReader:
             self._undecided.append(sighting)
 
     def _rank_in_summary(self, text: str) -> int | None:
-        """Whose exit torchrun tells: it says the rank some lines before the status."""
+        """Whose exit torchrun reports: it names the rank some lines before the status."""
         for each in list(self._before)[-4:]:
             match = _SUMMARY_RANK.match(each)
             if match:
@@ -273,7 +278,7 @@ class LogReader:
 
 
 def read(source: str, chunks: Iterable[bytes], place: int = 0) -> list[Sighting]:
-    """Everything that a log tells of failures, in the order of its lines."""
+    """All failures in a log, in the order of its lines."""
     reader = LogReader(source, place)
     for chunk in chunks:
         reader.feed(chunk)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 from textwrap import indent
+from typing import NamedTuple
 
 from ddpdoctor.core.finding import Severity
 
@@ -24,9 +25,9 @@ class Weight(IntEnum):
     CONSEQUENCE = 3
     """A rank lost a peer: never the verdict where a cause is seen."""
     SYMPTOM = 4
-    """Nobody came, or nobody answered: the verdict only where no rank has a cause of its own."""
+    """No peer came, or none answered: the verdict only where no rank shows a cause."""
     GENERIC = 5
-    """A cause whose nature another line tells, if one does."""
+    """A cause that another line may explain better."""
     CAUSE = 6
 
 
@@ -53,15 +54,24 @@ class Page:
         return "\n\n".join([self.summary, *bodies])
 
 
+class Known(NamedTuple):
+    """Which failure it is."""
+
+    code: str
+    """The code of the fault, which may be that of a rule that sees it otherwise, too."""
+    name: str
+    """Short name within the table."""
+    weight: Weight
+    seen: str
+    """Where it was seen printed: versions of torch, or other."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """A failure by the text that it prints.
 
     Attributes:
-        code: The code of the fault, which may be that of a rule that sees it otherwise, too.
-        name: Short name within the table.
-        weight: See :class:`Weight`.
-        anchors: Literals of which each text that ``pattern`` matches has one; the quick look.
+        known: Which one it is.
         pattern: Regular expression, for a line or an exception's whole message. A group ``rank``
             is the guilty rank; all groups can stand in ``says``.
         says: What follows the subject of the sentence; a part in brackets is left out where one of
@@ -72,13 +82,9 @@ class Failure:
         page: The code's page; None where a rule has it, or an earlier entry of that code.
         likely: The text alone does not prove it.
         severity: Of its finding.
-        torch: Where it was seen printed: versions of torch, or other.
     """
 
-    code: str
-    name: str
-    weight: Weight
-    anchors: tuple[str, ...]
+    known: Known
     pattern: str
     says: str
     fix: str
@@ -87,20 +93,42 @@ class Failure:
     page: Page | None = None
     likely: bool = False
     severity: Severity = Severity.ERROR
-    torch: str = ""
+
+    @property
+    def code(self) -> str:
+        """The code of the fault."""
+        return self.known.code
+
+    @property
+    def weight(self) -> Weight:
+        """How much it explains."""
+        return self.known.weight
 
     @cached_property
     def regex(self) -> re.Pattern[str]:
         """The pattern, compiled."""
         return re.compile(self.pattern)
 
+    @cached_property
+    def literals(self) -> tuple[str, ...]:
+        """Literals of which each text that the pattern matches has one; none if that is not clear.
+
+        They are looked for first: a pattern takes many times as long.
+        """
+        return _literals(self.pattern)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Parts of what is printed, for who searches for it."""
+        runs = (run.strip() for run, _, _ in _runs(re.sub(r"\[(\w)\w\]", r"\1", self.pattern)))
+        return tuple(run for run in runs if len(run) >= _TELLING)
+
     def match(self, text: str, traceback: str = "") -> Mapping[str, str] | None:
         """The groups of the first match in ``text``; None if it is not this failure."""
-        if not any(anchor in text for anchor in self.anchors):
+        if self.literals and not any(literal in text for literal in self.literals):
             return None
-        if self.within and not re.search(self.within, traceback):
-            return None
-        if self.unless and re.search(self.unless, traceback):
+        elsewhere = self.within and not re.search(self.within, traceback)
+        if elsewhere or (self.unless and re.search(self.unless, traceback)):
             return None
         found = self.regex.search(text)
         if found is None:
@@ -117,3 +145,43 @@ class Failure:
                 return ""
 
         return _OPTIONAL.sub(filled, self.says).format(**groups)
+
+
+_TOKEN = re.compile(
+    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?P<\w+>|\(\?<?[:=!]|\(\?\w+\)|\{[\d,]+\}\??|[*+?]\??|."
+)
+_LEAST = 3
+_TELLING = 10
+"""Letters of a literal that a person may search for."""
+
+
+def _runs(pattern: str) -> Iterator[tuple[str, int, bool]]:
+    """The literals of a pattern, each with its depth, and whether it ends an alternative."""
+    run = ""
+    depth = 0
+    for token in (*_TOKEN.findall(pattern), "|"):
+        is_class = token[0] in "[^$." or (token[0] == "\\" and token[1].isalnum())
+        if token[0] not in "|()*+?{" and not is_class:
+            run += token[-1]
+            continue
+        if token[0] in "*?{":
+            # What is before it may be missing.
+            run = run[:-1]
+        yield run, depth, token == "|" and not depth
+        run = ""
+        if token[0] == "(" and not token.endswith(")"):
+            depth += 1
+        elif token == ")":
+            depth -= 1
+
+
+def _literals(pattern: str) -> tuple[str, ...]:
+    """The longest literal outside of groups in each alternative of a pattern."""
+    alternatives = [""]
+    for run, depth, ends in _runs(pattern):
+        if not depth:
+            alternatives[-1] = max(alternatives[-1], run, key=len)
+        if ends:
+            alternatives.append("")
+    found = alternatives[:-1]
+    return tuple(found) if all(len(each) >= _LEAST for each in found) else ()

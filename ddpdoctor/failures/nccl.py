@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from ddpdoctor.core.finding import Severity
-from ddpdoctor.failures.model import Failure, Page, Weight
+from ddpdoctor.failures.model import Failure, Known, Page, Weight
 
 FAILURES = (
     Failure(
-        code="DDP203",
-        name="two-ranks-on-one-gpu",
-        weight=Weight.CAUSE,
-        anchors=("Duplicate GPU detected", "Multiple Ranks are using the same GPU"),
-        pattern=r"Duplicate GPU detected(?: : rank (?P<rank>\d+) and rank (?P<peer>\d+))?"
+        Known("DDP203", "two-ranks-on-one-gpu", Weight.CAUSE, "NCCL 2.x init.cc"),
+        r"Duplicate GPU detected(?: : rank (?P<rank>\d+) and rank (?P<peer>\d+))?"
         r"|Multiple Ranks are using the same GPU/Partition",
         says="uses the same GPU as [rank {peer}, which is ]another rank",
         fix='Call torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before anything touches '
@@ -32,25 +29,17 @@ FAILURES = (
             "    model.to(local_rank)",
             "On CPUs, and if CUDA_VISIBLE_DEVICES shows each process a single GPU.",
         ),
-        torch="NCCL 2.x init.cc",
     ),
     Failure(
-        code="DDP203",
-        name="barrier-without-device",
-        weight=Weight.NOTE,
-        anchors=("to perform barrier as devices used by this process",),
-        pattern=r"to perform barrier as devices used by this process are currently unknown",
+        Known("DDP203", "barrier-without-device", Weight.NOTE, "2.x"),
+        r"to perform barrier as devices used by this process are currently unknown",
         says="came to a barrier before its GPU was known, and guesses it",
         fix="Call torch.cuda.set_device(LOCAL_RANK) first, or init_process_group(device_id=...).",
         severity=Severity.WARNING,
-        torch="2.x",
     ),
     Failure(
-        code="DDP920",
-        name="nccl-versions-differ",
-        weight=Weight.CAUSE,
-        anchors=("Mismatched NCCL version",),
-        pattern=r"Mismatched NCCL version detected : rank (?P<rank>\d+) version (?P<version>\d+)",
+        Known("DDP920", "nccl-versions-differ", Weight.CAUSE, "NCCL init.cc"),
+        r"Mismatched NCCL version detected : rank (?P<rank>\d+) version (?P<version>\d+)",
         says="has another NCCL ({version}) than its peers",
         fix="Install the same torch wheel on every node; look for a libnccl in LD_LIBRARY_PATH or "
         "LD_PRELOAD.",
@@ -63,38 +52,26 @@ FAILURES = (
             "Wrong: torch 2.6 on one node and 2.8 on the other.\nRight: one image for all nodes.",
             "If the versions are equal.",
         ),
-        torch="NCCL init.cc",
     ),
     Failure(
-        code="DDP005",
-        name="nccl-shared-memory",
-        weight=Weight.CAUSE,
-        anchors=("NCCL WARN", "Last error:"),
-        pattern=r"(?:NCCL WARN|Last error:)\s+"
+        Known("DDP005", "nccl-shared-memory", Weight.CAUSE, "nccl#342, nccl#525"),
+        r"(?:NCCL WARN|Last error:)\s+"
         r"(?:Error: failed to extend|Error while creating shared memory"
         r"|Call to posix_fallocate failed)",
         says="has no shared memory left for NCCL: /dev/shm is full or too small",
         fix="`df -h /dev/shm`; in docker start with --shm-size=8g or --ipc=host.",
-        torch="nccl#342, nccl#525",
     ),
     Failure(
-        code="DDP006",
-        name="locked-memory",
-        weight=Weight.CAUSE,
-        anchors=("ibv_",),
-        pattern=r"ibv_(?:reg_mr|create_cq|create_qp)\S* failed with error Cannot allocate memory",
+        Known("DDP006", "locked-memory", Weight.CAUSE, "nccl-tests#206"),
+        r"ibv_(?:reg_mr|create_cq|create_qp)\S* failed with error Cannot allocate memory",
         says="may not lock memory for InfiniBand: the limit `ulimit -l` is too low",
         fix="`ulimit -l unlimited` (limits.conf, LimitMEMLOCK of the service, "
         "docker --ulimit memlock=-1).",
-        torch="nccl-tests#206",
     ),
     Failure(
-        code="DDP921",
-        name="nccl-connect",
-        weight=Weight.GENERIC,
-        anchors=("connect to", "Call to connect"),
-        pattern=r"NCCL WARN[^\n]*connect to (?P<address>\S+) returned [^,]+, "
-        r"(?:exceeded error retry|retrying)|NCCL WARN[^\n]*Call to connect[^\n]*"
+        Known("DDP921", "nccl-connect", Weight.GENERIC, "nccl#388, nccl#697"),
+        r"NCCL WARN[^\n]{0,999}connect to (?P<address>\S+) returned [^,]+, "
+        r"(?:exceeded error retry|retrying)|NCCL WARN[^\n]{0,999}Call to connect[^\n]{0,999}"
         r"(?:failed|timed out|refused)",
         says="could not connect to a peer of NCCL[ at {address}]",
         fix="Set NCCL_SOCKET_IFNAME to the interface of the network between the nodes, and open "
@@ -110,14 +87,10 @@ FAILURES = (
             "Right: `export NCCL_SOCKET_IFNAME=eth0` on every node.",
             "If any rank has an independent failure: then this follows from it.",
         ),
-        torch="nccl#388, nccl#697",
     ),
     Failure(
-        code="DDP922",
-        name="nccl-system-error",
-        weight=Weight.GENERIC,
-        anchors=("ncclSystemError", "unhandled system error"),
-        pattern=r"ncclSystemError:|unhandled system error",
+        Known("DDP922", "nccl-system-error", Weight.GENERIC, "nccl#207"),
+        r"ncclSystemError:|unhandled system error",
         says="had a system call fail within NCCL, which does not say which",
         fix="Run again with NCCL_DEBUG=WARN: the line that starts with NCCL WARN names the socket, "
         "shared memory or verbs call that failed.",
@@ -131,14 +104,10 @@ FAILURES = (
             "Right: `NCCL_DEBUG=WARN torchrun train.py`",
             "If a line of NCCL says what failed (DDP921, DDP005, DDP006).",
         ),
-        torch="nccl#207",
     ),
     Failure(
-        code="DDP923",
-        name="nccl-cuda-error",
-        weight=Weight.GENERIC,
-        anchors=("ncclUnhandledCudaError", "unhandled cuda error"),
-        pattern=r"ncclUnhandledCudaError:|unhandled cuda error",
+        Known("DDP923", "nccl-cuda-error", Weight.GENERIC, "NCCL documentation"),
+        r"ncclUnhandledCudaError:|unhandled cuda error",
         says="had a CUDA call fail within NCCL",
         fix="Run again with NCCL_DEBUG=WARN; look at `dmesg | grep -i xid` and whether the driver "
         "is as new as torch's CUDA (`nvidia-smi`).",
@@ -152,14 +121,10 @@ FAILURES = (
             "Right: a driver at least as new as torch's CUDA version.",
             "If another line names the cause (DDP928 for memory).",
         ),
-        torch="NCCL documentation",
     ),
     Failure(
-        code="DDP926",
-        name="no-infiniband",
-        weight=Weight.NOTE,
-        anchors=("libibverbs", "NET/IB", "NCCL_IB_DISABLE"),
-        pattern=r"Failed to open libibverbs|NET/IB : No device found"
+        Known("DDP926", "no-infiniband", Weight.NOTE, "nccl-tests#14"),
+        r"Failed to open libibverbs|NET/IB : No device found"
         r"|NCCL_IB_DISABLE set by environment to 1",
         says="talks over TCP: NCCL found no InfiniBand",
         fix="If the machines have InfiniBand: install libibverbs1 (in the container, too), unset "
@@ -176,15 +141,11 @@ FAILURES = (
             "Without NCCL_DEBUG=INFO, NCCL prints nothing about it.",
         ),
         severity=Severity.INFO,
-        torch="nccl-tests#14",
     ),
     Failure(
-        code="DDP927",
-        name="invalid-device-ordinal",
-        weight=Weight.CAUSE,
-        anchors=("invalid device ordinal",),
-        pattern=r"CUDA error: invalid device ordinal|(?:RuntimeError|AcceleratorError): [^\n]*"
-        r"invalid device ordinal",
+        Known("DDP927", "invalid-device-ordinal", Weight.CAUSE, "apex#1138"),
+        r"CUDA error: invalid device ordinal"
+        r"|(?:RuntimeError|AcceleratorError): [^\n]{0,999}invalid device ordinal",
         says="asked for a GPU that this node does not have",
         fix="Use LOCAL_RANK, not RANK, as the device, and start at most as many ranks as GPUs are "
         "visible (CUDA_VISIBLE_DEVICES).",
@@ -199,16 +160,12 @@ FAILURES = (
             'Right: `torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))`',
             "If another exception came first.",
         ),
-        torch="apex#1138",
     ),
     Failure(
-        code="DDP928",
-        name="gpu-memory",
-        weight=Weight.CAUSE,
-        anchors=("CUDA out of memory", "CUDA error: out of memory"),
+        Known("DDP928", "gpu-memory", Weight.CAUSE, "1.13 to 2.13; pytorch#1223"),
         # Others may speak of it, too: a script that estimates its batch, say.
-        pattern=r"(?:OutOfMemoryError|RuntimeError): CUDA out of memory"
-        r"\.?(?:[^\n]*?Tried to allocate (?P<size>[\d.]+ [KMGT]iB))?"
+        r"(?:OutOfMemoryError|RuntimeError): CUDA out of memory"
+        r"\.?(?:[^\n]{0,999}?Tried to allocate (?P<size>[\d.]+ [KMGT]iB))?"
         r"|(?:Error:|what\(\):) +CUDA error: out of memory",
         says="ran out of GPU memory[ when it wanted {size}]",
         fix="See who else holds it (`nvidia-smi`: an orphan of an earlier job?), whether other "
@@ -224,26 +181,14 @@ FAILURES = (
             "Right: `losses.append(loss.item())`",
             "For errors that the script catches: the job continues.",
         ),
-        torch="1.13 to 2.13; pytorch#1223",
     ),
     Failure(
-        code="DDP209",
-        name="no-cuda",
-        weight=Weight.CAUSE,
-        anchors=(
-            "have NCCL built in",
-            "only supported with GPUs",
-            "requires at least one CUDA device",
-            "no NVIDIA driver",
-            "'_cuda_setDevice'",
-            "not compiled with CUDA",
-            "uda is not available",
-        ),
-        pattern=r"Distributed package doesn't have NCCL built in"
+        Known("DDP209", "no-cuda", Weight.CAUSE, "1.13, 2.6, 2.13, 2.15"),
+        r"Distributed package doesn't have NCCL built in"
         r"|ProcessGroupNCCL is only supported with GPUs|nccl2 requires at least one CUDA device"
         r"|Found no NVIDIA driver"
         r"|has no attribute '_cuda_setDevice'|Torch not compiled with CUDA enabled"
-        r"|Error: [^\n]*Cuda is not available",
+        r"|Error: [^\n]{0,999}Cuda is not available",
         says="asked for CUDA or NCCL, and this torch or this machine has none",
         fix='`python -c "import torch; print(torch.version.cuda, torch.cuda.is_available())"`: '
         "None means a CPU wheel, False no driver (docker --gpus all). On CPUs use backend gloo.",
@@ -259,6 +204,5 @@ FAILURES = (
             'Right: `dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")`',
             "If the script handles the exception.",
         ),
-        torch="1.13, 2.6, 2.13, 2.15",
     ),
 )

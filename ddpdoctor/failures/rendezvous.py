@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from ddpdoctor.failures.model import Failure, Page, Weight
+from ddpdoctor.failures.model import Failure, Known, Page, Weight
 
 _IN_ALL_ELSE = "When any rank failed by itself: then this is its consequence."
 
+_ADDRESS = (
+    "Put the name into /etc/hosts on every node, or give an address: --master-addr IP, or "
+    "--local-addr IP on the first node."
+)
+
 FAILURES = (
     Failure(
-        code="DDP002",
-        name="port-in-use",
-        weight=Weight.CAUSE,
-        anchors=("server socket has failed to listen",),
-        pattern=r"Error: (?:\[[^\n]*)?The server socket has failed to listen"
-        r"(?:[^\n]*?(?:port: |\]:)(?P<port>\d+))?",
+        Known("DDP002", "port-in-use", Weight.CAUSE, "1.13, 2.6, 2.13; pytorch#73320"),
+        r"Error: (?:\[[^\n]{0,999})?The server socket has failed to listen"
+        r"(?:[^\n]{0,999}?(?:port: |\]:)(?P<port>\d+))?",
         says="could not listen[ on port {port}]: another process holds the port",
         fix="See who holds it (`ss -tlnp`): another job or a rank that an earlier job left behind. "
         "Take another --master-port, or --standalone for a single node.",
@@ -32,14 +34,10 @@ FAILURES = (
             "On nodes other than the first. Where torchrun picks a free port itself (one machine, "
             "no port given, torch 2.13 and later).",
         ),
-        torch="1.13, 2.6, 2.13; pytorch#73320",
     ),
     Failure(
-        code="DDP813",
-        name="peers-missing",
-        weight=Weight.SYMPTOM,
-        anchors=("clients joined",),
-        pattern=r"Timed out after (?P<seconds>\d+) seconds waiting for clients\. "
+        Known("DDP813", "peers-missing", Weight.SYMPTOM, "1.13, 2.6, 2.13"),
+        r"Timed out after (?P<seconds>\d+) seconds waiting for clients\. "
         r"(?P<came>\d+)/(?P<all>\d+) clients joined",
         says="waited {seconds} s at the start, and only {came} of {all} came",
         fix="Look at the nodes that are absent: was the job started there, with the same "
@@ -57,25 +55,17 @@ FAILURES = (
             "one of them, or the launcher, computes or lacks a core. If as many ranks came as "
             "expected, it is DDP814.",
         ),
-        torch="1.13, 2.6, 2.13",
     ),
     Failure(
-        code="DDP813",
-        name="rendezvous-timeout",
-        weight=Weight.SYMPTOM,
-        anchors=("RendezvousTimeoutError",),
-        pattern=r"RendezvousTimeoutError",
+        Known("DDP813", "rendezvous-timeout", Weight.SYMPTOM, "2.6, 2.13; pytorch#73380"),
+        r"RendezvousTimeoutError",
         says="gave up the rendezvous: fewer nodes came than the job wants",
         fix="Start the job on every node with the same --rdzv-id and --rdzv-endpoint; the endpoint "
         "must not resolve to 127.* on any of them.",
-        torch="2.6, 2.13; pytorch#73380",
     ),
     Failure(
-        code="DDP912",
-        name="store-unreachable",
-        weight=Weight.SYMPTOM,
-        anchors=("while trying to connect to",),
-        pattern=r"client socket has timed out after \d+m?s while trying to connect to "
+        Known("DDP912", "store-unreachable", Weight.SYMPTOM, "1.13, 2.6, 2.13; pytorch#107021"),
+        r"client socket has timed out after \d+m?s while trying to connect to "
         r"\(?(?P<address>[^),\s]+)(?:, (?P<port>\d+))?",
         says="got no answer from {address}[ port {port}], where the job's store should be",
         fix="Try that address from this node: refused means that nothing was started there, "
@@ -92,19 +82,14 @@ FAILURES = (
             "Right: an address that all nodes can reach.",
             "If any rank has an independent failure: then this follows from it.",
         ),
-        torch="1.13, 2.6, 2.13; pytorch#107021",
     ),
     Failure(
-        code="DDP913",
-        name="name-unresolved",
         # A warning about IPv6 alone is harmless; torch tries on, and says later that it gave up.
-        weight=Weight.SYMPTOM,
-        anchors=("cannot be retrieved",),
-        pattern=r"network addresses of \((?P<host>[^,)]+)[^)]*\) cannot be retrieved "
+        Known("DDP913", "name-unresolved", Weight.SYMPTOM, "1.13, 2.13; pytorch#150532"),
+        r"network addresses of \((?P<host>[^,)]+)[^)]*\) cannot be retrieved "
         r"\(gai error: (?:-2|-3|8) ",
         says="could not resolve the name[ {host}] of the first node",
-        fix="Put the name into /etc/hosts on every node, or give an address: --master-addr IP, or "
-        "--local-addr IP on the first node.",
+        fix=_ADDRESS,
         page=Page(
             "A node's name does not resolve.",
             "A store address or a `gaierror` with a name that this node's resolver does not know.",
@@ -117,27 +102,18 @@ FAILURES = (
             "For torch's message that the reverse lookup of an address failed, which is harmless, "
             "and for the names of downloads (DDP936).",
         ),
-        torch="1.13, 2.13; pytorch#150532",
     ),
     Failure(
-        code="DDP913",
-        name="name-unresolved-in-python",
-        weight=Weight.SYMPTOM,
-        anchors=("gaierror",),
-        pattern=r"(?m)^(?:[\w.]+\.)?gaierror: \[Errno",
+        Known("DDP913", "name-unresolved-in-python", Weight.SYMPTOM, "2.13"),
+        r"(?m)^(?:[\w.]+\.)?gaierror: \[Errno",
         within=r"[/\\]torch[/\\]distributed[/\\]",
         says="could not resolve the name of the first node",
-        fix="Put the name into /etc/hosts on every node, or give an address: --master-addr IP, or "
-        "--local-addr IP on the first node.",
-        torch="2.13",
+        fix=_ADDRESS,
     ),
     Failure(
-        code="DDP003",
-        name="loopback-address",
-        weight=Weight.SYMPTOM,
-        anchors=("127.",),
-        pattern=r"(?:connectFullMesh failed|failed to connect, willRetry=0|Connection refused)"
-        r"[^\n]*(?:remote=|connect )\[127\.\d+\.\d+\.\d+\]"
+        Known("DDP003", "loopback-address", Weight.SYMPTOM, "2.13; gloo#223"),
+        r"(?:connectFullMesh failed|failed to connect, willRetry=0|Connection refused)"
+        r"[^\n]{0,999}(?:remote=|connect )\[127\.\d+\.\d+\.\d+\]"
         r"|(?:SocketTimeout|Connection refused|connect) ?\[127\.0\.1\.1\]",
         says="was given a peer at a loopback address, which is itself",
         fix="On the peer's node the host name means 127.*: take that line out of /etc/hosts, or "
@@ -159,14 +135,10 @@ FAILURES = (
             "the interface.",
         ),
         likely=True,
-        torch="2.13; gloo#223",
     ),
     Failure(
-        code="DDP004",
-        name="docker-address",
-        weight=Weight.SYMPTOM,
-        anchors=("[172.",),
-        pattern=r"(?:remote=|connect )\[172\.(?:1[7-9]|2\d|3[01])\.\d+\.1\]",
+        Known("DDP004", "docker-address", Weight.SYMPTOM, "nccl#697"),
+        r"(?:remote=|connect )\[172\.(?:1[7-9]|2\d|3[01])\.\d+\.1\]",
         says="was given a peer at the address of a docker bridge",
         fix="Name the network's interface: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; for NCCL "
         "also ^docker,br-.",
@@ -187,14 +159,10 @@ FAILURES = (
             "a GPU.",
         ),
         likely=True,
-        torch="nccl#697",
     ),
     Failure(
-        code="DDP914",
-        name="mesh-unreachable",
-        weight=Weight.SYMPTOM,
-        anchors=("connectFullMesh failed", "willRetry=0"),
-        pattern=r"[Gg]loo connectFullMesh failed|failed to connect, willRetry=0",
+        Known("DDP914", "mesh-unreachable", Weight.SYMPTOM, "1.13, 2.13; pytorch#108732"),
+        r"[Gg]loo connectFullMesh failed|failed to connect, willRetry=0",
         says="could not connect to all of its peers",
         fix="Peers talk over ephemeral ports: open net.ipv4.ip_local_port_range between the nodes, "
         "and set GLOO_SOCKET_IFNAME to the network's interface.",
@@ -209,26 +177,18 @@ FAILURES = (
             "Right: all ports allowed between the nodes of a job.",
             "If any rank has an independent failure: then this follows from it.",
         ),
-        torch="1.13, 2.13; pytorch#108732",
     ),
     Failure(
-        code="DDP004",
-        name="interface-missing",
-        weight=Weight.CAUSE,
-        anchors=("Unable to find address for", "no device found", "no socket interface found"),
-        pattern=r"Unable to find address for: (?P<name>\S+)|no device found matching"
+        Known("DDP004", "interface-missing", Weight.CAUSE, "2.13; NCCL bootstrap.cc"),
+        r"Unable to find address for: (?P<name>\S+)|no device found matching"
         r"|Bootstrap : no socket interface found",
         says="has no network interface[ {name}] of the name that it was given",
         fix="`ip -br address` lists the interfaces here: set GLOO_SOCKET_IFNAME and "
         "NCCL_SOCKET_IFNAME to one of them, node by node, or to a common prefix.",
-        torch="2.13; NCCL bootstrap.cc",
     ),
     Failure(
-        code="DDP918",
-        name="network-stall",
-        weight=Weight.SYMPTOM,
-        anchors=("Connection timed out", "No route to host"),
-        pattern=r"(?:writev|Read error|read|recv)\S* \[[^\]]+\](?::\d+)?: "
+        Known("DDP918", "network-stall", Weight.SYMPTOM, "2.13; nccl#1524"),
+        r"(?:writev|Read error|read|recv)\S* \[[^\]]+\](?::\d+)?: "
         r"(?:Connection timed out|No route to host)",
         says="silently lost its connection to a peer: packets vanish on the way",
         fix="Test with full packets, `ping -M do -s 8972 PEER` (1472 without jumbo frames): equal "
@@ -243,17 +203,13 @@ FAILURES = (
             "Right: one MTU on the whole path.",
             "If any rank has an independent failure: then this follows from it.",
         ),
-        torch="2.13; nccl#1524",
     ),
     Failure(
-        code="DDP919",
-        name="store-key-missing",
-        weight=Weight.SYMPTOM,
-        anchors=("wait timeout after",),
-        pattern=r"wait timeout after (?P<time>\d+)ms, keys: (?P<key>\S+)",
+        Known("DDP919", "store-key-missing", Weight.SYMPTOM, "2.13"),
+        r"wait timeout after (?P<time>\d+)ms, keys: (?P<key>\S+)",
         says="waited {time} ms for what another rank never wrote to the store ({key})",
         fix="Two nodes with the same --node-rank, or a rank that ended or never started: give each "
-        "node a rank of its own, and look at the other ranks' output.",
+        "node its own rank, and look at the other ranks' output.",
         page=Page(
             "A rank never wrote a store key that the others wait for.",
             "torch's store timeout while it waits for a key.",
@@ -265,6 +221,5 @@ FAILURES = (
             "If any rank has an independent failure: then this follows from it.",
         ),
         likely=True,
-        torch="2.13",
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddpdoctor.failures.model import Failure, Page, Weight
+from ddpdoctor.failures.model import Failure, Known, Page, Weight
 
 _OF_SYSTEM = r"(?:OSError|IOError|RuntimeError|error: |what\(\): )"
 """How the system's own refusals begin; a script may say such words of something else."""
@@ -22,26 +22,15 @@ _NO_NETWORK = (
 
 FAILURES = (
     Failure(
-        code="DDP936",
-        name="no-network-for-download",
-        weight=Weight.CAUSE,
-        anchors=(
-            "urlopen error",
-            "Max retries exceeded with url",
-            "We couldn't connect to '",
-            "Cannot connect to host",
-            "Could not connect to the endpoint URL",
-            "locate the file on the Hub",
-            "locate the files on the Hub",
-        ),
-        pattern=r"<urlopen error (?:\[Errno -?\d+\] )?(?:"
+        Known("DDP936", "no-network-for-download", Weight.CAUSE, "any"),
+        r"<urlopen error (?:\[Errno -?\d+\] )?(?:"
         + _NO_ANSWER
         + r")|HTTPS?ConnectionPool\(host='(?!localhost|127\.)(?P<host>[^'\s]{1,80})', port=\d+\): "
-        r"Max retries exceeded with url: [^\n]*(?:"
+        r"Max retries exceeded with url: [^\n]{0,999}(?:"
         + _NO_ANSWER
         + r"|ConnectTimeout|Failed to resolve)"
         r"|We couldn't connect to '(?P<url>[^'\s]{1,120})'"
-        r"|Cannot connect to host (?!localhost|127\.)(?P<peer>[^\s:]{1,80}):\d+ ssl[^\n]*\["
+        r"|Cannot connect to host (?!localhost|127\.)(?P<peer>[^\s:]{1,80}):\d+ ssl[^\n]{0,999}\["
         r"|Could not connect to the endpoint URL: \"(?P<endpoint>[^\"?\s]{1,120})"
         r"|trying to locate the files? on the Hub and we cannot find",
         unless=_SERVICE,
@@ -62,34 +51,19 @@ FAILURES = (
             "If the script handles the exception, for a server on this machine, and for "
             "experiment trackers and databases (DDP901).",
         ),
-        torch="any",
     ),
     Failure(
-        code="DDP936",
-        name="no-name-for-download",
-        weight=Weight.CAUSE,
-        anchors=("gaierror", "ConnectError"),
-        pattern=r"(?m)^(?:[\w.]+\.)?(?:gaierror|ConnectError): \[Errno -?\d+\] (?:"
-        + _NO_ANSWER
-        + ")",
+        Known("DDP936", "no-name-for-download", Weight.CAUSE, "any"),
+        r"(?m)^(?:[\w.]+\.)?(?:gaierror|ConnectError): \[Errno -?\d+\] (?:" + _NO_ANSWER + ")",
         within=r"[/\\](?:requests|urllib3?|http[/\\]client|ftplib|httpx|httpcore|aiohttp|botocore"
         r"|huggingface_hub|datasets)\b",
         unless=_SERVICE,
         says="has no network for a download",
         fix=_NO_NETWORK,
-        torch="any",
     ),
     Failure(
-        code="DDP005",
-        name="shared-memory-full",
-        weight=Weight.CAUSE,
-        anchors=(
-            "unable to allocate shared memory",
-            "bus error encountered in worker",
-            "killed by signal: Bus error",
-            "</torch_",
-        ),
-        pattern=r"unable to allocate shared memory\s?\(shm\)"
+        Known("DDP005", "shared-memory-full", Weight.CAUSE, "1.13, 2.6, 2.13; pytorch#5040"),
+        r"unable to allocate shared memory\s?\(shm\)"
         r"|[Uu]nexpected bus error encountered in worker|killed by signal: Bus error"
         r"|unable to (?:write to|open|resize) (?:shared memory object|file) </torch_",
         says="has no shared memory left for its DataLoader: /dev/shm is full or too small",
@@ -110,14 +84,10 @@ FAILURES = (
             "Right: `docker run --gpus all --shm-size=8g image torchrun train.py`",
             "If there is enough space, and on systems without /dev/shm.",
         ),
-        torch="1.13, 2.6, 2.13; pytorch#5040",
     ),
     Failure(
-        code="DDP931",
-        name="worker-killed",
-        weight=Weight.CAUSE,
-        anchors=("DataLoader worker (pid",),
-        pattern=r"DataLoader worker \(pid(?:\(s\))? (?P<pid>[\d, ]+)\) "
+        Known("DDP931", "worker-killed", Weight.CAUSE, "1.13, 2.6, 2.13"),
+        r"DataLoader worker \(pid(?:\(s\))? (?P<pid>[\d, ]+)\) "
         r"(?:is killed by signal: (?P<signal>[\w ]+)|exited unexpectedly)",
         says="lost a DataLoader worker (pid {pid})[, killed by signal {signal}]",
         fix="Killed: most likely the out-of-memory killer (dmesg); use fewer workers, and keep no "
@@ -134,14 +104,10 @@ FAILURES = (
             "Right: no more workers in total than cores, and data in a memory-mapped array.",
             "For an exception in a worker (DDP901), and a full /dev/shm (DDP005).",
         ),
-        torch="1.13, 2.6, 2.13",
     ),
     Failure(
-        code="DDP932",
-        name="worker-timeout",
-        weight=Weight.CAUSE,
-        anchors=("DataLoader timed out",),
-        pattern=r"DataLoader timed out after (?P<seconds>[\d.]+) seconds",
+        Known("DDP932", "worker-timeout", Weight.CAUSE, "2.13"),
+        r"DataLoader timed out after (?P<seconds>[\d.]+) seconds",
         says="waited {seconds} s in vain for a batch of its DataLoader",
         fix="A worker hangs: storage that does not answer, or a lock taken before the fork. "
         "Look at its stack (py-spy dump), or raise the DataLoader's timeout.",
@@ -156,14 +122,10 @@ FAILURES = (
             "Right: `DataLoader(data, num_workers=4, timeout=300)`",
             "Without a timeout, a DataLoader waits forever: then it is DDP809.",
         ),
-        torch="2.13",
     ),
     Failure(
-        code="DDP006",
-        name="too-many-open-files",
-        weight=Weight.CAUSE,
-        anchors=("Too many open files",),
-        pattern=rf"{_OF_SYSTEM}[^\n]*Too many open files",
+        Known("DDP006", "too-many-open-files", Weight.CAUSE, "2.13"),
+        rf"{_OF_SYSTEM}[^\n]{{0,999}}Too many open files",
         says="may open no more files (`ulimit -n`)",
         fix="`ulimit -n 65536` before the job; or torch.multiprocessing.set_sharing_strategy("
         '"file_system"), and close the files that the dataset opens.',
@@ -185,15 +147,11 @@ FAILURES = (
             "With the usual limits: 1024 open files are enough for 384 ranks. For locked memory "
             "on machines without InfiniBand, and for processes of root.",
         ),
-        torch="2.13",
     ),
     Failure(
-        code="DDP934",
-        name="host-memory",
-        weight=Weight.CAUSE,
-        anchors=("DefaultCPUAllocator", "Cannot allocate memory", "MemoryError"),
-        pattern=r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)"
-        r"(?:[^\n]*?tried to allocate (?P<bytes>\d+) bytes)?"
+        Known("DDP934", "host-memory", Weight.CAUSE, "2.13"),
+        r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)"
+        r"(?:[^\n]{0,999}?tried to allocate (?P<bytes>\d+) bytes)?"
         r"|OSError: \[Errno 12\] Cannot allocate memory|^MemoryError\b",
         says="could not get host memory[ ({bytes} bytes)]",
         fix="Host memory or its limit (ulimit -v, the job's cgroup) is used up: load less in each "
@@ -208,21 +166,10 @@ FAILURES = (
             'Right: `data = numpy.load("data.npy", mmap_mode="r")`',
             "If the out-of-memory killer was faster (DDP903).",
         ),
-        torch="2.13",
     ),
     Failure(
-        code="DDP935",
-        name="disk-full",
-        weight=Weight.CAUSE,
-        anchors=(
-            "No space left on device",
-            "Disk quota exceeded",
-            "unexpected pos",
-            "basic_ios::clear",
-            "PytorchStreamWriter failed",
-            "File too large",
-        ),
-        pattern=rf"{_OF_SYSTEM}[^\n]*(?:No space left on device|Disk quota exceeded)"
+        Known("DDP935", "disk-full", Weight.CAUSE, "1.13, 2.6, 2.13"),
+        rf"{_OF_SYSTEM}[^\n]{{0,999}}(?:No space left on device|Disk quota exceeded)"
         r"|\[Errno 27\] File too large"
         r"|unexpected pos \d+ vs \d+|basic_ios::clear: iostream error"
         r"|PytorchStreamWriter failed writing",
@@ -246,6 +193,5 @@ FAILURES = (
             '    os.replace("last.tmp", "last.pt")',
             "If the write was tried again and succeeded.",
         ),
-        torch="1.13, 2.6, 2.13",
     ),
 )

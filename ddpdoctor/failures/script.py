@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from ddpdoctor.core.finding import Severity
-from ddpdoctor.failures.model import Failure, Page, Weight
+from ddpdoctor.failures.model import Failure, Known, Page, Weight
 
 FAILURES = (
     Failure(
-        code="DDP305",
-        name="unused-parameters",
-        weight=Weight.CAUSE,
-        anchors=("Expected to have finished reduction",),
-        pattern=r"Expected to have finished reduction in the prior iteration"
+        Known("DDP305", "unused-parameters", Weight.CAUSE, "1.13, 2.6, 2.13; pytorch#83074"),
+        r"Expected to have finished reduction in the prior iteration"
         r"(?![^\n]{0,160}training graph has changed)",
         says="has parameters that got no gradient in the last backward",
         fix="Use them in the loss, freeze them before DDP(...), or set "
         "find_unused_parameters=True; `ddpdoctor run` names them.",
-        torch="1.13, 2.6, 2.13; pytorch#83074",
     ),
     Failure(
-        code="DDP306",
-        name="static-graph",
-        weight=Weight.CAUSE,
-        anchors=("training graph has changed",),
-        pattern=r"training graph has changed in this iteration",
+        Known("DDP306", "static-graph", Weight.CAUSE, "1.13, 2.6, 2.13"),
+        r"training graph has changed in this iteration",
         says="used other parameters than in the first step, under static_graph=True",
         fix="Drop static_graph=True, or use the same parameters in every step.",
         page=Page(
@@ -39,56 +32,35 @@ FAILURES = (
             "step on.",
             "While the graph stays the same.",
         ),
-        torch="1.13, 2.6, 2.13",
     ),
     Failure(
-        code="DDP323",
-        name="ready-twice",
-        weight=Weight.CAUSE,
-        anchors=("Expected to mark a variable ready only once",),
-        pattern=r"Expected to mark a variable ready only once",
+        Known("DDP323", "ready-twice", Weight.CAUSE, "1.13, 2.6, 2.13; pytorch#46166"),
+        r"Expected to mark a variable ready only once",
         says="had a parameter's gradient ready twice in one backward",
         fix="Use checkpoint(..., use_reentrant=False); else a module that is used outside of "
         "forward(), or twice: then static_graph=True.",
         likely=True,
-        torch="1.13, 2.6, 2.13; pytorch#46166",
     ),
     Failure(
-        code="DDP304",
-        name="find-unused-in-vain",
-        weight=Weight.NOTE,
-        anchors=("find_unused_parameters=True was specified",),
-        pattern=r"find_unused_parameters=True was specified in DDP constructor, but did not find",
+        Known("DDP304", "find-unused-in-vain", Weight.NOTE, "1.13, 2.6, 2.13"),
+        r"find_unused_parameters=True was specified in DDP constructor, but did not find",
         says="looks for unused parameters in every step, and there are none",
         fix="Drop find_unused_parameters=True: it walks the graph in every step.",
         severity=Severity.INFO,
-        torch="1.13, 2.6, 2.13",
     ),
     Failure(
-        code="DDP707",
-        name="models-differ",
-        weight=Weight.CAUSE,
-        anchors=("DDP expects same model", "appears not to match sizes"),
-        pattern=r"DDP expects same model across all ranks(?:[^\n]*?Rank (?P<peer>\d+) has"
+        Known("DDP707", "models-differ", Weight.CAUSE, "1.13, 2.6, 2.13"),
+        r"DDP expects same model across all ranks(?:[^\n]{0,999}?Rank (?P<peer>\d+) has"
         r" (?P<many>\d+) params, while rank (?P<other>\d+) has inconsistent (?P<fewer>\d+))?"
         r"|appears not to match sizes of the same param in process",
         says="gave DDP another model than the other ranks[: rank {peer} has {many} parameters, "
         "rank {other} has {fewer}]",
         fix="Build the model from the same configuration on every rank; count classes and "
         "vocabularies in all of the data, or broadcast them.",
-        torch="1.13, 2.6, 2.13",
     ),
     Failure(
-        code="DDP803",
-        name="collectives-differ",
-        weight=Weight.SYMPTOM,
-        anchors=(
-            "mismatch between collectives",
-            "op.preamble.length",
-            "Mismatched collective",
-            "Received data size doesn't match",
-        ),
-        pattern=r"Detected mismatch between collectives|op\.preamble\.length <= op\.nbytes"
+        Known("DDP803", "collectives-differ", Weight.SYMPTOM, "1.13, 2.6, 2.13; nccl#1417"),
+        r"Detected mismatch between collectives|op\.preamble\.length <= op\.nbytes"
         r"|Received data size doesn't match expected size|Mismatched collective",
         says="was in another collective than its peers, or in one of another shape or dtype",
         fix="Find where the ranks part: an if on the rank, batches of unequal number or shape. "
@@ -113,25 +85,17 @@ FAILURES = (
             "sizes may differ. If some calls are compiled and cannot be seen, and for collectives "
             "in other threads. If DDP401 or DDP109 is the cause.",
         ),
-        torch="1.13, 2.6, 2.13; nccl#1417",
     ),
     Failure(
-        code="DDP206",
-        name="local-rank-option",
-        weight=Weight.CAUSE,
-        anchors=("unrecognized arguments:",),
-        pattern=r"(?<!torchrun: )error: unrecognized arguments: [^\n]*--local[-_]rank",
+        Known("DDP206", "local-rank-option", Weight.CAUSE, "1.13, 2.6, 2.13; timm#1724"),
+        r"(?<!torchrun: )error: unrecognized arguments: [^\n]{0,999}--local[-_]rank",
         says="does not know the option --local-rank that its launcher passes",
         fix="Start with torchrun, which sets LOCAL_RANK instead; or add_argument("
         '"--local-rank", "--local_rank", type=int).',
-        torch="1.13, 2.6, 2.13; timm#1724",
     ),
     Failure(
-        code="DDP943",
-        name="torchrun-too-old",
-        weight=Weight.CAUSE,
-        anchors=("torchrun: error: unrecognized arguments",),
-        pattern=r"torchrun: error: unrecognized arguments: [^\n]*--(?P<option>[\w]+-[\w-]+)",
+        Known("DDP943", "torchrun-too-old", Weight.CAUSE, "1.13"),
+        r"torchrun: error: unrecognized arguments: [^\n]{0,999}--(?P<option>[\w]+-[\w-]+)",
         says="is a torchrun that does not know the option --{option}",
         fix="An older torch is first on this node's PATH: use the same environment on every node "
         "(`which torchrun`). torch before 2.0 spells options with underscores.",
@@ -146,14 +110,10 @@ FAILURES = (
             "Right: `python -m torch.distributed.run --nproc-per-node 8 train.py`",
             "For options of the script.",
         ),
-        torch="1.13",
     ),
     Failure(
-        code="DDP208",
-        name="deprecated-launcher",
-        weight=Weight.NOTE,
-        anchors=("torch.distributed.launch is deprecated",),
-        pattern=r"torch\.distributed\.launch is deprecated",
+        Known("DDP208", "deprecated-launcher", Weight.NOTE, "1.13, 2.6, 2.13"),
+        r"torch\.distributed\.launch is deprecated",
         says="is started by torch.distributed.launch, which is deprecated",
         fix="Use torchrun; read LOCAL_RANK from the environment.",
         page=Page(
@@ -167,14 +127,10 @@ FAILURES = (
             "With torchrun.",
         ),
         severity=Severity.INFO,
-        torch="1.13, 2.6, 2.13",
     ),
     Failure(
-        code="DDP001",
-        name="environment-missing",
-        weight=Weight.CAUSE,
-        anchors=("expected, but not set",),
-        pattern=r"rendezvous: environment variable (?P<name>\w+) expected, but not set",
+        Known("DDP001", "environment-missing", Weight.CAUSE, "1.13, 2.6, 2.13"),
+        r"rendezvous: environment variable (?P<name>\w+) expected, but not set",
         says="was not started by a launcher: {name} is not set",
         fix="Start it with torchrun (or ddpdoctor run), or let the script do without a process "
         "group when it runs alone.",
@@ -199,14 +155,10 @@ FAILURES = (
             "MASTER_PORT are set, as batch scripts do. If several nodes are checked, DDP050 tests "
             "the rendezvous.",
         ),
-        torch="1.13, 2.6, 2.13",
     ),
     Failure(
-        code="DDP213",
-        name="used-before-init",
-        weight=Weight.CAUSE,
-        anchors=("Default process group has not been initialized",),
-        pattern=r"Default process group has not been initialized",
+        Known("DDP213", "used-before-init", Weight.CAUSE, "1.13, 2.6, 2.13"),
+        r"Default process group has not been initialized",
         says="used torch.distributed before init_process_group",
         fix="Call init_process_group() first; DDP, DistributedSampler and get_rank() need it.",
         page=Page(
@@ -222,14 +174,10 @@ FAILURES = (
             "    sampler = DistributedSampler(data)",
             "If the script checks `dist.is_initialized()` first.",
         ),
-        torch="1.13, 2.6, 2.13",
     ),
     Failure(
-        code="DDP942",
-        name="initialized-twice",
-        weight=Weight.CAUSE,
-        anchors=("initialize the default process group twice",),
-        pattern=r"trying to initialize the default process group twice",
+        Known("DDP942", "initialized-twice", Weight.CAUSE, "2.13"),
+        r"trying to initialize the default process group twice",
         says="called init_process_group a second time",
         fix="A framework has done it already: `if not dist.is_initialized():` around the call.",
         page=Page(
@@ -245,14 +193,10 @@ FAILURES = (
             '        dist.init_process_group("nccl")',
             "After `destroy_process_group()`.",
         ),
-        torch="2.13",
     ),
     Failure(
-        code="DDP211",
-        name="no-main-guard",
-        weight=Weight.CAUSE,
-        anchors=("start a new process before the",),
-        pattern=r"start a new process before the",
+        Known("DDP211", "no-main-guard", Weight.CAUSE, "any"),
+        r"start a new process before the",
         says="starts processes when it is imported: the main guard is missing",
         fix='Put the start into `if __name__ == "__main__":`.',
         page=Page(
@@ -268,14 +212,10 @@ FAILURES = (
             "        mp.spawn(main, nprocs=8)",
             "With the fork start method.",
         ),
-        torch="any",
     ),
     Failure(
-        code="DDP212",
-        name="unpicklable",
-        weight=Weight.CAUSE,
-        anchors=("an't pickle", "annot pickle", "an't get local object"),
-        pattern=r"(?:AttributeError|TypeError|PicklingError): (?:[^\n]*: )?"
+        Known("DDP212", "unpicklable", Weight.CAUSE, "any"),
+        r"(?:AttributeError|TypeError|PicklingError): (?:[^\n]{0,999}: )?"
         r"(?:Can't (?:pickle|get) local object|[Cc]an(?:no|')t pickle) ?(?P<what>[^\n]{0,60})",
         # What is copied or saved stays in its process.
         unless=r"[/\\]copy\.py\"|torch[/\\]serialization\.py|pickle\.dumps?\(",
@@ -294,45 +234,27 @@ FAILURES = (
             "return batch` is at the top level of a module.",
             "With forked workers, which inherit all objects.",
         ),
-        torch="any",
     ),
     Failure(
-        code="DDP502",
-        name="wrapper-prefix",
-        weight=Weight.CAUSE,
-        anchors=('key(s) in state_dict: "',),
-        pattern=r'(?:Missing|Unexpected) key\(s\) in state_dict: "module\.',
+        Known("DDP502", "wrapper-prefix", Weight.CAUSE, "any"),
+        r'(?:Missing|Unexpected) key\(s\) in state_dict: "module\.',
         says='could not load a checkpoint: the names differ by the wrapper\'s prefix "module."',
         fix="Save model.module.state_dict(), and load it before the wrap or into model.module.",
-        torch="any",
     ),
     Failure(
-        code="DDP503",
-        name="no-map-location",
-        weight=Weight.CAUSE,
-        anchors=("Attempting to deserialize object on",),
-        pattern=r"Attempting to deserialize object on (?:a )?CUDA device"
+        Known("DDP503", "no-map-location", Weight.CAUSE, "1.13, 2.6, 2.13; pytorch#23138"),
+        r"Attempting to deserialize object on (?:a )?CUDA device"
         r"(?: (?P<device>\d+))?(?: but torch\.cuda\.(?:is_available\(\) is False"
         r"|device_count\(\) is (?P<count>\d+)))?",
         says="loads a checkpoint onto the GPU that it was saved from[ ({device})], which is not "
         "here",
         fix='torch.load(path, map_location="cpu"), then move the model.',
-        torch="1.13, 2.6, 2.13; pytorch#23138",
     ),
     Failure(
-        code="DDP945",
-        name="checkpoint-damaged",
-        weight=Weight.CAUSE,
-        anchors=(
-            "PytorchStreamReader failed",
-            "legacy .tar format",
-            "not a ZIP archive",
-            "unexpected EOF",
-            "Weights only load failed",
-        ),
-        pattern=r"PytorchStreamReader failed (?:reading|locating)|in the legacy \.tar format"
+        Known("DDP945", "checkpoint-damaged", Weight.CAUSE, "1.13, 2.6, 2.13"),
+        r"PytorchStreamReader failed (?:reading|locating)|in the legacy \.tar format"
         r"|not a ZIP archive|unexpected EOF, expected \d+ more bytes"
-        r"|Weights only load failed[\s\S]*(?:Unsupported operand \d|invalid load key"
+        r"|Weights only load failed[\s\S]{0,9999}?(?:Unsupported operand \d|invalid load key"
         r"|Ran out of input|persistent_load)",
         says="could not read a checkpoint: the file is damaged",
         fix="It was cut short, or several ranks wrote it at once. Do not set weights_only=False; "
@@ -354,27 +276,20 @@ FAILURES = (
             "    dist.barrier()",
             "If the file really has an old format and is complete.",
         ),
-        torch="1.13, 2.6, 2.13",
     ),
     Failure(
-        code="DDP945",
-        name="checkpoint-cut",
-        weight=Weight.CAUSE,
-        anchors=("Invalid argument", "Ran out of input", "invalid load key", "was truncated"),
-        pattern=r"OSError: \[Errno 22\] Invalid argument|EOFError: Ran out of input"
+        Known("DDP945", "checkpoint-cut", Weight.CAUSE, "2.13"),
+        r"OSError: \[Errno 22\] Invalid argument|EOFError: Ran out of input"
         r"|UnpicklingError: (?:invalid load key|pickle data was truncated)",
         within=r"torch[/\\]serialization\.py",
         says="could not read a checkpoint: the file is cut short, or is none",
         fix="A job was stopped while it wrote, the disk was full, or several ranks wrote it at "
         "once: load an older one. Save on rank 0 alone to a temporary name, then os.replace.",
-        torch="2.13",
     ),
     Failure(
-        code="DDP944",
-        name="weights-only",
-        weight=Weight.CAUSE,
-        anchors=("Weights only load failed",),
-        pattern=r"Weights only load failed(?:[^\n]*?Unsupported (?:global|class):? (?P<what>\S+))?",
+        Known("DDP944", "weights-only", Weight.CAUSE, "2.6, 2.13"),
+        r"Weights only load failed"
+        r"(?:[^\n]{0,999}?Unsupported (?:global|class):? (?P<what>\S+))?",
         says="may not unpickle[ {what} from] a checkpoint: torch.load reads weights only since 2.6",
         fix="For a file that you trust: torch.serialization.add_safe_globals([...]) or "
         "weights_only=False; better, save plain state_dicts.",
@@ -389,6 +304,5 @@ FAILURES = (
             "If the file is damaged, or several ranks wrote it at once (DDP945, DDP501): then "
             "torch's advice to load it unsafely is wrong.",
         ),
-        torch="2.6, 2.13",
     ),
 )

@@ -34,12 +34,11 @@ _MOST_ELASTIC = 16 << 20
 _HINT = "name the job's log files, torchrun's --log-dir, or - for standard input"
 
 
-def logs(names: Sequence[str], status: int) -> list[str]:
+def logs(names: Sequence[str]) -> list[str]:
     """The files that a person named, those of directories among them.
 
     Args:
         names: Files, directories, ``-``.
-        status: Exit status of a name that cannot be.
 
     Raises:
         DoctorError: There is no such file, or a directory without a log.
@@ -52,10 +51,10 @@ def logs(names: Sequence[str], status: int) -> list[str]:
         elif path.is_dir():
             inside = sorted({str(each) for each in _inside(path)})
             if not inside:
-                raise DoctorError(f"{name} has no log files ({', '.join(_NAMES)})", _HINT, status)
+                raise DoctorError(f"{name} has no log files ({', '.join(_NAMES)})", _HINT)
             found += inside[:_MOST]
         else:
-            raise DoctorError(f"no such file: {name}", _HINT, status)
+            raise DoctorError(f"no such file: {name}", _HINT)
     return list(dict.fromkeys(found))
 
 
@@ -68,7 +67,7 @@ def _inside(folder: Path) -> Iterator[Path]:
                     yield path
 
 
-def chunks(name: str, status: int) -> Iterator[bytes]:
+def chunks(name: str) -> Iterator[bytes]:
     """A log in pieces, decompressed, `MOST` bytes of it.
 
     Raises:
@@ -89,7 +88,7 @@ def chunks(name: str, status: int) -> Iterator[bytes]:
         # Cut short, as copies of a failing job's logs are: what was there is read.
         return
     except OSError as error:
-        raise DoctorError(f"cannot read {name}: {error.strerror}", _HINT, status) from None
+        raise DoctorError(f"cannot read {name}: {error.strerror}", _HINT) from None
 
 
 def _opened(name: str, stack: contextlib.ExitStack) -> io.BufferedReader[io.FileIO] | gzip.GzipFile:

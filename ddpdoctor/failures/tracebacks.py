@@ -33,7 +33,7 @@ class Printed:
         number: The number of that line.
         rank: Whose it is, if its lines say so.
         uncaught: torch's own mark stands before them.
-        time: Seconds, if a line shortly before it told.
+        time: Seconds, if a line shortly before it has a time.
         lines: Its lines, without marks.
     """
 
@@ -93,7 +93,7 @@ class Printed:
 
     @property
     def known(self) -> tuple[Failure | None, Mapping[str, str]]:
-        """The failure that it tells of, with its groups; none if it is unknown."""
+        """The failure that it shows, with its groups; none if it is unknown."""
         at = self.headline
         # The cause, or more of it, may stand earlier in a chain, or in a worker's own traceback.
         earlier = "\n".join(text for text in self.lines[:at] if _EXCEPTION.match(text))

@@ -1,14 +1,15 @@
-"""From what a log tells to findings: the first cause, its consequences, and what is not known."""
+"""From the failures in logs to findings: the first cause, its consequences, what is not known."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.failures import Weight, telling_line
+from ddpdoctor.failures import Failure, Weight, matching_line
 from ddpdoctor.failures.lines import shortened
 from ddpdoctor.failures.log import Sighting
 
+_FIX = "Fix this exception first; failures of other ranks follow from it."
 _SHOWN = 3
 _TOGETHER = 1.0
 """Seconds within which lines of different logs are of one moment: clocks differ."""
@@ -20,24 +21,18 @@ def findings(sightings: Sequence[Sighting]) -> list[Finding]:
     Args:
         sightings: Those of all of its logs.
     """
-    found = [_note(each) for each in _first_of_code(sightings, Weight.NOTE)]
+    notes: dict[str, Finding] = {}
+    for each in sightings:
+        if each.failure is not None and each.weight == Weight.NOTE:
+            notes.setdefault(each.failure.code, _note(each, each.failure))
     candidates, certain = _candidates(sightings)
-    if candidates:
-        found.insert(0, _verdict(candidates, certain, sightings))
-    return found
+    verdict = [_verdict(candidates, certain, sightings)] if candidates else []
+    return [*verdict, *notes.values()]
 
 
 def causes(sightings: Sequence[Sighting]) -> list[Sighting]:
     """What may have ended the job, the likeliest first; empty if no process failed."""
     return _candidates(sightings)[0]
-
-
-def _first_of_code(sightings: Sequence[Sighting], weight: Weight) -> Iterator[Sighting]:
-    seen = set()
-    for each in sightings:
-        if each.failure is not None and each.weight == weight and each.failure.code not in seen:
-            seen.add(each.failure.code)
-            yield each
 
 
 def _candidates(sightings: Sequence[Sighting]) -> tuple[list[Sighting], bool]:
@@ -56,13 +51,13 @@ def _candidates(sightings: Sequence[Sighting]) -> tuple[list[Sighting], bool]:
     lost = [each for each in sightings if each.weight == Weight.CONSEQUENCE]
     if lost:
         return _ordered(lost), False
-    told = [each for each in sightings if each.weight == Weight.WRAPPER]
-    return sorted(told, key=_wrapper_order), False
+    wrappers = [each for each in sightings if each.weight == Weight.WRAPPER]
+    return sorted(wrappers, key=_wrapper_order), False
 
 
 def _wrapper_order(each: Sighting) -> tuple[bool, bool, tuple[int, int]]:
     """Whose status is 1 comes before those that torchrun stopped, and before its own exception."""
-    stopped = each.failure is not None and each.failure.name == "stopped-by-torchrun"
+    stopped = each.failure is not None and each.failure.known.name == "stopped-by-torchrun"
     return stopped, each.rank is None, each.order
 
 
@@ -79,9 +74,7 @@ def _timed(sightings: Sequence[Sighting]) -> bool:
     return several and all(each.time is not None for each in sightings)
 
 
-def _note(each: Sighting) -> Finding:
-    assert each.failure is not None
-    failure = each.failure
+def _note(each: Sighting, failure: Failure) -> Finding:
     return Finding(
         code=failure.code,
         severity=failure.severity,
@@ -93,35 +86,22 @@ def _note(each: Sighting) -> Finding:
 
 
 def _verdict(candidates: list[Sighting], certain: bool, all_: Sequence[Sighting]) -> Finding:
-    first = candidates[0]
-    if first.rank is None:
-        # The same failure, told by the rank itself: NCCL's own lines do not say whose they are.
-        first = next((c for c in candidates if c.failure is first.failure and c.location), first)
-    same = [each for each in candidates if _alike(each, first) and each.rank != first.rank]
-    others = {(each.rank, each.failure and each.failure.code): each for each in candidates[:0:-1]}
-    other = [each for each in reversed(others.values()) if not _alike(each, first)]
-    rivals = {each.source for each in other} - {first.source}
-    unordered = bool(rivals) and not _timed(candidates)
+    first = _first(candidates)
+    other = _others(candidates, first)
+    unordered = not _timed(candidates) and any(each.source != first.source for each in other)
     failure = first.failure
     likely = not certain or unordered or (failure is not None and failure.likely)
-    guilty = first.groups.get("rank")
+    same = [each for each in candidates if _alike(each, first) and each.rank != first.rank]
     named = {each.rank for each in (first, *same) if each.rank is not None}
     evidence = [_printed(first)]
     if same:
-        numbers = ", ".join(str(rank) for rank in sorted(named - {first.rank}))
         evidence.append(
-            f"rank{'s' if len(named) > 2 else ''} {numbers} failed on it, too"
-            if numbers
-            else "another process failed on it, too"
+            f"{_ranks([number for number in named if number != first.rank])} failed on it, too"
         )
     evidence += [_later(each, first, "too") for each in other[:_SHOWN]]
     evidence += _consequences(first, all_)
-    if unordered:
-        evidence.append("the logs carry no times, so which of them was first is not known")
-    if first.weight <= Weight.CONSEQUENCE:
-        evidence.append("missing: the output of the rank that failed first")
-    elif not certain:
-        evidence.append("lines do not say whose they are, and the log goes on after it")
+    evidence += _doubts(first, certain=certain, unordered=unordered)
+    guilty = first.groups.get("rank")
     return Finding(
         code="DDP901" if failure is None else failure.code,
         severity=Severity.ERROR if failure is None else failure.severity,
@@ -129,11 +109,40 @@ def _verdict(candidates: list[Sighting], certain: bool, all_: Sequence[Sighting]
         ranks=(int(guilty),) if guilty else tuple(sorted(named)),
         location=first.location,
         evidence=tuple(evidence),
-        fix=failure.fix
-        if failure is not None
-        else "Fix this exception first; failures of other ranks follow from it.",
+        fix=_FIX if failure is None else failure.fix,
         traceback=first.traceback,
     )
+
+
+def _first(candidates: list[Sighting]) -> Sighting:
+    """The first failure, said by the rank itself: NCCL's own lines do not say whose they are."""
+    first = candidates[0]
+    if first.rank is not None:
+        return first
+    return next((c for c in candidates if c.failure is first.failure and c.location), first)
+
+
+def _others(candidates: list[Sighting], first: Sighting) -> list[Sighting]:
+    """Other failures than the first one, each of a rank once."""
+    found: dict[tuple[int | None, str], Sighting] = {}
+    for each in candidates[1:]:
+        found.setdefault((each.rank, each.failure.code if each.failure else ""), each)
+    return [each for each in found.values() if not _alike(each, first)]
+
+
+def _ranks(numbers: Collection[int]) -> str:
+    words = ", ".join(map(str, sorted(numbers)))
+    return f"rank{'s' if len(numbers) > 1 else ''} {words}" if words else "another process"
+
+
+def _doubts(first: Sighting, *, certain: bool, unordered: bool) -> Iterator[str]:
+    """Why the verdict is not certain."""
+    if unordered:
+        yield "the logs carry no times, so which of them was first is not known"
+    if first.weight <= Weight.CONSEQUENCE:
+        yield "missing: the output of the rank that failed first"
+    elif not certain:
+        yield "lines do not say whose they are, and the log goes on after it"
 
 
 def _alike(one: Sighting, other: Sighting) -> bool:
@@ -159,18 +168,17 @@ def _subject(each: Sighting) -> str:
 
 
 def _printed(each: Sighting) -> str:
-    return f"{each.source}:{each.line}: {shortened(telling_line(each.failure, each.text))}"
+    return f"{each.source}:{each.line}: {shortened(matching_line(each.failure, each.text))}"
 
 
 def _consequences(first: Sighting, all_: Sequence[Sighting]) -> Iterator[str]:
     """What other ranks say of it, each of them once."""
-    told = {first.rank}
-    lost = []
+    by_rank: dict[int, Sighting] = {}
     for each in all_:
         lesser = Weight.CONSEQUENCE <= each.weight < first.weight and each.final
-        if lesser and each.rank is not None and each.rank not in told:
-            told.add(each.rank)
-            lost.append(each)
+        if lesser and each.rank is not None and each.rank != first.rank:
+            by_rank.setdefault(each.rank, each)
+    lost = list(by_rank.values())
     yield from (_later(each, first, "as a consequence") for each in lost[:_SHOWN])
     if len(lost) > _SHOWN:
         yield f"{len(lost) - _SHOWN} more ranks failed after it"

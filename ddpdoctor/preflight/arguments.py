@@ -2,31 +2,61 @@
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.options import Given, Parser, Value, seconds, text
+from ddpdoctor.core.torchrun import known_options
 from ddpdoctor.preflight.check import Check
 from ddpdoctor.preflight.place import places
 from ddpdoctor.preflight.situation import DEFAULT_PORT, Options, split_endpoint
 
-_OWN_FLAGS = ("--list", "--json", "--kill-orphans", "--help", "-h")
-_OWN_VALUES = ("--checkpoint-dir", "--only", "--skip", "--timeout")
+_ANY = Value(str, "a value")
+_PLACED = ("--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-endpoint", "--rdzv-id")
 
-_TORCHRUN_FLAGS = (
-    "--standalone", "--module", "-m", "--no-python", "--run-path", "--virtual-local-rank",
-)  # fmt: skip
-_TORCHRUN_VALUES = (
-    "--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-endpoint", "--rdzv-id", "--rdzv-backend",
-    "--rdzv-conf", "--master-addr", "--master-port", "--max-restarts", "--monitor-interval",
-    "--start-method", "--role", "--log-dir", "-r", "--redirects", "-t", "--tee",
-    "--local-ranks-filter", "--local-addr", "--logs-specs", "--numa-binding", "--signals-to-handle",
-    "--event-log-handler", "--duplicate-stdout-filters", "--duplicate-stderr-filters",
-    "--shutdown-timeout", "--log-line-prefix-template",
-)  # fmt: skip
-"""Those of ``torch/distributed/run.py`` in torch 2.4 to 2.15, so that torch need not be there."""
+PARSER = Parser(
+    "check",
+    """\
+Usage: ddpdoctor check [OPTIONS] [TORCHRUN OPTIONS] [[--] SCRIPT [ARGS...]]
+
+Find out before a job starts whether it can start, talk and run on this machine,
+and, when the same command runs on every node, between the nodes. Nothing is
+changed, and nothing stays behind.
+
+Options:
+  --nproc-per-node N  Ranks of this node [default: one per visible GPU, or 2].
+  --nnodes N          Nodes of the job.
+  --node-rank R       This node's number; 0 is the one that all others reach.
+  --rdzv-endpoint HOST[:PORT]
+                      Where node 0 listens [default: MASTER_ADDR, MASTER_PORT].
+  --rdzv-id ID        The job's id, the same on every node.
+  --checkpoint-dir D  Where the job writes its checkpoints.
+  --only A,B          These checks alone.
+  --skip A,B          All but these.
+  --list              List the checks.
+  --json              Print one JSON object in place of the table.
+  --timeout SECONDS   Most seconds for everything [default: 60].
+  --kill-orphans      Offer to end the ranks that a dead job left behind.
+  -h, --help          Show this text.
+
+Other options of torchrun are accepted, so that its line can be tried with
+`ddpdoctor check` in its place. SCRIPT is read and its imports are looked up; it
+is not run. Under srun or mpirun, nodes and ranks come from their variables.
+
+Exit status: 0 healthy; 1 warnings; 2 failures; 3 a check itself could not run,
+or the command line is wrong.
+""",
+    {
+        **dict.fromkeys((*_PLACED, "--checkpoint-dir", "--skip"), _ANY),
+        "--only": text("the name of a check"),
+        "--timeout": seconds(1, 3600),
+    },
+    leading=True,
+)
 
 
 @dataclass
@@ -51,49 +81,20 @@ def parse(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Argu
     Raises:
         DoctorError: It cannot work.
     """
-    values: dict[str, str] = {}
-    flags: set[str] = set()
-    queue = list(words)
-    script: list[str] = []
-    while queue:
-        word = queue.pop(0)
-        if word == "--":
-            script = queue
-            break
-        if not word.startswith("-"):
-            script = [word, *queue]
-            break
-        typed, equals, given = word.partition("=")
-        name = typed.replace("_", "-") if typed.startswith("--") else typed
-        if name in (*_OWN_FLAGS, *_TORCHRUN_FLAGS):
-            if equals:
-                raise DoctorError(f"option {typed} takes no value")
-            flags.add(name)
-        elif name in (*_OWN_VALUES, *_TORCHRUN_VALUES):
-            if not equals:
-                if not queue or queue[0].startswith("--"):
-                    raise DoctorError(f"option {typed} needs a value")
-                given = queue.pop(0)
-            if not given and name == "--only":
-                raise DoctorError(
-                    "option --only needs the name of a check", "`ddpdoctor check --list` lists them"
-                )
-            values[name] = given
-        else:
-            close = _close(name, (*_OWN_FLAGS, *_OWN_VALUES, *_TORCHRUN_FLAGS, *_TORCHRUN_VALUES))
-            hint = f"did you mean {close}?" if close else "`ddpdoctor check --help` lists them"
-            raise DoctorError(f"unknown option {typed}", hint)
-    for name in ("nproc-per-node", "nnodes", "node-rank", "rdzv-endpoint", "rdzv-id"):
-        default = environ.get(f"PET_{name.upper().replace('-', '_')}", "")
+    given = PARSER.read(words, {}, known_options)
+    values = {each.name.replace("_", "-"): each.value or "" for each in given.passed}
+    values |= {name: given.options[name] for name in _PLACED if name in given}
+    for name in _PLACED:
+        default = environ.get(f"PET_{name[2:].upper().replace('-', '_')}", "")
         if default:
-            values.setdefault(f"--{name}", default)
+            values.setdefault(name, default)
     return Arguments(
-        options=_options(values, flags, script, environ),
-        only=_names(values.get("--only", "")),
-        skip=_names(values.get("--skip", "")),
-        list="--list" in flags,
-        json="--json" in flags,
-        help=bool(flags & {"--help", "-h"}),
+        options=_options(values, given, environ),
+        only=_names(given.get("--only", "")),
+        skip=_names(given.get("--skip", "")),
+        list="--list" in given,
+        json="--json" in given,
+        help=given.help,
     )
 
 
@@ -108,8 +109,8 @@ def choose(asked: Arguments, checks: Mapping[str, Check]) -> list[Check]:
     def known(name: str) -> str:
         name = by_code.get(name.upper(), name)
         if name not in checks:
-            close = _close(name, checks)
-            hint = f"did you mean {close}? " if close else ""
+            close = difflib.get_close_matches(name, checks, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
             raise DoctorError(
                 f"there is no check {name!r}", f"{hint}`ddpdoctor check --list` lists them"
             )
@@ -127,9 +128,7 @@ def choose(asked: Arguments, checks: Mapping[str, Check]) -> list[Check]:
     return chosen
 
 
-def _options(
-    values: Mapping[str, str], flags: set[str], script: list[str], environ: Mapping[str, str]
-) -> Options:
+def _options(values: Mapping[str, str], given: Given, environ: Mapping[str, str]) -> Options:
     launched = next(iter(places(environ)), None)
     # Of an elastic MIN:MAX all of them.
     nnodes = _whole("--nnodes", values, "a number of nodes", 1, last=":")
@@ -148,19 +147,19 @@ def _options(
         raise DoctorError(
             f"{endpoint!r} is no HOST:PORT", "for example: --rdzv-endpoint node0:29500"
         ) from None
-    folder = values.get("--checkpoint-dir")
+    folder = given.get("--checkpoint-dir")
     return Options(
         nproc=_ranks(values),
         nnodes=nnodes,
         node_rank=node_rank,
         endpoint=endpoint,
         rdzv_id=values.get("--rdzv-id", ""),
-        script=tuple(script),
-        module=bool(flags & {"-m", "--module"}),
-        program="--no-python" in flags,
+        script=tuple(given.rest),
+        module="-m" in values or "--module" in values,
+        program="--no-python" in values,
         checkpoint_dir=Path(folder) if folder else None,
-        timeout=_seconds(values.get("--timeout", "60")),
-        kill_orphans="--kill-orphans" in flags,
+        timeout=given.get("--timeout", 60.0),
+        kill_orphans="--kill-orphans" in given,
     )
 
 
@@ -185,22 +184,5 @@ def _whole(
     return int(text) if given else None
 
 
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 1 <= seconds <= 3600:
-        raise DoctorError(f"option --timeout needs seconds from 1 to 3600, not {text!r}")
-    return seconds
-
-
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def _close(name: str, known: Iterable[str]) -> str:
-    """What somebody most likely meant; empty if that is not clear."""
-    import difflib
-
-    return next(iter(difflib.get_close_matches(name, list(known), n=1)), "")

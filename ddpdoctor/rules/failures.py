@@ -14,7 +14,7 @@ from ddpdoctor.analysis.files import described, torn
 from ddpdoctor.analysis.reduction import explained
 from ddpdoctor.core.finding import RULES, Detect, Finding, Rule
 from ddpdoctor.core.relations import same_subject
-from ddpdoctor.failures import TABLE, Failure, Weight, recognise, telling_line
+from ddpdoctor.failures import TABLE, Failure, Weight, matching_line, recognise
 from ddpdoctor.failures.lines import shortened
 from ddpdoctor.failures.log import Sighting, read
 from ddpdoctor.failures.tracebacks import parse
@@ -90,7 +90,7 @@ def _diagnosis(run: Run, restart: int) -> Diagnosis | None:
             told = next(_in_stderr(run, restart, cause, Weight.GENERIC), None)
             if told is not None:
                 return told
-        line = telling_line(failure, cause.printed)
+        line = matching_line(failure, cause.printed)
         code = "DDP501" if torn(run) == cause else ""
         return Diagnosis(restart, cause, failure, groups, line, code=code)
     if cause.oom or restart != run.restarts[-1]:
@@ -128,7 +128,7 @@ def _of_victims(run: Run, restart: int) -> Diagnosis | None:
         if failure is not None and failure.weight == Weight.SYMPTOM:
             if failure.code in OF_ENDINGS:
                 return None
-            line = telling_line(failure, ending.printed)
+            line = matching_line(failure, ending.printed)
             return Diagnosis(restart, ending, failure, groups, line, likely=True, lost=True)
     return None if victims else next(_of_nobody(run, restart), None)
 
@@ -141,7 +141,7 @@ def _of_nobody(run: Run, restart: int) -> Iterator[Diagnosis]:
         failure = each.failure
         if failure is None or failure.weight < Weight.SYMPTOM or failure.code in OF_ENDINGS:
             return
-        line = telling_line(failure, each.text)
+        line = matching_line(failure, each.text)
         ending = Ending(
             rank=each.rank,
             time=run.taken,
@@ -209,7 +209,7 @@ def register() -> None:
         known = RULES.get(code)
         if known is None:
             RULES[code] = Rule(
-                code, rows[0].name, rows[0].severity, detect, page, yields_to=EXPLAINED_BY
+                code, rows[0].known.name, rows[0].severity, detect, page, yields_to=EXPLAINED_BY
             )
         elif code not in OF_ENDINGS:
             both = functools.partial(_beside, known.detect, detect)

@@ -16,7 +16,7 @@ LIBRARY = "libnvidia-ml.so.1"
 
 
 class GpuPoll:
-    """A thread of its own, since the driver may take seconds to answer, or hang.
+    """Its own thread, since the driver may take seconds to answer, or hang.
 
     Args:
         directory: The run directory.
@@ -52,10 +52,10 @@ class GpuPoll:
         poller = Poller()
         due = time.monotonic()
         while not self._stop.is_set():
-            told = poller.read()
-            path = self._directory / file_name(str(told["host"]))
+            gpus = poller.read()
+            path = self._directory / file_name(str(gpus["host"]))
             with contextlib.suppress(OSError):
-                rundir.put(path, json.dumps(told).encode())
+                rundir.put(path, json.dumps(gpus).encode())
             due = max(due + EVERY, time.monotonic() + EVERY / 4)
             self._stop.wait(due - time.monotonic())
         poller.close()

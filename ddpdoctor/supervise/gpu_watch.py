@@ -10,7 +10,6 @@ from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.record import Phase, Record
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.system.gpu.nvml import NvmlReader
-from ddpdoctor.system.gpu.reader import Reader
 
 FIRST = 5.0
 """Seconds after the first step that a rank on a GPU has closed."""
@@ -20,7 +19,7 @@ AGAIN = 60.0
 
 
 class GpuWatch:
-    """Asks the driver on a thread of its own, which may take seconds, or hang with the driver.
+    """Asks the driver on its own thread, since it may take seconds, or hang with the driver.
 
     Of other people's processes nothing is kept. Pids are compared where they mean the same: of
     ranks in another pid namespace nothing is said, and the rule asks for more.
@@ -32,19 +31,22 @@ class GpuWatch:
     """
 
     def __init__(
-        self, make: Callable[[], Reader] = NvmlReader, first: float = FIRST, again: float = AGAIN
+        self,
+        make: Callable[[], NvmlReader] = NvmlReader,
+        first: float = FIRST,
+        again: float = AGAIN,
     ) -> None:
         self._make = make
-        self._reader: Reader | None = None
+        self._reader: NvmlReader | None = None
         self._first, self._again = first, again
         self._namespace = namespace()
         self._due: float | None = None
         self._thread: threading.Thread | None = None
         self._seen: list[Record] = []
-        self._told: set[tuple[object, ...]] = set()
+        self._reported: set[tuple[object, ...]] = set()
 
     def look_at(self, run: Run) -> Iterator[Record]:
-        """Start a look when one is due; tells what the last one saw, if that is news."""
+        """Start a look when one is due; what the last one saw, if that is news."""
         ranks = self._ranks(run)
         now = time.monotonic()
         if self._due is None and ranks:
@@ -62,8 +64,8 @@ class GpuWatch:
                 yield record
                 continue
             key = {(each["rank"], each["restart"], each["device_uuid"]) for each in record["held"]}
-            if key - self._told:
-                self._told |= key
+            if key - self._reported:
+                self._reported |= key
                 yield record
 
     def _looks(self) -> bool:
@@ -93,7 +95,7 @@ class GpuWatch:
             self._reader = self._make()
         held: list[Record] = []
         for device in self._reader.devices():
-            # Of a partition the driver tells another UUID than of the whole.
+            # A partition has another UUID for the driver than the whole.
             for process in (not device.mig and self._reader.processes(device)) or ():
                 place = ranks.get(process.pid)
                 if place is not None:

@@ -6,7 +6,7 @@ second::
     supervisor -> keeper -> keeper -> the job's command
 
 All three are subreapers: whatever becomes an orphan below one of them becomes its child, be it
-in a session of its own, with an emptied environment, or a daemon by two forks. When one is
+in its own session, with an emptied environment, or a daemon by two forks. When one is
 killed, all that was below it comes to the next one above. So whichever of the three is left knows
 every process of the job from the kernel; and the job goes on as long as the supervisor lives.
 
@@ -37,7 +37,7 @@ if __name__ == "__main__":
 
 from ddpdoctor.run.environment import KEEPERS, MARK
 from ddpdoctor.supervise import processes
-from ddpdoctor.system import kernel
+from ddpdoctor.system import proc
 
 NAME = "ddp-keeper"
 """What the kernel calls a keeper: `killall python` is not meant for it."""
@@ -78,7 +78,7 @@ class Keeper:
     def __init__(
         self, run_id: str, supervisor: int, words: int, job: mmap.mmap, other: int, below: bool
     ) -> None:
-        kernel.become_subreaper()
+        proc.become_subreaper()
         self._run_id = run_id
         self._supervisor = supervisor
         self._words = words
@@ -86,7 +86,7 @@ class Keeper:
         self._other = other
         self._below = below
         self._witness = 0
-        self._told_end = False
+        self._reported_end = False
         self._woken, wake = os.pipe()
         for end in (self._woken, wake):
             os.set_blocking(end, False)
@@ -101,7 +101,7 @@ class Keeper:
             self._witness = os.fork()
             if self._witness == 0:
                 witness()
-        self.tell(f"pids {self._other} {os.getpid()} {self._witness}")
+        self.report(f"pids {self._other} {os.getpid()} {self._witness}")
         refused, refusal = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -116,10 +116,10 @@ class Keeper:
         os.close(refused)
         if number:
             os.waitpid(pid, 0)
-            self.tell(f"failed {number.decode()}")
+            self.report(f"failed {number.decode()}")
         else:
             self._shared[:] = struct.pack("q", pid)
-            self.tell(f"started {pid}")
+            self.report(f"started {pid}")
 
     def keep(self) -> None:
         """Wait for the supervisor's end; then end the job."""
@@ -136,7 +136,7 @@ class Keeper:
             ready = dict(poller.poll())
         self._end()
 
-    def tell(self, line: str) -> None:
+    def report(self, line: str) -> None:
         """Let the supervisor know, if it lives."""
         with contextlib.suppress(OSError):
             os.write(self._words, f"{line}\n".encode())
@@ -147,46 +147,46 @@ class Keeper:
         return int(struct.unpack("q", self._shared[:])[0])
 
     def _look_at_command(self) -> None:
-        """Tell what became of the job's command, where this keeper is its parent.
+        """Report what became of the job's command, where this keeper is its parent.
 
-        It stays a zombie until the supervisor is over, so its pid is given to nobody else.
+        It stays a zombie until the supervisor is over, so its pid is not reused.
         """
         pid = self._job
-        if not pid or self._told_end:
+        if not pid or self._reported_end:
             return
         if not hasattr(os, "waitid"):
             self._look_without_waitid(pid)
             return
         with contextlib.suppress(ChildProcessError):
-            while (told := os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG)) is not None:
-                self.tell(f"stopped {told.si_status}")
+            while (state := os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG)) is not None:
+                self.report(f"stopped {state.si_status}")
         with contextlib.suppress(ChildProcessError):
-            told = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if told is not None:
-                exited = told.si_code == os.CLD_EXITED
-                self._told_end = True
-                self.tell(f"ended {told.si_status if exited else -told.si_status}")
+            state = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if state is not None:
+                exited = state.si_code == os.CLD_EXITED
+                self._reported_end = True
+                self.report(f"ended {state.si_status if exited else -state.si_status}")
 
     def _look_without_waitid(self, pid: int) -> None:
         with contextlib.suppress(ChildProcessError):
             found, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
             if found and os.WIFSTOPPED(status):
-                self.tell(f"stopped {os.WSTOPSIG(status)}")
+                self.report(f"stopped {os.WSTOPSIG(status)}")
             elif found:
-                self._told_end = True
-                self.tell(f"ended {os.waitstatus_to_exitcode(status)}")
+                self._reported_end = True
+                self.report(f"ended {os.waitstatus_to_exitcode(status)}")
 
     def _reap(self, *spared: int) -> bool:
         """Let ended children go; whether there are any left."""
         own = os.getpid()
-        children = kernel.children(own) or {
+        children = proc.children(own) or {
             each.pid for each in processes.listed() if each.parent == own
         }
         for pid in children - set(spared):
             with contextlib.suppress(ChildProcessError):
                 if os.waitpid(pid, os.WNOHANG)[0] and self._below and pid == self._other:
                     self._below = False
-                    self.tell("lost")
+                    self.report("lost")
         return bool(children)
 
     def _end(self) -> None:
@@ -210,7 +210,7 @@ class Keeper:
 
 def keep(run_id: str, supervisor: int, words: int, group: int, argv: list[str]) -> None:
     """Become the two keepers, and start the job's command."""
-    kernel.set_name(NAME)
+    proc.set_name(NAME)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
     for descriptor in (supervisor, words):
         os.set_inheritable(descriptor, False)
@@ -285,7 +285,7 @@ def _witness(supervisor: int) -> NoReturn:
 
 def standby(run_id: str, supervisor: int) -> None:
     """Remember what is below the supervisor, and end it when the supervisor is gone."""
-    kernel.set_name(NAME)
+    proc.set_name(NAME)
     signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
     above = os.getppid()
     known: dict[int, processes.Process] = {}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ddpdoctor.run.environment import MARK
 from ddpdoctor.supervise import keeper
-from ddpdoctor.system import kernel
+from ddpdoctor.system import proc
 
 MOST = 10
 """How often a standby is started in one run: one that cannot live is not called for ever."""
@@ -120,7 +120,7 @@ class Keepers:
             os.close(self._words)
             self._words = -1
         *lines, self._heard = (self._heard + chunk).split(b"\n")
-        told = []
+        heard = []
         for line in lines:
             try:
                 word, *values = line.decode().split()
@@ -136,8 +136,8 @@ class Keepers:
             elif word == "lost":
                 self._below = 0
                 self._call()
-            told.append((word, numbers[0]))
-        return told
+            heard.append((word, numbers[0]))
+        return heard
 
     def reaped(self, pid: int, status: int) -> None:
         """A child of this process has ended: a keeper, the standby, or the command itself."""
@@ -177,7 +177,7 @@ class Keepers:
 
     def sent_to_group(self, number: int) -> bool:
         """Whether a signal that this process got has gone to its whole process group."""
-        return bool(self.witness) and number in kernel.pending(self.witness)
+        return bool(self.witness) and number in proc.pending(self.witness)
 
     def dismiss(self, idle: Callable[[float], None]) -> None:
         """The run is over: whatever is still there of the job ends. ``idle`` lets time pass."""
@@ -186,7 +186,7 @@ class Keepers:
         os.close(self._pipe)
         self._pipe = -1
         while self._above is not None or self._below or self._standby is not None:
-            if not kernel.children(os.getpid()):
+            if not proc.children(os.getpid()):
                 break
             idle(0.01)
         for descriptor in (self._pipe_reader, self._words):

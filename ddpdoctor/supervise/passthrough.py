@@ -19,7 +19,7 @@ TAIL = 1 << 20
 _OUT = 2
 _CHUNK = 1 << 16
 _PATIENCE = 1.0
-"""Seconds that a line of ours waits for the job to finish a line of its own, in a pipe."""
+"""Seconds that a line of ours waits for the job to finish its line, in a pipe."""
 
 
 class Passthrough:
@@ -155,7 +155,7 @@ class Passthrough:
             chunk = b""
         if chunk and self._carry(chunk):
             return True
-        # Its end; or nobody reads ours any more, which the job learns as it would without us.
+        # Its end; or our reader is gone, which the job learns as it would without us.
         source, self._source = self._source, None
         os.close(source)
         return False

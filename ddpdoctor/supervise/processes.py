@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from ddpdoctor.run.environment import MARK
-from ddpdoctor.system import kernel
+from ddpdoctor.system import proc
 
 
 class Process(NamedTuple):
@@ -32,8 +32,8 @@ class Process(NamedTuple):
     state: str
     """One letter: R, S, D, T (stopped), Z (zombie)..."""
     group: int
-    started: str
-    """When, in the system's own words; with the pid it names a process for ever."""
+    started: object
+    """When, as the system says it; with the pid it identifies a process for good."""
 
 
 class Job(NamedTuple):
@@ -55,7 +55,7 @@ class Job(NamedTuple):
         """All live processes of the job."""
         pids = self._seen() if self.known or not self.ancestors else below(self.ancestors)
         found = map(_read, pids - self.spared - self.ancestors - {os.getpid()})
-        return [each for each in found if each is not None and each.state not in "ZX"]
+        return [each for each in found if each is not None and each.state not in proc.ENDED]
 
     def _seen(self) -> set[int]:
         """Those without an ancestor that is known to be of this job and nothing else."""
@@ -70,39 +70,24 @@ class Job(NamedTuple):
 
 def below(roots: Collection[int]) -> set[int]:
     """The pids of all descendants of some processes."""
-    if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
-        every = {process.pid: process for process in listed()}
-        return {pid for pid in every if _descends(pid, roots, every)}
-    found: set[int] = set()
-    waiting = set(roots)
-    while waiting:
-        new = kernel.children(waiting.pop()) - found
-        found |= new
-        waiting |= new
-    return found
+    if os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
+        return proc.below(roots)
+    every = {process.pid: process for process in listed()}
+    return {pid for pid in every if _descends(pid, roots, every)}
 
 
 def listed() -> Iterator[Process]:
     """All processes of this machine."""
-    try:
-        names = os.listdir("/proc")
-    except OSError:
-        names = []
-    if "self" not in names and "1" not in names:
+    if not os.path.exists("/proc/self"):
         yield from _listed_by_ps()
-        return
-    for name in names:
-        if name.isdigit() and (process := _read(int(name))) is not None:
-            yield process
+    yield from (each for each in map(_read, proc.pids()) if each is not None)
 
 
 def _read(pid: int) -> Process | None:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-        return Process(pid, int(fields[1]), fields[0].decode(), int(fields[2]), fields[19].decode())
-    except (OSError, IndexError, ValueError):
+    stat = proc.read_stat(pid)
+    if stat is None:
         return None
+    return Process(pid, stat.parent, stat.letter, stat.group, stat.start)
 
 
 def _listed_by_ps() -> Iterator[Process]:
@@ -119,14 +104,11 @@ def _listed_by_ps() -> Iterator[Process]:
 def _is_marked(pid: int, run_id: str) -> bool:
     """Whether a process of this user's carries the run's id."""
     try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            if os.fstat(file.fileno()).st_uid != os.getuid():
-                return False
-            entries = file.read().split(b"\0")
+        mine = os.stat(f"/proc/{pid}/environ").st_uid == os.getuid()
     except OSError:
         return False
-    wanted = f"{MARK}={run_id}".encode()
-    return any(each == wanted or each.startswith(wanted + b"/") for each in entries)
+    mark = proc.environ(pid).get(MARK, "") if mine else ""
+    return mark == run_id or mark.startswith(run_id + "/")
 
 
 def _descends(pid: int, roots: Collection[int], every: Mapping[int, Process]) -> bool:
@@ -137,18 +119,6 @@ def _descends(pid: int, roots: Collection[int], every: Mapping[int, Process]) ->
         if pid in roots:
             return True
     return False
-
-
-def describe(pid: int) -> str:
-    """A process in a few words, for a person: ``python train.py (pid 4711)``."""
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            words = os.fsdecode(file.read()).rstrip("\0").split("\0")
-    except OSError:
-        words = []
-    words = [os.path.basename(words[0]), *words[1:]] if words and words[0] else ["a process"]
-    text = " ".join(words)
-    return f"{text[:60]}{'...' if len(text) > 60 else ''} (pid {pid})"
 
 
 def end(
@@ -174,7 +144,7 @@ def end(
     while left and time.monotonic() < deadline:
         idle(0.1)
         left = job.processes()
-    ended = [describe(process.pid) for process in left]
+    ended = [proc.described(process.pid) for process in left]
     for process in left:
         send(process, signal.SIGTERM)
     deadline = time.monotonic() + soft

@@ -1,4 +1,4 @@
-"""The supervisor's eye on rank processes: when each ended, how, and what it left behind."""
+"""Watches rank processes: when each ended, how, and what it left behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import psutil
 from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.record import Record
 from ddpdoctor.run.snapshot import Run
-from ddpdoctor.system import kernel
+from ddpdoctor.system import proc
 from ddpdoctor.system.oom import OomWatch
 
 LEFTOVER_PATIENCE = 4.0
@@ -44,8 +44,8 @@ class RankWatch:
     between its end and torchrun's ``wait``. Where that moment is missed the status stays unknown.
     """
 
-    def __init__(self, oom: OomWatch) -> None:
-        self._oom = oom
+    def __init__(self) -> None:
+        self._oom = OomWatch()
         self._namespace = namespace()
         self._watched: dict[int, _Watched] = {}
         self._known: set[tuple[int, int]] = set()
@@ -58,7 +58,7 @@ class RankWatch:
         return list(self._watched)
 
     def follow(self, run: Run) -> Iterator[Record]:
-        """Start watching the ranks that are new in ``run``; tells of those already gone."""
+        """Start watching the ranks that are new in ``run``; the records of those already gone."""
         for rank in run.ranks:
             key = (rank.rank, rank.restart)
             if key in self._known or rank.status is None:
@@ -83,22 +83,22 @@ class RankWatch:
                 restart=rank.restart,
                 pid=pid,
                 descriptor=descriptor,
-                leads_session=kernel.session_of(pid) == pid,
+                leads_session=proc.session_of(pid) == pid,
             )
 
     def note_children(self) -> None:
         """Remember the children of ranks that share their session with others.
 
-        Under torchrun a rank leads a session of its own, which its workers keep when it dies.
+        Under torchrun a rank leads its own session, which its workers keep when it dies.
         """
         for watched in self._watched.values():
             if not watched.leads_session:
-                watched.children |= kernel.children(watched.pid)
+                watched.children |= proc.children(watched.pid)
 
     def ended(self, descriptor: int) -> Record:
         """A rank's end, as a record; call it as soon as its descriptor is readable."""
         watched = self._watched.pop(descriptor)
-        status = kernel.zombie_status(watched.pid)
+        status = proc.zombie_status(watched.pid)
         os.close(descriptor)
         if status != 0:
             # What a rank that ended well has put in the background may finish while others train.
@@ -114,14 +114,14 @@ class RankWatch:
         """End the processes of dead ranks that had their time.
 
         The keepers adopt them, or the supervisor. A rank's worker keeps the rank's session; a
-        program that the job put in the background on purpose has one of its own.
+        program that the job put in the background on purpose has its own.
         """
         if not self._dead:
             return
         now = time.monotonic()
-        adopted = set().union(*(kernel.children(pid) for pid in (os.getpid(), *keepers)))
+        adopted = set().union(*(proc.children(pid) for pid in (os.getpid(), *keepers)))
         for pid in adopted - self._leftovers.keys():
-            session = kernel.session_of(pid)
+            session = proc.session_of(pid)
             if session in self._dead or any(pid in known for known in self._dead.values()):
                 with contextlib.suppress(psutil.Error):
                     self._leftovers[pid] = (now + LEFTOVER_PATIENCE, psutil.Process(pid), False)

@@ -39,7 +39,7 @@ class Showing:
         if carried == self._shown or (now < self._due and not at_once):
             return
         self._due, self._shown = now + EVERY, carried
-        # Where the disk is full, nobody sees it; the journal says so.
+        # Where the disk is full, it cannot be seen; the journal says so.
         with contextlib.suppress(OSError):
             rundir.put(self._file, self._passthrough.last(SHOWN))
 

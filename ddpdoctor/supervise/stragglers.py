@@ -13,12 +13,12 @@ from ddpdoctor.run.asking import MOST_PROFILES, PROFILE, Asking
 from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.record import Record, integer
 from ddpdoctor.run.snapshot import Run
-from ddpdoctor.supervise.processes import describe
+from ddpdoctor.system import proc
 from ddpdoctor.system.core_clocks import CoreClocks
 
 ENOUGH, FEW = 8, 4
 """Steps after the warm-up, and steps in all, from which on a rank may be suspected: fewer than a
-verdict takes, as that of a job which ends soon can only be told by samples taken before."""
+verdict takes, as that of a job which ends soon can only be reached by samples taken before."""
 
 EVERY = 1.0
 """Seconds between two looks at the steps."""
@@ -28,8 +28,6 @@ BUSY = 0.1
 
 NAMED = 6
 """Processes that are named at most."""
-
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Stragglers:
@@ -84,7 +82,7 @@ class Stragglers:
         self._before = now, _cpu_seconds()
         self._clocks = CoreClocks()
         self._page.ask(self._asked)
-        self._tell({"rank": lag.rank.rank})
+        self._record({"rank": lag.rank.rank})
         return False
 
     def close(self) -> None:
@@ -112,10 +110,10 @@ class Stragglers:
         self._waiting = set()
         if self._before is not None:
             busy = _busy(self._before, (now, _cpu_seconds()))
-            self._tell({"busy": busy, **self._clocks.record()})
+            self._record({"busy": busy, **self._clocks.record()})
         return True
 
-    def _tell(self, words: Record) -> None:
+    def _record(self, words: Record) -> None:
         self._write(
             {
                 "kind": "profile",
@@ -129,21 +127,8 @@ class Stragglers:
 
 def _cpu_seconds() -> dict[int, float]:
     """CPU time of every process that can be seen."""
-    found: dict[int, float] = {}
-    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        if name.isdigit():
-            fields = _stat(int(name))
-            if fields:
-                found[int(name)] = (int(fields[11]) + int(fields[12])) / _TICKS
-    return found
-
-
-def _stat(pid: int) -> list[str]:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return []
+    stats = {pid: proc.read_stat(pid) for pid in proc.pids()}
+    return {pid: stat.cpu_seconds for pid, stat in stats.items() if stat is not None}
 
 
 def _busy(
@@ -158,7 +143,7 @@ def _busy(
     }
     found: list[list[object]] = []
     for pid in sorted(shares, key=lambda each: -shares[each])[:NAMED]:
-        fields = _stat(pid)
-        if shares[pid] >= BUSY and len(fields) > 36:
-            found.append([pid, round(shares[pid], 2), int(fields[36]), describe(pid)])
+        stat = proc.read_stat(pid)
+        if shares[pid] >= BUSY and stat is not None:
+            found.append([pid, round(shares[pid], 2), stat.core, proc.described(pid)])
     return found

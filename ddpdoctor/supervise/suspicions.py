@@ -1,7 +1,7 @@
 """Fingerprints that differ between ranks: the supervisor lets the ranks look closely, and waits.
 
 The rules judge; here it is only seen, early and cheaply, that there may be something to judge. The
-ranks are told a step that none of them has come to, so that all look at the same ones.
+ranks are given a step that none of them has reached, so that all look at the same ones.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Suspicions:
 
 
 def _differing(prints: list[Record]) -> Iterator[int]:
-    """The places of the tensors that differ, if the fingerprints tell."""
+    """The places of the tensors that differ, if the fingerprints show them."""
     details = [unpacked(str(each.get("detail", ""))) for each in prints]
     for index, tensors in enumerate(zip(*details, strict=False)):
         if len({hash_ for hash_, _ in tensors}) > 1:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Sequence
 
 from ddpdoctor.supervise import processes
-from ddpdoctor.system import kernel
+from ddpdoctor.system import proc
 
 _SHELLS = frozenset({"bash", "sh", "dash", "zsh", "ksh", "fish", "tcsh", "csh"})
 
@@ -35,7 +35,7 @@ def is_typed_into(argv: Sequence[str]) -> bool:
 
 
 def is_orphaned(group: int, without: Collection[int]) -> bool:
-    """Whether nobody in this session would continue a process group that was stopped.
+    """Whether no process of this session would continue a process group that was stopped.
 
     That is: no member's parent is outside of the group and in its session, as a shell is. The
     kernel does not let a terminal stop such a group.
@@ -48,6 +48,6 @@ def is_orphaned(group: int, without: Collection[int]) -> bool:
     parents = {each.parent for each in every.values() if each.group == group} - set(without)
     session = os.getsid(0)
     return not any(
-        pid in every and every[pid].group != group and kernel.session_of(pid) == session
+        pid in every and every[pid].group != group and proc.session_of(pid) == session
         for pid in parents
     )

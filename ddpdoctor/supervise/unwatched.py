@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from ddpdoctor.run.record import Record
-from ddpdoctor.system import kernel
+from ddpdoctor.system import proc
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)*t?)?$")
 _BARE = "SIE"
@@ -64,7 +64,7 @@ def _option(words: Sequence[str]) -> str:
 
 def of_option(option: str) -> str:
     """Why no rank can be watched, for a sentence."""
-    return f"`python {option}` starts without what ddpdoctor watches by"
+    return f"`python {option}` does not load ddpdoctor's probe"
 
 
 class Unwatched:
@@ -76,23 +76,23 @@ class Unwatched:
 
     def __init__(self, entry: str) -> None:
         self._entry = entry
-        self._told = False
+        self._reported = False
 
     def look(self, root: int) -> Iterator[Record]:
         """What is new of the processes below ``root``: at most one record in a run."""
-        why = "" if self._told else next(filter(None, map(self._reason, _ranks(root))), "")
+        why = "" if self._reported else next(filter(None, map(self._reason, _ranks(root))), "")
         if why:
-            self._told = True
+            self._reported = True
             yield {"kind": "unwatched", "time": time.time_ns(), "why": why}
 
     def _reason(self, pid: int) -> str:
-        option = bare_option(_words(pid))
+        option = bare_option(proc.words(pid))
         if option:
             return of_option(option)
-        paths = _environment(pid).get("PYTHONPATH", "").split(os.pathsep)
+        paths = proc.environ(pid).get("PYTHONPATH", "").split(os.pathsep)
         if self._entry in paths:
             return ""
-        return "PYTHONPATH, by which ddpdoctor enters, was changed on the way to the ranks"
+        return "PYTHONPATH, through which ddpdoctor's probe is loaded, was changed for the ranks"
 
 
 def _ranks(root: int) -> Iterator[int]:
@@ -101,26 +101,9 @@ def _ranks(root: int) -> Iterator[int]:
     while waiting and seen < _MOST:
         pid, above = waiting.pop()
         seen += 1
-        rank = _environment(pid).get("RANK", "")
-        python = _PYTHON.match(os.path.basename(next(iter(_words(pid)), "")))
+        rank = proc.environ(pid).get("RANK", "")
+        python = _PYTHON.match(os.path.basename(next(iter(proc.words(pid)), "")))
         if python and rank and rank != above:
             yield pid
         inside = rank if python and rank else above
-        waiting += [(child, inside) for child in kernel.children(pid)]
-
-
-def _words(pid: int) -> list[str]:
-    return [os.fsdecode(word) for word in _read(pid, "cmdline")]
-
-
-def _environment(pid: int) -> dict[str, str]:
-    pairs = (os.fsdecode(entry).partition("=") for entry in _read(pid, "environ"))
-    return {name: value for name, _, value in pairs}
-
-
-def _read(pid: int, name: str) -> list[bytes]:
-    try:
-        with open(f"/proc/{pid}/{name}", "rb") as file:
-            return file.read().split(b"\0")
-    except OSError:
-        return []
+        waiting += [(child, inside) for child in proc.children(pid)]

@@ -1,6 +1,6 @@
 """What processes did within a second, as the kernel counts it: CPU time, bytes read and written.
 
-CPU time alone tells little where processes share the cores: who gets 3 % of one may be working as
+CPU time alone says little where processes share the cores: who gets 3 % of one may be working as
 hard as it can. So each thread is also seen to sleep, to run, or to wait for a core.
 """
 
@@ -9,16 +9,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+
+import psutil
 
 from ddpdoctor.run.record import Record
-from ddpdoctor.system import kernel
+from ddpdoctor.system import proc
 from ddpdoctor.system.process_state import Turns, busy, read_turns
 
 BUSY = 0.2
 """Cores that a process uses at least, of those that it gets, if it is at work."""
-
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -56,21 +55,20 @@ class Sample:
 
 def sample(pid: int) -> Sample:
     """Look at a process."""
-    letter, cpu = _stat(pid)
-    if not letter:
+    stat = proc.read_stat(pid)
+    if stat is None:
         return Sample("")
-    below = _below(pid)
-    moved = [_io(each) for each in (pid, *below)]
-    children_cpu = sum(_stat(child)[1] for child in below)
+    below = proc.below({pid})
+    moved = [_moved(each) for each in (pid, *below)]
     call, first = _system_call(pid)
     reads_input = call == "read" and first == 0
     return Sample(
-        letter,
-        cpu,
-        children_cpu,
-        sum(each.characters for each in moved),
-        moved[0].written,
-        sum(each.disk for each in moved),
+        stat.letter,
+        stat.cpu_seconds,
+        sum(each.cpu_seconds for each in map(proc.read_stat, below) if each is not None),
+        sum(characters + written for characters, written, _ in moved),
+        moved[0][1],
+        sum(disk for _, _, disk in moved),
         input=reads_input,
         terminal=reads_input and _leads_to(pid, 0, ("/dev/pts/", "/dev/tty")),
         network=call == "poll" or _at_socket(pid, call, first),
@@ -121,14 +119,9 @@ def main_cpu(before: Sample, after: Sample, pid: int) -> tuple[float, float]:
     return ran(pid, before.turns, after.turns), sum(children)
 
 
-def turns_of(pid: int | None) -> Turns:
-    """What the threads of a process have had of the cores; nothing if there is none."""
-    return read_turns(pid) if pid is not None else {}
-
-
 def turns_of_tree(pid: int) -> dict[int, Turns]:
-    """The same of a process and of all below it, by pid."""
-    return {each: read_turns(each) for each in (pid, *_below(pid))}
+    """What a process and all below it have had of the cores, by pid."""
+    return {each: read_turns(each) for each in (pid, *proc.below({pid}))}
 
 
 def works(before: Turns, after: Turns, seconds: float) -> bool:
@@ -144,43 +137,13 @@ def cores_of_tree(before: Mapping[int, Turns], after: Mapping[int, Turns], secon
     return sum(busy(before.get(pid, {}), turns, seconds) for pid, turns in after.items())
 
 
-def _below(pid: int) -> set[int]:
-    """The living descendants of a process."""
-    found: set[int] = set()
-    fresh = kernel.children(pid)
-    while fresh:
-        found |= fresh
-        fresh = {child for each in fresh for child in kernel.children(each)} - found
-    return found
-
-
-def _stat(pid: int) -> tuple[str, float]:
+def _moved(pid: int) -> tuple[int, int, int]:
+    """Bytes that a process has read, has written, and that devices have moved for it."""
     try:
-        with open(f"/proc/{pid}/stat", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
-        return fields[0], (int(fields[11]) + int(fields[12])) / _TICKS
-    except (OSError, ValueError, IndexError):
-        return "", 0.0
-
-
-class _Moved(NamedTuple):
-    characters: int = 0
-    written: int = 0
-    disk: int = 0
-
-
-def _io(pid: int) -> _Moved:
-    try:
-        with open(f"/proc/{pid}/io") as file:
-            told = dict(line.split(": ") for line in file.read().splitlines())
-        written = int(told["wchar"])
-        return _Moved(
-            int(told["rchar"]) + written,
-            written,
-            int(told["read_bytes"]) + int(told["write_bytes"]),
-        )
-    except (OSError, ValueError, KeyError):
-        return _Moved()
+        moved = psutil.Process(pid).io_counters()
+    except psutil.Error:
+        return 0, 0, 0
+    return moved.read_chars, moved.write_chars, moved.read_bytes + moved.write_bytes
 
 
 _CALLS = {
@@ -201,7 +164,7 @@ _CALLS = {
 def _system_call(pid: int) -> tuple[str, int]:
     """The kind of call that the main thread waits in, and its first argument.
 
-    The kind is empty if it is another one, or the kernel does not tell.
+    The kind is empty if it is another one, or it is unknown.
     """
     try:
         with open(f"/proc/{pid}/syscall") as file:
@@ -227,8 +190,6 @@ def _leads_to(pid: int, descriptor: int, kinds: tuple[str, ...]) -> bool:
 
 def _switches(pid: int) -> int:
     try:
-        with open(f"/proc/{pid}/task/{pid}/status", errors="replace") as file:
-            told = file.read().rpartition("\nvoluntary_ctxt_switches:")[2].split()
-        return int(told[0])
-    except (OSError, ValueError, IndexError):
+        return int(psutil.Process(pid).num_ctx_switches().voluntary)
+    except psutil.Error:
         return 0

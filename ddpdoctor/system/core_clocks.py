@@ -1,4 +1,4 @@
-"""How fast the CPU cores run that ranks are on, as the kernel tells it (Linux, ``cpufreq``)."""
+"""How fast the CPU cores run that ranks are on, by the kernel (Linux, ``cpufreq``)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ddpdoctor.run.record import Record
-
-_CORE = 36
-"""The core that a process's main thread ran on last, among the fields behind its name."""
+from ddpdoctor.system.proc import PROC, read_stat
 
 MOST = 16
 """Ranks whose cores are looked at."""
@@ -21,13 +19,13 @@ class CoreClocks:
     A core that waits may run slowly; one that is at work does so only if it cannot run faster.
 
     Args:
-        processes: Where the kernel tells of processes.
-        cores: Where it tells of cores; without frequencies there, as in many virtual machines,
+        processes: The kernel's files of processes.
+        cores: Those of cores; without frequencies there, as in many virtual machines,
             nothing is known.
     """
 
     def __init__(
-        self, processes: Path = Path("/proc"), cores: Path = Path("/sys/devices/system/cpu")
+        self, processes: Path = PROC, cores: Path = Path("/sys/devices/system/cpu")
     ) -> None:
         self._processes, self._cores = processes, cores
         self._seen: dict[int, tuple[int, int, int]] = {}
@@ -35,9 +33,11 @@ class CoreClocks:
     def look(self, pids: Mapping[int, int]) -> None:
         """Read the clock of the core that each rank is on; ``pids`` by rank."""
         for rank, pid in list(pids.items())[:MOST]:
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                fields = (self._processes / f"{pid}/stat").read_bytes().rpartition(b")")[2].split()
-                folder = self._cores / f"cpu{int(fields[_CORE])}" / "cpufreq"
+            with contextlib.suppress(OSError, ValueError):
+                stat = read_stat(pid, proc=self._processes)
+                if stat is None:
+                    continue
+                folder = self._cores / f"cpu{stat.core}" / "cpufreq"
                 clock = int((folder / "scaling_cur_freq").read_bytes())
                 most = int((folder / "cpuinfo_max_freq").read_bytes())
                 highest, of, readings = self._seen.get(rank, (0, 0, 0))

@@ -61,7 +61,7 @@ class OomWatch:
         self._killed: set[int] = set()
 
     def verdict(self, pid: int) -> str:
-        """Who says that the killer ended ``pid``: ``kernel``, ``cgroup``, or nobody (empty)."""
+        """Who says that the killer ended ``pid``: ``kernel``, ``cgroup``, or neither (empty)."""
         if self.kernel_says(pid):
             return "kernel"
         after = _cgroup_counters()

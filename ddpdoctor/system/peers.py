@@ -12,6 +12,8 @@ import socket
 import struct
 from typing import Protocol
 
+from ddpdoctor.system.proc import listeners
+
 _ESTABLISHED = 1
 _TABLES = {socket.AF_INET: "tcp", socket.AF_INET6: "tcp6"}
 _MAPPED = bytes(10) + b"\xff\xff"
@@ -57,7 +59,7 @@ def user(connection: Connection) -> int:
     Raises:
         GoneError: The peer has closed its end.
         UnknownPeerError: It is on another machine or in another network namespace, or this system
-            does not tell.
+            does not know.
     """
     try:
         unix = connection.family == socket.AF_UNIX
@@ -120,25 +122,11 @@ def _owner(source: tuple[object, ...], target: tuple[object, ...]) -> int | None
 
 def listener(port: int) -> int | None:
     """The user who listens on a TCP port of this network namespace; None if no one is seen to."""
-    for table in _TABLES.values():
-        try:
-            with open(f"/proc/thread-self/net/{table}", "rb") as file:
-                lines = file.readlines()[1:]
-        except OSError:
-            continue
-        for line in lines:
-            fields = line.split()
-            if fields[3] == b"0A" and int(fields[1].rpartition(b":")[2], 16) == port:
-                return int(fields[7])
-    return None
+    return next((each.uid for each in listeners() if each.port == port), None)
 
 
 def _word(address: tuple[object, ...], family: int) -> str:
-    """An address as the table has it: 32-bit words in this machine's order, and the port.
-
-    Raises:
-        ValueError: There is no such address in that table.
-    """
+    """An address as the table has it: 32-bit words in this machine's order, and the port."""
     host, port = str(address[0]).partition("%")[0], address[1]
     packed = socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
     if family == socket.AF_INET6 and len(packed) == 4:

@@ -1,4 +1,4 @@
-"""What Linux tells about a process: ``/proc/PID``, read without waiting for anybody."""
+"""What a process and its threads do, as the kernel sees it, and what they have had of the cores."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-_TICKS = os.sysconf("SC_CLK_TCK")
+from ddpdoctor.system import proc
+from ddpdoctor.system.proc import ENDED, read_stat
+
+__all__ = ["ENDED", "read_stat"]
+
 _MOST_COMMAND = 200
-ENDED = "ZX"
-"""Letters of a process that has ended."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class ChildState:
 
 @dataclass(frozen=True)
 class ProcessState:
-    """What the kernel tells about the process of a rank."""
+    """The process of a rank, as the kernel sees it."""
 
     letter: str = ""
     """The main thread's state as in ``/proc/PID/stat``: R runs, S sleeps, D waits for a device or
@@ -36,23 +38,9 @@ class ProcessState:
     cpu_seconds: float = 0.0
     """CPU time of the process so far, user and system."""
     wchan: str = ""
-    """The function of the kernel that the main thread sleeps in; empty if that is not told."""
+    """The function of the kernel that the main thread sleeps in; empty if that is unknown."""
     children: tuple[ChildState, ...] = ()
     """Its child processes, ascending by pid."""
-
-
-class Stat(NamedTuple):
-    """What is used of ``/proc/PID/stat``."""
-
-    letter: str
-    start: int
-    """Ticks since boot at which the process started; tells it from a later one with its pid."""
-    cpu_seconds: float
-
-
-def read_stat(pid: int) -> Stat | None:
-    """A process's ``stat``, None if there is no such process."""
-    return _stat(f"/proc/{pid}/stat")
 
 
 class Wait(NamedTuple):
@@ -61,27 +49,16 @@ class Wait(NamedTuple):
     letter: str
     wchan: str
     """The function of the kernel that it sleeps in: ``futex`` for any of the several that wait for
-    a lock; empty if that is not told."""
+    a lock; empty if that is unknown."""
 
 
 def read_wait(pid: int, thread: int) -> Wait | None:
     """What one thread of a process does, None if there is no such thread."""
-    stat = _stat(f"/proc/{pid}/task/{thread}/stat")
+    stat = read_stat(pid, thread)
     if stat is None:
         return None
     wchan = _wchan(f"/proc/{pid}/task/{thread}/wchan")
     return Wait(stat.letter, "futex" if "futex" in wchan else wchan)
-
-
-def _stat(path: str) -> Stat | None:
-    try:
-        with open(path, "rb") as file:
-            # The command comes second, in brackets, and may itself have some.
-            fields = file.read().rpartition(b")")[2].split()
-        ticks = int(fields[11]) + int(fields[12])
-        return Stat(fields[0].decode(), int(fields[19]), ticks / _TICKS)
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 def read_state(pid: int) -> ProcessState:
@@ -89,7 +66,14 @@ def read_state(pid: int) -> ProcessState:
     stat = read_stat(pid)
     if stat is None:
         return ProcessState()
-    return ProcessState(stat.letter, stat.cpu_seconds, _wchan(f"/proc/{pid}/wchan"), _children(pid))
+    children = tuple(
+        ChildState(
+            child, each.letter, each.cpu_seconds, " ".join(proc.words(child))[:_MOST_COMMAND]
+        )
+        for child in sorted(proc.children(pid))
+        if (each := read_stat(child)) is not None
+    )
+    return ProcessState(stat.letter, stat.cpu_seconds, _wchan(f"/proc/{pid}/wchan"), children)
 
 
 def _wchan(path: str) -> str:
@@ -99,28 +83,6 @@ def _wchan(path: str) -> str:
     except OSError:
         return ""
     return "" if name == "0" else name
-
-
-def _children(pid: int) -> tuple[ChildState, ...]:
-    found: set[int] = set()
-    with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as file:
-                found.update(map(int, file.read().split()))
-    return tuple(
-        ChildState(child, stat.letter, stat.cpu_seconds, _command(child))
-        for child in sorted(found)
-        if (stat := read_stat(child)) is not None
-    )
-
-
-def _command(pid: int) -> str:
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            words = file.read(4096).split(b"\0")
-    except OSError:
-        return ""
-    return " ".join(word.decode("utf-8", "replace") for word in words if word)[:_MOST_COMMAND]
 
 
 class Turn(NamedTuple):
@@ -152,20 +114,15 @@ def read_turns(pid: int) -> dict[int, Turn]:
 
 def read_turn(pid: int, thread: int) -> Turn | None:
     """What one thread has had of the cores, None if there is no such thread."""
-    letter, sleeps, ran, waited = "", 0, 0.0, 0.0
+    status = proc.read_status(pid, thread)
     try:
-        with open(f"/proc/{pid}/task/{thread}/status", "rb") as file:
-            for line in file:
-                if line.startswith(b"State:"):
-                    letter = line.split()[1].decode()
-                elif line.startswith(b"voluntary_ctxt_switches:"):
-                    sleeps = int(line.split()[1])
+        letter, sleeps = status["State"][:1], int(status["voluntary_ctxt_switches"])
         with open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as file:
             ran, waited = (int(word) / 1e9 for word in file.read().split()[:2])
     except (FileNotFoundError, ProcessLookupError):
         # The thread has ended; or this kernel does not count.
-        return Turn(letter, 0.0, 0.0, sleeps) if letter else None
-    except (OSError, ValueError, IndexError):
+        return Turn(letter, 0.0, 0.0, sleeps)
+    except (OSError, ValueError, KeyError):
         return None
     return Turn(letter, ran, waited, sleeps)
 
@@ -218,16 +175,12 @@ class Signals(NamedTuple):
 
 def read_signals(pid: int, thread: int) -> Signals | None:
     """What a thread does with signals, None if there is no such thread or one may not know."""
-    masks = {"SigPnd": 0, "ShdPnd": 0, "SigBlk": 0, "SigCgt": 0}
+    status = proc.read_status(pid, thread)
     try:
-        with open(f"/proc/{pid}/task/{thread}/status", errors="replace") as file:
-            for line in file:
-                name, _, value = line.partition(":")
-                if name in masks:
-                    masks[name] = int(value, 16)
-    except (OSError, ValueError):
+        pending, blocked, caught = (int(status[f"Sig{each}"], 16) for each in ("Pnd", "Blk", "Cgt"))
+    except (KeyError, ValueError):
         return None
-    return Signals(masks["SigPnd"], masks["SigBlk"], masks["SigCgt"])
+    return Signals(pending, blocked, caught)
 
 
 def is_open(pid: int, descriptor: int, path: str) -> bool:

@@ -146,7 +146,7 @@ class _File:
         root = Path(os.path.realpath(workspace))
         if root not in self.target.parents:
             raise DoctorError(
-                f"{self.path} is a link out of the workspace, to {self.target}: left alone",
+                f"{self.path} links to {self.target}, outside the workspace; it is unchanged",
                 "make it a regular file, or name the other workspace with --workspace DIR",
             )
 
@@ -155,7 +155,7 @@ class _File:
         with self._one_line("read"):
             try:
                 if not stat.S_ISREG(self.target.stat().st_mode):
-                    raise DoctorError(f"{self.path} is not a file: left alone")
+                    raise DoctorError(f"{self.path} is not a file; it is unchanged")
                 content = self.target.read_bytes()
             except FileNotFoundError:
                 return None

@@ -185,7 +185,7 @@ def insert(document: Document, array: Node, at: int, elements: Sequence[object])
     """The text with elements put first into an array.
 
     They stand one behind the other on the line of the ``[`` if what follows it does (``[]`` and
-    ``[{``), and on lines of their own if that does.
+    ``[{``), and on their own lines if that does.
 
     Args:
         document: The document.

@@ -144,11 +144,7 @@ def _without(document: Document, section: Section) -> str:
 
 
 def _list(document: Document, key: str) -> Node | None:
-    """The list that VS Code reads: the last one of this key.
-
-    Raises:
-        JsoncError: The root is no object, or the key's value is no list.
-    """
+    """The list that VS Code reads: the last one of this key."""
     if document.root is None:
         return None
     if not isinstance(document.root.value, dict):
@@ -184,7 +180,7 @@ def _behind_header(document: Document, root: Node) -> int:
 
 
 def _with_root(document: Document, defaults: Mapping[str, object], marker: str) -> str:
-    """The text with an object behind its comments, on a line of its own."""
+    """The text with an object behind its comments, on its own line."""
     text, eol = document.text, document.eol
     members = ",".join(
         f"{eol}{jsonc.INDENT}{jsonc.render(document, key, '')}: "

@@ -23,7 +23,7 @@ from ddpdoctor.preflight.machine.gpu_facts import job_gpus
 from ddpdoctor.preflight.situation import Situation, cuda_choice, gpu_facts, names, visible_gpus
 from ddpdoctor.preflight.words import GIB, counted, shown
 from ddpdoctor.system.gpu.health import Health
-from ddpdoctor.system.process_table import Listed, named
+from ddpdoctor.system.proc import Listed, named
 
 
 @check("gpu-count", "DDP021")

@@ -13,7 +13,7 @@ from ddpdoctor.preflight.check import Outcome, check, finding, judged, warning
 from ddpdoctor.preflight.machine import container
 from ddpdoctor.preflight.situation import Situation
 from ddpdoctor.preflight.words import GIB, MIB, shown
-from ddpdoctor.system.process_table import listed
+from ddpdoctor.system.proc import listed
 
 OPEN_FILES = 256
 """What a rank opens besides its connections: libraries, data files, pipes to DataLoader workers."""

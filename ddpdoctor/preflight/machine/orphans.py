@@ -13,8 +13,7 @@ from ddpdoctor.core.finding import Finding
 from ddpdoctor.preflight.check import Outcome, check, judged, skipped, warning
 from ddpdoctor.preflight.situation import Situation, gpu_facts
 from ddpdoctor.preflight.words import shown
-from ddpdoctor.system.listeners import listening, sockets
-from ddpdoctor.system.process_table import Listed, listed, named
+from ddpdoctor.system.proc import Listed, listed, listening, named, sockets
 
 YOUNG = 5.0
 """Seconds in which a process may have lost its parent because both are just ending."""
@@ -114,7 +113,7 @@ def _marked(situation: Situation) -> Iterator[tuple[Listed, dict[str, str]]]:
         if each.uid != os.getuid() or each.pid == os.getpid() or not each.alive:
             continue
         environ = each.environ
-        if environ is None or not all(name in environ for name in _MARKS):
+        if not all(name in environ for name in _MARKS):
             continue
         if any(name in environ for name in _LAUNCHER):
             yield each, environ
@@ -143,11 +142,11 @@ def _abandoned(situation: Situation, process: Listed) -> bool:
     leads no session. Whoever is a child of a Python may be its worker: in a container torchrun
     itself can be process 1.
     """
-    fields = process.fields
-    if len(fields) < 4 or int(fields[3]) != process.pid:
+    stat = process.stat
+    if stat is None or stat.session != process.pid:
         return False
-    adopter = named(situation.proc, int(fields[1]))
-    return int(fields[1]) <= 1 if adopter is None else _takes_in(adopter)
+    adopter = named(situation.proc, stat.parent)
+    return stat.parent <= 1 if adopter is None else _takes_in(adopter)
 
 
 def _takes_in(process: Listed) -> bool:

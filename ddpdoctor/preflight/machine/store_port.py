@@ -15,8 +15,7 @@ from ddpdoctor.preflight.machine.interfaces import interfaces, owner
 from ddpdoctor.preflight.machine.lookups import ALL, endpoint_name
 from ddpdoctor.preflight.place import seat
 from ddpdoctor.preflight.situation import DEFAULT_PORT, Situation
-from ddpdoctor.system.listeners import listening, sockets
-from ddpdoctor.system.process_table import Listed, listed
+from ddpdoctor.system.proc import Listed, listed, listening, sockets
 
 _MAGIC = 0x3C85F7CE
 _VALIDATE, _COUNT_KEYS = 0, 7

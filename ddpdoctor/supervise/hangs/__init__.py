@@ -1,1 +1,1 @@
-"""Notices that a job stands still, and gathers what the rules need to say why."""
+"""Notices that a job makes no progress, and gathers what the rules need to say why."""

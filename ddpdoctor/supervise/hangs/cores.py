@@ -6,9 +6,14 @@ thread and for those of its children, of which a DataLoader's worker is one.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ddpdoctor.system import kernel
+from ddpdoctor.run.environment import namespace
+from ddpdoctor.run.record import Record
+from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.system import proc
 from ddpdoctor.system.process_state import Turn, lacked, read_turn
 
 MOST = 10.0
@@ -17,11 +22,14 @@ MOST = 10.0
 WORTH = 0.5
 """Seconds without a core from which on a rank's wait is written down."""
 
+PRESSURE = 10.0
+"""Percent of the last seconds in which some process of the machine had no core: it is loaded."""
+
 
 @dataclass
 class _Followed:
     since: int
-    """The beginning of its phase (Unix nanoseconds), which tells one silence from the next."""
+    """The beginning of its phase (Unix nanoseconds), by which silences differ."""
     when: float
     turns: dict[int, Turn]
     lost: float = 0.0
@@ -29,10 +37,18 @@ class _Followed:
 
 
 class Cores:
-    """Follows processes by their pids for as long as they are quiet."""
+    """Follows the ranks of this host for as long as they are quiet."""
 
     def __init__(self) -> None:
+        self._here = namespace()
         self._followed: dict[int, _Followed] = {}
+
+    def lost_by(self, rank: Rank, now: float) -> float:
+        """As :meth:`lost`, of the silence that a rank is in; of another host's nothing is known."""
+        status = rank.status
+        if status is None or rank.opened.get("namespace", self._here) != self._here:
+            return 0.0
+        return self.lost(status.pid, status.since, now)
 
     def lost(self, pid: int, since: int, now: float) -> float:
         """Seconds without a core since it was first asked in this silence.
@@ -49,31 +65,48 @@ class Cores:
             return 0.0
         seconds = now - known.when
         if seconds > 0:
-            known.lost += max(
-                (
-                    lacked(known.turns[each], turn, seconds)
-                    for each, turn in turns.items()
-                    if each in known.turns
-                ),
-                default=0.0,
+            lost = (
+                lacked(known.turns[each], turn, seconds)
+                for each, turn in turns.items()
+                if each in known.turns
             )
+            known.lost += max(lost, default=0.0)
             known.when, known.turns = now, turns
         return known.lost
 
     def news(self, pid: int) -> float | None:
-        """What it has lost, if that is enough more than the last time to be written down."""
+        """What a process has lost, if that is enough more than the last time to be written down."""
         known = self._followed.get(pid)
         if known is None or known.lost < WORTH + 1.25 * known.written:
             return None
         known.written = known.lost
         return known.lost
 
-    def forget(self, pid: int) -> None:
-        """It is not quiet any more."""
-        self._followed.pop(pid, None)
+    def records(self, run: Run) -> Iterator[Record]:
+        """What ranks have lost, as far as it is news."""
+        for rank in run.last:
+            lost = self.news(rank.status.pid) if rank.status is not None else None
+            if rank.status is not None and lost is not None:
+                yield {
+                    "kind": "no_core",
+                    "time": time.time_ns(),
+                    "rank": rank.rank,
+                    "restart": rank.restart,
+                    "since": rank.status.since,
+                    "lost": round(lost * 1e9),
+                }
+
+
+def is_loaded() -> bool:
+    """Whether processes of this machine lack cores now."""
+    try:
+        with open("/proc/pressure/cpu") as file:
+            return float(file.readline().split("avg10=")[1].split()[0]) >= PRESSURE
+    except (OSError, ValueError, IndexError):
+        return False
 
 
 def _turns(pid: int) -> dict[int, Turn]:
     """The main threads of a process and of its children, by pid."""
-    found = {each: read_turn(each, each) for each in (pid, *kernel.children(pid))}
+    found = {each: read_turn(each, each) for each in (pid, *proc.children(pid))}
     return {each: turn for each, turn in found.items() if turn is not None}

@@ -1,6 +1,6 @@
-"""Gathers, from outside of ranks that may be stuck, what tells why a job stands still.
+"""Gathers, from outside of ranks that may be stuck, what shows why a job makes no progress.
 
-Runs in a thread of its own and takes a few seconds at most, whatever the ranks do.
+Runs in its own thread and takes a few seconds at most, whatever the ranks do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ddpdoctor.stacks import py_spy
 from ddpdoctor.stacks.capture import capture
 from ddpdoctor.stacks.model import RankStacks, Thread, from_record, to_record
 from ddpdoctor.system import activity
-from ddpdoctor.system.process_state import ProcessState
+from ddpdoctor.system.process_state import ProcessState, Turns, read_turns
 
 BETWEEN = 1.0
 """Seconds over which CPU time and bytes are compared."""
@@ -43,7 +43,7 @@ WORKERS = 4
 """Workers of a rank's DataLoader that are looked into."""
 
 AGAIN = 16
-"""Ranks whose stacks are taken twice, so that a loop can be told from a wait."""
+"""Ranks whose stacks are taken twice, to tell a loop from a wait."""
 
 
 class Seen(NamedTuple):
@@ -60,7 +60,7 @@ def examine(
     number: int,
     waiting: Collection[int],
     before: Mapping[int, Record],
-    seen: dict[int, Seen] | None = None,
+    seen: dict[int, Seen],
     launcher: int | None = None,
 ) -> list[Record]:
     """What each rank of this host is doing, one record a rank.
@@ -69,62 +69,84 @@ def examine(
         run: A snapshot of the run.
         number: What ranks were asked with: their Flight Recorder's answer names it.
         waiting: Ranks that are in a collective and only wait.
-        before: What the examination before this one told of each rank.
+        before: What the examination before this one found of each rank.
         seen: The processes of the ranks as they were then; as they are now, on return.
         launcher: The process of the job's command.
     """
     here = namespace()
-    began = time.monotonic()
     local = [rank for rank in run.last if rank.opened.get("namespace", here) == here]
+    looked = _look(run, local, waiting, launcher)
+    records = {rank.rank: _of_rank(run, rank) for rank in run.last}
+    # Those that were slow to answer for want of a core are given as much time again.
+    deadline = max(looked.began + BETWEEN, time.monotonic() - PATIENCE / 2) + PATIENCE
+    for rank, flight in _flights(run, local, number, deadline).items():
+        records[rank].update(flight)
+    for rank, stacks in looked.stacks.items():
+        record = records.setdefault(rank, {"rank": rank, "restart": stacks.restart})
+        record.update(_of_stacks(stacks, record, before.get(rank, {})))
+        if rank in looked.later:
+            record["later"] = to_record(_shortened(looked.later[rank], threads=1))
+        if looked.workers.get(rank):
+            record["workers"] = _twice(looked.workers[rank])
+    now = time.monotonic()
+    seconds = now - looked.began
+    works = activity.works(looked.launcher, read_turns(launcher or 0), seconds)
+    for rank, record in records.items():
+        record["launcher_works"] = works
+        if rank in looked.samples and "pid" in record:
+            after = activity.sample(record["pid"])
+            # What it did before it last moved is no life in its silence.
+            silent = before.get(rank, {}).get("since") == record.get("since")
+            record["activity"] = {
+                **activity.compared(looked.samples[rank], after, seconds),
+                **_since(seen.get(rank) if silent else None, record["pid"], after, now),
+            }
+            seen[rank] = Seen(record["pid"], now, after)
+    return [records[rank] for rank in sorted(records)]
+
+
+class _Looked(NamedTuple):
+    """What was seen of the processes, by rank where it is of ranks."""
+
+    began: float
+    launcher: Turns
+    samples: dict[int, activity.Sample]
+    stacks: dict[int, RankStacks]
+    later: dict[int, RankStacks]
+    """The stacks of those that do not wait for others, taken a second time."""
+    workers: dict[int, list[RankStacks]]
+
+
+def _look(
+    run: Run, local: Iterable[Rank], waiting: Collection[int], launcher: int | None
+) -> _Looked:
+    """Look at the processes of the ranks of this host, for a second and more."""
+    began = time.monotonic()
     samples = {
         rank.rank: activity.sample(rank.status.pid) for rank in local if rank.status is not None
     }
-    seen = {} if seen is None else seen
-    turns = activity.turns_of(launcher)
-    first = {each.rank: each for each in capture(run, patience=PATIENCE)}
-    for each in first.values():
+    turns = read_turns(launcher or 0)
+    stacks = {each.rank: each for each in capture(run, patience=PATIENCE)}
+    for each in stacks.values():
         if each.state.letter:
             # A process that is not yet a rank; on another host the same pid is somebody else's.
             samples.setdefault(each.rank, activity.sample(each.pid))
     time.sleep(max(0.0, began + BETWEEN - time.monotonic()))
     # Who did not answer by itself a moment ago would only be waited for once more.
-    answered = [rank for rank, each in first.items() if each.threads and not each.note]
-    suspects = [rank for rank in answered if rank not in waiting and not first[rank].gil_held]
-    suspects = suspects[:AGAIN]
-    workers = {rank: _workers(first[rank]) for rank in answered}
-    later = {each.rank: each for each in capture(run, suspects, PATIENCE)} if suspects else {}
-    records = {rank.rank: _of_rank(run, rank) for rank in run.last}
-    # Those that were slow to answer for want of a core are given as much time again.
-    deadline = max(began + BETWEEN, time.monotonic() - PATIENCE / 2) + PATIENCE
-    flights = _flights(run, local, number, deadline)
-    for rank, record in records.items():
-        record.update(flights.get(rank, {}))
-    for rank, stacks in first.items():
-        record = records.setdefault(rank, {"rank": rank, "restart": stacks.restart})
-        record["stacks"] = to_record(_shortened(stacks))
-        known = before.get(rank, {})
-        if not stacks.threads and known.get("since") == record.get("since"):
-            # It has not moved, so that its stack of then is the one of now.
-            record["stacks"]["threads"] = known.get("stacks", {}).get("threads", [])
-        if rank in later:
-            record["later"] = to_record(_shortened(later[rank], threads=1))
-        record["pid"] = stacks.pid
-        if workers.get(rank):
-            record["workers"] = _twice(workers[rank])
-    now = time.monotonic()
-    works = activity.works(turns, activity.turns_of(launcher), now - began)
-    for rank, record in records.items():
-        record["launcher_works"] = works
-        if rank in samples and "pid" in record:
-            after = activity.sample(record["pid"])
-            # What it did before it last moved is no life in its silence.
-            silent = before.get(rank, {}).get("since") == record.get("since")
-            record["activity"] = {
-                **activity.compared(samples[rank], after, now - began),
-                **_since(seen.get(rank) if silent else None, record["pid"], after, now),
-            }
-            seen[rank] = Seen(record["pid"], now, after)
-    return [records[rank] for rank in sorted(records)]
+    answered = [rank for rank, each in stacks.items() if each.threads and not each.note]
+    suspects = [rank for rank in answered if rank not in waiting and not stacks[rank].gil_held]
+    workers = {rank: _workers(stacks[rank]) for rank in answered}
+    again = capture(run, suspects[:AGAIN], PATIENCE) if suspects else ()
+    return _Looked(began, turns, samples, stacks, {each.rank: each for each in again}, workers)
+
+
+def _of_stacks(stacks: RankStacks, record: Record, known: Record) -> Record:
+    """What the stacks of a rank say; ``known`` is what the examination before this one found."""
+    found = to_record(_shortened(stacks))
+    if not stacks.threads and known.get("since") == record.get("since"):
+        # It has not moved, so that its stack of then is the one of now.
+        found["threads"] = known.get("stacks", {}).get("threads", [])
+    return {"stacks": found, "pid": stacks.pid}
 
 
 def look_again(run: Run, records: Mapping[int, Record], seen: dict[int, Seen]) -> None:
@@ -266,16 +288,16 @@ def ring_record(rank: Rank) -> Record:
 
 
 def _flights(run: Run, ranks: Iterable[Rank], number: int, deadline: float) -> dict[int, Record]:
-    """What the Flight Recorders told, as far as they answer in time (monotonic seconds)."""
+    """What the Flight Recorders hold, as far as they answer in time (monotonic seconds)."""
     found: dict[int, Record] = {}
     open_ = [rank for rank in ranks if rank.exit is None]
     while True:
         for rank in list(open_):
-            told = _read(run.path / f"{rank_stem(rank.rank, rank.restart)}.flight.json")
-            if told is not None and integer(told, "asked") >= number:
+            answer = _read(run.path / f"{rank_stem(rank.rank, rank.restart)}.flight.json")
+            if answer is not None and integer(answer, "asked") >= number:
                 found[rank.rank] = {
-                    "flight": told.get("entries"),
-                    "flight_trouble": told.get("trouble", ""),
+                    "flight": answer.get("entries"),
+                    "flight_trouble": answer.get("trouble", ""),
                 }
                 open_.remove(rank)
         if not open_ or time.monotonic() >= deadline:

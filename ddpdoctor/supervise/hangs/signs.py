@@ -1,7 +1,8 @@
-"""Since when nothing moves: the signs of life that ranks give by their status pages."""
+"""Since when there is no progress: the signs of life on the ranks' status pages."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
@@ -9,6 +10,8 @@ from statistics import median
 from ddpdoctor.run.record import Phase
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.supervise.hangs.cores import MOST
+from ddpdoctor.system import activity
+from ddpdoctor.system.process_state import Turns
 
 LEAST = 30.0
 """Seconds without a sign of life before a job is looked at, unless a person says otherwise."""
@@ -25,10 +28,11 @@ FIRST = 10
 SHORT = 1.0
 """Seconds without a sign that are too few to ask what a rank had of the cores."""
 
+IDLE = 3.0
+"""Seconds without CPU time after which a job is not starting any more, but waits."""
+
 RECENT = 64
 """Steps of a rank that the median is taken of."""
-
-_WAITS = (Phase.WAIT, Phase.BACKWARD)
 
 _Sign = tuple[int, int, int, int, int]
 
@@ -50,7 +54,7 @@ class Still:
     ranks: tuple[int, ...]
     """Which; all that live, or those that wait while others move."""
     everybody: bool
-    """Whether nobody moves."""
+    """Whether no rank moves."""
     fresh: bool
     """Whether one of them is still in its first step."""
     lost: Mapping[int, float] = field(default_factory=dict)
@@ -74,7 +78,7 @@ class Signs:
         self._seen: dict[int, _Seen] = {}
 
     def slept(self, seconds: float) -> None:
-        """Nobody could give a sign for so long."""
+        """No rank could give a sign for so long."""
         for seen in self._seen.values():
             seen.when += seconds
 
@@ -90,12 +94,7 @@ class Signs:
                 self._seen[rank.rank] = _Seen(sign, now)
         if not alive:
             return None
-        quiet, lost = {}, {}
-        for rank in alive:
-            seconds = now - self._seen[rank.rank].when
-            without = self._lost(rank, now) if seconds >= SHORT else 0.0
-            lost[rank.rank] = min(without, seconds)
-            quiet[rank.rank] = max(seconds - without, seconds / MOST)
+        quiet, lost = self._silence(alive, now)
         least = min(quiet.values())
         base = self._asked if self._asked is not None else LEAST
         if max(quiet.values()) < base:
@@ -106,16 +105,22 @@ class Signs:
         if least >= limit:
             return Still(least, limit, tuple(quiet), True, fresh, lost)
         waiting = [
-            rank.rank
-            for rank in alive
-            if quiet[rank.rank] >= PATIENCE * limit
-            and rank.status is not None
-            and rank.status.phase in _WAITS
+            rank.rank for rank in alive if quiet[rank.rank] >= PATIENCE * limit and waits(rank)
         ]
         if waiting:
             shortest = min(quiet[rank] for rank in waiting)
             return Still(shortest, PATIENCE * limit, tuple(waiting), False, fresh, lost)
         return None
+
+    def _silence(self, alive: list[Rank], now: float) -> tuple[dict[int, float], dict[int, float]]:
+        """For how many seconds each rank was quiet with a core to run on, and had none, by rank."""
+        quiet, lost = {}, {}
+        for rank in alive:
+            seconds = now - self._seen[rank.rank].when
+            without = self._lost(rank, now) if seconds >= SHORT else 0.0
+            lost[rank.rank] = min(without, seconds)
+            quiet[rank.rank] = max(seconds - without, seconds / MOST)
+        return quiet, lost
 
     def _limit(self, alive: list[Rank], base: float) -> float:
         if self._asked is not None:
@@ -130,6 +135,57 @@ class Signs:
     def marks(self, ranks: tuple[int, ...]) -> dict[int, float]:
         """When each of the ranks gave its last sign (monotonic seconds)."""
         return {rank: self._seen[rank].when for rank in ranks if rank in self._seen}
+
+
+class Start:
+    """The time before the first step: whether the job still works towards it.
+
+    Args:
+        base: Seconds without a rank that are worth a look.
+    """
+
+    def __init__(self, base: float) -> None:
+        self._base = base
+        self.began = time.monotonic()
+        self.pid: int | None = None
+        """The job's command."""
+        self._cores: tuple[float, dict[int, Turns]] | None = None
+        """Since when the job's use of the cores is watched, and what it was."""
+
+    def begin(self, pid: int) -> None:
+        """The job's command has started."""
+        self.pid, self.began = pid, time.monotonic()
+
+    def slept(self, seconds: float) -> None:
+        """The job was stopped for so long."""
+        self.began += seconds
+
+    def silence(self, run: Run, now: float) -> Still | None:
+        """What is still of a job that has no rank yet."""
+        quiet = now - self.began
+        ended = any(each["kind"] in ("error", "exit") for each in run.strays)
+        if ended or quiet < self._base:
+            return None
+        return Still(quiet, self._base, (), True, True)
+
+    def works(self, now: float) -> bool:
+        """Whether processes of the job use the CPU."""
+        if self.pid is None:
+            return False
+        turns = activity.turns_of_tree(self.pid)
+        if self._cores is None:
+            self._cores = (now, turns)
+            return True
+        since, before = self._cores
+        if now - since < IDLE:
+            return True
+        self._cores = (now, turns)
+        return activity.cores_of_tree(before, turns, now - since) >= activity.BUSY
+
+
+def waits(rank: Rank) -> bool:
+    """Whether a rank may be in a collective, and waits for others."""
+    return rank.status is not None and rank.status.phase in (Phase.WAIT, Phase.BACKWARD)
 
 
 def _lives(rank: Rank) -> bool:

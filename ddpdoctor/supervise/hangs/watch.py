@@ -1,4 +1,4 @@
-"""The supervisor's eye on jobs that stand still: when to look, and what became of it."""
+"""Watches for jobs that make no progress: when to examine them, and what became of it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.relations import STANDSTILL
 from ddpdoctor.run import rundir
 from ddpdoctor.run.asking import Asking
-from ddpdoctor.run.environment import namespace
-from ddpdoctor.run.record import Phase, Record, integer
-from ddpdoctor.run.snapshot import HANG, Rank, Run
+from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.snapshot import HANG, Run
 from ddpdoctor.supervise.hangs import examination
-from ddpdoctor.supervise.hangs.cores import Cores
-from ddpdoctor.supervise.hangs.signs import FIRST, LEAST, Signs, Still
-from ddpdoctor.system import activity
-from ddpdoctor.system.process_state import Turns
+from ddpdoctor.supervise.hangs.cores import Cores, is_loaded
+from ddpdoctor.supervise.hangs.signs import FIRST, LEAST, Signs, Start, Still, waits
 
 AGAIN = 2.0
 """How much longer the job has stood still, as a factor, when it is looked at again."""
@@ -37,25 +33,12 @@ SETTLE = 2.0
 LAST = 3.0
 """Seconds that an examination may still take when the job has ended."""
 
-IDLE = 3.0
-"""Seconds without CPU time after which a job is not starting any more, but waits."""
-
 CONFIRM = 2.0
 """Seconds until those that are to blame are looked at again, where processes lack cores."""
 
-PRESSURE = 10.0
-"""Percent of the last seconds in which some process of the machine had no core: it is loaded."""
-
 _GIVES_UP = ("error", "exit", "rank_exit", "end")
 _OF_HANGS = ("DDP4", "DDP8", "DDP109")
-"""Families of findings that say why a job stands still."""
-
-
-class Speaker(Protocol):
-    """Where words go."""
-
-    def note(self, text: str) -> None:
-        """Say what ddpdoctor does; not with ``--quiet``."""
+"""Families of findings that say why a job hangs."""
 
 
 class HangWatch:
@@ -65,7 +48,7 @@ class HangWatch:
         directory: The run directory.
         hang_after: Seconds, if a person named them.
         write: Writes a record of the supervisor.
-        speaker: Says that the job goes on again.
+        note: Says that the job goes on again.
         wake: Wakes the supervisor's loop.
 
     Raises:
@@ -77,29 +60,24 @@ class HangWatch:
         directory: Path,
         hang_after: float | None,
         write: Callable[[Record], None],
-        speaker: Speaker,
+        note: Callable[[str], None],
         wake: Callable[[], None],
     ) -> None:
         self._directory = directory
         self._write = write
-        self._speaker = speaker
+        self._note = note
         self._wake = wake
         self._asking = Asking(str(directory))
         self._cores = Cores()
-        self._here = namespace()
-        self._signs = Signs(hang_after, self._lost)
-        self._base = hang_after if hang_after is not None else LEAST
+        self._signs = Signs(hang_after, self._cores.lost_by)
+        self._start = Start(hang_after if hang_after is not None else LEAST)
         self._number = 0
-        self._started = time.monotonic()
-        self._pid: int | None = None
-        self._cpu: tuple[float, dict[int, Turns]] | None = None
-        """Since when the job's use of the cores is watched, and what it was (:meth:`_starting`)."""
         self._thread: threading.Thread | None = None
         self._found: Record | None = None
         self._pending = False
         """What was found is not written yet."""
         self._written = False
-        """Something that was found of this standstill is."""
+        """Something that was found of this hang is."""
         self._hung: Still | None = None
         self._marks: dict[int, float] = {}
         self._before: dict[int, Record] = {}
@@ -115,20 +93,19 @@ class HangWatch:
         self._next = 0.0
         self._moved: float | None = None
         self._said = False
-        """Something was said of why the job stands still."""
+        """A finding has said why the job hangs."""
         self._by_calls = False
         """What the ranks called says that it hangs, wherever they stand when looked at again."""
         self._ended = False
 
     def begin(self, pid: int) -> None:
         """The job's command has started as process ``pid``."""
-        self._pid = pid
-        self._started = time.monotonic()
+        self._start.begin(pid)
 
     def slept(self, seconds: float) -> None:
         """The whole job, and this process, were stopped for so long."""
         self._signs.slept(seconds)
-        self._started += seconds
+        self._start.slept(seconds)
         self._next += seconds
 
     def look(self, run: Run) -> bool:
@@ -147,8 +124,9 @@ class HangWatch:
             if self._look_below(run) or self._doubts(run) or not self._stands(run, now):
                 return False
             return self._examined(run)
-        still = self._signs.look(run, now) if run.ranks else self._before_any_rank(run, now)
-        self._write_lost(run)
+        still = self._signs.look(run, now) if run.ranks else self._start.silence(run, now)
+        for record in self._cores.records(run):
+            self._write(record)
         if self._hung is not None and self._goes_on(run, now):
             return True
         if still is None or self._excused(run, still, now):
@@ -166,8 +144,7 @@ class HangWatch:
             self._thread = None
         if self._pending:
             self._examined(run)
-        since = self._found["time"] if self._found is not None else 0
-        gave_up = self._ended and _failed(run, since, ("error",))
+        gave_up = self._ended and _failed(run, self._examined_at, ("error",))
         if self._hung is not None and status == 0 and not gave_up:
             # It did come to its end.
             self._write({"kind": "hang_over", "time": time.time_ns(), "number": self._number})
@@ -177,38 +154,12 @@ class HangWatch:
         """Let go of the file by which ranks are asked."""
         self._asking.close()
 
-    # -- who lacks a core
-
-    def _lost(self, rank: Rank, now: float) -> float:
-        """For how many seconds of its silence a rank of this host had no core."""
-        status = rank.status
-        if status is None or rank.opened.get("namespace", self._here) != self._here:
-            return 0.0
-        return self._cores.lost(status.pid, status.since, now)
-
-    def _write_lost(self, run: Run) -> None:
-        for rank in run.last:
-            lost = self._cores.news(rank.status.pid) if rank.status is not None else None
-            if rank.status is not None and lost is not None:
-                self._write(
-                    {
-                        "kind": "no_core",
-                        "time": time.time_ns(),
-                        "rank": rank.rank,
-                        "restart": rank.restart,
-                        "since": rank.status.since,
-                        "lost": round(lost * 1e9),
-                    }
-                )
+    @property
+    def _examined_at(self) -> int:
+        """When what was found was seen (Unix nanoseconds); 0 if nothing was."""
+        return integer(self._found or {}, "time")
 
     # -- when
-
-    def _before_any_rank(self, run: Run, now: float) -> Still | None:
-        quiet = now - self._started
-        ended = any(each["kind"] in ("error", "exit") for each in run.strays)
-        if ended or quiet < self._base:
-            return None
-        return Still(quiet, self._base, (), True, True)
 
     def _excused(self, run: Run, still: Still, now: float) -> bool:
         """Whether there is a good reason: a debugger, or a first step that takes its time."""
@@ -216,47 +167,33 @@ class HangWatch:
             return True
         if not still.fresh or still.seconds >= FIRST * still.limit:
             return False
-        return self._starting(now)
-
-    def _starting(self, now: float) -> bool:
-        """Whether the job works on its first step: processes of it use the CPU."""
-        if self._pid is None:
-            return False
-        turns = activity.turns_of_tree(self._pid)
-        if self._cpu is None:
-            self._cpu = (now, turns)
-            return True
-        since, before = self._cpu
-        if now - since < IDLE:
-            return True
-        self._cpu = (now, turns)
-        return activity.cores_of_tree(before, turns, now - since) >= activity.BUSY
+        return self._start.works(now)
 
     def _goes_on(self, run: Run, now: float) -> bool:
         """Whether the ranks that stood still move again, for good."""
         hung = self._hung
         assert hung is not None
-        marks = self._signs.marks(hung.ranks)
-        moved = any(marks.get(rank, mark) > mark for rank, mark in self._marks.items())
-        if not hung.ranks:
-            moved = bool(run.ranks)
-        if not moved:
+        if not (self._has_moved() if hung.ranks else run.ranks):
             return False
         if self._moved is None:
             self._moved = now
         if now - self._moved < SETTLE:
             return False
         self._moved = None
-        since = self._found["time"] if self._found is not None else 0
-        if _failed(run, since):
+        if _failed(run, self._examined_at):
             # Not going on but giving up: what was found is why.
             self._ended = True
             return self._pending and self._examined(run)
-        seconds = now - SETTLE - min(self._marks.values(), default=self._started)
+        seconds = now - SETTLE - min(self._marks.values(), default=self._start.began)
         if self._said:
-            self._speaker.note(f"the job runs again after no progress for {seconds:.0f} s")
+            self._note(f"the job runs again after no progress for {seconds:.0f} s")
         self._over()
         return True
+
+    def _has_moved(self) -> bool:
+        """Whether a rank of those that stood still has given a sign since."""
+        marks = self._signs.marks(tuple(self._marks))
+        return any(marks.get(rank, mark) > mark for rank, mark in self._marks.items())
 
     # -- the examination
 
@@ -266,11 +203,7 @@ class HangWatch:
         self._marks = self._signs.marks(still.ranks)
         self._next = time.monotonic() + max(still.seconds * (AGAIN - 1), 2.0)
         self._asking.ask(self._number)
-        waiting = [
-            rank.rank
-            for rank in run.last
-            if rank.status is not None and rank.status.phase in (Phase.WAIT, Phase.BACKWARD)
-        ]
+        waiting = [rank.rank for rank in run.last if waits(rank)]
         self._work(partial(self._gather, run, still, self._number, waiting))
 
     def _work(self, gather: Callable[[], None]) -> None:
@@ -289,7 +222,9 @@ class HangWatch:
             "limit": round(still.limit, 1),
         }
         try:
-            ranks = examination.examine(run, number, waiting, self._before, self._seen, self._pid)
+            ranks = examination.examine(
+                run, number, waiting, self._before, self._seen, self._start.pid
+            )
             self._before = {each["rank"]: each for each in ranks}
             for rank, lost in still.lost.items():
                 if rank in self._before:
@@ -305,14 +240,14 @@ class HangWatch:
         self._wake()
 
     def _put(self, record: Record) -> None:
-        told = {**record, "ranks": [self._before[rank] for rank in sorted(self._before)]}
-        text = json.dumps(told, separators=(",", ":"), default=str)
+        whole = {**record, "ranks": [self._before[rank] for rank in sorted(self._before)]}
+        text = json.dumps(whole, separators=(",", ":"), default=str)
         rundir.put(self._directory / record["file"], text.encode())
 
     def _look_below(self, run: Run) -> bool:
         """Whether the native frames of those who are to blame for sure are looked at first.
 
-        py-spy, where it is installed, holds each for a second or two; the job stands still anyway.
+        py-spy, where it is installed, holds each for a second or two; the job does nothing anyway.
         """
         found = self._found
         if found is None or "file" not in found or self._below == self._number:
@@ -342,13 +277,13 @@ class HangWatch:
     def _doubts(self, run: Run) -> bool:
         """Whether those to blame are looked at once more before it is said.
 
-        Not on a machine that idles: there a second tells who does nothing.
+        Not on a machine that idles: there a second shows who does nothing.
         """
         hung = self._hung
         if hung is None or self._confirmed == self._number or self._found is None:
             return False
         loaded = any(lost > 0.1 * hung.seconds for lost in hung.lost.values())
-        if "file" not in self._found or not (loaded or _pressure() >= PRESSURE):
+        if "file" not in self._found or not (loaded or is_loaded()):
             return False
         self._confirmed = self._number
         if not self._guilty(run):
@@ -372,12 +307,10 @@ class HangWatch:
         """Whether the ranks are where they were when they were examined."""
         if run.ranks:
             self._signs.look(run, now)
-        marks = self._signs.marks(self._hung.ranks) if self._hung is not None else {}
-        if any(marks.get(rank, mark) > mark for rank, mark in self._marks.items()):
+        if self._has_moved():
             # What becomes of it is seen in a moment.
             return False
-        since = self._found["time"] if self._found is not None else 0
-        if _ended_well(run, self._guilty(run), since):
+        if _ended_well(run, self._guilty(run), self._examined_at):
             # It was only slow to end.
             self._over()
             return False
@@ -418,8 +351,7 @@ class HangWatch:
 
     def _gave_up(self) -> bool:
         """Whether a rank moved while it was looked at: what was seen of it does not fit."""
-        began = integer(self._found or {}, "time")
-        return any(integer(each, "since") > began for each in self._before.values())
+        return any(integer(each, "since") > self._examined_at for each in self._before.values())
 
     def _forget_files(self) -> None:
         files = sorted(self._directory.glob(HANG))
@@ -431,9 +363,9 @@ class HangWatch:
         """Take in what the rules found; whether the job hangs for sure."""
         if self._hung is None or self._found is None or self._pending:
             return False
-        told = [each for each in findings if each.code.startswith(_OF_HANGS)]
-        self._said |= bool(told)
-        errors = [each for each in told if each.severity >= Severity.ERROR]
+        found = [each for each in findings if each.code.startswith(_OF_HANGS)]
+        self._said |= bool(found)
+        errors = [each for each in found if each.severity >= Severity.ERROR]
         self._by_calls = any(STANDSTILL not in each.subjects for each in errors)
         return self._moved is None and bool(errors)
 
@@ -447,15 +379,6 @@ def _ended_well(run: Run, ranks: frozenset[int], since: int) -> bool:
         for rank in run.last
         if rank.rank in ranks
     )
-
-
-def _pressure() -> float:
-    """Percent of the last ten seconds in which some process waited for a core; 0 if untold."""
-    try:
-        with open("/proc/pressure/cpu") as file:
-            return float(file.readline().split("avg10=")[1].split()[0])
-    except (OSError, ValueError, IndexError):
-        return 0.0
 
 
 def _failed(run: Run, since: int, kinds: tuple[str, ...] = _GIVES_UP) -> bool:

@@ -24,7 +24,7 @@ _EXCLUSIVE_THREAD, _PROHIBITED, _EXCLUSIVE_PROCESS = 1, 2, 3
 
 @dataclass(frozen=True)
 class Health:
-    """A GPU that answers; what it does not tell is None."""
+    """A GPU that answers; what is not known is None."""
 
     device: Device
     memory_total: int | None = None
@@ -78,7 +78,7 @@ class GpuFacts:
         gpus: Those that answer.
         absent: Why others do not, by index.
         trouble: Why none can be read, in words; empty if they can.
-        code: NVML's code for that, 0 if it is none of its own (no library).
+        code: NVML's code for that, 0 if NVML has none (no library).
         driver: The driver's version.
         cuda: The newest CUDA that the driver runs, such as ``12.8``.
         peers: For pairs of indices, whether one can read the other's memory directly.
@@ -121,7 +121,7 @@ def read_health(further: Callable[[], None] = lambda: None) -> GpuFacts:
         return GpuFacts(
             gpus=tuple(gpus),
             absent=tuple(sorted(reader.absent.items())),
-            # A GPU that broke the library on the way is told with that GPU.
+            # A GPU that broke the library on the way is reported with that GPU.
             trouble=trouble if not devices else "",
             code=code if not devices else 0,
             driver=_text(reader.system("DriverVersion")),
@@ -146,7 +146,7 @@ def _health(reader: NvmlReader, device: Device) -> Health:
         memory_total=brief.memory_total,
         memory_used=brief.memory_used,
         processes=reader.processes(device) or (),
-        uncorrected=rest.ecc_uncorrected,
+        uncorrected=rest.ecc_errors,
         rows_pending=bool(_item(rows, 2)) or bool(pages),
         rows_failed=bool(_item(rows, 3)),
         throttled=rest.throttled or (),

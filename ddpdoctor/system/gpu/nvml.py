@@ -1,4 +1,4 @@
-"""The GPUs as NVML, the driver's own library, tells of them (package ``nvidia-ml-py``).
+"""The GPUs by NVML, the driver's library (package ``nvidia-ml-py``).
 
 NVML makes no CUDA context and ignores ``CUDA_VISIBLE_DEVICES``. A call takes milliseconds, and the
 first one seconds where the driver has to wake up: never call it where a job waits.
@@ -11,12 +11,9 @@ import ctypes
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from ddpdoctor.system.gpu.reader import Device, Process, Reading
-
-T = TypeVar("T")
 
 LONGEST = 60.0
 """Most seconds between two tries to reach the driver."""
@@ -34,10 +31,10 @@ _GONE = frozenset({15, 16})
 """NVML's codes for a GPU that fell off the bus, or needs a reset."""
 
 _BROKEN = frozenset({1, 9, 12, 17, 18, 999})
-"""NVML's codes for a library that has to be opened anew."""
+"""NVML's codes for a library that has to be opened again."""
 
 _FABRIC_BEGINS, _FABRIC_READY = 2, 3
-"""States of an NVSwitch fabric; 0 is none, and 1 is told of GPUs that work without."""
+"""States of an NVSwitch fabric; 0 is none, and 1 is reported for GPUs that work without."""
 
 _WORDS = {
     3: "not supported",
@@ -51,8 +48,11 @@ _WORDS = {
     999: "NVML fails with an unknown error",
 }
 
-_TOLD = {"UtilizationRates": "utilization", "PowerUsage": "power", "Temperature": "temperature"}
+_REPORTED = {"UtilizationRates": "utilization", "PowerUsage": "power", "Temperature": "temperature"}
 """The queries whose absence is worth a word; many GPUs have no ECC, say."""
+
+_TEMPERATURE_GPU, _CLOCK_SM, _UNCORRECTED, _SINCE_DRIVER = 0, 1, 1, 0
+"""NVML's numbers for a sensor, the clock of the multiprocessors, and the counter of errors."""
 
 _THROTTLED = {
     0x4: "power cap",
@@ -66,10 +66,10 @@ _THROTTLED = {
 
 
 class NvmlReader:
-    """The `ddpdoctor.system.gpu.reader.Reader` of NVIDIA's GPUs.
+    """Reads NVIDIA's GPUs. Nothing raises; one thread at a time.
 
     Whether NVML works is known by a call that answers: it may open well and then fail. What a GPU
-    does not support is asked once. After an error it is opened anew, less and less often. A forked
+    does not support is asked once. After an error it is opened again, less and less often. A forked
     child has to open it for itself, and does.
 
     Args:
@@ -92,8 +92,10 @@ class NvmlReader:
         self._refused: dict[str, dict[str, int]] = {}
         self._strikes: dict[str, int] = {}
         self._shunned: dict[str, float] = {}
-        self._trouble = ""
-        self._code = 0
+        self.trouble = ""
+        """Why no GPUs can be read, in words; empty if they can."""
+        self.code = 0
+        """NVML's code for that; 0 without trouble, and where it is none of NVML's."""
         self._absent: dict[int, str] = {}
         self._failures = 0
         self._retry = float("-inf")
@@ -101,19 +103,6 @@ class NvmlReader:
     def devices(self) -> tuple[Device, ...]:
         """The GPUs that answer."""
         return tuple(self._handles) if self._opened() else ()
-
-    def read(self, device: Device) -> Reading:
-        """What a GPU does now."""
-        brief, rest = self.brief(device), self.rest(device)
-        return replace(
-            rest,
-            memory_total=brief.memory_total,
-            memory_used=brief.memory_used,
-            utilization=brief.utilization,
-            memory_utilization=brief.memory_utilization,
-            power=brief.power,
-            processes=self.processes(device),
-        )
 
     def brief(self, device: Device) -> Reading:
         """What changes within a second: utilization, memory, power."""
@@ -126,7 +115,6 @@ class NvmlReader:
             memory_total=total,
             memory_used=used,
             utilization=_number(getattr(busy, "gpu", None)),
-            memory_utilization=_number(getattr(busy, "memory", None)),
             power=_watts(self._ask(device, "PowerUsage", handle)),
         )
 
@@ -135,29 +123,20 @@ class NvmlReader:
         handle = self._handle(device)
         if handle is None:
             return Reading()
+        limits = ("EnforcedPowerLimit", "PowerManagementLimit")
         return Reading(
-            power_limit=_watts(
-                self._first(device, ("EnforcedPowerLimit", "PowerManagementLimit"), handle)
-            ),
-            temperature=_number(
-                self._ask(device, "Temperature", handle, self._constant("NVML_TEMPERATURE_GPU", 0))
-            ),
-            clock=_number(
-                self._ask(device, "ClockInfo", handle, self._constant("NVML_CLOCK_SM", 1))
-            ),
-            clock_max=_number(
-                self._ask(device, "MaxClockInfo", handle, self._constant("NVML_CLOCK_SM", 1))
-            ),
-            memory_clock=_number(
-                self._ask(device, "ClockInfo", handle, self._constant("NVML_CLOCK_MEM", 2))
-            ),
+            power_limit=_watts(self._first(device, limits, handle)),
+            temperature=_number(self._ask(device, "Temperature", handle, _TEMPERATURE_GPU)),
+            clock=_number(self._ask(device, "ClockInfo", handle, _CLOCK_SM)),
+            clock_max=_number(self._ask(device, "MaxClockInfo", handle, _CLOCK_SM)),
             throttled=self._throttled(device, handle),
-            ecc_corrected=self._ecc(device, handle, "CORRECTED", 0),
-            ecc_uncorrected=self._ecc(device, handle, "UNCORRECTED", 1),
+            ecc_errors=_number(
+                self._ask(device, "TotalEccErrors", handle, _UNCORRECTED, _SINCE_DRIVER)
+            ),
         )
 
     def problem(self, device: Device) -> str:
-        """Why a GPU tells less than it could, in words; empty if it does not."""
+        """Why less is known of a GPU than could be, in words; empty if all is."""
         refused = self._refused.get(device.uuid, {})
         gone = next((code for code in refused.values() if code in _GONE), None)
         if gone is not None:
@@ -167,9 +146,9 @@ class NvmlReader:
         if device.mig:
             return "partitioned (MIG): no utilization of the whole"
         return "; ".join(
-            f"{_TOLD[what]}: {_WORDS[code]}"
+            f"{_REPORTED[what]}: {_WORDS[code]}"
             for what, code in refused.items()
-            if what in _TOLD and code in _NEVER & _WORDS.keys()
+            if what in _REPORTED and code in _NEVER & _WORDS.keys()
         )
 
     @property
@@ -204,18 +183,18 @@ class NvmlReader:
         return tuple(found)
 
     def fabric_ready(self, device: Device) -> bool | None:
-        """Whether the NVSwitch fabric of a GPU is set up; None without one, or if nobody tells.
+        """Whether the NVSwitch fabric of a GPU is set up; None without one, or if unknown.
 
         By ``nvmlDeviceGetGpuFabricInfo``, for Hopper and later.
         """
         struct = getattr(self._nvml, "c_nvmlGpuFabricInfo_t", None)
         if struct is None:
             return None
-        told = struct()
-        if self.query(device, "GpuFabricInfo", ctypes.byref(told)) is None:
+        info = struct()
+        if self.query(device, "GpuFabricInfo", ctypes.byref(info)) is None:
             return None
         # One byte in the driver's header, four in the binding's.
-        return {_FABRIC_BEGINS: False, _FABRIC_READY: True}.get(told.state & 0xFF)
+        return {_FABRIC_BEGINS: False, _FABRIC_READY: True}.get(info.state & 0xFF)
 
     def system(self, what: str) -> Any:
         """What ``nvmlSystemGet<what>`` says, None if nothing."""
@@ -225,20 +204,16 @@ class NvmlReader:
             return getattr(self._nvml, f"nvmlSystemGet{what}")()
         return None
 
-    @property
-    def code(self) -> int:
-        """NVML's code for `trouble`; 0 without trouble, and where it is none of NVML's."""
-        return self._code
-
-    @property
-    def trouble(self) -> str:
-        """Why no GPUs can be read, in words; empty if they can."""
-        return self._trouble
-
     def processes(self, device: Device) -> tuple[Process, ...] | None:
-        """The processes with memory on a GPU, None where that is not told."""
+        """The processes with memory on a GPU, None where that is not known."""
         handle = self._handle(device)
-        return None if handle is None else self._processes(device, handle)
+        queries = ("ComputeRunningProcesses", "ComputeRunningProcesses_v2")
+        found = None if handle is None else self._first(device, queries, handle)
+        if found is None:
+            return None
+        return tuple(
+            Process(int(each.pid), _number(getattr(each, "usedGpuMemory", None))) for each in found
+        )
 
     def close(self) -> None:
         """Let go of the driver; the next reading opens it again."""
@@ -271,8 +246,8 @@ class NvmlReader:
         except Exception as error:
             self._failed(error)
             return False
-        self._trouble = ""
-        self._code = 0
+        self.trouble = ""
+        self.code = 0
         self._handles = {}
         self._absent = {}
         for index in range(count):
@@ -283,9 +258,9 @@ class NvmlReader:
                 device = Device(
                     index=index,
                     uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
-                    name=self._name(handle),
-                    bus_id=self._bus_id(handle),
-                    mig=self._mig(handle),
+                    name=_text(_tried(pynvml.nvmlDeviceGetName, handle) or ""),
+                    bus_id=_text(getattr(_tried(pynvml.nvmlDeviceGetPciInfo, handle), "busId", "")),
+                    mig=bool((_tried(pynvml.nvmlDeviceGetMigMode, handle) or (0,))[0]),
                 )
             except Exception as error:
                 if getattr(error, "value", 0) == _FORBIDDEN:
@@ -297,33 +272,15 @@ class NvmlReader:
         self._further()
         return True
 
-    def _name(self, handle: Any) -> str:
-        with contextlib.suppress(Exception):
-            return _text(self._nvml.nvmlDeviceGetName(handle))
-        return ""
-
-    def _bus_id(self, handle: Any) -> str:
-        with contextlib.suppress(Exception):
-            return _text(self._nvml.nvmlDeviceGetPciInfo(handle).busId)
-        return ""
-
-    def _mig(self, handle: Any) -> bool:
-        with contextlib.suppress(Exception):
-            return bool(self._nvml.nvmlDeviceGetMigMode(handle)[0])
-        return False
-
     def _failed(self, error: Exception) -> None:
         self.close()
-        self._code = int(getattr(error, "value", 0) or 0)
-        self._trouble = _WORDS.get(self._code, f"NVML: {error}")
+        self.code = int(getattr(error, "value", 0) or 0)
+        self.trouble = _WORDS.get(self.code, f"NVML: {error}")
         self._retry = self._clock() + min(LONGEST, 2.0**self._failures)
         self._failures = min(self._failures + 1, 10)
 
     def _handle(self, device: Device) -> Any:
         return self._handles.get(device) if self._opened() else None
-
-    def _constant(self, name: str, usual: int) -> int:
-        return int(getattr(self._nvml, name, usual))
 
     # -- queries
 
@@ -356,7 +313,7 @@ class NvmlReader:
         return answer
 
     def _strike(self, device: Device) -> None:
-        """A GPU that breaks the library again and again must not keep the others from telling."""
+        """A GPU that often breaks the library must not keep the others from being read."""
         strikes = self._strikes[device.uuid] = self._strikes.get(device.uuid, 0) + 1
         if strikes >= STRIKES:
             self._strikes[device.uuid] = 0
@@ -373,12 +330,12 @@ class NvmlReader:
     def _memory(self, device: Device, handle: Any) -> tuple[int | None, int | None]:
         # The second version does not count what the driver keeps to itself as used.
         version = getattr(self._nvml, "nvmlMemory_v2", None)
-        told = None
+        memory = None
         if version is not None:
-            told = self._ask(device, "MemoryInfo", handle, version)
-        if told is None:
-            told = self._ask(device, "MemoryInfo", handle)
-        return _number(getattr(told, "total", None)), _number(getattr(told, "used", None))
+            memory = self._ask(device, "MemoryInfo", handle, version)
+        if memory is None:
+            memory = self._ask(device, "MemoryInfo", handle)
+        return _number(getattr(memory, "total", None)), _number(getattr(memory, "used", None))
 
     def _throttled(self, device: Device, handle: Any) -> tuple[str, ...] | None:
         queries = ("CurrentClocksEventReasons", "CurrentClocksThrottleReasons")
@@ -387,19 +344,11 @@ class NvmlReader:
             return None
         return tuple(word for bit, word in _THROTTLED.items() if reasons & bit)
 
-    def _ecc(self, device: Device, handle: Any, kind: str, usual: int) -> int | None:
-        which = self._constant(f"NVML_MEMORY_ERROR_TYPE_{kind}", usual)
-        counter = self._constant("NVML_VOLATILE_ECC", 0)
-        return _number(self._ask(device, "TotalEccErrors", handle, which, counter))
 
-    def _processes(self, device: Device, handle: Any) -> tuple[Process, ...] | None:
-        queries = ("ComputeRunningProcesses", "ComputeRunningProcesses_v2")
-        told = self._first(device, queries, handle)
-        if told is None:
-            return None
-        return tuple(
-            Process(int(each.pid), _number(getattr(each, "usedGpuMemory", None))) for each in told
-        )
+def _tried(query: Callable[[Any], Any], handle: Any) -> Any:
+    with contextlib.suppress(Exception):
+        return query(handle)
+    return None
 
 
 def _number(value: Any) -> int | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ddpdoctor.run.record import FORMAT, Record
 from ddpdoctor.system.gpu.nvml import NvmlReader
-from ddpdoctor.system.gpu.reader import Device, Reader, Reading
+from ddpdoctor.system.gpu.reader import Device, Reading
 
 EVERY = 1.0
 """Seconds between two readings of what changes fast."""
@@ -38,7 +38,7 @@ class Poller:
     """
 
     def __init__(
-        self, reader: Reader | None = None, clock: Callable[[], float] = time.monotonic
+        self, reader: NvmlReader | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._reader = NvmlReader() if reader is None else reader
         self._clock = clock
@@ -66,12 +66,11 @@ class Poller:
                 if slow or device.uuid not in self._rest:
                     self._rest[device.uuid] = self._reader.rest(device)
                 problem = self._reader.problem(device) or self._reader.trouble
-                told = _told(device, brief, self._rest[device.uuid], problem)
+                gpus.append(_record(device, brief, self._rest[device.uuid], problem))
             else:
                 self._rest.pop(device.uuid, None)
                 trouble = self._reader.trouble or "not there any more"
-                told = _told(device, Reading(), Reading(), trouble)
-            gpus.append(told)
+                gpus.append(_record(device, Reading(), Reading(), trouble))
         return {
             "format": FORMAT,
             "time": time.time_ns(),
@@ -85,7 +84,7 @@ class Poller:
         self._reader.close()
 
 
-def _told(device: Device, brief: Reading, rest: Reading, problem: str) -> Record:
+def _record(device: Device, brief: Reading, rest: Reading, problem: str) -> Record:
     silent = brief == Reading()
     numbers: dict[str, Any] = {
         "utilization": _ratio(brief.utilization),
@@ -100,7 +99,7 @@ def _told(device: Device, brief: Reading, rest: Reading, problem: str) -> Record
             "temperature": rest.temperature,
             "clock": _hertz(rest.clock),
             "clock_max": _hertz(rest.clock_max),
-            "ecc_errors": rest.ecc_uncorrected,
+            "ecc_errors": rest.ecc_errors,
             "throttle": list(rest.throttled) if rest.throttled else None,
         }
     words: dict[str, Any] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,6 @@ class Reading:
     """Bytes."""
     utilization: int | None = None
     """Percent of the time in which a kernel ran."""
-    memory_utilization: int | None = None
-    """Percent of the time in which memory was read or written."""
     power: float | None = None
     """Watts."""
     power_limit: float | None = None
@@ -55,44 +52,10 @@ class Reading:
     """MHz of the multiprocessors."""
     clock_max: int | None = None
     """The most that they can have."""
-    memory_clock: int | None = None
-    """MHz."""
     throttled: tuple[str, ...] | None = None
     """Why the clocks are held down, in words; empty if they are not."""
-    ecc_corrected: int | None = None
-    """Memory errors since the driver was loaded that were corrected."""
-    ecc_uncorrected: int | None = None
-    """Those that were not."""
-    processes: tuple[Process, ...] | None = None
-
-
-class Reader(Protocol):
-    """Reads the GPUs of this machine. Nothing raises; one thread at a time."""
-
-    def devices(self) -> tuple[Device, ...]:
-        """The GPUs that this process may use; empty where they cannot be read, for now or ever."""
-
-    def read(self, device: Device) -> Reading:
-        """What a GPU does now."""
-
-    def processes(self, device: Device) -> tuple[Process, ...] | None:
-        """The processes with memory on a GPU."""
-
-    def brief(self, device: Device) -> Reading:
-        """What changes within a second: utilization, memory, power."""
-
-    def rest(self, device: Device) -> Reading:
-        """What changes slowly: temperature, clocks and what holds them down, memory errors."""
-
-    def problem(self, device: Device) -> str:
-        """Why a GPU tells less than it could, in words; empty if it does not."""
-
-    @property
-    def trouble(self) -> str:
-        """Why no GPUs can be read, in words; empty if they can."""
-
-    def close(self) -> None:
-        """Let go of the driver."""
+    ecc_errors: int | None = None
+    """Memory errors since the driver was loaded that ECC could not correct."""
 
 
 def same_uuid(uuid: str) -> str:

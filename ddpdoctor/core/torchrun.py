@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from ddpdoctor.core.errors import DoctorError
@@ -43,13 +45,21 @@ class TorchrunOptions:
             raise DoctorError(f"torchrun option {word} is ambiguous: {', '.join(sorted(distinct))}")
         return fits[0] if fits else None
 
+    def split(self, word: str) -> Iterator[tuple[str, str, str | None]]:
+        """Short options in one word, as argparse has them: ``-r3``, ``-mr3``.
 
-def torchrun_source() -> Path:
-    """The file of ``torch.distributed.run``.
+        Each as the option, what is typed of it, and its value if that is in the word.
+        """
+        for place, letter in enumerate(word[1:], 1):
+            option, value = f"-{letter}", word[place + 1 :]
+            if self.takes_value.get(option) and value:
+                yield option, option + value, value
+                return
+            yield option, option, None
 
-    Raises:
-        DoctorError: There is no torch in this interpreter.
-    """
+
+def _source() -> Path:
+    """The file of ``torch.distributed.run``."""
     try:
         spec = importlib.util.find_spec("torch")
     except (ImportError, ValueError):
@@ -64,10 +74,15 @@ def torchrun_source() -> Path:
     )
 
 
-def read_options(source: Path) -> TorchrunOptions:
-    """The options declared in torchrun's source file."""
+@lru_cache(maxsize=1)
+def read_options() -> TorchrunOptions:
+    """The options of the torchrun that is installed.
+
+    Raises:
+        DoctorError: There is no torch in this interpreter.
+    """
     takes_value: dict[str, bool] = {"-h": False, "--help": False}
-    for node in ast.walk(ast.parse(source.read_bytes())):
+    for node in ast.walk(ast.parse(_source().read_bytes())):
         if not (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute)
@@ -92,3 +107,26 @@ def read_options(source: Path) -> TorchrunOptions:
         for name in names:
             takes_value[name] = kind not in _NO_VALUE
     return TorchrunOptions(takes_value)
+
+
+_FLAGS = ("--standalone", "--module", "-m", "--no-python", "--run-path", "--virtual-local-rank")
+_VALUES = (
+    "--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-endpoint", "--rdzv-id", "--rdzv-backend",
+    "--rdzv-conf", "--master-addr", "--master-port", "--max-restarts", "--monitor-interval",
+    "--start-method", "--role", "--log-dir", "-r", "--redirects", "-t", "--tee",
+    "--local-ranks-filter", "--local-addr", "--logs-specs", "--numa-binding", "--signals-to-handle",
+    "--event-log-handler", "--duplicate-stdout-filters", "--duplicate-stderr-filters",
+    "--shutdown-timeout", "--log-line-prefix-template",
+)  # fmt: skip
+"""Those of torch 2.4 to 2.15."""
+
+
+def known_options() -> TorchrunOptions:
+    """The options of the torchrun that is installed; without one, those that torchruns have."""
+    try:
+        return read_options()
+    except DoctorError:
+        known = dict.fromkeys(("-h", "--help", *_FLAGS), False) | dict.fromkeys(_VALUES, True)
+        names = [name for name in known if name.startswith("--")]
+        spelled = {"--" + name[2:].replace("-", "_"): known[name] for name in names}
+        return TorchrunOptions({**spelled, **known})

@@ -1,0 +1,330 @@
+"""The command lines of ddpdoctor: a help text declares the options, and they are read by it.
+
+Not argparse: the options of torchrun are passed on as they were typed, those of ``run`` stand among
+them in any order, one has a value that may be left out, and an error is one line with a hint.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from ddpdoctor.core.errors import USAGE, DoctorError
+from ddpdoctor.core.ranks import rank_set
+from ddpdoctor.core.torchrun import TorchrunOptions, read_options
+
+_DECLARED = re.compile(r"^  (?:-\w, )?(--[\w-]+)", re.MULTILINE)
+_NUMBER = re.compile(r"-$|-\d+$|-\d*\.\d+$")
+
+
+class Value(NamedTuple):
+    """What an option takes."""
+
+    convert: Callable[[str], Any]
+    """From what was typed; raises ValueError if that cannot be."""
+    wanted: str
+    """What must be typed, for the sentence "option --x needs ..."."""
+    repeated: bool = False
+    """Each further one adds a value; else the last one counts."""
+    omitted: Any = None
+    """What the option means without a value, where it may be left out."""
+
+
+@dataclass
+class Given:
+    """A command line, split."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    """The values by the options' names; of a flag True, of a repeated option a list."""
+    passed: list[Passed] = field(default_factory=list)
+    """The options of torchrun, in order."""
+    rest: list[str] = field(default_factory=list)
+    """The other words."""
+    separator: bool = False
+    """Whether ``--`` stood before the rest, or in it."""
+    help: bool = False
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.options
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of an option, or the default."""
+        return self.options.get(name, default)
+
+    def fields(self) -> dict[str, Any]:
+        """The options as the fields of a dataclass: ``hang_after`` for ``--hang-after``."""
+        return {
+            name.lstrip("-").replace("-", "_"): tuple(value) if isinstance(value, list) else value
+            for name, value in self.options.items()
+        }
+
+    def typed(self) -> list[str]:
+        """The options of torchrun as they were typed."""
+        return [word for each in self.passed for word in each.words]
+
+    def last_passed(self, *names: str) -> str | None:
+        """The last value of an option of torchrun under one of its names."""
+        found = [each.value for each in self.passed if each.name in names]
+        return found[-1] if found else None
+
+    def has_passed(self, *names: str) -> bool:
+        """Whether an option of torchrun is among them, under one of its names."""
+        return any(each.name in names for each in self.passed)
+
+
+class Passed(NamedTuple):
+    """An option of torchrun, or one that another command has to read."""
+
+    name: str
+    """In full."""
+    words: tuple[str, ...]
+    """As it was typed, its value with it."""
+    value: str | None = None
+
+
+@dataclass(frozen=True)
+class Parser:
+    """The command line of a command.
+
+    Attributes:
+        command: Its name.
+        help: Its help text, in which each option begins a line with two blanks.
+        values: What the options take, by name; the others are flags.
+        leading: Options stand before the other words, of which the first one ends them.
+        status: Exit status if the command line is wrong.
+    """
+
+    command: str
+    help: str
+    values: Mapping[str, Value] = field(default_factory=dict)
+    leading: bool = False
+    status: int = USAGE
+
+    @cached_property
+    def options(self) -> dict[str, Value | None]:
+        """What each option takes, by name; None for a flag."""
+        return {name: self.values.get(name) for name in _DECLARED.findall(self.help)}
+
+    def read(
+        self,
+        words: Sequence[str],
+        others: Mapping[str, Value | None] | None = None,
+        torchrun: Callable[[], TorchrunOptions] = read_options,
+    ) -> Given:
+        """Split a command line.
+
+        Args:
+            words: The words behind the command.
+            others: Options of another command; with them those and torchrun's are passed on.
+            torchrun: Where torchrun's are from.
+
+        Raises:
+            DoctorError: An option is unknown, or its value is missing or wrong.
+        """
+        given, queue = Given(), list(words)
+        while queue:
+            word = queue.pop(0)
+            if word == "--":
+                given.rest, given.separator = given.rest + queue, True
+                break
+            if not word.startswith("-") or word == "-":
+                given.rest.append(word)
+                if self.leading:
+                    given.rest += queue
+                    break
+            elif word in ("-h", "--help"):
+                given.help = True
+            else:
+                self._option(given, word, queue, others, torchrun)
+        return given
+
+    def _option(
+        self,
+        given: Given,
+        word: str,
+        queue: list[str],
+        others: Mapping[str, Value | None] | None,
+        torchrun: Callable[[], TorchrunOptions],
+    ) -> None:
+        """Take in an option, and its value off the queue."""
+        name = word.partition("=")[0]
+        # As torchrun, with either sign between the words of a name.
+        own = "--" + name[2:].replace("_", "-")
+        if name.startswith("--") and own in self.options:
+            self._take(given, own, self.options[own], word, queue)
+        elif others is None:
+            raise self.unknown(word, self.options)
+        elif name in others:
+            behind = tuple(queue)
+            self._take(Given(), name, others[name], word, queue)
+            given.passed.append(Passed(name, (word, *behind[: len(behind) - len(queue)])))
+        else:
+            # Read only where there is one: it takes some milliseconds.
+            self._pass_on(given, word, queue, torchrun(), {**self.options, **others})
+
+    def one_run(self, given: Given) -> str | None:
+        """The run that a person named, if one was.
+
+        Raises:
+            DoctorError: Several were.
+        """
+        if len(given.rest) > 1:
+            raise self.wrong(f"one run at a time: {', '.join(given.rest)}")
+        return given.rest[0] if given.rest else None
+
+    def wrong(self, message: str, hint: str = "") -> DoctorError:
+        """An error in the command line."""
+        return DoctorError(message, hint, self.status)
+
+    def unknown(self, word: str, names: Iterable[str]) -> DoctorError:
+        """The error about an option that is none of these names, with the one that was meant."""
+        word = word.partition("=")[0]
+
+        def likeness(name: str) -> float:
+            # Options are long, and what people type is the beginning.
+            return max(
+                difflib.SequenceMatcher(None, word, each).ratio()
+                for each in (name, name[: len(word) + 1])
+            )
+
+        best = max((*names, "--help"), key=likeness)
+        hint = f"`ddpdoctor {self.command} --help` lists them"
+        if likeness(best) >= 0.7:
+            hint = f"did you mean {best}?"
+        return self.wrong(f"unknown option {word}", hint)
+
+    def _take(
+        self, given: Given, name: str, value: Value | None, word: str, queue: list[str]
+    ) -> None:
+        """Take in an option of the command, and its value off the queue."""
+        _, equals, text = word.partition("=")
+        if value is None:
+            if equals:
+                raise self.wrong(f"option {name} takes no value")
+            given.options[name] = True
+            return
+        convert, wanted, repeated, omitted = value
+        if not equals and omitted is not None and not (queue and _fits(convert, queue[0])):
+            given.options[name] = omitted
+            return
+        if not equals:
+            if not queue or queue[0].startswith("--"):
+                raise self.wrong(f"option {name} needs {wanted}")
+            text = queue.pop(0)
+        try:
+            converted = convert(text)
+        except ValueError:
+            raise self.wrong(f"option {name} needs {wanted}, not {text!r}") from None
+        if repeated:
+            given.options.setdefault(name, []).append(converted)
+        else:
+            given.options[name] = converted
+
+    def _pass_on(
+        self,
+        given: Given,
+        word: str,
+        queue: list[str],
+        torchrun: TorchrunOptions,
+        ours: Mapping[str, Value | None],
+    ) -> None:
+        """Take in torchrun's options of a word: one, or several short ones, such as ``-mr3``."""
+        if word.startswith("--") or len(word) == 2:
+            name, equals, text = word.partition("=")
+            parts = [(name, word, text if equals else None)]
+        else:
+            parts = list(torchrun.split(word))
+        for typed, whole, value in parts:
+            option = torchrun.resolve(typed)
+            if option is None:
+                raise self.unknown(word, [*ours, *torchrun.takes_value])
+            if option in ("-h", "--help"):
+                given.help = True
+            elif not torchrun.takes_value[option]:
+                if value is not None:
+                    raise self.wrong(f"option {typed} takes no value")
+                given.passed.append(Passed(option, (whole,)))
+            elif value is not None:
+                given.passed.append(Passed(option, (whole,), value))
+            else:
+                value = self._next(typed, queue)
+                given.passed.append(Passed(option, (whole, value), value))
+
+    def _next(self, name: str, queue: list[str]) -> str:
+        """The next word as a value of torchrun's; as for argparse, no other option can be one."""
+        if not queue or (queue[0].startswith("-") and not _NUMBER.match(queue[0])):
+            raise self.wrong(f"option {name} needs a value")
+        return queue.pop(0)
+
+
+def _fits(convert: Callable[[str], Any], word: str) -> bool:
+    try:
+        convert(word)
+    except ValueError:
+        return False
+    return True
+
+
+# -- what options take
+
+
+def _checked(ok: bool, value: Any) -> Any:
+    if not ok:
+        raise ValueError(value)
+    return value
+
+
+def seconds(least: float = 0, most: float = 1e6) -> Value:
+    """A number of seconds."""
+    wanted = f"{least:g} or more" if most == 1e6 else f"from {least:g} to {most:g}"
+    return Value(
+        lambda text: _checked(least <= float(text) <= most, float(text)),
+        f"a number of seconds, {wanted}",
+    )
+
+
+def number(least: int = 0, most: int = 10**9 - 1, what: str = "a number") -> Value:
+    """A whole number."""
+    bounds = f", {least} or more" if most == 10**9 - 1 else f" from {least} to {most}"
+
+    def convert(text: str) -> int:
+        value = int(_checked(text.isascii() and text.isdigit() and len(text) < 10, text))
+        return int(_checked(least <= value <= most, value))
+
+    return Value(convert, what + bounds)
+
+
+def percent() -> Value:
+    """Per cent of the step time."""
+
+    def convert(text: str) -> float:
+        value = float(text.removesuffix("%"))
+        return float(_checked(0 <= value <= 100, value))
+
+    return Value(convert, "per cent of the step time, 0 to 100")
+
+
+def one_of(*words: str) -> Value:
+    """One of some words."""
+    return Value(lambda text: _checked(text in words, text), " or ".join(words))
+
+
+def text(wanted: str) -> Value:
+    """Any text but an empty one, as of ``"$UNSET"``."""
+    return Value(lambda word: _checked(bool(word), word), wanted)
+
+
+def _mapping(word: str) -> tuple[str, str]:
+    local, _, remote = word.partition("=")
+    return _checked(bool(local and remote), (local, remote))  # type: ignore[no-any-return]
+
+
+RANKS = Value(rank_set, "ranks such as 0,2-3")
+PATH_MAP = Value(_mapping, "LOCAL=REMOTE, such as .=/workspace", repeated=True)
+DIRECTORY = text("a directory")
+FILE = text("a file name")
+OUTPUT = one_of("text", "problems")

@@ -1,0 +1,321 @@
+"""The gateway's side of the debuggers: from the first message of a client to its last."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+
+from ddpdoctor.debug import dap
+from ddpdoctor.debug.admission import Admission
+from ddpdoctor.debug.rank_link import Message, RankLink, SilentError, Streams
+from ddpdoctor.debug.ranks import Ranks
+from ddpdoctor.debug.slots import Slot, Slots
+
+ANSWER = 5.0
+"""Seconds that a rank has to answer at all."""
+
+START = 60.0
+"""Seconds that debugpy may take to start in a rank that has answered."""
+
+APPEAR = 60.0
+"""Seconds that a client waits for a rank that is not there (yet, or again after a restart)."""
+
+FIRST_MESSAGE = 10.0
+"""Seconds in which a client has to speak the protocol: a port scan does not start a debugger."""
+
+TURNOVER = 3.0
+"""Seconds in which an old session may still end when a new client comes."""
+
+COMPILED = (
+    "ddpdoctor: this rank runs functions that torch.compile took; breakpoints in them are not hit"
+)
+
+PAUSES = 1.0
+"""Seconds that a thread has to stop when it is asked to."""
+
+NATIVE = "in native code"
+"""Short: VS Code cuts the session's name, and with it the rank, for a longer one."""
+
+IN_WORKERS = (
+    "DataLoader workers run this line, and no debugger is in them: set num_workers=0 to stop here"
+)
+
+_MOST_FIRST = 1 << 20
+_CHUNK = 1 << 16
+
+
+class RefusedError(Exception):
+    """A client cannot be served; the text is for the person."""
+
+
+class Clients:
+    """Serves the clients of one run.
+
+    Args:
+        slots: The debug ports.
+        ranks: The processes behind them.
+        admission: Decides on connections.
+        ends_job: The first client that stops a session it began before the gate was open ends the
+            job.
+    """
+
+    def __init__(self, slots: Slots, ranks: Ranks, admission: Admission, *, ends_job: bool) -> None:
+        self._slots = slots
+        self._ranks = ranks
+        self._admission = admission
+        self._ends_job = ends_job
+        self._stop_said = False
+        ranks.on_workers = self._look_at_workers
+
+    async def take(
+        self, slot: Slot, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Serve a connection to a debug port."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._slots.tasks.add(task)
+        try:
+            if self._admission.admits(writer, f"the debug port of rank {slot.rank}"):
+                await self._client(slot, reader, writer)
+        except (OSError, asyncio.TimeoutError, dap.NotDapError):
+            pass
+        except asyncio.CancelledError:
+            # The run is over; asyncio.streams logs a cancelled handler as an error.
+            pass
+        except Exception as error:
+            self._slots.report({"state": "fault", "error": repr(error)})
+        finally:
+            self._slots.tasks.discard(task)
+            writer.close()
+
+    async def _client(
+        self, slot: Slot, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        first = await asyncio.wait_for(_first_message(reader), FIRST_MESSAGE)
+        if first is None:
+            return
+        data, requests = first
+        tap = dap.Tap()
+        tap.at_gate = not self._ranks.gate_open
+        try:
+            await self._free(slot)
+            slot.session, slot.client = tap, writer
+            try:
+                upstream = await self._reach(slot, writer)
+                try:
+                    await self._pass(slot, tap, data, (reader, writer), upstream)
+                finally:
+                    await self._silence(slot)
+            finally:
+                await self._end(slot, tap)
+        except RefusedError as refused:
+            await _refuse(str(refused), requests, reader, writer)
+
+    async def _free(self, slot: Slot) -> None:
+        """Wait until the session before is over."""
+        await self._slots.wait_until(lambda: slot.session is None, TURNOVER)
+        if slot.session is not None:
+            raise RefusedError(
+                f"rank {slot.rank} is in a debugger already; disconnect that session first"
+            )
+
+    async def _reach(self, slot: Slot, client: asyncio.StreamWriter) -> Streams:
+        """A connection to debugpy in the rank, which it starts if it has not."""
+        link = await self._link_of(slot)
+        await self._ranks.lift_timeouts()
+        try:
+            await link.ask("answer", ANSWER)
+        except SilentError:
+            raise RefusedError(
+                f"rank {slot.rank} (pid {link.pid}) does not answer: native code holds Python's "
+                "lock, or the process is stopped; `ddpdoctor stacks` shows what it does"
+            ) from None
+        key = secrets.token_hex(16)
+        session = self._ranks.sessions[key] = asyncio.get_running_loop().create_future()
+        try:
+            answer = await link.ask("debug", START, key=key)
+            if "error" in answer:
+                raise RefusedError(f"rank {slot.rank} cannot start debugpy: {answer['error']}")
+            # Made before the answer was sent.
+            upstream: Streams = await asyncio.wait_for(session, ANSWER)
+        except (SilentError, asyncio.TimeoutError) as error:
+            raise RefusedError(f"rank {slot.rank} cannot start debugpy: {error}") from None
+        finally:
+            self._ranks.sessions.pop(key, None)
+        if answer.get("compiled"):
+            client.write(dap.encode(dap.output(COMPILED)))
+        return upstream
+
+    async def _link_of(self, slot: Slot) -> RankLink:
+        await self._slots.wait_until(lambda: slot.link is not None, APPEAR)
+        if slot.link is None:
+            raise RefusedError(
+                f"there is no rank at port {slot.port}: it has not started, or has ended"
+            )
+        return slot.link
+
+    async def _pass(
+        self,
+        slot: Slot,
+        tap: dap.Tap,
+        data: bytes,
+        client: Streams,
+        upstream: Streams,
+    ) -> None:
+        """Carry bytes both ways until one side ends."""
+        from_client, to_client = client
+        from_rank, to_rank = upstream
+
+        async def outward() -> None:
+            chunk = data
+            while chunk:
+                to_rank.write(tap.to_rank(chunk))
+                while tap.for_client:
+                    to_client.write(dap.encode(tap.for_client.pop(0)))
+                if tap.stopped_by_client:
+                    self._left(slot, tap)
+                if tap.pausing is not None:
+                    self._slots.begin(self._show_pause(tap, tap.pausing, to_client))
+                await to_rank.drain()
+                chunk = await from_client.read(_CHUNK)
+
+        async def inward() -> None:
+            while chunk := await from_rank.read(_CHUNK):
+                before = (tap.attached, tap.stopped, tap.place)
+                for message, raw in tap.to_client(chunk):
+                    path = tap.file_of(message)
+                    if path is not None and await self._in_workers(slot, tap, path):
+                        raw = dap.encode(message)
+                    to_client.write(raw)
+                while tap.for_rank:
+                    to_rank.write(dap.encode(tap.for_rank.pop(0)))
+                if tap.ended and tap.terminates:
+                    tap.terminates = False
+                    to_client.write(dap.encode(dap.event("terminated", {})))
+                await to_client.drain()
+                self._follow(slot, tap, before)
+
+        carried = [asyncio.create_task(outward()), asyncio.create_task(inward())]
+        try:
+            await asyncio.wait(carried, return_when=asyncio.FIRST_COMPLETED)
+            if carried[1].done():
+                # The rank has ended: its client is informed, not cut off.
+                to_client.write(dap.encode(dap.event("terminated", {})))
+                with contextlib.suppress(OSError):
+                    await to_client.drain()
+            elif not tap.ended:
+                # The client has vanished: the rank must not stand at its breakpoint for ever.
+                to_rank.write(dap.encode(dap.DISCONNECT))
+                await asyncio.wait(carried[1:], timeout=1.0)
+        finally:
+            for task in carried:
+                task.cancel()
+            await asyncio.gather(*carried, return_exceptions=True)
+            to_rank.close()
+
+    async def _show_pause(self, tap: dap.Tap, thread: object, client: asyncio.StreamWriter) -> None:
+        """Show the stack of a thread that cannot stop now: it waits in native code.
+
+        It stops where Python goes on; until then the client asks for no stack by itself.
+        """
+        await asyncio.sleep(PAUSES)
+        if tap.pausing == thread and not tap.ended:
+            tap.pausing, tap.shown = None, thread
+            text = f"{NATIVE}; it stops where Python goes on"
+            body = {"reason": "pause", "description": NATIVE, "text": text, "threadId": thread}
+            client.write(dap.encode(dap.event("stopped", {**body, "allThreadsStopped": False})))
+
+    async def _in_workers(self, slot: Slot, tap: dap.Tap, path: str) -> list[Message]:
+        """The breakpoints of a file that only DataLoader workers would hit; unverified from now."""
+        found = [each for each in tap.breakpoints[path] if each.get("verified")]
+        if not found or slot.link is None:
+            return []
+        lines = [each.get("line") for each in found]
+        try:
+            answer = await slot.link.ask("workers", ANSWER, path=path, lines=lines)
+        except SilentError:
+            return []
+        missed = [each for each in found if each.get("line") in answer.get("lines", ())]
+        for each in missed:
+            each.update(verified=False, message=IN_WORKERS)
+        return missed
+
+    async def _look_at_workers(self, slot: Slot) -> None:
+        """A DataLoader has started workers: show the client which breakpoints are in their code."""
+        tap, client = slot.session, slot.client
+        if tap is None or client is None:
+            return
+        for path in list(tap.breakpoints):
+            for each in await self._in_workers(slot, tap, path):
+                changed = dap.event("breakpoint", {"reason": "changed", "breakpoint": each})
+                client.write(dap.encode(changed))
+
+    def _left(self, slot: Slot, tap: dap.Tap) -> None:
+        """A client has stopped its session; with it the job, if this was what the job ran for."""
+        if self._ends_job and tap.at_gate and not self._stop_said:
+            self._stop_said = True
+            self._slots.report_rank(slot, "stop")
+
+    def _follow(self, slot: Slot, tap: dap.Tap, before: tuple[bool, bool, str]) -> None:
+        attached, stopped, place = before
+        if tap.attached and not attached:
+            self._slots.report_rank(slot, "attached")
+            if slot.link is not None:
+                slot.link.send("attached")
+            self._ranks.look_at_gate()
+        if tap.stopped != stopped:
+            self._slots.report_rank(slot, "stopped" if tap.stopped else "running")
+        elif tap.place != place and tap.stopped:
+            self._slots.report_rank(slot, "stopped", place=tap.place)
+
+    async def _silence(self, slot: Slot) -> None:
+        """Have the rank stop tracing."""
+        if slot.link is not None:
+            with contextlib.suppress(SilentError):
+                await slot.link.ask("detached", ANSWER)
+
+    async def _end(self, slot: Slot, tap: dap.Tap) -> None:
+        slot.session = slot.client = None
+        if tap.attached:
+            self._slots.report_rank(slot, "detached")
+        self._ranks.restore_timeouts()
+        await self._slots.changed()
+
+
+async def _first_message(reader: asyncio.StreamReader) -> tuple[bytes, list[dap.Message]] | None:
+    """The bytes up to a first whole message, and the messages in them; None at the end."""
+    decoder, data = dap.Decoder(), b""
+    while chunk := await reader.read(_CHUNK):
+        data += chunk
+        if len(data) > _MOST_FIRST:
+            raise dap.NotDapError
+        messages = decoder.feed(chunk)
+        if messages:
+            return data, messages
+    return None
+
+
+async def _refuse(
+    text: str,
+    requests: list[dap.Message],
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+) -> None:
+    """Answer a client's requests until it has understood."""
+    decoder = dap.Decoder()
+    with contextlib.suppress(asyncio.TimeoutError):
+        while requests:
+            for request in requests:
+                if request.get("type") == "request":
+                    for message in dap.refusal(request, text):
+                        writer.write(dap.encode(message))
+            await writer.drain()
+            if any(request.get("command") == "disconnect" for request in requests):
+                return
+            requests = []
+            while not requests:
+                chunk = await asyncio.wait_for(reader.read(_CHUNK), FIRST_MESSAGE)
+                if not chunk:
+                    return
+                requests = decoder.feed(chunk)

@@ -1,0 +1,382 @@
+"""What the supervisor makes of the run directory while the job lives: records, looks, findings."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.job import Command
+from ddpdoctor.debug.debugging import Debugging
+from ddpdoctor.render.report import Reporter
+from ddpdoctor.run import rundir
+from ddpdoctor.run.record import Journal, Record
+from ddpdoctor.run.snapshot import Run, RunReader
+from ddpdoctor.supervise import job_environment
+from ddpdoctor.supervise.gpu_poll import GpuPoll
+from ddpdoctor.supervise.gpu_watch import GpuWatch
+from ddpdoctor.supervise.hangs.watch import HangWatch
+from ddpdoctor.supervise.keepers import Keepers
+from ddpdoctor.supervise.passthrough import Passthrough
+from ddpdoctor.supervise.ranks import RankWatch
+from ddpdoctor.supervise.showing import Showing
+from ddpdoctor.supervise.signals import JobSignals
+from ddpdoctor.supervise.stragglers import Stragglers
+from ddpdoctor.supervise.suspicions import Suspicions
+from ddpdoctor.supervise.unwatched import Unwatched, bare_option, of_option
+
+EXAMINE = 5.0
+"""Seconds between two examinations of a job in which nothing has happened."""
+
+SETTLE = 0.7
+"""Seconds for the other ranks' records to arrive once something has happened."""
+
+KILL_GRACE = 5.0
+"""Most seconds that a job which hangs has to end."""
+
+_DEBUGGER, _DEBUGGER_END = "the debugger", "the end of the debugger"
+_RANKS, _HANGS, _SHOWING = "the rank watch", "the hang watch", "the monitor's files"
+
+
+class Watch(Protocol):
+    """Looks at a run for something that ranks must be asked about."""
+
+    def look(self, run: Run) -> bool:
+        """Look; whether the rules should look now, too."""
+
+    def close(self) -> None:
+        """Let go of files."""
+
+
+class RunWatch:
+    """Watches one run. A fault of a part ends that part, and the job and all others go on.
+
+    Args:
+        command: The job.
+        directory: The run directory, or None if there can be none: then the job runs unwatched.
+        passthrough: Carries the job's stderr.
+        reporter: Says what is found.
+        debugging: The debugger's side, or None for a run without.
+        keepers: Hold the job's command.
+        signals: Ends the job, and wakes the supervisor's loop.
+    """
+
+    def __init__(
+        self,
+        command: Command,
+        directory: Path | None,
+        passthrough: Passthrough,
+        reporter: Reporter,
+        debugging: Debugging | None,
+        keepers: Keepers,
+        signals: JobSignals,
+    ) -> None:
+        self._command = command
+        self._directory = directory
+        self._passthrough = passthrough
+        self._reporter = reporter
+        self._guarded = reporter.faults.guarded
+        self._debugging = debugging if directory is not None else None
+        self._keepers = keepers
+        self._signals = signals
+        self._ranks = RankWatch()
+        self._gpus = GpuWatch()
+        self._gpu_poll: GpuPoll | None = None
+        self._unwatched_ranks = Unwatched(job_environment.ENTRY)
+        self._showing: Showing | None = None
+        self._reader: RunReader | None = None
+        self._journal: Journal | None = None
+        self._lock: rundir.Lock | None = None
+        self._hangs: HangWatch | None = None
+        self._watches: dict[str, Watch] = {}
+        self.killed = False
+        """The job hung and was ended for it."""
+        self._trouble = 0
+        self._happened: float | None = None
+        """When something happened that the rules should look at soon."""
+        self._mute_said = False
+        self._examined = time.monotonic()
+        self._ticks = 0
+
+    # -- the beginning
+
+    def open(self) -> None:
+        """Make the files of the run."""
+        directory = self._directory
+        if directory is None:
+            return
+        try:
+            self._lock = rundir.Lock(directory)
+            self._open_debugger(directory)
+            manifest = job_environment.manifest(directory, self._command, self._debugging)
+            rundir.put(directory / rundir.MANIFEST, json.dumps(manifest, indent=1).encode())
+            self._journal = Journal(str(directory / "supervisor.jsonl"), 1 << 24)
+            self._reader = RunReader(directory)
+            self._showing = Showing(directory, self._passthrough)
+            self._watches["the suspicions"] = Suspicions(directory, self.write)
+            self._watches["the straggler watch"] = Stragglers(directory, self.write)
+            self._hangs = HangWatch(
+                directory,
+                self._command.own.hang_after,
+                self.write,
+                self._reporter.note,
+                self._signals.wake,
+            )
+            self._watches[_HANGS] = self._hangs
+        except (OSError, DoctorError) as error:
+            self._reporter.warn(f"cannot write the run directory ({error}); the job runs unwatched")
+            self._stop_watching()
+        except Exception as error:
+            self._reporter.faults.failed([("the start of the watch", error)])
+            self._stop_watching()
+        option = bare_option(self._command.argv, self._command.through_torchrun)
+        if option and self._directory is not None:
+            why = of_option(option)
+            self._reporter.say(f"{why}: leave out {option}, or this process is not watched")
+            self.write({"kind": "unwatched", "time": time.time_ns(), "why": why})
+
+    def _stop_watching(self) -> None:
+        """Let the job run, and do nothing else."""
+        self._directory = self._reader = self._journal = self._showing = self._hangs = None
+        self._watches = {}
+        self._stop_debugger()
+
+    def _open_debugger(self, directory: Path) -> None:
+        """Make what debuggers need."""
+        try:
+            if self._debugging is not None:
+                self._debugging.open(directory)
+        except (OSError, DoctorError):
+            raise
+        except Exception as error:
+            self._reporter.faults.failed([(_DEBUGGER, error)])
+            self._stop_debugger()
+
+    def _stop_debugger(self) -> None:
+        if self._debugging is not None:
+            self._guarded(_DEBUGGER_END, self._debugging.stop)
+            self._debugging = None
+
+    def environment(self) -> dict[str, str]:
+        """The environment of the job."""
+        return job_environment.environment(self._directory, self._command, self._debugging)
+
+    def started(self) -> None:
+        """The job's command has started."""
+        if self._directory is not None:
+            with contextlib.suppress(OSError, DoctorError):
+                rundir.publish(self._directory)
+            self._gpu_poll = GpuPoll(self._directory)
+            self._guarded("the GPU poll", self._gpu_poll.start)
+        if self._debugging is not None:
+            self._guarded(_DEBUGGER, self._debugging.start, self._signals.wake)
+        if self._hangs is not None:
+            self._guarded(_HANGS, self._hangs.begin, self._keepers.pid)
+
+    # -- while the job runs
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Readable when a rank has ended."""
+        # Those that are not read any more would wake the loop all the time.
+        return [] if _RANKS in self._reporter.faults else self._ranks.descriptors
+
+    def look(self, ended: Iterable[int] = ()) -> None:
+        """Look at the job; ``ended`` are the descriptors of ranks that have just ended."""
+        now, guarded = time.monotonic(), self._guarded
+        if self._debugging is not None:
+            guarded(_DEBUGGER, self._note, self._debugging.look)
+            if self._debugging.stopped:
+                self._end_for_debugger()
+        if self._showing is not None:
+            guarded(_SHOWING, self._showing.look, at_once=self._happened is not None)
+        for descriptor in ended:
+            guarded(_RANKS, self._rank_ended, descriptor)
+            self._happened = self._happened or now
+        guarded(_RANKS, self._ranks.end_leftovers, self._keepers.parents)
+        self._ticks += 1
+        if self._ticks % 2 == 0:
+            guarded(_RANKS, self._ranks.note_children)
+        run = self._read()
+        if run is not None and not run.ranks and self._ticks % 2:
+            look = partial(self._unwatched_ranks.look, self._keepers.pid)
+            guarded("the look for unwatched ranks", self._note, look)
+        if run is not None:
+            self._look_at(run, now)
+        if self._gpu_poll is not None and self._gpu_poll.failed is not None:
+            self._reporter.faults.failed([("the GPU poll", self._gpu_poll.failed)])
+        self._note(self._reporter.faults.take)
+
+    def _look_at(self, run: Run, now: float) -> None:
+        guarded = self._guarded
+        mute = [each.rank for each in run.ranks if each.status and each.status.unwritten]
+        if mute and not self._mute_said:
+            # The others follow, for the disk is full for all of them: once is enough.
+            self._mute_said = True
+            self._reporter.warn(
+                f"rank {mute[0]} cannot write its records to {self._directory}; "
+                "the job goes on, unwatched from now on"
+            )
+        if self._debugging is not None:
+            guarded(_DEBUGGER, self._debugging.look_at, run)
+        guarded(_RANKS, self._note, partial(self._ranks.follow, run))
+        if guarded("the GPU watch", self._note, partial(self._gpus.look_at, run)):
+            self._happened = self._happened or now
+        for name, watch in self._watches.items():
+            if guarded(name, watch.look, run):
+                # With the record that was just written.
+                run = self._read() or run
+                self._happened = now - SETTLE
+        if self._new_trouble(run):
+            self._happened = self._happened or now
+        due = self._examined + EXAMINE if self._happened is None else self._happened + SETTLE
+        if now >= due:
+            self._happened, self._examined = None, now
+            # With what was written in between.
+            self._examine(self._read() or run)
+
+    def _note(self, report: Callable[[], Iterable[Record]]) -> bool:
+        """Write what a part reports; whether it was anything."""
+        reported = False
+        for record in report():
+            self.write(record)
+            reported = True
+        return reported
+
+    def _rank_ended(self, descriptor: int) -> None:
+        self.write(self._ranks.ended(descriptor))
+
+    def _examine(self, run: Run) -> None:
+        self._guarded("the rules", self._reporter.examine, run)
+        if self._showing is not None:
+            news = partial(self._showing.news, self._reporter.news)
+            self._guarded(_SHOWING, self._note, news)
+        self._guarded(_HANGS, self._end_hung_job)
+
+    def _end_hung_job(self) -> None:
+        """With ``--kill-on-hang``: end a job that hangs for sure, all that is known being saved."""
+        own, hangs = self._command.own, self._hangs
+        hung = hangs is not None and hangs.judged(self._reporter.found)
+        if not (hung and own.kill_on_hang and self._may_end):
+            return
+        # A rank may have moved or ended while the verdict was made.
+        run = self._read()
+        if hangs is None or run is None or not hangs.confirmed(run):
+            self._happened = time.monotonic()
+        else:
+            self.killed = True
+            self._reporter.note("the job hangs: ending it (--kill-on-hang)")
+            self._end("hang", min(own.grace, KILL_GRACE))
+
+    def _end_for_debugger(self) -> None:
+        """With ``--stop-with-debugger``: end all ranks, since the person has stopped debugging."""
+        if self._may_end:
+            self._reporter.note("the debugger was stopped: ending the job")
+            self._end("debugger", self._command.own.grace)
+
+    @property
+    def _may_end(self) -> bool:
+        """Whether the job still runs, and was not asked to end."""
+        return self._keepers.status is None and self._signals.deadline is None
+
+    def _end(self, why: str, grace: float) -> None:
+        now = time.time_ns()
+        self.write({"kind": "signal", "time": now, "signal": signal.SIGTERM, why: True})
+        self._signals.end_job(grace)
+
+    def slept(self, seconds: float) -> None:
+        """The whole job, and this process, were stopped for so long."""
+        if self._hangs is not None:
+            self._guarded(_HANGS, self._hangs.slept, seconds)
+
+    def _new_trouble(self, run: Run) -> bool:
+        """Whether a process has just recorded something that ends it."""
+        records = [record for rank in run.ranks for record in rank.records] + list(run.strays)
+        trouble = sum(record["kind"] in ("error", "exit", "end") for record in records)
+        fresh = trouble > self._trouble
+        self._trouble = trouble
+        return fresh
+
+    # -- the end
+
+    def end(self, status: int, ready: Callable[[], Iterable[int]]) -> Run | None:
+        """The job's command has ended: the last records and findings.
+
+        Args:
+            status: Its exit status.
+            ready: Which of :attr:`descriptors` are readable.
+        """
+        run = self._read()
+        if run is not None:
+            self._guarded(_RANKS, self._note, partial(self._ranks.follow, run))
+        # The ends of ranks that came together with the end of the job.
+        for descriptor in ready():
+            self._guarded(_RANKS, self._rank_ended, descriptor)
+        if self._debugging is not None:
+            self._guarded(_DEBUGGER_END, self._debugging.stop)
+        self._passthrough.finish(1.0)
+        self._save_stderr()
+        run = self._read()
+        if run is not None and self._hangs is not None:
+            self._guarded(_HANGS, self._hangs.end, run, status)
+        self.write({"kind": "job", "time": time.time_ns(), "status": status})
+        run = self._read()
+        if run is not None:
+            self._examine(run)
+        return run
+
+    def summarize(self, run: Run | None) -> None:
+        """Print how the run ended."""
+        if run is not None:
+            self._guarded("the summary", self._reporter.summary, run)
+        self._note(self._reporter.faults.take)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        if self._gpu_poll is not None:
+            self._gpu_poll.stop()
+        if self._debugging is not None:
+            self._guarded(_DEBUGGER_END, self._debugging.stop)
+        for held in (self._journal, self._lock, *self._watches.values()):
+            if held is not None:
+                held.close()
+
+    def _save_stderr(self) -> None:
+        if self._directory is None:
+            return
+        with contextlib.suppress(OSError):
+            rundir.put(self._directory / rundir.STDERR, bytes(self._passthrough.tail))
+            if self._showing is not None:
+                self._guarded(_SHOWING, self._showing.end)
+
+    # -- the run directory
+
+    def _read(self) -> Run | None:
+        if self._reader is None:
+            return None
+        try:
+            return self._reader.snapshot()
+        except (OSError, DoctorError) as error:
+            self._reporter.warn(
+                f"cannot read the run directory ({error}); the job goes on unwatched"
+            )
+        except Exception as error:
+            self._reporter.faults.failed([("reading the records", error)])
+        self._reader = None
+        return None
+
+    def write(self, record: Record) -> None:
+        """Write a record of the supervisor, as long as the disk takes it."""
+        if self._journal is None:
+            return
+        try:
+            self._journal.write([record])
+        except OSError as error:
+            self._journal = None
+            self._reporter.warn(f"cannot write the run directory: {error}")

@@ -1,0 +1,192 @@
+"""Signals on their way to the job: each exactly once, and when the time of the job is over."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+
+from ddpdoctor.core.job import Command
+from ddpdoctor.run.record import Record
+from ddpdoctor.supervise import processes, terminal
+from ddpdoctor.supervise.keepers import Keepers
+from ddpdoctor.supervise.passthrough import Passthrough
+
+HANGUP_GRACE = 4.0
+"""Most seconds of grace when the terminal is gone."""
+
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_TO_GROUP = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGWINCH)
+"""A terminal sends these to the whole foreground group, so the whole group gets them."""
+
+
+class JobSignals:
+    """Handles the signals of this process.
+
+    On a terminal the job shares this process's group, which is what a shell calls a job. Else it
+    has its own session: what is sent here reaches this process alone.
+
+    Args:
+        command: The job.
+        keepers: Hold the job's command.
+        passthrough: Carries the job's stderr.
+        job: Finds the job's processes.
+    """
+
+    def __init__(
+        self,
+        command: Command,
+        keepers: Keepers,
+        passthrough: Passthrough,
+        job: Callable[[], processes.Job],
+    ) -> None:
+        self._command = command
+        self._keepers = keepers
+        self._passthrough = passthrough
+        self._job = job
+        self._had_terminal = terminal.lives()
+        self.group = os.getpgrp() if self._had_terminal and sys.platform == "linux" else None
+        """The process group of the job's command, where it shares this terminal.
+
+        Elsewhere it cannot be seen whether a signal has reached the job already.
+        """
+        self.received: set[int] = set()
+        """Those that ask the job to end."""
+        self.deadline: float | None = None
+        """When the job must have ended (monotonic seconds)."""
+        self._records: list[Record] = []
+        self._repeated = False
+        self._woken, self._wake = os.pipe()
+        for end in (self._woken, self._wake):
+            os.set_blocking(end, False)
+
+    @property
+    def descriptor(self) -> int:
+        """Readable after a signal, and after :meth:`wake`."""
+        return self._woken
+
+    def install(self) -> None:
+        """Handle signals from now on; those that are ignored stay so."""
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        handlers = dict.fromkeys(PASSED_ON, self._pass_on)
+        # Schedulers announce the end of a job's time by these, and the job may count them.
+        handlers |= dict.fromkeys((signal.SIGUSR1, signal.SIGUSR2), self._pass_on_every)
+        if self.group is not None:
+            # This process stops when the job's command has.
+            handlers[signal.SIGTSTP] = self._pass_on_every
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, handler)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGWINCH, self._resize)
+
+    def wake(self) -> None:
+        """Wake the supervisor's loop; from any thread."""
+        # A full pipe means that the loop will wake up anyway.
+        with contextlib.suppress(OSError):
+            os.write(self._wake, b"w")
+
+    def drain(self) -> None:
+        """The loop is awake."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._woken, 4096)
+
+    def started(self) -> None:
+        """The job's command has started: it gets what came while it was not there yet."""
+        for number in tuple(self.received):
+            self._send(number)
+
+    def end_job(self, grace: float) -> None:
+        """Ask the job to end within so many seconds."""
+        self.deadline = time.monotonic() + grace
+        self._send(signal.SIGTERM)
+
+    def take(self) -> list[Record]:
+        """The records of what came since the last call, for the journal."""
+        taken = []
+        while self._records:
+            taken.append(self._records.pop(0))
+        return taken
+
+    def asked_again(self) -> bool:
+        """Whether Ctrl-C came a second time; then the job's time is over."""
+        repeated, self._repeated = self._repeated and self.deadline is not None, False
+        if repeated:
+            self.deadline = time.monotonic()
+        return repeated
+
+    def suspend(self, number: int) -> float:
+        """The job's command was stopped, as by Ctrl-Z: all of the job stops, and this process.
+
+        They go on when somebody continues this process, as a shell's ``fg`` does.
+
+        Args:
+            number: The signal that stopped it.
+
+        Returns:
+            For how many seconds this process was stopped.
+        """
+        if self.group is None:
+            return 0.0
+        if number == signal.SIGTSTP and terminal.is_orphaned(self.group, self._keepers.parents):
+            # Without ddpdoctor it would not have stopped: there is no shell to continue it.
+            for process in self._in_group():
+                processes.send(process, signal.SIGCONT)
+            return 0.0
+        running = [each for each in self._job().processes() if each.state not in "tT"]
+        stopped = [each for each in running if processes.send(each, signal.SIGSTOP)]
+        self._passthrough.finish(0.2)
+        since = time.monotonic()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        seconds = time.monotonic() - since
+        for process in stopped:
+            processes.send(process, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            # Whoever continued this process alone meant the job.
+            os.kill(self._keepers.pid, signal.SIGCONT)
+        return seconds
+
+    # -- handlers: nothing here takes a lock or writes a file
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        if number in self.received:
+            self._repeated |= number == signal.SIGINT
+            return
+        self.received.add(number)
+        grace = self._command.own.grace
+        if number == signal.SIGHUP and self._had_terminal and not terminal.lives():
+            grace = min(grace, HANGUP_GRACE)
+        self.deadline = min(self.deadline or float("inf"), time.monotonic() + grace)
+        self._records.append({"kind": "signal", "time": time.time_ns(), "signal": number})
+        self._pass_on_every(number, frame)
+
+    def _pass_on_every(self, number: int, frame: FrameType | None) -> None:
+        if not self._keepers.sent_to_group(number):
+            self._send(number)
+
+    def _resize(self, number: int, frame: FrameType | None) -> None:
+        self._passthrough.resize()
+        if not self._command.through_torchrun:
+            # On a terminal it has got one, which may have come before its stderr had its new size.
+            self._send(number)
+
+    def _send(self, number: int) -> None:
+        pid = self._keepers.pid
+        if not pid or self._keepers.status is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            if number not in _TO_GROUP:
+                os.kill(pid, number)
+            elif self.group is None:
+                os.killpg(pid, number)
+            else:
+                for process in self._in_group():
+                    processes.send(process, number)
+
+    def _in_group(self) -> list[processes.Process]:
+        """The job's processes in the group that it shares with this process."""
+        return [each for each in self._job().processes() if each.group == self.group]
