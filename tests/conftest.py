@@ -143,12 +143,6 @@ class Live:
         )
 
 
-@pytest.fixture
-def token() -> str:
-    """Marks the environment of every process that a test starts."""
-    return uuid.uuid4().hex
-
-
 def marked(token: str) -> list[psutil.Process]:
     """All live processes that a test started, or that those started."""
     found = []
@@ -163,9 +157,11 @@ def marked(token: str) -> list[psutil.Process]:
     return found
 
 
-@pytest.fixture(autouse=True)
-def _nothing_left_running(token: str) -> Iterator[None]:
-    yield
+@pytest.fixture
+def token() -> Iterator[str]:
+    """Marks the environment of every process that a test starts; none is left in the end."""
+    token = uuid.uuid4().hex
+    yield token
     deadline = time.monotonic() + 60
     while marked(token) and time.monotonic() < deadline:
         time.sleep(0.1)
