@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from ddpdoctor.commands.explain import entries, reflow
+from ddpdoctor.commands.explain import entries, main, reflow
+from ddpdoctor.core.errors import DoctorError
 
 PAGES = {code: entry.page for code, entry in entries().items()}
 SECTIONS = [
@@ -46,3 +47,36 @@ def test_text_is_wrapped_and_code_is_not() -> None:
         "One.", "", "Example", "    Wrong:", "        if a:", "            b", "    Right: c",
         "    d", "",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("word", "code"),
+    [
+        ("ddp610", "DDP610"),
+        ("straggler", "DDP610"),
+        ("Straggl", "DDP610"),
+        ("unexpected pos", "DDP935"),
+        ("Mismatched NCCL version", "DDP920"),
+    ],
+)
+def test_a_page_by_code_name_part_of_a_name_or_text_of_an_error(
+    word: str, code: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([word]) == 0
+    assert capsys.readouterr().out.startswith(f"{code} {entries()[code].name} (")
+
+
+def test_a_part_of_several_names_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sampler"]) == 0
+    codes = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert codes == [code for code, entry in entries().items() if "sampler" in entry.name]
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [("stragler", "did you mean straggler?"), ("DDP99", "did you mean"), (" ", "lists all codes")],
+)
+def test_an_unknown_word_has_a_suggestion(word: str, hint: str) -> None:
+    with pytest.raises(DoctorError) as raised:
+        main([word])
+    assert hint in str(raised.value.hint)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from ddpdoctor.commands.explain import entries
-from ddpdoctor.failures import TABLE
 
 ROOT = Path(__file__).parent.parent
 
@@ -106,16 +105,10 @@ def rule_page(code: str) -> str:
     known = entries()
     entry = known[code]
     lines = [f"# {code} {entry.name}", "", f"*{entry.kind}*", "", *_markdown(entry.page)]
-    messages = recognised_by(code)
-    if messages:
+    if entry.messages:
         lines += ["", "## Messages", "", "Recognised in a log by:", ""]
-        lines += [f"- `{message}`" for message in messages]
+        lines += [f"- `{message}`" for message in entry.messages]
     return _linked("\n".join(lines) + "\n", code, known)
-
-
-def recognised_by(code: str) -> list[str]:
-    """Texts in logs and exceptions by which a failure is recognised."""
-    return list(dict.fromkeys(text for each in TABLE if each.code == code for text in each.texts))
 
 
 def _markdown(page: str) -> Iterator[str]:

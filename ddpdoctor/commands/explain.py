@@ -14,15 +14,16 @@ import ddpdoctor.rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import RULES
 from ddpdoctor.core.options import Parser
+from ddpdoctor.failures import TABLE
 from ddpdoctor.preflight.check import CHECKS
 
 PARSER = Parser(
     "explain",
     """\
-Usage: ddpdoctor explain [CODE|NAME]
+Usage: ddpdoctor explain [CODE|NAME|TEXT]
 
-Explain a finding by its code or name, such as DDP901 or straggler; without one,
-list them all.
+Explain a finding by its code, by its name or a part of it, or by the text of an
+error: DDP901, straggler, "unexpected pos". Without one, list them all.
 """,
 )
 
@@ -35,6 +36,8 @@ class _Entry:
     kind: str
     """How much a finding of it matters usually; of a check that depends."""
     page: str
+    messages: tuple[str, ...] = ()
+    """Texts in logs and exceptions by which it is recognised."""
 
     @property
     def summary(self) -> str:
@@ -43,8 +46,12 @@ class _Entry:
 
 def entries() -> dict[str, _Entry]:
     """All that can be explained, by code, in order."""
+    messages: dict[str, dict[str, None]] = {}
+    for failure in TABLE:
+        messages.setdefault(failure.code, {}).update(dict.fromkeys(failure.texts))
     rules = {
-        code: _Entry(rule.name, rule.severity.label, rule.page) for code, rule in RULES.items()
+        code: _Entry(rule.name, rule.severity.label, rule.page, tuple(messages.get(code, ())))
+        for code, rule in RULES.items()
     }
     checks = {check.code: _Entry(check.name, "check", check.page) for check in CHECKS.values()}
     return dict(sorted((rules | checks).items()))
@@ -63,12 +70,14 @@ def main(words: Sequence[str]) -> int:
     if len(given.rest) > 1:
         raise DoctorError("explain takes one code", "for example: ddpdoctor explain DDP901")
     known = entries()
-    if not given.rest:
-        width = max(len(entry.name) for entry in known.values())
-        for code, entry in known.items():
+    codes = _meant(given.rest[0], known) if given.rest else list(known)
+    if len(codes) > 1:
+        width = max(len(known[code].name) for code in codes)
+        for code in codes:
+            entry = known[code]
             print(f"{code}  {entry.kind:<7}  {entry.name:<{width}}  {entry.summary}")
         return 0
-    code = _code(given.rest[0], known)
+    (code,) = codes
     entry = known[code]
     print(f"{code} {entry.name} ({entry.kind})\n")
     width = min(shutil.get_terminal_size((100, 24)).columns, 100)
@@ -77,14 +86,26 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def _code(word: str, known: Mapping[str, _Entry]) -> str:
-    """The code that a word means: itself, or that of the finding of this name."""
+def _meant(word: str, known: Mapping[str, _Entry]) -> list[str]:
+    """The codes that a word means: a code, a name or a part of it, or text on a page or in a log.
+
+    Raises:
+        DoctorError: It means none.
+    """
+    text = word.lower()
     by_name = {entry.name: code for code, entry in known.items()}
-    code = by_name.get(word.lower(), word.upper())
+    code = by_name.get(text, word.upper())
     if code in known:
-        return code
+        return [code]
+    found = [code for name, code in by_name.items() if text in name] or [
+        code
+        for code, entry in known.items()
+        if any(text in " ".join(each.lower().split()) for each in (entry.page, *entry.messages))
+    ]
+    if text.strip() and found:
+        return found
     close = difflib.get_close_matches(code, known, n=1, cutoff=0.7)
-    close = close or difflib.get_close_matches(word.lower(), by_name, n=1)
+    close = close or difflib.get_close_matches(text, by_name, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
     raise DoctorError(f"unknown code {word}", f"{hint}`ddpdoctor explain` lists all codes")
 
