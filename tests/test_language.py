@@ -31,16 +31,16 @@ GUIDES = (
     "benchmarks/README.md",
 )  # fmt: skip
 
-CODE: dict[str, tuple[str, ...]] = {}
+CODE = dict.fromkeys(
+    (f"ddpdoctor/{area}" for area in ("commands", "debug", "failures", "system")), DIALECT
+)
 """Words banned from the code, by directory."""
 
 
 def used(text: str, words: tuple[str, ...]) -> list[str]:
     """The banned words in a text, also over the end of a line or within a name."""
     plain = " ".join(re.sub(r"\n *(?:#|- )", " ", text).split())
-    return [
-        word for word in words if re.search(rf"(?<![A-Za-z]){word}(?![A-Za-z])", plain, re.I)
-    ]
+    return [word for word in words if re.search(rf"(?<![A-Za-z]){word}(?![A-Za-z])", plain, re.I)]
 
 
 def files(place: str) -> list[Path]:
