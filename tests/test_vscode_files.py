@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.core.job import DEFAULT_PORT
+from ddpdoctor.core.job import DEFAULT_PORT, OwnOptions
+from ddpdoctor.debug.editor import Editor
 from ddpdoctor.debug.vscode import files, jsonc, launch_json, tasks_json
 from ddpdoctor.debug.vscode.launch_json import AttachPoint, PathMapping
 from ddpdoctor.run import rundir
@@ -320,3 +321,39 @@ def test_the_lock_is_waited_for_but_not_for_ever(
     late.join(10)
     assert len(names(workspace)) == 2
     assert [path.suffix for path in rundir.base_directory().iterdir()] == [".lock"]
+
+
+def git(workspace: Path, *words: str) -> str:
+    command = ["git", "-C", str(workspace), *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_a_file_that_git_tracks_is_put_back_when_the_job_ends(workspace: Path) -> None:
+    git(workspace, "init", "-q")
+    launch_json.update(workspace, POINTS)
+    git(workspace, "add", ".vscode/launch.json")
+    editor = Editor(OwnOptions(workspace=str(workspace)), "train.py")
+    editor.write("127.0.0.1", {0: 9000, 1: 9001, 2: 9002})
+    assert git(workspace, "diff", "--name-only").split() == [".vscode/launch.json"]
+    editor.restore()
+    editor.restore()
+    assert not git(workspace, "diff", "--name-only")
+
+
+def test_what_was_changed_while_the_job_ran_is_not_put_back(workspace: Path) -> None:
+    git(workspace, "init", "-q")
+    launch_json.update(workspace, POINTS)
+    git(workspace, "add", ".vscode/launch.json")
+    editor = Editor(OwnOptions(workspace=str(workspace)), "train.py")
+    editor.write("127.0.0.1", {0: 9000})
+    path = workspace / ".vscode" / "launch.json"
+    path.write_text(changed := path.read_text() + "\n// mine\n")
+    editor.restore()
+    assert path.read_text() == changed
+
+
+def test_a_file_that_git_does_not_track_keeps_the_ranks(workspace: Path) -> None:
+    editor = Editor(OwnOptions(workspace=str(workspace)), "train.py")
+    editor.write("127.0.0.1", {0: 9000})
+    editor.restore()
+    assert "9000" in (workspace / ".vscode" / "launch.json").read_text()

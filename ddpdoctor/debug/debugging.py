@@ -129,6 +129,7 @@ class Debugging:
     def stop(self) -> None:
         """The run is over."""
         self._gateway.stop()
+        self._speaker.faults.guarded("launch.json", self._restore_file)
 
     def _announce(self) -> None:
         own, numbers = self._command.own, self._ports.numbers
@@ -233,6 +234,12 @@ class Debugging:
     def _write_file(self, ports: dict[int, int]) -> None:
         try:
             self._editor.write(self._ports.host, ports)
+        except DoctorError as error:
+            self._speaker.note(f"launch.json is left as it is: {error}")
+
+    def _restore_file(self) -> None:
+        try:
+            self._editor.restore()
         except DoctorError as error:
             self._speaker.note(f"launch.json is left as it is: {error}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import OwnOptions
 from ddpdoctor.debug.debug_ports import reachable
 from ddpdoctor.debug.vscode import launch_json
-from ddpdoctor.debug.vscode.files import current_directory, find_workspace, locked
+from ddpdoctor.debug.vscode.files import FOLDER, current_directory, edit, find_workspace, locked
 from ddpdoctor.run import rundir
 
 
@@ -34,6 +35,9 @@ class Editor:
         self.workspace: Path | None = None
         if not own.no_vscode:
             self.workspace = find_workspace(current_directory(), own.workspace)
+        self._tracked = self.workspace is not None and _tracked_by_git(self.workspace)
+        self._before: str | None = None
+        self._after: str | None = None
         self._mappings = [launch_json.PathMapping(*pair) for pair in own.path_map]
         self._script = script
         self.label = ""
@@ -83,9 +87,43 @@ class Editor:
             for rank, port in sorted(ports.items())
         ]
         others = {claim["label"] for claim in _claims(self.workspace)} - {self.label}
+        if self._tracked and self._before is None:
+            self._before = _text(self.workspace)
         launch_json.update(
             self.workspace, points, label=self.label, others=others, mappings=self._mappings
         )
+        self._after = _text(self.workspace)
+
+    def restore(self) -> None:
+        """Put back a launch.json that git tracks: a run leaves nothing to commit.
+
+        One that was changed by others meanwhile stays as it is.
+
+        Raises:
+            DoctorError: The file cannot be changed; it was left as it is.
+        """
+        before, after = self._before, self._after
+        if self.workspace is not None and before is not None:
+            edit(self.workspace, {launch_json.FILE: lambda text: before if text == after else text})
+
+
+def _text(workspace: Path) -> str | None:
+    try:
+        return (workspace / FOLDER / launch_json.FILE).read_bytes().decode()
+    except (OSError, ValueError):
+        return None
+
+
+def _tracked_by_git(workspace: Path) -> bool:
+    """Whether git has the workspace's launch.json; asked before there is a job to watch."""
+    path = Path(FOLDER, launch_json.FILE)
+    if not (workspace / path).exists() or not (workspace / ".git").exists():
+        return False
+    command = ["git", "-C", str(workspace), "ls-files", "--error-unmatch", str(path)]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=2).returncode == 0
+    except (OSError, subprocess.SubprocessError):
+        return False
 
 
 def _claims_file(workspace: Path) -> Path:
