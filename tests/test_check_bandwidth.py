@@ -14,9 +14,10 @@ from ddpdoctor.preflight.machine.interfaces import Interface, interfaces
 from ddpdoctor.preflight.nodes import attendance, reductions
 from ddpdoctor.preflight.place import Seat
 from ddpdoctor.preflight.protocol.caller import Problem
-from ddpdoctor.preflight.protocol.facts import Facts
-from ddpdoctor.preflight.protocol.meet import Meeting, Node, _meet_or_fail, meeting_of
+from ddpdoctor.preflight.protocol.meet import Meeting, meet_or_fail, meeting_of
+from ddpdoctor.preflight.protocol.messages import Facts, Node, Reduction, Report, Speeds
 from ddpdoctor.preflight.situation import Once, Situation, gpu_facts, visible_gpus
+from ddpdoctor.run.records.decode import decoder
 from ddpdoctor.system.gpu.health import GpuFacts, Health
 from ddpdoctor.system.gpu.reader import Device
 
@@ -112,15 +113,15 @@ def test_the_slowest_active_port_of_infiniband(tmp_path: Path) -> None:
 
 def node(index: int, inside: tuple[str, float], outside: tuple[str, float]) -> Node:
     facts = Facts(
-        host=f"node{index}", rank=index, nnodes=2, nproc=8, endpoint="node0:29500",
-        endpoint_addresses=("10.0.0.1",), machine=str(index), gloo_address=f"10.0.1.{index + 1}",
+        host=f"node{index}", rank=index, nnodes=2, nproc=8,
+        machine=str(index), gloo_address=f"10.0.1.{index + 1}",
         gloo_why="node resolves to it", interfaces=(("eth0", 1500, (f"10.0.0.{index + 1}",)),),
         pair_port=4000, reduces=True, gpus=8, no_nccl="",
         inside=inside, outside=outside, torch="", nccl="",
         driver="", python="", ddpdoctor="", variables={}, script="", script_hash="", commit="",
         changes="", folder="",
     )  # fmt: skip
-    return Node(facts, f"10.0.0.{index + 1}", 0.0, 0.0, "")
+    return Node(facts, f"10.0.0.{index + 1}")
 
 
 NVLINK, IB = ("18 NVLinks", 360e9), ("InfiniBand mlx5_0, 400 Gbit/s", 50e9)
@@ -129,26 +130,26 @@ NVLINK, IB = ("18 NVLinks", 360e9), ("InfiniBand mlx5_0, 400 Gbit/s", 50e9)
 def meeting(reduction: dict[str, Any], outside: tuple[str, float] = IB) -> Situation:
     told = {"skipped": "", "world": 16, "correct": 16, "correct_nodes": 2, "limit": 20.0,
             "wrong": [], "bus": 0.0, "idle": 0.9, "nccl": None}  # fmt: skip
-    blob = {"reduction": {**told, **reduction}, "speed": {"least": 1.1e9, "bandwidth": 1.2e9}}
-    came = Meeting(
-        Seat(2, 0, "node0", 29500, "none"),
-        own=0,
+    report = Report(
         expected=2,
         nodes=(node(0, NVLINK, outside), node(1, NVLINK, outside)),
-        blob=blob,
+        reduction=decoder(Reduction)({**told, **reduction}),
+        speed=Speeds(least=1.1e9, bandwidth=1.2e9),
     )
+    came = Meeting(Seat(2, 0, "node0", 29500, "none"), own=0, report=report)
     once = Once()
     result: Meeting | Exception = came
-    once.put(_meet_or_fail, result)
+    once.put(meet_or_fail, result)
     return Situation(once=once)
 
 
 def test_ranks_without_an_answer_are_counted_and_their_node_is_named() -> None:
     told = meeting({"world": 2, "correct": 1, "correct_nodes": 1})
     came = meeting_of(told)
-    gone = replace(came, nodes=(came.nodes[0], replace(came.nodes[1], lost="reducing")))
+    nodes = (came.nodes[0], replace(came.nodes[1], lost="reducing"))
+    gone = replace(came, report=replace(came.report, nodes=nodes))
     result: Meeting | Exception = gone
-    told.once.put(_meet_or_fail, result)
+    told.once.put(meet_or_fail, result)
     (finding,) = reductions.gloo_reduction(told).findings
     assert finding.message == "1 rank did not reduce correctly, on node1 (node 1) within 20 s"
 
@@ -165,16 +166,21 @@ def test_a_check_whose_time_is_over_blames_nobody() -> None:
     once = Once()
     over = Meeting(Seat(2, 0, "node0", 29500, "none"), problem=Problem("time"))
     result: Meeting | Exception = over
-    once.put(_meet_or_fail, result)
+    once.put(meet_or_fail, result)
     outcome = attendance.attendance(Situation(once=once))
     assert (outcome.status, outcome.findings) == (Status.COULD_NOT_RUN, ())
 
 
+def stage(name: str, errors: Any = (), sets: Any = ()) -> dict[str, Any]:
+    """A stage as the coordinator sends it."""
+    return {"name": name, "errors": list(errors), "sets": list(sets)}
+
+
 def nccl(inside: float, between: float, outside: tuple[str, float] = IB) -> Outcome:
     stages = [
-        ["inside the node", [], [[[1], inside], [[0], 250e9]]],
-        ["between nodes 1 apart", [], [[[0, 1], between]]],
-        ["of all nodes", [], [[[0, 1], between]]],
+        stage("inside the node", sets=[[[1], inside], [[0], 250e9]]),
+        stage("between nodes 1 apart", sets=[[[0, 1], between]]),
+        stage("of all nodes", sets=[[[0, 1], between]]),
     ]
     told = meeting({"nccl": {"correct": 16, "stages": stages, "untested": ""}}, outside)
     return reductions.nccl_reduction(told)
@@ -219,8 +225,8 @@ def test_nccl_blames_a_node_only_if_it_fails_with_another_one_too(
     again: list[list[object]], said: str
 ) -> None:
     stages = [
-        ["inside the node", [], []],
-        ["between nodes 1 apart", [[0, [0, 1], "timed out"], [1, [0, 1], "no device"]], []],
+        stage("inside the node"),
+        stage("between nodes 1 apart", [[0, [0, 1], "timed out"], [1, [0, 1], "no device"]]),
     ]
     told = meeting({"nccl": {"correct": 0, "stages": stages, "again": again, "untested": ""}})
     (finding,) = reductions.nccl_reduction(told).findings
@@ -229,7 +235,7 @@ def test_nccl_blames_a_node_only_if_it_fails_with_another_one_too(
 
 
 def test_nccl_is_not_green_where_it_was_not_tested_or_ranks_did_not_end() -> None:
-    stages = [["inside the node", [], []]]
+    stages = [stage("inside the node")]
     late = {"correct": 0, "stages": stages, "untested": "between nodes 1 apart"}
     outcome = reductions.nccl_reduction(meeting({"nccl": late}))
     assert outcome.status is Status.COULD_NOT_RUN

@@ -21,14 +21,16 @@ from ddpdoctor.preflight.place import Seat, seat
 from ddpdoctor.preflight.protocol import speeds, wire
 from ddpdoctor.preflight.protocol.caller import CallError, Problem, call_once
 from ddpdoctor.preflight.protocol.coordinator import Coordinator, listen
-from ddpdoctor.preflight.protocol.facts import Facts, gather, unpack
+from ddpdoctor.preflight.protocol.facts import gather
 from ddpdoctor.preflight.protocol.joining import Goal, join, side_doors
-from ddpdoctor.preflight.protocol.meet import Meeting, Node, _meet_or_fail
-from ddpdoctor.preflight.protocol.pairs import Listener, Target, dial_all, speed
+from ddpdoctor.preflight.protocol.meet import Meeting, meet_or_fail
+from ddpdoctor.preflight.protocol.messages import Caller, Facts, Node, Order, Report, Target, unpack
+from ddpdoctor.preflight.protocol.pairs import Listener, dial_all, speed
 from ddpdoctor.preflight.protocol.ranks import Ranks
 from ddpdoctor.preflight.protocol.wire import WireError
-from ddpdoctor.preflight.protocol.worker import Attendance
+from ddpdoctor.preflight.protocol.worker import Worker
 from ddpdoctor.preflight.situation import Options, Situation
+from ddpdoctor.run.records.base import as_json
 
 
 def everybody(nodes: int) -> list[tuple[int, int]]:
@@ -134,8 +136,7 @@ def test_damaged_facts_are_refused_and_do_not_break_anything(told: dict[str, Any
 
 
 FACTS = Facts(
-    host="node0", rank=0, nnodes=2, nproc=8, endpoint="node0:29500",
-    endpoint_addresses=("10.0.0.1",), machine="m", gloo_address="10.0.0.1", gloo_why="w",
+    host="node0", rank=0, nnodes=2, nproc=8, machine="m", gloo_address="10.0.0.1", gloo_why="w",
     interfaces=(("eth0", 1500, ("10.0.0.1",)),), pair_port=4000, reduces=True, gpus=8,
     no_nccl="", inside=("18 NVLinks", 4e11), outside=("eth0, 100 Gbit/s", 1.25e10),
     torch="2.13.0", nccl="2.27.3", driver="550.54.15", python="3.11.7", ddpdoctor="0.1.0",
@@ -145,7 +146,7 @@ FACTS = Facts(
 
 
 def test_facts_survive_the_wire() -> None:
-    assert unpack(json.loads(json.dumps(FACTS.packed()))) == FACTS
+    assert unpack(json.loads(json.dumps(as_json(FACTS)))) == FACTS
 
 
 def test_each_version_is_told_with_the_nodes_that_have_it() -> None:
@@ -153,13 +154,14 @@ def test_each_version_is_told_with_the_nodes_that_have_it() -> None:
 
     def told(count: int) -> str:
         nodes = tuple(
-            Node(replace(FACTS, host=f"node{rank}", rank=rank, torch=each), "", 0.0, 0.0, "")
+            Node(replace(FACTS, host=f"node{rank}", rank=rank, torch=each), "")
             for rank, each in enumerate(torches[:count])
         )
-        meeting = Meeting(Seat(count, 0, "node0", 29500, "none"), 0, expected=count, nodes=nodes)
+        report = Report(expected=count, nodes=nodes)
+        meeting = Meeting(Seat(count, 0, "node0", 29500, "none"), 0, report=report)
         situation = Situation()
         came: Meeting | Exception = meeting
-        situation.once.put(_meet_or_fail, came)
+        situation.once.put(meet_or_fail, came)
         (finding,) = software.versions(situation).findings
         return finding.message
 
@@ -206,7 +208,7 @@ def test_a_node_answers_those_of_its_own_check_alone() -> None:
 def test_a_closed_port_is_known_by_the_side_door_that_is_open() -> None:
     """The coordinator is there, and its port refuses, as behind a firewall that rejects."""
 
-    async def meet() -> tuple[Problem, int, list[dict[str, Any]]]:
+    async def meet() -> tuple[Problem, int, list[Caller]]:
         key = wire.key_of("job7")
         # At another address of this machine than the one that is dialled.
         listening = socket.create_server(("127.0.0.2", 0))
@@ -224,9 +226,7 @@ def test_a_closed_port_is_known_by_the_side_door_that_is_open() -> None:
     problem, port, blocked = asyncio.run(meet())
     assert (problem.kind, problem.address) == ("refused", "127.0.0.1")
     assert problem.door in side_doors(wire.key_of("job7"), port)
-    assert [(each["host"], each["rank"], each["kind"]) for each in blocked] == [
-        ("node1", 1, "refused")
-    ]
+    assert [(each.host, each.rank, each.kind) for each in blocked] == [("node1", 1, "refused")]
 
 
 def test_an_endpoint_where_nobody_listens_yet_is_waited_for() -> None:
@@ -267,10 +267,10 @@ def test_a_node_does_not_wait_for_its_ranks_when_node_0_is_gone() -> None:
             call = await call_once("127.0.0.1", port, key, "node1")
             situation = Situation(Options(nproc=1, nnodes=1), environ={})
             facts = gather(situation, seat(situation), await listener.open(), reduces=True)
-            attendance = Attendance(call, seat(situation), facts, listener, own)
-            running = asyncio.ensure_future(attendance.run(time.monotonic() + 3600))
+            worker = Worker(call, seat(situation).host, facts, listener, own)
+            running = asyncio.ensure_future(worker.run(time.monotonic() + 3600))
             await here.gather(time.monotonic() + 30)
-            question = {"do": "settle", "needed": True, "limit": 3600}
+            question = Order("settle", needed=True, limit=3600)
             asking = asyncio.ensure_future(here.ask({0: question}, "importing torch", 3600))
             await asyncio.sleep(0.5)
             assert not running.done()

@@ -8,15 +8,18 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ddpdoctor.preflight.protocol import ranks
-from ddpdoctor.preflight.protocol.phases import _nccl
+from ddpdoctor.preflight.protocol.messages import RankResult
+from ddpdoctor.preflight.protocol.phases import nccl_report
 from ddpdoctor.preflight.protocol.ranks import PROGRAM
 from ddpdoctor.preflight.protocol.reduction import _with_others
+from ddpdoctor.run.records.decode import decoder
 from tests.conftest import TOKEN
 
 # The ranks of the collective test.
@@ -117,14 +120,14 @@ def test_the_nodes_of_a_pair_that_fails_are_tried_with_others(again: bool, token
     answers = reduced(orders, token, broken={1: again})
     assert all(answer["ok"] for answer in answers), answers
     assert not any(answer["stages"]["ok"] for answer in answers), answers
-    results = [{"node": rank, **answer} for rank, answer in enumerate(answers)]
-    told = _nccl(results)
-    assert told["correct"] == 0
-    assert [name for name, _, _ in told["stages"]] == ["inside the node", "between nodes 1 apart"]
-    _, errors, _ = told["stages"][-1]
-    assert {tuple(nodes) for _, nodes, _ in errors} == {(0, 1)}
+    read = decoder(RankResult)
+    report = nccl_report([read({"node": rank, **answer}) for rank, answer in enumerate(answers)])
+    assert report.correct == 0
+    assert [stage.name for stage in report.stages] == ["inside the node", "between nodes 1 apart"]
+    errors = report.stages[-1].errors
+    assert {nodes for _, nodes, _ in errors} == {(0, 1)}
     assert "no such device" in {words for _, _, words in errors}
-    assert told["again"] == [[0, 2, True], [1, 3, not again]]
+    assert report.again == ((0, 2, True), (1, 3, not again))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +196,7 @@ def test_what_a_rank_knew_before_it_was_lost_counts(
     more = {"stages": "gloo", "stage_limit": 2, "patience": patience}
     orders = [order(rank, [0, 1], port, **more) for rank in (0, 1)]
 
-    async def answers() -> list[dict[str, Any]]:
+    async def answers() -> list[RankResult]:
         here = ranks.Ranks({**os.environ, TOKEN: token})
         try:
             await here.start(2)
@@ -203,16 +206,15 @@ def test_what_a_rank_knew_before_it_was_lost_counts(
             await here.stop()
 
     told = asyncio.run(answers())
-    assert all(each["ok"] for each in told), told
-    assert [stage["name"] for stage in told[1]["stages"]["stages"]] == [
-        "inside the node",
-        "between nodes 1 apart",
-    ]
-    assert told[1]["stages"]["stages"][1]["error"] == said
-    found = _nccl([{"node": rank, **each} for rank, each in enumerate(told)])
-    assert found["correct"] == 0
-    (_, inside, _), (_, between, _) = found["stages"]
-    assert inside == [] and [1, [0, 1], said] in between
+    assert all(each.ok for each in told), told
+    assert told[1].stages is not None
+    inside, between = told[1].stages.stages
+    assert (inside.name, between.name) == ("inside the node", "between nodes 1 apart")
+    assert between.error == said
+    found = nccl_report([replace(each, node=rank) for rank, each in enumerate(told)])
+    assert found.correct == 0
+    assert found.stages[0].errors == ()
+    assert (1, (0, 1), said) in found.stages[1].errors
 
 
 def test_no_stage_begins_without_time_for_it(token: str) -> None:

@@ -30,8 +30,9 @@ from ddpdoctor.debug.vscode.launch_json import AttachPoint, PathMapping
 from ddpdoctor.preflight.machine import gpu_health
 from ddpdoctor.preflight.machine.collectives import Answers
 from ddpdoctor.preflight.protocol import coordinator, echo, speeds, wire
-from ddpdoctor.preflight.protocol.facts import Facts, unpack
+from ddpdoctor.preflight.protocol.messages import Facts, unpack
 from ddpdoctor.probe.runtime import control, shield
+from ddpdoctor.run.records.base import as_json
 from ddpdoctor.supervise import processes
 from ddpdoctor.supervise.keepers import Keepers
 from ddpdoctor.system import peers, process_state
@@ -121,7 +122,7 @@ def test_facts_of_a_peer(told: Any) -> None:
     with contextlib.suppress(ValueError):
         facts = unpack(told)
         assert isinstance(facts.host, str)
-        json.dumps(facts.packed())
+        json.dumps(as_json(facts))
 
 
 KNOCK = message(host=st.text(max_size=9), nonce=st.text(max_size=9))

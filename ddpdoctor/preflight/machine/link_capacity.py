@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
+from typing import NamedTuple
 
 from ddpdoctor.preflight.machine.gpu_facts import chosen, no_gpu
 from ddpdoctor.preflight.machine.interfaces import interfaces, nccl_choice
-from ddpdoctor.preflight.situation import Situation, gpu_facts
+from ddpdoctor.preflight.situation import Situation, gpu_facts, text
 
 NVLINK = 20e9
 """Bytes per second that one link of any NVLink generation carries one way, or more: 20 GB/s for the
@@ -27,8 +27,7 @@ _SAYS_ANYTHING = frozenset(
 _GIGABIT = 1e9 / 8
 
 
-@dataclass(frozen=True)
-class Capacity:
+class Capacity(NamedTuple):
     """What a link can carry one way.
 
     Attributes:
@@ -51,11 +50,9 @@ def inside(situation: Situation) -> Capacity:
         links = min(sum(gpu.links) for gpu in gpus)
         if links:
             return Capacity(f"{links} NVLinks", links * NVLINK)
-    widths = [gpu.width for gpu in gpus]
-    generations = [gpu.generation_most for gpu in gpus]
-    width = min((each for each in widths if each), default=0)
-    generation = min((each for each in generations if each), default=0)
-    if not all(widths) or not all(generations) or generation not in PCIE_LANE:
+    width = min(gpu.width or 0 for gpu in gpus)
+    generation = min(gpu.generation_most or 0 for gpu in gpus)
+    if not width or generation not in PCIE_LANE:
         return Capacity("the driver does not report the PCIe link")
     return Capacity(f"PCIe {generation} x{width}", width * PCIE_LANE[generation])
 
@@ -74,34 +71,28 @@ def outside(situation: Situation) -> Capacity:
 
 def _fabric_ports(sys: Path) -> Iterator[Capacity]:
     """The active ports of InfiniBand and RoCE; not EFA, which NCCL uses by a plugin alone."""
-    with contextlib.suppress(OSError):
-        for port in sorted((sys / "class" / "infiniband").glob("*/ports/*")):
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                # "4: ACTIVE"; "200 Gb/sec (4X HDR)"
-                if "ACTIVE" not in (port / "state").read_text():
-                    continue
-                layer = (port / "link_layer").read_text().strip()
-                rate = float((port / "rate").read_text().split()[0])
-                if layer in ("InfiniBand", "Ethernet") and rate > 0:
-                    kind = "InfiniBand" if layer == "InfiniBand" else "RoCE"
-                    device = port.parent.parent.name
-                    yield Capacity(f"{kind} {device}, {rate:.0f} Gbit/s", rate * _GIGABIT)
+    for port in sorted((sys / "class" / "infiniband").glob("*/ports/*")):
+        # "4: ACTIVE"; "200 Gb/sec (4X HDR)"
+        kind = {"InfiniBand": "InfiniBand", "Ethernet": "RoCE"}.get(text(port / "link_layer"))
+        with contextlib.suppress(ValueError):
+            rate = float(text(port / "rate").partition(" ")[0])
+            if kind and rate > 0 and "ACTIVE" in text(port / "state"):
+                device = port.parent.parent.name
+                yield Capacity(f"{kind} {device}, {rate:.0f} Gbit/s", rate * _GIGABIT)
 
 
 def interface_speed(sys: Path, name: str) -> Capacity:
     """What a network interface says of its speed, if a real card says it."""
     folder = sys / "class" / "net" / name
+    behind = [folder]
     if (folder / "bonding").is_dir():
-        slaves = _text(folder / "bonding" / "slaves").split()
-        if not slaves or not all(_is_real(folder.parent / slave) for slave in slaves):
-            return Capacity(f"{name} is virtual")
-    elif not _is_real(folder):
+        behind = [folder.parent / each for each in text(folder / "bonding" / "slaves").split()]
+    if not behind or not all(map(_is_real, behind)):
         return Capacity(f"{name} is virtual")
-    try:
-        megabits = int(_text(folder / "speed"))
-    except ValueError:
-        megabits = -1
-    if megabits <= 0:
+    # The kernel has no answer for an interface that is down, or -1.
+    speed = text(folder / "speed")
+    megabits = int(speed) if speed.isdigit() else 0
+    if not megabits:
         return Capacity(f"{name} does not report its speed")
     return Capacity(f"{name}, {megabits / 1000:g} Gbit/s", megabits * 1e6 / 8)
 
@@ -113,11 +104,3 @@ def _is_real(folder: Path) -> bool:
     except OSError:
         return False
     return driver not in _SAYS_ANYTHING
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        # The kernel refuses to tell of an interface that is down.
-        return ""

@@ -47,12 +47,12 @@ def _findings(meeting: Meeting) -> Iterator[Finding]:
     for rank, indices in by_rank.items():
         if len(indices) > 1:
             # Whoever came first: every node says the same, every time.
-            indices.sort(key=lambda index: meeting.nodes[index].facts.host)
-            hosts = [meeting.nodes[index].facts.host for index in indices]
+            indices.sort(key=lambda index: meeting.host(index))
+            hosts = [meeting.host(index) for index in indices]
             yield failure(
                 f"{len(indices)} nodes have --node-rank {rank}: {', '.join(hosts[:8])}",
                 evidence=tuple(
-                    f"{meeting.nodes[index].facts.host} is at {meeting.nodes[index].address}"
+                    f"{meeting.host(index)} is at {meeting.nodes[index].address}"
                     for index in indices[:8]
                 ),
                 fix="Give every node its own rank, counted from 0.",
@@ -64,7 +64,7 @@ def _findings(meeting: Meeting) -> Iterator[Finding]:
         yield failure(
             f"{meeting.hosts(without)} came without --node-rank, the others with one",
             fix="Give --node-rank on every node, or (with --rdzv-backend c10d) on none. On "
-            f"{meeting.nodes[without[0]].facts.host}:",
+            f"{meeting.host(without[0])}:",
             paste=_line(meeting, without[0], rank=_free_rank(by_rank)),
             about="ranks",
         )
@@ -88,7 +88,7 @@ def _findings(meeting: Meeting) -> Iterator[Finding]:
             f"the nodes have different numbers of ranks: {', '.join(map(str, sorted(counts)))}",
             evidence=_each(meeting, listed, "--nproc-per-node"),
             fix="Give --nproc-per-node the same value on every node, unless it is meant so. On "
-            f"{meeting.nodes[odd].facts.host}:",
+            f"{meeting.host(odd)}:",
             paste=_line(meeting, odd, nproc=usual),
             about="nproc",
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import (
@@ -16,11 +15,13 @@ from ddpdoctor.preflight.check import (
     judged,
 )
 from ddpdoctor.preflight.command_lines import check_line, meeting_point, open_port, run_line, words
-from ddpdoctor.preflight.nodes.judging import LIMIT, counted
+from ddpdoctor.preflight.nodes.judging import LIMIT
 from ddpdoctor.preflight.nodes.unreached import CLOSED, own_problem
 from ddpdoctor.preflight.protocol.addresses import is_local, own_host
 from ddpdoctor.preflight.protocol.meet import LOCAL_LIMIT, Meeting, meeting_of
+from ddpdoctor.preflight.protocol.messages import Caller
 from ddpdoctor.preflight.situation import Situation
+from ddpdoctor.preflight.words import counted
 
 
 @check("nodes", "DDP050", scope="nodes", limit=LIMIT)
@@ -61,15 +62,15 @@ def attendance(situation: Situation) -> Outcome:
             [own_problem(meeting, meeting.problem, situation)],
         )
     here = sum(not node.lost for node in meeting.nodes)
-    seconds = meeting.blob["phases"].get("gather", 0.0)
+    seconds = meeting.report.gathered
     detail = f"{here} of {meeting.expected} nodes are here"
     return judged(detail, [*_absent(meeting, seconds, situation), *_others(meeting, situation)])
 
 
 def _absent(meeting: Meeting, seconds: float, situation: Situation) -> Iterator[Finding]:
-    blocked = meeting.blob["blocked"]
+    blocked = meeting.report.blocked
     missing = meeting.expected - len(meeting.nodes) - len(blocked)
-    if missing <= len(meeting.blob["strangers"]):
+    if missing <= len(meeting.report.strangers):
         return
     absent = _absent_ranks(meeting)
     if absent is None or len(absent) != missing:
@@ -138,7 +139,7 @@ def _elsewhere(meeting: Meeting, situation: Situation, absence: str) -> Finding:
 def _absent_ranks(meeting: Meeting) -> list[int] | None:
     """The node ranks that nobody came with; None where some came without one."""
     ranks = [node.facts.rank for node in meeting.nodes]
-    ranks += [each["rank"] for each in meeting.blob["blocked"]]
+    ranks += [each.rank for each in meeting.report.blocked]
     if None in ranks:
         return None
     return [rank for rank in range(meeting.expected) if rank not in ranks]
@@ -148,25 +149,25 @@ def _others(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
     yield from _blocked(meeting)
     absent = _absent_ranks(meeting)
     rank = absent[0] if absent and len(absent) == 1 else None
-    for stranger in meeting.blob["strangers"]:
+    for stranger in meeting.report.strangers:
         yield failure(
-            f"{stranger['host']} ({stranger['address']}) came with another rendezvous id",
+            f"{stranger.host} ({stranger.address}) came with another rendezvous id",
             fix="Give --rdzv-id the same value on every node, or leave it out on all of them. "
-            + (f"On {stranger['host']}:" if rank is not None else "As on this node:"),
+            + (f"On {stranger.host}:" if rank is not None else "As on this node:"),
             paste=check_line(meeting.seat, situation.nproc, rank=rank),
-            about=f"stranger {stranger['address']}",
+            about=f"stranger {stranger.address}",
         )
     lost = {node.facts.host for node in meeting.nodes if node.lost}
-    for extra in meeting.blob["surplus"]:
-        if extra["host"] in lost:
+    for extra in meeting.report.surplus:
+        if extra.host in lost:
             # It went away, as is told below, and was started again too soon.
             continue
         yield failure(
-            f"{extra['host']} ({extra['address']}) came as well, when all "
+            f"{extra.host} ({extra.address}) came as well, when all "
             f"{counted(meeting.expected, 'node')} were here",
             fix="Leave that one out, or raise --nnodes on every node. Here:",
             paste=check_line(meeting.seat, situation.nproc, nnodes=meeting.expected + 1),
-            about=f"surplus {extra['address']}",
+            about=f"surplus {extra.address}",
         )
     for index, node in enumerate(meeting.nodes):
         if node.lost:
@@ -180,10 +181,10 @@ def _others(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
 
 
 def _blocked(meeting: Meeting) -> Iterator[Finding]:
-    blocked = meeting.blob["blocked"]
+    blocked = meeting.report.blocked
     port = meeting.seat.port
-    for kind in dict.fromkeys(each["kind"] for each in blocked):
-        alike = [each for each in blocked if each["kind"] == kind]
+    for kind in dict.fromkeys(each.kind for each in blocked):
+        alike = [each for each in blocked if each.kind == kind]
         who = ", ".join(_caller(each) for each in alike[:8])
         who += f" and {len(alike) - 8} more" if len(alike) > 8 else ""
         yield failure(
@@ -191,15 +192,15 @@ def _blocked(meeting: Meeting) -> Iterator[Finding]:
             evidence=("the check runs there, and reaches node 0 at another port",),
             fix=f"Open TCP port {port} in the firewall of node 0, or of the network (a security "
             "group). On node 0:",
-            paste=open_port(port, alike[0]["address"]),
+            paste=open_port(port, alike[0].address),
             about=f"blocked {kind}",
         )
 
 
-def _caller(told: dict[str, Any]) -> str:
+def _caller(caller: Caller) -> str:
     """A node that was not admitted, for a person."""
-    rank = "" if told["rank"] is None else f"node {told['rank']}, "
-    return f"{told['host']} ({rank}{told['address']})"
+    rank = "" if caller.rank is None else f"node {caller.rank}, "
+    return f"{caller.host} ({rank}{caller.address})"
 
 
 def next_line(situation: Situation, outcomes: Sequence[Outcome]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, finding, judged
-from ddpdoctor.preflight.nodes.judging import across_nodes, bad_ways, interface_name, reached_at
+from ddpdoctor.preflight.nodes.judging import across_nodes, bad_ways, interface
 from ddpdoctor.preflight.protocol.addresses import gloo_dials, is_loopback
 from ddpdoctor.preflight.protocol.meet import Meeting
 
@@ -47,82 +47,63 @@ def gloo_addresses(meeting: Meeting) -> Outcome:
         checkpoints, objects).
     """
     findings = list(_findings(meeting))
-    guilty = {finding.about for finding in findings}
-    good = len(meeting.nodes) - len(guilty)
-    detail = f"{good} of {meeting.expected} nodes are reached where gloo listens"
-    return judged(detail, findings)
+    good = len(meeting.nodes) - len({each.about for each in findings})
+    return judged(f"{good} of {meeting.expected} nodes are reached where gloo listens", findings)
 
 
 def _findings(meeting: Meeting) -> Iterator[Finding]:
-    unreached = {way for way, _ in bad_ways(meeting, "route")}
+    unreached = bad_ways(meeting, "route")
     closed: dict[int, list[int]] = {}
-    for (i, j), _ in bad_ways(meeting, "gloo"):
+    for i, j in bad_ways(meeting, "gloo"):
         if (i, j) not in unreached:
             closed.setdefault(j, []).append(i)
     for index, node in enumerate(meeting.nodes):
         address, why = node.facts.gloo_address, node.facts.gloo_why
         name = meeting.name(index)
-        apart = [other for other in meeting.nodes if other.facts.machine != node.facts.machine]
-        dialled = any(gloo_dials(other.facts.gloo_address, address) for other in apart)
+        others = [other for other in meeting.nodes if other.facts.machine != node.facts.machine]
         if not address:
-            yield _finding(meeting, index, f"gloo would not start on {name}: {why}", ())
-        elif is_loopback(address) and apart:
-            yield _finding(
+            yield _wrong(meeting, index, f"gloo would not start on {name}: {why}")
+        elif is_loopback(address) and others:
+            dialled = any(gloo_dials(other.facts.gloo_address, address) for other in others)
+            yield _wrong(
                 meeting,
                 index,
                 f"gloo on {name} listens on {address}, where no other node reaches it",
-                (why,) if dialled else (why, LUCK),
-                Severity.ERROR if dialled else Severity.WARNING,
+                *((why,) if dialled else (why, LUCK)),
+                severity=Severity.ERROR if dialled else Severity.WARNING,
             )
         elif index in closed:
             same = [
                 other
-                for other, each in enumerate(meeting.nodes)
-                if other != index and address in _addresses(meeting, other)
+                for other in range(len(meeting.nodes))
+                if other != index and interface(meeting, other, address)[0]
             ]
-            evidence = [why, f"dialled from {meeting.hosts(closed[index])}, twice"]
-            if same:
-                evidence.append(f"{meeting.hosts(same)} has the same address")
-            yield _finding(
+            called = interface(meeting, index, address)[0]
+            yield _wrong(
                 meeting,
                 index,
-                f"gloo on {name} listens on {address}{_called(meeting, index, address)}, where "
+                f"gloo on {name} listens on {address}{f' ({called})' if called else ''}, where "
                 "other nodes do not reach it",
-                tuple(evidence),
+                why,
+                f"dialled from {meeting.hosts(closed[index])}, twice",
+                *([f"{meeting.hosts(same)} has the same address"] if same else ()),
             )
 
 
-def _finding(
-    meeting: Meeting,
-    index: int,
-    message: str,
-    evidence: tuple[str, ...],
-    severity: Severity = Severity.ERROR,
+def _wrong(
+    meeting: Meeting, index: int, message: str, *evidence: str, severity: Severity = Severity.ERROR
 ) -> Finding:
-    node = meeting.nodes[index]
-    interface = interface_name(meeting, index)
-    reached = reached_at(meeting, index)
-    told = f"the others do reach it at {reached}"
+    host, reached = meeting.host(index), meeting.nodes[index].address
+    name = interface(meeting, index)[0]
+    at = f"the others do reach it at {reached}{f' ({name})' if name else ''}"
     return finding(
         severity,
         message,
-        evidence=(*evidence, f"{told} ({interface})" if interface else told),
-        fix=f"Name the interface, or correct the line of {node.facts.host} in /etc/hosts. On "
-        f"{node.facts.host}, in the job's environment:",
-        paste=f"export GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}"
-        if interface
-        else f"echo '{reached} {node.facts.host}' | sudo tee -a /etc/hosts",
+        evidence=(*evidence, at),
+        fix=f"Name the interface, or correct the line of {host} in /etc/hosts. On {host}, in the "
+        "job's environment:",
+        paste=f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}"
+        if name
+        else f"echo '{reached} {host}' | sudo tee -a /etc/hosts",
         about=f"gloo {index}",
     )
-
-
-def _addresses(meeting: Meeting, index: int) -> list[str]:
-    interfaces = meeting.nodes[index].facts.interfaces
-    return [address for _, _, addresses in interfaces for address in addresses]
-
-
-def _called(meeting: Meeting, index: int, address: str) -> str:
-    for name, _, addresses in meeting.nodes[index].facts.interfaces:
-        if address in addresses:
-            return f" ({name})"
-    return ""

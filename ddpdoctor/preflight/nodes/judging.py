@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Literal
 
 from ddpdoctor.preflight.check import Outcome, Run, Status, check, could_not_run, skipped
-from ddpdoctor.preflight.protocol.facts import Facts
 from ddpdoctor.preflight.protocol.meet import Meeting, meeting_of
+from ddpdoctor.preflight.protocol.messages import Dialled, Facts
 from ddpdoctor.preflight.situation import ATTENDANCE, Situation
 
 LIMIT = 3600.0
@@ -32,22 +32,17 @@ def across_nodes(name: str, code: str) -> Callable[[Callable[[Meeting], Outcome]
 
 def _judged(situation: Situation, of: Callable[[Meeting], Outcome]) -> Outcome:
     meeting = meeting_of(situation)
-    told = situation.chosen is None or ATTENDANCE in situation.chosen
-    # Whoever left that check out would take a test of nothing for a good one.
-    untested = skipped if told else could_not_run
+    checked = situation.chosen is None or ATTENDANCE in situation.chosen
+    # Without that check, a test of nothing would look like a good one.
+    untested = skipped if checked else could_not_run
     if meeting.problem is not None:
         return untested("this node did not meet the others")
     if len(meeting.nodes) < 2:
         return untested("no other node is here")
     outcome = of(meeting)
-    if not told and outcome.status is Status.PASS and len(meeting.nodes) < meeting.expected:
+    if not checked and outcome.status is Status.PASS and len(meeting.nodes) < meeting.expected:
         return could_not_run(f"{of_all(meeting)} are here: {outcome.detail}")
     return outcome
-
-
-def counted(count: int, noun: str) -> str:
-    """``1 node``, ``2 nodes``."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def of_all(meeting: Meeting) -> str:
@@ -89,11 +84,41 @@ class Blame:
     node: int
     ways: tuple[Way, ...]
 
+    @property
+    def about(self) -> str:
+        """What makes it the same finding on every node."""
+        return f"{self.kind} {self.ways[0]}"
+
+    def words(self, meeting: Meeting, into: str, out: str, both: str) -> str:
+        """The ways for a person.
+
+        Args:
+            meeting: For the names of the nodes.
+            into: What stands before a node that all ways lead to; of one way, before its end.
+            out: The same for a node that they start from.
+            both: The same for both.
+        """
+        node = meeting.name(self.node)
+        source, target = (meeting.name(index) for index in self.ways[0])
+        return {
+            "into": f"{into} {node}",
+            "out of": f"{out} {node}",
+            "both": f"{both} {node}",
+            "between": f"between {source} and {target}",
+            "way": f"from {source} to {target}",
+        }[self.kind]
+
+    def hosts(self, meeting: Meeting) -> str:
+        """The host names of the nodes to look at."""
+        host = meeting.host(self.node)
+        other = meeting.host(self.ways[0][0])
+        return f"{other} and {host}" if self.kind == "between" else host
+
 
 def blame(bad: Iterable[Way], tested: Iterable[Way]) -> list[Blame]:
     """Whom to blame: a node whose whole column or row is bad, else each way by itself.
 
-    With two nodes a row is a column is a way, so it is told as a way.
+    With two nodes a row is a column is a way, so it is reported as a way.
     """
     left = set(bad)
     into: dict[int, set[Way]] = {}
@@ -102,21 +127,21 @@ def blame(bad: Iterable[Way], tested: Iterable[Way]) -> list[Blame]:
         out.setdefault(way[0], set()).add(way)
         into.setdefault(way[1], set()).add(way)
     all_bad = frozenset(left)
-
-    def whole(ways: set[Way]) -> bool:
-        return len(ways) > 1 and ways <= all_bad
-
     found = []
+
+    def take(kind: Literal["into", "out of", "both"], node: int, *sets: set[Way]) -> None:
+        ways = set().union(*sets)
+        if all(len(each) > 1 and each <= all_bad for each in sets) and ways & left:
+            found.append(Blame(kind, node, tuple(sorted(ways & left))))
+            left.difference_update(ways)
+
     for node in sorted(into):
-        if whole(into[node]) and whole(out.get(node, set())):
-            found.append(_take("both", node, into[node] | out[node], left))
+        take("both", node, into[node], out.get(node, set()))
     # A firewall in front of a node is likelier than one behind it: columns first.
     for node in sorted(into):
-        if whole(into[node]) and into[node] & left:
-            found.append(_take("into", node, into[node], left))
+        take("into", node, into[node])
     for node in sorted(out):
-        if whole(out[node]) and out[node] & left:
-            found.append(_take("out of", node, out[node], left))
+        take("out of", node, out[node])
     for i, j in sorted(left):
         if (j, i) not in left:
             found.append(Blame("way", j, ((i, j),)))
@@ -125,19 +150,9 @@ def blame(bad: Iterable[Way], tested: Iterable[Way]) -> list[Blame]:
     return found
 
 
-def _take(
-    kind: Literal["into", "out of", "both"], node: int, ways: set[Way], left: set[Way]
-) -> Blame:
-    taken = Blame(kind, node, tuple(sorted(ways & left)))
-    left -= ways
-    return taken
-
-
-def bad_ways(meeting: Meeting, kind: str) -> Iterator[tuple[Way, dict[str, object]]]:
+def bad_ways(meeting: Meeting, kind: str) -> dict[Way, Dialled]:
     """The ways that failed twice at the addresses of a kind, with what is known of each."""
-    for i, j, of, result in meeting.blob["bad"]:
-        if of == kind:
-            yield (i, j), result
+    return {(i, j): result for i, j, of, result in meeting.report.bad if of == kind}
 
 
 def all_ways(meeting: Meeting) -> list[Way]:
@@ -146,15 +161,13 @@ def all_ways(meeting: Meeting) -> list[Way]:
     return [(i, j) for i in here for j in here if i != j]
 
 
-def interface_name(meeting: Meeting, index: int) -> str:
-    """The interface of a node that the others reach it by; empty if it is not known."""
+def interface(meeting: Meeting, index: int, address: str = "") -> tuple[str, int]:
+    """The name and MTU of a node's interface by its address, or by the one that others reach.
+
+    Empty and 0 where none is known.
+    """
     node = meeting.nodes[index]
-    for name, _, addresses in node.facts.interfaces:
-        if reached_at(meeting, index) in addresses:
-            return name
-    return ""
-
-
-def reached_at(meeting: Meeting, index: int) -> str:
-    """The address at which the others reach a node."""
-    return meeting.nodes[index].address
+    for name, mtu, addresses in node.facts.interfaces:
+        if (address or node.address) in addresses:
+            return name, mtu
+    return "", 0

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.preflight.check import Outcome, judged, skipped, warning
-from ddpdoctor.preflight.nodes.judging import Way, across_nodes, blame, counted, interface_name
+from ddpdoctor.preflight.nodes.judging import across_nodes, blame, interface
 from ddpdoctor.preflight.protocol.meet import Meeting
+from ddpdoctor.preflight.protocol.messages import Speeds
+from ddpdoctor.preflight.words import counted
 
 MOST_FINDINGS = 6
 
@@ -36,43 +38,34 @@ def link_speed(meeting: Meeting) -> Outcome:
         If all links are similar. The test uses one TCP connection in Python, which does not
         saturate the fastest links: it finds slow links, not the capacity of the network.
     """
-    speed = meeting.blob["speed"]
-    if not speed["measured"]:
+    speed = meeting.report.speed
+    if not speed.measured:
         return skipped("no link could be measured")
     detail = (
-        f"{counted(speed['measured'], 'way')}: median {shown(speed['bandwidth'])}, round trip "
-        f"{1e3 * speed['rtt']:.2f} ms"
+        f"{counted(speed.measured, 'link')}: median {shown(speed.bandwidth)}, round trip "
+        f"{1e3 * speed.rtt:.2f} ms"
     )
-    return judged(detail, list(_findings(meeting))[:MOST_FINDINGS])
+    return judged(detail, list(_findings(meeting, speed))[:MOST_FINDINGS])
 
 
-def _findings(meeting: Meeting) -> Iterator[Finding]:
-    speed = meeting.blob["speed"]
-    slow: dict[Way, tuple[float, float]] = {
-        (i, j): (rtt, bandwidth) for i, j, rtt, bandwidth in speed["slow"]
-    }
-    for each in blame(slow, [(i, j) for i, j in speed["cells"]]):
-        source, target = each.ways[0]
-        interface = interface_name(meeting, each.node) or "eth0"
+def _findings(meeting: Meeting, speed: Speeds) -> Iterator[Finding]:
+    slow = {(i, j): (rtt, bandwidth) for i, j, rtt, bandwidth in speed.slow}
+    for each in blame(slow, speed.cells):
+        name = interface(meeting, each.node)[0] or "eth0"
         rtt = min(slow[way][0] for way in each.ways)
         bandwidth = max(slow[way][1] for way in each.ways)
-        between = {
-            "into": f"every link to {meeting.name(each.node)}",
-            "out of": f"every link from {meeting.name(each.node)}",
-            "both": f"every link of {meeting.name(each.node)}",
-            "between": f"the link between {meeting.name(source)} and {meeting.name(target)}",
-            "way": f"the link from {meeting.name(source)} to {meeting.name(target)}",
-        }[each.kind]
+        link = "the link" if each.kind in ("way", "between") else "every link"
         yield warning(
-            f"{between} is slow: {shown(bandwidth)}, round trip {1e3 * rtt:.2f} ms",
+            f"{link} {each.words(meeting, 'to', 'from', 'of')} is slow: {shown(bandwidth)}, round "
+            f"trip {1e3 * rtt:.2f} ms",
             evidence=(
-                f"the median link has {shown(speed['bandwidth'])} and {1e3 * speed['rtt']:.2f} ms",
+                f"the median link has {shown(speed.bandwidth)} and {1e3 * speed.rtt:.2f} ms",
                 "it was measured again alone, and the best counts",
             ),
-            fix=f"Look at the cable, the switch port and the chosen interface of "
-            f"{meeting.nodes[each.node].facts.host}. There:",
-            paste=f"ethtool {interface} | grep -E 'Speed|Duplex'",
-            about=f"{each.kind} {each.ways[0]}",
+            fix=f"Check the cable, the switch port and the chosen interface of "
+            f"{meeting.host(each.node)}. There:",
+            paste=f"ethtool {name} | grep -E 'Speed|Duplex'",
+            about=each.about,
         )
 
 

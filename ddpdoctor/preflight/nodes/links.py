@@ -14,13 +14,13 @@ from ddpdoctor.preflight.nodes.judging import (
     all_ways,
     bad_ways,
     blame,
-    counted,
-    interface_name,
-    reached_at,
+    interface,
 )
 from ddpdoctor.preflight.protocol.addresses import gloo_dials
 from ddpdoctor.preflight.protocol.meet import Meeting
+from ddpdoctor.preflight.protocol.messages import Dialled
 from ddpdoctor.preflight.protocol.pairs import STALLS
+from ddpdoctor.preflight.words import counted
 
 MOST_WAYS = 6
 
@@ -70,108 +70,102 @@ def links(meeting: Meeting) -> Outcome:
         DDP054. It is a warning only where no node has a GPU and gloo does not connect in that
         direction.
     """
-    failed = {
-        way: result for way, result in bad_ways(meeting, "route") if result["outcome"] not in STALLS
-    }
+    bad = bad_ways(meeting, "route")
+    failed = {way: result for way, result in bad.items() if result.outcome not in STALLS}
     ways = all_ways(meeting)
     good = len([way for way in ways if way not in failed])
-    detail = f"{good} of {meeting.expected * (meeting.expected - 1)} ways between nodes are open"
+    total = meeting.expected * (meeting.expected - 1)
+    detail = f"{good} of {total} directions between nodes are open"
     return judged(detail, _findings(meeting, failed, ways))
 
 
-def _findings(
-    meeting: Meeting, failed: dict[Way, dict[str, object]], ways: list[Way]
-) -> Iterator[Finding]:
+def _findings(meeting: Meeting, failed: dict[Way, Dialled], ways: list[Way]) -> Iterator[Finding]:
     blames = blame(failed, ways)
     single = [each for each in blames if each.kind in ("way", "between")]
     for each in blames:
         if each in single[MOST_WAYS:]:
             continue
-        outcome = str(failed[each.ways[0]]["outcome"])
-        words, closed = _WORDS.get(outcome, "it fails"), outcome not in ("silent", "stranger")
+        outcome = failed[each.ways[0]].outcome
+        closed = outcome not in ("silent", "stranger")
         used = any(_is_used(meeting, way) for way in each.ways)
         evidence = tuple(_evidence(meeting, each, failed, ways))
         yield finding(
             Severity.ERROR if used else Severity.WARNING,
-            f"{_message(meeting, each, failed)}: {words}",
+            f"{_message(meeting, each)}: {_WORDS.get(outcome, 'it fails')}",
             evidence=evidence if used else (*evidence, UNUSED),
             fix=_fix(meeting, each) if closed else SILENT_FIX,
             paste=_paste(meeting, each)
             if closed
-            else f"ip route get {reached_at(meeting, each.ways[0][1])}",
-            about=f"{each.kind} {each.ways[0]}",
+            else f"ip route get {meeting.nodes[each.ways[0][1]].address}",
+            about=each.about,
         )
     if len(single) > MOST_WAYS:
+        more = single[MOST_WAYS:]
         yield failure(
-            f"{len(single) - MOST_WAYS} more ways between nodes are closed",
+            f"{len(more)} more directions between nodes are closed",
             evidence=tuple(
                 f"{meeting.name(each.ways[0][0])} to {meeting.name(each.node)}"
-                for each in single[MOST_WAYS : MOST_WAYS + 16]
+                for each in more[:16]
             ),
             fix="Let the nodes of the job reach each other on all TCP ports. For the first of "
-            f"these, on {meeting.nodes[single[MOST_WAYS].node].facts.host}:",
-            paste=_paste(meeting, single[MOST_WAYS]),
+            f"these, on {meeting.host(more[0].node)}:",
+            paste=_paste(meeting, more[0]),
             about="more ways",
         )
 
 
 def _is_used(meeting: Meeting, way: Way) -> bool:
-    """Whether a job needs a connection that way round: gloo dials one way alone, NCCL both."""
+    """Whether a job needs a connection in that direction: gloo needs one of two, NCCL both."""
     if any(node.facts.gpus for node in meeting.nodes):
         return True
     source, target = (meeting.nodes[index].facts for index in way)
     return gloo_dials(source.gloo_address, target.gloo_address)
 
 
-def _message(meeting: Meeting, each: Blame, failed: dict[Way, dict[str, object]]) -> str:
-    node = meeting.name(each.node)
-    if each.kind == "both":
-        return f"{node} reaches no other node, and none reaches it"
-    if each.kind == "into":
-        return f"no other node can open a connection to {node}"
-    if each.kind == "out of":
-        return f"{node} can open a connection to no other node"
-    if each.kind == "between":
-        other = meeting.name(each.ways[0][0])
-        return f"{other} and {node} cannot open connections to each other"
-    return f"{meeting.name(each.ways[0][0])} cannot open a connection to {node}"
+def _message(meeting: Meeting, each: Blame) -> str:
+    node, other = meeting.name(each.node), meeting.name(each.ways[0][0])
+    return {
+        "both": f"{node} reaches no other node, and none reaches it",
+        "into": f"no other node can open a connection to {node}",
+        "out of": f"{node} can open a connection to no other node",
+        "between": f"{other} and {node} cannot open connections to each other",
+        "way": f"{other} cannot open a connection to {node}",
+    }[each.kind]
 
 
 def _evidence(
-    meeting: Meeting, each: Blame, failed: dict[Way, dict[str, object]], ways: list[Way]
+    meeting: Meeting, each: Blame, failed: dict[Way, Dialled], ways: list[Way]
 ) -> Iterator[str]:
     source, target = each.ways[0]
     result = failed[source, target]
     port = meeting.nodes[target].facts.pair_port
-    error = f" ({result['error']})" if result.get("error") else ""
+    error = f" ({result.error})" if result.error else ""
     yield (
-        f"{meeting.nodes[source].facts.host} dialled {reached_at(meeting, target)}, port {port}, "
-        f"twice: {result['outcome']} after {float(str(result.get('seconds', 0))):.1f} s{error}"
+        f"{meeting.host(source)} dialled {meeting.nodes[target].address}, port {port}, twice: "
+        f"{result.outcome} after {result.seconds:.1f} s{error}"
     )
     back = (target, source)
     if each.kind == "way" and back in ways:
         state = "closed as well" if back in failed else "open"
-        yield f"the way back, from {meeting.nodes[target].facts.host}, is {state}"
-    if each.kind == "way" and len(meeting.nodes) > 2:
-        into = [way for way in ways if way[1] == target and way not in failed]
-        if into:
-            yield f"{counted(len(into), 'other node')} can: {meeting.hosts([i for i, _ in into])}"
+        yield f"the opposite direction, from {meeting.host(target)}, is {state}"
+    into = [way[0] for way in ways if way[1] == target and way not in failed]
+    if each.kind == "way" and into:
+        yield f"{counted(len(into), 'other node')} can: {meeting.hosts(into)}"
 
 
 def _fix(meeting: Meeting, each: Blame) -> str:
-    host = meeting.nodes[each.node].facts.host
+    hosts, host = each.hosts(meeting), meeting.host(each.node)
     if each.kind == "out of":
         return (
-            f"Let {host} out: its own firewall, or its security group, stops connections to the "
-            "other nodes' ports 32768 and up."
+            f"Allow outgoing connections on {host}: its own firewall, or its security group, stops "
+            "those to the other nodes' ports 32768 and up."
         )
     if each.kind == "both":
-        return f"Look at the network of {host}: its interface, its firewall, its security group."
+        return f"Check the network of {host}: its interface, its firewall, its security group."
     if each.kind == "between":
-        host = f"{meeting.nodes[each.ways[0][0]].facts.host} and {host}"
         return (
-            f"Open {host} for each other on all TCP ports, in their firewalls or their security "
-            f"group. On {meeting.nodes[each.node].facts.host}, and the like on the other:"
+            f"Open {hosts} for each other on all TCP ports, in their firewalls or their security "
+            f"group. On {host}, and the same on the other:"
         )
     return (
         f"Open {host} for the other nodes on all TCP ports, in its firewall or its security "
@@ -180,11 +174,10 @@ def _fix(meeting: Meeting, each: Blame) -> str:
 
 
 def _paste(meeting: Meeting, each: Blame) -> str:
-    if each.kind == "out of":
-        peers = sorted({way[1] for way in each.ways})
-        return let_through("OUTPUT", "-d", [reached_at(meeting, peer) for peer in peers[:16]])
-    peers = sorted({i if j == each.node else j for i, j in each.ways})
-    return let_through("INPUT", "-s", [reached_at(meeting, peer) for peer in peers[:16]])
+    out = each.kind == "out of"
+    peers = sorted({j if out or i == each.node else i for i, j in each.ways})
+    addresses = [meeting.nodes[peer].address for peer in peers[:16]]
+    return let_through("OUTPUT", "-d", addresses) if out else let_through("INPUT", "-s", addresses)
 
 
 @across_nodes("packet-size", "DDP054")
@@ -212,72 +205,59 @@ def packet_size(meeting: Meeting) -> Outcome:
     When it stays silent
         If 64 KiB arrived on every open path and the MTUs are equal.
     """
-    lossy: dict[Way, dict[str, object]] = {}
+    lossy: dict[Way, Dialled] = {}
     closed: set[Way] = set()
-    for way, result in bad_ways(meeting, "route"):
-        if result["outcome"] == "forth":
+    for way, result in bad_ways(meeting, "route").items():
+        if result.outcome == "forth":
             lossy[way] = result
-        elif result["outcome"] == "back":
+        elif result.outcome == "back":
             lossy[way[1], way[0]] = result
         else:
             closed.add(way)
     ways = [way for way in all_ways(meeting) if way not in closed]
     passed = len([way for way in ways if way not in lossy])
     total = meeting.expected * (meeting.expected - 1)
-    detail = f"64 KiB arrived on {passed} of {total} ways"
+    detail = f"64 KiB arrived in {passed} of {total} directions"
     return judged(detail, [*_losses(meeting, lossy, ways), *_differing(meeting)])
 
 
-def _losses(
-    meeting: Meeting, lossy: dict[Way, dict[str, object]], ways: list[Way]
-) -> Iterator[Finding]:
+def _losses(meeting: Meeting, lossy: dict[Way, Dialled], ways: list[Way]) -> Iterator[Finding]:
     for each in blame(lossy, ways):
-        source, target = each.ways[0]
-        result = lossy[each.ways[0]]
-        passes = int(str(result.get("passes", 0)))
-        mtu = _mtu(meeting, source)
+        passes = lossy[each.ways[0]].passes
+        mtu = interface(meeting, each.ways[0][0])[1]
         size = f"packets of {mtu} bytes" if mtu else "packets of full size"
-        between = {
-            "into": f"on the way to {meeting.name(each.node)}",
-            "out of": f"on the way from {meeting.name(each.node)}",
-            "both": f"to and from {meeting.name(each.node)}",
-            "between": f"between {meeting.name(source)} and {meeting.name(target)}",
-            "way": f"from {meeting.name(source)} to {meeting.name(target)}",
-        }[each.kind]
-        host = meeting.nodes[each.node].facts.host
-        if each.kind == "between":
-            host = f"{meeting.nodes[source].facts.host} and {host}"
-        interface = interface_name(meeting, each.node) or "eth0"
-        what = f"{size} vanish {between}" if passes else f"64 KiB do not arrive {between}"
+        between = each.words(meeting, "on the way to", "on the way from", "to and from")
+        hosts = each.hosts(meeting)
+        name = interface(meeting, each.node)[0] or "eth0"
         yield failure(
-            what,
+            f"{size} vanish {between}" if passes else f"64 KiB do not arrive {between}",
             evidence=(
                 "a connection opens there, and small messages pass",
                 f"packets of {passes} bytes pass" if passes else "smaller packets fail as well",
             ),
-            fix=f"Give the interface of {host} a smaller MTU, or let ICMP through on the way. On "
-            f"{host}, and on every other node to be equal:"
+            fix=f"Give the interface of {hosts} a smaller MTU, or let ICMP through on the way. On "
+            f"{hosts}, and on every other node to be equal:"
             if passes
-            else f"Look at the network of {host}: its cable, its driver, a rule by packet size. "
+            else f"Check the network of {hosts}: its cable, its driver, a rule by packet size. "
             "Its counters of errors:",
-            paste=f"sudo ip link set dev {interface} mtu {passes}"
+            paste=f"sudo ip link set dev {name} mtu {passes}"
             if passes
-            else f"ip -s link show dev {interface}",
-            about=f"{each.kind} {each.ways[0]}",
+            else f"ip -s link show dev {name}",
+            about=each.about,
         )
 
 
 def _differing(meeting: Meeting) -> Iterator[Finding]:
     by_mtu: dict[int, list[int]] = {}
     for index in range(len(meeting.nodes)):
-        mtu = _mtu(meeting, index)
+        mtu = interface(meeting, index)[1]
         if mtu:
             by_mtu.setdefault(mtu, []).append(index)
     if len(by_mtu) < 2:
         return
     odd = min(by_mtu, key=lambda mtu: (len(by_mtu[mtu]), mtu))
     usual = max((mtu for mtu in by_mtu if mtu != odd), key=lambda mtu: len(by_mtu[mtu]))
-    interface = interface_name(meeting, by_mtu[odd][0])
+    name = interface(meeting, by_mtu[odd][0])[0]
     yield warning(
         f"the largest packet (MTU) is {odd} bytes on {meeting.hosts(by_mtu[odd])} and {usual} "
         "bytes on others",
@@ -285,14 +265,6 @@ def _differing(meeting: Meeting) -> Iterator[Finding]:
             f"MTU {mtu}: {meeting.hosts(indices)}" for mtu, indices in sorted(by_mtu.items())
         ),
         fix="Give the interfaces of all nodes one MTU.",
-        paste=f"sudo ip link set dev {interface} mtu {min(by_mtu)}",
+        paste=f"sudo ip link set dev {name} mtu {min(by_mtu)}",
         about="mtu",
     )
-
-
-def _mtu(meeting: Meeting, index: int) -> int:
-    address = reached_at(meeting, index)
-    for _, mtu, addresses in meeting.nodes[index].facts.interfaces:
-        if address in addresses:
-            return mtu
-    return 0

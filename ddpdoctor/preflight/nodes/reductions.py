@@ -7,15 +7,16 @@ machines can be.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.preflight.check import Outcome, could_not_run, failure, judged, skipped, warning
 from ddpdoctor.preflight.machine.nccl import advice
-from ddpdoctor.preflight.nodes.judging import across_nodes, counted, interface_name
+from ddpdoctor.preflight.nodes.judging import across_nodes, grouped, interface
 from ddpdoctor.preflight.protocol.meet import Meeting
+from ddpdoctor.preflight.protocol.messages import NcclReport, Reduction
 from ddpdoctor.preflight.protocol.ranks import BROKEN
+from ddpdoctor.preflight.words import counted
 
 FAR_BELOW = 8
 """So many times slower than the link is worth a warning. Healthy machines are within two or three;
@@ -33,7 +34,7 @@ MOST_RANKS = 64
 """With more ranks an all_reduce of a few MiB waits for the many steps of its ring."""
 
 
-def capacity(meeting: Meeting, nodes: list[int]) -> tuple[str, float]:
+def capacity(meeting: Meeting, nodes: Sequence[int]) -> tuple[str, float]:
     """The slowest link that a group of nodes reduces over, and its bytes per second; or 0, and why.
 
     Inside a node where it is a single one, else between the nodes.
@@ -79,109 +80,98 @@ def gloo_reduction(meeting: Meeting) -> Outcome:
         If every rank got the right result. The bus bandwidth is not compared if a node's cores were
         busy or with more than 64 ranks; the output says so.
     """
-    told = meeting.blob["reduction"]
-    if told.get("unready"):
-        return _unready(meeting, told["unready"])
-    if told["skipped"]:
-        return skipped(told["skipped"])
-    if not told["world"]:
+    test = meeting.report.reduction
+    if test.unready:
+        return _unready(meeting, test)
+    if test.skipped:
+        return skipped(test.skipped)
+    if not test.world:
         return could_not_run("there were no ranks")
     detail = (
-        f"{told['correct_nodes']} of {meeting.expected} nodes, {told['correct']} of "
-        f"{counted(told['world'], 'rank')} reduced correctly"
+        f"{test.correct_nodes} of {meeting.expected} nodes, {test.correct} of "
+        f"{counted(test.world, 'rank')} reduced correctly"
     )
-    bus, least = told["bus"], meeting.blob["speed"]["least"]
-    if not bus:
-        return judged(detail, _failed_gloo(meeting, told))
-    why_not = _why_not_compared(told, least)
-    detail += f"; bus bandwidth {shown(bus)}, "
-    detail += f"not compared: {why_not}" if why_not else f"TCP has {shown(least)}"
-    slow = [] if why_not else list(_slow_gloo(meeting, bus, least))
-    return judged(detail, [*_failed_gloo(meeting, told), *slow])
+    findings = list(_failed_gloo(meeting, test))
+    least = meeting.report.speed.least
+    if test.bus:
+        why_not = _why_not_compared(test, least)
+        detail += f"; bus bandwidth {shown(test.bus)}, "
+        detail += f"not compared: {why_not}" if why_not else f"TCP has {shown(least)}"
+        if not why_not and test.bus < least / BELOW_TCP:
+            findings.append(_slow_gloo(meeting, test.bus, least))
+    return judged(detail, findings)
 
 
-def _unready(meeting: Meeting, told: list[tuple[int, str, float]]) -> Outcome:
-    broken = [index for index, why, _ in told if why == BROKEN]
+def _unready(meeting: Meeting, test: Reduction) -> Outcome:
+    broken = [index for index, why, _ in test.unready if why == BROKEN]
     if not broken:
-        hosts = meeting.hosts([index for index, *_ in told])
+        hosts = meeting.hosts([index for index, *_ in test.unready])
         return could_not_run(
-            f"torch was not imported within {told[0][2]:.0f} s on {hosts}: give it more time with "
-            "--timeout"
+            f"torch was not imported within {test.unready[0][2]:.0f} s on {hosts}: give it more "
+            "time with --timeout"
         )
-    finding = failure(
+    wrong = failure(
         f"torch cannot be imported on {meeting.hosts(broken)}",
-        fix=f"See what Python says. On {meeting.nodes[broken[0]].facts.host}:",
+        fix=f"See what Python says. On {meeting.host(broken[0])}:",
         paste="python -c 'import torch.distributed'",
         about="import",
     )
-    return judged("not tried: torch cannot be imported everywhere", [finding])
+    return judged("not tried: torch cannot be imported everywhere", [wrong])
 
 
-def _why_not_compared(told: dict[str, Any], least: float) -> str:
+def _why_not_compared(test: Reduction, least: float) -> str:
     """Why gloo's speed says nothing about the network; empty if it does."""
     if not least:
         return "no link was measured"
-    if told["world"] > MOST_RANKS:
+    if test.world > MOST_RANKS:
         return f"over {MOST_RANKS} ranks"
-    return "" if told["idle"] >= IDLE else "the cores were busy"
+    return "" if test.idle >= IDLE else "the cores were busy"
 
 
-def _slow_gloo(meeting: Meeting, bus: float, least: float) -> Iterator[Finding]:
-    if bus >= least / BELOW_TCP:
-        return
-    ways = {
+def _slow_gloo(meeting: Meeting, bus: float, least: float) -> Finding:
+    addresses = {
         f"{node.facts.host}: gloo {node.facts.gloo_address} ({node.facts.gloo_why}), reached at "
         f"{node.address}"
         for node in meeting.nodes
         if node.facts.gloo_address != node.address
     }
-    name = next((interface_name(meeting, index) for index in range(len(meeting.nodes))), "")
-    yield warning(
+    return warning(
         f"gloo moves {shown(bus)} between the nodes, far less than the {shown(least)} of one "
         "connection of TCP",
-        evidence=tuple(sorted(ways))[:8],
+        evidence=tuple(sorted(addresses))[:8],
         fix="Let gloo use the interface that the nodes reach each other by, in the job's "
         "environment on every node (its name may differ):",
-        paste=f"export GLOO_SOCKET_IFNAME={name or 'eth0'}",
+        paste=f"export GLOO_SOCKET_IFNAME={interface(meeting, 0)[0] or 'eth0'}",
         about="bus",
     )
 
 
-def _failed_gloo(meeting: Meeting, told: dict[str, Any]) -> Iterator[Finding]:
-    if told["correct"] == told["world"]:
+def _failed_gloo(meeting: Meeting, test: Reduction) -> Iterator[Finding]:
+    if test.correct == test.world:
         return
-    wrong = told["wrong"]
-    nodes = sorted({result["node"] for result in wrong})
-    words = [str(result.get("error", "")) for result in wrong]
-    answered = {result["node"] for result in wrong}
-    silent = [
-        index for index, node in enumerate(meeting.nodes) if node.lost and index not in answered
-    ]
-    failed = counted(told["world"] - told["correct"], "rank")
-    message = (
-        "no rank could reduce"
-        if told["correct"] == 0
-        else f"{failed} did not reduce correctly, on {meeting.hosts(sorted({*nodes, *silent}))}"
-    )
+    wrong = {result.node for result in test.wrong}
+    silent = [index for index, node in enumerate(meeting.nodes) if node.lost and index not in wrong]
+    failed = counted(test.world - test.correct, "rank")
+    message = f"{failed} did not reduce correctly, on {meeting.hosts(sorted({*wrong, *silent}))}"
     evidence = [
-        f"rank {result['rank']} on {meeting.nodes[result['node']].facts.host}: {text}"
-        for result, text in zip(wrong, words, strict=True)
-        if text
+        f"rank {result.rank} on {meeting.host(result.node)}: {result.error}"
+        for result in test.wrong
+        if result.error
     ][:4]
     if silent:
         evidence.append(f"no answer at all from {meeting.hosts(silent)}")
     yield failure(
-        f"{message} within {told['limit']:.0f} s",
+        f"{message if test.correct else 'no rank could reduce'} within {test.limit:.0f} s",
         evidence=tuple(evidence),
         fix="See the first error: a job would end with it. The other checks of the nodes found no "
-        "reason. With gloo's own words, try again:",
+        "reason. For gloo's own messages, try again with:",
         paste="export TORCH_CPP_LOG_LEVEL=INFO TORCH_DISTRIBUTED_DEBUG=INFO",
         about="reduction",
     )
 
 
 OWN_WORDS = (
-    "Try again with NCCL's own words; the first warning names the device or address.",
+    "Try again with NCCL's own messages; the first warning names the device or address.",
     "export NCCL_DEBUG=INFO",
 )
 
@@ -214,45 +204,36 @@ def nccl_reduction(meeting: Meeting) -> Outcome:
         If all stages gave the right result. Skipped without GPUs. A link of unknown speed (such as
         a virtual network card) is not compared; the output says so.
     """
-    why_not: dict[str, list[int]] = {}
-    for index, node in enumerate(meeting.nodes):
-        if node.facts.no_nccl:
-            why_not.setdefault(node.facts.no_nccl, []).append(index)
-    if why_not:
-        reason, on = next(iter(why_not.items()))
-        return skipped(
-            reason if len(on) == len(meeting.nodes) else f"{reason} on {meeting.hosts(on)}"
-        )
-    told = meeting.blob["reduction"]
-    if told["skipped"]:
-        return skipped(told["skipped"])
-    nccl = told["nccl"]
-    if nccl is None or (not nccl["stages"] and not nccl["untested"]):
+    why_not = grouped(meeting, lambda facts: facts.no_nccl)
+    for reason, on in why_not.items():
+        everywhere = len(on) == len(meeting.nodes)
+        return skipped(reason if everywhere else f"{reason} on {meeting.hosts(on)}")
+    test = meeting.report.reduction
+    if test.skipped:
+        return skipped(test.skipped)
+    nccl = test.nccl
+    if nccl is None or (not nccl.stages and not nccl.untested):
         return skipped("gloo failed already")
-    detail = f"{nccl['correct']} of {told['world']} ranks reduced correctly"
-    for name, _, sets in nccl["stages"]:
-        if sets:
-            detail += f"; {name} {shown(sets[0][1])}{_of(capacity(meeting, sets[0][0]))}"
-    found = [*_failed_nccl(meeting), *_slow_nccl(meeting)]
-    if nccl["untested"] and not found:
+    detail = f"{nccl.correct} of {test.world} ranks reduced correctly"
+    for stage in nccl.stages:
+        for nodes, bus in stage.sets[:1]:
+            link, speed = capacity(meeting, nodes)
+            of = f" of {shown(speed)} ({link})" if speed else f", not compared: {link}"
+            detail += f"; {stage.name} {shown(bus)}{of}"
+    found = [*_failed_nccl(meeting, nccl, test.world), *_slow_nccl(meeting, nccl)]
+    if nccl.untested and not found:
         return could_not_run(
-            f"{detail}; no time was left for NCCL {nccl['untested']}: give it more with --timeout"
+            f"{detail}; no time was left for NCCL {nccl.untested}: give it more with --timeout"
         )
     return judged(detail, found)
 
 
-def _of(link: tuple[str, float]) -> str:
-    """With what a bus bandwidth is compared, for the table."""
-    what, speed = link
-    return f" of {shown(speed)} ({what})" if speed else f", not compared: {what}"
-
-
-def _slow_nccl(meeting: Meeting) -> Iterator[Finding]:
+def _slow_nccl(meeting: Meeting, nccl: NcclReport) -> Iterator[Finding]:
     """The first stage that is far slower than its links; those after it go over the same ones."""
-    for name, _, sets in meeting.blob["reduction"]["nccl"]["stages"]:
+    for stage in nccl.stages:
         slow = [
             (nodes, bus, link)
-            for nodes, bus in sets
+            for nodes, bus in stage.sets
             if (link := capacity(meeting, nodes))[1] and bus < link[1] / FAR_BELOW
         ]
         if not slow:
@@ -260,58 +241,54 @@ def _slow_nccl(meeting: Meeting) -> Iterator[Finding]:
         nodes, bus, (what, speed) = slow[0]
         inside = len(nodes) == 1
         yield warning(
-            f"NCCL moves {shown(bus)} {name} ({meeting.hosts(nodes)}), far less than the link's "
-            f"{shown(speed)} ({what})",
+            f"NCCL moves {shown(bus)} {stage.name} ({meeting.hosts(nodes)}), far less than the "
+            f"link's {shown(speed)} ({what})",
             evidence=tuple(
                 f"{meeting.hosts(others)}: {shown(each)}" for others, each, _ in slow[1:9]
             ),
-            fix="Look which way NCCL takes: where it is not peer-to-peer, an IOMMU or ACS may be "
-            "in between. Its own words:"
+            fix="See which transport NCCL uses: where it is not peer-to-peer, an IOMMU or ACS may "
+            "be in between. NCCL reports it with:"
             if inside
-            else "Look which way NCCL takes: a socket in place of InfiniBand (no device in the "
-            "container, no plugin), or another interface. Its own words:",
-            paste="export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,GRAPH,P2P,SHM"
-            if inside
-            else "export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET",
+            else "See which transport NCCL uses: a socket in place of InfiniBand (no device in the "
+            "container, no plugin), or another interface. NCCL reports it with:",
+            paste="export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS="
+            + ("INIT,GRAPH,P2P,SHM" if inside else "INIT,NET"),
             about="bus",
         )
         return
 
 
-def _failed_nccl(meeting: Meeting) -> Iterator[Finding]:
-    told = meeting.blob["reduction"]["nccl"]
-    again = told.get("again", [])
-    for name, errors, _ in told["stages"]:
-        if not errors:
-            continue
-        chosen = sorted({index for _, nodes, _ in errors for index in nodes})
-        where = f"{name} fails: {meeting.hosts(chosen)}"
-        guilty = sorted({suspect for suspect, _, works in again if not works})
-        if guilty:
-            where = f"{name} fails because of {meeting.hosts(guilty)}"
-        elif again:
-            where = f"fails between {meeting.hosts(chosen)} alone"
-        fix, paste = advice(" ".join(said for _, _, said in errors), OWN_WORDS)
-        yield failure(
-            f"NCCL's all_reduce {where}",
-            evidence=(
-                *(
-                    f"{meeting.hosts([suspect])} with {meeting.hosts([other])}, which had not "
-                    f"failed: {'works' if works else 'fails, too'}"
-                    for suspect, other, works in again[:6]
-                ),
-                *dict.fromkeys(f"{meeting.nodes[at].facts.host}: {said}" for at, _, said in errors),
-            )[:10],
-            fix=fix,
-            paste=paste,
-            about=name,
-        )
+def _failed_nccl(meeting: Meeting, nccl: NcclReport, world: int) -> Iterator[Finding]:
+    failed = next((stage for stage in nccl.stages if stage.errors), None)
+    missing = world - nccl.correct
+    if failed is None:
+        if missing and not nccl.untested:
+            yield failure(
+                f"NCCL's test was not ended by {missing} of {world} ranks",
+                fix=OWN_WORDS[0],
+                paste=OWN_WORDS[1],
+                about="ranks",
+            )
         return
-    missing = meeting.blob["reduction"]["world"] - told["correct"]
-    if missing and not told["untested"]:
-        yield failure(
-            f"NCCL's test was not ended by {missing} of {meeting.blob['reduction']['world']} ranks",
-            fix="Try again with NCCL's own words.",
-            paste="export NCCL_DEBUG=INFO",
-            about="ranks",
-        )
+    name = failed.name
+    chosen = sorted({index for _, nodes, _ in failed.errors for index in nodes})
+    guilty = sorted({suspect for suspect, _, works in nccl.again if not works})
+    where = f"{name} fails: {meeting.hosts(chosen)}"
+    if guilty:
+        where = f"{name} fails because of {meeting.hosts(guilty)}"
+    elif nccl.again:
+        where = f"fails between {meeting.hosts(chosen)} alone"
+    fix, paste = advice(" ".join(words for _, _, words in failed.errors), OWN_WORDS)
+    again = [
+        f"{meeting.name(suspect)} with {meeting.name(other)}, which had not failed: "
+        f"{'works' if works else 'fails, too'}"
+        for suspect, other, works in nccl.again[:6]
+    ]
+    errors = dict.fromkeys(f"{meeting.host(at)}: {words}" for at, _, words in failed.errors)
+    yield failure(
+        f"NCCL's all_reduce {where}",
+        evidence=(*again, *errors)[:10],
+        fix=fix,
+        paste=paste,
+        about=name,
+    )

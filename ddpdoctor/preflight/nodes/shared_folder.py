@@ -11,6 +11,7 @@ from ddpdoctor.core.finding import Finding
 from ddpdoctor.preflight.check import Outcome, failure, judged, note, skipped, warning
 from ddpdoctor.preflight.nodes.judging import across_nodes
 from ddpdoctor.preflight.protocol.meet import Meeting
+from ddpdoctor.preflight.protocol.messages import Folder
 
 
 @across_nodes("shared-folder", "DDP059")
@@ -38,57 +39,49 @@ def shared_folder(meeting: Meeting) -> Outcome:
         If all nodes see the file, or no directory is given. It is only a warning: a job that never
         resumes, or broadcasts the weights from rank 0, works without it.
     """
-    told = meeting.blob["folder"]
-    asked = told["asked"]
-    if not asked:
+    test = meeting.report.folder
+    if not test.asked:
         return skipped("no --checkpoint-dir was named")
-    folder = meeting.nodes[asked[0]].facts.folder
-    quoted = shlex.quote(folder)
-    if told["error"]:
-        return judged(
-            f"{folder} cannot be written on {meeting.name(told['writer'])}",
-            [
-                failure(
-                    f"{folder} cannot be written on {meeting.name(told['writer'])}: "
-                    f"{told['error']}",
-                    fix="Make the folder, or let this user write there.",
-                    paste=f"mkdir -p {quoted}"
-                    if told["error"] == os.strerror(errno.ENOENT)
-                    else f"ls -ld {quoted}; df -h {quoted}",
-                    about="write",
-                )
-            ],
+    writer = test.asked[0]
+    folder = meeting.nodes[writer].facts.folder
+    if test.error:
+        quoted = shlex.quote(folder)
+        message = f"{folder} cannot be written on {meeting.name(writer)}"
+        wrong = failure(
+            f"{message}: {test.error}",
+            fix="Make the folder, or let this user write there.",
+            paste=f"mkdir -p {quoted}"
+            if test.error == os.strerror(errno.ENOENT)
+            else f"ls -ld {quoted}; df -h {quoted}",
+            about="write",
         )
-    seen = len(told["seen"]) + 1
+        return judged(message, [wrong])
     return judged(
-        f"{seen} of {meeting.expected} nodes see the same {folder}", _findings(meeting, folder)
+        f"{len(test.seen) + 1} of {meeting.expected} nodes see the same {folder}",
+        _findings(meeting, test, writer, folder),
     )
 
 
-def _findings(meeting: Meeting, folder: str) -> Iterator[Finding]:
-    told = meeting.blob["folder"]
-    asked, writer = told["asked"], told["writer"]
-    blind = [index for index in asked if index != writer and index not in told["seen"]]
+def _findings(meeting: Meeting, test: Folder, writer: int, folder: str) -> Iterator[Finding]:
+    blind = [index for index in test.asked if index != writer and index not in test.seen]
     if blind:
         yield warning(
             f"{folder} is another folder on {meeting.hosts(blind)} than on {meeting.name(writer)}",
-            evidence=(f"a file that {meeting.nodes[writer].facts.host} wrote there was not seen",),
+            evidence=(f"a file that {meeting.host(writer)} wrote there was not seen",),
             fix="Mount the same file system there on every node, or copy checkpoints before a "
             "resume.",
             paste=f"findmnt -T {shlex.quote(folder)}",
             about="blind",
         )
-    else:
-        listings = {listing for index, listing in told["listings"] if listing}
-        if len(listings) > 1:
-            yield warning(
-                f"the nodes see the same {folder}, but not the same files in it",
-                fix="Something writes there now, or a node's view is old: wait, and check again. "
-                "On each:",
-                paste=f"ls -la {shlex.quote(folder)}",
-                about="listing",
-            )
-    unasked = [index for index in range(len(meeting.nodes)) if index not in asked]
+    elif len(set(filter(None, test.listings))) > 1:
+        yield warning(
+            f"the nodes see the same {folder}, but not the same files in it",
+            fix="A process writes there now, or a node's view is old: wait, and check again. On "
+            "each:",
+            paste=f"ls -la {shlex.quote(folder)}",
+            about="listing",
+        )
+    unasked = [index for index in range(len(meeting.nodes)) if index not in test.asked]
     if unasked:
         yield note(
             f"{meeting.hosts(unasked)} came without --checkpoint-dir, and did not look",

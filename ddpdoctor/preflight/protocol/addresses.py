@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from ddpdoctor.preflight.machine.interfaces import Interface, best, gloo_choice, interfaces, owner
 from ddpdoctor.preflight.machine.lookups import own_name
@@ -14,41 +13,31 @@ LOCAL_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "0.0.0.0",
 """Names and addresses that are another machine on every machine."""
 
 
-@dataclass(frozen=True)
-class Advertised:
-    """What gloo tells the other nodes to dial.
+def advertised(situation: Situation) -> tuple[str, str]:
+    """The address that gloo has the other nodes dial, and how it comes to it.
 
-    Attributes:
-        address: Empty if gloo would refuse to start.
-        why: How it came about, or why gloo would not start.
+    The address is empty if gloo would not start; then the second is why.
     """
-
-    address: str
-    why: str
-
-
-def advertised(situation: Situation) -> Advertised:
-    """The address of gloo on this node: the first of the interface that it will choose."""
     here = situation.shared(interfaces)
-    named = situation.shared(own_name)
-    choice = gloo_choice(situation.environ, here, named.addresses)
+    own = situation.shared(own_name)
+    choice = gloo_choice(situation.environ, here, own.addresses)
     if choice.problem:
-        return Advertised("", f"{choice.reason}: {choice.problem}")
-    told = situation.environ.get("GLOO_SOCKET_IFNAME", "")
-    if not told:
-        for address in named.addresses:
+        return "", f"{choice.reason}: {choice.problem}"
+    given = situation.environ.get("GLOO_SOCKET_IFNAME", "")
+    if not given:
+        for address in own.addresses:
             if owner(address, here) is not None:
-                return Advertised(address, f"{named.name} resolves to it")
+                return address, f"{own.name} resolves to it"
     addresses = choice.interfaces[0].addresses if choice.interfaces else ()
     if not addresses:
-        return Advertised("", "no interface has an address")
-    return Advertised(addresses[0], f"GLOO_SOCKET_IFNAME={told}" if told else choice.reason)
+        return "", "no interface has an address"
+    return addresses[0], f"GLOO_SOCKET_IFNAME={given}" if given else choice.reason
 
 
 def gloo_dials(own: str, other: str) -> bool:
     """Whether gloo at one address dials the other, or waits to be dialled by it.
 
-    Of two addresses the higher one dials; of equal ones the ports decide, which nobody knows yet.
+    Of two addresses the higher one dials; of equal ones the ports decide, which are not known yet.
     (gloo/transport/tcp/pair.cc, Pair::connect.)
     """
     try:

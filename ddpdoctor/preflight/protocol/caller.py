@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ddpdoctor.preflight.protocol import wire
 from ddpdoctor.preflight.protocol.connecting import Closed, ConnectError, connect
+from ddpdoctor.preflight.protocol.messages import Knock, Welcome
 from ddpdoctor.preflight.protocol.wire import Link, WireError
+from ddpdoctor.run.records.decode import decoder
 
 GREETING_LIMIT = 3.0
 CLOCK_QUESTIONS = 8
@@ -71,20 +72,18 @@ class Call:
 
     Attributes:
         identity: Which coordinator it is.
-        local: This machine's address on it.
         offset: What the coordinator's clock is ahead, in seconds.
         uncertainty: Half the round trip of that estimate, in seconds.
     """
 
     link: Link
     identity: str
-    local: str
     offset: float
     uncertainty: float
 
 
 async def call_once(address: str, port: int, key: bytes, hostname: str) -> Call:
-    """One attempt to reach the coordinator.
+    """One attempt to reach the coordinator at an address and port of the endpoint.
 
     Args:
         address: Of the endpoint.
@@ -102,56 +101,51 @@ async def call_once(address: str, port: int, key: bytes, hostname: str) -> Call:
     link = Link(reader, writer)
     try:
         return await _introduce(link, address, key, hostname)
-    except BaseException:
+    except BaseException as error:
         await link.close()
+        if isinstance(error, WireError):
+            raise CallError(Problem("gone", address, str(error))) from None
         raise
 
 
 async def _introduce(link: Link, address: str, key: bytes, hostname: str) -> Call:
     try:
         line = await asyncio.wait_for(link.reader.readexactly(wire.GREETING_BYTES), GREETING_LIMIT)
+        challenge = wire.challenge_in(line)
     except asyncio.TimeoutError:
         raise CallError(Problem("silent", address)) from None
     except (OSError, asyncio.IncompleteReadError):
-        raise CallError(Problem("other service", address)) from None
-    challenge = wire.challenge_in(line)
+        challenge = None
     if challenge is None:
         raise CallError(Problem("other service", address))
     own = wire.nonce()
-    try:
-        await link.send(
-            {"proof": wire.proof(key, "node", challenge), "nonce": own, "host": hostname}
-        )
-        welcome = await link.receive(GREETING_LIMIT)
-        if welcome.get("refused") == "id":
-            raise CallError(Problem("other id", address))
-        if not wire.proves(welcome.get("proof"), key, "coordinator", own):
-            raise CallError(Problem("other service", address))
-        if "refused" in welcome:
-            raise refused(welcome, address)
-        offset, uncertainty = await _compare_clocks(link)
-    except WireError as error:
-        raise CallError(Problem("gone", address, str(error))) from None
-    local = str(link.writer.get_extra_info("sockname")[0])
-    return Call(link, str(welcome.get("identity")), local, offset, uncertainty)
-
-
-async def _compare_clocks(link: Link) -> tuple[float, float]:
-    """How far the coordinator's clock is ahead, by the fastest of several questions, as in NTP."""
-    best = (0.0, float("inf"))
+    await link.send(Knock(wire.proof(key, "node", challenge), own, hostname))
+    welcome = await _answer(link)
+    if welcome.refused == "id":
+        raise CallError(Problem("other id", address))
+    if not wire.proves(welcome.proof, key, "coordinator", own):
+        raise CallError(Problem("other service", address))
+    if welcome.refused:
+        raise refused(welcome, address)
+    # How far the coordinator's clock is ahead, by the fastest of several questions, as in NTP.
+    uncertainty, offset = float("inf"), 0.0
     for _ in range(CLOCK_QUESTIONS):
         wall, began = time.time(), time.monotonic()
-        await link.send({"clock": True})
-        answer = await link.receive(GREETING_LIMIT)
-        took = time.monotonic() - began
-        if took / 2 < best[1]:
-            best = (float(answer["time"]) - (wall + took / 2), took / 2)
-    return best
+        await link.send(Knock())
+        answer = await _answer(link)
+        half = (time.monotonic() - began) / 2
+        if half < uncertainty:
+            uncertainty, offset = half, answer.time - (wall + half)
+    return Call(link, welcome.identity, offset, uncertainty)
 
 
-def refused(message: Mapping[str, Any], address: str = "") -> CallError:
-    """That the coordinator goes on without this node, in its words."""
-    here = tuple(str(each) for each in message.get("here", []))
-    words = f"{len(here)} of {message.get('nnodes')} nodes are there: {', '.join(here)}"
-    kind: Kind = "full" if message["refused"] == "full" else "late"
+async def _answer(link: Link) -> Welcome:
+    return decoder(Welcome)(await link.receive(GREETING_LIMIT))
+
+
+def refused(welcome: Welcome, address: str = "") -> CallError:
+    """That the coordinator goes on without this node."""
+    here = welcome.here
+    words = f"{len(here)} of {welcome.nnodes} nodes are there: {', '.join(here)}"
+    kind: Kind = "full" if welcome.refused == "full" else "late"
     return CallError(Problem(kind, address, words, here=here))

@@ -1,22 +1,31 @@
-"""The node at the rendezvous endpoint: gathers the others, leads them through the tests."""
+"""The node at the rendezvous endpoint: gathers the others, and asks them what they find."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import secrets
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ddpdoctor.preflight.protocol import connecting, wire
 from ddpdoctor.preflight.protocol.addresses import is_loopback
-from ddpdoctor.preflight.protocol.facts import Facts, unpack
 from ddpdoctor.preflight.protocol.joining import side_doors
+from ddpdoctor.preflight.protocol.messages import (
+    Answer,
+    Caller,
+    Facts,
+    Knock,
+    Order,
+    Welcome,
+    unpack,
+)
 from ddpdoctor.preflight.protocol.wire import Link, WireError
+from ddpdoctor.run.records.base import as_json
+from ddpdoctor.run.records.decode import decoder
 
 KNOCK_LIMIT = 10.0
 """Seconds for a caller to show what it is, and for a node to gather its facts."""
@@ -25,7 +34,7 @@ MOST_CLOCK_QUESTIONS = 64
 TOKEN_BYTES = 16
 LOOK_EVERY = 0.5
 DISAGREEING_WAIT = 3.0
-"""Seconds for more nodes after the last one, once it is known that not all were told the same."""
+"""Seconds for more nodes after the last one, once it is known that their options differ."""
 
 STRANGERS_WAIT = 3.0
 """Seconds for more nodes, once those that are missing were here with another id."""
@@ -40,7 +49,7 @@ class Member:
 
     Attributes:
         link: The connection to it.
-        facts: What it told of itself.
+        facts: What it reports of itself.
         address: Where its connection comes from.
         reached: The address of this machine that it reached.
         offset: What the coordinator's clock is ahead of its own, in seconds.
@@ -70,33 +79,29 @@ class Coordinator:
         self.identity = wire.nonce()
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.members: list[Member] = []
-        self.strangers: list[dict[str, Any]] = []
-        self.surplus: list[dict[str, Any]] = []
-        self.blocked: list[dict[str, Any]] = []
+        self.strangers: list[Caller] = []
+        self.surplus: list[Caller] = []
+        self.blocked: list[Caller] = []
         self.callers = False
-        """Whether anybody but this machine has called."""
+        """Whether any other machine has called."""
         self._listening = listening
         self._key = key
         self._nnodes = nnodes
         self._gathered = asyncio.Event()
         self._complete = asyncio.Event()
         self._given_up = False
-        self._came = 0.0
-        """When the last one came."""
+        self._came = self._last_stranger = 0.0
+        """When the last one came, and the last one with another id."""
         self._servers: list[asyncio.Server] = []
         self._watches: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
         """Begin to listen, at a side door as well where one is free."""
-        port = self._listening.getsockname()[1]
         await self._serve(self._listening)
-        for door in side_doors(self._key, port):
-            try:
-                listening = listen(door)
-            except OSError:
-                continue
-            await self._serve(listening)
-            break
+        for door in side_doors(self._key, self._listening.getsockname()[1]):
+            with contextlib.suppress(OSError):
+                await self._serve(listen(door))
+                break
 
     async def _serve(self, listening: socket.socket) -> None:
         server = await asyncio.start_server(self._arrive, sock=listening, backlog=1024)
@@ -105,7 +110,7 @@ class Coordinator:
     @property
     def gathering(self) -> bool:
         """Whether nodes are still waited for."""
-        return not self._gathered.is_set() and len(self.members) < self._nnodes
+        return not self._is_closed()
 
     async def gather(self, until: float) -> list[Member]:
         """Wait for all nodes, or for the time (monotonic) until which they may come.
@@ -118,23 +123,18 @@ class Coordinator:
                 await asyncio.wait_for(self._complete.wait(), LOOK_EVERY)
             numbers = {self._nnodes, *(member.facts.nnodes for member in self.members)}
             if len(numbers) > 1:
-                # All have to be started anew: it is enough to know who is there.
+                # All have to be started again: it is enough to know who is there.
                 here = len(self.members) + len(self.surplus)
                 if here >= max(numbers) or time.monotonic() > self._came + DISAGREEING_WAIT:
                     break
                 await asyncio.sleep(LOOK_EVERY)
-                continue
-            if len(self.members) + len(self.blocked) >= self._nnodes:
+            elif len(self.members) + len(self.blocked) >= self._nnodes:
                 # All are here, or do not get through and have said so.
                 break
         self._gathered.set()
         # Until a watch has ended it holds the reading side of its connection.
         await asyncio.gather(*self._watches)
-        order = [
-            (member.facts.rank is None, member.facts.rank or 0, place)
-            for place, member in enumerate(self.members)
-        ]
-        self.members = [self.members[place] for _, _, place in sorted(order)]
+        self.members.sort(key=lambda each: (each.facts.rank is None, each.facts.rank or 0))
         return self.members
 
     def _limit(self, until: float) -> float:
@@ -142,12 +142,11 @@ class Coordinator:
         known = len(self.members) + len(self.blocked)
         if self.strangers and known + len(self.strangers) >= self._nnodes:
             # The missing ones were here, with another id: they hardly come again.
-            last: float = self.strangers[-1]["at"]
-            return min(until, last + STRANGERS_WAIT)
+            return min(until, self._last_stranger + STRANGERS_WAIT)
         return until
 
     def give_up(self) -> None:
-        """Wait for nobody else: the endpoint does not lead here."""
+        """Wait for no more nodes: the endpoint does not lead here."""
         self._given_up = True
 
     def free_port(self) -> None:
@@ -163,36 +162,36 @@ class Coordinator:
             await member.link.close()
 
     async def ask(
-        self, questions: Mapping[int, Mapping[str, Any]], phase: str, seconds: float
-    ) -> dict[int, dict[str, Any]]:
+        self, orders: Mapping[int, Order], phase: str, seconds: float
+    ) -> dict[int, Answer]:
         """Ask several nodes at once.
 
         Args:
-            questions: By the node's index.
+            orders: By the node's index.
             phase: What is being done, should a node go away.
             seconds: Time for the answers.
 
         Returns:
             The answers that came, by the node's index.
         """
-        answers: dict[int, dict[str, Any]] = {}
+        answers: dict[int, Answer] = {}
 
-        async def one(index: int, question: Mapping[str, Any]) -> None:
+        async def one(index: int, order: Order) -> None:
             member = self.members[index]
             if member.lost:
                 return
             try:
-                await member.link.send(question)
-                answers[index] = await member.link.receive(seconds)
+                await member.link.send(order)
+                answers[index] = decoder(Answer)(await member.link.receive(seconds))
             except WireError:
                 member.lost = phase
 
-        await asyncio.gather(*(one(*each) for each in questions.items()))
+        await asyncio.gather(*(one(*each) for each in orders.items()))
         return answers
 
-    async def tell(self, message: Mapping[str, Any]) -> None:
-        """Tell all nodes that are still here."""
-        data = wire.packed(message)
+    async def send_all(self, order: Order) -> None:
+        """Send the same to all nodes that are still here."""
+        data = wire.packed(order)
 
         async def one(member: Member) -> None:
             with contextlib.suppress(WireError):
@@ -200,34 +199,27 @@ class Coordinator:
 
         await asyncio.gather(*(one(member) for member in self.members if not member.lost))
 
-    def present(self) -> list[int]:
-        """The indices of the nodes that are still here."""
-        return [place for place, member in enumerate(self.members) if not member.lost]
-
     async def _arrive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = Link(reader, writer)
-        try:
+        member = None
+        # A cancellation ends the check, and asyncio would print it.
+        with contextlib.suppress(WireError, ValueError, OSError, TypeError, asyncio.CancelledError):
             member = await self._admit(link)
-        except asyncio.CancelledError:
-            # The check is over; asyncio would print it.
-            member = None
-        except (WireError, ValueError, OSError, KeyError, TypeError, OverflowError):
-            member = None
-        if member is not None and self._is_closed():
-            # Another one was quicker while this one told its facts.
-            with contextlib.suppress(WireError):
-                refusal = self._refusal({"host": member.facts.host, "address": member.address})
-                await link.send({"do": "leave", **refusal})
-            member = None
         if member is None:
+            await link.close()
+            return
+        own = Caller(member.facts.host, member.address)
+        if self._is_closed():
+            # Another one was quicker while this one gathered its facts.
+            with contextlib.suppress(WireError):
+                await link.send({"do": "leave", **as_json(self._refusal(own))})
             await link.close()
             return
         self.members.append(member)
         self._came = time.monotonic()
-        own = {"host": member.facts.host, "address": member.address}
         # Whatever it did before, it did it right this time.
-        self.blocked = [each for each in self.blocked if not _is_same(each, own)]
-        self.strangers = [each for each in self.strangers if not _is_same(each, own)]
+        self.blocked = _without(self.blocked, own)
+        self.strangers = _without(self.strangers, own)
         if len(self.members) >= self._nnodes:
             self._complete.set()
         self._watches.append(asyncio.ensure_future(self._watch(member)))
@@ -235,64 +227,52 @@ class Coordinator:
     async def _admit(self, link: Link) -> Member | None:
         challenge = wire.nonce()
         link.writer.write(wire.greeting(challenge))
-        knock = await link.receive(KNOCK_LIMIT)
-        address = _plain(link.writer.get_extra_info("peername")[0])
+        knock = decoder(Knock)(await link.receive(KNOCK_LIMIT))
+        address = _plain(link.writer.get_extra_info("peername"))
         self.callers = self.callers or not is_loopback(address)
-        caller = {"host": str(knock.get("host"))[:255], "address": address}
-        if not wire.proves(knock.get("proof"), self._key, "node", challenge):
-            told = {**caller, "at": time.monotonic()}
-            self.strangers = [each for each in self.strangers if not _is_same(each, told)]
-            self.strangers.append(told)
-            await link.send({"refused": "id"})
+        caller = Caller(knock.host[:255], address)
+        if not wire.proves(knock.proof, self._key, "node", challenge):
+            self._last_stranger = time.monotonic()
+            self.strangers = [*_without(self.strangers, caller), caller]
+            await link.send(Welcome(refused="id"))
             return None
-        welcome = {
-            "proof": wire.proof(self._key, "coordinator", str(knock["nonce"])),
-            "identity": self.identity,
-        }
-        if self._is_closed():
-            await link.send({**welcome, **self._refusal(caller)})
-            return None
-        await link.send(welcome)
-        for _ in range(MOST_CLOCK_QUESTIONS):
+        welcome = self._refusal(caller) if self._is_closed() else Welcome()
+        proof = wire.proof(self._key, "coordinator", knock.nonce)
+        await link.send(replace(welcome, proof=proof, identity=self.identity))
+        for _ in range(0 if welcome.refused else MOST_CLOCK_QUESTIONS):
             message = await link.receive(KNOCK_LIMIT)
-            if "blocked" in message:
-                self._note_blocked(caller, message)
+            knock = decoder(Knock)(message)
+            if knock.blocked:
+                # It came by the side door, because it finds the rendezvous port closed.
+                told = replace(caller, rank=knock.rank, kind=knock.blocked)
+                self.blocked = [*_without(self.blocked, caller), told]
                 return None
             if "facts" in message:
                 return Member(
                     link,
                     unpack(message["facts"]),
                     address,
-                    _plain(link.writer.get_extra_info("sockname")[0]),
-                    float(message["offset"]),
-                    float(message["uncertainty"]),
+                    _plain(link.writer.get_extra_info("sockname")),
+                    knock.offset,
+                    knock.uncertainty,
                 )
-            await link.send({"time": time.time()})
+            await link.send(Welcome(time=time.time()))
         return None
-
-    def _note_blocked(self, caller: dict[str, Any], message: Mapping[str, Any]) -> None:
-        """A node that came by the side door, because it finds the rendezvous port closed."""
-        rank = message.get("rank")
-        rank = rank if isinstance(rank, int) else None
-        told = {**caller, "rank": rank, "kind": str(message["blocked"]), "at": time.monotonic()}
-        # It may be started again.
-        self.blocked = [each for each in self.blocked if not _is_same(each, told)]
-        self.blocked.append(told)
 
     def _is_closed(self) -> bool:
         return self._gathered.is_set() or len(self.members) >= self._nnodes
 
-    def _refusal(self, caller: dict[str, Any]) -> dict[str, Any]:
+    def _refusal(self, caller: Caller) -> Welcome:
         self.surplus.append(caller)
         self._came = time.monotonic()
-        return {
-            "refused": "late" if len(self.members) < self._nnodes else "full",
-            "here": [member.facts.host for member in self.members[:32]],
-            "nnodes": self._nnodes,
-        }
+        return Welcome(
+            refused="late" if len(self.members) < self._nnodes else "full",
+            here=tuple(member.facts.host for member in self.members[:32]),
+            nnodes=self._nnodes,
+        )
 
     async def _watch(self, member: Member) -> None:
-        """Forget a node that goes away before all are here: it may be started anew."""
+        """Forget a node that goes away before all are here: it may be started again."""
         gone = asyncio.ensure_future(member.link.reader.read(1))
         gathered = asyncio.ensure_future(self._gathered.wait())
         try:
@@ -309,9 +289,10 @@ class Coordinator:
                 await gone
 
 
-def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two callers are one machine."""
-    return bool(one["host"] == other["host"] and one["address"] == other["address"])
+def _without(callers: list[Caller], caller: Caller) -> list[Caller]:
+    """The callers from other machines than this one: it may be started again."""
+    own = (caller.host, caller.address)
+    return [each for each in callers if (each.host, each.address) != own]
 
 
 def listen(port: int) -> socket.socket:
@@ -322,21 +303,11 @@ def listen(port: int) -> socket.socket:
     """
     listening = connecting.listen(port)
     with contextlib.suppress(OSError):
-        # Small packets: what the nodes report about a way that loses large ones has to arrive.
+        # Small packets: reports about a link that loses large ones have to arrive.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT)
     return listening
 
 
-def packed_token(token: bytes) -> str:
-    """A token for a message."""
-    return base64.b16encode(token).decode()
-
-
-def unpacked_token(text: str) -> bytes:
-    """A token from a message."""
-    return base64.b16decode(text)
-
-
-def _plain(address: str) -> str:
-    """An address without the IPv6 form of IPv4, and without a zone."""
-    return str(address).removeprefix("::ffff:").partition("%")[0]
+def _plain(name: Any) -> str:
+    """The address of a socket's end, without the IPv6 form of IPv4, and without a zone."""
+    return str(name[0]).removeprefix("::ffff:").partition("%")[0]

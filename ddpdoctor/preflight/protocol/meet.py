@@ -1,4 +1,4 @@
-"""The nodes of a job meet at the rendezvous endpoint; all checks across nodes go by that meeting.
+"""The nodes of a job meet at the rendezvous endpoint; all checks across nodes judge that meeting.
 
 Node rank 0, or without node ranks the machine that the endpoint names, coordinates. The others call
 it until it is there. Everything has a deadline, and Ctrl-C ends all of it at any time.
@@ -9,28 +9,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from ddpdoctor.preflight.machine import container
 from ddpdoctor.preflight.machine.interfaces import interfaces
 from ddpdoctor.preflight.machine.lookups import lookup
 from ddpdoctor.preflight.place import Seat, seat
-from ddpdoctor.preflight.protocol import caller, coordinator, wire
+from ddpdoctor.preflight.protocol import caller, coordinator
 from ddpdoctor.preflight.protocol.addresses import is_local, mine
 from ddpdoctor.preflight.protocol.caller import Call, CallError, Kind, Problem
+from ddpdoctor.preflight.protocol.connecting import words_of
 from ddpdoctor.preflight.protocol.coordinator import Coordinator
-from ddpdoctor.preflight.protocol.facts import Facts, gather, unpack
+from ddpdoctor.preflight.protocol.facts import gather
 from ddpdoctor.preflight.protocol.joining import SETTLED_AFTER, SPEAK_AFTER, Goal, call_any, join
+from ddpdoctor.preflight.protocol.messages import Facts, Node, Report
 from ddpdoctor.preflight.protocol.pairs import Listener
-from ddpdoctor.preflight.protocol.phases import Lead
+from ddpdoctor.preflight.protocol.phases import Phases
 from ddpdoctor.preflight.protocol.ranks import Ranks
-from ddpdoctor.preflight.protocol.wire import WireError
-from ddpdoctor.preflight.protocol.worker import Attendance
+from ddpdoctor.preflight.protocol.wire import WireError, key_of
+from ddpdoctor.preflight.protocol.worker import Worker
 from ddpdoctor.preflight.situation import Situation
+from ddpdoctor.preflight.words import first
 
 GATHER_LIMIT = 30.0
 """Most seconds to wait for nodes that are not there; half of ``--timeout`` at most."""
@@ -40,8 +41,8 @@ LOCAL_LIMIT = 10.0
 
 CANCEL_LATENCY = 0.2
 SCOUT_EVERY = 1.0
-SAID_NODES = 4
-"""Of more absent nodes the number is told while they are waited for."""
+NAMED_NODES = 4
+"""Of more absent nodes the number is shown while they are waited for."""
 
 ELSEWHERE: frozenset[Kind] = frozenset({"refused", "nobody", "silent", "other service"})
 """What node rank 0 sees at an endpoint that does not lead to it. Lost packets prove nothing: many a
@@ -52,37 +53,16 @@ REDUCING = frozenset({"gloo-nodes", "nccl-nodes"})
 
 
 @dataclass(frozen=True)
-class Node:
-    """A node that came.
-
-    Attributes:
-        facts: What it told of itself.
-        address: Where it came from.
-        offset: What the coordinator's clock is ahead of its own, in seconds.
-        uncertainty: How far that may be off, in seconds.
-        lost: In which phase it went away; empty if it stayed.
-    """
-
-    facts: Facts
-    address: str
-    offset: float
-    uncertainty: float
-    lost: str
-
-
-@dataclass(frozen=True)
 class Meeting:
-    """What came of it, the same on every node except for the first three.
+    """What came of it; the report is the same on every node.
 
     Attributes:
         seat: This node's place.
         own: The index of this node in ``nodes``; -1 if it was not among them.
-        problem: Why this node did not come together with the others; None if it did.
+        problem: Why this node did not meet the others; None if it did.
         holder: Whether this node was to coordinate.
         foreign: The endpoint's addresses, if this node has node rank 0 and they are not its own.
-        expected: How many nodes were to come, as the coordinator was told.
-        nodes: Those that came, by node rank.
-        blob: The rest of what the coordinator told.
+        report: Of the coordinator.
     """
 
     seat: Seat
@@ -90,9 +70,21 @@ class Meeting:
     problem: Problem | None = None
     holder: bool = False
     foreign: tuple[str, ...] = ()
-    expected: int = 0
-    nodes: tuple[Node, ...] = ()
-    blob: Mapping[str, Any] = field(default_factory=dict)
+    report: Report = field(default_factory=Report)
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """Those that came, by node rank."""
+        return self.report.nodes
+
+    @property
+    def expected(self) -> int:
+        """How many nodes were to come, by the coordinator's options."""
+        return self.report.expected
+
+    def host(self, index: int) -> str:
+        """A node's host name."""
+        return self.nodes[index].facts.host
 
     def name(self, index: int) -> str:
         """A node for a person: its host name, and its rank where host names are not enough."""
@@ -100,29 +92,28 @@ class Meeting:
         rank = index if facts.rank is None else facts.rank
         return f"{facts.host} (node {rank}{', this one' if index == self.own else ''})"
 
-    def hosts(self, chosen: list[int]) -> str:
+    def hosts(self, chosen: Sequence[int]) -> str:
         """Several nodes for a person."""
-        names = [self.name(index) for index in chosen[:4]]
-        more = f" and {len(chosen) - 4} more" if len(chosen) > 4 else ""
-        return ", ".join(names) + more
+        return first([self.name(index) for index in chosen], 4)
 
 
 def meeting_of(situation: Situation) -> Meeting:
-    """The meeting of this check, which takes place once, for whoever asks first.
+    """The meeting of this check, which takes place once, for the first that asks.
 
     Raises:
         Exception: A fault of the check itself.
     """
-    came = situation.shared(_meet_or_fail)
+    came = situation.shared(meet_or_fail)
     if isinstance(came, Exception):
         raise came
     return came
 
 
-def _meet_or_fail(situation: Situation) -> Meeting | Exception:
+def meet_or_fail(situation: Situation) -> Meeting | Exception:
+    """The meeting, or the fault of the check that ended it, for every check that asks."""
     try:
         return asyncio.run(_until_cancelled(situation))
-    except Exception as error:  # for every check that asks, not for the first alone
+    except Exception as error:
         return error
 
 
@@ -147,50 +138,37 @@ async def _meet(situation: Situation) -> Meeting:
     began = time.monotonic()
     deadline = began + situation.deadline.left()
     gather_until = began + min(GATHER_LIMIT, situation.options.timeout / 2)
-    own_seat = seat(situation)
+    place = seat(situation)
     listener = Listener()
     ranks = Ranks(situation.environ)
-    reduces = wants_reduction(situation)
+    reduces = situation.chosen is None or bool(situation.chosen & REDUCING)
     try:
         port = await listener.open()
         if reduces:
             await ranks.start(situation.nproc)
-        facts = await asyncio.to_thread(gather, situation, own_seat, port, reduces=reduces)
-        party = Party(situation, own_seat, facts, listener, ranks, gather_until, deadline)
-        return await party.meet()
+        facts = await asyncio.to_thread(gather, situation, place, port, reduces=reduces)
+        goal = Goal(place.host, place.port, key_of(place.rdzv_id), situation.hostname, place.rank)
+        participant = Participant(
+            situation, place, goal, facts, listener, ranks, gather_until, deadline
+        )
+        return await participant.meet()
     finally:
         await listener.close()
         await ranks.stop()
 
 
-def wants_reduction(situation: Situation) -> bool:
-    """Whether the collective test is among the checks that run."""
-    chosen = situation.chosen
-    return chosen is None or bool(chosen & REDUCING)
-
-
-class Party:
+@dataclass
+class Participant:
     """This node on its way to the others: as the coordinator, or as a caller."""
 
-    def __init__(
-        self,
-        situation: Situation,
-        seat: Seat,
-        facts: Facts,
-        listener: Listener,
-        ranks: Ranks,
-        gather_until: float,
-        deadline: float,
-    ) -> None:
-        self.situation = situation
-        self.seat = seat
-        self.facts = facts
-        self.listener = listener
-        self.ranks = ranks
-        self.gather_until = gather_until
-        self.deadline = deadline
-        self.key = wire.key_of(seat.rdzv_id)
-        self.goal = Goal(seat.host, seat.port, self.key, situation.hostname, seat.rank)
+    situation: Situation
+    seat: Seat
+    goal: Goal
+    facts: Facts
+    listener: Listener
+    ranks: Ranks
+    gather_until: float
+    deadline: float
 
     async def meet(self) -> Meeting:
         """Meet the others in the role that this node has."""
@@ -198,8 +176,7 @@ class Party:
             return Meeting(self.seat, problem=Problem("unresolved"))
         if is_local(self.seat.host):
             self.gather_until = min(self.gather_until, time.monotonic() + LOCAL_LIMIT)
-        found = await asyncio.to_thread(lookup, self.seat.host)
-        addresses = found.addresses
+        addresses = (await asyncio.to_thread(lookup, self.seat.host)).addresses
         at_home = mine(addresses, self.situation.shared(interfaces))
         if self.seat.rank == 0 or (self.seat.rank is None and at_home):
             return await self._coordinate(at_home, addresses)
@@ -212,50 +189,49 @@ class Party:
             if error.errno == errno.EADDRINUSE and self.seat.rank is None:
                 # As torchrun does: another process of this machine holds the store.
                 return await self._join()
-            words = os.strerror(error.errno) if error.errno else str(error)
-            return Meeting(self.seat, problem=Problem("refused", words=words), holder=True)
-        here = Coordinator(listening, self.key, self.seat.nnodes)
+            problem = Problem("refused", words=words_of(error))
+            return Meeting(self.seat, problem=problem, holder=True)
+        here = Coordinator(listening, self.goal.key, self.seat.nnodes)
         await here.open()
-        lead = asyncio.ensure_future(Lead(here, self.seat, self.deadline).run(self.gather_until))
-        attend = asyncio.ensure_future(self._attend_own())
+        phases = Phases(here, self.seat.nnodes, self.seat.port, self.deadline)
+        lead = asyncio.ensure_future(phases.run(self.gather_until))
+        work = asyncio.ensure_future(self._work_here())
         scout = asyncio.ensure_future(self._scout(here, at_home))
-        speaker = asyncio.ensure_future(self._say_who_is_missing(here))
+        reminder = asyncio.ensure_future(self._say_who_is_missing(here))
         try:
-            await asyncio.wait({attend, scout, lead}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work, scout, lead}, return_when=asyncio.FIRST_COMPLETED)
             if lead.done():
-                # Whatever broke there is a fault of the check, to be told as such.
+                # Whatever broke there is a fault of the check, and is reported as such.
                 lead.result()
             if scout.done() and (call := scout.result()) is not None:
-                return await self._attend(call)
-            meeting = await attend
+                return await self._work(call)
             foreign = () if at_home else addresses
-            return Meeting(**{**vars(meeting), "holder": True, "foreign": foreign})
+            return replace(await work, holder=True, foreign=foreign)
         finally:
-            for task in (lead, attend, scout, speaker):
+            for task in (lead, work, scout, reminder):
                 task.cancel()
-            await asyncio.gather(lead, attend, scout, speaker, return_exceptions=True)
+            await asyncio.gather(lead, work, scout, reminder, return_exceptions=True)
             await here.close()
 
-    async def _attend_own(self) -> Meeting:
-        call = await caller.call_once(
-            "127.0.0.1", self.seat.port, self.key, self.situation.hostname
+    async def _work_here(self) -> Meeting:
+        """Take part as any other node."""
+        goal = self.goal
+        return await self._work(
+            await caller.call_once("127.0.0.1", goal.port, goal.key, goal.hostname)
         )
-        return await self._attend(call)
 
     async def _say_who_is_missing(self, here: Coordinator) -> None:
-        """Who waits for others is told after a while that it does, and for whom."""
+        """Tell a person who waits, after a while, for whom."""
         await asyncio.sleep(SPEAK_AFTER)
         if here.gathering:
             left = max(0.0, self.gather_until - time.monotonic())
-            known = {member.facts.rank for member in here.members}
-            missing = [
-                self.seat.name(rank) for rank in range(self.seat.nnodes) if rank not in known
-            ]
-            if None in known or len(missing) > SAID_NODES:
-                missing = [f"{self.seat.nnodes - len(here.members)} more"]
+            nnodes, known = self.seat.nnodes, {member.facts.rank for member in here.members}
+            missing = [self.seat.name(rank) for rank in range(nnodes) if rank not in known]
+            if None in known or len(missing) > NAMED_NODES:
+                missing = [f"{nnodes - len(here.members)} more"]
             callers = "" if here.callers else f"; no node has called port {self.seat.port} yet"
             self.situation.say(
-                f"{len(here.members)} of {self.seat.nnodes} nodes are here, waiting for "
+                f"{len(here.members)} of {nnodes} nodes are here, waiting for "
                 f"{', '.join(missing)}{callers}; {left:.0f} s more"
             )
 
@@ -263,7 +239,7 @@ class Party:
         """Look whether another node coordinates where the endpoint leads; None if it is this one.
 
         Node rank 0 may be behind a forwarded port, so that the endpoint's address is not its own.
-        If that is not so, and nobody coordinates there, no node will ever come here.
+        If that is not so, and no node coordinates there, none will ever come here.
         """
         began = time.monotonic()
         seen: set[Kind] = set()
@@ -288,38 +264,22 @@ class Party:
         return None
 
     async def _join(self) -> Meeting:
+        appears = container.appears_when_started(self.situation)
         try:
-            appears = container.appears_when_started(self.situation)
-            say = self.situation.say
-            call = await join(self.goal, self.gather_until, say, appears=appears)
+            call = await join(self.goal, self.gather_until, self.situation.say, appears=appears)
         except CallError as error:
             return Meeting(self.seat, problem=error.problem)
-        return await self._attend(call)
+        return await self._work(call)
 
-    async def _attend(self, call: Call) -> Meeting:
-        attendance = Attendance(call, self.seat, self.facts, self.listener, self.ranks)
+    async def _work(self, call: Call) -> Meeting:
+        """Do what the coordinator asks for, until it reports what came of it."""
+        worker = Worker(call, self.seat.host, self.facts, self.listener, self.ranks)
         try:
-            blob = await attendance.run(self.deadline)
+            report = await worker.run(self.deadline)
         except WireError as error:
             return Meeting(self.seat, problem=Problem("gone", words=str(error)))
         except CallError as error:
             return Meeting(self.seat, problem=error.problem)
         finally:
             await call.link.close()
-        nodes = tuple(
-            Node(
-                unpack(told["facts"]),
-                str(told["address"]),
-                float(told["offset"]),
-                float(told["uncertainty"]),
-                str(told["lost"]),
-            )
-            for told in blob.pop("nodes")
-        )
-        return Meeting(
-            self.seat,
-            own=attendance.index,
-            expected=int(blob.pop("expected")),
-            nodes=nodes,
-            blob=blob,
-        )
+        return Meeting(self.seat, worker.index, report=report)

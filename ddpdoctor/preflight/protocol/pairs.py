@@ -11,8 +11,8 @@ import contextlib
 import secrets
 import struct
 import time
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 from ddpdoctor.preflight.protocol import speeds
 from ddpdoctor.preflight.protocol.connecting import (
@@ -24,6 +24,7 @@ from ddpdoctor.preflight.protocol.connecting import (
     patient,
     words_of,
 )
+from ddpdoctor.preflight.protocol.messages import Dialled, Target
 
 BLOCK = 64 * 1024
 """Bytes sent each way: enough for packets of the largest size."""
@@ -61,40 +62,6 @@ _OUTCOMES: dict[Closed, Outcome] = {
 
 STALLS = ("forth", "back")
 """The outcomes of connections that open and lose large packets."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """Whom to dial: a node's index, and where it listens.
-
-    Attributes:
-        mss: Largest segment in bytes, to learn whether smaller packets pass; 0 for the kernel's.
-    """
-
-    index: int
-    address: str
-    port: int
-    mss: int = 0
-
-
-@dataclass(frozen=True)
-class Result:
-    """What came of dialling; times in seconds.
-
-    Attributes:
-        seconds: Until the outcome was known.
-        error: The kernel's words, where it said any.
-    """
-
-    outcome: Outcome
-    seconds: float = 0.0
-    error: str = ""
-
-    def packed(self) -> dict[str, Any]:
-        """For a message; a success is its outcome alone, since most of n² results are."""
-        if self.outcome == "ok":
-            return {"outcome": "ok"}
-        return {key: value for key, value in asdict(self).items() if value}
 
 
 class Listener:
@@ -144,7 +111,7 @@ class Listener:
         await reader.read()
 
 
-async def dial_all(targets: list[Target], token: bytes) -> list[Result]:
+async def dial_all(targets: Sequence[Target], token: bytes) -> list[Dialled]:
     """Dial several nodes and exchange 64 KiB each way with each; the results in their order.
 
     Never raises for what the network does.
@@ -163,7 +130,7 @@ class _Dialler:
         self._connecting = asyncio.Semaphore(CONNECTIONS_AT_ONCE)
         self._exchanging = asyncio.Semaphore(EXCHANGES_AT_ONCE)
 
-    async def dial(self, target: Target) -> Result:
+    async def dial(self, target: Target) -> Dialled:
         async with self._connecting:
             began = time.monotonic()
             try:
@@ -180,7 +147,7 @@ class _Dialler:
 
     async def _exchange(
         self, target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> Result:
+    ) -> Dialled:
         reached: list[Outcome] = ["silent"]
         await self._exchanging.acquire()
         began = time.monotonic()
@@ -230,8 +197,9 @@ async def _talk(
     reached.append("ok")
 
 
-def _result(outcome: Outcome, began: float, error: str = "") -> Result:
-    return Result(outcome, round(time.monotonic() - began, 4), error)
+def _result(outcome: Outcome, began: float, error: str = "") -> Dialled:
+    # Of what went well no more is sent, since it is most of n² results.
+    return Dialled(outcome, 0.0 if outcome == "ok" else round(time.monotonic() - began, 4), error)
 
 
 async def speed(target: Target, token: bytes) -> speeds.Speed | None:

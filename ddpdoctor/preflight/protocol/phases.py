@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median_high
 
-from ddpdoctor.preflight.place import Seat
 from ddpdoctor.preflight.protocol import speeds
 from ddpdoctor.preflight.protocol.addresses import gloo_dials, is_loopback
 from ddpdoctor.preflight.protocol.connecting import CONNECT_LIMIT
-from ddpdoctor.preflight.protocol.coordinator import Coordinator, Member, packed_token
+from ddpdoctor.preflight.protocol.coordinator import Coordinator, Member
+from ddpdoctor.preflight.protocol.messages import (
+    Dialled,
+    Folder,
+    NcclReport,
+    Node,
+    Order,
+    RankResult,
+    Reduction,
+    Report,
+    Speeds,
+    StageReport,
+    Target,
+)
 from ddpdoctor.preflight.protocol.pairs import STALL_LIMIT, STALLS
 from ddpdoctor.preflight.protocol.reduction import AGAIN
 
@@ -34,72 +47,66 @@ STAGE_LIMIT_RANK = 0.01
 IMPORT_LIMIT = 25.0
 
 MOST_SETS = 64
-"""Sets of nodes of one stage whose bus bandwidth is told: the slowest."""
+"""Sets of nodes of one stage whose bus bandwidth is reported: the slowest."""
 
 Cell = tuple[int, int, str]
 """The dialling node, the dialled node, and which of its addresses: ``route`` or ``gloo``."""
 
 
-class Lead:
-    """One check of the nodes, as its coordinator leads it.
+@dataclass
+class Phases:
+    """One check of the nodes, as its coordinator runs it.
 
-    Args:
+    Attributes:
         coordinator: Where the nodes come.
-        seat: The coordinator's own place.
+        nnodes: How many nodes are expected.
+        port: Of the rendezvous.
         deadline: Monotonic time at which all has to be over.
     """
 
-    def __init__(self, coordinator: Coordinator, seat: Seat, deadline: float) -> None:
-        self.coordinator = coordinator
-        self.seat = seat
-        self.deadline = deadline
-        self.phases: dict[str, float] = {}
+    coordinator: Coordinator
+    nnodes: int
+    port: int
+    deadline: float
 
     async def run(self, gather_until: float) -> None:
-        """Gather the nodes, test what lies between them, and tell all of them the same."""
-        members = await self._timed("gather", self.coordinator.gather(gather_until))
-        await self._roster(members)
-        dials = await self._timed("links", self._dials(members))
+        """Gather the nodes, test what lies between them, and send all of them the same report."""
+        began = time.monotonic()
+        members = await self.coordinator.gather(gather_until)
+        gathered = round(time.monotonic() - began, 3)
+        token = self.coordinator.token.hex()
+        rosters = {
+            index: Order("roster", index=index, token=token) for index in range(len(members))
+        }
+        await self.coordinator.ask(rosters, "the roster", 10)
+        dials = await self._dials(members)
         bad = {(i, j) for i, j, kind in dials if kind == "route"}
         reason = self._why_no_reduction(members, dials)
         # Importing torch keeps the cores busy, and would be taken for a slow link.
-        unready = await self._timed("settle", self._settle(members, needed=not reason))
-        speed = await self._timed("speed", self._speeds(members, bad))
-        folder = await self._timed("folder", self._folder(members))
+        unready = await self._settle(members, needed=not reason)
+        speed = await self._speeds(members, bad)
+        folder = await self._folder(members)
         reason = reason or self._why_no_reduction(members, dials)
         if unready:
             reason = reason or "not all ranks have torch"
-        reduction: dict[str, Any] = {"skipped": reason, "unready": unready}
+        reduction = Reduction(skipped=reason, unready=tuple(unready))
         if not reason:
-            reduction = await self._timed("reduction", self._reduction(members))
-        blob = {
-            "expected": self.seat.nnodes,
-            "nodes": [_told(member, members) for member in members],
-            "strangers": self.coordinator.strangers[:32],
-            "surplus": self.coordinator.surplus[:32],
-            "blocked": self.coordinator.blocked[:256],
-            "bad": [[*cell, dials[cell]] for cell in sorted(dials)],
-            "speed": speed,
-            "folder": folder,
-            "reduction": reduction,
-            "phases": self.phases,
-        }
-        await self.coordinator.tell({"do": "end", "blob": blob})
+            reduction = await self._reduction(members)
+        report = Report(
+            expected=self.nnodes,
+            nodes=tuple(_node(member, members) for member in members),
+            strangers=tuple(self.coordinator.strangers[:32]),
+            surplus=tuple(self.coordinator.surplus[:32]),
+            blocked=tuple(self.coordinator.blocked[:256]),
+            bad=tuple((*cell, dials[cell]) for cell in sorted(dials)),
+            speed=speed,
+            folder=folder,
+            reduction=reduction,
+            gathered=gathered,
+        )
+        await self.coordinator.send_all(Order("end", report=report))
 
-    async def _timed(self, phase: str, awaited: Any) -> Any:
-        began = time.monotonic()
-        result = await awaited
-        self.phases[phase] = round(time.monotonic() - began, 3)
-        return result
-
-    async def _roster(self, members: list[Member]) -> None:
-        token = packed_token(self.coordinator.token)
-        questions = {
-            place: {"do": "roster", "index": place, "token": token} for place in range(len(members))
-        }
-        await self.coordinator.ask(questions, "the roster", 10)
-
-    async def _dials(self, members: list[Member]) -> dict[Cell, dict[str, Any]]:
+    async def _dials(self, members: Sequence[Member]) -> dict[Cell, Dialled]:
         """Every node dials every other; what failed twice."""
         wanted = {
             (i, j, kind): target
@@ -108,76 +115,60 @@ class Lead:
             if i != j
             for kind, target in _targets(members, i, j).items()
         }
-        failed = await self._dial(members, wanted, {})
-        again = await self._dial(members, {cell: wanted[cell] for cell in failed}, {})
-        stalled = {cell: wanted[cell] for cell in again if again[cell]["outcome"] in STALLS}
-        for cell, result in again.items():
-            result["first"] = failed[cell]["outcome"]
-        if stalled:
-            await self._sizes(members, stalled, again)
-        return again
-
-    async def _sizes(
-        self,
-        members: list[Member],
-        stalled: Mapping[Cell, Mapping[str, Any]],
-        results: dict[Cell, dict[str, Any]],
-    ) -> None:
-        """Which packet sizes still pass where 64 KiB stalled."""
-        for mss in SMALL_SEGMENTS:
-            left = await self._dial(members, stalled, {"mss": mss})
+        failed = await self._dial(len(members), wanted)
+        again = await self._dial(len(members), {cell: wanted[cell] for cell in failed})
+        stalled = {cell: wanted[cell] for cell in again if again[cell].outcome in STALLS}
+        # Which packet sizes still pass where 64 KiB stalled.
+        for mss in SMALL_SEGMENTS if stalled else ():
+            small = {cell: replace(target, mss=mss) for cell, target in stalled.items()}
+            left = await self._dial(len(members), small)
             if len(left) == len(stalled):
                 break
-            for cell in stalled:
-                if cell not in left:
-                    results[cell]["passes"] = mss + 40
+            for cell in stalled.keys() - left.keys():
+                again[cell] = replace(again[cell], passes=mss + 40)
+        return again
 
-    async def _dial(
-        self,
-        members: list[Member],
-        wanted: Mapping[Cell, Mapping[str, Any]],
-        more: Mapping[str, Any],
-    ) -> dict[Cell, dict[str, Any]]:
+    async def _dial(self, nodes: int, wanted: Mapping[Cell, Target]) -> dict[Cell, Dialled]:
         """Dial, all nodes at once; the cells that failed."""
         cells: dict[int, list[Cell]] = {}
         # Each begins with its neighbour in the ring, so that not all dial the same node first.
-        for cell in sorted(wanted, key=lambda c: (c[0], (c[1] - c[0]) % len(members))):
+        for cell in sorted(wanted, key=lambda cell: (cell[0], (cell[1] - cell[0]) % nodes)):
             cells.setdefault(cell[0], []).append(cell)
-        questions = {
-            place: {"do": "dial", "targets": [{**wanted[cell], **more} for cell in listed]}
-            for place, listed in cells.items()
+        orders = {
+            index: Order("dial", targets=tuple(wanted[cell] for cell in listed))
+            for index, listed in cells.items()
         }
         # A busy machine takes longer, and is not to be taken for one that went away.
-        seconds = 3 * (CONNECT_LIMIT + STALL_LIMIT) + 0.2 * len(members)
-        answers = await self.coordinator.ask(questions, "dialling", seconds)
+        seconds = 3 * (CONNECT_LIMIT + STALL_LIMIT) + 0.2 * nodes
+        answers = await self.coordinator.ask(orders, "dialling", seconds)
         return {
             cell: result
-            for place, answer in answers.items()
-            for cell, result in zip(cells[place], answer["results"], strict=True)
-            if result["outcome"] != "ok"
+            for index, answer in answers.items()
+            for cell, result in zip(cells[index], answer.dialled, strict=False)
+            if result.outcome != "ok"
         }
 
-    async def _settle(self, members: list[Member], *, needed: bool) -> list[list[Any]]:
+    async def _settle(
+        self, members: Sequence[Member], *, needed: bool
+    ) -> list[tuple[int, str, float]]:
         """Wait until the ranks have imported torch; the nodes on which not all have, and why."""
         left = self.deadline - time.monotonic()
         # Of a short time limit half is for the import, and half for what comes after it.
         limit = max(1.0, min(IMPORT_LIMIT, max(left - REDUCTION_LIMIT, left / 2)))
-        questions = {
-            place: {"do": "settle", "needed": needed, "limit": limit}
-            for place in range(len(members))
-        }
-        answers = await self.coordinator.ask(questions, "importing torch", limit + 5)
+        order = Order("settle", needed=needed, limit=limit)
+        orders = dict.fromkeys(range(len(members)), order)
+        answers = await self.coordinator.ask(orders, "importing torch", limit + 5)
         return [
-            [place, answer["unready"], round(limit, 1)]
-            for place, answer in sorted(answers.items())
-            if answer.get("unready")
+            (index, answer.unready, round(limit, 1))
+            for index, answer in sorted(answers.items())
+            if answer.unready
         ]
 
-    async def _speeds(self, members: list[Member], bad: set[tuple[int, int]]) -> dict[str, Any]:
+    async def _speeds(self, members: Sequence[Member], bad: set[speeds.Cell]) -> Speeds:
         measured: dict[speeds.Cell, speeds.Speed] = {}
         for shift in speeds.shifts(len(members)):
-            round_of = [(i, (i + shift) % len(members)) for i in range(len(members))]
-            measured |= await self._measure(members, [cell for cell in round_of if cell not in bad])
+            cells = [(i, (i + shift) % len(members)) for i in range(len(members))]
+            measured |= await self._measure(members, [cell for cell in cells if cell not in bad])
         confirmed = set()
         for cell in speeds.outliers(measured)[:MOST_SUSPECTS]:
             # Alone this time: the other nodes are idle. The best counts, since a busy machine makes
@@ -190,191 +181,158 @@ class Lead:
                     break
             else:
                 confirmed.add(cell)
+        if not measured:
+            return Speeds()
         slow = [cell for cell in speeds.outliers(measured) if cell in confirmed]
-        rtts = sorted(speed.rtt for speed in measured.values())
-        bandwidths = sorted(speed.bandwidth for speed in measured.values())
-        return {
-            "measured": len(measured),
-            "rtt": rtts[len(rtts) // 2] if rtts else 0.0,
-            "bandwidth": bandwidths[len(bandwidths) // 2] if bandwidths else 0.0,
-            "least": bandwidths[0] if bandwidths else 0.0,
-            "slow": [[*cell, measured[cell].rtt, measured[cell].bandwidth] for cell in slow[:256]],
-            "cells": [list(cell) for cell in measured] if len(slow) else [],
-        }
+        return Speeds(
+            measured=len(measured),
+            rtt=median_high(speed.rtt for speed in measured.values()),
+            bandwidth=median_high(speed.bandwidth for speed in measured.values()),
+            least=min(speed.bandwidth for speed in measured.values()),
+            slow=tuple(
+                (*each, measured[each].rtt, measured[each].bandwidth) for each in slow[:256]
+            ),
+            cells=tuple(measured) if slow else (),
+        )
 
     async def _measure(
-        self, members: list[Member], cells: list[tuple[int, int]]
+        self, members: Sequence[Member], cells: Sequence[speeds.Cell]
     ) -> dict[speeds.Cell, speeds.Speed]:
-        questions = {
-            i: {"do": "speed", "target": _targets(members, i, j)["route"]} for i, j in cells
-        }
-        answers = await self.coordinator.ask(questions, "measuring", 2 * speeds.LIMIT)
-        found = {}
-        for i, j in cells:
-            answer = answers.get(i, {})
-            if answer.get("bandwidth"):
-                found[i, j] = speeds.Speed(answer["rtt"], answer["bandwidth"])
-        return found
-
-    async def _folder(self, members: list[Member]) -> dict[str, Any]:
-        asked = [place for place, member in enumerate(members) if member.facts.folder]
-        if not asked or len(members) < 2:
-            return {"asked": asked}
-        writer, *others = asked
-        token = packed_token(self.coordinator.token)
-        written = await self.coordinator.ask(
-            {writer: {"do": "folder", "action": "write", "token": token}}, "the folder", 10
-        )
-        error = written.get(writer, {}).get("error", "no answer")
-        if error:
-            return {"asked": asked, "writer": writer, "error": error}
-        answers = await self.coordinator.ask(
-            {place: {"do": "folder", "action": "look", "token": token} for place in asked},
-            "the folder",
-            15,
-        )
-        await self.coordinator.ask(
-            {writer: {"do": "folder", "action": "remove", "token": token}}, "the folder", 10
-        )
+        orders = {i: Order("speed", targets=(_targets(members, i, j)["route"],)) for i, j in cells}
+        answers = await self.coordinator.ask(orders, "measuring", 2 * speeds.LIMIT)
         return {
-            "asked": asked,
-            "writer": writer,
-            "error": "",
-            "seen": [place for place in others if answers.get(place, {}).get("seen")],
-            "listings": [[place, answers[place].get("listing", "")] for place in sorted(answers)],
+            (i, j): speeds.Speed(answers[i].rtt, answers[i].bandwidth)
+            for i, j in cells
+            if i in answers and answers[i].bandwidth
         }
 
-    def _why_no_reduction(self, members: list[Member], dials: Mapping[Cell, Any]) -> str:
+    async def _folder(self, members: Sequence[Member]) -> Folder:
+        asked = tuple(index for index, member in enumerate(members) if member.facts.folder)
+        if not asked or len(members) < 2:
+            return Folder(asked)
+        writer, *others = asked
+        look = Order("folder", action="look", token=self.coordinator.token.hex())
+        write, remove = replace(look, action="write"), replace(look, action="remove")
+        written = await self.coordinator.ask({writer: write}, "the folder", 10)
+        error = written[writer].error if writer in written else "no answer"
+        if error:
+            return Folder(asked, error)
+        answers = await self.coordinator.ask(dict.fromkeys(asked, look), "the folder", 15)
+        await self.coordinator.ask({writer: remove}, "the folder", 10)
+        seen = tuple(index for index in others if index in answers and answers[index].seen)
+        return Folder(asked, "", seen, tuple(answers[index].listing for index in sorted(answers)))
+
+    def _why_no_reduction(self, members: Sequence[Member], dials: Mapping[Cell, Dialled]) -> str:
         """Why reducing across the nodes would only wait for what is known already."""
         facts = [member.facts for member in members]
-        if not all(each.reduces for each in facts):
-            return "not asked for on every node"
-        if len(members) < self.seat.nnodes:
-            return f"{len(members)} of {self.seat.nnodes} nodes are here"
-        if len(self.coordinator.present()) < len(members):
-            return "a node went away"
-        if len({each.nnodes for each in facts}) > 1:
-            return "the nodes do not agree on their number"
         ranks = [each.rank for each in facts if each.rank is not None]
-        if len(set(ranks)) < len(ranks):
-            return "two nodes have one node rank"
-        if any(not each.gloo_address for each in facts):
-            return "gloo would not start on every node"
-        for i, j, kind in dials:
-            stalled = dials[i, j, kind]["outcome"] in STALLS
-            if stalled or gloo_dials(facts[i].gloo_address, facts[j].gloo_address):
-                return "not all nodes reach each other as gloo will dial them"
-        return ""
+        closed = any(
+            result.outcome in STALLS or gloo_dials(facts[i].gloo_address, facts[j].gloo_address)
+            for (i, j, _), result in dials.items()
+        )
+        reasons = {
+            "not asked for on every node": not all(each.reduces for each in facts),
+            f"{len(members)} of {self.nnodes} nodes are here": len(members) < self.nnodes,
+            "a node went away": any(member.lost for member in members),
+            "the nodes do not agree on their number": len({each.nnodes for each in facts}) > 1,
+            "two nodes have one node rank": len(set(ranks)) < len(ranks),
+            "gloo would not start on every node": not all(each.gloo_address for each in facts),
+            "not all nodes reach each other as gloo will dial them": closed,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
 
-    async def _reduction(self, members: list[Member]) -> dict[str, Any]:
+    async def _reduction(self, members: Sequence[Member]) -> Reduction:
         # The store of the test listens where the job's will.
         self.coordinator.free_port()
-        counts = [member.facts.nproc for member in members]
-        world = sum(counts)
+        node_of = [index for index, member in enumerate(members) for _ in range(member.facts.nproc)]
         nccl = not any(member.facts.no_nccl for member in members)
         left = max(4.0, self.deadline - time.monotonic() - 3)
         # What the ranks know by then has to reach us in time.
         patience = left - 2 if nccl else min(REDUCTION_LIMIT + 3, left - 2)
-        limit = min(REDUCTION_LIMIT, patience - 1)
-        question = {
-            "do": "reduce",
-            "port": self.seat.port,
-            "world": world,
-            "limit": limit,
-            "stage_limit": min(STAGE_LIMIT + world * STAGE_LIMIT_RANK, patience),
-            "patience": patience,
-            "nccl": nccl,
-            "node_of": [place for place, count in enumerate(counts) for _ in range(count)],
+        order = Order(
+            "reduce",
+            limit=min(REDUCTION_LIMIT, patience - 1),
+            port=self.port,
+            world=len(node_of),
+            stage_limit=min(STAGE_LIMIT + len(node_of) * STAGE_LIMIT_RANK, patience),
+            patience=patience,
+            nccl=nccl,
+            node_of=tuple(node_of),
+        )
+        orders = {
+            index: replace(order, first=sum(each.facts.nproc for each in members[:index]))
+            for index in range(len(members))
         }
-        questions = {
-            place: {**question, "first": sum(counts[:place])} for place in range(len(members))
-        }
-        answers = await self.coordinator.ask(questions, "reducing", left)
+        answers = await self.coordinator.ask(orders, "reducing", left)
         results = [
-            {"node": place, **result}
-            for place, answer in sorted(answers.items())
-            for result in answer["results"]
+            replace(result, node=index)
+            for index, answer in sorted(answers.items())
+            for result in answer.ranks
         ]
-        return {
-            "skipped": "",
-            "world": world,
-            "limit": limit,
-            "correct": sum(1 for result in results if result.get("ok")),
-            "correct_nodes": sum(
-                all(result.get("ok") for result in answer["results"]) for answer in answers.values()
-            ),
-            "seconds": max((result.get("seconds", 0.0) for result in results), default=0.0),
-            "bus": min((result.get("bus", 0.0) for result in results), default=0.0),
-            "idle": min((result.get("idle") or 0.0 for result in results), default=0.0),
-            "wrong": [result for result in results if not result.get("ok")][:64],
-            "nccl": _nccl(results) if nccl else None,
-        }
+        wrong = [replace(result, stages=None) for result in results if not result.ok]
+        return Reduction(
+            world=order.world,
+            limit=order.limit,
+            correct=len(results) - len(wrong),
+            correct_nodes=len(answers.keys() - {result.node for result in wrong}),
+            bus=min((result.bus for result in results), default=0.0),
+            idle=min((result.idle for result in results), default=0.0),
+            wrong=tuple(wrong[:64]),
+            nccl=nccl_report(results) if nccl else None,
+        )
 
 
-def _nccl(results: list[dict[str, Any]]) -> dict[str, Any]:
+def nccl_report(results: Sequence[RankResult]) -> NcclReport:
     """The stages of the NCCL test over all ranks: errors, and bus bandwidths by set of nodes."""
-    errors: dict[str, list[list[Any]]] = {}
+    errors: dict[str, list[tuple[int, tuple[int, ...], str]]] = {}
     bus: dict[str, dict[tuple[int, ...], float]] = {}
     again: dict[tuple[int, int], bool] = {}
-    correct = 0
-    untested = ""
-    for result in results:
-        told = result.get("stages") or {}
-        correct += bool(told.get("ok"))
-        untested = untested or told.get("untested", "")
-        for stage in told.get("stages", []):
-            if stage["name"] == AGAIN:
-                suspect, other = stage["nodes"]
-                again[suspect, other] = again.get((suspect, other), True) and not stage["error"]
+    tested = [(result.node, result.stages) for result in results if result.stages is not None]
+    for node, stages in tested:
+        for stage in stages.stages:
+            if stage.name == AGAIN and len(stage.nodes) == 2:
+                pair = stage.nodes[0], stage.nodes[1]
+                again[pair] = again.get(pair, True) and not stage.error
                 continue
-            failed = errors.setdefault(stage["name"], [])
-            measured = bus.setdefault(stage["name"], {})
-            if stage["error"]:
-                failed.append([result["node"], stage["nodes"], stage["error"]])
-            elif stage["bus"]:
+            failed = errors.setdefault(stage.name, [])
+            measured = bus.setdefault(stage.name, {})
+            if stage.error:
+                failed.append((node, stage.nodes, stage.error))
+            elif stage.bus:
                 # A set is as fast as its slowest rank.
-                nodes = tuple(stage["nodes"])
-                measured[nodes] = min(stage["bus"], measured.get(nodes, stage["bus"]))
-    return {
-        "correct": correct,
-        "stages": [[name, errors[name][:16], _slowest(bus[name])] for name in errors],
-        # Each node of a pair that failed, one of the others, and whether these two work.
-        "again": [[*pair, works] for pair, works in sorted(again.items())],
-        "untested": untested,
-    }
+                measured[stage.nodes] = min(stage.bus, measured.get(stage.nodes, stage.bus))
+    return NcclReport(
+        correct=sum(stages.ok for _, stages in tested),
+        stages=tuple(
+            StageReport(
+                name,
+                tuple(failed[:16]),
+                tuple(sorted(bus[name].items(), key=lambda each: each[1])[:MOST_SETS]),
+            )
+            for name, failed in errors.items()
+        ),
+        again=tuple((*pair, works) for pair, works in sorted(again.items())),
+        untested=next((stages.untested for _, stages in tested if stages.untested), ""),
+    )
 
 
-def _slowest(bus: Mapping[tuple[int, ...], float]) -> list[list[Any]]:
-    chosen = sorted(bus, key=lambda nodes: bus[nodes])[:MOST_SETS]
-    return [[list(nodes), bus[nodes]] for nodes in chosen]
-
-
-def _targets(members: list[Member], source: int, target: int) -> dict[str, dict[str, Any]]:
+def _targets(members: Sequence[Member], source: int, target: int) -> dict[str, Target]:
     """Where a node dials another: at the address it has on the way to us, and at gloo's."""
     here, there = members[source], members[target]
     address = there.address
-    if is_loopback(address):
+    if is_loopback(address) and not is_loopback(here.address):
         # The coordinator's own machine: as the dialling node reached it.
-        address = here.reached if not is_loopback(here.address) else address
+        address = here.reached
     found = {"route": address}
     gloo = there.facts.gloo_address
     if gloo and gloo != address and gloo_dials(here.facts.gloo_address, gloo):
         found["gloo"] = gloo
-    return {
-        kind: {"index": target, "address": each, "port": there.facts.pair_port}
-        for kind, each in found.items()
-    }
+    return {kind: Target(target, each, there.facts.pair_port) for kind, each in found.items()}
 
 
-def _told(member: Member, members: list[Member]) -> dict[str, Any]:
+def _node(member: Member, members: Sequence[Member]) -> Node:
     address = member.address
     if is_loopback(address):
-        reached = [other.reached for other in members if not is_loopback(other.reached)]
-        address = reached[0] if reached else address
-    return {
-        "facts": member.facts.packed(),
-        "address": address,
-        "offset": member.offset,
-        "uncertainty": member.uncertainty,
-        "lost": member.lost,
-    }
+        reached = (other.reached for other in members if not is_loopback(other.reached))
+        address = next(reached, address)
+    return Node(member.facts, address, member.offset, member.uncertainty, member.lost)

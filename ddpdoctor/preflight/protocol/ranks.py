@@ -8,11 +8,18 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ddpdoctor.core import opening
 from ddpdoctor.preflight.machine.collectives import environment
+from ddpdoctor.preflight.protocol.messages import RankResult, Stage
+from ddpdoctor.run.records.decode import decoder
+
+Order = Mapping[str, Any]
+"""What a rank is to do, as its program reads it."""
 
 PROGRAM = Path(__file__).with_name("reduction.py")
 """Started by its path: as a module it would import all the checks before torch, in every rank."""
@@ -57,46 +64,15 @@ class Ranks:
         came = await asyncio.gather(*(_imported(each, limit) for each in self._processes))
         return next((each for each in (BROKEN, LATE) if each in came), "")
 
-    async def reduce(self, orders: list[dict[str, Any]], limit: float) -> list[dict[str, Any]]:
+    async def reduce(self, orders: Sequence[Order], limit: float) -> list[RankResult]:
         """Give each its order; what each answered, in their order.
 
         Args:
             orders: One for each process.
             limit: Seconds for the collectives.
         """
-        return list(
-            await asyncio.gather(
-                *(
-                    self._one(process, order, limit)
-                    for process, order in zip(self._processes, orders, strict=True)
-                )
-            )
-        )
-
-    async def _one(
-        self, process: asyncio.subprocess.Process, order: dict[str, Any], limit: float
-    ) -> dict[str, Any]:
-        assert process.stdin is not None and process.stdout is not None
-
-        def failed(words: str) -> dict[str, Any]:
-            return {"rank": order["rank"], "ok": False, "error": words}
-
-        ends = time.monotonic() + limit
-        answer: dict[str, Any] = {}
-        try:
-            process.stdin.write(json.dumps(order).encode() + b"\n")
-            await process.stdin.drain()
-            while not answer or answer.get("more"):
-                left = max(0.0, ends - time.monotonic())
-                line = await asyncio.wait_for(process.stdout.readline(), left)
-                if not line:
-                    return _cut_off(answer or failed(""), await _how_it_ended(process))
-                answer = json.loads(line)
-        except asyncio.TimeoutError:
-            return _cut_off(answer or failed(""), f"no result within {limit:.0f} s")
-        except (OSError, ValueError):
-            return _cut_off(answer or failed(""), await _how_it_ended(process))
-        return answer
+        each = zip(self._processes, orders, strict=True)
+        return list(await asyncio.gather(*(_reduce(*one, limit) for one in each)))
 
     async def stop(self) -> None:
         """End them all."""
@@ -107,6 +83,27 @@ class Ranks:
         for process in self._processes:
             await process.wait()
         self._processes.clear()
+
+
+async def _reduce(process: asyncio.subprocess.Process, order: Order, limit: float) -> RankResult:
+    assert process.stdin is not None and process.stdout is not None
+    ends = time.monotonic() + limit
+    answer: dict[str, Any] = {"rank": order["rank"], "more": True}
+    why = ""
+    try:
+        process.stdin.write(json.dumps(order).encode() + b"\n")
+        await process.stdin.drain()
+        while answer.get("more"):
+            left = max(0.0, ends - time.monotonic())
+            line = await asyncio.wait_for(process.stdout.readline(), left)
+            # Of an empty line it is known how the rank ended.
+            answer = opening.loads(line)
+    except asyncio.TimeoutError:
+        why = f"no result within {limit:.0f} s"
+    except (OSError, ValueError):
+        why = await _how_it_ended(process)
+    result = decoder(RankResult)(answer)
+    return _cut_off(result, answer, why) if why else result
 
 
 async def _imported(process: asyncio.subprocess.Process, limit: float) -> str:
@@ -127,13 +124,13 @@ async def _how_it_ended(process: asyncio.subprocess.Process) -> str:
     return "the rank ended without a result"
 
 
-def _cut_off(answer: dict[str, Any], why: str) -> dict[str, Any]:
-    """What a rank told before it ended, or hung: that counts, and what it was at failed."""
-    answer.pop("more", None)
-    stages = answer.get("stages")
+def _cut_off(result: RankResult, answer: Mapping[str, Any], why: str) -> RankResult:
+    """What a rank knew before it ended, or hung: that counts, and what it was doing failed."""
+    stages = result.stages
     if stages is None:
-        return {**answer, "ok": False, "error": answer.get("error") or why}
-    doing = stages.pop("doing", None)
-    if doing is not None:
-        stages["stages"].append({**doing, "error": why, "bus": 0.0})
-    return answer
+        return replace(result, ok=False, error=result.error or why)
+    doing = answer["stages"].get("doing")
+    if not isinstance(doing, dict):
+        return result
+    failed = replace(decoder(Stage)(doing), error=why)
+    return replace(result, stages=replace(stages, stages=(*stages.stages, failed)))

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ddpdoctor.core import opening
+from ddpdoctor.run.records.base import Part, as_json
 
 GREETING = b"ddpdoctor check 1 "
 """What a coordinator says first, before its nonce; the number is the protocol's."""
@@ -21,7 +22,7 @@ GREETING_BYTES = len(GREETING) + 33
 _LARGEST = 64 * 2**20
 _HEAD = struct.Struct("!I")
 
-Message = Mapping[str, Any]
+Message = Part | Mapping[str, Any]
 
 
 class WireError(Exception):
@@ -39,7 +40,7 @@ def nonce() -> str:
 
 
 def proof(key: bytes, role: str, challenge: str) -> str:
-    """That this side knows the key, in answer to the other side's nonce."""
+    """Shows that this side knows the key, in answer to the other side's nonce."""
     return hmac.new(key, f"{role} {challenge}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -65,7 +66,7 @@ def challenge_in(line: bytes) -> str | None:
 
 def packed(message: Message) -> bytes:
     """A message as it goes over the wire."""
-    data = json.dumps(message, separators=(",", ":")).encode()
+    data = json.dumps(message, separators=(",", ":"), default=as_json).encode()
     return _HEAD.pack(len(data)) + data
 
 
@@ -117,7 +118,7 @@ class Link:
             raise ValueError("a message that is too large")
         message = opening.loads(await self.reader.readexactly(length))
         if not isinstance(message, dict):
-            raise ValueError("a message that is none")
+            raise ValueError("a message that is no JSON object")
         return message
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a node does on behalf of the coordinator, until it is told the end."""
+"""What a node does on behalf of the coordinator, until the end."""
 
 from __future__ import annotations
 
@@ -7,74 +7,70 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpdoctor.preflight.place import Seat
 from ddpdoctor.preflight.protocol import pairs
 from ddpdoctor.preflight.protocol.caller import Call, refused
-from ddpdoctor.preflight.protocol.coordinator import unpacked_token
-from ddpdoctor.preflight.protocol.facts import Facts
-from ddpdoctor.preflight.protocol.pairs import Listener, Target
+from ddpdoctor.preflight.protocol.messages import Answer, Facts, Order, Report, Welcome
+from ddpdoctor.preflight.protocol.pairs import Listener
 from ddpdoctor.preflight.protocol.ranks import Ranks
 from ddpdoctor.preflight.protocol.wire import WireError
+from ddpdoctor.run.records.decode import decoder
 
 LOOK_EVERY = 0.2
 """Seconds after which it is noticed that the coordinator is gone."""
 
 
-class Attendance:
+@dataclass
+class Worker:
     """A node among the others.
 
-    Args:
+    Attributes:
         call: The connection to the coordinator.
-        seat: This node's place.
-        facts: What this node tells of itself.
+        host: Of the rendezvous.
+        facts: What this node reports of itself.
         listener: What the other nodes dial.
         ranks: Its processes for the collective test.
+        index: Its own among the nodes; -1 until it is known.
     """
 
-    def __init__(
-        self, call: Call, seat: Seat, facts: Facts, listener: Listener, ranks: Ranks
-    ) -> None:
-        self.call = call
-        self.seat = seat
-        self.facts = facts
-        self.listener = listener
-        self.ranks = ranks
-        self.index = -1
+    call: Call
+    host: str
+    facts: Facts
+    listener: Listener
+    ranks: Ranks
+    index: int = -1
 
-    async def run(self, deadline: float) -> dict[str, Any]:
+    async def run(self, deadline: float) -> Report:
         """Do what is asked for until the end.
 
         Args:
             deadline: Monotonic time at which all has to be over.
 
         Returns:
-            What the coordinator tells all nodes.
+            What the coordinator reports to all nodes.
 
         Raises:
             WireError: The coordinator is gone.
             CallError: It goes on without this node.
         """
-        await self.call.link.send(
-            {
-                "facts": self.facts.packed(),
-                "offset": self.call.offset,
-                "uncertainty": self.call.uncertainty,
-            }
+        link, call = self.call.link, self.call
+        await link.send(
+            {"facts": self.facts, "offset": call.offset, "uncertainty": call.uncertainty}
         )
         while True:
-            message = await self.call.link.receive(max(0.1, deadline - time.monotonic()))
-            if message["do"] == "leave":
-                raise refused(message)
-            if message["do"] == "end":
-                blob: dict[str, Any] = message["blob"]
-                return blob
-            await self.call.link.send(await self._while_connected(self._do(message)))
+            message = await link.receive(max(0.1, deadline - time.monotonic()))
+            order = decoder(Order)(message)
+            if order.do == "leave":
+                raise refused(decoder(Welcome)(message))
+            if order.do == "end" and order.report is not None:
+                return order.report
+            await link.send(await self._while_connected(self._do(order)))
 
-    async def _while_connected(self, doing: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+    async def _while_connected(self, doing: Coroutine[Any, Any, Answer]) -> Answer:
         """Do something for as long as the coordinator is there: without it, ranks wait in vain.
 
         Raises:
@@ -93,57 +89,52 @@ class Attendance:
                 task.cancel()
                 await asyncio.wait({task})
 
-    async def _do(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        what = message["do"]
-        if what == "roster":
-            self.index = int(message["index"])
-            self.listener.admit(self.index, unpacked_token(message["token"]))
-            return {}
-        if what == "dial":
-            targets = [Target(**each) for each in message["targets"]]
-            results = await pairs.dial_all(targets, self.listener.token)
-            return {"results": [result.packed() for result in results]}
-        if what == "settle":
-            if message["needed"]:
-                return {"unready": await self.ranks.ready(float(message["limit"]))}
+    async def _do(self, order: Order) -> Answer:
+        if order.do == "roster":
+            self.index = order.index
+            self.listener.admit(order.index, bytes.fromhex(order.token))
+        elif order.do == "dial":
+            results = await pairs.dial_all(order.targets, self.listener.token)
+            return Answer(dialled=tuple(results))
+        elif order.do == "settle" and order.needed:
+            return Answer(unready=await self.ranks.ready(order.limit))
+        elif order.do == "settle":
             await self.ranks.stop()
-            return {}
-        if what == "speed":
-            speed = await pairs.speed(Target(**message["target"]), self.listener.token)
-            return {} if speed is None else {"rtt": speed.rtt, "bandwidth": speed.bandwidth}
-        if what == "folder":
-            return await asyncio.to_thread(self._folder, message)
-        if what == "reduce":
-            return {"results": await self._reduce(message)}
-        return {}
+        elif order.do == "speed" and order.targets:
+            speed = await pairs.speed(order.targets[0], self.listener.token)
+            return Answer() if speed is None else Answer(rtt=speed.rtt, bandwidth=speed.bandwidth)
+        elif order.do == "folder":
+            return await asyncio.to_thread(_in_folder, Path(self.facts.folder), order)
+        elif order.do == "reduce":
+            # A rank that waits in vain ends at its own limits and says so; this one is for hung
+            # ones.
+            orders = [self._of_rank(order, local) for local in range(self.facts.nproc)]
+            return Answer(ranks=tuple(await self.ranks.reduce(orders, order.patience)))
+        return Answer()
 
-    def _folder(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        path, token = Path(self.facts.folder), message["token"]
-        if message["action"] == "write":
-            return {"error": write(path, token)}
-        if message["action"] == "remove":
-            remove(path, token)
-            return {}
-        return {"seen": seen(path, token), "listing": listing(path)}
+    def _of_rank(self, order: Order, local: int) -> dict[str, Any]:
+        return {
+            "host": self.host,
+            "port": order.port,
+            "rank": order.first + local,
+            "local_rank": local,
+            "world": order.world,
+            "limit": order.limit,
+            "stage_limit": order.stage_limit,
+            "patience": order.patience,
+            "stages": "nccl" if order.nccl else "",
+            "node_of": order.node_of,
+        }
 
-    async def _reduce(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        orders = [
-            {
-                "host": self.seat.host,
-                "port": message["port"],
-                "rank": message["first"] + local,
-                "local_rank": local,
-                "world": message["world"],
-                "limit": message["limit"],
-                "stage_limit": message["stage_limit"],
-                "patience": message["patience"],
-                "stages": "nccl" if message["nccl"] else "",
-                "node_of": message["node_of"],
-            }
-            for local in range(self.facts.nproc)
-        ]
-        # A rank that waits in vain ends at its own limits and says so; this one is for hung ones.
-        return await self.ranks.reduce(orders, message["patience"])
+
+def _in_folder(folder: Path, order: Order) -> Answer:
+    """Test whether the checkpoint folder is the same on all nodes: one's file is seen by all."""
+    if order.action == "write":
+        return Answer(error=write(folder, order.token))
+    if order.action == "remove":
+        remove(folder, order.token)
+        return Answer()
+    return Answer(seen=seen(folder, order.token), listing=listing(folder))
 
 
 PREFIX = ".ddpdoctor-check-"
@@ -169,7 +160,7 @@ def seen(folder: Path, token: str) -> bool:
     until = time.monotonic() + SEEN_WITHIN
     while True:
         with contextlib.suppress(OSError):
-            # Listing the folder makes an NFS client ask the server anew.
+            # Listing the folder makes an NFS client ask the server again.
             os.listdir(folder)
             if (folder / f"{PREFIX}{token}").read_text() == token:
                 return True

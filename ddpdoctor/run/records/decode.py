@@ -79,6 +79,22 @@ def decoder(declared: type[P]) -> Callable[[Mapping[str, object]], P]:
     return known
 
 
+def required(declared: type[P], found: Mapping[str, object]) -> P:
+    """As a :func:`decoder`, of an object that has to be whole.
+
+    Raises:
+        ValueError: It lacks a field that has no default, or holds something else there.
+    """
+    hints, values = get_type_hints(declared), {}
+    try:
+        for each in fields(declared):
+            if key_of(each.name) in found or each.default is MISSING:
+                values[each.name] = _converter(hints[each.name])(found[key_of(each.name)])
+        return declared(**values)
+    except (KeyError, TypeError, RecursionError, _MisfitError) as error:
+        raise ValueError(f"damaged {declared.__name__.lower()}: {error}") from None
+
+
 def _compiled(declared: type[P]) -> Callable[[Mapping[str, object]], P]:
     hints = get_type_hints(declared)
     layout = [
