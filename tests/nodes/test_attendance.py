@@ -20,7 +20,7 @@ def test_an_absent_node_is_named_by_its_rank(nodes: Make) -> None:
     for each in said:
         assert each.status == 2
         assert "node rank 2 did not come within 4 s" in each.messages
-        assert each.outcome("links")["detail"] == "2 of 6 ways between nodes are open"
+        assert each.outcome("links")["detail"] == "2 of 6 directions between nodes are open"
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def test_more_healthy_nodes(nodes: Make, size: int) -> None:
     silent(said)
     for each in said:
         assert each.outcome("links")["detail"] == (
-            f"{size * (size - 1)} of {size * (size - 1)} ways between nodes are open"
+            f"{size * (size - 1)} of {size * (size - 1)} directions between nodes are open"
         )
         assert f"{size} of {size} ranks" in each.outcome("gloo-nodes")["detail"]
 

@@ -1,4 +1,4 @@
-"""``ddpdoctor check`` across nodes, in a lab: ways between nodes."""
+"""``ddpdoctor check`` across nodes, in a lab: connections between nodes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_one_way_firewall_is_named_with_its_direction(nodes: Make) -> None:
     # Of the two ways gloo uses the first alone.
     found = said[0].findings("links")
     assert [each["severity"] for each in found] == ["error", "warning"]
-    assert found[1]["evidence"][1] == "the way back, from node1, is open"
+    assert found[1]["evidence"][1] == "the opposite direction, from node1, is open"
     assert all(each.codes == ["DDP053"] for each in said)
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, failure, finding, judged, skipped, warning
 from ddpdoctor.preflight.nodes.judging import across_nodes, grouped, of_all, usual_of
-from ddpdoctor.preflight.protocol.messages import Facts
 from ddpdoctor.preflight.protocol.meet import Meeting
+from ddpdoctor.preflight.protocol.messages import Facts
 
 DRIVER = "nvidia-smi --query-gpu=driver_version --format=csv"
 
