@@ -17,7 +17,7 @@ from ddpdoctor.preflight.protocol.caller import Problem
 from ddpdoctor.preflight.protocol.meet import Meeting, meet_or_fail, meeting_of
 from ddpdoctor.preflight.protocol.messages import Facts, Node, Reduction, Report, Speeds
 from ddpdoctor.preflight.situation import Once, Situation, gpu_facts, visible_gpus
-from ddpdoctor.run.records.decode import decoder
+from ddpdoctor.run.records.decoder import decoder
 from ddpdoctor.system.gpu.health import GpuFacts, Health
 from ddpdoctor.system.gpu.reader import Device
 

@@ -19,7 +19,7 @@ from ddpdoctor.preflight.protocol.messages import RankResult
 from ddpdoctor.preflight.protocol.phases import nccl_report
 from ddpdoctor.preflight.protocol.ranks import PROGRAM
 from ddpdoctor.preflight.protocol.reduction import _with_others
-from ddpdoctor.run.records.decode import decoder
+from ddpdoctor.run.records.decoder import decoder
 from tests.conftest import TOKEN
 
 # The ranks of the collective test.

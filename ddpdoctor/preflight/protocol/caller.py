@@ -11,7 +11,7 @@ from ddpdoctor.preflight.protocol import wire
 from ddpdoctor.preflight.protocol.connecting import Closed, ConnectError, connect
 from ddpdoctor.preflight.protocol.messages import Knock, Welcome
 from ddpdoctor.preflight.protocol.wire import Link, WireError
-from ddpdoctor.run.records.decode import decoder
+from ddpdoctor.run.records.decoder import decoder
 
 GREETING_LIMIT = 3.0
 CLOCK_QUESTIONS = 8

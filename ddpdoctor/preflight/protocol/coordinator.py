@@ -25,7 +25,7 @@ from ddpdoctor.preflight.protocol.messages import (
 )
 from ddpdoctor.preflight.protocol.wire import Link, WireError
 from ddpdoctor.run.records.base import as_json
-from ddpdoctor.run.records.decode import decoder
+from ddpdoctor.run.records.decoder import decoder
 
 KNOCK_LIMIT = 10.0
 """Seconds for a caller to show what it is, and for a node to gather its facts."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ddpdoctor.run.records.base import Part
-from ddpdoctor.run.records.decode import required
+from ddpdoctor.run.records.decoder import required
 
 
 @dataclass(frozen=True, slots=True)

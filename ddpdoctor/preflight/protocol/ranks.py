@@ -16,7 +16,7 @@ from typing import Any
 from ddpdoctor.core import opening
 from ddpdoctor.preflight.machine.collectives import environment
 from ddpdoctor.preflight.protocol.messages import RankResult, Stage
-from ddpdoctor.run.records.decode import decoder
+from ddpdoctor.run.records.decoder import decoder
 
 Order = Mapping[str, Any]
 """What a rank is to do, as its program reads it."""

@@ -18,7 +18,7 @@ from ddpdoctor.preflight.protocol.messages import Answer, Facts, Order, Report, 
 from ddpdoctor.preflight.protocol.pairs import Listener
 from ddpdoctor.preflight.protocol.ranks import Ranks
 from ddpdoctor.preflight.protocol.wire import WireError
-from ddpdoctor.run.records.decode import decoder
+from ddpdoctor.run.records.decoder import decoder
 
 LOOK_EVERY = 0.2
 """Seconds after which it is noticed that the coordinator is gone."""
