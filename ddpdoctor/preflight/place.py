@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ddpdoctor.preflight.situation import DEFAULT_PORT, Situation, joined_endpoint
 
@@ -15,7 +15,7 @@ class Place:
 
     Attributes:
         launcher: ``torchrun``, ``Slurm``, ``Open MPI``, ``MPICH`` or ``MVAPICH``.
-        hosts: The nodes' names in the order of their ranks, if they are told.
+        hosts: The nodes' names in the order of their ranks, if they are known.
     """
 
     launcher: str
@@ -61,35 +61,44 @@ def number(environ: Mapping[str, str], name: str) -> int | None:
 
 def places(environ: Mapping[str, str]) -> tuple[Place, ...]:
     """What each launcher that left its variables says, torch's own first."""
-    found = []
-    for launcher, names in _VARIABLES.items():
-        present = any(name in environ for name in names[:2])
-        if launcher == "Slurm":
-            # In a batch script or an `salloc` shell there is a job, but no task yet.
-            present = "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ
-        if not present:
-            continue
-        rank, world, local, size, node, nodes = (number(environ, name) for name in names)
-        if launcher == "Open MPI":
-            node = None
-        if size == 1 and nodes is None and world is not None:
-            # One process on each node: its rank is the node's.
-            node, nodes = rank, world
-        elif nodes is None and launcher != "torchrun" and size and world and world % size == 0:
-            # As many on each node; which of them are whose only the launcher knows.
-            nodes = world // size
-        hosts: tuple[str, ...] = ()
-        if launcher == "Slurm":
-            # The step's own numbers, if they are there: the shell of `salloc` may be a step with
-            # one task, whose other variables are the job's.
-            own = number(environ, "SLURM_STEP_NUM_TASKS"), number(environ, "SLURM_STEP_NUM_NODES")
-            world = own[0] if own[0] is not None else world
-            nodes = own[1] if own[1] is not None else nodes
-            nodes = nodes if nodes is not None else number(environ, "SLURM_JOB_NUM_NODES")
-            listed = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-            hosts = expand(listed)
-        found.append(Place(launcher, rank, world, local, size, node, nodes, hosts))
-    return tuple(found)
+    return tuple(
+        _slurm(environ, place) if launcher == "Slurm" else place
+        for launcher, names in _VARIABLES.items()
+        # In a batch script or an `salloc` shell there is a job of Slurm, but no task yet.
+        if any(name in environ for name in names[:2])
+        and (launcher != "Slurm" or {"SLURM_PROCID", "SLURM_STEP_ID"} <= environ.keys())
+        for place in [_place(environ, launcher, names)]
+    )
+
+
+def _place(environ: Mapping[str, str], launcher: str, names: Sequence[str]) -> Place:
+    rank, world, local, size, node, nodes = (number(environ, name) for name in names)
+    if launcher == "Open MPI":
+        node = None
+    if size == 1 and nodes is None and world is not None:
+        # One process on each node: its rank is the node's.
+        node, nodes = rank, world
+    elif nodes is None and launcher != "torchrun" and size and world and world % size == 0:
+        # As many on each node; which of them are on which only the launcher knows.
+        nodes = world // size
+    return Place(launcher, rank, world, local, size, node, nodes)
+
+
+def _slurm(environ: Mapping[str, str], place: Place) -> Place:
+    """With the step's own numbers, if they are there.
+
+    The shell of `salloc` may be a step with one task, whose other variables are the job's.
+    """
+    world = number(environ, "SLURM_STEP_NUM_TASKS")
+    nodes = [number(environ, "SLURM_STEP_NUM_NODES"), place.nnodes]
+    nodes.append(number(environ, "SLURM_JOB_NUM_NODES"))
+    listed = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    return replace(
+        place,
+        world_size=place.world_size if world is None else world,
+        nnodes=next((each for each in nodes if each is not None), None),
+        hosts=expand(listed),
+    )
 
 
 def expand(nodelist: str) -> tuple[str, ...]:
@@ -130,10 +139,10 @@ class Seat:
     Attributes:
         nnodes: Nodes of the job.
         rank: This node's rank; None if torchrun is to choose.
-        host: The rendezvous host; empty if nobody said.
+        host: The rendezvous host; empty if it was not given.
         port: The rendezvous port.
         rdzv_id: The rendezvous id.
-        names: The nodes' host names by rank, where the launcher tells them.
+        names: The nodes' host names by rank, where the launcher reports them.
     """
 
     nnodes: int

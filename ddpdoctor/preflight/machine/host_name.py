@@ -47,8 +47,8 @@ def host_name(situation: Situation) -> Outcome:
         interface.
     """
     found = situation.shared(own_name)
-    told = ", ".join(found.addresses[:3]) or found.problem
-    detail = f"{found.name} is {told}" if found.addresses else f"{found.name}: {told}"
+    is_ = f" is {', '.join(found.addresses[:3])}" if found.addresses else f": {found.problem}"
+    detail = f"{found.name}{is_}"
     return judged(detail, _findings(situation, found, situation.shared(interfaces)))
 
 
@@ -56,38 +56,43 @@ def _findings(
     situation: Situation, found: Lookup, here: tuple[Interface, ...]
 ) -> Iterator[Finding]:
     many = situation.options.nnodes > 1
-    towards = situation.shared(endpoint_name)
-    interface = best(here, towards.addresses[0] if towards and towards.addresses else "")
+    endpoint = situation.shared(endpoint_name)
+    interface = best(here, endpoint.addresses[0] if endpoint and endpoint.addresses else "")
     wanted = interface.addresses[0] if interface else "" if many else "127.0.0.1"
-    full = situation.shared(full_name)
-    for each in (found, full):
-        if not each.addresses:
-            yield _unknown(each, wanted, many)
-            return
-    own = [owner(each, here) for each in found.addresses]
-    if not any(own):
+    unknown = [each for each in (found, situation.shared(full_name)) if not each.addresses]
+    own = [each for each in (owner(address, here) for address in found.addresses) if each]
+    if unknown:
+        yield _unknown(unknown[0], wanted, many)
+    elif not own:
+        yield _foreign(found, here, wanted, many)
+    elif many and own[0].loopback and not situation.environ.get("GLOO_SOCKET_IFNAME"):
+        loopback = next(each for each in found.addresses if owner(each, here) is own[0])
         yield finding(
-            Severity.ERROR if many else Severity.WARNING,
-            f"this machine's host name {found.name} resolves to {', '.join(found.addresses[:3])}, "
-            "which is not an address of this machine",
-            evidence=(f"it has {', '.join(_all_addresses(here)) or 'no address'}",),
-            fix="Correct the name in /etc/hosts or in the name server.",
-            paste=_hosts_line(wanted, found.name),
-        )
-        return
-    first = next(each for each in own if each is not None)
-    if many and first.loopback and not situation.environ.get("GLOO_SOCKET_IFNAME"):
-        # With the other nodes' addresses known, that check says whether it matters.
-        judged_together = "gloo-addresses" in (situation.chosen or ())
-        loopback = next(each for each in found.addresses if owner(each, here) is first)
-        yield finding(
-            Severity.WARNING if judged_together else Severity.ERROR,
+            _where_addresses_are_judged(situation),
             f"this machine's host name {found.name} resolves to {loopback}: gloo will listen where "
             "no other node can connect",
             fix="Choose the interface by its name, or correct the line in /etc/hosts: "
             f"{wanted or 'ADDRESS'} {found.name}",
             paste=export_line(interface) if interface else ADDRESSES,
         )
+
+
+def _where_addresses_are_judged(situation: Situation) -> Severity:
+    """How bad it is: with the other nodes' addresses known, that check says whether it matters."""
+    judged_together = "gloo-addresses" in (situation.chosen or ())
+    return Severity.WARNING if judged_together else Severity.ERROR
+
+
+def _foreign(found: Lookup, here: tuple[Interface, ...], wanted: str, many: bool) -> Finding:
+    mine = [each for other in here if not other.loopback for each in other.addresses]
+    return finding(
+        Severity.ERROR if many else Severity.WARNING,
+        f"this machine's host name {found.name} resolves to {', '.join(found.addresses[:3])}, "
+        "which is not an address of this machine",
+        evidence=(f"it has {', '.join(mine) or 'no address'}",),
+        fix="Correct the name in /etc/hosts or in the name server.",
+        paste=_hosts_line(wanted, found.name),
+    )
 
 
 def _unknown(name: Lookup, wanted: str, many: bool) -> Finding:
@@ -107,7 +112,3 @@ def _unknown(name: Lookup, wanted: str, many: bool) -> Finding:
 
 def _hosts_line(address: str, name: str) -> str:
     return f"echo '{address} {name}' | sudo tee -a /etc/hosts" if address else ADDRESSES
-
-
-def _all_addresses(here: tuple[Interface, ...]) -> list[str]:
-    return [each for interface in here if not interface.loopback for each in interface.addresses]

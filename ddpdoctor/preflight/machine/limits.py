@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 from collections.abc import Iterator
-from pathlib import Path
+from itertools import chain
+from math import inf
 
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, finding, judged, warning
 from ddpdoctor.preflight.machine import container
-from ddpdoctor.preflight.situation import Situation
+from ddpdoctor.preflight.situation import Situation, names, text
 from ddpdoctor.preflight.words import GIB, MIB, shown
-from ddpdoctor.system.proc import listed
+from ddpdoctor.system.proc import Listed, listed
 
 OPEN_FILES = 256
 """What a rank opens besides its connections: libraries, data files, pipes to DataLoader workers."""
@@ -52,78 +52,83 @@ def limits(situation: Situation) -> Outcome:
         With the usual limits: 1024 open files are enough for 384 ranks. For locked memory on
         machines without InfiniBand, and for processes of root.
     """
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    left = _threads_left(situation)
-    told = [f"{_number(files)} open files"]
-    told.append(f"{_number(left)} more threads" if left is not None else "threads unlimited")
-    return judged(", ".join(told), _findings(situation, left))
+    files, left = _limit(resource.RLIMIT_NOFILE)[0], _threads_left(situation)
+    detail = "unlimited open files, " if files == inf else f"{files:.0f} open files, "
+    detail += "threads unlimited" if left is None else f"{left} more threads"
+    found = (_files(situation), _threads(situation, left), _locked(situation), _sizes())
+    return judged(detail, chain(*found))
 
 
-def _number(limit: int) -> str:
-    return "unlimited" if limit in (resource.RLIM_INFINITY, -1) else str(limit)
+def _limit(kind: int) -> tuple[float, float]:
+    """The soft and the hard limit; infinite where there is none."""
+    soft, hard = resource.getrlimit(kind)
+    return tuple(inf if each == resource.RLIM_INFINITY else each for each in (soft, hard))  # type: ignore[return-value]
 
 
-def _findings(situation: Situation, threads_left: int | None) -> Iterator[Finding]:
-    nproc, world = situation.nproc, situation.nproc * situation.options.nnodes
-    files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+def _files(situation: Situation) -> Iterator[Finding]:
+    world = situation.nproc * situation.options.nnodes
     wanted = OPEN_FILES + 2 * world
-    if files != resource.RLIM_INFINITY and files < wanted:
-        free = most_files == resource.RLIM_INFINITY
-        enough = free or most_files >= wanted
-        goal = max(wanted, 65536 if free else min(65536, most_files))
+    files, most = _limit(resource.RLIMIT_NOFILE)
+    if files >= wanted:
+        return
+    enough = most >= wanted
+    goal = max(wanted, min(65536, most))
+    yield finding(
+        Severity.ERROR if files < wanted // 2 else Severity.WARNING,
+        f"a process may open {files:.0f} files, and a rank of {world} needs about {wanted}",
+        fix="Raise the limit in the shell that starts the job."
+        + ("" if enough else f" The hard limit is {most:.0f}: only an administrator can raise it."),
+        paste=f"ulimit -n {goal:.0f}"
+        if enough
+        else f"echo '* - nofile {max(65536, wanted)}' | sudo tee -a /etc/security/limits.conf",
+        about="open files",
+    )
+
+
+def _threads(situation: Situation, left: int | None) -> Iterator[Finding]:
+    nproc = situation.nproc
+    if left is not None and left < THREADS * nproc:
         yield finding(
-            Severity.ERROR if files < wanted // 2 else Severity.WARNING,
-            f"a process may open {files} files, and a rank of {world} needs about {wanted}",
-            fix="Raise the limit in the shell that starts the job."
-            + ("" if enough else f" The hard limit is {most_files}: an administrator has to."),
-            paste=f"ulimit -n {goal}"
-            if enough
-            else f"echo '* - nofile {max(65536, wanted)}' | sudo tee -a /etc/security/limits.conf",
-            about="open files",
-        )
-    needed = THREADS * nproc
-    if threads_left is not None and threads_left < needed:
-        inside = container.kind(situation)
-        yield finding(
-            Severity.ERROR if threads_left < 16 * nproc else Severity.WARNING,
-            f"{threads_left} more processes and threads may be started, and {nproc} ranks need "
-            f"about {needed}",
+            Severity.ERROR if left < 16 * nproc else Severity.WARNING,
+            f"{left} more processes and threads may be started, and {nproc} ranks need about "
+            f"{THREADS * nproc}",
             fix="Raise the limit of the container, or of the user.",
-            paste=f"{inside} run --pids-limit -1 ..."
-            if inside in ("docker", "podman")
-            else "ulimit -u unlimited",
+            paste=container.run_line(situation, "--pids-limit -1") or "ulimit -u unlimited",
             about="threads",
         )
-    locked, most_locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if locked != resource.RLIM_INFINITY and locked < PINNED and _has_infiniband(situation.sys):
-        inside = container.kind(situation)
-        free = most_locked == resource.RLIM_INFINITY
+
+
+def _locked(situation: Situation) -> Iterator[Finding]:
+    locked, most = _limit(resource.RLIMIT_MEMLOCK)
+    if locked < PINNED and names(situation.sys / "class" / "infiniband"):
+        by_hand = (
+            "ulimit -l unlimited"
+            if most == inf
+            else "echo '* - memlock unlimited' | sudo tee -a /etc/security/limits.conf"
+        )
         yield warning(
             f"{shown(locked)} may be locked in memory, and RDMA over InfiniBand needs far more",
             fix="Allow unlimited locked memory, for the container or the user.",
-            paste=f"{inside} run --ulimit memlock=-1 ..."
-            if inside in ("docker", "podman")
-            else "ulimit -l unlimited"
-            if free
-            else "echo '* - memlock unlimited' | sudo tee -a /etc/security/limits.conf",
+            paste=container.run_line(situation, "--ulimit memlock=-1") or by_hand,
             about="locked memory",
         )
-    size = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    if size != resource.RLIM_INFINITY and size < GIB:
-        yield warning(
-            f"a file may have {shown(size)}: writing a larger checkpoint ends the rank (SIGXFSZ)",
-            fix="Raise the limit in the shell that starts the job.",
-            paste="ulimit -f unlimited",
-            about="file size",
-        )
-    space = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if space != resource.RLIM_INFINITY and space < 16 * GIB:
-        yield warning(
-            f"a process may have {shown(space)} of address space; torch maps more than it uses",
-            fix="Raise the limit in the shell that starts the job.",
-            paste="ulimit -v unlimited",
-            about="address space",
-        )
+
+
+def _sizes() -> Iterator[Finding]:
+    for kind, least, what, effect, flag, about in (
+        (resource.RLIMIT_FSIZE, GIB, "a file may have {}",
+         ": writing a larger checkpoint ends the rank (SIGXFSZ)", "-f", "file size"),
+        (resource.RLIMIT_AS, 16 * GIB, "a process may have {} of address space",
+         "; torch maps more than it uses", "-v", "address space"),
+    ):  # fmt: skip
+        size = _limit(kind)[0]
+        if size < least:
+            yield warning(
+                what.format(shown(size)) + effect,
+                fix="Raise the limit in the shell that starts the job.",
+                paste=f"ulimit {flag} unlimited",
+                about=about,
+            )
 
 
 def _threads_left(situation: Situation) -> int | None:
@@ -132,20 +137,13 @@ def _threads_left(situation: Situation) -> int | None:
     group = container.pids(situation)
     if group is not None:
         left.append(group[1] - group[0])
-    most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    if most != resource.RLIM_INFINITY and os.getuid() != 0:
+    most = _limit(resource.RLIMIT_NPROC)[0]
+    if most < inf and os.getuid() != 0:
         mine = (each for each in listed(situation.proc) if each.uid == os.getuid())
-        left.append(most - sum(_threads(each.folder) for each in mine))
+        left.append(int(most) - sum(_threads_of(each) for each in mine))
     return max(0, min(left)) if left else None
 
 
-def _threads(process: Path) -> int:
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return int((process / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()[17])
-    return 0
-
-
-def _has_infiniband(sys: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return any((sys / "class" / "infiniband").iterdir())
-    return False
+def _threads_of(process: Listed) -> int:
+    fields = text(process.folder / "stat").rpartition(")")[2].split()
+    return int(fields[17]) if len(fields) > 17 else 0

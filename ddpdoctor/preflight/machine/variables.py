@@ -2,89 +2,83 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from math import inf
 from pathlib import Path
+from typing import NamedTuple
 
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, check, finding, judged
-from ddpdoctor.preflight.situation import Situation, visible_gpus
+from ddpdoctor.preflight.situation import Situation, names, text, visible_gpus
 
 OFF = frozenset({"", "0", "false", "off", "no"})
 
 
-@dataclass(frozen=True)
-class _Machine:
-    gpus: int
-    nodes: int
-    infiniband: bool
+class _Leftover(NamedTuple):
+    """A variable, what it does, and where that hurts.
 
-
-@dataclass(frozen=True)
-class _Leftover:
-    """A variable, when it hurts, and what it does then."""
+    Attributes:
+        gpus: Of how many GPUs on the machine, at least and at most.
+        value: The one that hurts; empty for any that turns it on.
+        fabric: Whether it hurts between nodes with InfiniBand alone.
+    """
 
     name: str
     effect: str
-    hurts: Callable[[str, _Machine], bool]
+    gpus: tuple[float, float] = (1, inf)
+    value: str = ""
+    fabric: bool = False
     severity: Severity = Severity.WARNING
 
+    def hurts(self, value: str, situation: Situation) -> bool:
+        """Whether a value of it slows down or breaks jobs on this machine."""
+        value = value.strip()
+        on = value.upper() == self.value if self.value else value.lower() not in OFF
+        fabric = situation.options.nnodes > 1 and names(situation.sys / "class" / "infiniband")
+        least, most = self.gpus
+        return (
+            on
+            and least <= situation.shared(visible_gpus) <= most
+            and bool(fabric or not self.fabric)
+        )
 
-def _is_on(value: str) -> bool:
-    return value.strip().lower() not in OFF
 
+_HANGS = "a collective that fails or times out hangs forever instead of ending the job"
 
 _LEFTOVERS = (
     _Leftover(
         "TORCH_DISTRIBUTED_DEBUG",
         "DDP over gloo crashes with a segmentation fault in its constructor (torch 2.8 to 2.15)",
-        lambda value, machine: value.upper() == "DETAIL" and not machine.gpus,
-        Severity.ERROR,
+        (0, 0),
+        "DETAIL",
+        severity=Severity.ERROR,
     ),
     _Leftover(
         "TORCH_DISTRIBUTED_DEBUG",
         "every collective is preceded by another that compares the ranks, and DDP over gloo "
         "crashes",
-        lambda value, machine: value.upper() == "DETAIL" and machine.gpus > 0,
+        value="DETAIL",
     ),
     _Leftover(
-        "CUDA_LAUNCH_BLOCKING",
-        "every kernel waits for the one before, so that nothing overlaps",
-        lambda value, machine: _is_on(value) and machine.gpus > 0,
+        "CUDA_LAUNCH_BLOCKING", "every kernel waits for the one before, so that nothing overlaps"
     ),
     _Leftover(
         "NCCL_P2P_DISABLE",
         "the GPUs of this machine exchange gradients through host memory, not NVLink or PCIe",
-        lambda value, machine: _is_on(value) and machine.gpus > 1,
+        (2, inf),
     ),
     _Leftover(
-        "NCCL_SHM_DISABLE",
-        "ranks of this machine talk through the network",
-        lambda value, machine: _is_on(value) and machine.gpus > 1,
+        "NCCL_SHM_DISABLE", "ranks of this machine communicate through the network", (2, inf)
     ),
     _Leftover(
-        "NCCL_IB_DISABLE",
-        "the nodes talk over TCP though there is InfiniBand",
-        lambda value, machine: (
-            _is_on(value) and machine.gpus > 0 and machine.infiniband and machine.nodes > 1
-        ),
+        "NCCL_IB_DISABLE", "the nodes communicate over TCP though there is InfiniBand", fabric=True
     ),
-    _Leftover(
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-        "a collective that fails or times out hangs for ever instead of ending the job",
-        lambda value, machine: value.strip() == "0" and machine.gpus > 0,
-    ),
-    _Leftover(
-        "NCCL_ASYNC_ERROR_HANDLING",
-        "a collective that fails or times out hangs for ever instead of ending the job",
-        lambda value, machine: value.strip() == "0" and machine.gpus > 0,
-    ),
+    _Leftover("TORCH_NCCL_ASYNC_ERROR_HANDLING", _HANGS, value="0"),
+    _Leftover("NCCL_ASYNC_ERROR_HANDLING", _HANGS, value="0"),
     _Leftover(
         "PYTORCH_NO_CUDA_MEMORY_CACHING",
         "every tensor is allocated by the driver, which is slow and synchronizes",
-        lambda value, machine: _is_on(value) and machine.gpus > 0,
     ),
 )
 
@@ -115,30 +109,23 @@ def variables(situation: Situation) -> Outcome:
         NCCL_IB_DISABLE without InfiniBand or on one node, CUDA_LAUNCH_BLOCKING without a GPU.
     """
     sources = {"the environment": situation.environ, **_files(situation)}
-    machine = _Machine(
-        situation.shared(visible_gpus),
-        situation.options.nnodes,
-        any(_listing(situation.sys / "class" / "infiniband")),
-    )
     known = len({each.name for each in _LEFTOVERS})
-    detail = f"none of {known} known ones is set where it hurts"
-    findings = list(_findings(sources, machine))
-    if findings:
-        detail = ", ".join(finding.about for finding in findings)
-    return judged(detail, findings)
+    findings = list(_findings(situation, sources))
+    about = ", ".join(each.about for each in findings)
+    return judged(about or f"none of {known} known ones is set where it hurts", findings)
 
 
-def _findings(sources: Mapping[str, Mapping[str, str]], machine: _Machine) -> Iterator[Finding]:
+def _findings(situation: Situation, sources: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
     for each in _LEFTOVERS:
         for source, values in sources.items():
             value = values.get(each.name)
-            if value is None or not each.hurts(value, machine):
+            if value is None or not each.hurts(value, situation):
                 continue
             inside = source == "the environment"
             yield finding(
                 each.severity,
                 f"{each.name}={value} is set: {each.effect}",
-                evidence=() if inside else (f"it stands in {source}",),
+                evidence=() if inside else (f"it is set in {source}",),
                 fix="Remove it, from the shell's start files and the image as well."
                 if inside
                 else f"Remove the line from {source}.",
@@ -154,26 +141,17 @@ def _without(name: str, source: str) -> str:
 
 
 def _files(situation: Situation) -> dict[str, dict[str, str]]:
-    """What NCCL reads from files, by path; the environment goes before them."""
-    root = situation.proc.parent
+    """What NCCL reads from files, by path; the environment takes precedence."""
     home = situation.environ.get("HOME", "")
-    paths = [root / "etc" / "nccl.conf"]
+    paths = [situation.proc.parent / "etc" / "nccl.conf"]
     if home:
         paths.insert(0, Path(home) / ".nccl.conf")
     found: dict[str, dict[str, str]] = {}
     for path in paths:
-        with contextlib.suppress(OSError):
-            rows = [row.strip() for row in path.read_text("utf-8", "replace").splitlines()]
-            pairs = [row.partition("=") for row in rows if "=" in row and not row.startswith("#")]
-            found[str(path)] = {
-                name.strip(): value.strip()
-                for name, _, value in pairs
-                if name.strip() not in situation.environ
-            }
+        rows = (row.strip() for row in text(path).splitlines())
+        pairs = (row.partition("=") for row in rows if "=" in row and not row.startswith("#"))
+        values = {name.strip(): value.strip() for name, _, value in pairs}
+        found[str(path)] = {
+            name: value for name, value in values.items() if name not in situation.environ
+        }
     return found
-
-
-def _listing(folder: Path) -> list[str]:
-    with contextlib.suppress(OSError):
-        return [each.name for each in folder.iterdir()]
-    return []

@@ -9,7 +9,8 @@ from typing import Literal
 
 from ddpdoctor.preflight.check import Outcome, Run, Status, check, could_not_run, skipped
 from ddpdoctor.preflight.protocol.meet import Meeting, meeting_of
-from ddpdoctor.preflight.protocol.messages import Dialled, Facts
+from ddpdoctor.preflight.protocol.messages import Facts
+from ddpdoctor.preflight.protocol.pairs import Dialled
 from ddpdoctor.preflight.situation import ATTENDANCE, Situation
 
 LIMIT = 3600.0

@@ -18,8 +18,7 @@ from ddpdoctor.preflight.nodes.judging import (
 )
 from ddpdoctor.preflight.protocol.addresses import gloo_dials
 from ddpdoctor.preflight.protocol.meet import Meeting
-from ddpdoctor.preflight.protocol.messages import Dialled
-from ddpdoctor.preflight.protocol.pairs import STALLS
+from ddpdoctor.preflight.protocol.pairs import STALLS, Dialled
 from ddpdoctor.preflight.words import counted
 
 MOST_WAYS = 6

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ddpdoctor.preflight.protocol.pairs import Dialled, Target
 from ddpdoctor.run.records.base import Part
 from ddpdoctor.run.records.decoder import required
 
@@ -115,37 +116,6 @@ class Welcome(Part):
     here: tuple[str, ...] = ()
     nnodes: int = 0
     time: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Target(Part):
-    """Whom to dial: a node's index, and where it listens.
-
-    Attributes:
-        mss: Largest segment in bytes, to learn whether smaller packets pass; 0 for the kernel's.
-    """
-
-    index: int = -1
-    address: str = ""
-    port: int = 0
-    mss: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Dialled(Part):
-    """What came of dialling a node.
-
-    Attributes:
-        outcome: An :data:`~ddpdoctor.preflight.protocol.pairs.Outcome`.
-        seconds: Until the outcome was known.
-        error: The kernel's words, where it said any.
-        passes: Bytes of the largest packets that pass where 64 KiB do not; 0 if none do.
-    """
-
-    outcome: str = ""
-    seconds: float = 0.0
-    error: str = ""
-    passes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import secrets
 import struct
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from ddpdoctor.preflight.protocol import speeds
@@ -24,7 +25,7 @@ from ddpdoctor.preflight.protocol.connecting import (
     patient,
     words_of,
 )
-from ddpdoctor.preflight.protocol.messages import Dialled, Target
+from ddpdoctor.run.records.base import Part
 
 BLOCK = 64 * 1024
 """Bytes sent each way: enough for packets of the largest size."""
@@ -62,6 +63,37 @@ _OUTCOMES: dict[Closed, Outcome] = {
 
 STALLS = ("forth", "back")
 """The outcomes of connections that open and lose large packets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target(Part):
+    """Whom to dial: a node's index, and where it listens.
+
+    Attributes:
+        mss: Largest segment in bytes, to learn whether smaller packets pass; 0 for the kernel's.
+    """
+
+    index: int = -1
+    address: str = ""
+    port: int = 0
+    mss: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Dialled(Part):
+    """What came of dialling a node.
+
+    Attributes:
+        outcome: An :data:`Outcome`.
+        seconds: Until the outcome was known.
+        error: The kernel's words, where it said any.
+        passes: Bytes of the largest packets that pass where 64 KiB do not; 0 if none do.
+    """
+
+    outcome: str = ""
+    seconds: float = 0.0
+    error: str = ""
+    passes: int = 0
 
 
 class Listener:

@@ -12,7 +12,6 @@ from ddpdoctor.preflight.protocol.addresses import gloo_dials, is_loopback
 from ddpdoctor.preflight.protocol.connecting import CONNECT_LIMIT
 from ddpdoctor.preflight.protocol.coordinator import Coordinator, Member
 from ddpdoctor.preflight.protocol.messages import (
-    Dialled,
     Folder,
     NcclReport,
     Node,
@@ -22,9 +21,8 @@ from ddpdoctor.preflight.protocol.messages import (
     Report,
     Speeds,
     StageReport,
-    Target,
 )
-from ddpdoctor.preflight.protocol.pairs import STALL_LIMIT, STALLS
+from ddpdoctor.preflight.protocol.pairs import STALL_LIMIT, STALLS, Dialled, Target
 from ddpdoctor.preflight.protocol.reduction import AGAIN
 
 SMALL_SEGMENTS = (536, 1160, 1240, 1360, 1410)

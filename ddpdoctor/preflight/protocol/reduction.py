@@ -1,8 +1,8 @@
-"""One rank of the collective test: imports torch, waits for its order, reduces, tells the result.
+"""One rank of the collective test: imports torch, waits for its order, reduces, and reports.
 
-A program, ``python reduction.py``, that talks JSON lines on its standard input and output. It ends
-when its input does. The answer is told anew as often as more of it is known, with ``more`` while
-that is not all: NCCL may hang in a call that never returns, or end the process.
+A program, ``python reduction.py``, with JSON lines on its standard input and output. It ends when
+its input does. The answer is written again whenever more of it is known, with ``more`` while that
+is not all: NCCL may hang in a call that never returns, or end the process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
+
+Order = dict[str, Any]
 
 ELEMENTS = 2**16
 """Of each all_reduce; 512 KiB of float64."""
@@ -24,35 +27,22 @@ ELEMENTS = 2**16
 BANDWIDTH_ELEMENTS = {"nccl": (2**20, 2**24), "gloo": (2**16, 2**20, 2**22)}
 """Of the all_reduces that measure the bus bandwidth, in float32; the last are 64 and 16 MiB."""
 
-BATCHES = 3
-"""Of each size; the best counts: other work makes a link look slow, and nothing makes it fast."""
+BATCHES, BATCH_S, MOST_IN_BATCH = 3, 0.05, 20
+"""Batches of each size, the seconds that one is to take, and its reductions at most. The best
+counts: other work makes a link look slow, and nothing makes it look fast."""
 
-BATCH_S = 0.05
-"""Seconds that a batch is to take."""
-
-MOST_IN_BATCH = 20
-
-EVERYONE = "of all nodes"
 AGAIN = "with another node"
 """The stage in which the nodes of a pair that failed are paired with others."""
 
-AGAIN_S = 10
-"""Seconds for that."""
-
-MOST_ROUNDS = 2
-"""Of it: every node of a failed pair has its turn in them, unless nearly all failed."""
+AGAIN_S, MOST_ROUNDS = 10, 2
+"""Seconds and rounds for that: every node has its turn in them, unless nearly all failed."""
 
 SLOW_S = 0.4
 """An all_reduce that takes so many seconds is not repeated, nor tried with a larger size."""
 
-OPEN_S = 30.0
-"""Seconds for CUDA to open the GPUs."""
-
-STAGE_LEAST_S = 5.0
-"""Seconds that have to be left for a stage to begin."""
-
-GRACE_S = 2.0
-"""Seconds that a stage has after its limit to say itself what failed."""
+OPEN_S = 30.0  # seconds for CUDA to open the GPUs
+STAGE_LEAST_S = 5.0  # seconds that have to be left for a stage to begin
+GRACE_S = 2.0  # seconds that a stage has after its limit to say itself what failed
 
 
 def main() -> None:
@@ -73,7 +63,7 @@ def main() -> None:
     order = json.loads(line)
     answer: dict[str, Any] = {"rank": order["rank"]}
 
-    def tell(**known: Any) -> None:
+    def report(**known: Any) -> None:
         answer.update(known)
         print(json.dumps(answer), file=out)
 
@@ -83,10 +73,10 @@ def main() -> None:
     except Exception as error:
         answer |= {"ok": False, "error": _one_line(error)}
     if order["stages"] and answer["ok"]:
-        # Another rank ended: whoever started it tells how, and what this one knows is told.
+        # Another rank ended: its starter reports how, and what this one knows is reported.
         with contextlib.suppress(Exception):
-            _staged(order, ends, lambda stages: tell(stages=stages, more=True))
-    tell(more=False)
+            _staged(order, ends, lambda stages: report(stages=stages, more=True))
+    report(more=False)
     # Threads of gloo may still hold connections that others have closed.
     os._exit(0)
 
@@ -96,30 +86,28 @@ def _end_with_input() -> None:
     os._exit(1)
 
 
-def _gloo(order: dict[str, Any]) -> dict[str, Any]:
+def _gloo(order: Order) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
     limit = timedelta(seconds=order["limit"])
-    began = time.monotonic()
     rank, world = order["rank"], order["world"]
     # All of it within one limit: the store's waits, the connections, and each collective.
     store = dist.TCPStore(  # type: ignore[attr-defined]
         order["host"], order["port"], world, rank == 0, timeout=limit, wait_for_workers=False
     )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
-    wrong = _wrong(rank, world, "cpu")
-    result = {"ok": not wrong, "error": wrong, "seconds": round(time.monotonic() - began, 3)}
+    wrong = _wrong(rank, world)
+    result: dict[str, Any] = {"ok": not wrong, "error": wrong}
     if world > 1 and not wrong:
-        cores = _Cores()
-        result["bus"] = _bus_bandwidth("gloo", torch.device("cpu"), world, None, limit)
-        result["idle"] = cores.idle()
+        cores, cpu = _Cores(), torch.device("cpu")
+        result |= {"bus": _bus_bandwidth("gloo", cpu, world, None, limit), "idle": cores.idle()}
     # As a barrier; torch's own looks for GPUs first, which is none of gloo's business.
     dist.all_reduce(torch.zeros(1))
     return result
 
 
-def _wrong(rank: int, world: int, device: str, group: Any = None) -> str:
+def _wrong(rank: int, world: int) -> str:
     """Which collective gave a wrong result; empty if none did.
 
     Whole numbers this small are summed without rounding, so the result has to be exact.
@@ -127,19 +115,19 @@ def _wrong(rank: int, world: int, device: str, group: Any = None) -> str:
     import torch
     import torch.distributed as dist
 
-    base = torch.arange(ELEMENTS, dtype=torch.float64, device=device) % 1009
+    base = torch.arange(ELEMENTS, dtype=torch.float64) % 1009
     mine = base * (rank + 1)
-    dist.all_reduce(mine, group=group)
+    dist.all_reduce(mine)
     if not torch.equal(mine, base * (world * (world + 1) // 2)):
         return "all_reduce gave a wrong sum"
     last = base + rank if rank == world - 1 else torch.zeros_like(base)
-    dist.broadcast(last, src=world - 1, group=group)
+    dist.broadcast(last, src=world - 1)
     if not torch.equal(last, base + world - 1):
         return "broadcast gave wrong values"
     return ""
 
 
-def _staged(order: dict[str, Any], ends: float, told: Callable[[dict[str, Any]], None]) -> None:
+def _staged(order: Order, ends: float, report: Callable[[dict[str, Any]], None]) -> None:
     """All ranks of each node, then pairs of nodes in log2(n) rounds, then all ranks.
 
     By the backend that ``order["stages"]`` names: NCCL on GPUs, or gloo on the CPU.
@@ -147,21 +135,27 @@ def _staged(order: dict[str, Any], ends: float, told: Callable[[dict[str, Any]],
     Args:
         order: What this rank is to do.
         ends: Monotonic time at which all has to be over.
-        told: Called with what is known whenever it is more: ``stages`` that ended, ``doing`` the
+        report: Called with what is known whenever it is more: ``stages`` that ended, ``doing`` the
             one that has not, ``untested`` the one that there was no time for, ``ok`` in the end.
     """
     import torch
     import torch.distributed as dist
 
-    backend = order["stages"]
     node_of: list[int] = order["node_of"]
     rank, nodes = order["rank"], max(node_of) + 1
     limit = timedelta(seconds=order["stage_limit"])
     done: list[dict[str, Any]] = []
-    first = {"name": _stages(nodes)[0][0], "nodes": [node_of[rank]]}
-    told({"stages": done, "ok": False, "doing": first})
-    _open(order, min(OPEN_S, ends - time.monotonic() - 2 * STAGE_LEAST_S))
-    told({"stages": done, "ok": False})
+
+    def known(**more: Any) -> None:
+        report({"stages": done, "ok": False, **more})
+
+    known(doing={"name": _stages(nodes)[0][0], "nodes": [node_of[rank]]})
+    if order["stages"] == "nccl":
+        # To wake up the GPU is no stage's fault: without persistence mode each takes seconds.
+        gpu = torch.device("cuda", order["local_rank"])
+        limit_s = min(OPEN_S, ends - time.monotonic() - 2 * STAGE_LEAST_S)
+        _on_thread(lambda: torch.zeros(1, device=gpu), limit_s)
+    known()
     # Ranks of a set that hangs come to their limit first, while the others wait here.
     signals = dist.new_group(timeout=3 * limit, backend="gloo")
 
@@ -182,9 +176,9 @@ def _staged(order: dict[str, Any], ends: float, told: Callable[[dict[str, Any]],
             ranks = [each for each, node in enumerate(node_of) if node in chosen]
             doing = {"name": name, "nodes": chosen}
             if rank in ranks:
-                told({"stages": done, "ok": False, "doing": doing})
+                known(doing=doing)
             try:
-                group = dist.new_group(ranks, timeout=within, backend=backend)
+                group = dist.new_group(ranks, timeout=within, backend=order["stages"])
             except Exception as error:  # no GPU can be used, or this torch has no NCCL
                 if rank not in ranks:
                     raise
@@ -192,80 +186,66 @@ def _staged(order: dict[str, Any], ends: float, told: Callable[[dict[str, Any]],
             else:
                 if rank not in ranks:
                     continue
-                stage = _limited(name, chosen, ranks, group, order, within)
+                stage = _limited(doing, ranks, group, order, within)
             failed[place] = bool(stage["error"])
             done.append(stage)
-            told({"stages": done, "ok": False})
+            known()
         bad, over = agreed(failed)
         return [chosen for chosen, each in zip(sets, bad, strict=True) if each], over
 
     over = agreed([])[1]
     for name, sets in _stages(nodes):
         if over:
-            told({"stages": done, "ok": False, "untested": name})
+            known(untested=name)
             return
         failed, over = run(name, sets, limit)
+        for pairs in _with_others(failed, nodes):
+            if not over:
+                _, over = run(AGAIN, pairs, min(limit, timedelta(seconds=AGAIN_S)))
         if failed:
-            for pairs in _with_others(failed, nodes):
-                if not over:
-                    _, over = run(AGAIN, pairs, min(limit, timedelta(seconds=AGAIN_S)))
             return
-    told({"stages": done, "ok": True})
+    known(ok=True)
 
 
-def _open(order: dict[str, Any], limit: float) -> None:
-    """Wake up this rank's GPU, which is no stage's fault; the first one tells what fails.
+def _on_thread(call: Callable[[], Any], seconds: float) -> list[Any]:
+    """What a call returns that may never; empty if it has not within so many seconds."""
+    found: list[Any] = []
 
-    Args:
-        order: Names the GPU.
-        limit: Seconds. Without persistence mode each GPU of the machine takes some.
-    """
-
-    def wake() -> None:
-        import torch
-
+    def run() -> None:
         with contextlib.suppress(Exception):
-            torch.zeros(1, device=torch.device("cuda", order["local_rank"]))
+            found.append(call())
 
-    if order["stages"] == "nccl":
-        thread = threading.Thread(target=wake, daemon=True)
-        thread.start()
-        thread.join(max(0.0, limit))
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(max(0.0, seconds))
+    return found
 
 
 def _limited(
-    name: str, nodes: list[int], ranks: list[int], group: Any, order: dict[str, Any], limit: Any
+    doing: dict[str, Any], ranks: list[int], group: Any, order: Order, limit: timedelta
 ) -> dict[str, Any]:
     """Run a stage on a thread: where NCCL cannot connect, its first call never returns."""
-    found: list[dict[str, Any]] = []
-
-    def stage() -> None:
-        found.append(_stage(name, nodes, ranks, group, order, limit))
-
-    thread = threading.Thread(target=stage, daemon=True)
-    thread.start()
-    thread.join(limit.total_seconds() + GRACE_S)
-    if found:
-        return found[0]
-    words = f"no end within {limit.total_seconds():.0f} s: the ranks did not connect"
-    return {"name": name, "nodes": nodes, "error": words, "bus": 0.0}
+    seconds = limit.total_seconds()
+    name, nodes = doing["name"], doing["nodes"]
+    call = partial(_stage, name, nodes, ranks, group, order, limit)
+    words = f"no end within {seconds:.0f} s: the ranks did not connect"
+    late = {**doing, "error": words, "bus": 0.0}
+    return next(iter(_on_thread(call, seconds + GRACE_S)), late)
 
 
 def _stages(nodes: int) -> list[tuple[str, list[list[int]]]]:
     """The stages with their sets of nodes: each one alone, pairs in log2(n) rounds, all."""
     stages = [("inside the node", [[node] for node in range(nodes)])]
-    power = 1
-    while power < nodes:
+    for power in (2**bit for bit in range((nodes - 1).bit_length())):
         pairs = [[a, a ^ power] for a in range(nodes) if a < a ^ power < nodes]
         stages.append((f"between nodes {power} apart", pairs))
-        power *= 2
-    return [*stages, (EVERYONE, [list(range(nodes))])]
+    return [*stages, ("of all nodes", [list(range(nodes))])]
 
 
 def _with_others(failed: list[list[int]], nodes: int) -> list[list[list[int]]]:
     """Rounds of pairs: each node of a pair that failed, with one of those that did not fail.
 
-    So a node is told from a link. None if no pairs failed, or all nodes did.
+    So it shows whether a node or a link is at fault. None if no pairs failed, or all nodes did.
     """
     suspects = sorted({node for pair in failed for node in pair})
     others = [node for node in range(nodes) if node not in suspects]
@@ -279,12 +259,7 @@ def _with_others(failed: list[list[int]], nodes: int) -> list[list[list[int]]]:
 
 
 def _stage(
-    name: str,
-    nodes: list[int],
-    ranks: list[int],
-    group: Any,
-    order: dict[str, Any],
-    limit: timedelta,
+    name: str, nodes: list[int], ranks: list[int], group: Any, order: Order, limit: timedelta
 ) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
@@ -339,12 +314,11 @@ def _batch(values: Any, count: int, group: Any, limit: timedelta) -> float:
     """Seconds for each of so many all_reduces, one after the other."""
     import torch.distributed as dist
 
-    # Not the sum: it would grow without end.
-    op = dist.ReduceOp.MAX
     began = time.monotonic()
     for _ in range(count):
         # On a GPU one after the other on the stream; the last one is done when all are.
-        work = dist.all_reduce(values, op, group=group, async_op=True)
+        # Not the sum, which would grow without end.
+        work = dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=True)
         if values.device.type == "cpu":
             _finish(work, limit)
     _finish(work, limit)
@@ -356,7 +330,7 @@ class _Cores:
 
     def __init__(self) -> None:
         self._began = time.monotonic()
-        self._machine = _machine_seconds()
+        self._unused, self._total = _machine_seconds()
         self._threads = _thread_seconds()
         self._held_back = _held_back()
 
@@ -364,26 +338,25 @@ class _Cores:
         """For which part of the time even the busiest thread neither ran nor waited for a core.
 
         That of the machine's cores if it is less: a rank may have waited for another one that
-        waited for a core. 0 if the kernel does not tell, or the container was held back by its
-        share of the cores.
+        waited for a core. 0 if the kernel does not report it, or the container was held back by
+        its share of the cores.
         """
         wall = time.monotonic() - self._began
-        now = _thread_seconds()
-        if not now or wall <= 0 or _held_back() > self._held_back:
+        unused, total = _machine_seconds()
+        busy = [each - self._threads.get(name, 0.0) for name, each in _thread_seconds().items()]
+        if not busy or wall <= 0 or total <= self._total or _held_back() > self._held_back:
             return 0.0
-        busiest = max(seconds - self._threads.get(thread, 0.0) for thread, seconds in now.items())
-        unused, total = (b - a for a, b in zip(self._machine, _machine_seconds(), strict=True))
-        return round(max(0.0, min(1 - busiest / wall, unused / total if total > 0 else 0.0)), 3)
+        part = (unused - self._unused) / (total - self._total)
+        return round(max(0.0, min(1 - max(busy) / wall, part)), 3)
 
 
 def _thread_seconds() -> dict[str, float]:
     """For each thread of this process how long it has run, or has waited to run."""
     found = {}
-    with contextlib.suppress(OSError, ValueError, IndexError):
+    with contextlib.suppress(OSError, ValueError):
         for thread in os.listdir("/proc/self/task"):
             with open(f"/proc/self/task/{thread}/schedstat") as file:
-                running, waiting, _ = file.read().split()
-            found[thread] = (int(running) + int(waiting)) / 1e9
+                found[thread] = sum(map(int, file.read().split()[:2])) / 1e9
     return found
 
 
@@ -397,11 +370,10 @@ def _machine_seconds() -> tuple[float, float]:
 
 def _held_back() -> int:
     """How often this container has been held back by its share of the cores."""
-    found = 0
     for place in ("cpu.stat", "cpu/cpu.stat"):
         with contextlib.suppress(OSError, ValueError), open(f"/sys/fs/cgroup/{place}") as file:
-            found += int(dict(line.split() for line in file).get("nr_throttled", 0))
-    return found
+            return int(dict(line.split() for line in file).get("nr_throttled", 0))
+    return 0
 
 
 def _finish(work: Any, limit: timedelta) -> None:
@@ -418,9 +390,9 @@ def _finish(work: Any, limit: timedelta) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    words = " ".join(str(error).split())
     # torch adds a C++ stack behind the message.
-    return words.partition(" Exception raised from ")[0][:500] or type(error).__name__
+    words = " ".join(str(error).split()).partition(" Exception raised from ")[0]
+    return words[:500] or type(error).__name__
 
 
 if __name__ == "__main__":
