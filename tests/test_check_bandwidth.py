@@ -154,7 +154,7 @@ def test_ranks_without_an_answer_are_counted_and_their_node_is_named() -> None:
     assert finding.message == "1 rank did not reduce correctly, on node1 (node 1) within 20 s"
 
 
-def test_torch_that_is_late_on_a_node_blames_nobody() -> None:
+def test_torch_that_is_late_on_a_node_blames_no_node() -> None:
     late = meeting({"skipped": "not all ranks have torch", "unready": [[1, "late", 25.0]]})
     outcome = reductions.gloo_reduction(late)
     assert (outcome.status, outcome.findings) == (Status.COULD_NOT_RUN, ())
@@ -162,7 +162,7 @@ def test_torch_that_is_late_on_a_node_blames_nobody() -> None:
     assert reductions.nccl_reduction(late).status is Status.SKIPPED
 
 
-def test_a_check_whose_time_is_over_blames_nobody() -> None:
+def test_a_check_whose_time_is_over_blames_no_node() -> None:
     once = Once()
     over = Meeting(Seat(2, 0, "node0", 29500, "none"), problem=Problem("time"))
     result: Meeting | Exception = over

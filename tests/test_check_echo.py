@@ -75,7 +75,7 @@ def test_what_does_not_answer_is_not_up(hosts: Lab) -> None:
     first, second = hosts.hosts
     faults.no_echo(second)
     assert not asked(first, second.address)
-    assert not asked(first, "10.77.0.99"), "nobody has that address"
+    assert not asked(first, "10.77.0.99"), "no machine has that address"
     assert not asked(first, "10.99.0.1"), "no way there"
 
 

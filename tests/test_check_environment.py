@@ -48,8 +48,8 @@ def test_a_sound_environment_is_silent(machine: Machine, environ: dict[str, str]
     ("environ", "status", "message"),
     [
         ({**TORCHRUN, "RANK": "2"}, "fail", "RANK is 2, but WORLD_SIZE is 2: ranks count from 0"),
-        ({**TORCHRUN, "LOCAL_RANK": "x"}, "fail", "LOCAL_RANK is 'x', which is no number"),
-        ({**TORCHRUN, "MASTER_PORT": "99999"}, "fail", "MASTER_PORT is 99999, which is no port"),
+        ({**TORCHRUN, "LOCAL_RANK": "x"}, "fail", "LOCAL_RANK is 'x', which is not a number"),
+        ({**TORCHRUN, "MASTER_PORT": "99999"}, "fail", "MASTER_PORT is 99999, which is not a port"),
         (
             {**TORCHRUN, "MASTER_ADDR": "tcp://node0:29500"}, "fail",
             "MASTER_ADDR is 'tcp://node0:29500': it takes a name or an address, without scheme "
@@ -159,7 +159,7 @@ def test_infiniband_turned_off_between_nodes(machine: Machine) -> None:
 def test_variables_in_nccls_files(machine: Machine) -> None:
     machine.write("etc/nccl.conf", "# for a test\nNCCL_P2P_DISABLE=1\n#NCCL_SHM_DISABLE=1\n")
     (finding,) = variables.variables(machine.situation(gpus=2)).findings
-    assert finding.evidence == (f"it stands in {machine.root}/etc/nccl.conf",)
+    assert finding.evidence == (f"it is set in {machine.root}/etc/nccl.conf",)
     # The environment goes before the file.
     assert (
         variables.variables(machine.situation(gpus=2, environ={"NCCL_P2P_DISABLE": "0"})).findings

@@ -307,7 +307,7 @@ def checking(doctor: Doctor, shell: str) -> tuple[int, str]:
         ("CHECK >&-", 2),
         ("CHECK <&- >&- 2>&-", 2),
         ("CHECK 2>&1 >/dev/null | head -0; exit ${PIPESTATUS[0]}", 2),
-        # A pipe that nobody reads any more, from the beginning.
+        # A pipe that is no longer read, from the beginning.
         ("exec 3> >(exec true); sleep 0.2; CHECK >&3", 2),
     ],
 )
@@ -323,7 +323,7 @@ def test_a_full_disk_under_the_output_is_told(doctor: Doctor) -> None:
     assert told == "ddpdoctor: error: the output cannot be written: its disk is full\n"
 
 
-def test_progress_that_nobody_reads_is_no_error() -> None:
+def test_progress_that_is_not_read_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w", buffering=1, closefd=True) as stream:

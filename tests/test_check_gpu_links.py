@@ -233,7 +233,7 @@ def test_access_control_that_is_off_or_cannot_be_read(
     assert outcome.status is (Status.PASS if read else Status.SKIPPED)
 
 
-def test_access_control_harms_nobody_in_a_virtual_machine_or_beside_nvlink(tmp_path: Path) -> None:
+def test_access_control_is_harmless_in_a_virtual_machine_or_beside_nvlink(tmp_path: Path) -> None:
     switch(tmp_path, acs=0x1D)
     once = Once()
     gpus = tuple(Health(device(i)) for i in (0, 1))

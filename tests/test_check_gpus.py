@@ -56,7 +56,7 @@ def test_faults_of_different_gpus_are_each_told_once(gpus: Gpus) -> None:
         "GPU 3: 2 memory errors that ECC could not correct since the driver was loaded",
         "GPU 4 has no spare memory rows left for a faulty one",
         "GPU 2 has a faulty memory row that waits for a reset to be replaced",
-        "GPU 6 is held down at 66 degrees Celsius: hardware thermal slowdown",
+        "GPU 6 is throttled at 66 degrees Celsius: hardware thermal slowdown",
     ]
     assert messages(told, "gpu-links") == [
         "GPU 1 has 17 of 18 NVLinks up, fewer than its peers",

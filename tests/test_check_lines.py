@@ -43,8 +43,8 @@ def test_ipv6_has_rules_of_its_own() -> None:
     finding = unreached("fd00::1", Problem("dropped", "fd00::1", echoes=True))
     assert finding.message.startswith("[fd00::1]:29500 does not answer")
     assert finding.paste == open_port(29500, "fd00::1")
-    nobody = unreached("fd00::1", Problem("nobody", "fd00::1"))
-    assert nobody.message == "no machine answers at fd00::1"
+    no_host = unreached("fd00::1", Problem("no host", "fd00::1"))
+    assert no_host.message == "no machine answers at fd00::1"
 
 
 HERE: tuple[Interface, ...] = (

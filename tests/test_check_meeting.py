@@ -41,13 +41,13 @@ def everybody(nodes: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("nodes", [3, 4, 9])
-def test_a_bad_column_is_a_node_that_nobody_reaches(nodes: int) -> None:
+def test_a_bad_column_is_a_node_that_no_node_reaches(nodes: int) -> None:
     bad = [(i, j) for i, j in everybody(nodes) if j == 1]
     assert blame(bad, everybody(nodes)) == [Blame("into", 1, tuple(sorted(bad)))]
 
 
 @pytest.mark.parametrize("nodes", [3, 4, 9])
-def test_a_bad_row_is_a_node_that_reaches_nobody(nodes: int) -> None:
+def test_a_bad_row_is_a_node_that_reaches_no_node(nodes: int) -> None:
     bad = [(i, j) for i, j in everybody(nodes) if i == 2]
     assert blame(bad, everybody(nodes)) == [Blame("out of", 2, tuple(sorted(bad)))]
 
@@ -64,7 +64,7 @@ def test_a_bad_cell_is_a_way_with_its_direction() -> None:
     assert both == [Blame("between", 2, ((0, 2), (2, 0)))]
 
 
-def test_two_nodes_that_nobody_reaches_leave_the_third_without_blame() -> None:
+def test_two_nodes_that_no_node_reaches_leave_the_third_without_blame() -> None:
     bad = [(i, j) for i, j in everybody(3) if j in (1, 2)]
     assert {(each.kind, each.node) for each in blame(bad, everybody(3))} == {
         ("into", 1),
@@ -229,7 +229,7 @@ def test_a_closed_port_is_known_by_the_side_door_that_is_open() -> None:
     assert [(each.host, each.rank, each.kind) for each in blocked] == [("node1", 1, "refused")]
 
 
-def test_an_endpoint_where_nobody_listens_yet_is_waited_for() -> None:
+def test_an_endpoint_where_nothing_listens_yet_is_waited_for() -> None:
     said: list[str] = []
 
     async def meet() -> str:

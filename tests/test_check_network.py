@@ -159,7 +159,7 @@ def test_a_name_that_does_not_resolve(nnodes: int) -> None:
 
 
 def test_a_full_name_that_does_not_resolve() -> None:
-    """The address leads to a full name, by the name server, which nobody knows."""
+    """The address leads to a full name, by the name server, which is not known."""
     full = Lookup("node1.cluster.local", (), 0.1, "Name or service not known")
     (finding,) = host_name.host_name(machine(LO, ETH0, full=full)).findings
     assert "node1.cluster.local does not resolve" in finding.message
@@ -229,7 +229,7 @@ def test_a_network_without_anything(doctor: Doctor) -> None:
     assert result.status == 2
 
 
-def test_a_host_name_that_nobody_knows(doctor: Doctor) -> None:
+def test_a_host_name_that_does_not_resolve(doctor: Doctor) -> None:
     """torchrun gives it to the ranks of a single machine as well, and they wait for ever."""
     words = ["sh", "-c", 'hostname nowhere-at-all && exec "$@"', "sh"]
     result = doctor.run(*unshared("-u"), *words, *CHECK, "host-name", watch=False)

@@ -432,7 +432,7 @@ def test_words_of_a_keeper(lines: list[bytes]) -> None:
 @FUZZ
 @given(JSON | message(rank=SEQ, did=VALUES, wrong=VALUES).map(lambda m: json.dumps(m).encode()))
 def test_a_line_of_a_rank_of_the_check(line: bytes) -> None:
-    Answers("gloo", 2).hear(line.decode("utf-8", "replace"))
+    Answers("gloo", 2).read(line.decode("utf-8", "replace"))
 
 
 DIGITS = st.integers(0, 5_000).map(lambda count: "7" * count)

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """Until when a check may run, and whether it has been told to stop.
+    """Until when a check may run, and whether it has been cancelled.
 
     Args:
         seconds: From now on.
@@ -35,7 +35,7 @@ class Deadline:
 
     @property
     def cancelled(self) -> bool:
-        """Whether somebody pressed Ctrl-C, or the like."""
+        """Whether Ctrl-C was pressed, or the like."""
         return self._cancelled.is_set()
 
     def cancel(self) -> None:
@@ -80,7 +80,7 @@ def bounded(call: Callable[[], T], seconds: float) -> T:
 
 
 def while_it_goes_on(call: Callable[[Callable[[], None]], T], seconds: float) -> T:
-    """The same for a call that goes on as long as it says that it does.
+    """The same for a call that may go on as long as it reports progress.
 
     Args:
         call: Takes a function to call whenever it came further.

@@ -17,7 +17,7 @@ from ddpdoctor.system.gpu.visible import Choice, choice
 T = TypeVar("T")
 
 ATTENDANCE = "nodes"
-"""The check that tells who is absent, and why this node did not meet the others."""
+"""The check that reports who is absent, and why this node did not meet the others."""
 
 CPU_RANKS = 2
 """How many ranks `ddpdoctor run` starts where there is no GPU."""
@@ -62,7 +62,7 @@ class Options:
 
 
 class Once:
-    """Values that several checks need and that are gathered once, by whoever comes first."""
+    """Values that several checks need and that are gathered once, when the first one asks."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -91,7 +91,7 @@ class Situation:
     Attributes:
         options: The command line's.
         environ: The environment that the job would inherit.
-        hostname: As the kernel tells it.
+        hostname: As the kernel has it.
         proc: Root of the process file system.
         sys: Root of sysfs.
         shm: Where POSIX shared memory is mounted.
@@ -164,7 +164,7 @@ def names(folder: Path) -> list[str]:
 
 
 def gpu_facts(situation: Situation) -> GpuFacts:
-    """All that NVML tells of the GPUs of this machine."""
+    """All that NVML reports about the GPUs of this machine."""
     try:
         return while_it_goes_on(read_health, min(DRIVER_PATIENCE, situation.deadline.left()))
     except TimeoutError:
@@ -204,5 +204,5 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def joined_endpoint(host: str, port: int) -> str:
-    """``HOST:PORT`` or ``[IPv6]:PORT``: what :func:`split_endpoint` takes apart."""
+    """``HOST:PORT`` or ``[IPv6]:PORT``: what :func:`split_endpoint` splits."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

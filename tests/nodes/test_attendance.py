@@ -79,7 +79,7 @@ def test_an_endpoint_that_cannot_be_reached_is_told_where_it_is_not(nodes: Make)
     assert "does not answer: packets to that port are silently dropped" in told[1]
     assert "cannot be reached: a firewall rejects it (No route to host)" in told[2]
     assert "10.77.0.254 says so by ICMP" in said[2].findings("nodes")[0]["evidence"]
-    assert told[3] == "the name node0 is not known on this node"
+    assert told[3] == "the name node0 does not resolve on this node"
     assert told[4].startswith("no machine answers at 10.77.0.99")
     pastes = [each.findings("nodes")[0].get("paste", "") for each in said]
     assert f"--dport {PORT} -j ACCEPT" in pastes[1]
@@ -178,24 +178,24 @@ def test_something_else_at_the_endpoint_is_told_apart(nodes: Make) -> None:
     process, _, _ = checks.start(first, [sys.executable, "-c", served])
     said = checks.run("--timeout", "6", *WITHOUT_TORCH)
     assert "port 29500 cannot be listened on here: Address already in use" in said[0].messages
-    assert "something else answers at node0:29500 (10.77.0.1)" in said[1].messages
+    assert "another program answers at node0:29500 (10.77.0.1)" in said[1].messages
     process.kill()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("named", ["another node", "nobody"])
+@pytest.mark.parametrize("named", ["another node", "no host"])
 def test_an_endpoint_that_does_not_lead_to_node_0_is_told_there(nodes: Make, named: str) -> None:
     checks = nodes(2)
     first, second = checks.lab.hosts
-    if named == "nobody":
+    if named == "no host":
         faults.name_wrong(first, second, "10.77.0.99")
     endpoint = ("--rdzv-endpoint", f"node1:{PORT}")
     (said,) = checks.run(*WITHOUT_TORCH, *endpoint, hosts=[first])
     (finding,) = said.findings("nodes")
-    address = "10.77.0.99" if named == "nobody" else "10.77.0.2"
+    address = "10.77.0.99" if named == "no host" else "10.77.0.2"
     assert finding["message"] == (
-        f"the other nodes look for node rank 0 at node1 ({address}), which is no address of this "
-        "machine"
+        f"the other nodes look for node rank 0 at node1 ({address}), which is not an address of "
+        "this machine"
     )
     assert finding["paste"].endswith(f"--rdzv-endpoint node0:{PORT}")
     (absence,) = finding["evidence"]

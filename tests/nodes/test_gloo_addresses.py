@@ -13,7 +13,7 @@ ABOVE_LOOPBACK = "192.168.77"
 
 
 @pytest.mark.slow
-def test_an_own_name_on_loopback_that_nobody_dials_is_a_warning(nodes: Make) -> None:
+def test_an_own_name_on_loopback_that_no_node_dials_is_a_warning(nodes: Make) -> None:
     """The node with 127.0.1.1 dials those at 10.77.0.x: the job works."""
     checks = nodes(2)
     faults.own_name_is_loopback(checks.lab.hosts[1])
@@ -60,7 +60,7 @@ def test_an_interface_that_is_not_there_on_one_node(nodes: Make) -> None:
 
 
 @pytest.mark.slow
-def test_an_interface_that_reaches_nobody_is_the_wrong_one(nodes: Make) -> None:
+def test_an_interface_that_reaches_no_node_is_the_wrong_one(nodes: Make) -> None:
     """Chosen by name on one node: its loopback; on the other two: bridges of their own."""
     checks = nodes(3, ABOVE_LOOPBACK)
     for host in checks.lab.hosts:

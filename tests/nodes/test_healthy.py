@@ -96,4 +96,4 @@ def test_without_an_endpoint_a_node_asks_for_one(nodes: Make) -> None:
     words = [sys.executable, "-m", "ddpdoctor", "check", "--nnodes", "2", "--node-rank", "1"]
     process, out, err = checks.start(checks.lab.hosts[0], [*words, *WITHOUT_TORCH])
     assert process.wait(LIMIT) == 2, err.read_text()
-    assert "it is not known where the nodes meet" in out.read_text()
+    assert "no rendezvous endpoint is given" in out.read_text()

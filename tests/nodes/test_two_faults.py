@@ -27,4 +27,4 @@ def test_two_faults_of_one_kind_are_both_named(nodes: Make) -> None:
     faults.packet_size_limit(checks.lab, checks.lab.hosts[3], largest=1300)
     said = checks.run(*WITHOUT_TORCH)
     assert agreeing(said, "DDP053").startswith("no other node can open a connection to node1")
-    assert "vanish to and from node3 (node 3)" in agreeing(said, "DDP054")
+    assert "are lost to and from node3 (node 3)" in agreeing(said, "DDP054")

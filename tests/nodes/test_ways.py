@@ -51,7 +51,7 @@ def test_a_blocked_port_between_two_nodes(nodes: Make, closed: int, reject: bool
 
 
 @pytest.mark.slow
-def test_a_node_that_nobody_reaches_is_blamed_as_a_node(nodes: Make) -> None:
+def test_a_node_that_no_node_reaches_is_blamed_as_a_node(nodes: Make) -> None:
     checks = nodes(4)
     faults.firewall(checks.lab, checks.lab.hosts[2], ports=faults.EPHEMERAL)
     said = checks.run(*WITHOUT_TORCH)
@@ -62,7 +62,7 @@ def test_a_node_that_nobody_reaches_is_blamed_as_a_node(nodes: Make) -> None:
 
 
 @pytest.mark.slow
-def test_a_node_that_reaches_nobody_is_blamed_as_a_node(nodes: Make) -> None:
+def test_a_node_that_reaches_no_node_is_blamed_as_a_node(nodes: Make) -> None:
     checks = nodes(4)
     blocked = checks.lab.hosts[1]
     for host in checks.lab.hosts:
@@ -81,7 +81,7 @@ def test_large_packets_that_vanish(nodes: Make, size: int) -> None:
     faults.packet_size_limit(checks.lab, checks.lab.hosts[1], largest=1400)
     said = checks.run(*WITHOUT_TORCH)
     where = "between node0 (node 0) and node1 (node 1)" if size == 2 else "to and from node1"
-    assert f"packets of 1500 bytes vanish {where}" in agreeing(said, "DDP054")
+    assert f"packets of 1500 bytes are lost {where}" in agreeing(said, "DDP054")
     assert said[0].findings("packet-size")[0]["paste"] == "sudo ip link set dev eth0 mtu 1400"
     assert all(each.codes == ["DDP054"] for each in said)
 

@@ -27,18 +27,18 @@ ELEMENTS = 1000
 
 
 OPENING = "opening its GPU"
-"""What a rank tells before it opens CUDA, which can take long, or never come back."""
+"""What a rank reports before it opens CUDA, which can take long, or never come back."""
 
 _out = 1
 
 
-def tell(rank: int, **facts: object) -> None:
-    """A line for whoever started this, in one write, so that ranks do not mix."""
+def report(rank: int, **facts: object) -> None:
+    """A line for the process that started this, in one write, so that ranks do not mix."""
     os.write(_out, (json.dumps({"rank": rank, **facts}) + "\n").encode())
 
 
 def _keep_output() -> None:
-    """Let only `tell` write to stdout: with NCCL_DEBUG, NCCL does, in blocks that end anywhere."""
+    """Let only `report` write to stdout: with NCCL_DEBUG, NCCL does, in any pieces."""
     global _out
     _out = os.dup(1)
     os.dup2(2, 1)
@@ -80,7 +80,7 @@ def main(backend: str, ranks: int, seconds: float) -> int:
 
 
 def _follow(children: list[int], statuses: list[int]) -> None:
-    """Wait for the forked ranks, and tell at once of one that a signal ended: others wait for it.
+    """Wait for the forked ranks, and report at once one that a signal ended: others wait for it.
 
     Args:
         children: Their pids, from rank 1 on.
@@ -90,7 +90,7 @@ def _follow(children: list[int], statuses: list[int]) -> None:
         pid, status = os.waitpid(-1, 0)
         if os.WIFSIGNALED(status):
             name = signal.Signals(os.WTERMSIG(status)).name
-            tell(children.index(pid) + 1, error=f"the rank was ended by {name}")
+            report(children.index(pid) + 1, error=f"the rank was ended by {name}")
         statuses.append(status)
 
 
@@ -139,23 +139,23 @@ def _rank(backend: str, rank: int, ranks: int, store: Any, limit: Any) -> int:
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=ranks, timeout=limit, device_id=bound
         )
-        tell(rank, did="init_process_group")
+        report(rank, did="init_process_group")
         for name, test in TESTS.items():
             problem = test(rank, ranks, device)
             if problem:
                 wrong += 1
-                tell(rank, wrong=f"{name}: {problem}")
+                report(rank, wrong=f"{name}: {problem}")
             else:
-                tell(rank, did=name)
-        # Nobody leaves while another may still need its connection, or its GPU's memory.
+                report(rank, did=name)
+        # None leaves while another may still need its connection, or its GPU's memory.
         if store.add("came to the end", 1) == ranks:
             store.set("all came to the end", "1")
         store.wait(["all came to the end"], limit)
     except BaseException as error:
-        tell(rank, error=_one_line(error))
+        report(rank, error=_one_line(error))
         _flush()
         return 1
-    tell(rank, done=True)
+    report(rank, done=True)
     return 1 if wrong else 0
 
 
@@ -184,7 +184,7 @@ def _device(backend: str, rank: int) -> torch.device:
 
     if backend != "nccl":
         return torch.device("cpu")
-    tell(rank, did=OPENING)
+    report(rank, did=OPENING)
     torch.cuda.set_device(rank)
     return torch.device("cuda", rank)
 

@@ -34,7 +34,7 @@ LIMIT = 3600.0
 """Seconds: each collective has its own, and ``--timeout`` is above them."""
 
 WITHOUT_PEERS = (
-    "Correct what the message names. Where transfers between GPUs are broken, NCCL works without "
+    "Fix what the message names. Where transfers between GPUs are broken, NCCL works without "
     "them, more slowly.",
     "export NCCL_P2P_DISABLE=1",
 )
@@ -42,7 +42,7 @@ WITHOUT_PEERS = (
 ENDED_BY = "the rank was ended by"
 """How its program begins what it says of a rank that a signal ended."""
 
-GLOO_IN_FULL = "TORCH_CPP_LOG_LEVEL=INFO ddpdoctor check --only collectives"
+GLOO_MESSAGES = "TORCH_CPP_LOG_LEVEL=INFO ddpdoctor check --only collectives"
 
 _LEFT_OUT = (
     *("TORCHELASTIC_", "PET_"),
@@ -54,12 +54,12 @@ _NOT_PASSED = frozenset(
         "MASTER_PORT", "TORCH_DISTRIBUTED_DEBUG",
     }
 )  # fmt: skip
-"""The place in a job that this is not; and the debug level, of which DDP007 tells."""
+"""The place in a job that this is not; and the debug level, which DDP007 covers."""
 
 
 @dataclass
 class Answers:
-    """What the ranks of one backend told."""
+    """What the ranks of one backend reported."""
 
     backend: str
     ranks: int
@@ -83,20 +83,20 @@ class Answers:
         """How many ranks ended with every result right."""
         return len(self.done - self.wrong.keys() - self.errors.keys())
 
-    def hear(self, line: str) -> None:
-        """Take in a line that a rank wrote; anything else is not ours."""
+    def read(self, line: str) -> None:
+        """Take in a line that a rank wrote; anything else is ignored."""
         try:
-            told = opening.loads(line)
-            rank = int(told["rank"])
+            message = opening.loads(line)
+            rank = int(message["rank"])
         except (ValueError, TypeError, KeyError, OverflowError):
             return
-        if "did" in told:
-            self.last[rank] = str(told["did"])
-        if "wrong" in told:
-            self.wrong.setdefault(rank, []).append(str(told["wrong"]))
-        if "error" in told:
-            self.errors[rank] = str(told["error"])
-        if told.get("done"):
+        if "did" in message:
+            self.last[rank] = str(message["did"])
+        if "wrong" in message:
+            self.wrong.setdefault(rank, []).append(str(message["wrong"]))
+        if "error" in message:
+            self.errors[rank] = str(message["error"])
+        if message.get("done"):
             self.done.add(rank)
 
 
@@ -143,15 +143,14 @@ def collectives(situation: Situation) -> Outcome:
             f"torch was not ready within {late.seconds:.0f} s on {late.ranks} ranks: give it more "
             "time with --timeout"
         )
-    told = [
-        f"{each.right} of {each.ranks} ranks reduced correctly with gloo" for each in answers[:1]
-    ]
-    told += [f"{each.right} of {each.ranks} with NCCL" for each in answers[1:]]
+    gloo, *nccl = answers
+    parts = [f"{gloo.right} of {gloo.ranks} ranks reduced correctly with gloo"]
+    parts += [f"{each.right} of {each.ranks} with NCCL" for each in nccl]
     if without:
-        told.append(f"NCCL skipped: {without}")
+        parts.append(f"NCCL skipped: {without}")
     if situation.nproc > MOST_RANKS:
-        told.append(f"the other {situation.nproc - MOST_RANKS} were not started")
-    return judged("; ".join(told), (finding for each in answers for finding in _findings(each)))
+        parts.append(f"the other {situation.nproc - MOST_RANKS} were not started")
+    return judged("; ".join(parts), (each for backend in answers for each in _findings(backend)))
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -163,8 +162,8 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
     }
     # Counting GPUs must not open CUDA in the process that the ranks are forked from.
     kept["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    # What NCCL says is raised where a rank waits, which can then tell it: else a thread of torch
-    # ends the process, or nobody does.
+    # NCCL's errors are raised where a rank waits, which can then report them: else a thread of
+    # torch ends the process, or it hangs.
     kept["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return {**kept, **threads, "PYTHONWARNINGS": "ignore"}
@@ -175,7 +174,7 @@ def run_ranks(situation: Situation, backend: str, ranks: int) -> Answers:
     answers = Answers(backend, ranks)
     began = time.monotonic()
     seconds = min(TIMEOUT, max(1.0, situation.deadline.left() - 5))
-    # gloo needs no GPU, and must not be held up by one, nor take memory from who has it.
+    # gloo needs no GPU, and must not be held up by one, nor take its memory.
     own = {"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {}
     with (
         # torch makes folders for its caches, which are not to stay.
@@ -203,7 +202,7 @@ def run_ranks(situation: Situation, backend: str, ranks: int) -> Answers:
 
 
 def _listen(process: subprocess.Popen[bytes], answers: Answers, deadline: Deadline) -> None:
-    """Hear all ranks until their pipe is closed, one has failed, or the deadline is over."""
+    """Read what the ranks write until they end, one has failed, or the deadline is over."""
     assert process.stdout is not None
     descriptor = process.stdout.fileno()
     os.set_blocking(descriptor, False)
@@ -222,7 +221,7 @@ def _listen(process: subprocess.Popen[bytes], answers: Answers, deadline: Deadli
             buffer += chunk
             *lines, buffer = buffer.split(b"\n")
             for line in lines:
-                answers.hear(line.decode("utf-8", "replace"))
+                answers.read(line.decode("utf-8", "replace"))
             if answers.errors:
                 # What the others will say a timeout later is a consequence.
                 until = min(until, time.monotonic() + 1.0)
@@ -237,21 +236,19 @@ def _findings(answers: Answers) -> Iterator[Finding]:
         rank, problems = min(answers.wrong.items())
         message = f"{name} gives wrong results: rank {rank}, {problems[0]}"
         evidence = [
-            f"rank {each}: {', '.join(told)}" for each, told in sorted(answers.wrong.items())[:4]
+            f"rank {each}: {', '.join(wrong)}" for each, wrong in sorted(answers.wrong.items())[:4]
         ]
         ranks = tuple(sorted(answers.wrong))
     elif answers.errors:
         # The first one; what the others say of a rank that was ended is a consequence.
-        rank, error = min(answers.errors.items(), key=lambda told: ENDED_BY not in told[1])
+        rank, error = min(answers.errors.items(), key=lambda each: ENDED_BY not in each[1])
         message = f"{name} fails between ranks of this machine: rank {rank}: {error}"
         evidence = []
         ranks = tuple(sorted(answers.errors))
     else:
-        message = (
-            f"{name} does not get through: {len(missing)} of {answers.ranks} ranks did not end"
-        )
+        message = f"{name} hangs: {len(missing)} of {answers.ranks} ranks did not finish"
         evidence = [
-            f"the last thing that rank {rank} did: {answers.last.get(rank, 'it started')}"
+            f"the last step of rank {rank}: {answers.last.get(rank, 'it started')}"
             for rank in missing[:4]
         ]
         ranks = tuple(missing)
@@ -260,9 +257,9 @@ def _findings(answers: Answers) -> Iterator[Finding]:
         advice(" ".join([message, *evidence]), WITHOUT_PEERS)
         if name == "NCCL"
         else (
-            "Correct what the message names; the other checks may have found the cause. With "
-            "gloo's own words:",
-            GLOO_IN_FULL,
+            "Fix what the message names; the other checks may have found the cause. For gloo's own "
+            "messages:",
+            GLOO_MESSAGES,
         )
     )
     yield failure(

@@ -19,21 +19,21 @@ _STATUS, _HAS_LIST, _CLASS, _FIRST = 0x06, 0x10, 0x0A, 0x34
 and where the list begins. (PCI Local Bus 3.0, chapter 6; PCI Express Base, chapter 7.)"""
 
 _EXPRESS, _DOWNSTREAM = 0x10, 6
-"""The capability that tells the kind of a port, and the kind of a switch's port to a device."""
+"""The capability that holds the kind of a port, and the kind of a switch's port to a device."""
 
 _EXTENDED, _ACS = 0x100, 0x000D
 _CONTROL = 6
 """Where the control register lies in the ACS capability."""
 
 REDIRECTS = 0x04 | 0x08 | 0x20
-"""Request redirect, completion redirect, egress control. "Source validation" alone harms nobody."""
+"""Request redirect, completion redirect, egress control. "Source validation" alone does no harm."""
 
 _MOST_CAPABILITIES = 128
 """So that a damaged list has an end."""
 
 
 class Unreadable(Exception):
-    """The part of the configuration space that tells of ACS cannot be read."""
+    """The part of the configuration space that describes ACS cannot be read."""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def _findings(situation: Situation, facts: GpuFacts, on_bus: int) -> Iterator[Fi
         if facts.code == _MISMATCH:
             fix, paste = "Reboot, or unload the old kernel module.", "sudo reboot"
         elif facts.code == _NO_PERMISSION:
-            fix, paste = "Give this user the devices.", "ls -l /dev/nvidia*; id"
+            fix, paste = "Give this user access to the devices.", "ls -l /dev/nvidia*; id"
         elif facts.code in NO_DRIVER and inside in ("docker", "podman"):
             fix, paste = "Give the container the GPUs.", f"{inside} run --gpus all ..."
         elif facts.code in NO_DRIVER:

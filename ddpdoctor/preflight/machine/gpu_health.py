@@ -35,7 +35,7 @@ _HARDWARE = {
     140: "an unrecovered ECC error",
 }
 """XIDs that mean hardware, by NVIDIA's list; 13, 31, 43 and 45 are a program's own faults. Of a
-remapped row (63) the GPU itself tells for as long as it matters."""
+remapped row (63) the GPU itself reports as long as it matters."""
 
 _XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)")
 
@@ -117,8 +117,8 @@ def _throttled(gpu: Health) -> Iterator[Finding]:
     if reasons:
         degrees = f" at {gpu.temperature} degrees Celsius" if gpu.temperature else ""
         yield warning(
-            f"GPU {gpu.device.index} is held down{degrees}: {', '.join(reasons)}",
-            fix="Look after its cooling and power supply; all ranks will wait for this one.",
+            f"GPU {gpu.device.index} is throttled{degrees}: {', '.join(reasons)}",
+            fix="Check its cooling and power supply; all ranks wait for this one.",
             paste=f"nvidia-smi -q -i {gpu.device.index} -d PERFORMANCE,TEMPERATURE,POWER",
             about=f"throttled {gpu.device.index}",
         )

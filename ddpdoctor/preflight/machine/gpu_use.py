@@ -1,4 +1,4 @@
-"""Whether there is a GPU for each rank of this node, and nobody else holds its memory."""
+"""Whether there is a GPU for each rank of this node, and no other process holds its memory."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def _visible(
     if entry:
         yield failure(
             f"CUDA_VISIBLE_DEVICES={wanted}: {entry}, so that CUDA sees {seen} of {len(gpus)} GPUs",
-            fix="Correct the entry: CUDA ignores it and all behind it, and everything where one "
-            "stands there twice.",
+            fix="Correct the entry: CUDA ignores it and all that follow, and everything if one is "
+            "listed twice.",
             paste=f"export CUDA_VISIBLE_DEVICES={','.join(map(str, range(len(gpus))))}",
             about="CUDA_VISIBLE_DEVICES",
         )

@@ -270,10 +270,10 @@ def _problem(
     if not choice.interfaces:
         return None
     first = choice.interfaces[0]
-    # Of a loopback that is down is told apart.
+    # A loopback that is down has its own finding.
     if not first.running and not first.loopback:
         return Severity.ERROR, f"{library} will use {first.name}, which is down ({choice.reason})"
-    # A host name that leads to the loopback is told by the check of the host name.
+    # A host name that leads to the loopback is reported by the check of the host name.
     if many and first.loopback and choice.reason == variable:
         return Severity.ERROR, f"{variable} is {first.name}, which reaches no other node"
     if many and first.virtual:

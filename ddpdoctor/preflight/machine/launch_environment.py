@@ -50,13 +50,13 @@ def launch_environment(situation: Situation) -> Outcome:
     launched = [place for place in places(environ) if place.launcher != "torchrun"]
     if not found and not launched and not findings:
         return passed("no launcher's variables: torchrun will set them")
-    told = [f"{name}={environ[name]}" for name in found]
-    told += [
+    parts = [f"{name}={environ[name]}" for name in found]
+    parts += [
         f"{place.launcher}: rank {place.rank} of {place.world_size}"
         for place in launched
         if place.rank is not None
     ]
-    return judged(", ".join(told) or "no launcher's variables", findings)
+    return judged(", ".join(parts) or "no launcher's variables", findings)
 
 
 def _wrong(message: str, fix: str, paste: str, *, about: str, warning: bool = False) -> Finding:
@@ -78,7 +78,7 @@ def _numbers(environ: Mapping[str, str]) -> Iterator[Finding]:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         if environ.get(name) and number(environ, name) is None:
             yield _wrong(
-                f"{name} is {environ[name]!r}, which is no number",
+                f"{name} is {environ[name]!r}, which is not a number",
                 "Leave it to the launcher.",
                 f"unset {name}",
                 about=name,
@@ -95,7 +95,7 @@ def _numbers(environ: Mapping[str, str]) -> Iterator[Finding]:
     port = number(environ, "MASTER_PORT")
     if port is not None and not 0 < port < 65536:
         yield _wrong(
-            f"MASTER_PORT is {port}, which is no port",
+            f"MASTER_PORT is {port}, which is not a port",
             "Choose a port from 1024 to 65535.",
             "export MASTER_PORT=29500",
             about="MASTER_PORT",

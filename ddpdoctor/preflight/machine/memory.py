@@ -154,12 +154,12 @@ def shared_memory(situation: Situation) -> Outcome:
 def _short(situation: Situation, size: int, free: int, wanted: int) -> Iterator[Finding]:
     folder = situation.shm
     ranks = _ranks(situation.nproc)
-    # A file system without a size of its own tells 0.
+    # A file system without a size reports 0.
     if 0 < size < wanted:
         yield warning(
             f"{folder} has {shown(size)} for {ranks}: too small for DataLoader workers and NCCL",
             evidence=(f"{shown(wanted)} is the least that {ranks} get by with",),
-            fix="Give it more room; what does not fit ends in a bus error while it trains.",
+            fix="Give it more room: what does not fit ends in a bus error during training.",
             paste=_larger(situation),
         )
     elif size and free < wanted:

@@ -9,7 +9,7 @@ from ddpdoctor.preflight.words import GIB, shown
 
 NEEDED = 3 * GIB
 """Bytes that have to be free on each GPU: a CUDA context takes half a GiB, NCCL's buffers up to one
-and a half for eight GPUs, and whoever shares the GPU is to keep some."""
+and a half for eight GPUs, and other users of the GPU need some."""
 
 
 def why_no_nccl(situation: Situation, ranks: int, *, nodes: int = 1) -> str:
@@ -69,8 +69,7 @@ _ADVICE = (
     ),
     (
         ("invalid device ordinal", "No CUDA GPUs are available", "no CUDA-capable device"),
-        "CUDA sees fewer GPUs than the driver: look after CUDA_VISIBLE_DEVICES, MIG and the "
-        "driver.",
+        "CUDA sees fewer GPUs than the driver: check CUDA_VISIBLE_DEVICES, MIG and the driver.",
         "python -c 'import torch; print(torch.cuda.device_count())'; nvidia-smi -L",
     ),
     (

@@ -39,7 +39,7 @@ def neighbour_table(situation: Situation) -> Outcome:
     entries = 0
     try:
         most = int((thresholds / "gc_thresh3").read_text())
-        # The second row's first column, in hexadecimal: every row tells the same.
+        # The second row's first column, in hexadecimal: every row has the same.
         row = (situation.proc / "net" / "stat" / "arp_cache").read_text().splitlines()[1]
         entries = int(row.split()[0], 16)
     except (OSError, ValueError, IndexError):

@@ -31,7 +31,7 @@ _LAUNCHERS = ("python", "torchrun", "ddpdoctor", "accelerate", "deepspeed", "mpi
 
 @dataclass(frozen=True)
 class Orphan:
-    """A rank that nobody watches any more."""
+    """A rank without a launcher."""
 
     process: Listed
     started: int
@@ -75,8 +75,7 @@ def orphans(situation: Situation) -> Outcome:
         return skipped("no /proc on this system")
     found = find(situation)
     mine = sum(each.uid == os.getuid() for each in listed(situation.proc))
-    told = f"{len(found)} among {mine} processes of this user"
-    return judged(told, _findings(found))
+    return judged(f"{len(found)} among {mine} processes of this user", _findings(found))
 
 
 def find(situation: Situation) -> list[Orphan]:
@@ -125,7 +124,7 @@ def _job(environ: dict[str, str]) -> tuple[str, ...]:
 
 
 def _attached(process: Listed, marked: dict[int, tuple[Listed, dict[str, str]]]) -> bool:
-    """Whether a launcher, that is, a parent outside of the ranks, still stands behind it."""
+    """Whether a launcher, that is, a parent outside of the ranks, is still there."""
     top, seen = process, set()
     while top.parent in marked and top.pid not in seen:
         seen.add(top.pid)
@@ -139,7 +138,7 @@ def _abandoned(situation: Situation, process: Listed) -> bool:
 
     torchrun's workers are its children and lead sessions of their own. When torchrun ends without
     them they become children of init, or of a subreaper. The child of a worker (a DataLoader's)
-    leads no session. Whoever is a child of a Python may be its worker: in a container torchrun
+    leads no session. The child of a Python process may be its worker: in a container torchrun
     itself can be process 1.
     """
     stat = process.stat

@@ -162,7 +162,7 @@ DISTRIBUTIONS = {
     "pkg_resources": "setuptools", "serial": "pyserial", "skimage": "scikit-image",
     "sklearn": "scikit-learn", "yaml": "pyyaml",
 }  # fmt: skip
-"""What pip calls a module that others publish under its own name, or nobody does."""
+"""What pip calls a module whose own name is another package, or none."""
 
 _OWN = frozenset({
     "clip", "common", "config", "configs", "core", "data", "dataset", "engine",
@@ -274,7 +274,7 @@ def _examined(path: Path, source: bytes, folder: Path) -> Outcome:
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None) or 1
         finding = failure(
-            f"{path} is no Python that {sys.version_info[0]}.{sys.version_info[1]} understands: "
+            f"{path} is not valid Python {sys.version_info[0]}.{sys.version_info[1]}: "
             f"{getattr(error, 'msg', None) or error}",
             location=Location(str(path), line),
             fix="Correct the line.",

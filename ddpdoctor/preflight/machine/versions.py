@@ -153,17 +153,17 @@ def version_fit(situation: Situation) -> Outcome:
         compatibility allows. For a torch without CUDA on a machine without GPUs.
     """
     found = versions(situation)
-    told = [f"Python {found.python}"]
-    told.append(f"torch {found.torch}" if found.torch else "no torch")
-    told.append(
+    parts = [f"Python {found.python}"]
+    parts.append(f"torch {found.torch}" if found.torch else "no torch")
+    parts.append(
         f"CUDA {found.cuda}" if found.cuda else f"ROCm {found.hip}" if found.hip else "no CUDA"
     )
     if found.nccl:
-        told.append(f"NCCL {found.nccl}")
+        parts.append(f"NCCL {found.nccl}")
     if found.driver:
-        told.append(f"driver {found.driver}" + (f" (CUDA {found.cuda_of_driver})"
+        parts.append(f"driver {found.driver}" + (f" (CUDA {found.cuda_of_driver})"
                                                 if found.cuda_of_driver else ""))  # fmt: skip
-    return judged(", ".join(told), judge(found, situation.shared(visible_gpus)))
+    return judged(", ".join(parts), judge(found, situation.shared(visible_gpus)))
 
 
 def judge(found: Versions, gpus: int) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Whether all nodes were told the same of the job."""
+"""Whether the options of all nodes agree."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _findings(meeting: Meeting) -> Iterator[Finding]:
             by_rank.setdefault(node.facts.rank, []).append(index)
     for rank, indices in by_rank.items():
         if len(indices) > 1:
-            # Whoever came first: every node says the same, every time.
+            # Not by who came first: every node says the same, every time.
             indices.sort(key=lambda index: meeting.host(index))
             hosts = [meeting.host(index) for index in indices]
             yield failure(
@@ -68,10 +68,10 @@ def _findings(meeting: Meeting) -> Iterator[Finding]:
             paste=_line(meeting, without[0], rank=_free_rank(by_rank)),
             about="ranks",
         )
-    told = {node.facts.nnodes for node in meeting.nodes}
-    if len(told) > 1:
+    numbers = {node.facts.nnodes for node in meeting.nodes}
+    if len(numbers) > 1:
         yield failure(
-            f"the nodes do not agree on --nnodes: {', '.join(map(str, sorted(told)))}",
+            f"the nodes do not agree on --nnodes: {', '.join(map(str, sorted(numbers)))}",
             evidence=_each(meeting, [node.facts.nnodes for node in meeting.nodes], "--nnodes"),
             fix="Give --nnodes the same value on every node. For those that are here:",
             paste=_line(
@@ -87,7 +87,7 @@ def _findings(meeting: Meeting) -> Iterator[Finding]:
         yield warning(
             f"the nodes have different numbers of ranks: {', '.join(map(str, sorted(counts)))}",
             evidence=_each(meeting, listed, "--nproc-per-node"),
-            fix="Give --nproc-per-node the same value on every node, unless it is meant so. On "
+            fix="Give --nproc-per-node the same value on every node, unless that is intended. On "
             f"{meeting.host(odd)}:",
             paste=_line(meeting, odd, nproc=usual),
             about="nproc",

@@ -98,13 +98,13 @@ def _absent(meeting: Meeting, seconds: float, situation: Situation) -> Iterator[
     numbers = sorted({node.facts.nnodes for node in meeting.nodes})
     severity = Severity.ERROR
     if len(numbers) > 1:
-        # They were not waited for: all have to be started anew in any case.
+        # They were not waited for: all have to be started again in any case.
         severity = Severity.WARNING
         absence = f"{who} had not come after {seconds:.0f} s, and was not waited for longer"
         fix = f"Give --nnodes the number of all nodes, on each of them; it is {numbers[0]} on some "
         fix += f"and {numbers[-1]} on others. If that one is missing, start there:"
     else:
-        fix = "Start the same command there. If it runs there already, it says itself why it does "
+        fix = "Start the same command there. If it already runs, its own output says why it does "
         fix += f"not reach {meeting.seat.endpoint}. On that node:"
     yield finding(
         severity,
@@ -127,7 +127,7 @@ def _elsewhere(meeting: Meeting, situation: Situation, absence: str) -> Finding:
     addresses = [address for address in meeting.foreign if address != host]
     at = f"{host} ({', '.join(addresses)})" if addresses else host
     return failure(
-        f"the other nodes look for node rank 0 at {at}, which is no address of this machine",
+        f"the other nodes look for node rank 0 at {at}, which is not an address of this machine",
         evidence=(absence,),
         fix=f"Start node rank 0 on {host}, or name this machine in --rdzv-endpoint, on every node. "
         "Here:",
@@ -137,7 +137,7 @@ def _elsewhere(meeting: Meeting, situation: Situation, absence: str) -> Finding:
 
 
 def _absent_ranks(meeting: Meeting) -> list[int] | None:
-    """The node ranks that nobody came with; None where some came without one."""
+    """The node ranks that no node came with; None where some came without one."""
     ranks = [node.facts.rank for node in meeting.nodes]
     ranks += [each.rank for each in meeting.report.blocked]
     if None in ranks:
@@ -160,11 +160,11 @@ def _others(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
     lost = {node.facts.host for node in meeting.nodes if node.lost}
     for extra in meeting.report.surplus:
         if extra.host in lost:
-            # It went away, as is told below, and was started again too soon.
+            # It went away, as is reported below, and was started again too soon.
             continue
         yield failure(
-            f"{extra.host} ({extra.address}) came as well, when all "
-            f"{counted(meeting.expected, 'node')} were here",
+            f"{extra.host} ({extra.address}) came when all "
+            f"{counted(meeting.expected, 'node')} were already here",
             fix="Leave that one out, or raise --nnodes on every node. Here:",
             paste=check_line(meeting.seat, situation.nproc, nnodes=meeting.expected + 1),
             about=f"surplus {extra.address}",
@@ -173,8 +173,8 @@ def _others(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
         if node.lost:
             yield failure(
                 f"{meeting.name(index)} went away during {node.lost}",
-                fix="Look what its own check says, and whether it was interrupted. Then start all "
-                "again; here:",
+                fix="See what its own check reports, and whether it was interrupted. Then start the "
+                "check again on all nodes; here:",
                 paste=check_line(meeting.seat, situation.nproc),
                 about=f"lost {index}",
             )

@@ -49,14 +49,14 @@ def _findings(meeting: Meeting, ahead: list[float]) -> Iterator[Finding]:
     fix = "Let a time service run on every node (chrony, systemd-timesyncd)."
     paste = "sudo timedatectl set-ntp true"
     if len(ahead) == 2:
-        apart = abs(ahead[0] - ahead[1])
+        difference = abs(ahead[0] - ahead[1])
         unsure = sum(node.uncertainty for node in meeting.nodes)
         first, second = (0, 1) if ahead[0] > ahead[1] else (1, 0)
-        severity = _severity(apart - unsure)
+        severity = _severity(difference - unsure)
         if severity is not None:
             yield finding(
                 severity,
-                f"the clock of {meeting.name(second)} is {apart:.1f} s behind that of "
+                f"the clock of {meeting.name(second)} is {difference:.1f} s behind that of "
                 f"{meeting.name(first)}",
                 evidence=("which of the two is wrong is not visible from here",),
                 fix=fix,

@@ -95,7 +95,7 @@ class Blame:
 
         Args:
             meeting: For the names of the nodes.
-            into: What stands before a node that all ways lead to; of one way, before its end.
+            into: The words before a node that all ways lead to.
             out: The same for a node that they start from.
             both: The same for both.
         """

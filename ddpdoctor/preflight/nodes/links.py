@@ -26,7 +26,7 @@ MOST_WAYS = 6
 UNUSED = "gloo dials the other way round, from the higher address; NCCL would need this one"
 
 SILENT_FIX = (
-    "The port is open, so look for what stands in between (a proxy, a load balancer), and whether "
+    "The port is open, so look for what is in between (a proxy, a load balancer), and whether "
     "the machine is overloaded. The way to it, from the dialling node:"
 )
 
@@ -34,7 +34,7 @@ _WORDS = {
     "dropped": "the packets are silently dropped",
     "refused": "the port is refused, though it is open there",
     "unreachable": "it is rejected on the way",
-    "nobody": "no machine answers at that address",
+    "no host": "no machine answers at that address",
     "silent": "the connection opens, and then nothing comes",
     "stranger": "something else answers there",
 }
@@ -229,7 +229,7 @@ def _losses(meeting: Meeting, lossy: dict[Way, Dialled], ways: list[Way]) -> Ite
         hosts = each.hosts(meeting)
         name = interface(meeting, each.node)[0] or "eth0"
         yield failure(
-            f"{size} vanish {between}" if passes else f"64 KiB do not arrive {between}",
+            f"{size} are lost {between}" if passes else f"64 KiB do not arrive {between}",
             evidence=(
                 "a connection opens there, and small messages pass",
                 f"packets of {passes} bytes pass" if passes else "smaller packets fail as well",

@@ -14,7 +14,7 @@ from ddpdoctor.preflight.protocol.messages import Facts
 DRIVER = "nvidia-smi --query-gpu=driver_version --format=csv"
 
 SAID_VERSIONS = 3
-"""Of more than these, besides the usual one, the number is told."""
+"""Of more than these, besides the usual one, only the number is shown."""
 
 OF_EACH_NODE = (
     "_IFNAME",

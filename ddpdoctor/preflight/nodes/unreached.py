@@ -18,7 +18,7 @@ CLOSED = {
     "prohibited": "a firewall rejects it",
     "unreachable": "it is rejected on the way",
 }
-"""What a node that is blocked says of the port, by the kind of its problem."""
+"""What a node that is blocked reports about the port, by the kind of its problem."""
 
 
 def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Finding:
@@ -26,15 +26,15 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
     host, port = meeting.seat.host, meeting.seat.port
     if not host:
         fix, paste = meeting_point(meeting.seat, situation)
-        return _finding("it is not known where the nodes meet (--rdzv-endpoint)", fix, paste)
+        return _finding("no rendezvous endpoint is given (--rdzv-endpoint)", fix, paste)
     if meeting.holder:
         return _finding(
             f"port {port} cannot be listened on here: {problem.words}",
-            "Node rank 0 needs it: end what holds the port, or choose another one in "
+            "Node rank 0 needs it: stop what holds the port, or choose another one in "
             "--rdzv-endpoint on every node.",
             f"ss -tlnp 'sport = :{port}'",
         )
-    if problem.kind in ("refused", "dropped", "prohibited", "unreachable", "no route", "nobody"):
+    if problem.kind in ("refused", "dropped", "prohibited", "unreachable", "no route", "no host"):
         if is_local(host):
             fix, paste = meeting_point(meeting.seat, situation)
             return _finding(
@@ -49,16 +49,16 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
     again = check_line(meeting.seat, situation.nproc)
     if problem.kind == "unresolved":
         return _finding(
-            f"the name {host} is not known on this node",
-            "If the name is right, make it known here: on that machine this prints the line that "
-            "/etc/hosts lacks. Or let --rdzv-endpoint be its address, on every node.",
+            f"the name {host} does not resolve on this node",
+            "If the name is right, add it to /etc/hosts here: typed on that machine, this prints "
+            "the line. Or give its address in --rdzv-endpoint, on every node.",
             f'echo "$(hostname -I | cut -d " " -f 1)" {shlex.quote(host)}',
             problem.words,
         )
     if problem.kind in ("silent", "other service"):
         return _finding(
-            f"something else answers at {at}: it is no `ddpdoctor check`",
-            f"End what holds port {port} on {host} (a job that still runs?), or choose another "
+            f"another program answers at {at}, not `ddpdoctor check`",
+            f"Stop what holds port {port} on {host} (a job that still runs?), or choose another "
             "port in --rdzv-endpoint on every node.",
             f"ss -tlnp 'sport = :{port}'",
         )
@@ -78,7 +78,7 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
     if problem.kind == "full" and situation.hostname in problem.here:
         return _finding(
             f"the check at {at} runs already, with {situation.hostname} among its nodes",
-            "If it was started here a second time, wait for the first, or start it anew on all "
+            "If it was started here a second time, wait for the first, or start it again on all "
             "nodes. If two nodes share this host name, give each its own. Then here:",
             again,
             problem.words,
@@ -137,7 +137,7 @@ def _closed(meeting: Meeting, problem: Problem) -> Finding:
             "firewall, or in the network's (a security group). There:",
             opened,
         )
-    if problem.kind == "nobody":
+    if problem.kind == "no host":
         return _finding(
             f"no machine answers at {problem.address}"
             + (f", the address of {host} on this node" if problem.address != host else ""),
@@ -147,7 +147,7 @@ def _closed(meeting: Meeting, problem: Problem) -> Finding:
     if problem.kind == "no route":
         return _finding(
             f"{at} cannot be reached: {problem.words}",
-            "This machine knows no way there: name an endpoint in a network that both have.",
+            "This machine has no route to it: name an endpoint in a network that both have.",
             f"ip route get {problem.address}",
         )
     if problem.kind == "prohibited":

@@ -39,7 +39,7 @@ class Problem:
     Attributes:
         address: Which address of the endpoint it is about; empty if there is none.
         words: More, for a person: the kernel's words, or who is there already.
-        sender: Who rejects it by ICMP; empty if nobody did.
+        sender: Who rejects it by ICMP; empty if that is not so.
         answering: A port at which that machine does answer; 0 if none is known.
         echoes: Whether it answers a ping.
         here: The host names of those that are there already.

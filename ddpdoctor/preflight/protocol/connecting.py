@@ -29,7 +29,7 @@ Closed = Literal[
     "prohibited",  # a firewall says that it is not allowed, by ICMP or on this machine
     "no route",  # this machine has no route to it
     "unreachable",  # a router says that there is none
-    "nobody",  # no machine has that address
+    "no host",  # no machine has that address
 ]
 
 _FORBIDDING = frozenset({9, 10, 13})
@@ -184,7 +184,7 @@ def _failure(made: socket.socket, error: OSError, seconds: float) -> ConnectErro
     if error.errno == errno.ENETUNREACH:
         return ConnectError("no route", words)
     if error.errno == errno.EHOSTUNREACH and seconds > ARP_S:
-        return ConnectError("nobody", words)
+        return ConnectError("no host", words)
     return ConnectError("unreachable", words)
 
 

@@ -244,8 +244,8 @@ class Coordinator:
             knock = decoder(Knock)(message)
             if knock.blocked:
                 # It came by the side door, because it finds the rendezvous port closed.
-                told = replace(caller, rank=knock.rank, kind=knock.blocked)
-                self.blocked = [*_without(self.blocked, caller), told]
+                caller = replace(caller, rank=knock.rank, kind=knock.blocked)
+                self.blocked = [*_without(self.blocked, caller), caller]
                 return None
             if "facts" in message:
                 return Member(

@@ -1,18 +1,18 @@
 """A node on its way to the coordinator: calls until it is there, or until it is known why not.
 
 Nodes are started seconds apart, so that nothing listens at the endpoint is no fault for half a
-minute; nor is a machine that gives no sign of life; nor, among containers, a name or an address
+minute; nor is a machine that does not answer; nor, among containers, a name or an address
 that is not there, since it comes with what is started. A port that a firewall closes is known
 sooner:
 
 - The coordinator also listens at a *side door*, another port that follows from the rendezvous id.
-  Whoever reaches it there, and then not at the endpoint, knows that the endpoint's port is closed
-  on the way.
-- A machine whose port nobody listens on refuses at once. If it answers at another port (open or
+  A node that reaches it there, and then not at the endpoint, knows that the endpoint's port is
+  closed on the way.
+- A machine on whose port nothing listens refuses at once. If it answers at another port (open or
   refused), but at the endpoint's not at all, that port is filtered, whether the coordinator has
   started or not. So is one of a machine that answers a ping, but at no port at all.
-- Who says by ICMP that it is prohibited is a firewall. A plain "port unreachable" proves nothing:
-  Kubernetes says it of a service that has not started.
+- What answers by ICMP that it is prohibited is a firewall. A plain "port unreachable" proves
+  nothing: Kubernetes answers so for a service that has not started.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SETTLED_AFTER = 7.0
 connections, each with three lost SYNs."""
 
 SPEAK_AFTER = 8.0
-"""Seconds after which somebody who waits is told for what."""
+"""Seconds after which a person who waits sees for what."""
 
 DOORS = 3
 """Side doors that are tried: the first that was free is open."""
@@ -58,12 +58,12 @@ _EPHEMERAL = (32768, 60999)
 """Ports that nodes have to reach each other at anyway (net.ipv4.ip_local_port_range)."""
 
 _BEHIND: frozenset[Kind] = frozenset({"refused", "dropped", "prohibited", "unreachable"})
-"""Problems of which the other ports of the machine tell more."""
+"""Problems about which the machine's other ports reveal more."""
 
 _LASTING: frozenset[Kind] = frozenset({"prohibited", "no route"})
 """Problems that do not end by the coordinator being started."""
 
-_NOT_THERE: frozenset[Kind] = frozenset({"unresolved", "nobody"})
+_NOT_THERE: frozenset[Kind] = frozenset({"unresolved", "no host"})
 """Nor do these, but among containers: there, a name and an address come with what is started."""
 
 _FAR: dict[Kind, int] = {
@@ -71,12 +71,12 @@ _FAR: dict[Kind, int] = {
 }  # fmt: skip
 """How far an attempt came; whatever is not here, no further."""
 
-_SO_FAR: dict[Kind, str] = {
+_PROGRESS: dict[Kind, str] = {
     "refused": "nothing listens there yet",
     "dropped": "no answer",
-    "nobody": "no machine has that address yet",
-    "unresolved": "the name is not known here yet",
-    "no route": "this machine knows no way there",
+    "no host": "no machine has that address yet",
+    "unresolved": "the name does not resolve here yet",
+    "no route": "this machine has no route to it",
     "silent": "something else answers there",
     "other service": "something else answers there",
 }
@@ -114,7 +114,7 @@ async def call_any(goal: Goal) -> Call:
     """Try each address of the endpoint once.
 
     Raises:
-        CallError: It was not reached; about the address that tells most.
+        CallError: It was not reached; about the address that got furthest.
     """
     found = await asyncio.get_running_loop().run_in_executor(None, lookup, goal.host)
     problems = []
@@ -127,10 +127,10 @@ async def call_any(goal: Goal) -> Call:
             problems.append(error.problem)
     if not problems:
         raise CallError(Problem("unresolved", words=found.problem))
-    raise CallError(_telling(problems))
+    raise CallError(_furthest(problems))
 
 
-def _telling(problems: list[Problem]) -> Problem:
+def _furthest(problems: list[Problem]) -> Problem:
     """Of the addresses of one name the one that got furthest: the others may be out of reach."""
     return min(problems, key=lambda problem: _FAR.get(problem.kind, len(_FAR)))
 
@@ -143,17 +143,17 @@ async def join(
     Args:
         goal: Whom.
         until: Monotonic time to give up at.
-        say: Told once, in a line for a person, what is being waited for.
+        say: Called once, with a line for a person: what is being waited for.
         appears: Whether its name and its address may come with it, as a container's do.
 
     Raises:
         CallError: It was not reached; with what it mostly was.
     """
     lasting = _LASTING if appears else _LASTING | _NOT_THERE
-    return await _Way(goal, until, say, lasting).walk()
+    return await _Attempts(goal, until, say, lasting).run()
 
 
-class _Way:
+class _Attempts:
     """The attempts of one node, and what they show."""
 
     def __init__(
@@ -173,7 +173,7 @@ class _Way:
         self._echoing: set[str] = set()
         """Addresses of those that answer a ping."""
 
-    async def walk(self) -> Call:
+    async def run(self) -> Call:
         while True:
             began = time.monotonic()
             try:
@@ -188,17 +188,17 @@ class _Way:
             was_up = self._is_up(problem.address)
             if problem.kind in _BEHIND and time.monotonic() - self._looked > DOORS_EVERY:
                 self._looked = time.monotonic()
-                call = await self._by_the_side(problem)
+                call = await self._at_other_ports(problem)
                 if call is not None:
                     return call
             waited = time.monotonic() - self._began
             if self._is_settled(waited, was_up=was_up):
-                raise CallError(self._most())
+                raise CallError(self._usual_problem())
             if time.monotonic() + RETRY_AFTER + took >= self._until:
-                raise CallError(self._most())
+                raise CallError(self._usual_problem())
             if waited > SPEAK_AFTER and not self._said:
                 self._said = True
-                self._say(self._so_far(problem))
+                self._say(self._progress(problem))
             await asyncio.sleep(RETRY_AFTER)
 
     def _is_up(self, address: str) -> bool:
@@ -211,7 +211,7 @@ class _Way:
         (kind,) = kinds
         return kind in self._lasting or (kind == "dropped" and was_up)
 
-    def _most(self) -> Problem:
+    def _usual_problem(self) -> Problem:
         """How it mostly was says more than how it was last."""
         problem = Counter(reversed(self._seen)).most_common(1)[0][0]
         return replace(
@@ -221,9 +221,9 @@ class _Way:
             waited=time.monotonic() - self._began,
         )
 
-    def _so_far(self, problem: Problem) -> str:
+    def _progress(self, problem: Problem) -> str:
         goal = self._goal
-        what = _SO_FAR.get(problem.kind) or problem.words or problem.kind
+        what = _PROGRESS.get(problem.kind) or problem.words or problem.kind
         if problem.kind == "dropped" and not self._is_up(problem.address):
             what = "no answer, at other ports neither: it is down, or a firewall drops everything"
         at = f" ({problem.address})" if problem.address not in ("", goal.host) else ""
@@ -231,7 +231,7 @@ class _Way:
         endpoint = joined_endpoint(goal.host, goal.port)
         return f"waiting for {endpoint}{at}: {what}; {left:.0f} s more"
 
-    async def _by_the_side(self, problem: Problem) -> Call | None:
+    async def _at_other_ports(self, problem: Problem) -> Call | None:
         """See whether the coordinator, or at least its machine, answers at another port.
 
         Returns:
@@ -252,7 +252,7 @@ class _Way:
         )
         answering = [port for port, answers in zip(ports, tried, strict=True) if answers]
         if answering and address not in self._answering:
-            # SSH says more to a person than a number that nobody knows.
+            # SSH means more to a person than a random number.
             self._answering[address] = SSH if SSH in answering else answering[0]
         for door in doors:
             if door not in answering:

@@ -44,7 +44,7 @@ SCOUT_EVERY = 1.0
 NAMED_NODES = 4
 """Of more absent nodes the number is shown while they are waited for."""
 
-ELSEWHERE: frozenset[Kind] = frozenset({"refused", "nobody", "silent", "other service"})
+ELSEWHERE: frozenset[Kind] = frozenset({"refused", "no host", "silent", "other service"})
 """What node rank 0 sees at an endpoint that does not lead to it. Lost packets prove nothing: many a
 router does not let a machine reach itself from outside."""
 

@@ -17,7 +17,7 @@ from ddpdoctor.run.records.decoder import required
 
 @dataclass(frozen=True, slots=True)
 class Facts(Part):
-    """One node, in its own words.
+    """What a node reports of itself.
 
     Attributes:
         host: Its host name.

@@ -49,7 +49,7 @@ Outcome = Literal[
     "dropped",  # no answer at all to the connection
     "refused",  # the machine, or a firewall, answers that there is no such port
     "unreachable",  # the network says that there is no route, or that it is prohibited
-    "nobody",  # the same, after no machine answered ARP
+    "no host",  # the same, after no machine answered ARP
     "silent",  # connected, and then nothing
     "stranger",  # connected, to something else
     "forth",  # the 64 KiB from the dialling node did not arrive
@@ -57,7 +57,7 @@ Outcome = Literal[
 ]
 
 _OUTCOMES: dict[Closed, Outcome] = {
-    "refused": "refused", "dropped": "dropped", "nobody": "nobody"
+    "refused": "refused", "dropped": "dropped", "no host": "no host"
 }  # fmt: skip
 """The outcome by why there is no connection; whatever is not here is `unreachable`."""
 

@@ -48,7 +48,7 @@ GRACE_S = 2.0  # seconds that a stage has after its limit to say itself what fai
 def main() -> None:
     """Serve one order."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
-    # Whatever else a library prints is not the answer.
+    # What a library prints is not the answer.
     os.dup2(2, 1)
     # It would look a dozen times at all that importing torch makes, which is to stay.
     gc.disable()

@@ -42,7 +42,7 @@ Cell = tuple[int, int]
 def shifts(nodes: int) -> list[int]:
     """How far apart in the ring the nodes of each round are.
 
-    In a round every node sends to one other and receives from one: nobody is measured twice at a
+    In a round every node sends to one other and receives from one: none is measured twice at a
     time.
     """
     if nodes <= ALL_PAIRS_UP_TO:

@@ -52,7 +52,7 @@ def proves(answer: object, key: bytes, role: str, challenge: str) -> bool:
 
 
 def greeting(challenge: str) -> bytes:
-    """The line that tells a coordinator from any other service."""
+    """The line that distinguishes a coordinator from any other service."""
     return GREETING + challenge.encode() + b"\n"
 
 
