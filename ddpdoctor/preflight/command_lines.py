@@ -120,7 +120,7 @@ def open_port(port: int, address: str) -> str:
 
     Args:
         port: Which.
-        address: One of the machine, or of one that is to reach it: IPv6 has rules of its own.
+        address: One of the machine, or of one that is to reach it: IPv6 has its own rules.
     """
     return f"sudo {_tables(address)} -I INPUT -p tcp --dport {port} -j ACCEPT"
 

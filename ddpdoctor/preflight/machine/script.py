@@ -106,7 +106,7 @@ def module_spec(name: str) -> ModuleSpec | None:
 def _top(module: str, folders: list[str]) -> ModuleSpec | None:
     try:
         spec = PathFinder.find_spec(module, [*folders, *sys.path])
-        # An editable installation has a finder of its own.
+        # An editable installation has its own finder.
         return spec or importlib.util.find_spec(module)
     except (ImportError, ValueError, AttributeError):
         # Loaded already in an odd way; a job may well import it.
@@ -169,7 +169,7 @@ _OWN = frozenset({
     "helper", "helpers", "layers", "lib", "loss", "losses", "metrics", "misc", "model", "models",
     "modules", "networks", "nets", "src", "tools", "train", "trainer", "util", "utils",
 })  # fmt: skip
-"""Names that a project gives to modules of its own. What pip has under them is something else."""
+"""Names that a project gives to its own modules. What pip has under them is something else."""
 
 
 @check("script", "DDP016")

@@ -173,8 +173,8 @@ def _others(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
         if node.lost:
             yield failure(
                 f"{meeting.name(index)} went away during {node.lost}",
-                fix="See what its own check reports, and whether it was interrupted. Then start the "
-                "check again on all nodes; here:",
+                fix="See what its own check reports, and whether it was interrupted. Then start "
+                "the check again on all nodes; here:",
                 paste=check_line(meeting.seat, situation.nproc),
                 about=f"lost {index}",
             )

@@ -14,7 +14,7 @@ from ddpdoctor.preflight.protocol.pairs import Dialled
 from ddpdoctor.preflight.situation import ATTENDANCE, Situation
 
 LIMIT = 3600.0
-"""Seconds: the meeting has limits of its own, and ``--timeout`` above them."""
+"""Seconds: the meeting has its own limits, and ``--timeout`` above them."""
 
 
 def across_nodes(name: str, code: str) -> Callable[[Callable[[Meeting], Outcome]], Run]:

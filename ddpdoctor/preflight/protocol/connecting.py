@@ -172,7 +172,7 @@ def _failure(made: socket.socket, error: OSError, seconds: float) -> ConnectErro
     code, sender = _unreachable_message(made)
     with contextlib.suppress(OSError):
         if sender == made.getsockname()[0]:
-            # This machine's own kernel, when ARP had no answer or a rule of its own rejects.
+            # This machine's own kernel, when ARP had no answer or its own rule rejects.
             sender = ""
     words = words_of(error)
     if error.errno in (errno.EACCES, errno.EPERM) or code in _FORBIDDING:

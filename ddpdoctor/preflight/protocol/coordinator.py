@@ -52,7 +52,7 @@ class Member:
         facts: What it reports of itself.
         address: Where its connection comes from.
         reached: The address of this machine that it reached.
-        offset: What the coordinator's clock is ahead of its own, in seconds.
+        offset: How far the coordinator's clock is ahead of the node's, in seconds.
         uncertainty: Half a round trip of that estimate, in seconds.
         lost: In which phase it went away; empty while it is here.
     """

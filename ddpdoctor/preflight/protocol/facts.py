@@ -69,7 +69,7 @@ def gather(situation: Situation, seat: Seat, pair_port: int, *, reduces: bool) -
 
 
 def _machine(situation: Situation) -> str:
-    """The boot of the machine and its network namespace: containers have one of their own."""
+    """The boot of the machine and its network namespace: containers have their own."""
     boot = text(situation.proc / "sys/kernel/random/boot_id")
     try:
         network = os.stat(situation.proc / "self/ns/net")

@@ -85,7 +85,7 @@ class Knock(Part):
 
     Attributes:
         blocked: Why the rendezvous port is closed for it; empty unless it came by the side door.
-        offset: What the coordinator's clock is ahead of its own.
+        offset: How far the coordinator's clock is ahead of the node's.
         uncertainty: Half a round trip of that estimate.
     """
 
@@ -196,7 +196,7 @@ class Node(Part):
 
     Attributes:
         address: Where it came from.
-        offset: What the coordinator's clock is ahead of its own.
+        offset: How far the coordinator's clock is ahead of the node's.
         uncertainty: Half a round trip of that estimate.
         lost: In which phase it went away; empty if it stayed.
     """

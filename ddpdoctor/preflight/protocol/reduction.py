@@ -37,9 +37,7 @@ AGAIN = "with another node"
 AGAIN_S, MOST_ROUNDS = 10, 2
 """Seconds and rounds for that: every node has its turn in them, unless nearly all failed."""
 
-SLOW_S = 0.4
-"""An all_reduce that takes so many seconds is not repeated, nor tried with a larger size."""
-
+SLOW_S = 0.4  # a slower all_reduce is not repeated, nor tried with a larger size
 OPEN_S = 30.0  # seconds for CUDA to open the GPUs
 STAGE_LEAST_S = 5.0  # seconds that have to be left for a stage to begin
 GRACE_S = 2.0  # seconds that a stage has after its limit to say itself what failed
@@ -243,9 +241,9 @@ def _stages(nodes: int) -> list[tuple[str, list[list[int]]]]:
 
 
 def _with_others(failed: list[list[int]], nodes: int) -> list[list[list[int]]]:
-    """Rounds of pairs: each node of a pair that failed, with one of those that did not fail.
+    """Rounds in which each node of a pair that failed is paired with one that did not fail.
 
-    So it shows whether a node or a link is at fault. None if no pairs failed, or all nodes did.
+    That shows whether a node or a link is at fault. None if no pairs failed, or all nodes did.
     """
     suspects = sorted({node for pair in failed for node in pair})
     others = [node for node in range(nodes) if node not in suspects]
@@ -264,7 +262,7 @@ def _stage(
     import torch
     import torch.distributed as dist
 
-    stage: dict[str, Any] = {"name": name, "nodes": nodes, "error": "", "bus": 0.0}
+    stage: Order = {"name": name, "nodes": nodes, "error": "", "bus": 0.0}
     try:
         backend, device = order["stages"], torch.device("cpu")
         if backend == "nccl":
