@@ -121,14 +121,13 @@ def lookups(situation: Situation) -> Outcome:
     slowest = max(asked, key=lambda each: each.seconds)
     detail = f"{len(asked)} lookups, the slowest ({slowest.name}) in {slowest.seconds:.2f} s"
     # The nodes cannot meet without it, as that check says.
-    told_there = situation.attendance_checked
-    return judged(detail, _findings(asked, endpoint, told_there=told_there))
+    return judged(detail, _findings(asked, endpoint, elsewhere=situation.attendance_checked))
 
 
 def _findings(
-    asked: list[Lookup], endpoint: Lookup | None, *, told_there: bool
+    asked: list[Lookup], endpoint: Lookup | None, *, elsewhere: bool
 ) -> Iterator[Finding]:
-    if endpoint is not None and not endpoint.addresses and not told_there:
+    if endpoint is not None and not endpoint.addresses and not elsewhere:
         yield failure(
             f"the rendezvous' host {endpoint.name} does not resolve: {endpoint.problem}",
             fix="Correct the name, give its address instead, or put it into /etc/hosts.",
