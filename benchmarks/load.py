@@ -34,15 +34,15 @@ from tests.conftest import SPURIOUS_ABORT
 from tests.marks import (
     HEALTHY,
     SICK,
+    Kind,
     head,
     healed,
+    judged,
     marks,
     needed_gpus,
     needs_free_cores,
     options,
     read,
-    said,
-    standing,
 )
 
 BUSY = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(100000))"
@@ -52,7 +52,7 @@ BUSY = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(100000
 class Outcome:
     """What came of one job."""
 
-    kind: str
+    kind: Kind
     path: Path
     named: bool
     false_errors: tuple[str, ...]
@@ -88,7 +88,7 @@ def busy(number: int, nice: int) -> Iterator[None]:
             each.wait()
 
 
-def outcome(kind: str, path: Path, limit: float) -> Outcome:
+def outcome(kind: Kind, path: Path, limit: float) -> Outcome:
     """Run one job and judge what is said of it."""
     expected = marks(path) if kind == "sick" else []
     wanted = head(path, "status", 0)
@@ -121,39 +121,29 @@ def outcome(kind: str, path: Path, limit: float) -> Outcome:
         if any("Traceback" in line or "internal error" in line for line in ours):
             trouble = "an internal error"
         lines = read(report)
-        heard = [(said(each), each) for each in standing(lines)]
-    named = bool(expected) and all(
-        any(each.fits(mark) for each, _ in heard for mark in places) for places in expected
-    )
+    verdict = judged(kind, path, lines)
     codes = {mark.code for places in expected for mark in places}
-    others = [
-        each
-        for place, each in heard
-        if not any(place.fits(mark) for places in expected for mark in places)
+    words = [
+        (str(each["severity"]), f"{each['code']} {each['message']}") for each in verdict.others
     ]
-    words = [(str(each["severity"]), f"{each['code']} {each['message']}") for each in others]
     killed = status == HANG and not any(code.startswith(("DDP4", "DDP8")) for code in codes)
-    silent = {
-        "sick": named and not others,
-        "healed": not lines,
-        "healthy": all(severity == "info" for severity, _ in words),
-    }
+    ended = status in (wanted, HANG) or aborted
     return Outcome(
         kind,
         path,
-        named,
+        bool(expected) and not verdict.missing,
         tuple(text for severity, text in words if severity == "error"),
         tuple(text for severity, text in words if severity == "warning"),
         killed=killed,
-        exact=silent[kind] and not trouble and (status in (wanted, HANG) or aborted) and not killed,
+        exact=verdict.as_wanted and not trouble and ended and not killed,
         trouble=trouble,
         seconds=time.monotonic() - began,
     )
 
 
-def chosen(options: argparse.Namespace) -> list[tuple[str, Path]]:
+def chosen(options: argparse.Namespace) -> list[tuple[Kind, Path]]:
     """The jobs to run, in an order that does not favour any kind."""
-    jobs = [("sick", path) for path in SICK]
+    jobs: list[tuple[Kind, Path]] = [("sick", path) for path in SICK]
     jobs += [("healed", healed(path)) for path in SICK]
     jobs += [("healthy", path) for path in HEALTHY]
     jobs = [
@@ -183,7 +173,7 @@ def main() -> None:
     rows: dict[str, Row] = {kind: Row() for kind in ("sick", "healed", "healthy")}
     load: list[float] = []
 
-    def one(job: tuple[str, Path]) -> Outcome | None:
+    def one(job: tuple[Kind, Path]) -> Outcome | None:
         return outcome(*job, asked.limit) if time.monotonic() < deadline else None
 
     with (

@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 JOBS = Path(__file__).parent.parent / "sample_jobs"
 SICK = sorted(path for path in (JOBS / "sick").glob("*.py") if not path.stem.endswith("_healed"))
@@ -112,3 +112,44 @@ def standing(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def read(report: Path) -> list[dict[str, Any]]:
     """The lines of a ``--json`` file."""
     return [json.loads(line) for line in report.read_text().splitlines()]
+
+
+Kind = Literal["sick", "healed", "healthy"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was said of a job, held against what the job says about itself.
+
+    Attributes:
+        missing: The expected findings that were not made, each with the places where it may stand.
+        others: The findings that no mark expects.
+        as_wanted: A sick job has exactly the findings of its marks; a healed twin none, not even
+            one that was withdrawn; a healthy job none but infos.
+    """
+
+    missing: list[list[Said]]
+    others: list[dict[str, Any]]
+    as_wanted: bool
+
+
+def judged(kind: Kind, path: Path, lines: Sequence[Mapping[str, Any]]) -> Verdict:
+    """Judge a job by the lines of its ``--json`` file."""
+    expected = marks(path) if kind == "sick" else []
+    heard = [(said(each), each) for each in standing(lines)]
+    missing = [
+        places
+        for places in expected
+        if not any(place.fits(mark) for place, _ in heard for mark in places)
+    ]
+    others = [
+        each
+        for place, each in heard
+        if not any(place.fits(mark) for places in expected for mark in places)
+    ]
+    wanted = {
+        "sick": bool(expected) and not missing and not others,
+        "healed": not lines,
+        "healthy": all(each["severity"] == "info" for each in lines if "retracts" not in each),
+    }
+    return Verdict(missing, others, wanted[kind])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,13 +17,12 @@ from tests.marks import (
     SICK,
     head,
     healed,
+    judged,
     marks,
     needed_gpus,
     needs_free_cores,
     options,
     read,
-    said,
-    standing,
 )
 
 SAMPLE = {"ddp401_barrier_on_rank_0"}
@@ -43,11 +43,6 @@ def jobs(paths: list[Path], twin: bool = False) -> list[object]:
         )
         for path in paths
     ]
-
-
-def findings(doctor: Doctor, path: Path) -> list[dict[str, object]]:
-    """What is said of a job and stands at its end."""
-    return standing(lines(doctor, path))
 
 
 def lines(doctor: Doctor, path: Path) -> list[dict[str, object]]:
@@ -75,23 +70,42 @@ def lines(doctor: Doctor, path: Path) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("path", jobs(SICK))
 def test_a_sick_job_is_named(doctor: Doctor, path: Path) -> None:
-    expected = marks(path)
-    assert expected, "no mark"
-    found = findings(doctor, path)
-    heard = [said(each) for each in found]
-    for places in expected:
-        assert any(each.fits(mark) for each in heard for mark in places), (places, found)
-    for each in heard:
-        assert any(each.fits(mark) for places in expected for mark in places), (each, found)
+    assert marks(path), "no mark"
+    verdict = judged("sick", path, lines(doctor, path))
+    assert verdict.as_wanted, verdict
 
 
 @pytest.mark.parametrize("path", jobs(SICK, twin=True))
 def test_its_healed_twin_is_left_alone(doctor: Doctor, path: Path) -> None:
-    # Not even what is withdrawn later.
-    assert lines(doctor, path) == []
+    found = lines(doctor, path)
+    assert judged("healed", path, found).as_wanted, found
 
 
 @pytest.mark.parametrize("path", jobs(HEALTHY))
 def test_a_healthy_job_is_left_alone(doctor: Doctor, path: Path) -> None:
-    found = [each for each in lines(doctor, path) if "retracts" not in each]
-    assert [each for each in found if each["severity"] != "info"] == []
+    found = lines(doctor, path)
+    assert judged("healthy", path, found).as_wanted, found
+
+
+def test_a_job_is_judged_by_its_marks(tmp_path: Path) -> None:
+    path = tmp_path / "job.py"
+    path.write_text("a = 1  # expect: DDP610 rank 1\nb = 2  # or: DDP610\n")
+
+    def said_at(line: int, *ranks: int, code: str = "DDP610") -> dict[str, Any]:
+        location = {"path": str(path), "line": line}
+        return {"code": code, "severity": "error", "ranks": [*ranks], "location": location}
+
+    other = said_at(1, 1, code="DDP611")
+    withdrawn = [other, {"retracts": 1, "why": "untrue"}]
+    info = {**other, "severity": "info"}
+    assert judged("sick", path, [said_at(1, 1)]).as_wanted
+    assert judged("sick", path, [said_at(2, 0)]).as_wanted
+    assert judged("sick", path, [*withdrawn, said_at(1, 1)]).as_wanted
+    assert judged("sick", path, [said_at(1, 0)]).missing == marks(path)
+    assert judged("sick", path, [said_at(1, 1), other]).others == [other]
+    assert not judged("sick", path, [said_at(1, 1), other]).as_wanted
+    assert not judged("sick", path, []).as_wanted
+    assert judged("healed", path, []).as_wanted
+    assert not judged("healed", path, withdrawn).as_wanted
+    assert judged("healthy", path, [info]).as_wanted
+    assert not judged("healthy", path, withdrawn).as_wanted
