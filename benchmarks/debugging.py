@@ -24,7 +24,8 @@ import psutil
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from ddpdoctor.run.snapshot import Run, RunReader  # noqa: E402
+from ddpdoctor.run.reader import RunReader  # noqa: E402
+from ddpdoctor.run.snapshot import Run  # noqa: E402
 from tests.dap_client import DapClient, install_modules  # noqa: E402
 
 JOB = HERE / "jobs" / "tiny.py"

@@ -62,7 +62,7 @@ def examine_many(ranks: int, where: str) -> None:
     import ddpdoctor.rules  # noqa: F401 (registers the rules)
     from ddpdoctor.core.finding import RULES, examine
     from ddpdoctor.run import rundir
-    from ddpdoctor.run.snapshot import RunReader
+    from ddpdoctor.run.reader import RunReader
     from ddpdoctor.stacks.model import MAIN, Frame, RankStacks, Thread, to_record
     from ddpdoctor.supervise.hangs import examination
 
@@ -102,16 +102,10 @@ def examine_many(ranks: int, where: str) -> None:
 
 def generate(path: Path, ranks: int) -> None:
     """A run directory of ranks that are in an all-reduce, all but one."""
-    from ddpdoctor.run.record import (
-        FORMAT,
-        Journal,
-        Phase,
-        StatusPage,
-        page_name,
-        page_text,
-        rank_stem,
-    )
+    from ddpdoctor.run.journal import Journal
+    from ddpdoctor.run.names import FORMAT, rank_stem
     from ddpdoctor.run.ring import RingWriter
+    from ddpdoctor.run.status import Phase, StatusPage, page_name, page_text
 
     manifest = {"format": FORMAT, "id": "many", "command": ["torchrun", "train.py"]}
     (path / "run.json").write_text(json.dumps(manifest))

@@ -26,8 +26,8 @@ from pathlib import Path
 
 import ddpdoctor.probe
 from ddpdoctor.render.stacks import Look, draw
-from ddpdoctor.run.record import FORMAT
-from ddpdoctor.run.snapshot import glance
+from ddpdoctor.run.names import FORMAT
+from ddpdoctor.run.reader import glance
 from ddpdoctor.stacks.capture import capture
 from ddpdoctor.stacks.folding import fold
 from ddpdoctor.stacks.merge import merge

@@ -10,8 +10,8 @@ import zlib
 from pathlib import Path
 
 import ddpdoctor.probe
-from ddpdoctor.run.record import FORMAT
-from ddpdoctor.run.snapshot import glance
+from ddpdoctor.run.names import FORMAT
+from ddpdoctor.run.reader import glance
 from ddpdoctor.stacks.capture import capture
 from ddpdoctor.stacks.model import RankStacks, Thread
 from ddpdoctor.stacks.user_frames import innermost

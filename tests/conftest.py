@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from ddpdoctor.run.record import KINDS
-from ddpdoctor.run.snapshot import Run, RunReader
+from ddpdoctor.run.reader import RunReader
+from ddpdoctor.run.records.decode import RANK_RECORDS, SUPERVISOR_RECORDS
+from ddpdoctor.run.snapshot import Run
 from tests.written import Written
 
 if TYPE_CHECKING:
@@ -293,8 +294,10 @@ def doctor(tmp_path: Path, token: str) -> Iterator[Doctor]:
         kind.decode()
         for journal in tmp_path.glob("run*/*.jsonl*")
         for kind in re.findall(rb'^\{"kind":"(\w+)"', journal.read_bytes(), re.MULTILINE)
-    } - {*KINDS, "segment"}
-    assert not undeclared, f"kinds of records that ddpdoctor.run.record does not know: {undeclared}"
+    } - {*RANK_RECORDS, *SUPERVISOR_RECORDS, "segment"}
+    assert not undeclared, (
+        f"kinds of records that ddpdoctor.run.records does not declare: {undeclared}"
+    )
 
 
 @pytest.fixture

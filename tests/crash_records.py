@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 from tests.conftest import Result
 from tests.written import T0
 
 HEAD = "Traceback (most recent call last):\n"
 
 
-def error(exception: str, message: str, time: int = T0, **more: object) -> Record:
+def error(exception: str, message: str, time: int = T0, **more: object) -> JsonObject:
     return {
         "kind": "error", "time": time, "exception": exception, "message": message,
         "path": "/job/train.py", "line": 7, **more,

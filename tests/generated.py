@@ -11,18 +11,11 @@ from pathlib import Path
 
 from ddpdoctor.run import rundir
 from ddpdoctor.run.environment import namespace
-from ddpdoctor.run.record import (
-    FORMAT,
-    Journal,
-    Parts,
-    Phase,
-    Record,
-    StatusPage,
-    page_name,
-    page_text,
-    rank_stem,
-)
+from ddpdoctor.run.journal import Journal
+from ddpdoctor.run.names import FORMAT, rank_stem
+from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.snapshot import PHASES
+from ddpdoctor.run.status import Parts, Phase, StatusPage, page_name, page_text
 from ddpdoctor.system.gpu.poller import file_name
 
 MS = 1_000_000
@@ -140,7 +133,7 @@ class Generated:
         if self.lock is not None:
             self.lock.close()
 
-    def tell(self, record: Record) -> None:
+    def tell(self, record: JsonObject) -> None:
         """A record of the supervisor."""
         assert self.supervisor is not None
         self.supervisor.write([record])
@@ -149,7 +142,7 @@ class Generated:
         """So many steps, of all or some ranks, ending now."""
         for rank in self.every if ranks is None else ranks:
             each = self.every[rank]
-            lines: list[Record | bytes] = []
+            lines: list[JsonObject | bytes] = []
             for _ in range(count):
                 parts = each.parts._replace(number=each.step, split=split)
                 lines.append(step_line(parts, each.clock, each.step // 100))

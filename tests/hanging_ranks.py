@@ -8,8 +8,9 @@ from typing import Any
 
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.finding import RULES, Finding, examine
-from ddpdoctor.run.record import Phase, Status
 from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.status import Phase, Status
+from tests.written import supervisor_records
 
 NOW = 1_800_000_000_000_000_000
 
@@ -79,5 +80,5 @@ def findings(path: Path, *ranks: dict[str, Any], **more: Any) -> list[Finding]:
     told = {"kind": "hang", "time": NOW, "number": 1, "restart": 0, "seconds": 41.0, **more}
     (path / "hang-0001.json").write_text(json.dumps({**told, "ranks": ranks}))
     record = {**told, "file": "hang-0001.json"}
-    run = Run(path, {"launcher": "torchrun"}, (), supervisor=(record,), taken=NOW)
+    run = Run(path, {"launcher": "torchrun"}, (), supervisor=supervisor_records(record), taken=NOW)
     return examine(run, RULES.values())

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.run.record import Phase, Record
+from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.status import Phase
 from tests.written import SECOND, T0, Written
 
 JOB = """\
@@ -39,7 +40,7 @@ class Job:
         self.at = at
         Path(self.path).write_text(text)
 
-    def loop(self, number: int = 0, before: int = 0, **facts: object) -> Record:
+    def loop(self, number: int = 0, before: int = 0, **facts: object) -> JsonObject:
         """A loop that begins to train."""
         return {
             "kind": "loop", "loop": number, "time": T0, "state": "trains", "step": before,
@@ -49,7 +50,7 @@ class Job:
     def over(
         self, state: str, fetched: int, after: int, *, number: int = 0, left_at: int = 0,
         **facts: object,
-    ) -> Record:  # fmt: skip
+    ) -> JsonObject:  # fmt: skip
         """The end of a loop."""
         where = {"left_at": [[self.path, left_at]]} if left_at else {}
         return {
@@ -57,13 +58,13 @@ class Job:
             "fetched": fetched, "after": after, **where, **facts,
         }  # fmt: skip
 
-    def sites(self) -> list[Record]:
+    def sites(self) -> list[JsonObject]:
         lines = (("forward", FORWARD), ("backward", BACKWARD))
         return [
             {"kind": "site", "phase": name, "path": self.path, "line": line} for name, line in lines
         ]
 
-    def waits(self, rank: int, records: list[Record], reduced: int, seconds: int = 60) -> None:
+    def waits(self, rank: int, records: list[JsonObject], reduced: int, seconds: int = 60) -> None:
         """A rank in a backward since that long when it is killed."""
         self.written.rank(
             rank, records, phase=Phase.BACKWARD, armed=reduced, steps=reduced - 1, reduced=reduced
@@ -71,7 +72,7 @@ class Job:
         self.written.exit(rank, -9, T0 + seconds * SECOND)
         self.written.supervisor[-1]["status"] = -15
 
-    def ends(self, rank: int, records: list[Record], reduced: int) -> None:
+    def ends(self, rank: int, records: list[JsonObject], reduced: int) -> None:
         """A rank that comes to its regular end."""
         end = {"kind": "end", "time": T0, "steps": reduced, "armed": reduced}
         self.written.rank(rank, [*records, end], armed=reduced, steps=reduced, reduced=reduced)

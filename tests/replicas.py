@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.probe.observers.fingerprints import packed
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 from tests.written import Written
 
 FAMILY = (
@@ -18,14 +18,14 @@ FAMILY = (
 # -- rules
 
 
-def tensors(group: list[int], **more: object) -> Record:
+def tensors(group: list[int], **more: object) -> JsonObject:
     names = ["first.weight", "second.weight"]
     return {"kind": "tensors", "module": 0, "type": "Net", "group": group, "names": names, **more}
 
 
 def prints(
     hashes: str, lr: float = 0.1, start: int = 0, armed: int = 1, **more: object
-) -> Iterator[Record]:
+) -> Iterator[JsonObject]:
     """One fingerprint a step; equal letters are equal parameters."""
     for step, letter in enumerate(hashes, start):
         yield {
@@ -43,13 +43,13 @@ def found(written: Written, *, over: bool = True) -> list[Finding]:
     return [each for each in findings if each.code in FAMILY]
 
 
-def ranks(written: Written, *each: list[Record]) -> None:
+def ranks(written: Written, *each: list[JsonObject]) -> None:
     for number, records in enumerate(each):
         group = list(range(len(each)))
         written.rank(number, [SITE, tensors(group), *records])
 
 
-def model(parameters: list[list[object]], group: list[int] | None = None) -> Record:
+def model(parameters: list[list[object]], group: list[int] | None = None) -> JsonObject:
     return {
         "kind": "model", "number": 0, "type": "Net", "group": group or [0, 1],
         "parameters": parameters, "count": len(parameters), "path": "/job/train.py", "line": 3,

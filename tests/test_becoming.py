@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ddpdoctor.run.records.process import ErrorRecord
+from ddpdoctor.run.records.training import SiteRecord
 from tests.conftest import JOBS, Doctor, Result
 
 TRAIN = str(JOBS / "train.py")
@@ -27,12 +29,12 @@ def check_ranks(result: Result, steps: int, ranks: int = 2) -> None:
     assert [(rank.rank, rank.restart) for rank in run.ranks] == [(n, 0) for n in range(ranks)]
     for rank in run.ranks:
         assert rank.status is not None
-        assert rank.status.rank == rank.rank == rank.opened["rank"]
-        assert rank.status.world_size == ranks == rank.opened["world_size"]
-        assert rank.status.pid == rank.opened["pid"]
+        assert rank.status.rank == rank.rank == rank.opened.rank
+        assert rank.status.world_size == ranks == rank.opened.world_size
+        assert rank.status.pid == rank.opened.pid
         assert [step.step for step in rank.steps] == list(range(steps))
         assert rank.ended is not None
-    assert len({rank.opened["pid"] for rank in run.ranks}) == ranks
+    assert len({rank.opened.pid for rank in run.ranks}) == ranks
     assert run.strays == ()
     assert run.unreadable == ()
     assert result.codes == []
@@ -42,9 +44,9 @@ def test_workers_of_torchrun(doctor: Doctor) -> None:
     result = doctor.run("--nproc-per-node=2", TRAIN, "--steps=3", "--workers=1")
     check_ranks(result, 3)
     for rank in result.run.ranks:
-        assert rank.opened["local_rank"] == rank.rank
-        assert rank.opened["launcher"] == "torchrun"
-        assert rank.opened["argv"] == [TRAIN, "--steps=3", "--workers=1"]
+        assert rank.opened.local_rank == rank.rank
+        assert rank.opened.launcher == "torchrun"
+        assert rank.opened.argv == (TRAIN, "--steps=3", "--workers=1")
     # torchrun itself left nothing, and neither did the workers of the loaders.
     names = {path.name.split(".")[0] for path in result.run_dir.iterdir()}
     assert {name for name in names if name.startswith(("rank", "process"))} == {
@@ -60,7 +62,7 @@ def test_a_module_of_torchrun(doctor: Doctor) -> None:
     shutil.copy(TRAIN, package / "job.py")
     result = doctor.run("--nproc-per-node=2", "-m", "project.job", "--steps=3")
     check_ranks(result, 3)
-    sites = {record["path"] for rank in result.run.ranks for record in rank.of_kind("site")}
+    sites = {record.path for rank in result.run.ranks for record in rank.records.of(SiteRecord)}
     assert sites == {str(package / "job.py")}
 
 
@@ -75,7 +77,7 @@ def test_a_program_of_torchrun_without_python(doctor: Doctor) -> None:
 def test_children_of_spawn(doctor: Doctor) -> None:
     result = doctor.run("--", sys.executable, str(JOBS / "spawn.py"), str(free_port()))
     check_ranks(result, 3)
-    assert {rank.opened["launcher"] for rank in result.run.ranks} == {"other"}
+    assert {rank.opened.launcher for rank in result.run.ranks} == {"other"}
 
 
 @pytest.mark.slow
@@ -85,7 +87,7 @@ def test_ranks_started_by_hand(doctor: Doctor) -> None:
     )
     result = doctor.run("--", "bash", "-c", f"{start} --my-rank=0 & {start} --my-rank=1 & wait")
     check_ranks(result, 3)
-    assert {rank.opened["local_rank"] for rank in result.run.ranks} == {None}
+    assert {rank.opened.local_rank for rank in result.run.ranks} == {None}
 
 
 def test_ranks_made_by_fork(doctor: Doctor) -> None:
@@ -195,7 +197,7 @@ def test_two_jobs_in_a_row_are_two_attempts(doctor: Doctor) -> None:
     result = doctor.run("--", "bash", "-c", f"{first}; {second}")
     result.check_success()
     assert [(rank.rank, rank.restart) for rank in result.run.ranks] == [(0, 0), (0, 1)]
-    assert len({rank.opened["pid"] for rank in result.run.ranks}) == 2
+    assert len({rank.opened.pid for rank in result.run.ranks}) == 2
 
 
 # -- sitecustomize of the user
@@ -334,7 +336,8 @@ def test_an_error_before_torch_is_recorded(doctor: Doctor) -> None:
     result = doctor.run("--", sys.executable, "early.py")
     assert result.status == 1
     (error,) = result.run.strays
-    assert error["exception"] == "ModuleNotFoundError"
+    assert isinstance(error, ErrorRecord)
+    assert error.exception == "ModuleNotFoundError"
     bare = doctor.run(sys.executable, "early.py", watch=False)
     assert result.stderr.replace(result.ours, "") == bare.stderr
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.analysis.blame import alone_by_guard
-from ddpdoctor.analysis.collective_mismatch import Apart, of_calls
+from ddpdoctor.analysis.collective_mismatch import Mismatch, of_calls
 from ddpdoctor.analysis.guards import guards_of
 from ddpdoctor.analysis.hang_snapshot import Call
 from ddpdoctor.analysis.rank_words import discerns, is_plain, runs_on_one_rank, words_of
@@ -41,7 +41,7 @@ class Script:
 
 def judged(
     calls: Mapping[int, Call], before: Mapping[int, Sequence[Call]] | None = None
-) -> tuple[Apart, Finding]:
+) -> tuple[Mismatch, Finding]:
     found = of_calls(calls, before)
     assert found is not None
     return found, finding(found)
@@ -197,7 +197,7 @@ def test_a_condition_on_the_rank_in_a_caller(tmp_path: Path) -> None:
     assert verdict.location == Location(script.path, 10)
     assert verdict.message == (
         "rank 0 alone called barrier #3 (default group) at `barrier()` train.py:2, by `save()` "
-        "train.py:10, under `if rank == 0:` (line 9): the other ranks never come to it"
+        "train.py:10, under `if rank == 0:` (line 9): the other ranks never reach this call"
     )
     # Most ranks are under it; the others are no more guilty for being few.
     found, verdict = judged({0: reduces, 1: barrier, 2: barrier})

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import pytest
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 from tests.replicas import found, prints, ranks, tensors
 from tests.written import T0, Written
 
 
-def buffers(values: list[list[float]], *, broadcast: bool, start: int = 0) -> Iterator[Record]:
+def buffers(values: list[list[float]], *, broadcast: bool, start: int = 0) -> Iterator[JsonObject]:
     """What a rank writes of its buffer, from a step on; equal values have equal hashes."""
     for step, each in enumerate(values, start):
         data = base64.b64encode(struct.pack(f"<{len(each)}f", *each)).decode()
@@ -77,7 +77,7 @@ def test_a_buffer_that_differs_from_the_start_is_meant_to(written: Written) -> N
     assert buffers_found(written, late, broadcast=False) == []
 
 
-def evaluation(armed: int) -> Record:
+def evaluation(armed: int) -> JsonObject:
     return {
         "kind": "evaluation", "armed": armed, "group": [0, 1], "buffers": 3, "type": "Net",
         "path": "/job/train.py", "line": 6,

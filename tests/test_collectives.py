@@ -16,7 +16,8 @@ from ddpdoctor.probe.observers import calls
 from ddpdoctor.probe.observers.ledger import DEFAULT_GROUP, Ledger, _Group
 from ddpdoctor.probe.runtime import torch_private
 from ddpdoctor.probe.runtime.sites import Site
-from ddpdoctor.run.record import UnreadableError
+from ddpdoctor.run.mapped import UnreadableError
+from ddpdoctor.run.records.process import FaultRecord
 from ddpdoctor.run.ring import ENTRIES, SIZE, RingWriter, chain_text, read_ring
 from tests.conftest import Doctor
 
@@ -81,7 +82,7 @@ def test_ranks_write_down_their_collectives(doctor: Doctor) -> None:
     result = doctor.run("--nproc-per-node", "2", "--", str(script))
     result.check_success()
     assert result.codes == []
-    assert not [each for rank in result.run.ranks for each in rank.of_kind("fault")]
+    assert not [each for rank in result.run.ranks for each in rank.records.of(FaultRecord)]
     for rank in (0, 1):
         ring = read_ring(str(result.run_dir / f"rank-{rank:04d}.r0.collectives"))
         told = [

@@ -18,7 +18,7 @@ from ddpdoctor.core.finding import Finding, Location, Severity, to_record
 from ddpdoctor.preflight.check import Outcome, Status
 from ddpdoctor.render import checks, console, json_lines, problems
 from ddpdoctor.run import rundir
-from ddpdoctor.run.record import Phase
+from ddpdoctor.run.status import Phase
 from ddpdoctor.stacks import saved
 from ddpdoctor.stacks.model import Frame, RankStacks, Thread
 from tests.conftest import LIMIT

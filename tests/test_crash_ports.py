@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from ddpdoctor.probe.observers import ports
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 from tests.crash_records import error
 from tests.written import T0, Written
 
@@ -33,8 +33,8 @@ TAKEN = (
         (None, "another process holds the port", "--master-port"),
     ],
 )  # fmt: skip
-def test_who_holds_a_port(written: Written, facts: Record | None, said: str, fix: str) -> None:
-    file: Record = {"port": 29501}
+def test_who_holds_a_port(written: Written, facts: JsonObject | None, said: str, fix: str) -> None:
+    file: JsonObject = {"port": 29501}
     if facts is not None:
         file |= {"holder": {"pid": 9, "name": "python a.py", **facts}, **facts}
     written.rank(0, [error("torch.distributed.DistNetworkError", TAKEN, file=file)])

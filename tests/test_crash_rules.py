@@ -8,13 +8,14 @@ import subprocess
 import pytest
 
 from ddpdoctor.core.finding import Severity
-from ddpdoctor.run.record import Phase, Record
+from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.status import Phase
 from tests.conftest import Doctor, Result
 from tests.crash_records import HEAD, error, words
 from tests.written import MS, SECOND, T0, Written
 
 
-def save(time: int, file: str = "/data/last.pt") -> Record:
+def save(time: int, file: str = "/data/last.pt") -> JsonObject:
     return {
         "kind": "save", "time": time, "file": file, "content": "data", "step": 3,
         "path": "/job/train.py", "line": 5,
@@ -61,7 +62,7 @@ def test_another_file_than_the_shared_one_is_just_damaged(written: Written) -> N
         ({}, "could not write /data/last.pt: no room is left for it"),
     ],
 )
-def test_a_full_disk_in_disguise(written: Written, file: Record, said: str) -> None:
+def test_a_full_disk_in_disguise(written: Written, file: JsonObject, said: str) -> None:
     words = "[enforce fail at inline_container.cc:672] . unexpected pos 640 vs 534"
     record = error("RuntimeError", words, file={"path": "/data/last.pt", "access": "write", **file})
     written.rank(0, [record])

@@ -13,8 +13,11 @@ from ddpdoctor.core.finding import Finding
 from ddpdoctor.probe.observers.loops import runs_to_end
 from ddpdoctor.probe.observers.passes import SAMPLE, Pass, sample_of
 from ddpdoctor.rules import data, shards, streams
-from ddpdoctor.run.record import Phase, Record, Status
+from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.status import Phase, Status
+from tests.written import rank_records
 
 Content = Callable[[int], int]
 
@@ -31,10 +34,10 @@ def drawn(
     content: Content | None = its_own,
     state: str = "ended",
     **facts: object,
-) -> Record:
+) -> JsonObject:
     """The record of a pass that drew and trained on ``indices``."""
     wanted = sample_of(length)
-    known: Record = {
+    known: JsonObject = {
         "kind": "pass", "pass": 0, "number": 0, "path": "/job/train.py", "line": 9,
         "made": ["/job/train.py", 5], "armed": 0, "workers": 0, "length": length,
         "batches": -(-len(indices) // batch), "followed": len(wanted), "to_end": True,
@@ -59,7 +62,7 @@ def shuffled(seed: int, length: int = 400) -> list[int]:
 
 
 def run_of(
-    *ranks: Iterable[Record],
+    *ranks: Iterable[JsonObject],
     groups: Sequence[Sequence[int]] | None = None,
     status: Callable[[int], Status | None] = lambda _: None,
 ) -> Run:
@@ -67,8 +70,9 @@ def run_of(
     for number, records in enumerate(ranks):
         mine = [each for each in groups or [range(len(ranks))] if number in each]
         ddp = [{"kind": "ddp", "group_ranks": list(each)} for each in mine]
-        opened = {"kind": "open", "world_size": len(ranks)}
-        found.append(Rank(number, 0, status(number), opened, records=(*ddp, *records)))
+        opened = OpenRecord(format=1, rank=number, world_size=len(ranks))
+        every = rank_records(*ddp, *records)
+        found.append(Rank(number, 0, status(number), opened, records=every))
     return Run(Path("/run"), {}, tuple(found), taken=10**12)
 
 
@@ -173,7 +177,7 @@ def test_a_loader_that_evaluates_may_read_everything() -> None:
     assert codes(run_of([whole], [whole])) == []
 
 
-def sharded(epoch: int, rank: int, world: int = 2, **more: object) -> Record:
+def sharded(epoch: int, rank: int, world: int = 2, **more: object) -> JsonObject:
     said = {
         "name": "DistributedSampler", "rank": rank, "num_replicas": world, "seed": 0,
         "shuffle": True, "set_epoch": True, "id": 1, **more,
@@ -210,7 +214,7 @@ def test_shards_beyond_the_group_may_be_other_groups() -> None:
     assert codes(run_of(*ranks, groups=[(0, 1), (2, 3)])) == []
 
 
-def evaluated(rank: int, file: str) -> list[Record]:
+def evaluated(rank: int, file: str) -> list[JsonObject]:
     """A rank's evaluation of its shard after training, and a file that it saves then."""
     trained = {**sharded(0, rank), "time": 10}
     facts = {"pass": 1, "line": 30, "armed": 13, "marks": 0, "collectives": 0, "time": 100}
@@ -233,7 +237,7 @@ def test_files_that_come_after_more_training_are_not_of_the_evaluation() -> None
     assert codes(run_of(*again)) == ["DDP106"]
 
 
-def uneven(number: int, to_end: bool, **more: object) -> Record:
+def uneven(number: int, to_end: bool, **more: object) -> JsonObject:
     wanted = range(number * 200, number * 200 + (200 if number == 0 else 160))
     return {**drawn(list(wanted), to_end=to_end), **more}
 
@@ -259,12 +263,12 @@ def test_else_uneven_loaders_are_named_once_a_rank_waits_alone(
     armed: int, expected: list[str]
 ) -> None:
     longer = uneven(0, False, fetched=11, marks=10, state="trains")
-    shorter = uneven(1, False, armed_after=10)
+    shorter = uneven(1, False, armed_after=10, closed=9)
     run = run_of([longer], [shorter], status=lambda rank: waiting(armed) if rank == 0 else None)
     assert codes(run) == expected
 
 
-def stream(rows: Sequence[int], workers: int = 0, size: int = 8, **facts: object) -> Record:
+def stream(rows: Sequence[int], workers: int = 0, size: int = 8, **facts: object) -> JsonObject:
     named = [[place // size, value] for place, value in enumerate(rows)]
     return {
         "kind": "pass", "pass": 0, "number": 0, "path": "/job/train.py", "line": 9, "armed": 0,

@@ -7,6 +7,8 @@ from itertools import pairwise
 
 import pytest
 
+from ddpdoctor.run.records.model import DdpRecord
+from ddpdoctor.run.records.process import FaultRecord
 from tests.conftest import Doctor
 
 OPTIONS = """
@@ -38,32 +40,32 @@ def test_how_ddp_was_built_is_recorded(doctor: Doctor) -> None:
     result = doctor.run("--nproc-per-node=2", str(script))
     result.check_success()
     for rank in result.run.last:
-        first, second = rank.of_kind("ddp")
-        assert first["module"] == "Sequential"
-        assert first["device"] == "cpu"
-        assert first["group_ranks"] == [rank.rank]
-        assert first["bucket_cap_bytes"] == 7 << 20
-        assert first["find_unused_parameters"] is True
-        assert first["gradient_as_bucket_view"] is True
-        assert first["broadcast_buffers"] is False
-        assert first["static_graph"] is False
-        assert first["parameters"] == [
-            ["0.weight", [5, 3], "float32"],
-            ["1.bias", [5], "float32"],
-            ["2.weight", [2, 5], "float64"],
-            ["2.bias", [2], "float64"],
-        ]
-        assert first["buffers"] == 3
-        sizes = [int(size) for size in first["bucket_sizes"].split(",")]
+        first, second = rank.records.of(DdpRecord)
+        assert first.module == "Sequential"
+        assert first.device == "cpu"
+        assert first.group_ranks == (rank.rank,)
+        assert first.bucket_cap_bytes == 7 << 20
+        assert first.find_unused_parameters is True
+        assert first.gradient_as_bucket_view is True
+        assert first.broadcast_buffers is False
+        assert first.static_graph is False
+        assert first.parameters == (
+            ("0.weight", (5, 3), "float32"),
+            ("1.bias", (5,), "float32"),
+            ("2.weight", (2, 5), "float64"),
+            ("2.bias", (2,), "float64"),
+        )
+        assert first.buffers == 3
+        sizes = [int(size) for size in first.bucket_sizes.split(",")]
         assert sum(sizes) == 4 * (15 + 5) + 8 * (10 + 2)
-        assert (first["path"], first["line"]) == (str(script), 12)
-        assert second["static_graph"] is True
-        assert second["group_ranks"] == [0, 1]
-        assert second["broadcast_buffers"] is True
-        assert rank.opened["backend"] == "gloo"
-        assert rank.opened["world_size"] == 2
-        assert rank.opened["versions"]["torch"].startswith("2")
-        assert rank.opened["versions"]["python"].startswith("3.")
+        assert (first.path, first.line) == (str(script), 12)
+        assert second.static_graph is True
+        assert second.group_ranks == (0, 1)
+        assert second.broadcast_buffers is True
+        assert rank.opened.backend == "gloo"
+        assert rank.opened.world_size == 2
+        assert rank.opened.versions["torch"].startswith("2")
+        assert rank.opened.versions["python"].startswith("3.")
     assert result.codes == []
 
 
@@ -143,4 +145,4 @@ def test_compiled_ddp_has_the_same_graphs_and_its_forward_is_timed(doctor: Docto
     for before, after in pairwise(steps):
         gap = after.start - (before.start + before.total)
         assert abs(gap - after.outside) < 5_000_000, (before.step, gap)
-    assert list(rank.of_kind("fault")) == []
+    assert rank.records.of(FaultRecord) == ()

@@ -19,6 +19,7 @@ import pytest
 from torch._C._distributed_c10d import ProcessGroupGloo
 
 import ddpdoctor
+from ddpdoctor.run.records.supervisor import DebugRecord
 from tests.conftest import JOBS, LIMIT, ROOT, Doctor, Live, Result
 from tests.dap_client import DapClient, DapError, DapUnavailable, install_modules
 
@@ -86,11 +87,10 @@ class Job:
             lambda run: (
                 times
                 <= sum(
-                    record.get("state") == state and record.get("rank") in (rank, None)
+                    record.state == state and record.rank in (rank, None)
                     if rank is not None
-                    else record.get("state") == state
-                    for record in run.supervisor
-                    if record["kind"] == "debug"
+                    else record.state == state
+                    for record in run.supervisor.of(DebugRecord)
                 )
             )
         )

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.run.record import BEFORE_FORWARD, Phase
+from ddpdoctor.run.names import BEFORE_FORWARD
 from ddpdoctor.run.ring import RingWriter
+from ddpdoctor.run.status import Phase
 from tests.loop_jobs import ABORTED, BREAK, FORWARD, HEADER, Job
 from tests.written import SECOND, T0, Written
 

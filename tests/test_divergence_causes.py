@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 from tests.replicas import SITE, found, prints, ranks, tensors
 from tests.written import T0, Written
 
 
-def load(step: int) -> Record:
+def load(step: int) -> JsonObject:
     return {"kind": "load", "step": step, "module": 0, "path": "/job/train.py", "line": 5}
 
 
@@ -128,10 +128,10 @@ def test_scales_that_follow_other_parameters_are_not(written: Written) -> None:
     assert [each.code for each in found(written)] == ["DDP701"]
 
 
-def stepped(backwards: list[int], armed: list[int]) -> list[Record]:
+def stepped(backwards: list[int], armed: list[int]) -> list[JsonObject]:
     """Steps with their backwards, and fingerprints that all differ from the second one on."""
     step = dict.fromkeys(("data", "forward", "backward", "optimizer", "other", "wait"), 1)
-    steps: list[Record] = [
+    steps: list[JsonObject] = [
         {"kind": "step", "step": number, "start": T0, **step, "total": 6, "split": True,
          "backwards": count}
         for number, count in enumerate(backwards)

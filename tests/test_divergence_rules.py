@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 from tests.replicas import FAMILY, found, prints, ranks, tensors
 from tests.written import Written
 
@@ -38,7 +38,7 @@ def test_equal_ranks_are_left_alone(written: Written) -> None:
     assert found(written) == []
 
 
-def elements(step: int, values: list[float], count: int | None = None) -> Record:
+def elements(step: int, values: list[float], count: int | None = None) -> JsonObject:
     data = struct.pack(f"<{len(values)}f", *values)
     told = [1, count or len(values), "f", base64.b64encode(data).decode()]
     return {"kind": "elements", "step": step, "module": 0, "armed": step + 1, "tensors": [told]}
@@ -70,7 +70,7 @@ def test_how_far_replicas_are_apart_is_told(written: Written) -> None:
     ],
 )
 def test_elements_that_are_equal_or_no_pair_leave_the_norms(
-    written: Written, other: Record
+    written: Written, other: JsonObject
 ) -> None:
     ranks(written, [*prints("aaaa"), elements(3, [1.0, 2.0])], [*prints("abbb"), other])
     (finding,) = found(written)
@@ -78,7 +78,7 @@ def test_elements_that_are_equal_or_no_pair_leave_the_norms(
     assert any("second.weight: norm" in line for line in finding.evidence)
 
 
-def suspicion(age: float) -> Record:
+def suspicion(age: float) -> JsonObject:
     now = time.time_ns()
     return {"kind": "suspicion", "time": now - int(age * 1e9), "restart": 0, "module": 0}
 
@@ -101,7 +101,7 @@ def test_replicas_that_are_averaged_now_and_then_are_left_alone(written: Written
     assert found(written) == []
 
 
-def together(step: int, letter: str | None) -> Record:
+def together(step: int, letter: str | None) -> JsonObject:
     record = {"kind": "together", "step": step, "module": 0, "armed": step + 2}
     return record if letter is None else {**record, "parameters": letter}
 
@@ -215,7 +215,7 @@ def test_a_change_on_a_rank_is_not_its_own_where_another_has_not_looked(written:
 
 def test_damaged_records_are_passed_over(tmp_path: Path) -> None:
     written = Written(tmp_path)
-    damaged: list[Record] = [
+    damaged: list[JsonObject] = [
         {"kind": "tensors", "module": "x", "group": None, "names": None},
         {"kind": "fingerprint", "step": None, "detail": "=", "hyper": 3, "parameters": []},
         {"kind": "model", "group": 3},

@@ -15,16 +15,16 @@ from ddpdoctor.probe.hooks import clipping
 from ddpdoctor.probe.observers import edits, replicas
 from ddpdoctor.probe.observers.replicas import Watched
 from ddpdoctor.probe.runtime import rank, torch_private
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 from tests.replicas import SITE, prints, ranks, tensors
 from tests.written import Written
 
 
-def clip(step: int, call: str = "clip_grad_norm_") -> Record:
+def clip(step: int, call: str = "clip_grad_norm_") -> JsonObject:
     return {"kind": "clip", "step": step, "call": call, "path": "/job/train.py", "line": 7}
 
 
-def edit(step: int, count: int) -> Record:
+def edit(step: int, count: int) -> JsonObject:
     return {"kind": "edit", "step": step, "ddp": 0, "count": count, "names": ["first.weight"]}
 
 
@@ -52,7 +52,7 @@ def said(written: Written) -> list[tuple[str, tuple[int, ...], int]]:
     ],
 )
 def test_gradients_that_one_rank_changes_are_the_cause(
-    written: Written, told: tuple[list[Record], list[Record]], expected: list[object]
+    written: Written, told: tuple[list[JsonObject], list[JsonObject]], expected: list[object]
 ) -> None:
     ranks(written, [*prints("aaaaaa"), *told[0]], [*prints("aabbbb"), *told[1]])
     assert said(written) == expected
@@ -87,9 +87,9 @@ class Module(torch.nn.Module):
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Record]]:
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[JsonObject]]:
     """What the rank has written, which has a module and whose clipping is watched."""
-    records: list[Record] = []
+    records: list[JsonObject] = []
     state: Any = SimpleNamespace(
         recorder=SimpleNamespace(add=records.append), tracker=SimpleNamespace(steps=0)
     )
@@ -128,12 +128,12 @@ def train(steps: dict[int, str]) -> None:
         state.tracker.steps += 1
 
 
-def test_a_rank_that_leaves_gradients_alone_writes_nothing(told: list[Record]) -> None:
+def test_a_rank_that_leaves_gradients_alone_writes_nothing(told: list[JsonObject]) -> None:
     train({})
     assert told == []
 
 
-def test_a_rank_writes_when_it_begins_and_ceases_to_clip(told: list[Record]) -> None:
+def test_a_rank_writes_when_it_begins_and_ceases_to_clip(told: list[JsonObject]) -> None:
     train({1: "clip", 2: "clip", 3: "clip"})
     kinds = [(each["kind"], each["step"]) for each in told]
     assert kinds == [("clip", 1), ("edit", 1), ("clip", 4), ("edit", 4)]
@@ -144,14 +144,14 @@ def test_a_rank_writes_when_it_begins_and_ceases_to_clip(told: list[Record]) -> 
 
 @pytest.mark.parametrize(("how", "name"), [("none", "module.bias"), ("scale", "module.weight")])
 def test_gradients_that_are_changed_by_hand_are_named(
-    told: list[Record], how: str, name: str
+    told: list[JsonObject], how: str, name: str
 ) -> None:
     train({2: how})
     assert [(each["step"], each["count"]) for each in told] == [(2, 1), (3, 0)]
     assert told[0]["names"] == [name.removeprefix("module.")]
 
 
-def test_clipping_returns_and_raises_as_before(told: list[Record]) -> None:
+def test_clipping_returns_and_raises_as_before(told: list[JsonObject]) -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.full((2,), 3.0)
     assert float(clip_grad.clip_grad_norm_([weight], 1.0)) == pytest.approx(18**0.5)

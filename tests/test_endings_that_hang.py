@@ -39,7 +39,7 @@ def only(found: list[Finding]) -> Finding:
 def test_a_thread_that_is_no_daemon(tmp_path: Path) -> None:
     found = only(findings(tmp_path, at_the_end(0, SHUTDOWN), at_the_end(1, SHUTDOWN)))
     assert found.message == (
-        "ranks 0 and 1 are at the end of the script since 41 s, waiting for the thread 'uploader', "
+        "ranks 0 and 1 are at the end of the script for 41 s, waiting for the thread 'uploader', "
         "which is at upload.py:5"
     )
     assert (found.severity, found.ranks) == (Severity.WARNING, (0, 1))
@@ -59,7 +59,7 @@ def test_a_child_process(tmp_path: Path) -> None:
 def test_what_was_registered_for_the_end(tmp_path: Path) -> None:
     told = stacks(0, ("/job/log.py", 8, "finish"))
     found = only(findings(tmp_path, rank(0, "ended", ended=True, stacks=told)))
-    assert "at the end of the script since 41 s, in `finish` log.py:8" in found.message
+    assert "at the end of the script for 41 s, in `finish` log.py:8" in found.message
     assert found.severity is Severity.WARNING
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from ddpdoctor.run.records.model import DdpRecord
+from ddpdoctor.run.records.process import FaultRecord
 from tests.conftest import JOBS, LIMIT, SPURIOUS_ABORT, Doctor, Result, marked
 
 TRAIN = str(JOBS / "train.py")
@@ -107,16 +109,16 @@ def test_a_job_trains_the_same_whatever_is_broken(broken: Broken, name: str) -> 
 
 def test_without_a_fault_none_is_recorded(broken: Broken) -> None:
     rank = broken.ranks["nothing"]
-    assert list(rank.of_kind("fault")) == []
+    assert rank.records.of(FaultRecord) == ()
     assert len(rank.steps) == 8
 
 
 @pytest.mark.parametrize("name", IN_HOOKS)
 def test_a_fault_in_a_hook_is_recorded_once(broken: Broken, name: str) -> None:
-    faults = list(broken.ranks[name].of_kind("fault"))
+    faults = list(broken.ranks[name].records.of(FaultRecord))
     assert faults, "nothing was recorded"
-    assert all("ZeroDivisionError" in fault["error"] for fault in faults)
-    hooks = Counter(fault["hook"] for fault in faults)
+    assert all("ZeroDivisionError" in fault.error for fault in faults)
+    hooks = Counter(fault.hook for fault in faults)
     assert set(hooks.values()) == {1}, hooks
 
 
@@ -166,7 +168,7 @@ def test_a_hook_that_cannot_be_installed_does_not_keep_torch_from_being_imported
     result.check_success()
     assert len(result.stdout.splitlines()) == 4
     (rank,) = result.run.last
-    assert len(list(rank.of_kind("fault"))) == 1
+    assert len(list(rank.records.of(FaultRecord))) == 1
     assert rank.ended is not None
 
 
@@ -257,7 +259,7 @@ def test_odd_batches_and_losses_of_a_job_are_left_alone(doctor: Doctor) -> None:
     for step in rank.steps[-3:]:
         assert step.forward > 0
         assert step.other >= 32_000_000, step
-    faults = Counter(fault["hook"] for fault in rank.of_kind("fault"))
+    faults = Counter(fault.hook for fault in rank.records.of(FaultRecord))
     assert all(count == 1 for count in faults.values()), faults
 
 
@@ -420,7 +422,7 @@ def test_a_journal_of_a_long_job_stays_within_its_limit(doctor: Doctor) -> None:
     (rank,) = result.run.last
     assert [step.step for step in rank.steps] == list(range(rank.steps[0].step, 6000))
     assert 0 < rank.steps[0].step < 5000
-    assert rank.opened["rank"] == 0
-    assert len(list(rank.of_kind("ddp"))) == 1
+    assert rank.opened.rank == 0
+    assert len(list(rank.records.of(DdpRecord))) == 1
     assert rank.ended is not None
-    assert rank.ended["steps"] == 6000
+    assert rank.ended.steps == 6000

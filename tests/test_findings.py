@@ -12,7 +12,8 @@ import pytest
 
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.run.record import Phase
+from ddpdoctor.run.records.process import ErrorRecord
+from ddpdoctor.run.status import Phase
 from tests.conftest import LIMIT, Doctor, Result
 from tests.finding_jobs import TRAIN, TWO, findings
 
@@ -251,8 +252,8 @@ def test_finding_is_on_screen_soon_after_the_failure(doctor: Doctor) -> None:
         """,
     )
     live = doctor.start(*TWO, "--grace", "1", str(script))
-    run = live.wait_for(lambda run: any(list(rank.of_kind("error")) for rank in run.ranks))
-    failed = next(record for rank in run.ranks for record in rank.of_kind("error"))["time"]
+    run = live.wait_for(lambda run: any(list(rank.records.of(ErrorRecord)) for rank in run.ranks))
+    failed = next(record for rank in run.ranks for record in rank.records.of(ErrorRecord)).time
     while "DDP901" not in live.err.read_text():
         # The bound is the promise; a machine that is very busy gets twice that.
         assert time.time_ns() - failed < 4e9, live.err.read_text()

@@ -18,7 +18,7 @@ from ddpdoctor.probe.observers.fingerprints import Fingerprints, Pace, _norms, p
 from ddpdoctor.probe.observers.hashing import PIECE, hash_of, hashable
 from ddpdoctor.probe.observers.readback import Readback
 from ddpdoctor.probe.runtime import torch_private
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 
 # -- hashes
 
@@ -176,14 +176,14 @@ class Purse:
 
 def written_by(
     monkeypatch: pytest.MonkeyPatch, left: int, change: bool = False, moved: int | None = None
-) -> tuple[list[Record], torch.nn.Module]:
+) -> tuple[list[JsonObject], torch.nn.Module]:
     """What a rank writes in four steps; between the second and the third a weight is changed.
 
     Or as many elements are moved by collectives.
     """
     ledger = SimpleNamespace(moved=0) if moved is not None else None
     monkeypatch.setattr(torch_private, "group_ranks", lambda ddp: [0, 1])
-    records: list[Record] = []
+    records: list[JsonObject] = []
     tracker = SimpleNamespace(armed=0, steps=0)
     recorder = SimpleNamespace(add=records.append)
     state: Any = SimpleNamespace(

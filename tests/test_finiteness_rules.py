@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 from ddpdoctor.probe.observers.fingerprints import packed
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 from tests.replicas import SITE, found, prints, ranks, tensors
 from tests.written import T0, Written
 
 
-def nonfinite(step: int) -> Record:
+def nonfinite(step: int) -> JsonObject:
     return {"kind": "nonfinite", "time": T0, "step": step, "loss": "nan"}
 
 
 BACKWARD = {**SITE, "phase": "backward", "line": 8}
 
 
-def poisoned(step: int) -> list[Record]:
+def poisoned(step: int) -> list[JsonObject]:
     """Fingerprints of parameters that are not finite any more after a step."""
     bad: dict[str, Any] = {"detail": packed([0, 0], [1.0, float("nan")])}
     return [*prints("a" * step), *prints("bb", start=step, **bad)]
@@ -87,7 +87,7 @@ def test_lines_that_may_be_it_are_all_named(written: Written, tmp_path: Path) ->
     assert finding.evidence[0] == "either of these lines may be it"
 
 
-def nonfinite_gradient(step: int) -> Record:
+def nonfinite_gradient(step: int) -> JsonObject:
     return {"kind": "nonfinite_gradient", "time": T0, "step": step, "names": ["first.bias"]}
 
 

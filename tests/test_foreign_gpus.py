@@ -18,8 +18,12 @@ from ddpdoctor.probe.hooks import ddp, loads
 from ddpdoctor.probe.runtime import events, shield, torch_private
 from ddpdoctor.probe.runtime import rank as rank_state
 from ddpdoctor.run.environment import namespace
-from ddpdoctor.run.record import Phase, Record, Status
-from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.model import DdpRecord
+from ddpdoctor.run.records.process import OpenRecord
+from ddpdoctor.run.records.supervisor import GpusRecord
+from ddpdoctor.run.snapshot import Rank, Records, Run
+from ddpdoctor.run.status import Phase, Status
 from ddpdoctor.supervise.gpu_watch import GpuWatch
 from ddpdoctor.system.gpu.nvml import NvmlReader
 from tests.conftest import Doctor
@@ -46,8 +50,8 @@ def rank(number: int, pid: int, uuid: str, place: str | None = None) -> Rank:
         rank=number,
         restart=0,
         status=status,
-        opened={"kind": "open", "namespace": place or namespace()},
-        records=({"kind": "ddp", "device_uuid": uuid},),
+        opened=OpenRecord(format=1, rank=number, namespace=place or namespace()),
+        records=Records([DdpRecord(device_uuid=uuid)]),
     )
 
 
@@ -55,9 +59,9 @@ def a_run(*ranks: Rank) -> Run:
     return Run(path=Path(), manifest={}, ranks=ranks)
 
 
-def looked(watch: GpuWatch, run: Run, enough: int = 1) -> list[Record]:
+def looked(watch: GpuWatch, run: Run, enough: int = 1) -> list[JsonObject]:
     """What is told within a while, the first ``enough`` of it at once."""
-    found: list[Record] = []
+    found: list[JsonObject] = []
     deadline = time.monotonic() + (10 if enough else 0.5)
     while time.monotonic() < deadline and len(found) < max(enough, 1):
         found += watch.look_at(run)
@@ -120,7 +124,7 @@ def test_a_reader_that_fails_is_asked_no_more() -> None:
 # -- DDP503
 
 
-def held(number: int, uuid: str, size: int | None = 2**29) -> Record:
+def held(number: int, uuid: str, size: int | None = 2**29) -> JsonObject:
     gpu = {A: 0, B: 1}.get(uuid, 2)
     return {"rank": number, "restart": 0, "device_uuid": uuid, "gpu": gpu, "bytes": size}
 
@@ -130,10 +134,10 @@ HEALTHY = (held(0, A), held(1, B))
 
 def judged(
     written: Written,
-    *looks: tuple[Record, ...],
+    *looks: tuple[JsonObject, ...],
     own: tuple[list[str], list[str]] = (["aaaa"], ["bbbb"]),
-    loaded: Record | None = None,
-    before: tuple[Record, ...] = (),
+    loaded: JsonObject | None = None,
+    before: tuple[JsonObject, ...] = (),
 ) -> list[Finding]:
     for number in (0, 1):
         records = [{"kind": "ddp", "group_ranks": [0, 1], "device_uuids": own[number]}]
@@ -272,7 +276,7 @@ def test_what_is_loaded_before_there_is_a_rank_waits_for_it(
 ) -> None:
     for _ in range(2):
         loads._loaded(torch.device("cuda:0"), False)
-    written: list[Record] = []
+    written: list[JsonObject] = []
     recorder = types.SimpleNamespace(add=written.append)
     monkeypatch.setattr(rank_state, "_state", types.SimpleNamespace(recorder=recorder))
     loads._joined(None)
@@ -336,9 +340,9 @@ def test_the_supervisor_looks_and_the_finding_is_said(doctor: Doctor) -> None:
     env = {"PYTHONPATH": str(FOLDER), "FAKE_NVML": str(path)}
     result = doctor.run("--nproc-per-node", "2", str(job), env=env)
     result.check_success()
-    looks = [each for each in result.run.supervisor if each["kind"] == "gpus"]
+    looks = result.run.supervisor.of(GpusRecord)
     assert len(looks) == 1, result.stderr
-    assert [(each["rank"], each["device_uuid"]) for each in looks[0]["held"]] == [
+    assert [(each.rank, each.device_uuid) for each in looks[0].held] == [
         (0, "GPU-aaaa"),
         (1, "GPU-aaaa"),
         (1, "GPU-bbbb"),

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from ddpdoctor.run.asking import NAME, PROFILE
+from ddpdoctor.run.records.process import FaultRecord
+from ddpdoctor.run.requests import EXAMINATION, PROFILE
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.stacks.capture import capture
 from tests.conftest import ROOT, Doctor, Live
@@ -164,7 +165,7 @@ def test_threads_of_ours_import_nothing_of_the_jobs(doctor: Doctor, job: str) ->
     # gloo says lines of its own there in some versions.
     assert [result.stdout.count(word) for word in ("joined", "worked")] == [2, 2]
     assert result.codes == []
-    assert not any(list(rank.of_kind("fault")) for rank in result.run.ranks)
+    assert not any(list(rank.records.of(FaultRecord)) for rank in result.run.ranks)
 
 
 def _question(live: Live, asked: Path) -> None:
@@ -175,7 +176,9 @@ def _question(live: Live, asked: Path) -> None:
     shown = False
     deadline = time.monotonic() + PATIENCE
     with contextlib.ExitStack() as pages:
-        files = [pages.enter_context(open(live.run_dir / name, "r+b")) for name in (NAME, PROFILE)]
+        files = [
+            pages.enter_context(open(live.run_dir / name, "r+b")) for name in (EXAMINATION, PROFILE)
+        ]
         while live.process.poll() is None:
             assert time.monotonic() < deadline, "the ranks never answered"
             number += 1

@@ -19,9 +19,11 @@ from ddpdoctor.core.finding import from_record as finding_from_record
 from ddpdoctor.failures import verdict
 from ddpdoctor.failures.log import read as read_log
 from ddpdoctor.run import ring
-from ddpdoctor.run.journals import JournalReader
-from ddpdoctor.run.record import PAGE_SIZE, UnreadableError, parse_status
-from ddpdoctor.run.snapshot import RunReader, read_manifest
+from ddpdoctor.run.journal_reader import JournalReader
+from ddpdoctor.run.mapped import UnreadableError
+from ddpdoctor.run.reader import RunReader, read_manifest
+from ddpdoctor.run.records.decode import RANK_RECORDS
+from ddpdoctor.run.status import PAGE_SIZE, parse_status
 from ddpdoctor.stacks import parse, saved
 from ddpdoctor.stacks.declared import read_declared
 from ddpdoctor.top import gpus, output, steplog
@@ -78,7 +80,7 @@ def test_a_ring(at: int, noise: bytes) -> None:
 def journal(path: Path) -> None:
     reader = JournalReader(path)
     reader.poll()
-    assert all(isinstance(record["kind"], str) for record in reader.records)
+    assert all(type(record) is RANK_RECORDS[record.kind] for record in reader.records)
     for line in reader.step_lines:
         steplog.parse(line)
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
-from ddpdoctor.run.record import Phase
+from ddpdoctor.run.records.supervisor import FindingRecord, FoundLocation
+from ddpdoctor.run.status import Phase
 from ddpdoctor.supervise.hangs.signs import FIRST, PATIENCE, STEPS, Signs
 from tests.conftest import LIMIT, ROOT, Doctor
 from tests.hanging_ranks import job, status
@@ -93,9 +94,9 @@ def test_a_stall_is_said_and_so_is_that_it_is_over(doctor: Doctor) -> None:
     assert result.codes == ["DDP802"], result.stderr
     assert "the job goes on again after it stood still for" in result.ours
     assert "findings: none" in result.ours
-    (found,) = [each for each in result.run.supervisor if each["kind"] == "finding"]
-    assert found["ranks"] == [1]
-    assert found["location"] == {"path": str(script), "line": 9}
+    (found,) = result.run.supervisor.of(FindingRecord)
+    assert found.ranks == (1,)
+    assert found.location == FoundLocation(path=str(script), line=9)
     told = json.loads((result.run_dir / "hang-0001.json").read_text())
     assert [each["rank"] for each in told["ranks"]] == [0, 1]
     assert all(each["stacks"]["threads"] for each in told["ranks"])

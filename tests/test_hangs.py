@@ -21,10 +21,11 @@ from ddpdoctor.probe.observers import flight
 from ddpdoctor.probe.observers.flight import NEWEST, newest, places
 from ddpdoctor.probe.observers.steps import Backward
 from ddpdoctor.probe.runtime.sites import Site
+from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.ring import Collective
-from ddpdoctor.run.snapshot import Run, RunReader
+from ddpdoctor.run.snapshot import Run
 from tests.hanging_ranks import IN_TORCH, NOW, TRAIN, call, findings, rank, stacks, waiting
-from tests.written import SECOND, T0, Written
+from tests.written import SECOND, T0, Written, supervisor_records
 
 
 def test_ranks_of_a_group() -> None:
@@ -52,7 +53,7 @@ def test_the_absent_rank_is_named(tmp_path: Path) -> None:
     assert found.message == (
         "rank 1 never joined DDP's all_reduce #9 (64 floats, default group), where ranks 0, 2 and "
         "3 wait in train.py:61; rank 1 is in `save_checkpoint` train.py:88, reading or writing "
-        "120.0 MB/s since 41 s"
+        "120.0 MB/s for 41 s"
     )
 
 
@@ -216,7 +217,7 @@ def test_without_a_flight_recorder_the_idle_one_waits(tmp_path: Path) -> None:
     assert (found.code, found.ranks, found.severity) == ("DDP802", (1,), Severity.ERROR)
     assert found.message == (
         "rank 1 never joined backward's all-reduce, where rank 0 waits in train.py:61; rank 1 is "
-        "in `get` train.py:88, idle since 41 s"
+        "in `get` train.py:88, idle for 41 s"
     )
     # Also in a backward, but one that computes: it is not there yet.
     busy = {**waits, "rank": 1, "activity": {"letters": "RR", "cpu": 0.98}}
@@ -270,18 +271,21 @@ def test_a_job_that_goes_on_has_no_finding(tmp_path: Path) -> None:
     record = {"kind": "hang", "time": NOW, "number": 1, "restart": 0, "file": "hang-0001.json"}
     over = {"kind": "hang_over", "time": NOW, "number": 1}
     (tmp_path / "hang-0001.json").write_text(json.dumps({**record, "ranks": [waiting(0)]}))
-    assert Run(tmp_path, {}, (), supervisor=(record,)).hang is not None
-    assert Run(tmp_path, {}, (), supervisor=(record, over)).hang is None
+    assert Run(tmp_path, {}, (), supervisor=supervisor_records(record)).hang is not None
+    assert Run(tmp_path, {}, (), supervisor=supervisor_records(record, over)).hang is None
     for damaged in ("", "{", "[]"):
         (tmp_path / "hang-0001.json").write_text(damaged)
-        assert examine(Run(tmp_path, {}, (), supervisor=(record,)), RULES.values()) == []
+        assert (
+            examine(Run(tmp_path, {}, (), supervisor=supervisor_records(record)), RULES.values())
+            == []
+        )
 
 
 def test_a_node_that_never_came(tmp_path: Path) -> None:
     told = {"kind": "hang", "time": NOW, "number": 1, "restart": 0, "seconds": 41.0}
     command = ["python", "-m", "torch.distributed.run", "--nnodes=2", "--node-rank", "0"]
     manifest = {"launcher": "torchrun", "command": command}
-    run = Run(tmp_path, manifest, (), supervisor=(told,))
+    run = Run(tmp_path, manifest, (), supervisor=supervisor_records(told))
     (found,) = examine(run, RULES.values())
     assert found.code == "DDP813" and "of 2 nodes" in found.message
 
@@ -295,7 +299,7 @@ def test_a_rank_that_is_late_before_anybody_joined(tmp_path: Path) -> None:
     assert (found.code, found.ranks, found.severity) == ("DDP811", (1,), Severity.WARNING)
     assert found.message == (
         "rank 1 is still starting up: in `download` train.py:9, waiting for the network, from "
-        "which nothing comes; rank 0 waits for it since 41 s in init_process_group at train.py:61"
+        "which nothing comes; rank 0 waits for it in init_process_group for 41 s, at train.py:61"
     )
     (found,) = findings(tmp_path, waits, {**late, "activity": {**network, "switches": 50}})
     assert "in `download` train.py:9, sending or receiving over the network;" in found.message
@@ -324,7 +328,7 @@ def test_workers_that_wait_for_the_network_are_not_deadlocked(tmp_path: Path) ->
     absent = rank(1, "data", flight=[], stacks=told, activity=waits)
     (found,) = findings(tmp_path, waiting(0), absent)
     assert (found.code, found.severity) == ("DDP809", Severity.WARNING)
-    words = "the worker of its DataLoader at train.py:61 since 41 s, which waits for the network"
+    words = "the worker of its DataLoader at train.py:61 for 41 s, which waits for the network"
     assert words in found.message
     (found,) = findings(tmp_path, waiting(0), {**absent, "activity": {"letters": "SS"}})
     assert (found.code, found.severity) == ("DDP809", Severity.ERROR)
@@ -347,4 +351,4 @@ def test_what_is_seen_while_ranks_give_up_tells_less(
         )
     written.findings(status=1)
     hang = RunReader(written.path).snapshot().hang
-    assert hang is not None and hang["number"] == number
+    assert hang is not None and hang.number == number

@@ -24,10 +24,14 @@ from ddpdoctor.failures.lines import LONGEST
 from ddpdoctor.failures.log import read
 from ddpdoctor.failures.sources import chunks
 from ddpdoctor.render import console
-from ddpdoctor.run import rundir
-from ddpdoctor.run.journals import MOST_KEPT, JournalReader
-from ddpdoctor.run.record import Journal, Phase, mapped
-from ddpdoctor.run.snapshot import RunReader
+from ddpdoctor.run import mapped, rundir
+from ddpdoctor.run.journal import Journal
+from ddpdoctor.run.journal_reader import MOST_KEPT, JournalReader
+from ddpdoctor.run.reader import RunReader
+from ddpdoctor.run.records.model import DdpRecord
+from ddpdoctor.run.records.process import EndRecord
+from ddpdoctor.run.records.replicas import FingerprintRecord
+from ddpdoctor.run.status import Phase
 from ddpdoctor.stacks import saved
 from ddpdoctor.stacks.model import Frame, RankStacks, Thread
 from tests.written import MS, T0, Written
@@ -72,7 +76,7 @@ def directory(written: Written) -> Path:
     ]
     written.rank(0, steps, steps=20)
     written.rank(1, [*steps, error], steps=20)
-    mapped(str(path / "rank-0000.r0.collectives"), 1 << 12).close()
+    mapped.create(str(path / "rank-0000.r0.collectives"), 1 << 12).close()
     hang = {"kind": "hang", "time": T0, "restart": 0, "file": "hang-0001.json"}
     written.supervisor.append(hang)
     (path / "hang-0001.json").write_text(json.dumps(hang))
@@ -229,25 +233,25 @@ def test_a_long_line_is_left_out(tmp_path: Path) -> None:
     path.write_bytes(long + after)
     reader = JournalReader(path)
     reader.poll()
-    assert reader.records == ({"kind": "end", "time": 1},)
+    assert reader.records == (EndRecord(time=1),)
     with path.open("ab") as file:
         file.write(b'{"kind":"exit","time":2}\n')
     assert reader.poll()
-    assert [record["kind"] for record in reader.records] == ["end", "exit"]
+    assert [record.kind for record in reader.records] == ["end", "exit"]
 
 
 def test_records_that_are_many_leave_room_for_those_that_are_rare(tmp_path: Path) -> None:
     path = tmp_path / "rank-0000.r0.jsonl"
     journal = Journal(str(path), 1 << 30)
     filler = "x" * 10_000
-    rare = {"kind": "ddp", "number": 0}
-    many = ({"kind": "fingerprint", "number": each, "x": filler} for each in range(6_000))
+    rare = {"kind": "ddp", "module": "Net"}
+    many = ({"kind": "fingerprint", "step": each, "x": filler} for each in range(6_000))
     journal.write([rare, *many])
     journal.close()
     reader = JournalReader(path)
     reader.poll()
-    assert reader.records[0] == rare
-    assert reader.records[-1]["number"] == 5_999
+    assert reader.records[0] == DdpRecord(module="Net")
+    assert reader.records.of(FingerprintRecord)[-1].step == 5_999
     assert len(reader.records) * 10_000 <= MOST_KEPT
     assert "older records" in reader.left_out
 
@@ -420,7 +424,7 @@ READS = {"read_text", "read_bytes"}
 
 OF_THE_KERNEL = {
     "supervise/hangs/watch.py",  # /proc/pressure
-    "run/control_socket.py",  # a directory, for a short address
+    "run/names.py",  # a directory, for a short address
 }
 
 READERS = (

@@ -115,7 +115,7 @@ def third_party(modules: set[str]) -> set[str]:
     "statement",
     [
         "import ddpdoctor.probe.process",
-        "import ddpdoctor.run.record",
+        "import ddpdoctor.run.records.decode, ddpdoctor.run.status",
         "import ddpdoctor.probe.runtime.watch",
     ],
 )

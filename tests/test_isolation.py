@@ -17,8 +17,9 @@ from ddpdoctor.core.job import Command, OwnOptions
 from ddpdoctor.debug.debugging import Debugging
 from ddpdoctor.render import console
 from ddpdoctor.render.report import Reporter
-from ddpdoctor.run.record import Phase
-from ddpdoctor.run.snapshot import Run, RunReader
+from ddpdoctor.run.reader import RunReader
+from ddpdoctor.run.snapshot import Run
+from ddpdoctor.run.status import Phase
 from ddpdoctor.supervise.passthrough import Passthrough
 from ddpdoctor.supervise.run_watch import RunWatch
 from ddpdoctor.supervise.supervisor import Supervisor
@@ -78,13 +79,13 @@ def test_a_rule_that_fails_ends_alone(
 ) -> None:
     run = RunReader(sick).snapshot()
     reporter.examine(run)
-    sound = [each.code for each in reporter.standing]
+    sound = [each.code for each in reporter.current]
     said.clear()
     break_rule(monkeypatch, code)
     for _ in range(3):
         reporter.examine(run)
     # What it had found still stands.
-    assert sorted(each.code for each in reporter.standing) == sorted(sound)
+    assert sorted(each.code for each in reporter.current) == sorted(sound)
     (line,) = said
     assert line.startswith(f"ddpdoctor: warning: {WORDS} {code}: KeyError('what is not there')")
     assert "the job and all other checks go on" in line
@@ -102,7 +103,7 @@ def test_rules_that_fail_together_are_one_line(
     assert sum(WORDS in line for line in said) == 1
     assert "and 2 more" in "".join(said)
     assert len(reporter.faults.take()) == 5
-    assert {"DDP206", "DDP901"} <= {each.code for each in reporter.standing}
+    assert {"DDP206", "DDP901"} <= {each.code for each in reporter.current}
 
 
 def test_a_finding_whose_text_cannot_be_made_is_still_said(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import json
+import re
 import tempfile
 from pathlib import Path
-from typing import TypeGuard
 
 import pytest
 from hypothesis import given, settings
@@ -14,18 +13,14 @@ from hypothesis import strategies as st
 
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.finding import RULES, examine
-from ddpdoctor.run.record import (
-    EVERY,
-    FORMAT,
-    KINDS,
-    SEGMENT_SIZE,
-    Journal,
-    encode,
-    segment_line,
-    segment_number,
-)
-from ddpdoctor.run.snapshot import RunReader
+from ddpdoctor.run.journal import SEGMENT_SIZE, Journal, segment_line, segment_number
+from ddpdoctor.run.names import FORMAT
+from ddpdoctor.run.reader import RunReader
+from ddpdoctor.run.records.base import EVERY, encode
+from ddpdoctor.run.records.decode import RANK_RECORDS, SUPERVISOR_RECORDS
 from tests.journals import PACKAGE, SMALL, Reader, new_journal, new_page, new_run, step
+
+KINDS = RANK_RECORDS | SUPERVISOR_RECORDS
 
 # -- the journal
 
@@ -76,7 +71,7 @@ def long_job(tmp_path_factory: pytest.TempPathFactory) -> Reader:
 
 
 MANY = {
-    kind: 3 if KINDS[kind].first == EVERY else KINDS[kind].first + 5
+    kind: 3 if KINDS[kind].kept == EVERY else KINDS[kind].kept + 5
     for kind in sorted(set(KINDS) - {"step"})
 } | {"undeclared": 3}
 """How many records of each kind there are at first."""
@@ -89,8 +84,8 @@ def test_the_oldest_steps_go(long_job: Reader) -> None:
 
 @pytest.mark.parametrize("kind", MANY)
 def test_what_rules_need_later_survives_rotation(long_job: Reader, kind: str) -> None:
-    first = KINDS[kind].first if kind in KINDS else 0
-    numbers = [record["number"] for record in long_job.rank.of_kind(kind)]
+    first = KINDS[kind].kept if kind in KINDS else 0
+    numbers = [each["number"] for each in long_job.records if each["kind"] == kind]
     assert numbers == [*range(min(first, MANY[kind])), -1]
 
 
@@ -123,69 +118,34 @@ def test_kinds_that_are_written_often_leave_room_for_the_others(tmp_path: Path) 
     assert reader.records[-1] == {"kind": "error", "number": 0}
 
 
-LITERALS = {
-    path.relative_to(PACKAGE): {
-        node.value
-        for node in ast.walk(ast.parse(path.read_bytes()))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }
-    for path in PACKAGE.rglob("*.py")
-}
-READERS = (
-    *("rules/", "analysis/", "supervise/", "debug/"),
-    *("render/summary.py", "run/snapshot.py", "top/story.py"),
-)
-
-
-def called(node: ast.AST, name: str) -> TypeGuard[ast.Call]:
-    """Whether it is a call of a function or method of that name."""
-    return isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == name
-
-
-def kinds_written() -> set[str]:
-    """What stands behind "kind" in the probe and the supervisor, or is given to what writes it."""
-    found: set[str] = set()
-    for part in ("probe", "supervise", "debug"):
-        for path in (PACKAGE / part).rglob("*.py"):
-            if path.name == "stacks.py":
-                # A file of its own, which is not a journal.
-                continue
-            for node in ast.walk(ast.parse(path.read_bytes())):
-                if isinstance(node, ast.Dict):
-                    found |= {
-                        value.value
-                        for key, value in zip(node.keys, node.values, strict=True)
-                        if isinstance(key, ast.Constant) and key.value == "kind"
-                        if isinstance(value, ast.Constant) and isinstance(value.value, str)
-                    }
-                elif path.name == "changes.py" and isinstance(node, ast.Call):
-                    found |= {ast.literal_eval(node.args[0])} if called(node, "_tell") else set()
-    return {*found, "step", "nonfinite", "nonfinite_gradient"}
-
-
-def kinds_read() -> set[str]:
-    """What is asked for by ``of_kind`` and its like, or compared with a record's kind."""
-    found: set[str] = set()
-    for path, words in LITERALS.items():
-        if str(path).startswith(READERS):
-            found |= words & set(KINDS)
-        calls = (
-            n for n in ast.walk(ast.parse((PACKAGE / path).read_bytes())) if called(n, "of_kind")
-        )
-        found |= {str(a.value) for n in calls for a in n.args if isinstance(a, ast.Constant)}
-    return found
-
-
-def test_every_kind_is_declared() -> None:
-    assert kinds_written() == set(KINDS)
-    assert all(kind.doc.endswith(".") for kind in KINDS.values())
-
-
-def test_every_kind_that_is_read_survives_or_says_why_not() -> None:
-    read = kinds_read()
-    assert read <= set(KINDS)
+def test_kinds_are_kept_or_say_why_not() -> None:
     # Steps are too many; of loops only late ones are judged.
-    assert {kind for kind in read if not KINDS[kind].first} == {"step", "loop"}
+    assert {kind for kind, declared in KINDS.items() if not declared.kept} == {"step", "loop"}
+
+
+def test_every_kind_is_written_and_read() -> None:
+    sources = {path: path.read_text() for path in PACKAGE.rglob("*.py")}
+    for kind, declared in KINDS.items():
+        name = re.compile(rf"\b{declared.__name__}\b")
+        users = {
+            path.relative_to(PACKAGE).parts[0]
+            for path, text in sources.items()
+            if name.search(text)
+        }
+        by_kind = re.compile(rf"\"{kind}\"")
+        writes = any(
+            name.search(text) or by_kind.search(text)
+            for path, text in sources.items()
+            if path.relative_to(PACKAGE).parts[0] in ("probe", "supervise", "debug", "core")
+            or path.name == "reported.py"
+        )
+        assert writes, kind
+        read = users & {"rules", "analysis", "render", "top", "commands"} or kind in NEEDLESS
+        assert read or declared.__name__ in sources[PACKAGE / "run" / "snapshot.py"], kind
+
+
+NEEDLESS = {"fault", "rank_exit", "finding", "retraction"}
+"""Kinds for a person who looks into the journal, or for `ddpdoctor.run` itself."""
 
 
 def test_segments_are_numbered(tmp_path: Path) -> None:

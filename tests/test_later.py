@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ddpdoctor.run.records.model import NonfiniteGradientRecord, NonfiniteRecord
+from ddpdoctor.run.records.process import FaultRecord
 from tests.conftest import ROOT, Doctor
 
 SICK = ROOT / "sample_jobs" / "sick"
@@ -20,11 +22,15 @@ def test_the_operation_and_the_module_are_told_of_a_loss(doctor: Doctor) -> None
     job = str(SICK / "ddp706_entropy_of_certainty.py")
     result = doctor.run("--nproc-per-node", "2", "--overhead-budget", "50", LATER, job)
     result.check_success()
-    (told,) = result.run.ranks[1].of_kind("nonfinite")
-    assert told["step"] == 23
-    source = told["origin"]["infinite"]
-    assert (source["operations"], source["module"]) == (["log"], "scores")
-    assert not [*result.run.ranks[0].of_kind("nonfinite"), *result.run.ranks[0].of_kind("fault")]
+    (told,) = result.run.ranks[1].records.of(NonfiniteRecord)
+    assert told.step == 23
+    source = told.origin and told.origin.infinite
+    assert source is not None
+    assert (source.operations, source.module) == (("log",), "scores")
+    assert not [
+        *result.run.ranks[0].records.of(NonfiniteRecord),
+        *result.run.ranks[0].records.of(FaultRecord),
+    ]
 
 
 @pytest.mark.slow
@@ -34,9 +40,9 @@ def test_the_parameters_are_told_of_a_gradient(doctor: Doctor) -> None:
     assert result.codes == ["DDP706"]
     said = " ".join(result.ours.split())
     assert "the gradient of encoder.2.bias on rank 1 is not finite at step 3" in said
-    told = next(result.run.ranks[1].of_kind("nonfinite_gradient"))
-    assert told["step"] == 3
-    assert told["names"] == ["encoder.2.bias", "encoder.2.weight", "encoder.0.bias"]
+    told = result.run.ranks[1].records.of(NonfiniteGradientRecord)[0]
+    assert told.step == 3
+    assert told.names == ("encoder.2.bias", "encoder.2.weight", "encoder.0.bias")
 
 
 @pytest.mark.slow
@@ -47,5 +53,5 @@ def test_where_sizes_cannot_be_had_the_rank_and_the_step_are_told(doctor: Doctor
     assert result.codes == ["DDP706"]
     assert "on rank 1 is not finite at step 3" in " ".join(result.ours.split())
     for rank in result.run.ranks:
-        faults = {str(each["hook"]).rpartition(".")[2] for each in rank.of_kind("fault")}
+        faults = {str(each.hook).rpartition(".")[2] for each in rank.records.of(FaultRecord)}
         assert faults == {"_look_into", "search"}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from ddpdoctor.run.record import Phase, Record
+from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.status import Phase
 from tests.test_rules import error
 from tests.written import SECOND, T0, Written
 
 
-def sighting(step: int, gradient: float, parameter: float, **more: object) -> Record:
+def sighting(step: int, gradient: float, parameter: float, **more: object) -> JsonObject:
     return {
         "kind": "unreduced", "step": step, "ddp": 0, "cause": "around",
         "path": "/job/train.py", "line": 7,
@@ -42,7 +43,7 @@ def test_ranks_that_train_apart_are_told_with_their_norms(written: Written) -> N
     ],
 )
 def test_unreduced_gradients_that_did_no_harm_are_left_alone(
-    written: Written, theirs: list[Record]
+    written: Written, theirs: list[JsonObject]
 ) -> None:
     written.rank(0, [sighting(0, 1.0, 5.0), sighting(1, 1.1, 5.1)])
     written.rank(1, theirs)
@@ -70,7 +71,7 @@ def test_parameters_that_are_averaged_between_sightings_are_left_alone(
 
 def test_replicas_of_different_groups_are_different_models(written: Written) -> None:
     for rank in (0, 1):
-        alone: Record = {"kind": "ddp", "device": "cpu", "group_ranks": [rank]}
+        alone: JsonObject = {"kind": "ddp", "device": "cpu", "group_ranks": [rank]}
         norms = [sighting(step, 1.0 + rank, 5.0 + rank * step, ddp=1) for step in range(4)]
         written.rank(rank, [alone, *norms])
     assert codes(written) == []
@@ -113,14 +114,14 @@ def test_an_optimizer_or_scheduler_that_is_made_again_by_epoch(
 
 
 def test_a_scheduler_that_is_made_again_with_its_optimizer_is_one_fault(written: Written) -> None:
-    remade: Record = {"kind": "remade", "time": T0, "step": 16, "times": 3, "every": "epoch"}
+    remade: JsonObject = {"kind": "remade", "time": T0, "step": 16, "times": 3, "every": "epoch"}
     for rank in (0, 1):
         written.rank(rank, [{**remade, "scheduler": "StepLR"}, {**remade, "optimizer": "Adam"}])
     (finding,) = written.findings(status=0)
     assert finding.message.startswith("Adam is re-created")
 
 
-def missing(why: str = "unused", step: int = 0) -> Record:
+def missing(why: str = "unused", step: int = 0) -> JsonObject:
     return {
         "kind": "no_gradient", "time": T0, "step": step, "ddp": 0, "iteration": 1,
         "parameters": [["head.weight", "Linear", why]], "count": 1, "of": 4,
@@ -189,7 +190,7 @@ def test_a_search_that_found_something_once_is_needed(
 def test_only_a_small_batch_is_too_small_for_batch_norm(
     written: Written, samples: int, count: int, expected: list[str]
 ) -> None:
-    layers: Record = {"kind": "batchnorm", "ddp": 0, "layers": ["bn"], "count": 1}
+    layers: JsonObject = {"kind": "batchnorm", "ddp": 0, "layers": ["bn"], "count": 1}
     for rank in (0, 1):
         steps = [
             {"kind": "step", "step": n, "start": T0, "total": 1, "samples": samples}

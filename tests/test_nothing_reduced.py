@@ -12,15 +12,18 @@ import pytest
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.rules.evaluation import evaluation_differs
 from ddpdoctor.rules.nothing_reduced import nothing_reduced
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.process import OpenRecord
+from ddpdoctor.run.records.supervisor import JobRecord
 from ddpdoctor.run.ring import RingWriter
-from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.snapshot import Rank, Records, Run
 from tests.test_data_rules import evaluated, run_of
+from tests.written import rank_records
 
 Build = Callable[..., Run]
 
 
-def trained(rank: int, steps: Iterable[int] = range(8), **facts: object) -> list[Record]:
+def trained(rank: int, steps: Iterable[int] = range(8), **facts: object) -> list[JsonObject]:
     """What a rank writes that trains alone."""
     return [
         {
@@ -35,7 +38,9 @@ def trained(rank: int, steps: Iterable[int] = range(8), **facts: object) -> list
 
 @pytest.fixture
 def build(tmp_path: Path) -> Build:
-    def make(*ranks: list[Record], collectives: Iterable[str] = (), status: int | None = 0) -> Run:
+    def make(
+        *ranks: list[JsonObject], collectives: Iterable[str] = (), status: int | None = 0
+    ) -> Run:
         found = []
         for number, records in enumerate(ranks):
             path = tmp_path / f"{number}-{len(list(tmp_path.iterdir()))}"
@@ -43,9 +48,10 @@ def build(tmp_path: Path) -> Build:
             group = ring.text("0|0-1")
             for order, name in enumerate(collectives, 1):
                 ring.begin(1, order, (ring.text(name), group, 0, 0, 0), (1,), 1, -1, 0)
-            opened = {"kind": "open", "world_size": 2}
-            found.append(Rank(number, 0, None, opened, records=tuple(records), ring_file=path))
-        ends = () if status is None else ({"kind": "job", "status": status},)
+            opened = OpenRecord(format=1, rank=number, world_size=2)
+            every = rank_records(*records)
+            found.append(Rank(number, 0, None, opened, records=every, ring_file=path))
+        ends = Records() if status is None else Records([JobRecord(time=1, status=status)])
         return Run(tmp_path, {}, tuple(found), supervisor=ends, taken=10**12)
 
     return make
@@ -76,7 +82,7 @@ def test_ranks_that_start_alike_and_exchange_nothing(build: Build) -> None:
     ],
 )
 def test_ranks_that_differ_by_design_or_exchange_something(
-    build: Build, other: list[Record]
+    build: Build, other: list[JsonObject]
 ) -> None:
     assert said(build(trained(0), other)) == []
 
@@ -109,7 +115,7 @@ def test_a_job_that_goes_on_may_yet_average(build: Build, status: int | None) ->
     long = [*range(8), *(1 << power for power in range(3, 11))]
     ranks = []
     for number in (0, 1):
-        epochs: list[Record] = [
+        epochs: list[JsonObject] = [
             {"kind": "pass", "pass": each, "number": each, "path": "t.py", "line": 9, "marks": 9,
              "fetched": 9, "state": "ended" if each == 0 else "trains"}
             for each in (0, 1)
@@ -126,10 +132,10 @@ def packed(value: float) -> list[object]:
     return [4, "f", base64.b64encode(struct.pack("<4f", *[value] * 4)).decode()]
 
 
-def shard(rank: int, mean: float = 0, gathers: int = 0, reductions: int = 1) -> list[Record]:
+def shard(rank: int, mean: float = 0, gathers: int = 0, reductions: int = 1) -> list[JsonObject]:
     _, part, _ = evaluated(rank, "x")
     part.update(collectives=1, gathers=gathers, reductions=reductions)
-    statistics: Record = {
+    statistics: JsonObject = {
         "kind": "statistics", "module": 0, "group": [0, 1], "armed": 13, "layers": 1,
         "names": ["norm"], "hashes": [f"{mean}", "1"], "samples": [packed(mean), packed(1.0)],
     }  # fmt: skip
@@ -154,5 +160,5 @@ def test_statistics_of_each_rank_make_several_models() -> None:
     ],
     ids=["equal", "near", "one rank", "not put together", "the same part", "no evaluation"],
 )
-def test_statistics_that_no_result_depends_on(ranks: list[list[Record]]) -> None:
+def test_statistics_that_no_result_depends_on(ranks: list[list[JsonObject]]) -> None:
     assert list(evaluation_differs(run_of(*ranks))) == []

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ddpdoctor.probe.observers import origins, replicas
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"),
@@ -69,7 +69,7 @@ def watch() -> Iterator[Callable[[nn.Module], None]]:
 BATCH = torch.tensor([[1.0, 0.0, 2.0, 3.0], [1.0, 1.0, 1.0, 1.0]])
 
 
-def told(loss: Any) -> Record:
+def told(loss: Any) -> JsonObject:
     """What is told at once, and the same from a trace whose graph is gone."""
     found = origins.origin(loss, loss.item())
     assert found is not None

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from ddpdoctor.run.records.training import ProfileRecord
 from tests.conftest import JOBS, ROOT, Doctor, Result
 
 SAMPLES = ROOT / "sample_jobs"
@@ -68,8 +69,8 @@ def test_losses_are_the_same_where_stacks_are_sampled(doctor: Doctor) -> None:
     assert len(bare.stdout.splitlines()) == 2 * 151
     assert sorted(watched.stdout.splitlines()) == sorted(bare.stdout.splitlines())
     for rank in watched.run.last:
-        (profile,) = rank.of_kind("profile")
-        assert profile["samples"] > 12
+        (profile,) = rank.records.of(ProfileRecord)
+        assert profile.samples > 12
 
 
 def own_lines(result: Result) -> list[str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from ddpdoctor.analysis.endings import endings
+from ddpdoctor.run.records.process import ErrorRecord, ExitRecord, FaultRecord
 from ddpdoctor.run.snapshot import Rank
 from tests.conftest import JOBS, LIMIT, Doctor, Result, marked
 
@@ -125,8 +126,8 @@ def test_random_numbers_are_the_same_after_all_errors(errors: Pair) -> None:
 def test_errors_that_a_job_catches_are_no_findings(errors: Pair) -> None:
     assert errors.watched.codes == []
     (rank,) = errors.watched.run.last
-    assert list(rank.of_kind("error")) == []
-    assert list(rank.of_kind("fault")) == []
+    assert rank.records.of(ErrorRecord) == ()
+    assert rank.records.of(FaultRecord) == ()
 
 
 NOISE = (
@@ -281,8 +282,8 @@ def test_what_an_error_in_a_spawned_rank_prints_is_the_same(doctor: Doctor) -> N
         return found[0]
 
     assert traceback_part(watched) == traceback_part(bare)
-    first = next(watched.run.last[1].of_kind("error"))
-    assert first["exception"] == "ValueError"
+    first = watched.run.last[1].records.of(ErrorRecord)[0]
+    assert first.exception == "ValueError"
 
 
 # -- the same end
@@ -373,17 +374,17 @@ def test_hooks_of_the_job_do_what_they_did(hooked: Pair, how: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [how for how in HOOKED if how.startswith("hook")])
 def test_the_error_is_recorded_whatever_excepthook_the_job_sets(hooked: Pair, how: str) -> None:
-    (error,) = attempt(hooked, how).of_kind("error")
-    assert error["exception"] == "ValueError"
-    assert error["path"] == str(JOBS / "hooked.py")
+    (error,) = attempt(hooked, how).records.of(ErrorRecord)
+    assert error.exception == "ValueError"
+    assert error.path == str(JOBS / "hooked.py")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["thread exits", "error caught", "thread fails"])
 def test_what_did_not_end_the_rank_is_not_recorded_as_its_end(hooked: Pair, how: str) -> None:
     rank = attempt(hooked, how)
-    assert list(rank.of_kind("error")) == []
-    assert [record for record in rank.of_kind("exit") if record["status"]] == []
+    assert rank.records.of(ErrorRecord) == ()
+    assert [record for record in rank.records.of(ExitRecord) if record.status] == []
     assert rank.ended is not None
 
 

@@ -9,12 +9,10 @@ import pytest
 
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.run.record import (
-    FORMAT,
-    Record,
-    encode,
-)
-from ddpdoctor.run.snapshot import RunReader, read_manifest
+from ddpdoctor.run.names import FORMAT
+from ddpdoctor.run.reader import RunReader, read_manifest
+from ddpdoctor.run.records.base import JsonObject, encode
+from ddpdoctor.run.records.process import OpenRecord
 from tests.journals import PACKAGE, new_page, new_run, step
 
 
@@ -38,10 +36,17 @@ def test_a_run_is_read_while_its_files_are_still_missing(tmp_path: Path) -> None
     assert reader.snapshot().ranks == ()
     new_page(tmp_path / "rank-0003.r2.status", rank=3)
     (rank,) = reader.snapshot().ranks
-    assert (rank.rank, rank.restart, rank.opened, rank.steps) == (3, 2, {}, ())
-    (tmp_path / "rank-0003.r2.jsonl").write_bytes(encode({"kind": "open"}) + encode(step(0)))
+    assert (rank.rank, rank.restart, rank.opened, rank.steps) == (
+        3,
+        2,
+        OpenRecord(format=FORMAT, rank=3),
+        (),
+    )
+    (tmp_path / "rank-0003.r2.jsonl").write_bytes(
+        encode({"kind": "open", "host": "here"}) + encode(step(0))
+    )
     (rank,) = reader.snapshot().ranks
-    assert rank.opened == {"kind": "open"}
+    assert rank.opened.host == "here"
     assert len(rank.steps) == 1
 
 
@@ -90,7 +95,7 @@ def test_a_rank_of_a_newer_format_is_left_out_and_named(tmp_path: Path) -> None:
     ],
 )
 def test_records_with_odd_values_do_not_keep_a_run_from_being_read(
-    tmp_path: Path, name: str, record: Record
+    tmp_path: Path, name: str, record: JsonObject
 ) -> None:
     new_run(tmp_path)
     new_page(tmp_path / "rank-0000.r0.status", rank=0)
@@ -106,7 +111,9 @@ def test_records_with_odd_values_do_not_keep_a_run_from_being_read(
 def test_a_damaged_page_is_named_and_its_rank_stays(tmp_path: Path) -> None:
     new_run(tmp_path)
     (tmp_path / "rank-0000.r0.status").write_bytes(b"")
-    (tmp_path / "rank-0000.r0.jsonl").write_bytes(encode({"kind": "open"}) + encode(step(0)))
+    (tmp_path / "rank-0000.r0.jsonl").write_bytes(
+        encode({"kind": "open", "host": "here"}) + encode(step(0))
+    )
     run = RunReader(tmp_path).snapshot()
     (rank,) = run.ranks
     assert rank.status is None

@@ -14,14 +14,9 @@ import pytest
 
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
 from ddpdoctor.probe.runtime.recorder import QUEUE, NotYet, Recorder
-from ddpdoctor.run.record import (
-    SEGMENT_SIZE,
-    Journal,
-    Phase,
-    encode,
-    read_status,
-    segment_number,
-)
+from ddpdoctor.run.journal import SEGMENT_SIZE, Journal, segment_number
+from ddpdoctor.run.records.base import encode
+from ddpdoctor.run.status import Phase, read_status
 from tests.conftest import LIMIT
 from tests.journals import SMALL, Reader, new_journal, new_page, step
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpdoctor.core.location import Location
-from ddpdoctor.run.record import Journal
+from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.records.base import Part, Record, encode, key_of
 from ddpdoctor.run.records.data import PassRecord, SamplerFacts
 from ddpdoctor.run.records.decode import (

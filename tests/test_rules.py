@@ -11,12 +11,15 @@ import pytest
 
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.finding import Severity
-from ddpdoctor.run.record import FORMAT, Journal, Phase, Record, StatusPage, rank_stem
-from ddpdoctor.run.snapshot import RunReader
+from ddpdoctor.run.journal import Journal
+from ddpdoctor.run.names import FORMAT, rank_stem
+from ddpdoctor.run.reader import RunReader
+from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.status import Phase, StatusPage
 from tests.written import MS, SECOND, T0, Written
 
 
-def steps(own: int, wait: int, count: int, every: int) -> Iterable[Record]:
+def steps(own: int, wait: int, count: int, every: int) -> Iterable[JsonObject]:
     """``count`` steps of ``own`` + ``wait`` ms, of which every ``every``-th was split."""
     for number in range(count):
         split = number < 10 or number % every == 0
@@ -29,7 +32,7 @@ def steps(own: int, wait: int, count: int, every: int) -> Iterable[Record]:
         }  # fmt: skip
 
 
-def error(exception: str, message: str, time: int, **more: object) -> Record:
+def error(exception: str, message: str, time: int, **more: object) -> JsonObject:
     return {
         "kind": "error", "time": time, "exception": exception, "message": message,
         "path": "/job/train.py", "line": 7, "traceback": "", **more,
@@ -177,7 +180,7 @@ def test_abort_after_the_end_is_information(written: Written) -> None:
     assert (finding.code, finding.severity) == ("DDP906", Severity.INFO)
 
 
-def data(share: float, count: int) -> Iterable[Record]:
+def data(share: float, count: int) -> Iterable[JsonObject]:
     """Steps of 100 ms that wait for data for ``share`` of it."""
     for number in range(count):
         wait = int(100 * share * MS)

@@ -14,18 +14,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
-from ddpdoctor.core.finding import RULES, Finding, Location, Severity, from_record
+from ddpdoctor.core.finding import RULES, Finding, Location, Severity
 from ddpdoctor.core.job import OwnOptions
 from ddpdoctor.core.relations import STANDSTILL
 from ddpdoctor.render import report, summary
 from ddpdoctor.render.report import Reporter
-from ddpdoctor.run.record import FORMAT, Journal
-from ddpdoctor.run.reported import PATIENCE, Event, Said, Told, Withdrawn, in_words, with_kept
-from ddpdoctor.run.snapshot import Rank, Run, RunReader
+from ddpdoctor.run.journal import Journal
+from ddpdoctor.run.names import FORMAT
+from ddpdoctor.run.reader import RunReader
+from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.supervisor import FindingRecord
+from ddpdoctor.run.reported import (
+    PATIENCE,
+    Event,
+    FindingLog,
+    Reported,
+    Withdrawn,
+    from_journal,
+    in_words,
+    with_kept,
+)
+from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.supervise.passthrough import Passthrough
 from ddpdoctor.supervise.showing import Showing
 from ddpdoctor.top.story import Story
 from tests.conftest import ROOT, Doctor
+from tests.written import supervisor_records
 
 APART = Finding(
     "DDP701", Severity.ERROR, "rank 1 has other parameters", (1,), about="module 0", moment=5
@@ -46,13 +60,14 @@ ORDER = Finding("DDP803", Severity.ERROR, "another operation", (1,), Location("/
 
 
 def run(*, status: int | None = None, restart: int = 0, hang: bool = False) -> Run:
-    supervisor: list[dict[str, object]] = []
+    supervisor: list[JsonObject] = []
     if hang:
         supervisor.append({"kind": "hang", "time": 1, "number": 1, "restart": restart})
     if status is not None:
         supervisor.append({"kind": "job", "time": 2, "status": status})
     ranks = tuple(Rank(rank=0, restart=each, status=None) for each in range(restart + 1))
-    return Run(path=Path("/run"), manifest={}, ranks=ranks, supervisor=tuple(supervisor))
+    written = supervisor_records(*supervisor)
+    return Run(path=Path("/run"), manifest={}, ranks=ranks, supervisor=written)
 
 
 GOES_ON = run()
@@ -64,32 +79,32 @@ def words(events: Sequence[Event]) -> list[str]:
 
 
 def test_a_finding_is_said_once() -> None:
-    said = Said()
+    said = FindingLog()
     assert words(said.take([APART], GOES_ON)) == ["says DDP701"]
     assert words(said.take([replace(APART, message="more is known")], GOES_ON)) == []
-    assert [each.message for each in said.standing] == ["more is known"]
+    assert [each.message for each in said.current] == ["more is known"]
 
 
 def test_what_another_finding_explains_is_withdrawn_at_once() -> None:
-    said = Said()
+    said = FindingLog()
     said.take([APART], GOES_ON)
     assert words(said.take([TWICE], GOES_ON)) == [
         "withdrawn DDP701 (rank 1): explained by DDP302 below",
         "says DDP302",
     ]
-    assert said.standing == [TWICE]
+    assert said.current == [TWICE]
 
 
 def test_a_standstill_that_passes_is_withdrawn_when_the_job_goes_on() -> None:
-    said = Said()
+    said = FindingLog()
     said.take([ALL_WAIT], run(hang=True))
     assert words(said.take([], run(hang=True))) == []
     assert words(said.take([], GOES_ON)) == ["withdrawn DDP814 (ranks 0, 1): the job went on"]
-    assert said.standing == []
+    assert said.current == []
 
 
 def test_a_better_look_at_a_standstill_takes_the_place_of_the_first_one() -> None:
-    said = Said()
+    said = FindingLog()
     said.take([ALL_WAIT], run(hang=True))
     assert words(said.take([NEVER_JOINED], run(hang=True))) == [
         "withdrawn DDP814 (ranks 0, 1): explained by DDP802 below",
@@ -98,7 +113,7 @@ def test_a_better_look_at_a_standstill_takes_the_place_of_the_first_one() -> Non
 
 
 def test_a_straggler_that_comes_and_goes_is_over_once_and_at_the_end() -> None:
-    said = Said()
+    said = FindingLog()
     heard: list[str] = []
     for _ in range(5):
         heard += words(said.take([SLOW], GOES_ON))
@@ -107,11 +122,11 @@ def test_a_straggler_that_comes_and_goes_is_over_once_and_at_the_end() -> None:
     over = "over DDP610 (rank 1): the newest steps do not show it"
     assert heard == ["says DDP610", over, "says DDP610"]
     assert words(said.take([], OVER)) == [over]
-    assert said.standing == []
+    assert said.current == []
 
 
 def test_one_examination_that_does_not_find_it_makes_no_noise() -> None:
-    said = Said()
+    said = FindingLog()
     said.take([DATA, SLOW], GOES_ON)
     for _ in range(4):
         assert words(said.take([], GOES_ON)) == []
@@ -119,7 +134,7 @@ def test_one_examination_that_does_not_find_it_makes_no_noise() -> None:
 
 
 def test_a_fact_that_later_records_speak_against_is_withdrawn() -> None:
-    said = Said()
+    said = FindingLog()
     said.take([DATA], GOES_ON)
     heard = [words(said.take([], GOES_ON)) for _ in range(PATIENCE)]
     untrue = ["withdrawn DDP102 (ranks 0, 1): later records do not bear it out"]
@@ -127,25 +142,25 @@ def test_a_fact_that_later_records_speak_against_is_withdrawn() -> None:
 
 
 def test_what_happened_stays_though_its_evidence_is_gone() -> None:
-    said = Said()
+    said = FindingLog()
     said.take([ORDER], GOES_ON)
     for _ in range(2 * PATIENCE):
         assert words(said.take([], GOES_ON)) == []
     assert words(said.take([], OVER)) == []
-    assert said.standing == [ORDER]
+    assert said.current == [ORDER]
 
 
 def test_more_ranks_are_the_same_finding() -> None:
-    said = Said()
+    said = FindingLog()
     said.take([RAISED], GOES_ON)
     more = replace(RAISED, ranks=(1, 2), message="ranks 1 and 2 raised")
     for found in ([more], [RAISED], [more]):
         assert words(said.take(found, GOES_ON)) == []
-    assert said.standing == [more]
+    assert said.current == [more]
 
 
 def test_another_rank_is_another_finding() -> None:
-    said = Said()
+    said = FindingLog()
     said.take([RAISED], GOES_ON)
     assert words(said.take([replace(RAISED, ranks=(0,))], GOES_ON)) == [
         "withdrawn DDP901 (rank 1): restated below",
@@ -154,10 +169,10 @@ def test_another_rank_is_another_finding() -> None:
 
 
 def test_a_warning_that_becomes_an_error_is_restated() -> None:
-    said = Said()
+    said = FindingLog()
     said.take([SLOW], GOES_ON)
     assert words(said.take([replace(SLOW, severity=Severity.INFO)], GOES_ON)) == []
-    assert said.standing == [SLOW]
+    assert said.current == [SLOW]
     assert words(said.take([replace(SLOW, severity=Severity.ERROR)], GOES_ON)) == [
         "withdrawn DDP610 (rank 1): restated below, as an error",
         "says DDP610",
@@ -165,21 +180,21 @@ def test_a_warning_that_becomes_an_error_is_restated() -> None:
 
 
 def test_what_an_earlier_attempt_showed_stays() -> None:
-    said = Said()
+    said = FindingLog()
     said.take([DATA, APART], run())
     for _ in range(2 * PATIENCE):
         assert words(said.take([], run(restart=1))) == []
     # What explains it in this attempt says nothing of that one.
     assert words(said.take([TWICE], run(restart=1, status=0))) == ["says DDP302"]
-    assert [each.code for each in said.standing] == ["DDP102", "DDP302", "DDP701"]
+    assert [each.code for each in said.current] == ["DDP102", "DDP302", "DDP701"]
 
 
 def test_what_a_broken_rule_said_stays() -> None:
-    said = Said()
+    said = FindingLog()
     said.take([DATA], GOES_ON)
     for _ in range(2 * PATIENCE):
         assert words(said.take([], GOES_ON, {"DDP102"})) == []
-    assert said.standing == [DATA]
+    assert said.current == [DATA]
 
 
 # -- whatever happens
@@ -215,9 +230,9 @@ SNAPSHOTS = st.lists(
 def test_what_was_said_less_what_was_withdrawn_is_what_stands(
     snapshots: list[tuple[list[Finding], bool, int]], last: list[Finding]
 ) -> None:
-    said, restart = Said(), 0
+    said, restart = FindingLog(), 0
     left: Counter[str] = Counter()
-    open_lines: dict[int, Told] = {}
+    open_lines: dict[int, Reported] = {}
     lines = 0
     for number, (found, hang, step) in enumerate([*snapshots, (last, False, 0)]):
         restart = min(restart + (step and number % 4 == 3), 2)
@@ -225,17 +240,17 @@ def test_what_was_said_less_what_was_withdrawn_is_what_stands(
         for event in said.take(found, run(hang=hang, restart=restart, status=status)):
             lines += 1
             assert event.number == lines, "in the order of the lines"
-            if isinstance(event, Told):
+            if isinstance(event, Reported):
                 open_lines[event.number] = event
                 left[event.finding.severity.label] += 1
             else:
                 # Each line is withdrawn once, and by what it was.
-                assert open_lines.pop(event.told.number) == event.told
-                left[event.told.finding.severity.label] -= 1
-        counts = Counter(each.severity.label for each in said.standing)
+                assert open_lines.pop(event.reported.number) == event.reported
+                left[event.reported.finding.severity.label] -= 1
+        counts = Counter(each.severity.label for each in said.current)
         assert counts == +left, "at each moment"
     # In the end all that is found is said, with its weight.
-    weights = {(each.code, each.severity) for each in said.standing}
+    weights = {(each.code, each.severity) for each in said.current}
     assert {(each.code, each.severity) for each in last} <= weights
 
 
@@ -278,7 +293,7 @@ def test_a_line_on_the_terminal_and_a_line_of_json(
         "retracts": 1, "code": "DDP701", "ranks": [1], "why": "explained", "by": "DDP302",
         "reason": "explained by DDP302 below",
     }  # fmt: skip
-    assert summary.count(shown.reporter.standing) == "findings: 1 error"
+    assert summary.count(shown.reporter.current) == "findings: 1 error"
     assert shown.reporter.found == [TWICE]
 
 
@@ -296,7 +311,7 @@ def test_an_editor_gets_an_info_at_the_same_place(
 def directory(tmp_path: Path, *snapshots: tuple[list[Finding], Run]) -> Path:
     """A run directory whose journal holds what was said after each examination."""
     (tmp_path / "run.json").write_text(json.dumps({"format": FORMAT, "launcher": "torchrun"}))
-    said, shows = Said(), Showing(tmp_path, Passthrough.__new__(Passthrough))
+    said, shows = FindingLog(), Showing(tmp_path, Passthrough.__new__(Passthrough))
     journal = Journal(str(tmp_path / "supervisor.jsonl"), 1 << 20)
     for found, at in snapshots:
         journal.write(list(shows.news(said.take(found, at))))
@@ -317,7 +332,8 @@ def test_a_report_has_what_happened_and_stands(tmp_path: Path) -> None:
     snapshot = RunReader(path).snapshot()
     # The rules find nothing in this directory; what happened was said, and stands.
     assert [each.code for each in with_kept([], snapshot)] == ["DDP803"]
-    back = from_record(next(r for r in snapshot.supervisor if r.get("code") == "DDP803"))
+    found = snapshot.supervisor.of(FindingRecord)
+    back = from_journal(next(each for each in found if each.code == "DDP803"))
     assert back is not None
     assert with_kept([ORDER], snapshot) == [ORDER]
 

@@ -13,16 +13,17 @@ from typing import Any
 import pytest
 
 from ddpdoctor.analysis.profiles import Profile, spot
-from ddpdoctor.analysis.profiles import _stacks as read_stacks
 from ddpdoctor.probe.observers import sampling
 from ddpdoctor.probe.runtime.budget import Budget
-from ddpdoctor.run.asking import MOST_PROFILES, PROFILE, Asking
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject, encode
+from ddpdoctor.run.records.decode import parse
+from ddpdoctor.run.records.training import ProfileRecord
+from ddpdoctor.run.requests import MOST_PROFILES, PROFILE, Asking
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's counters are Linux's")
 
 
-def state(added: list[Record], budget: float = 0.5) -> Any:
+def state(added: list[JsonObject], budget: float = 0.5) -> Any:
     tracker = SimpleNamespace(
         thread=threading.get_ident(),
         native=threading.get_native_id(),
@@ -34,10 +35,10 @@ def state(added: list[Record], budget: float = 0.5) -> Any:
     return SimpleNamespace(tracker=tracker, recorder=recorder, budget=Budget(budget))
 
 
-def sampled(work: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> Record:
+def sampled(work: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> JsonObject:
     """What is seen of this thread while it works, in steps."""
     monkeypatch.setattr(sampling, "QUICKEST", 0.005)
-    added: list[Record] = []
+    added: list[JsonObject] = []
     one = state(added)
     thread = threading.Thread(target=sampling.Sampler(one, 1).run)
     thread.start()
@@ -46,6 +47,13 @@ def sampled(work: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> Reco
         one.tracker.steps += 1
     (record,) = added
     return record
+
+
+def profile(record: JsonObject) -> ProfileRecord:
+    """A record as it is read back."""
+    found = parse(encode(record))
+    assert isinstance(found, ProfileRecord)
+    return found
 
 
 def busy() -> int:
@@ -61,11 +69,10 @@ def collect() -> None:
 
 
 def test_the_line_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = sampled(idle, monkeypatch)
-    assert record["samples"] == sampling.SAMPLES
-    one = Profile(0, record, tuple(read_stacks(record)))
-    other_record = sampled(busy, monkeypatch)
-    other = Profile(1, other_record, tuple(read_stacks(other_record)))
+    record = profile(sampled(idle, monkeypatch))
+    assert record.samples == sampling.SAMPLES
+    one = Profile(0, record)
+    other = Profile(1, profile(sampled(busy, monkeypatch)))
     found = spot(one, [other], 0.3)
     assert found is not None
     line = idle.__code__.co_firstlineno + 1
@@ -102,7 +109,7 @@ def test_no_frame_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Any] = []
     original = sampling.Sampler._record
 
-    def record(self: sampling.Sampler) -> Record:
+    def record(self: sampling.Sampler) -> JsonObject:
         kept.extend(self._samples)
         return original(self)
 
@@ -114,7 +121,7 @@ def test_no_frame_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_that_ends_writes_what_it_has() -> None:
-    added: list[Record] = []
+    added: list[JsonObject] = []
     sampler = sampling.Sampler(state(added), 7)
     thread = threading.Thread(target=sampler.run)
     thread.start()
@@ -129,7 +136,7 @@ def test_a_rank_that_ends_writes_what_it_has() -> None:
 def test_a_pause_between_steps_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loader workers that start, an evaluation: no line of theirs is one of a step."""
     monkeypatch.setattr(sampling, "QUICKEST", 0.005)
-    added: list[Record] = []
+    added: list[JsonObject] = []
     one = state(added)
     thread = threading.Thread(target=sampling.Sampler(one, 1).run)
     thread.start()

@@ -13,15 +13,15 @@ from torch.optim import lr_scheduler as lr
 
 from ddpdoctor.probe.observers import schedulers
 from ddpdoctor.probe.runtime import events, rank, shield
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 
 Make = Callable[[torch.optim.Optimizer, int], Any]
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Record]]:
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[JsonObject]]:
     """The records of a rank whose loop is driven here."""
-    records: list[Record] = []
+    records: list[JsonObject] = []
     tracker = types.SimpleNamespace(steps=0, epoch=-1)
     recorder = types.SimpleNamespace(add=records.append)
     state = types.SimpleNamespace(tracker=tracker, recorder=recorder)
@@ -79,7 +79,7 @@ def train(
     ],
 )
 def test_a_schedule_that_begins_again_each_epoch(
-    told: list[Record], monkeypatch: pytest.MonkeyPatch, make: Make, by_batch: bool
+    told: list[JsonObject], monkeypatch: pytest.MonkeyPatch, make: Make, by_batch: bool
 ) -> None:
     train(make, monkeypatch, by_batch=by_batch)
     (record,) = told
@@ -105,7 +105,7 @@ def test_a_schedule_that_begins_again_each_epoch(
     ],
 )
 def test_schedules_that_are_meant(
-    told: list[Record], monkeypatch: pytest.MonkeyPatch, make: Make, by_batch: bool
+    told: list[JsonObject], monkeypatch: pytest.MonkeyPatch, make: Make, by_batch: bool
 ) -> None:
     train(make, monkeypatch, by_batch=by_batch)
     assert told == []
@@ -117,7 +117,7 @@ def caught_up(scheduler: Any, epoch: int) -> Any:
     return scheduler
 
 
-def test_a_scheduler_for_each_step(told: list[Record], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scheduler_for_each_step(told: list[JsonObject], monkeypatch: pytest.MonkeyPatch) -> None:
     def remake(optimizer: torch.optim.Optimizer, epoch: int) -> Any:
         for _ in range(8):
             scheduler = lr.StepLR(optimizer, 5)
@@ -133,7 +133,7 @@ def test_a_scheduler_for_each_step(told: list[Record], monkeypatch: pytest.Monke
     assert [each["every"] for each in told] == ["step"] * len(told) and told
 
 
-def test_a_schedulers_own_error_is_raised_as_before(told: list[Record]) -> None:
+def test_a_schedulers_own_error_is_raised_as_before(told: list[JsonObject]) -> None:
     with pytest.raises(TypeError, match="is not an Optimizer"):
         lr.StepLR(None, 1)  # type: ignore[arg-type]
     assert told == []

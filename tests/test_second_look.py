@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from ddpdoctor.core.finding import RULES, examine
-from ddpdoctor.run.record import Phase
-from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.records.process import EndRecord
+from ddpdoctor.run.records.supervisor import RankExitRecord
+from ddpdoctor.run.snapshot import Rank, Records, Run
+from ddpdoctor.run.status import Phase
 from ddpdoctor.stacks.model import ENDING, from_record
 from ddpdoctor.supervise.hangs import examination, watch
 from ddpdoctor.supervise.hangs.watch import HangWatch
@@ -22,6 +24,7 @@ from ddpdoctor.system import activity
 from tests.conftest import LIMIT
 from tests.hanging_ranks import stacks, status
 from tests.starved import needs_linux
+from tests.written import supervisor_records
 
 # -- looked at again
 
@@ -47,7 +50,7 @@ class Watched:
     def __init__(self, path: Path, pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path, self.told = path, Told()
         self.page = status(0, Phase.ENDED)._replace(pid=pid)
-        self.exits: dict[str, Any] | None = None
+        self.exits: RankExitRecord | None = None
         self.watch = HangWatch(path, 0.1, self.told.records.append, self.told.note, lambda: None)
         told = {**stacks(0, ("/job/log.py", 8, "finish")), "trouble": ENDING}
         seen = from_record({**told, "pid": pid, "state": {"letter": "S"}})
@@ -59,9 +62,9 @@ class Watched:
         monkeypatch.setattr(HangWatch, "_look_below", lambda *_: False)
 
     def run(self) -> Run:
-        records = ({"kind": "end", "time": 1},)
-        one = Rank(0, 0, self.page, records=records, exit=self.exits)
-        return Run(self.path, {}, (one,), supervisor=tuple(self.told.records), taken=time.time_ns())
+        one = Rank(0, 0, self.page, records=Records([EndRecord(time=1)]), exit=self.exits)
+        written = supervisor_records(*self.told.records)
+        return Run(self.path, {}, (one,), supervisor=written, taken=time.time_ns())
 
     def examined(self) -> None:
         deadline = time.monotonic() + LIMIT
@@ -100,7 +103,7 @@ def test_what_still_hangs_is_confirmed(watched: Watched) -> None:
 def test_a_rank_that_ended_meanwhile_does_not_hang(watched: Watched) -> None:
     watched.examined()
     assert watched.hangs()
-    watched.exits = {"kind": "rank_exit", "rank": 0, "status": 0, "time": time.time_ns()}
+    watched.exits = RankExitRecord(rank=0, restart=0, status=0, time=time.time_ns())
     assert not watched.watch.confirmed(watched.run())
     assert watched.told.kinds == ["hang", "hang_over"]
     assert not watched.hangs() and examine(watched.run(), RULES.values()) == []
@@ -176,7 +179,7 @@ def test_what_is_not_true_any_more_is_not_said(
 
     def and_ends(self: HangWatch, *told: Any) -> None:
         gather(self, *told)
-        watched.exits = {"kind": "rank_exit", "rank": 0, "status": 0, "time": time.time_ns()}
+        watched.exits = RankExitRecord(rank=0, restart=0, status=0, time=time.time_ns())
 
     monkeypatch.setattr(HangWatch, "_gather", and_ends)
     deadline = time.monotonic() + LIMIT

@@ -13,7 +13,7 @@ from ddpdoctor.core.finding import Severity
 from ddpdoctor.probe.observers import datasets, sketches
 from ddpdoctor.probe.observers.passes import Pass, digest_of, sample_of
 from ddpdoctor.rules import shards, shared_rows
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 from tests.test_data_rules import codes, drawn, evaluated, findings, its_own, run_of, shuffled
 
 
@@ -27,12 +27,12 @@ def sketch(values: Sequence[int]) -> list[object]:
     return one.told()
 
 
-def subset(indices: Sequence[int], order: Sequence[int], **facts: object) -> Record:
+def subset(indices: Sequence[int], order: Sequence[int], **facts: object) -> JsonObject:
     """A pass over a subset of 400 samples, in an order of its own numbers."""
     wanted = frozenset(sample_of(400))
     lookup = list(indices)
     followed = {place: name for place, name in enumerate(lookup) if name in wanted}
-    known: Record = {
+    known: JsonObject = {
         "kind": "pass", "pass": 0, "number": 0, "path": "/job/train.py", "line": 9,
         "made": ["/job/train.py", 5], "armed": 0, "workers": 0, "length": 400, "batches": 5,
         "subset": digest_of(lookup), "subset_length": len(lookup), "followed": len(followed),
@@ -51,7 +51,7 @@ def subset(indices: Sequence[int], order: Sequence[int], **facts: object) -> Rec
     return {**record, "sketch": sketch([lookup[place] for place in order])}
 
 
-def said(*records: Record) -> list[str]:
+def said(*records: JsonObject) -> list[str]:
     run = run_of(*([each] for each in records))
     return [*codes(run), *(each.code for each in shared_rows.shared_rows(run))]
 
@@ -80,7 +80,7 @@ def test_one_subset_that_every_rank_reads_is_the_whole() -> None:
     assert said(*(subset(range(300), shuffled(seed, 300)) for seed in (0, 1))) == ["DDP102"]
 
 
-def copied(rank: int, seed: int, **facts: object) -> Record:
+def copied(rank: int, seed: int, **facts: object) -> JsonObject:
     """Half of a copy that the rank has shuffled for itself."""
     order = shuffled(seed)
     mine = list(range(rank, 400, 2))
@@ -120,7 +120,7 @@ def test_what_repeats_within_a_rank_repeats_in_the_data() -> None:
 
 
 def test_files_of_each_rank_are_left_alone() -> None:
-    def own(rank: int) -> Record:
+    def own(rank: int) -> JsonObject:
         def content(index: int) -> int:
             return its_own(index) + rank
 
@@ -150,7 +150,7 @@ def test_a_permutation_of_each_rank_in_torchs_sampler_is_named() -> None:
 # -- evaluations
 
 
-def padded(reductions: int, gathers: int) -> list[Record]:
+def padded(reductions: int, gathers: int) -> list[JsonObject]:
     records = []
     for rank in (0, 1):
         _, part, _ = evaluated(rank, "x")

@@ -10,7 +10,8 @@ import pytest
 from ddpdoctor.core.finding import Finding, Location, Severity, from_record, to_record
 from ddpdoctor.render import json_lines
 from ddpdoctor.run import rundir
-from ddpdoctor.run.reported import Told, Withdrawn
+from ddpdoctor.run.records.supervisor import FindingRecord, RetractionRecord
+from ddpdoctor.run.reported import Reported, Withdrawn, from_journal
 from ddpdoctor.supervise import showing
 from ddpdoctor.supervise.passthrough import Passthrough
 from ddpdoctor.supervise.showing import Showing
@@ -62,12 +63,16 @@ def test_what_is_no_finding_is_none(told: dict[str, object]) -> None:
 
 def test_what_is_said_and_withdrawn_is_written(tmp_path: Path) -> None:
     shows = Showing(tmp_path, Written())
-    told = Told(1, FOUND, 0)
+    told = Reported(1, FOUND, 0)
     over = Withdrawn(2, told, "over", "the newest steps do not show it")
     first, second = shows.news([told, over])
-    assert (first["kind"], first["code"], first["number"]) == ("finding", "DDP610", 1)
-    assert from_record(first) is not None
-    assert (second["kind"], second["retracts"], second["why"]) == ("retraction", 1, "over")
+    assert isinstance(first, FindingRecord)
+    assert (first.code, first.number) == ("DDP610", 1)
+    found = from_journal(first)
+    assert found is not None
+    assert to_record(found) == to_record(FOUND)
+    assert isinstance(second, RetractionRecord)
+    assert (second.retracts, second.why) == (1, "over")
     assert list(shows.news([])) == []
 
 
@@ -129,8 +134,8 @@ def test_a_job_is_shown(doctor: Doctor) -> None:
     result.check_success()
     assert "shown: hello from the job" in result.stdout
     assert not (result.run_dir / rundir.STDERR_SO_FAR).exists()
-    told = [each for each in result.run.supervisor if each["kind"] == "finding"]
-    assert sorted(each["code"] for each in told) == sorted(result.codes)
+    told = result.run.supervisor.of(FindingRecord)
+    assert sorted(each.code for each in told) == sorted(result.codes)
     assert "DDP301" in result.codes
-    found = from_record(told[0])
+    found = from_journal(told[0])
     assert found is not None and found.fix

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ddpdoctor.run.records.process import FaultRecord
 from ddpdoctor.system.gpu.visible import visible
 from tests.conftest import Doctor
 from tests.marks import (
@@ -63,7 +64,7 @@ def lines(doctor: Doctor, path: Path) -> list[dict[str, object]]:
     else:
         result.check_success()
     assert "Traceback" not in result.ours
-    faults = [record for rank in result.run.ranks for record in rank.of_kind("fault")]
+    faults = [record for rank in result.run.ranks for record in rank.records.of(FaultRecord)]
     assert not faults, faults
     return read(report)
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.analysis.sources import source_of
-from ddpdoctor.run.record import Phase, Record
+from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.status import Phase
 from tests.loop_jobs import ABORTED, BACKWARD, SKIP, STOP, Job
 from tests.written import SECOND, T0, Written
 
@@ -194,7 +195,7 @@ def test_a_loop_that_cannot_make_up_for_it_is_told_at_once(written: Written) -> 
 # -- an epoch that was not begun
 
 
-def epochs(job: Job, count: int) -> list[Record]:
+def epochs(job: Job, count: int) -> list[JsonObject]:
     return [
         record
         for number in range(count)

@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddpdoctor.run.snapshot import glance
+from ddpdoctor.run.reader import glance
+from ddpdoctor.run.records.process import FaultRecord
 from ddpdoctor.stacks.capture import capture
 from ddpdoctor.stacks.declared import read_declared
 from ddpdoctor.stacks.user_frames import innermost
@@ -253,4 +254,4 @@ def test_losses_are_the_same_bit_for_bit_while_stacks_are_taken(doctor: Doctor) 
     watched.check_success()
     assert sorted(watched.stdout.splitlines()) == sorted(bare.stdout.splitlines())
     assert answers > 50
-    assert not [record for rank in watched.run.last for record in rank.of_kind("fault")]
+    assert not [record for rank in watched.run.last for record in rank.records.of(FaultRecord)]

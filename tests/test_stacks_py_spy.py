@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from ddpdoctor.render import stacks as render
-from ddpdoctor.run.snapshot import glance
+from ddpdoctor.run.reader import glance
 from ddpdoctor.stacks import py_spy
 from ddpdoctor.stacks.capture import capture
 from ddpdoctor.stacks.declared import read_declared

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from ddpdoctor.core.finding import Severity
-from ddpdoctor.run.record import Phase
 from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.status import Phase
 from ddpdoctor.stacks.asking import GIL_HELD, _Patience
 from ddpdoctor.stacks.model import ENDING
 from ddpdoctor.supervise.hangs.cores import Cores
@@ -26,6 +26,7 @@ from ddpdoctor.system.process_state import Turn, lacked, read_turn, share
 from tests.conftest import LIMIT
 from tests.hanging_ranks import TRAIN, findings, job, rank, stacks, status, waiting
 from tests.starved import late, needs_linux
+from tests.written import supervisor_records
 
 STARVED = {"seconds": 1.0, "letters": "RR", "cpu": 0.03, "busy": 1.0}
 SLEEPS = {"seconds": 1.0, "letters": "SS", "cpu": 0.0, "busy": 0.0}
@@ -156,10 +157,12 @@ def test_patience_counts_the_time_that_a_rank_got() -> None:
 def test_a_wait_without_a_core_is_none(tmp_path: Path) -> None:
     waits = Rank(0, 0, status(0, Phase.WAIT, since=1_000))
     late = {"kind": "no_core", "rank": 0, "restart": 0, "since": 1_000, "lost": 4_000}
-    run = Run(tmp_path, {}, (waits,), supervisor=(late,), taken=6_000)
+    run = Run(tmp_path, {}, (waits,), supervisor=supervisor_records(late), taken=6_000)
     assert run.waits_for(waits) == 1_000
     # Of another phase.
-    run = Run(tmp_path, {}, (waits,), supervisor=({**late, "since": 7},), taken=6_000)
+    run = Run(
+        tmp_path, {}, (waits,), supervisor=supervisor_records({**late, "since": 7}), taken=6_000
+    )
     assert run.waits_for(waits) == 5_000
 
 

@@ -12,15 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
-from ddpdoctor.run.record import (
-    FORMAT,
-    PAGE_SIZE,
-    Phase,
-    UnreadableError,
-    page_name,
-    page_text,
-    read_status,
-)
+from ddpdoctor.run.mapped import UnreadableError
+from ddpdoctor.run.names import FORMAT
+from ddpdoctor.run.status import PAGE_SIZE, Phase, page_name, page_text, read_status
 from tests.journals import new_page
 
 # -- the status page

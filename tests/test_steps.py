@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.run.snapshot import PHASES, Run, Step
+from ddpdoctor.run.records.process import FaultRecord
+from ddpdoctor.run.records.training import StepRecord
+from ddpdoctor.run.snapshot import PHASES, Run
 from tests.conftest import JOBS, LIMIT, Doctor, Result, marked
 
 PAUSE = 40_000_000
@@ -83,7 +85,7 @@ class Loops:
     def window(self, name: str, rank: int = 0) -> dict[str, Any]:
         return next(each for each in self.windows[rank] if each["name"] == name)
 
-    def steps(self, name: str, rank: int = 0) -> list[Step]:
+    def steps(self, name: str, rank: int = 0) -> list[StepRecord]:
         """The steps that ended within a loop."""
         window = self.window(name, rank)
         return [
@@ -158,20 +160,20 @@ def test_numbers_of_steps_have_no_gap(loops: Loops) -> None:
         assert rank.status is not None
         assert rank.status.step == len(rank.steps)
         assert rank.ended is not None
-        assert rank.ended["steps"] == len(rank.steps)
-        assert rank.ended["dropped"] == 0
+        assert rank.ended.steps == len(rank.steps)
+        assert rank.ended.dropped == 0
 
 
 def test_ranks_agree_on_the_number_of_steps_and_armed_forwards(loops: Loops) -> None:
     first, second = (rank.ended for rank in loops.run.last)
     assert first is not None
     assert second is not None
-    assert (first["steps"], first["armed"]) == (second["steps"], second["armed"])
+    assert (first.steps, first.armed) == (second.steps, second.armed)
 
 
 def test_no_hook_failed(loops: Loops, bare_loops: Loops) -> None:
     for run in (loops.run, bare_loops.run):
-        assert [record for rank in run.ranks for record in rank.of_kind("fault")] == []
+        assert [record for rank in run.ranks for record in rank.records.of(FaultRecord)] == []
 
 
 def test_healthy_loops_have_no_findings(bare_loops: Loops) -> None:

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from ddpdoctor.core.finding import RULES, Finding, Location, Severity
-from ddpdoctor.run.record import FORMAT, Journal, Phase, Record, StatusPage, rank_stem
-from ddpdoctor.run.snapshot import RunReader
+from ddpdoctor.run.journal import Journal
+from ddpdoctor.run.names import FORMAT, rank_stem
+from ddpdoctor.run.reader import RunReader
+from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.status import Phase, StatusPage
 from ddpdoctor.system.core_clocks import CoreClocks
 from tests.written import MS, T0, Written
 
@@ -20,7 +23,7 @@ STEPS = 120
 
 def steps(
     own: float, wait: float, cpu: float, waited: float, *, phase: str = "other", last: int = STEPS
-) -> Iterable[Record]:
+) -> Iterable[JsonObject]:
     """Steps of milliseconds; what waits for a core does so in its own time first."""
     length = own + wait
     for number in range(last):
@@ -31,7 +34,7 @@ def steps(
         }  # fmt: skip
 
 
-def rank(written: Written, number: int, records: Iterable[Record]) -> None:
+def rank(written: Written, number: int, records: Iterable[JsonObject]) -> None:
     """A rank that trains on the CPU."""
     stem = written.path / rank_stem(number, 0)
     StatusPage(
@@ -49,7 +52,7 @@ def stack(
     return [count, [list(frame) for frame in reversed(frames)], list(waits), letter, 1]
 
 
-def profile(*stacks: list[Any], **counted: object) -> Record:
+def profile(*stacks: list[Any], **counted: object) -> JsonObject:
     counters = {"steps": 20, "wall": 2_000 * MS, "threads": 1, "affinity": [0, 1], "children": 0}
     return {
         "kind": "profile", "time": time.time_ns(), "asked": 1, "step": 40, "stacks": list(stacks),
@@ -74,7 +77,7 @@ BACKWARD = stack(40, MAIN, loop(33), letter="S", waits=("graph.py", "_engine_run
 
 
 def sick(
-    written: Written, mine: Record, theirs: Record | None = None, *, cpu: float = 45.0
+    written: Written, mine: JsonObject, theirs: JsonObject | None = None, *, cpu: float = 45.0
 ) -> Finding:
     """The finding on a rank that takes 40 ms longer than the other two, on a calm machine."""
     asked(written)

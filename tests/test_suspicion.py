@@ -16,19 +16,17 @@ from ddpdoctor.probe.observers.elements import Elements
 from ddpdoctor.probe.observers.fingerprints import Fingerprints
 from ddpdoctor.probe.runtime import budget, torch_private
 from ddpdoctor.run.environment import BUDGET
-from ddpdoctor.run.record import (
-    FORMAT,
-    SUSPICION,
-    Record,
-    Suspicion,
-    SuspicionReader,
-    SuspicionWriter,
-    UnreadableError,
-)
+from ddpdoctor.run.mapped import UnreadableError
+from ddpdoctor.run.names import FORMAT
+from ddpdoctor.run.records.base import JsonObject, Record
+from ddpdoctor.run.records.replicas import PackedTensor
+from ddpdoctor.run.records.supervisor import JobRecord, SuspicionRecord
+from ddpdoctor.run.requests import SUSPICION, Suspicion, SuspicionReader, SuspicionWriter
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.supervise import suspicions
 from ddpdoctor.supervise.suspicions import Suspicions
 from tests.conftest import JOBS, Doctor
+from tests.written import rank_records
 
 FIRST = Suspicion(restart=0, step=5, steps=3, module=0, tensors=(0, 1))
 
@@ -105,9 +103,9 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def steps(
     purse: Purse, *told: tuple[int, SuspicionWriter, Suspicion], count: int = 12
-) -> list[Record]:
+) -> list[JsonObject]:
     """What a rank writes that looks at step 0 and then no more, unless it is told to."""
-    records: list[Record] = []
+    records: list[JsonObject] = []
     tracker = SimpleNamespace(armed=0, steps=0)
     recorder = SimpleNamespace(add=records.append)
     ledger = SimpleNamespace(moved=0, count=0)
@@ -130,7 +128,7 @@ def steps(
     return records
 
 
-def looked_at(records: list[Record]) -> list[int]:
+def looked_at(records: list[JsonObject]) -> list[int]:
     return [each["step"] for each in records if each["kind"] == "fingerprint"]
 
 
@@ -175,12 +173,12 @@ def test_elements_are_read_as_written(dtype: torch.dtype, letter: str) -> None:
     expected = [0.0, 2.0, 4.0, 6.0, 8.0]
     if dtype.is_complex:
         expected = [part for each in expected for part in (each, 0.0)]
-    assert list(elements(packed)) == expected
+    assert list(elements(PackedTensor(*packed))) == expected
 
 
 def test_a_tensor_that_is_not_contiguous_is_read_in_its_order() -> None:
     tensor = torch.arange(6.0).view(2, 3).t()
-    assert list(elements(Elements(tensor).packed())) == tensor.reshape(-1).tolist()
+    assert list(elements(PackedTensor(*Elements(tensor).packed()))) == tensor.reshape(-1).tolist()
 
 
 # -- the budget
@@ -206,8 +204,8 @@ def test_a_budget_tells_what_was_spent(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the supervisor's end
 
 
-def printed(step: int, value: str, *hashes: int) -> Record:
-    record: Record = {
+def printed(step: int, value: str, *hashes: int) -> JsonObject:
+    record: JsonObject = {
         "kind": "fingerprint", "module": 0, "step": step, "armed": step + 1, "parameters": value,
     }  # fmt: skip
     if hashes:
@@ -225,14 +223,14 @@ class Watched:
         self.reader = SuspicionReader(str(directory / SUSPICION))
         self.path = directory
         told = {"kind": "tensors", "module": 0, "group": list(group), "hook": hook}
-        self.records: list[list[Record]] = [[told], [told]]
+        self.records: list[list[JsonObject]] = [[told], [told]]
         self.restart = 0
 
-    def look(self, *more: list[Record]) -> bool:
+    def look(self, *more: list[JsonObject]) -> bool:
         for mine, new in zip(self.records, more, strict=False):
             mine += new
         ranks = [
-            Rank(rank, self.restart, None, records=tuple(each))
+            Rank(rank, self.restart, None, records=rank_records(*each))
             for rank, each in enumerate(self.records)
         ]
         return self.suspicions.look(Run(self.path, {}, tuple(ranks)))
@@ -255,7 +253,10 @@ def test_ranks_are_asked_as_soon_as_it_is_known_what_for(tmp_path: Path) -> None
     assert second.tensors == (1, 2)
     watched.look([printed(5, "b", 1, 2, 3)], [printed(5, "c", 6, 7, 9)])
     assert watched.reader.news() is None
-    assert [each["tensors"] for each in watched.written] == [[], [1, 2]]
+    assert [each.tensors for each in watched.written if isinstance(each, SuspicionRecord)] == [
+        (),
+        (1, 2),
+    ]
     told = {"kind": "elements", "module": 0, "step": 9}
     assert not watched.look([told])
     assert watched.look([], [told])
@@ -310,13 +311,13 @@ def test_ranks_of_a_live_job_tell_how_far_they_are_apart(doctor: Doctor) -> None
     evidence = "\n".join(finding.evidence)
     assert "1.bias: max difference 0.25 after step" in evidence
     assert "of all 4 elements" in evidence
-    job = next(each for each in result.run.supervisor if each["kind"] == "job")
-    asked = [each for each in result.run.supervisor if each["kind"] == "suspicion"]
+    (job,) = result.run.supervisor.of(JobRecord)
+    asked = result.run.supervisor.of(SuspicionRecord)
     assert 1 <= len(asked) <= 2
-    assert all(each["time"] < job["time"] for each in asked)
+    assert all(each.time < job.time for each in asked)
     for rank in result.run.ranks:
         assert rank.ended is not None
-        assert 0 < rank.ended["spent"] < rank.ended["over"]
+        assert 0 < rank.ended.spent < rank.ended.over
 
 
 @pytest.mark.slow
@@ -324,8 +325,8 @@ def test_without_a_budget_no_fingerprint_is_taken(doctor: Doctor) -> None:
     job = str(JOBS.parent.parent / "sample_jobs" / "sick" / "ddp701_gradient_noise.py")
     result = doctor.run("--nproc-per-node", "2", "--overhead-budget", "0", "--", job)
     result.check_success()
-    kinds = {record["kind"] for rank in result.run.ranks for record in rank.records}
+    kinds = {record.kind for rank in result.run.ranks for record in rank.records}
     assert kinds.isdisjoint({"fingerprint", "tensors", "elements", "buffers", "pass"})
     for rank in result.run.ranks:
         assert rank.ended is not None
-        assert rank.ended["spent"] == 0
+        assert rank.ended.spent == 0

@@ -20,7 +20,8 @@ from textual.pilot import Pilot
 
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.run import rundir
-from ddpdoctor.run.record import FORMAT, StatusPage, rank_stem
+from ddpdoctor.run.names import FORMAT, rank_stem
+from ddpdoctor.run.status import StatusPage
 from ddpdoctor.top import signals
 from ddpdoctor.top.app import TopApp
 from ddpdoctor.top.snapshot import Snapshot

@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpdoctor.core.finding import to_record
-from ddpdoctor.run.record import Journal, Phase
+from ddpdoctor.run.journal import Journal
+from ddpdoctor.run.status import Phase
 from ddpdoctor.top import steplog, times
 from ddpdoctor.top.choosing import open_source
 from ddpdoctor.top.finished import FinishedSource

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ddpdoctor.run.record import Phase
+from ddpdoctor.run.status import Phase
 from ddpdoctor.top.live import LiveSource
 from ddpdoctor.top.snapshot import RankRow
 from ddpdoctor.top.verdict import Facts, judge

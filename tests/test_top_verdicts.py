@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.run.record import Phase
+from ddpdoctor.run.status import Phase
 from ddpdoctor.top import live, output, times
 from ddpdoctor.top.choosing import open_source
 from ddpdoctor.top.live import LiveSource

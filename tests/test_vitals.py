@@ -13,7 +13,8 @@ import pytest
 from ddpdoctor.probe.runtime import shield, vitals
 from ddpdoctor.probe.runtime.recorder import Recorder
 from ddpdoctor.probe.runtime.vitals import Vitals
-from ddpdoctor.run.record import PAGE_SIZE, Journal, Parts, StatusPage, read_status
+from ddpdoctor.run.journal import Journal
+from ddpdoctor.run.status import PAGE_SIZE, Parts, StatusPage, read_status
 from tests.conftest import LIMIT
 
 UUID = "01234567-89ab-cdef-0123-456789abcdef"

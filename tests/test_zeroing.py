@@ -11,7 +11,7 @@ import torch
 
 from ddpdoctor.probe.observers import zeroing
 from ddpdoctor.probe.runtime import rank
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 from tests.written import Written
 
 
@@ -40,9 +40,9 @@ class Loop:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Record]]:
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[JsonObject]]:
     """What the rank has written."""
-    records: list[Record] = []
+    records: list[JsonObject] = []
     recorder = SimpleNamespace(add=lambda lazy: records.append(lazy(True)))
     budget = SimpleNamespace(enabled=True)
     tracker = SimpleNamespace(steps=0)
@@ -122,7 +122,7 @@ HEALTHY = [
 ]  # fmt: skip
 
 
-def said(written: Written, told: list[Record]) -> list[str]:
+def said(written: Written, told: list[JsonObject]) -> list[str]:
     for number in (0, 1):
         written.rank(number, told)
     return [each.code for each in written.findings(status=0)]
@@ -131,7 +131,7 @@ def said(written: Written, told: list[Record]) -> list[str]:
 @pytest.mark.parametrize("body", [*SICK, *HEALTHY], ids=lambda body: body.__name__)
 @pytest.mark.parametrize("steps", [16, 120])
 def test_gradients_that_are_never_set_to_zero_are_named(
-    written: Written, told: list[Record], body: Callable[[Loop, int], None], steps: int
+    written: Written, told: list[JsonObject], body: Callable[[Loop, int], None], steps: int
 ) -> None:
     loop = Loop()
     for step in range(steps):
@@ -140,7 +140,7 @@ def test_gradients_that_are_never_set_to_zero_are_named(
     assert said(written, told) == (["DDP312"] if body in SICK else [])
 
 
-def test_few_steps_tell_nothing(told: list[Record]) -> None:
+def test_few_steps_tell_nothing(told: list[JsonObject]) -> None:
     loop = Loop()
     for _ in range(5):
         loop.train()
@@ -148,14 +148,14 @@ def test_few_steps_tell_nothing(told: list[Record]) -> None:
     assert told == []
 
 
-def test_who_zeroes_once_is_not_watched_any_more(told: list[Record]) -> None:
+def test_who_zeroes_once_is_not_watched_any_more(told: list[JsonObject]) -> None:
     loop = Loop()
     loop.train()
     to_none(loop, 1)
     assert zeroing._watches == []
 
 
-def test_gradients_that_are_zero_are_not_carried(written: Written, told: list[Record]) -> None:
+def test_gradients_that_are_zero_are_not_carried(written: Written, told: list[JsonObject]) -> None:
     loop = Loop()
     loop.weight.data.zero_()
     for _ in range(16):

@@ -9,12 +9,28 @@ from pathlib import Path
 
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.finding import RULES, Finding, examine
-from ddpdoctor.run.record import FORMAT, Journal, Phase, Record, StatusPage, page_name, rank_stem
-from ddpdoctor.run.snapshot import RunReader
+from ddpdoctor.run.journal import Journal
+from ddpdoctor.run.names import FORMAT, rank_stem
+from ddpdoctor.run.reader import RunReader
+from ddpdoctor.run.records.base import JsonObject, Record
+from ddpdoctor.run.records.decode import SUPERVISOR_RECORDS, decode
+from ddpdoctor.run.snapshot import Records
+from ddpdoctor.run.status import Phase, StatusPage, page_name
 
 T0 = 1_700_000_000_000_000_000
 MS = 1_000_000
 SECOND = 1_000 * MS
+
+
+def rank_records(*lines: JsonObject) -> Records:
+    """Records of a rank, as they are read back from lines with these keys."""
+    return Records(each for line in lines if (each := decode(line)) is not None)
+
+
+def supervisor_records(*lines: JsonObject) -> Records:
+    """The same of the supervisor."""
+    read = (decode(line, SUPERVISOR_RECORDS) for line in lines)
+    return Records(each for each in read if each is not None)
 
 
 @dataclass
@@ -22,12 +38,12 @@ class Written:
     """A run directory in the making."""
 
     path: Path
-    supervisor: list[Record] = field(default_factory=list)
+    supervisor: list[JsonObject] = field(default_factory=list)
 
     def rank(
         self,
         number: int,
-        records: Iterable[Record | bytes],
+        records: Iterable[Record | JsonObject | bytes],
         *,
         phase: Phase = Phase.ENDED,
         since: int = T0,

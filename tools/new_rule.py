@@ -23,9 +23,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.ranks import named
-from ddpdoctor.run.record import integer
+from ddpdoctor.run.records.data import SaveRecord
 from ddpdoctor.run.snapshot import Run
 
 
@@ -51,17 +51,17 @@ def NAME(run: Run) -> Iterator[Finding]:
     When it stays silent
         FILL IN: where the evidence would be too thin.
     """
-    # The records that ranks write are listed in `ddpdoctor.run.record.KINDS`.
+    # The records that ranks write are listed in `ddpdoctor.run.records`.
     for rank in run.last:
-        for record in rank.of_kind("save"):
-            if "shout" in str(record.get("file")):
+        for record in rank.records.of(SaveRecord):
+            if "shout" in record.file:
                 yield Finding(
                     code="CODE",
                     severity=Severity.WARNING,
                     message=f"{named([rank.rank])} saves a checkpoint with a loud name",
                     ranks=(rank.rank,),
-                    location=Location(str(record["path"]), integer(record, "line")),
-                    evidence=(f"the file is {record['file']}",),
+                    location=record.location,
+                    evidence=(f"the file is {record.file}",),
                     fix="Give the file another name.",
                 )
 '''
@@ -103,12 +103,12 @@ TEST = '''\
 
 from __future__ import annotations
 
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.data import SaveRecord
 from tests.written import Written
 
 
-def saved(file: str) -> Record:
-    return {"kind": "save", "file": file, "path": "/job/train.py", "line": 24}
+def saved(file: str) -> SaveRecord:
+    return SaveRecord(time=1, file=file, content="data", path="/job/train.py", line=24)
 
 
 def test_a_loud_name_is_named_with_its_rank_and_line(written: Written) -> None:

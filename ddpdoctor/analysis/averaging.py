@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 from ddpdoctor.analysis.programs import MOST_FILES, changed, files_of, tree_of
-from ddpdoctor.run.record import integer
+from ddpdoctor.run.records.training import SiteRecord
 from ddpdoctor.run.snapshot import Run
 
 _CARRY = re.compile(r"(all_reduce|broadcast|all_gather|reduce)(_|$)")
@@ -39,10 +39,10 @@ def pending(run: Run) -> bool:
     if run.exit_status == 0:
         return False
     ran = {
-        (str(record.get("path")), integer(record, "line"))
+        (record.path, record.line)
         for rank in run.last
-        for record in rank.of_kind("site")
-        if record.get("phase") == "wait"
+        for record in rank.records.of(SiteRecord)
+        if record.phase == "wait"
     }
     return any(
         not any((path, line) in ran for line in range(first, last + 1))

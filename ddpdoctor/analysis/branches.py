@@ -8,9 +8,9 @@ from __future__ import annotations
 import ast
 
 from ddpdoctor.analysis.sources import endless, holds, source_of
-from ddpdoctor.analysis.training_loops import Place, Trace, places
+from ddpdoctor.analysis.training_loops import Place, Trace
 from ddpdoctor.core.finding import Location
-from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.records.process import ExitRecord
 from ddpdoctor.run.snapshot import Rank
 
 LAST_LINE = 1 << 63
@@ -18,12 +18,10 @@ LAST_LINE = 1 << 63
 
 def exit_location(trace: Trace, place: Place) -> Location | None:
     """The statement by which a rank left a loop; None if that was none of the loop's own."""
-    told = trace.record.get("left_at")
-    if told is not None:
-        for at in places(told):
-            if at.path == place.path and place.source.leaves(at.line, place.loop):
-                return at
-        return None
+    left_at = trace.last.left_at
+    if left_at:
+        own = (at for at in left_at if at.path == place.path)
+        return next((at for at in own if place.source.leaves(at.line, place.loop)), None)
     # The iterator outlived the loop.
     exits = place.source.exits(place.loop)
     only = place.source.only(exits)
@@ -56,7 +54,7 @@ def _return_location(rank: Rank, place: Place, forward: bool) -> Location | None
     """The ``return`` in front of the backward of a function that the loop calls."""
     if _lines(rank, "backward", place) or place.source.skips(place.loop):
         return None
-    at = {each: _sites(rank, each) for each in ("forward", "backward")}
+    at = {each: rank.sites(each) for each in ("forward", "backward")}
     for backward in at["backward"]:
         source = source_of(backward.path)
         if source is None:
@@ -77,7 +75,7 @@ def stop_location(rank: Rank, place: Place) -> Location | None:
         return None
     path, source, outer = place.outer[0]
     call = call_to_exit(rank)
-    if call is not None and call.get("path") == path and holds(outer, _line(call)):
+    if call is not None and call.path == path and holds(outer, call.line):
         return None
     ways: list[ast.stmt] = source.exits(outer)
     if isinstance(outer, ast.While) and not endless(outer):
@@ -91,28 +89,13 @@ def stop_location(rank: Rank, place: Place) -> Location | None:
     return Location(path, deciding[0].lineno if len(deciding) == 1 else outer.lineno)
 
 
-def call_to_exit(rank: Rank) -> Record | None:
+def call_to_exit(rank: Rank) -> ExitRecord | None:
     """The call by which a rank ended itself."""
-    return next((call for call in rank.of_kind("exit") if call.get("path")), None)
-
-
-def _sites(rank: Rank, phase: str) -> list[Location]:
-    """The lines at which a rank entered a phase."""
-    return [
-        Location(str(record["path"]), _line(record))
-        for record in rank.of_kind("site")
-        if record.get("phase") == phase and record.get("path")
-    ]
+    return next((call for call in rank.records.of(ExitRecord) if call.path), None)
 
 
 def _lines(rank: Rank, phase: str, place: Place) -> list[int]:
     """Those of them that are in the training loop."""
     return [
-        at.line
-        for at in _sites(rank, phase)
-        if at.path == place.path and holds(place.loop, at.line)
+        at.line for at in rank.sites(phase) if at.path == place.path and holds(place.loop, at.line)
     ]
-
-
-def _line(record: Record) -> int:
-    return integer(record, "line")

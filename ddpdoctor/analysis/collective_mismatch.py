@@ -10,6 +10,7 @@ from ddpdoctor.analysis.blame import Blame, Group, blame
 from ddpdoctor.analysis.hang_snapshot import Call, amount, brief, from_ring
 from ddpdoctor.core.finding import Location
 from ddpdoctor.core.ranks import named
+from ddpdoctor.run.records.process import FaultRecord
 from ddpdoctor.run.ring import Collective
 from ddpdoctor.run.snapshot import Rank, Run
 
@@ -18,7 +19,7 @@ _UNEVEN = ("all_gather", "reduce_scatter")
 
 
 @dataclass(frozen=True)
-class Apart:
+class Mismatch:
     """One collective of a process group that is another one on some ranks."""
 
     calls: Mapping[int, Call]
@@ -105,7 +106,7 @@ def _signature(call: Call) -> tuple[object, ...]:
 
 def of_calls(
     calls: Mapping[int, Call], before: Mapping[int, Sequence[Call]] | None = None
-) -> Apart | None:
+) -> Mismatch | None:
     """What the ranks' calls with one number differ in; None if they are the same.
 
     Args:
@@ -121,10 +122,10 @@ def of_calls(
     if early is not None:
         return early
     groups = _groups(kinds.values(), calls)
-    return Apart(calls, groups, blame(groups, calls, before or {}))
+    return Mismatch(calls, groups, blame(groups, calls, before or {}))
 
 
-def mispaired_before(before: Mapping[int, Sequence[Call]]) -> Apart | None:
+def mispaired_before(before: Mapping[int, Sequence[Call]]) -> Mismatch | None:
     """An earlier call of some ranks under a condition on the rank, that met another one like it.
 
     Two calls of one kind at different lines may well be meant: only where the ranks differ
@@ -149,7 +150,7 @@ def mispaired_before(before: Mapping[int, Sequence[Call]]) -> Apart | None:
             }
             found = blame(groups, calls, until)
             if found.kind == "guard":
-                return Apart(calls, groups, found)
+                return Mismatch(calls, groups, found)
     return None
 
 
@@ -182,20 +183,20 @@ def call_of(collective: Collective) -> Call:
 
 
 def _fault(rank: Rank) -> bool:
-    return any(str(each.get("hook")).startswith("collectives") for each in rank.of_kind("fault"))
+    return any(each.hook.startswith("collectives") for each in rank.records.of(FaultRecord))
 
 
-def first_apart(told: Mapping[int, Sequence[Collective]], gloo: bool) -> Apart | None:
+def first_mismatch(called: Mapping[int, Sequence[Collective]], gloo: bool) -> Mismatch | None:
     """The earliest collective that is another one on some ranks.
 
     Args:
-        told: What each rank called.
+        called: What each rank called.
         gloo: Whether the groups' backend is gloo, which wants tensors of one size everywhere.
     """
     # By the group and the number in it; nearly always all ranks agree, which has to be quick.
     known: dict[tuple[str, int], tuple[object, ...]] = {}
     differ: dict[tuple[str, int], int] = {}
-    for collectives in told.values():
+    for collectives in called.values():
         for each in collectives:
             if each.point_to_point:
                 continue
@@ -209,7 +210,7 @@ def first_apart(told: Mapping[int, Sequence[Collective]], gloo: bool) -> Apart |
     first = min(differ, key=lambda key: differ[key])
     calls: dict[int, Call] = {}
     before: dict[int, list[Call]] = defaultdict(list)
-    for rank, collectives in told.items():
+    for rank, collectives in called.items():
         for each in collectives:
             if each.group != first[0] or each.point_to_point or each.sequence > first[1]:
                 continue

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from ddpdoctor.core.finding import Location
-from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.records.data import Head, PassRecord, SamplerFacts
+from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
 CLOSED = ("ended", "left")
@@ -21,119 +21,112 @@ WHOLE = 0.9
 SURE = 1e-6
 """Chance at most that other data would look the same by accident."""
 
+NO_SAMPLER = SamplerFacts()
+
 FEW = 8
 """Samples below which an order or a split says nothing."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass of one rank over a loader, as it stood when it was last told."""
+    """One pass of one rank over a loader, by its newest record."""
 
     rank: int
-    record: Record
-    before: tuple[Record, ...] = ()
+    record: PassRecord
+    before: tuple[PassRecord, ...] = ()
     """The passes that the rank made over the same loader before."""
 
-    def __getitem__(self, key: str) -> Any:
-        return self.record.get(key)
-
-    def number(self, key: str) -> int:
-        """A number of the record; -1 if there is none."""
-        return integer(self.record, key, -1)
+    @property
+    def read(self) -> Location:
+        """The line that reads the loader."""
+        return Location(self.record.path, self.record.line)
 
     @property
-    def place(self) -> tuple[object, ...]:
-        """What tells the loader: where it is read, and where it was built."""
-        return (self["path"], self["line"], tuple(self["made"] or ()))
+    def place(self) -> tuple[Location, Location | None]:
+        """Which loader it is: where it is read, and where it was built."""
+        return self.read, self.record.made
 
     @property
     def made(self) -> Location:
         """The line that built the loader."""
-        return location(self["made"]) or Location(str(self["path"]), self.number("line"))
+        return self.record.made or self.read
 
     @property
     def trains(self) -> bool:
         """Whether its batches went into backward passes."""
-        marks, fetched = self.number("marks"), self.number("fetched")
-        only = marks == fetched == 1 and self["state"] == "ended"
+        marks, fetched = self.record.marks, self.record.fetched
+        only = marks == fetched == 1 and self.record.state == "ended"
         return (marks >= 2 or only) and 8 * marks >= fetched
 
     @property
     def closed(self) -> bool:
         """Whether it is over."""
-        return self["state"] in CLOSED
-
-    @property
-    def draws(self) -> int:
-        """Samples drawn."""
-        return self.number("draws")
+        return self.record.state in CLOSED
 
     @property
     def length(self) -> int:
         """Samples in the data set, or in the part of it that the loader was given."""
-        inner = self["subset_length"]
-        return inner if isinstance(inner, int) else self.number("length")
+        inner = self.record.subset_length
+        return self.whole if inner is None else inner
+
+    @property
+    def whole(self) -> int:
+        """Indices of the space that all ranks share; -1 if that is not known."""
+        return -1 if self.record.length is None else self.record.length
 
     @cached_property
     def hits(self) -> frozenset[int]:
         """What it drew of the indices that all ranks follow."""
-        return frozenset(self["hits"] or ())
+        return frozenset(self.record.hits)
 
     @cached_property
-    def rows(self) -> dict[int, list[int]]:
+    def rows(self) -> dict[int | None, tuple[int | None, ...]]:
         """Hashes of what samples held, by index, of this pass and those before it."""
-        records = (*self.before, self.record)
-        return {row[0]: row[1:] for record in records for row in record.get("rows") or ()}
+        return {row[0]: row[1:] for each in (*self.before, self.record) for row in each.rows}
 
     @property
     def indexed(self) -> bool:
         """Whether it drew whole numbers from an index space that is known."""
-        return not self["iterable"] and not self["opaque"] and self.number("length") > 0
+        return not self.record.iterable and not self.record.opaque and self.whole > 0
 
     @property
-    def sampler(self) -> Record:
-        """What the sampler says of itself."""
-        said = self["sampler"]
-        return said if isinstance(said, dict) else {}
+    def sampler(self) -> SamplerFacts:
+        """The sampler's attributes."""
+        return self.record.sampler or NO_SAMPLER
 
     @property
     def shard(self) -> tuple[int, int] | None:
-        """The sampler's own word: which of how many shards it draws; None if it has none."""
-        rank, of = self.sampler.get("rank"), self.sampler.get("num_replicas")
-        return (rank, of) if isinstance(rank, int) and isinstance(of, int) else None
+        """Which of how many shards the sampler draws, by its attributes; None without them."""
+        rank, of = self.sampler.rank, self.sampler.num_replicas
+        return None if rank is None or of is None else (rank, of)
 
     @property
     def at(self) -> Location:
         """The line that built the sampler, else the one that built the loader."""
-        return location(self.sampler.get("made")) or self.made
+        return self.sampler.made or self.made
 
     @property
-    def head(self) -> tuple[int, int]:
-        """How many draws at the beginning were hashed in their order, and the hash."""
-        told = self["head"]
-        return (told[0], told[1]) if isinstance(told, list) and len(told) == 2 else (0, 0)
+    def head(self) -> Head:
+        """The draws at its beginning."""
+        return self.record.head or Head(0, 0)
 
 
 Passes = dict[int, Pass]
 """The same pass on each rank of a DDP group."""
 
 
-def location(place: object) -> Location | None:
-    """A line of code from its record; None if there is none."""
-    if isinstance(place, list) and len(place) == 2 and place[0]:
-        return Location(str(place[0]), int(place[1]))
-    return None
-
-
 def passes_of(rank: Rank) -> list[Pass]:
-    """A rank's passes, oldest first, each as it was last told."""
-    told: dict[int, Record] = {}
-    for record in rank.of_kind("pass"):
-        number = integer(record, "pass", -1)
-        told[number] = {**told.get(number, {}), **record}
-    seen: dict[tuple[object, ...], tuple[Record, ...]] = {}
+    """A rank's passes, oldest first, each by its newest record."""
+    newest: dict[int, PassRecord] = {}
+    for record in rank.records.of(PassRecord):
+        older = newest.get(record.pass_)
+        # Its loop is described in one of the records only.
+        newest[record.pass_] = (
+            record if older is None else replace(record, to_end=record.to_end or older.to_end)
+        )
+    seen: dict[object, tuple[PassRecord, ...]] = {}
     found: list[Pass] = []
-    for record in told.values():
+    for record in newest.values():
         place = Pass(rank.rank, record).place
         found.append(Pass(rank.rank, record, seen.get(place, ())))
         seen[place] = (*seen.get(place, ()), record)
@@ -145,9 +138,9 @@ def groups(run: Run) -> list[tuple[Rank, ...]]:
     ranks = {rank.rank: rank for rank in run.last}
     found: dict[tuple[int, ...], None] = {}
     for rank in run.last:
-        for record in rank.of_kind("ddp"):
-            group = record.get("group_ranks")
-            if isinstance(group, list) and len(group) > 1 and all(each in ranks for each in group):
+        for record in rank.records.of(DdpRecord):
+            group = record.group_ranks
+            if len(group) > 1 and all(each in ranks for each in group):
                 found[tuple(sorted(group))] = None
     return [tuple(ranks[number] for number in group) for group in found]
 
@@ -155,19 +148,18 @@ def groups(run: Run) -> list[tuple[Rank, ...]]:
 def matched(run: Run) -> Iterator[Passes]:
     """Passes that all ranks of a group made over the same loader after as many common steps."""
     for group in groups(run):
-        by_rank: list[dict[tuple[object, ...], Pass]] = []
+        by_rank: list[dict[tuple[object, int], Pass]] = []
         for rank in group:
-            count: Counter[tuple[object, ...]] = Counter()
-            mine: dict[tuple[object, ...], Pass] = {}
+            count: Counter[object] = Counter()
+            mine: dict[tuple[object, int], Pass] = {}
             for each in passes_of(rank):
-                key = (*each.place, each["armed"])
-                counted = (*key, count[key])
-                mine[counted] = each
+                key = each.place, each.record.armed
+                mine[key, count[key]] = each
                 count[key] += 1
             by_rank.append(mine)
-        for key, first in by_rank[0].items():
-            if all(key in mine for mine in by_rank):
-                yield {first.rank: first, **{mine[key].rank: mine[key] for mine in by_rank[1:]}}
+        for which, first in by_rank[0].items():
+            if all(which in mine for mine in by_rank):
+                yield {first.rank: first, **{mine[which].rank: mine[which] for mine in by_rank[1:]}}
 
 
 def training(run: Run) -> Iterator[Passes]:
@@ -176,7 +168,7 @@ def training(run: Run) -> Iterator[Passes]:
         each = list(passes.values())
         if (
             all(one.trains and one.indexed for one in each)
-            and len({one.number("length") for one in each}) == 1
+            and len({one.whole for one in each}) == 1
         ):
             yield passes
 
@@ -199,7 +191,7 @@ def other_data(passes: Passes) -> bool:
 
 def _same(one: Pass, other: Pass) -> bool | None:
     """Whether they are the same samples; None if that cannot be seen."""
-    common = sorted(one.rows.keys() & other.rows.keys())
+    common = one.rows.keys() & other.rows.keys()
     if len(common) < 2:
         return None
     width = min(len(row) for each in (one, other) for row in each.rows.values())
@@ -220,19 +212,19 @@ def repeatable(one: Pass) -> bool | None:
     It is another one where samples are made up at random, as synthetic data are, and then two ranks
     with one seed hold the same although each has its own numbers.
     """
-    held: dict[int, list[int]] = {}
+    held: dict[int | None, tuple[int | None, ...]] = {}
     again = False
     for record in (*one.before, one.record):
-        for index, *row in record.get("rows") or ():
-            if held.setdefault(index, row) != row:
+        for index, *row in record.rows:
+            again = again or index in held
+            if held.setdefault(index, tuple(row)) != tuple(row):
                 return False
-            again = again or row is not held[index]
     return again or None
 
 
 def same_part(passes: Passes) -> bool:
     """Whether each rank was given the same subset, or none: only then are equal numbers equal."""
-    return len({one["subset"] for one in passes.values()}) == 1
+    return len({one.record.subset for one in passes.values()}) == 1
 
 
 def same_order(passes: Passes) -> bool:

@@ -6,12 +6,22 @@ import functools
 import re
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ddpdoctor.core.finding import Location
-from ddpdoctor.run.record import Phase, Record, integer, whole
+from ddpdoctor.core.opening import whole
+from ddpdoctor.run.records.process import (
+    EndRecord,
+    ErrorRecord,
+    ExitRecord,
+    OuterError,
+    ResourceFacts,
+    ShownErrorRecord,
+    ThreadErrorRecord,
+)
 from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.status import Phase
 
 Kind = Literal["exception", "exit", "signal", "abort-at-exit"]
 
@@ -102,6 +112,10 @@ _STOPPED = re.compile(r"(?:Terminating|Sending) process (\d+) (?:via|closing) si
 """What it says of each of the others, which it ends, and what torchrun says of them."""
 
 
+NOTHING = ResourceFacts()
+"""Of an exception that is about no file."""
+
+
 @dataclass(frozen=True)
 class Ending:
     """The end of one process.
@@ -133,7 +147,7 @@ class Ending:
     status: int | None = None
     message: str = ""
     oom: str = ""
-    file: Record = field(default_factory=dict)
+    file: ResourceFacts = NOTHING
     last_seen: Location | None = None
     initialized: bool = True
     notes: tuple[str, ...] = ()
@@ -164,16 +178,16 @@ def endings(run: Run, restart: int) -> list[Ending]:
 
     What happened after somebody asked the job to stop is no failure and left out, too.
     """
-    told = _statuses_in(run.stderr)
+    statuses = _statuses_in(run.stderr)
     aborted = _aborted(run.stderr)
     found: list[Ending] = []
     ranks = run.attempt(restart)
-    told |= _spawned(run, ranks, told)
+    statuses |= _spawned(run, ranks, statuses)
     for rank in ranks:
-        ending = _rank_ending(rank, told, bool(run.exit_status), aborted)
+        ending = _rank_ending(rank, statuses, bool(run.exit_status), aborted)
         if ending is not None:
             found.append(ending)
-    found += _unseen_endings(run, ranks, told, found)
+    found += _unseen_endings(run, ranks, statuses, found)
     joined = {rank.rank for rank in ranks}
     found += _stray_endings(run, restart, joined)
     limit = run.stopped_at
@@ -221,26 +235,26 @@ def mispaired(run: Run, cause: Ending) -> bool:
 
 
 def _rank_ending(
-    rank: Rank, told: dict[int, int], job_failed: bool, aborted: frozenset[int]
+    rank: Rank, statuses: dict[int, int], job_failed: bool, aborted: frozenset[int]
 ) -> Ending | None:
-    status = _status(rank, told)
+    status = _status(rank, statuses)
     if status == 0 or rank.status is None:
         # Whatever it recorded was caught, or did not matter.
         return None
-    error = next(rank.of_kind("error"), None)
+    error = rank.records.first(ErrorRecord)
     if error is not None:
         return _exception(rank.rank, _of_thread(rank, error) or error, status)
-    call = next((r for r in rank.of_kind("exit") if r.get("status")), None)
-    if call is not None and (status == call["status"] or (status is None and job_failed)):
+    call = next((each for each in rank.records.of(ExitRecord) if each.status), None)
+    if call is not None and (status == call.status or (status is None and job_failed)):
         thread = _of_thread(rank, call)
         return _exit_call(rank.rank, call) if thread is None else _exception(rank.rank, thread)
     if status is None:
         return None
     # An end that nobody saw happen is dated by the last sign of life.
-    seen = rank.exit is not None and rank.exit.get("status") is not None
-    when = integer(rank.exit, "time") if rank.exit is not None and seen else rank.status.since
+    seen = rank.exit is not None and rank.exit.status is not None
+    when = rank.exit.time if rank.exit is not None and seen else rank.status.since
     if status > 0:
-        shown = next(rank.of_kind("shown_error"), None)
+        shown = rank.records.first(ShownErrorRecord)
         if shown is not None:
             return _exception(rank.rank, shown, status)
         text = f"exit status {status} without an exception"
@@ -263,20 +277,20 @@ def _rank_ending(
         where=_where(rank),
         location=_site(rank),
         status=status,
-        oom=str(rank.exit.get("oom") or "") if rank.exit is not None else "",
+        oom=rank.exit.oom if rank.exit is not None else "",
         last_seen=last_line(rank),
     )
 
 
-def _spawned(run: Run, ranks: tuple[Rank, ...], told: dict[int, int]) -> dict[int, int]:
+def _spawned(run: Run, ranks: tuple[Rank, ...], statuses: dict[int, int]) -> dict[int, int]:
     """The exit statuses, by pid, of ranks whose parent took them before they were seen."""
     unknown = {
-        rank.status.pid: integer(rank.exit, "time")
+        rank.status.pid: rank.exit.time
         for rank in ranks
         if rank.exit is not None
         and rank.status is not None
-        and _status(rank, told) is None
-        and not any(any(rank.of_kind(kind)) for kind in ("end", "error", "exit"))
+        and _status(rank, statuses) is None
+        and not _recorded_end(rank)
     }
     stopped = {
         int(pid): _number(name)
@@ -296,7 +310,7 @@ def _number(name: str | None) -> int:
 
 
 def _unseen_endings(
-    run: Run, ranks: tuple[Rank, ...], told: dict[int, int], found: list[Ending]
+    run: Run, ranks: tuple[Rank, ...], statuses: dict[int, int], found: list[Ending]
 ) -> Iterator[Ending]:
     """Ranks of a live job that ended first and without a word.
 
@@ -306,10 +320,14 @@ def _unseen_endings(
     if run.exit_status is not None or all(rank.exit is not None for rank in ranks):
         return
     for rank in ranks:
-        spoke = any(rank.of_kind("end")) or any(rank.of_kind("error")) or any(rank.of_kind("exit"))
-        if rank.exit is None or rank.status is None or spoke or _status(rank, told) is not None:
+        if (
+            rank.exit is None
+            or rank.status is None
+            or _recorded_end(rank)
+            or _status(rank, statuses) is not None
+        ):
             continue
-        when = integer(rank.exit, "time")
+        when = rank.exit.time
         stopped = f"Sending process {rank.status.pid} closing signal" in run.stderr
         if stopped or any(each.time <= when for each in found):
             continue
@@ -331,113 +349,111 @@ def _unseen_endings(
 
 def _stray_endings(run: Run, restart: int, joined: set[int]) -> Iterator[Ending]:
     for record in run.strays:
-        if integer(record, "restart") != restart or record.get("rank") in joined:
+        if not isinstance(record, (ErrorRecord, ExitRecord)):
             continue
-        worker = record.get("rank") is not None and record.get("leads_session")
+        if record.restart != restart or record.rank in joined:
+            continue
+        worker = record.rank is not None and record.leads_session
         if not run.exit_status and not (worker and run.exit_status is None):
             # A helper program of a healthy job may fail, and a caught `sys.exit` is recorded, too:
             # only once the job is known to have failed do they say why.
             continue
-        if record["kind"] == "error":
-            yield _exception(record.get("rank"), record, None, initialized=False)
-        elif record["kind"] == "exit" and run.exit_status:
-            yield _exit_call(record.get("rank"), record, initialized=False)
+        if isinstance(record, ErrorRecord):
+            yield _exception(record.rank, record, None, initialized=False)
+        elif run.exit_status:
+            yield _exit_call(record.rank, record, initialized=False)
+
+
+def _recorded_end(rank: Rank) -> bool:
+    """Whether a rank itself recorded how it ends."""
+    return any(map(rank.records.of, (EndRecord, ErrorRecord, ExitRecord)))
 
 
 def _exception(
-    rank: int | None, record: Record, status: int | None = None, initialized: bool = True
+    rank: int | None, record: ErrorRecord, status: int | None = None, initialized: bool = True
 ) -> Ending:
-    name = str(record.get("exception", "an exception"))
-    message = str(record.get("message", ""))
+    name = record.exception
     wrapper = name.rpartition(".")[2] in _WRAPPERS
     return Ending(
         rank=rank,
-        time=integer(record, "time"),
+        time=record.time,
         kind="exception",
         victim=wrapper or name == "KeyboardInterrupt" or _lost_peer(record),
         text=_in_short(record),
-        where=_moment(record.get("step"), record.get("collective") or record.get("phase")),
-        location=_location(record),
-        traceback=str(record.get("traceback") or ""),
-        message=message,
+        where=_moment(record.step, record.collective or record.phase),
+        location=record.location,
+        traceback=record.traceback,
+        message=record.message,
         status=status,
-        file=file if isinstance(file := record.get("file"), dict) else {},
+        file=record.file or NOTHING,
         initialized=initialized,
         notes=tuple(_notes(record)),
     )
 
 
-def _in_short(record: Record) -> str:
+def _in_short(error: ErrorRecord | OuterError) -> str:
     """An exception with the first line of its message."""
-    name = str(record.get("exception", "an exception"))
-    lines = str(record.get("message", "")).splitlines()
-    first = next((line for line in lines if line.strip()), "")
+    name = error.exception or "an exception"
+    first = next((line for line in error.message.splitlines() if line.strip()), "")
     return f"{name}: {_clean(first)}" if first else name
 
 
-def _notes(record: Record) -> Iterator[str]:
+def _notes(record: ErrorRecord) -> Iterator[str]:
     """What became of an exception before it ended the process."""
-    if record.get("thread"):
-        yield f"it ended the thread {str(record['thread'])[:60]!r}, which the main one waited for"
-    outer = record.get("outer")
-    if isinstance(outer, dict):
-        place = f" at {_location(outer)}" if _location(outer) is not None else ""
-        worker = _IN_WORKER.match(str(outer.get("message")))
+    if isinstance(record, ThreadErrorRecord) and record.thread:
+        yield f"it ended the thread {record.thread[:60]!r}, which the main one waited for"
+    outer, left = record.outer, record.left
+    if outer is not None:
+        place = f" at {outer.location}" if outer.location is not None else ""
+        worker = _IN_WORKER.match(outer.message)
         if worker is not None:
             yield f"in {worker[1]}, whose batch was awaited{place}"
         else:
             yield f"it was raised again as {_in_short(outer)[:160]}{place}"
-    left = record.get("left")
-    if isinstance(left, dict):
-        place = f" at {_location(left)}" if _location(left) is not None else ""
+    if left is not None:
+        place = f" at {left.location}" if left.location is not None else ""
         yield f"the script caught it and ended itself by {_call(left)}{place}"
-    elif record.get("kind") == "shown_error":
+    elif isinstance(record, ShownErrorRecord):
         yield "the script caught it, printed it, and ended itself"
 
 
-def _of_thread(rank: Rank, end: Record) -> Record | None:
+def _of_thread(rank: Rank, end: ErrorRecord | ExitRecord) -> ThreadErrorRecord | None:
     """The exception of a thread for whose work the main one waited until it failed, too."""
-    if end.get("kind") == "error" and str(end.get("exception")).rpartition(".")[2] not in _STARVED:
+    if isinstance(end, ErrorRecord) and end.exception.rpartition(".")[2] not in _STARVED:
         return None
-    failed = [
-        record
-        for record in rank.of_kind("thread_error")
-        if integer(record, "time") < integer(end, "time")
-    ]
+    failed = [each for each in rank.records.of(ThreadErrorRecord) if each.time < end.time]
     return failed[-1] if failed else None
 
 
-def _call(record: Record) -> str:
-    said = record.get("said")
-    told = repr(str(said)) if said is not None else record.get("status")
-    return f"{record.get('how')}({told})"
+def _call(record: ExitRecord) -> str:
+    return f"{record.how}({record.status if record.said is None else repr(record.said)})"
 
 
-def _exit_call(rank: int | None, record: Record, initialized: bool = True) -> Ending:
+def _exit_call(rank: int | None, record: ExitRecord, initialized: bool = True) -> Ending:
     return Ending(
         rank=rank,
-        time=integer(record, "time"),
+        time=record.time,
         kind="exit",
         victim=False,
         text=_call(record),
-        where=_moment(record.get("step"), record.get("phase")),
-        location=_location(record),
-        message=str(record.get("refused") or ""),
-        status=integer(record, "status", 1),
+        where=_moment(record.step, record.phase),
+        location=record.location,
+        message=record.refused,
+        status=record.status,
         initialized=initialized,
     )
 
 
-def _lost_peer(record: Record) -> bool:
+def _lost_peer(record: ErrorRecord) -> bool:
     """Whether torch says that a peer is gone; the same words of a download are its own failure."""
-    name, message = str(record.get("exception", "")), str(record.get("message", ""))
+    name, message = record.exception, record.message
     if name != "RuntimeError" and not name.startswith("torch."):
         return False
     found = _VICTIM.search(message)
     if found is None or not _COMMON.fullmatch(found[0]):
         return found is not None
-    frames = str(record.get("traceback") or "")
-    return bool(_OF_TORCH.search(message) or not frames or _THROUGH_TORCH.search(frames))
+    trace = record.traceback
+    return bool(_OF_TORCH.search(message) or not trace or _THROUGH_TORCH.search(trace))
 
 
 def _clean(message: str) -> str:
@@ -446,10 +462,6 @@ def _clean(message: str) -> str:
     The addresses are wrong besides: gloo prints ports byte-swapped.
     """
     return _NOISE.sub("", message).strip()
-
-
-def _location(record: Record) -> Location | None:
-    return Location(str(record["path"]), integer(record, "line")) if record.get("path") else None
 
 
 def _moment(step: object, phase: object) -> str:
@@ -477,13 +489,13 @@ def last_line(rank: Rank) -> Location | None:
     return Location(path, whole(line)) if path and line.isdigit() else None
 
 
-def _status(rank: Rank, told: dict[int, int]) -> int | None:
-    if rank.exit is not None and rank.exit.get("status") is not None:
-        return integer(rank.exit, "status", 1)
-    said = told.get(rank.status.pid) if rank.status is not None else None
-    if said is None and rank.exit is not None and rank.exit.get("oom"):
+def _status(rank: Rank, statuses: dict[int, int]) -> int | None:
+    if rank.exit is not None and rank.exit.status is not None:
+        return rank.exit.status
+    printed = statuses.get(rank.status.pid) if rank.status is not None else None
+    if printed is None and rank.exit is not None and rank.exit.oom:
         return -signal.SIGKILL
-    return said
+    return printed
 
 
 def _statuses_in(stderr: str) -> dict[int, int]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ddpdoctor.analysis.hang_snapshot import Standing, brief
-from ddpdoctor.analysis.rank_activity import Whereabouts, computes, doing, waits_for_network, works
+from ddpdoctor.analysis.hang_snapshot import RankState, brief
+from ddpdoctor.analysis.rank_activity import Activity, computes, doing, waits_for_network, works
 from ddpdoctor.core.finding import Location, Severity
 from ddpdoctor.stacks.model import ENDING, Thread
 from ddpdoctor.stacks.user_frames import innermost, is_ours
@@ -37,7 +37,7 @@ _LET_GO = (
 )
 
 
-def lingering(rank: Standing) -> Whereabouts | None:
+def exit_wait(rank: RankState) -> Activity | None:
     """What keeps the process of a rank that has come to the end of its script.
 
     None if it has not, or if it is at work there and has not been for long.
@@ -51,7 +51,7 @@ def lingering(rank: Standing) -> Whereabouts | None:
         return None
     outer = rank.frames[0] if rank.frames else None
     at = (outer.path, outer.function) if outer is not None else ("", "")
-    since = f"{_AT_THE_END} since {rank.seconds} s"
+    since = f"{_AT_THE_END} for {rank.seconds} s"
     if at[0].endswith(_JOINS_THREADS[0]) and at[1] == _JOINS_THREADS[1]:
         return _threads(rank, since)
     if at[0].endswith(_JOINS_CHILDREN[0]) and at[1] == _JOINS_CHILDREN[1]:
@@ -70,7 +70,7 @@ def lingering(rank: Standing) -> Whereabouts | None:
     return _found(f"is {since}, in {called}", place, _CALLED)
 
 
-def _threads(rank: Standing, since: str) -> Whereabouts:
+def _threads(rank: RankState, since: str) -> Activity:
     threads = rank.stacks.threads if rank.stacks is not None else ()
     others = [each for each in threads if each.awaited and not is_ours(each.frames)]
     thread = next((each for each in others if innermost(each.frames) is not None), None)
@@ -93,7 +93,7 @@ def _site(thread: Thread) -> Location | None:
     return Location(frame.path, frame.line) if frame is not None else None
 
 
-def _children(rank: Standing, since: str) -> Whereabouts:
+def _children(rank: RankState, since: str) -> Activity:
     children = [
         child
         for child in (rank.stacks.state.children if rank.stacks is not None else ())
@@ -109,13 +109,11 @@ def _children(rank: Standing, since: str) -> Whereabouts:
     )
 
 
-def _native(rank: Standing, text: str, place: Location | None) -> Whereabouts:
+def _native(rank: RankState, text: str, place: Location | None) -> Activity:
     severity = Severity.WARNING if computes(rank) else Severity.ERROR
-    return Whereabouts("DDP815", f"{text} ({doing(rank)})", severity, place, _LET_GO)
+    return Activity("DDP815", f"{text} ({doing(rank)})", severity, place, _LET_GO)
 
 
-def _found(
-    text: str, place: Location | None, fix: str, evidence: tuple[str, ...] = ()
-) -> Whereabouts:
+def _found(text: str, place: Location | None, fix: str, evidence: tuple[str, ...] = ()) -> Activity:
     # It may be sending what was to be sent at the end.
-    return Whereabouts("DDP815", text, Severity.WARNING, place, fix, evidence)
+    return Activity("DDP815", text, Severity.WARNING, place, fix, evidence)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ddpdoctor.analysis.endings import Ending, first_failure
 from ddpdoctor.failures import Failure, recognise
 from ddpdoctor.failures.lines import shortened
-from ddpdoctor.run.record import integer
+from ddpdoctor.run.records.data import SaveRecord
 from ddpdoctor.run.snapshot import Run
 
 DISK_FULL = "DDP935"
@@ -33,29 +33,28 @@ class Facts:
 
 def described(cause: Ending, failure: Failure) -> Facts:
     """What is known of the file that an exception is about."""
-    path = str(cause.file.get("path") or "")
+    path = cause.file.path
     if failure.code == DISK_FULL:
         return _unwritten(cause, path)
-    url = shortened(str(cause.file.get("url") or ""))
+    url = shortened(cause.file.url)
     if failure.code == NO_NETWORK and url:
         return Facts(f"has no network for a download from {url}")
     if failure.code in UNREADABLE and path:
-        return Facts(evidence=(f"the file is {path}, {_size(integer(cause.file, 'size'))}",))
+        return Facts(evidence=(f"the file is {path}, {_size(cause.file.size)}",))
     return Facts()
 
 
 def _unwritten(cause: Ending, path: str) -> Facts:
     name = path or "a file"
-    free, total = cause.file.get("free"), cause.file.get("total")
-    limit = cause.file.get("limit")
-    size = integer(cause.file, "size")
-    if isinstance(limit, int) and size >= 0.9 * limit:
+    free, total = cause.file.free, cause.file.total
+    limit, size = cause.file.limit, cause.file.size
+    if limit is not None and size >= 0.9 * limit:
         return Facts(
             f"could not write {name}: files may be {_size(limit)} at most (`ulimit -f`)",
             "Raise the limit in the shell or the scheduler's script that starts the job.",
             (f"{path} has {_size(size)}",),
         )
-    if not isinstance(free, int) or not isinstance(total, int):
+    if free is None or total is None:
         return Facts(f"could not write {path}: no room is left for it" if path else "")
     room = f"{_size(free)} of {_size(total)} are free in {os.path.dirname(path) or '.'}"
     if free <= max(_LITTLE, _FULL * total):
@@ -69,26 +68,21 @@ def _unwritten(cause: Ending, path: str) -> Facts:
 def writers(run: Run, path: str) -> tuple[int, ...]:
     """The ranks that wrote a file with ``torch.save`` in the last attempt."""
     return tuple(
-        sorted(
-            {
-                rank.rank
-                for rank in run.last
-                for record in rank.of_kind("save")
-                if path and record.get("file") == path
-            }
-        )
+        rank.rank
+        for rank in run.last
+        if path and any(record.file == path for record in rank.records.of(SaveRecord))
     )
 
 
 def torn(run: Run) -> Ending | None:
     """The end of a rank that could not read a checkpoint which several ranks had written."""
     cause = first_failure(run, run.restarts[-1])
-    if cause is None or cause.file.get("access") != "read":
+    if cause is None or cause.file.access != "read":
         return None
     known = recognise(cause.printed, cause.traceback)
     if known is None or known[0].code not in UNREADABLE:
         return None
-    return cause if len(writers(run, str(cause.file["path"]))) > 1 else None
+    return cause if len(writers(run, cause.file.path)) > 1 else None
 
 
 def _size(count: int) -> str:

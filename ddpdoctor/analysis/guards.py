@@ -20,7 +20,7 @@ from ddpdoctor.analysis.rank_words import (
 )
 from ddpdoctor.core import opening
 from ddpdoctor.core.finding import Location
-from ddpdoctor.run.record import MOST_WORLD
+from ddpdoctor.run.names import MOST_WORLD
 
 
 @dataclass(frozen=True)

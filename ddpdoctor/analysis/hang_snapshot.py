@@ -1,4 +1,4 @@
-"""What an examination of a job that stands still saw of each rank (`Run.hang`), as objects."""
+"""What an examination of a job without progress saw of each rank (`Run.hang`), as objects."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ from typing import Any
 
 from ddpdoctor.analysis.guards import statement
 from ddpdoctor.core.finding import Location
-from ddpdoctor.run.record import (
-    BEFORE_FORWARD,
-    MOST_WORLD,
-    Phase,
-    Record,
-    integer,
-    whole,
-)
+from ddpdoctor.core.opening import integer, whole
+from ddpdoctor.run.names import BEFORE_FORWARD, MOST_WORLD
+from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.supervisor import HangRecord
 from ddpdoctor.run.snapshot import Run
+from ddpdoctor.run.status import Phase
 from ddpdoctor.stacks.model import Frame, RankStacks, from_record
 from ddpdoctor.stacks.user_frames import innermost, user_frames
 
@@ -49,11 +46,11 @@ class Call:
     group: str
     """Its name: ``0`` is the default group."""
     members: str
-    """Ranks of the group, ``0-3``; empty where nobody told."""
+    """Ranks of the group, ``0-3``; empty if it is not known."""
     sequence: int
     name: str
     numel: int
-    """Elements, -1 if there is no tensor or nobody told."""
+    """Elements, -1 if there is no tensor or it is not known."""
     dtype: str
     reduce: str
     root: int
@@ -63,7 +60,7 @@ class Call:
     began: int = 0
     """Unix nanoseconds."""
     backend: str = ""
-    """``gloo``, where torch's Flight Recorder told it."""
+    """``gloo``, where torch's Flight Recorder says so."""
     callers: tuple[Location, ...] = ()
     """The lines that led to it, the nearest first."""
 
@@ -103,50 +100,50 @@ def amount(numel: int, dtype: str) -> str:
     return f"{numel:,} {'halves' if word == 'half' else word + 's'}"
 
 
-def from_ring(told: Mapping[str, Any]) -> Call:
+def from_ring(recorded: Mapping[str, Any]) -> Call:
     """A collective of the ring, read back from JSON or as it is in the file."""
-    group, _, members = str(told.get("group") or "").partition("|")
+    group, _, members = str(recorded.get("group") or "").partition("|")
     return Call(
         group=group,
         members=members,
-        sequence=int(told["sequence"]),
-        name=str(told["name"]),
-        numel=int(told["numel"]),
-        dtype=str(told.get("dtype") or ""),
-        reduce=str(told.get("reduce") or ""),
-        root=int(told["root"]),
-        done=bool(told["ended"]),
-        site=location(str(told.get("site") or "")),
-        order=int(told["order"]),
-        began=int(told["began"]),
-        callers=tuple(at for each in told.get("callers") or () if (at := location(str(each)))),
+        sequence=int(recorded["sequence"]),
+        name=str(recorded["name"]),
+        numel=int(recorded["numel"]),
+        dtype=str(recorded.get("dtype") or ""),
+        reduce=str(recorded.get("reduce") or ""),
+        root=int(recorded["root"]),
+        done=bool(recorded["ended"]),
+        site=location(str(recorded.get("site") or "")),
+        order=int(recorded["order"]),
+        began=int(recorded["began"]),
+        callers=tuple(at for each in recorded.get("callers") or () if (at := location(str(each)))),
     )
 
 
-def _from_flight(told: Mapping[str, Any]) -> Call:
-    shapes = told.get("shapes") or []
+def _from_flight(recorded: Mapping[str, Any]) -> Call:
+    shapes = recorded.get("shapes") or []
     numel = 0
     for shape in shapes:
         size = 1
         for dimension in shape:
             size *= int(dimension)
         numel += size
-    dtypes = told.get("dtypes") or [""]
-    lines = [at for each in told.get("lines") or () if (at := location(str(each))) is not None]
+    dtypes = recorded.get("dtypes") or [""]
+    lines = [at for each in recorded.get("lines") or () if (at := location(str(each))) is not None]
     return Call(
-        group=str(told.get("group")),
+        group=str(recorded.get("group")),
         members="",
-        sequence=int(told.get("sequence") or 0),
-        name=str(told.get("name") or "").lstrip("_"),
+        sequence=int(recorded.get("sequence") or 0),
+        name=str(recorded.get("name") or "").lstrip("_"),
         numel=numel if shapes else -1,
         dtype=str(dtypes[0]),
         reduce="",
         root=-1,
-        done=bool(told.get("retired")) or told.get("state") == "completed",
+        done=bool(recorded.get("retired")) or recorded.get("state") == "completed",
         site=lines[0] if lines else None,
-        order=int(told.get("id") or 0),
-        began=int(told.get("created") or 0),
-        backend=str(told.get("backend") or ""),
+        order=int(recorded.get("id") or 0),
+        began=int(recorded.get("created") or 0),
+        backend=str(recorded.get("backend") or ""),
         callers=tuple(lines[1:]),
     )
 
@@ -169,15 +166,15 @@ def quoted(at: Location | None) -> str:
 
 
 @dataclass(frozen=True)
-class Standing:
-    """One rank of a job that stands still.
+class RankState:
+    """One rank of a job that makes no progress.
 
     Attributes:
         record: What was seen of it.
         taken: When, in Unix nanoseconds.
     """
 
-    record: Record
+    record: JsonObject
     taken: int
 
     @property
@@ -198,12 +195,14 @@ class Standing:
     @property
     def dead_for(self) -> float | None:
         """Seconds since its process ended, None if it lives or was not seen to end."""
-        told = self.record.get("exit")
-        return (self.taken - integer(told, "time")) / 1e9 if isinstance(told, dict) else None
+        recorded = self.record.get("exit")
+        return (
+            (self.taken - integer(recorded, "time")) / 1e9 if isinstance(recorded, dict) else None
+        )
 
     @property
     def phase(self) -> str:
-        """What its training thread did, as its status page told."""
+        """What its training thread did, by its status page."""
         return str(self.record.get("phase") or "")
 
     @property
@@ -214,14 +213,14 @@ class Standing:
     @cached_property
     def stacks(self) -> RankStacks | None:
         """Its stacks, or why there are none."""
-        told = self.record.get("stacks")
-        return from_record(told) if isinstance(told, dict) else None
+        recorded = self.record.get("stacks")
+        return from_record(recorded) if isinstance(recorded, dict) else None
 
     @cached_property
     def later(self) -> RankStacks | None:
         """Its stacks a second later, if it did not wait in a collective."""
-        told = self.record.get("later")
-        return from_record(told) if isinstance(told, dict) else None
+        recorded = self.record.get("later")
+        return from_record(recorded) if isinstance(recorded, dict) else None
 
     @cached_property
     def frames(self) -> tuple[Frame, ...]:
@@ -258,7 +257,7 @@ class Standing:
 
     @property
     def letters(self) -> str:
-        """Its process's state at two moments a second apart; empty if nobody looked."""
+        """Its process's state at two moments a second apart; empty if it was not looked at."""
         return str((self.record.get("activity") or {}).get("letters") or "")
 
     @property
@@ -294,28 +293,28 @@ class Standing:
     @cached_property
     def ring(self) -> tuple[Call, ...]:
         """Its newest collectives from Python in groups, oldest first."""
-        told = self.record.get("collectives") or ()
-        return tuple(from_ring(each) for each in told if not each.get("point_to_point"))
+        recorded = self.record.get("collectives") or ()
+        return tuple(from_ring(each) for each in recorded if not each.get("point_to_point"))
 
     @cached_property
     def flight(self) -> tuple[Call, ...] | None:
         """Its newest collectives, DDP's own among them; None if the recorder did not answer."""
-        told = self.record.get("flight")
-        if not isinstance(told, list):
+        recorded = self.record.get("flight")
+        if not isinstance(recorded, list):
             return None
-        calls = [_from_flight(each) for each in told if not each.get("point_to_point")]
+        calls = [_from_flight(each) for each in recorded if not each.get("point_to_point")]
         return tuple(sorted(calls, key=lambda each: each.order))
 
     @cached_property
     def under_way(self) -> Call | None:
         """The collective from Python that it is in or waits for."""
-        told = self.record.get("collectives") or ()
+        recorded = self.record.get("collectives") or ()
         waited = integer(self.record, "waited")
-        for each in reversed(told):
+        for each in reversed(recorded):
             if waited and each.get("order") == waited:
                 return from_ring(each)
-        if told and not waited and self.phase == Phase.WAIT.label:
-            last = told[-1]
+        if recorded and not waited and self.phase == Phase.WAIT.label:
+            last = recorded[-1]
             if not last.get("ended") and not last.get("asynchronous"):
                 return from_ring(last)
         return None
@@ -382,42 +381,25 @@ def _main(stacks: RankStacks | None) -> tuple[Frame, ...]:
 
 
 @dataclass(frozen=True)
-class Standstill:
-    """A job that stands still."""
+class HangSnapshot:
+    """A job that makes no progress."""
 
-    record: Record
-    ranks: tuple[Standing, ...]
+    record: HangRecord
+    ranks: tuple[RankState, ...]
     world_size: int
 
     @property
-    def everybody(self) -> bool:
-        """Whether nobody moved; else some rank worked while others waited for long."""
-        return bool(self.record.get("everybody", True))
-
-    @property
-    def number(self) -> int:
-        """Which examination it was."""
-        return integer(self.record, "number")
-
-    @property
-    def limit(self) -> float:
-        """Seconds without a sign, but with a core, after which a rank is worth a word."""
-        return float(self.record.get("limit") or 0.0)
-
-    @property
     def seconds(self) -> float:
-        """For how long nobody had given a sign."""
-        return float(self.record.get("seconds") or 0.0)
+        """For how long no rank had made progress."""
+        return self.record.seconds
 
 
-def standstill(run: Run) -> Standstill | None:
+def hang_snapshot(run: Run) -> HangSnapshot | None:
     """The job's standstill, None if it moves or nothing is known of it."""
     record = run.hang
     if record is None:
         return None
-    listed = record.get("ranks")
-    taken = integer(record, "time")
-    ranks = tuple(Standing(each, taken) for each in listed or () if isinstance(each, dict))
-    told = max((integer(each.record, "world_size") for each in ranks), default=0)
-    world = min(told, MOST_WORLD)
-    return Standstill(record, ranks, world or len(ranks))
+    ranks = tuple(RankState(each, record.time) for each in record.ranks)
+    recorded = max((integer(each.record, "world_size") for each in ranks), default=0)
+    world = min(recorded, MOST_WORLD)
+    return HangSnapshot(record, ranks, world or len(ranks))

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from statistics import median
 
 from ddpdoctor.analysis.pace import BORNE_OUT, WARM_UP, own_time, stands_out
-from ddpdoctor.run.snapshot import PHASES, Rank, Run, Step
+from ddpdoctor.run.records.model import DdpRecord
+from ddpdoctor.run.records.training import StepRecord
+from ddpdoctor.run.snapshot import PHASES, Rank, Run
 
 ENOUGH = 20
 """Steps that a verdict needs, after the warm-up."""
@@ -53,7 +55,7 @@ CALM = 0.05
 MANY = 16
 """Ranks from which on only the slowest are compared with all the others."""
 
-_Steps = dict[int, Step]
+_Steps = dict[int, StepRecord]
 
 
 @dataclass(frozen=True)
@@ -158,13 +160,15 @@ def _lag(
     lasting: float,
     few: bool,
 ) -> Lag | None:
-    def here(of: Callable[[Step], float]) -> float:
+    def here(of: Callable[[StepRecord], float]) -> float:
         return median(of(mine[number]) for number in common)
 
-    def there(of: Callable[[Step], float]) -> float:
+    def there(of: Callable[[StepRecord], float]) -> float:
         return median(median(of(steps[number]) for steps in others) for number in common)
 
-    def surplus(of: Callable[[Step], float], elsewhere: Callable[[Step], float]) -> list[float]:
+    def surplus(
+        of: Callable[[StepRecord], float], elsewhere: Callable[[StepRecord], float]
+    ) -> list[float]:
         return [
             of(mine[number]) - median(elsewhere(steps[number]) for steps in others)
             for number in common
@@ -238,7 +242,7 @@ def _crowd(
     return [wait - rate * max(run, 0.0) for wait, run in zip(waited, ran, strict=True)]
 
 
-def _net(step: Step) -> float:
+def _net(step: StepRecord) -> float:
     """A step's own time without waits for a core, but at least what the thread ran.
 
     Some of the waits were in the all-reduce, so it may be a little more.
@@ -246,28 +250,28 @@ def _net(step: Step) -> float:
     return own_time(step.own, _cpu(step), _waited(step))
 
 
-def _without_waits(step: Step) -> float:
+def _without_waits(step: StepRecord) -> float:
     return max(step.own - _waited(step), 0)
 
 
-def _own(step: Step) -> float:
+def _own(step: StepRecord) -> float:
     return step.own
 
 
-def _at_most(step: Step) -> float:
+def _at_most(step: StepRecord) -> float:
     """Its own time, if it waited for a core in the all-reduce rather than before."""
     return step.own - max(_waited(step) - step.wait, 0)
 
 
-def _waited(step: Step) -> float:
+def _waited(step: StepRecord) -> float:
     return step.waited or 0
 
 
-def _cpu(step: Step) -> float:
+def _cpu(step: StepRecord) -> float:
     return step.cpu or 0
 
 
-def _part(name: str) -> Callable[[Step], float]:
+def _part(name: str) -> Callable[[StepRecord], float]:
     return lambda step: float(getattr(step, name))
 
 
@@ -282,4 +286,4 @@ def _usable(run: Run, rank: Rank) -> _Steps:
 
 def on_gpu(rank: Rank) -> bool:
     """Whether the rank's steps were timed on a GPU."""
-    return any(str(record.get("device", "")).startswith("cuda") for record in rank.of_kind("ddp"))
+    return any(record.device.startswith("cuda") for record in rank.records.of(DdpRecord))

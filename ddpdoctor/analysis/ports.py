@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ddpdoctor.analysis.endings import Ending
+from ddpdoctor.analysis.endings import NOTHING, Ending
 from ddpdoctor.analysis.files import Facts
 from ddpdoctor.failures import Failure
 from ddpdoctor.failures.lines import shortened
-from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.records.process import ErrorRecord, OwnStoreRecord, ResourceFacts
 from ddpdoctor.run.snapshot import Run
 
 PORT_IN_USE = "DDP002"
@@ -29,63 +29,59 @@ _NO_ADDRESS = (
 def described(run: Run, cause: Ending, failure: Failure) -> Facts:
     """What is known of the port that an exception is about."""
     if failure.code == PORT_IN_USE:
-        return _taken(cause.file or _elsewhere(run))
+        return _taken(cause.file if cause.file.port is not None else _elsewhere(run))
     store = unopened(run)
-    if failure.code == UNREACHABLE and store is not None and str(store["port"]) in cause.text:
+    if failure.code == UNREACHABLE and store is not None and store.port in cause.text:
         return Facts(f"waited for a store at {address(store)} that no rank opens", *advice(store))
     return Facts()
 
 
-def unopened(run: Run) -> Record | None:
+def unopened(run: Run) -> OwnStoreRecord | None:
     """The address of a store that ranks of torchrun's wait for, and none of them opens."""
     restart = run.restarts[-1]
-    found = (
-        each
-        for each in run.strays
-        if each.get("kind") == "own_store" and integer(each, "restart") == restart
-    )
-    return next(found, None)
+    found = run.strays.of(OwnStoreRecord)
+    return next((each for each in found if each.restart == restart), None)
 
 
-def address(store: Record) -> str:
+def address(store: OwnStoreRecord) -> str:
     """Host and port of it."""
-    return shortened(f"{store.get('host')}:{store.get('port')}")
+    return shortened(f"{store.host}:{store.port}")
 
 
-def advice(store: Record) -> tuple[str, tuple[str, ...]]:
+def advice(store: OwnStoreRecord) -> tuple[str, tuple[str, ...]]:
     """The fix, and the evidence."""
-    evidence = [f"torchrun keeps the job's store at {shortened(str(store.get('launcher')))}"]
-    if store.get("spawned"):
+    evidence = [f"torchrun keeps the job's store at {shortened(store.launcher)}"]
+    if store.spawned:
         evidence.append("a worker of torchrun started this process")
         return _SPAWNED, tuple(evidence)
     return _NO_ADDRESS, tuple(evidence)
 
 
-def _elsewhere(run: Run) -> Record:
-    """What a process that never was a rank saw of it, where stderr alone tells of the failure."""
-    files = (each.get("file") for each in run.strays if each.get("kind") == "error")
-    return next((each for each in files if isinstance(each, dict) and "port" in each), {})
+def _elsewhere(run: Run) -> ResourceFacts:
+    """What a process that never was a rank saw of it, where stderr alone reports the failure."""
+    files = (each.file for each in run.strays.of(ErrorRecord))
+    return next((each for each in files if each and each.port is not None), NOTHING)
 
 
-def _taken(facts: Record) -> Facts:
-    holder = facts.get("holder")
-    if not isinstance(holder, dict):
+def _taken(facts: ResourceFacts) -> Facts:
+    holder = facts.holder
+    if holder is None:
         return Facts()
-    told = f"could not listen on port {integer(facts, 'port')}"
-    who = f"pid {integer(holder, 'pid')}"
-    name = shortened(str(holder.get("name") or ""), 100)
+    failed = f"could not listen on port {facts.port}"
+    who = f"pid {holder.pid}"
+    name = shortened(holder.name, 100)
     evidence = (f"{who} holds it: {name}",) if name else ()
-    if holder.get("itself"):
+    if holder.itself:
         return Facts(
-            f"{told}: this process holds it already",
+            f"{failed}: this process holds it already",
             "Open the store once, and hand it over: init_process_group(store=...).",
         )
-    if holder.get("ours"):
-        rank = holder.get("rank")
-        known = f", started as rank {rank}" if isinstance(rank, str) and rank.isdigit() else ""
+    if holder.ours:
+        rank = holder.rank or ""
+        known = f", started as rank {rank}" if rank.isdigit() else ""
         return Facts(
-            f"{told}: another process of this job holds it ({who}{known})",
-            _SPAWNED if facts.get("spawned") else _OWN_RANK,
+            f"{failed}: another process of this job holds it ({who}{known})",
+            _SPAWNED if facts.spawned else _OWN_RANK,
             evidence,
         )
-    return Facts(f"{told}: a process of another job holds it ({who})", "", evidence)
+    return Facts(f"{failed}: a process of another job holds it ({who})", "", evidence)

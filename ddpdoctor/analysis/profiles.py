@@ -11,11 +11,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ddpdoctor.analysis.sources import Source, source_of
 from ddpdoctor.core import opening
-from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.records.training import ProfileRecord, SampledStack
 from ddpdoctor.run.snapshot import Rank
 from ddpdoctor.stacks.model import Frame
 
@@ -49,8 +50,12 @@ class Profile:
     """The samples of one rank, with what the kernel counted meanwhile."""
 
     rank: int
-    record: Record
-    stacks: tuple[Stack, ...]
+    record: ProfileRecord
+
+    @cached_property
+    def stacks(self) -> tuple[Stack, ...]:
+        """The stacks that were seen."""
+        return tuple(map(_stack, self.record.stacks))
 
     @property
     def samples(self) -> int:
@@ -59,11 +64,11 @@ class Profile:
 
     def a_step(self, name: str) -> float:
         """What was counted, in one step."""
-        return integer(self.record, name) / max(integer(self.record, "steps"), 1)
+        return float(getattr(self.record, name)) / max(self.record.steps, 1)
 
     def share(self, name: str) -> float:
         """Nanoseconds that were counted, as a part of the time."""
-        return integer(self.record, name) / max(integer(self.record, "wall"), 1)
+        return float(getattr(self.record, name)) / max(self.record.wall, 1)
 
     def calls(self, name: str) -> Frame | None:
         """The one line in the files that were seen at which a function of that name is called."""
@@ -71,16 +76,10 @@ class Profile:
         found = [
             Frame(path, line, "")
             for path in sorted(paths)
-            if (source := _source(path, integer(self.record, "time"))) is not None
+            if (source := _source(path, self.record.time)) is not None
             for line in source.calls(name)
         ]
         return found[0] if len(found) == 1 else None
-
-    @property
-    def affinity(self) -> tuple[int, ...]:
-        """The cores that the training thread may run on."""
-        found = self.record.get("affinity")
-        return tuple(found) if isinstance(found, list) else ()
 
 
 @dataclass(frozen=True)
@@ -135,9 +134,9 @@ def profiles(ranks: Sequence[Rank], asked: int) -> dict[int, Profile]:
     """The profiles that were asked for at one time, by rank."""
     found: dict[int, Profile] = {}
     for rank in ranks:
-        for record in rank.of_kind("profile"):
-            if integer(record, "asked") == asked:
-                found[rank.rank] = Profile(rank.rank, record, tuple(_stacks(record)))
+        for record in rank.records.of(ProfileRecord):
+            if record.asked == asked:
+                found[rank.rank] = Profile(rank.rank, record)
     return found
 
 
@@ -183,7 +182,7 @@ def spot(mine: Profile, others: Sequence[Profile], least: float) -> Spot | None:
             found = Spot(
                 tuple(chain), _count(at), _count(here if whole else at), total,
                 _count(at_others), rest, tuple(here if whole else at),
-                integer(mine.record, "time"),
+                mine.record.time,
             )  # fmt: skip
             if lines[line] < MOSTLY * needed:
                 return found
@@ -254,16 +253,6 @@ def _decided_by_rank(frame: Frame, taken: int) -> bool:
     )
 
 
-def _stacks(record: Record) -> list[Stack]:
-    found = []
-    seen = record.get("stacks")
-    for each in seen if isinstance(seen, list) else ():
-        try:
-            count, frames, waits, letter, _ = each
-            lines = tuple(Frame(str(path), int(line), str(name)) for path, line, name in frames)
-            where = (str(waits[0]), str(waits[1]))
-            found.append(Stack(int(count), lines[::-1], where, str(letter)))
-        except (TypeError, ValueError, IndexError):
-            # A damaged record.
-            continue
-    return found
+def _stack(seen: SampledStack) -> Stack:
+    frames = tuple(Frame(*each) for each in reversed(seen.frames))
+    return Stack(seen.times, frames, seen.waits, seen.letter)

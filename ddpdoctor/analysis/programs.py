@@ -8,6 +8,8 @@ import itertools
 import os
 
 from ddpdoctor.core import opening
+from ddpdoctor.run.records.model import DdpRecord
+from ddpdoctor.run.records.training import SiteRecord
 from ddpdoctor.run.snapshot import Run
 
 MOST_FILES = 64
@@ -18,10 +20,9 @@ def files_of(run: Run) -> list[str]:
     """The files of the user's that are known to have run, and what they import beside them."""
     found: dict[str, None] = {}
     for rank in run.last:
-        for kind in ("site", "ddp"):
-            for record in rank.of_kind(kind):
-                if record.get("path"):
-                    found[str(record["path"])] = None
+        for record in (*rank.records.of(SiteRecord), *rank.records.of(DdpRecord)):
+            if record.path:
+                found[record.path] = None
     # The dictionary grows: an imported file may import others.
     queue = list(found)
     for path in queue:
@@ -35,10 +36,10 @@ def files_of(run: Run) -> list[str]:
 def changed(path: str) -> int:
     """When a file was changed; 0 if it cannot be read, or is too large."""
     try:
-        told = opening.facts(path)
+        stat = opening.facts(path)
     except OSError:
         return 0
-    return told.st_mtime_ns if told.st_size <= opening.MOST_PARSED else 0
+    return stat.st_mtime_ns if stat.st_size <= opening.MOST_PARSED else 0
 
 
 @functools.lru_cache(maxsize=MOST_FILES)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddpdoctor.analysis.guards import constant_while, statement
-from ddpdoctor.analysis.hang_snapshot import BUSY, Standing, brief, quoted
+from ddpdoctor.analysis.hang_snapshot import BUSY, RankState, brief, quoted
 from ddpdoctor.core.finding import Location, Severity
 from ddpdoctor.stacks.model import Frame, from_record
 from ddpdoctor.stacks.user_frames import innermost, is_user_path
+from ddpdoctor.system.process_state import ChildState
 
 NOTICED = 5.0
 """Seconds within which a launcher notices that a rank has died."""
@@ -32,7 +34,7 @@ _JOINING = ("init_process_group", "new_group", "rendezvous", "_store_based_barri
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class Activity:
     """What a rank does.
 
     Attributes:
@@ -53,7 +55,7 @@ class Whereabouts:
     evidence: tuple[str, ...] = ()
 
 
-def state_of(rank: Standing) -> Whereabouts | None:
+def state_of(rank: RankState) -> Activity | None:
     """What its process's state tells, whatever its code does; None if it may simply be at work."""
     letters = rank.letters
     unusual = letters == "DD" or "T" in letters or "t" in letters
@@ -62,11 +64,11 @@ def state_of(rank: Standing) -> Whereabouts | None:
         return None
     place = rank.site
     at = f"at {quoted(place)}" if rank.frame is not None else f"last seen at {quoted(place)}"
-    since = f"since {rank.seconds} s"
+    since = f"for {rank.seconds} s"
     if rank.dead_for is not None:
         if rank.dead_for < NOTICED or rank.record.get("launcher_works"):
             return None
-        return Whereabouts(
+        return Activity(
             "DDP812",
             f"died at {brief(place)} and its launcher has not noticed",
             Severity.ERROR,
@@ -75,7 +77,7 @@ def state_of(rank: Standing) -> Whereabouts | None:
             "processes and look at their exit codes.",
         )
     if letters and set(letters) == {"T"}:
-        return Whereabouts(
+        return Activity(
             "DDP805",
             f"is stopped (SIGSTOP, SIGTSTP or Ctrl-Z) {since}, {at}",
             Severity.ERROR,
@@ -83,7 +85,7 @@ def state_of(rank: Standing) -> Whereabouts | None:
             f"Continue it with `kill -CONT {rank.record.get('pid')}`, and find out who stopped it.",
         )
     if letters and set(letters) == {"t"}:
-        return Whereabouts(
+        return Activity(
             "DDP805",
             f"is held by a tracer (gdb, strace) {since}, {at}",
             Severity.WARNING,
@@ -94,7 +96,7 @@ def state_of(rank: Standing) -> Whereabouts | None:
         moving = rank.activity("disk") >= MOVING
         stacks = rank.stacks
         where = f" in {stacks.state.wchan}" if stacks is not None and stacks.state.wchan else ""
-        return Whereabouts(
+        return Activity(
             "DDP806",
             f"waits for a disk or device{where} {since}, {at}",
             Severity.WARNING if moving else Severity.ERROR,
@@ -108,7 +110,7 @@ def state_of(rank: Standing) -> Whereabouts | None:
     return None
 
 
-def _holds_the_gil(rank: Standing) -> bool:
+def _holds_the_gil(rank: RankState) -> bool:
     """Whether a thread of ours was seen to wait for the GIL while nothing kept it from a core.
 
     A process that gets no core is as silent.
@@ -116,10 +118,10 @@ def _holds_the_gil(rank: Standing) -> bool:
     return rank.stacks is not None and rank.stacks.gil_held
 
 
-def _native(rank: Standing, place: Location | None, since: str, at: str) -> Whereabouts:
+def _native(rank: RankState, place: Location | None, since: str, at: str) -> Activity:
     cpu = rank.activity("cpu")
     doing = f"busy, {_percent(cpu)} of a core" if rank.busy >= BUSY else "idle"
-    return Whereabouts(
+    return Activity(
         "DDP810",
         f"holds the GIL in native code {since}, {at} ({doing}), so that none of its Python threads "
         "can run",
@@ -136,75 +138,90 @@ def _native(rank: Standing, place: Location | None, since: str, at: str) -> Wher
     )
 
 
-def whereabouts(rank: Standing, starting: bool) -> Whereabouts:
+def activity_of(rank: RankState, starting: bool) -> Activity:
     """What a rank does that is not in a collective.
 
     Args:
         rank: The rank.
         starting: Whether no rank has closed its first step yet.
     """
-    told = state_of(rank)
-    if told is not None:
-        return told
+    known = state_of(rank)
+    if known is not None:
+        return known
     if rank.ended or rank.dead_for is not None:
         text = "has ended" if rank.ended else "has died"
-        return Whereabouts("DDP802", text, Severity.ERROR, rank.site)
-    frames, place = rank.frames, rank.site
-    since = f" since {rank.seconds} s" if rank.seconds else ""
-    if _prompts(rank, frames):
-        debugger = any(part in frame.path for frame in frames for part in _DEBUGGERS)
-        # Before the first step somebody may be asked at the terminal, and look for the answer.
-        asked = starting and not rank.step and not debugger and _told(rank, "terminal")
-        return Whereabouts(
-            "DDP808",
-            f"waits for {'a command in the debugger (pdb)' if debugger else 'input'} at "
-            f"{quoted(place)}{since}",
-            Severity.INFO if asked else Severity.ERROR,
-            place,
-            "Take it out, or use `breakpoint()` with the debugger attached: then the ranks wait "
-            "for each other without timing out."
-            if debugger
-            else "Read answers on no rank, or on rank 0 and broadcast them; a job has no keyboard.",
-        )
+        return Activity("DDP802", text, Severity.ERROR, rank.site)
+    duration = f" for {rank.seconds} s" if rank.seconds else ""
+    if _prompts(rank, rank.frames):
+        return _prompt(rank, starting, duration)
     loop = _loop(rank) if computes(rank) else None
-    if any(_LOADER in frame.path for frame in frames[-12:]):
+    if any(_LOADER in frame.path for frame in rank.frames[-12:]):
         # Below the loader, and not the loop around it that draws the batches.
         inner = loop if loop is not None and _inside_loader(rank) else None
-        return inner or _loop_of_worker(rank) or _loader(rank, place, since)
-    joining = next((f.function for f in reversed(frames) if f.function in _JOINING), None)
-    if joining is not None or (frames and not rank.joined and _in_store(frames)):
-        return Whereabouts(
-            "DDP813",
-            f"waits in {joining or 'rendezvous'} at {quoted(place)} for ranks that have not come",
-            Severity.ERROR,
-            place,
+        return inner or _loop_of_worker(rank) or _loader(rank, rank.site, duration)
+    return (
+        _joining(rank)
+        or (_starting(rank, duration) if starting and not rank.step else None)
+        or loop
+        or Activity(
+            "DDP802",
+            f"is in {_place(rank)}, {doing(rank)}{duration}",
+            Severity.WARNING if works(rank) else Severity.ERROR,
+            rank.site,
         )
-    action = doing(rank)
-    if starting and not rank.step and (works(rank) or _told(rank, "network")):
-        waits = not works(rank) and not _went_on(rank)
-        if waits:
-            action = f"waiting for the network, from which nothing comes{',' if since else ''}"
-        return Whereabouts(
-            "DDP811",
-            f"is still starting up: in {_place(rank)}, {action}{since}",
-            Severity.WARNING,
-            place,
-            "Fetch data and weights before the job starts, and give each request a timeout."
-            if waits
-            else "",
-        )
-    if loop is not None:
-        return loop
-    working = works(rank)
-    return Whereabouts(
-        "DDP802",
-        f"is in {_place(rank)}, {action}{since}",
-        Severity.WARNING if working else Severity.ERROR,
-        place,
     )
 
 
-def _place(rank: Standing) -> str:
+def _prompt(rank: RankState, starting: bool, duration: str) -> Activity:
+    """It waits for somebody at the keyboard, or in pdb."""
+    debugger = any(part in frame.path for frame in rank.frames for part in _DEBUGGERS)
+    # Before the first step somebody may be asked at the terminal, and look for the answer.
+    asked = starting and not rank.step and not debugger and _is(rank, "terminal")
+    return Activity(
+        "DDP808",
+        f"waits for {'a command in the debugger (pdb)' if debugger else 'input'} at "
+        f"{quoted(rank.site)}{duration}",
+        Severity.INFO if asked else Severity.ERROR,
+        rank.site,
+        "Take it out, or use `breakpoint()` with the debugger attached: then the ranks wait "
+        "for each other without timing out."
+        if debugger
+        else "Read answers on no rank, or on rank 0 and broadcast them; a job has no keyboard.",
+    )
+
+
+def _joining(rank: RankState) -> Activity | None:
+    """It waits for other ranks in ``init_process_group`` and the like."""
+    joining = next((f.function for f in reversed(rank.frames) if f.function in _JOINING), None)
+    if joining is None and (not rank.frames or rank.joined or not _in_store(rank.frames)):
+        return None
+    where = f"{joining or 'rendezvous'} at {quoted(rank.site)}"
+    return Activity(
+        "DDP813", f"waits in {where} for ranks that have not come", Severity.ERROR, rank.site
+    )
+
+
+def _starting(rank: RankState, duration: str) -> Activity | None:
+    """It is at work before its first step, or waits for the network there."""
+    working = works(rank)
+    if not working and not _is(rank, "network"):
+        return None
+    waits = not working and not _went_on(rank)
+    action = doing(rank)
+    if waits:
+        action = f"waiting for the network, from which nothing comes{',' if duration else ''}"
+    return Activity(
+        "DDP811",
+        f"is still starting up: in {_place(rank)}, {action}{duration}",
+        Severity.WARNING,
+        rank.site,
+        "Fetch data and weights before the job starts, and give each request a timeout."
+        if waits
+        else "",
+    )
+
+
+def _place(rank: RankState) -> str:
     """``save_checkpoint` train.py:88``, or the line's own code where it stands in no function."""
     frame, site = rank.frame, rank.site
     if frame is None or site is None:
@@ -215,20 +232,20 @@ def _place(rank: Standing) -> str:
     return f"`{name}` {brief(site)}"
 
 
-def doing(rank: Standing) -> str:
+def doing(rank: RankState) -> str:
     """What its process can be seen to do: ``idle``, ``computing (97 % of a core)``."""
-    told = []
+    seen = []
     if rank.activity("characters") >= MOVING or rank.activity("disk") >= MOVING:
         amount = max(rank.activity("characters"), rank.activity("disk"))
-        told.append(f"reading or writing {_bytes(amount)}/s")
+        seen.append(f"reading or writing {_bytes(amount)}/s")
     elif _exchanges(rank):
-        told.append("sending or receiving over the network")
+        seen.append("sending or receiving over the network")
     cpu, below = rank.activity("cpu"), rank.activity("children_cpu")
     if computes(rank):
-        told.append(_computing(cpu))
+        seen.append(_computing(cpu))
     elif _children_compute(rank):
-        told.append(f"waiting for its child processes, which are {_computing(below)}")
-    return ", ".join(told) or "idle"
+        seen.append(f"waiting for its child processes, which are {_computing(below)}")
+    return ", ".join(seen) or "idle"
 
 
 def _computing(cpu: float) -> str:
@@ -238,34 +255,34 @@ def _computing(cpu: float) -> str:
     return f"short of CPU (gets {_percent(cpu)} of a core)"
 
 
-def computes(rank: Standing) -> bool:
+def computes(rank: RankState) -> bool:
     """Whether it computes, or would if it had a core."""
     return rank.busy >= BUSY or rank.on_queue
 
 
-def _children_compute(rank: Standing) -> bool:
+def _children_compute(rank: RankState) -> bool:
     share = max(rank.activity("children_busy"), rank.activity("children_cpu"))
     return share >= BUSY or "R" in _text(rank, "children_letters")
 
 
-def _text(rank: Standing, key: str) -> str:
+def _text(rank: RankState, key: str) -> str:
     value = (rank.record.get("activity") or {}).get(key)
     return value if isinstance(value, str) else ""
 
 
-def lacks_cpu(rank: Standing, limit: float) -> bool:
+def lacks_cpu(rank: RankState, limit: float) -> bool:
     """Whether it works, and had no core for so much of its silence that this is why it is late."""
     got = rank.seconds - rank.lost
     # Its silence is counted in whole seconds.
     return rank.lost > got and got < limit + 1 and works(rank)
 
 
-def starves(rank: Standing) -> bool:
+def starves(rank: RankState) -> bool:
     """Whether it would do something if it had a core."""
     return computes(rank) and rank.activity("cpu") < BUSY
 
 
-def works(rank: Standing) -> bool:
+def works(rank: RankState) -> bool:
     """Whether it makes progress that can be seen from outside."""
     return (
         computes(rank)
@@ -277,7 +294,7 @@ def works(rank: Standing) -> bool:
     )
 
 
-def _stirs(rank: Standing) -> bool:
+def _stirs(rank: RankState) -> bool:
     """Whether it did anything since it was looked at before (`examination`)."""
     return (
         rank.activity("wrote") > 0
@@ -286,41 +303,41 @@ def _stirs(rank: Standing) -> bool:
     )
 
 
-def came_since(rank: Standing) -> bool:
+def came_since(rank: RankState) -> bool:
     """Whether it was seen to join the others at the second of two looks."""
     return any(frame.function in _JOINING for frame in rank.later_frames)
 
 
-def _went_on(rank: Standing) -> bool:
+def _went_on(rank: RankState) -> bool:
     """Whether it was at another line of the job at the second of two looks."""
     later = innermost(rank.later_frames)
     return later is not None and rank.frame is not None and later != rank.frame
 
 
-def waits_for_network(rank: Standing) -> bool:
+def waits_for_network(rank: RankState) -> bool:
     """Whether it, or a process that it started, waits for something from a socket."""
-    return _told(rank, "network") or _told(rank, "children_network")
+    return _is(rank, "network") or _is(rank, "children_network")
 
 
-def _told(rank: Standing, key: str) -> bool:
+def _is(rank: RankState, key: str) -> bool:
     """Whether something was seen of it (`ddpdoctor.system.activity`)."""
     return bool((rank.record.get("activity") or {}).get(key))
 
 
-def _exchanges(rank: Standing) -> bool:
+def _exchanges(rank: RankState) -> bool:
     """Whether something comes or goes at a socket that it waits for."""
-    return _told(rank, "network") and rank.activity("switches") >= LIVELY
+    return _is(rank, "network") and rank.activity("switches") >= LIVELY
 
 
-def _loop(rank: Standing) -> Whereabouts | None:
+def _loop(rank: RankState) -> Activity | None:
     """An endless loop: at two moments within one ``while`` that cannot end."""
     found = _endless(rank.frames, rank.later_frames)
     if found is None:
         return None
     place, lines = found
-    return Whereabouts(
+    return Activity(
         "DDP807",
-        f"runs in an endless loop, {quoted(place)}, since {rank.seconds} s "
+        f"runs in an endless loop, {quoted(place)}, for {rank.seconds} s "
         f"({_percent(rank.activity('cpu'))} of a core)",
         Severity.ERROR,
         place,
@@ -342,26 +359,26 @@ def _endless(before: tuple[Frame, ...], after: tuple[Frame, ...]) -> tuple[Locat
     return Location(frame.path, head), f"seen at lines {', '.join(map(str, lines))} within a second"
 
 
-def _inside_loader(rank: Standing) -> bool:
+def _inside_loader(rank: RankState) -> bool:
     """Whether the user's code that it is in was called by the loader: a data set, a collate."""
     paths = [frame.path for frame in rank.frames]
     loader = max(at for at, path in enumerate(paths) if _LOADER in path)
     return rank.frame is not None and any(is_user_path(path) for path in paths[loader + 1 :])
 
 
-def _loop_of_worker(rank: Standing) -> Whereabouts | None:
+def _loop_of_worker(rank: RankState) -> Activity | None:
     """An endless loop in a worker of its DataLoader, where py-spy saw the worker's stack."""
-    for told in rank.record.get("workers") or ():
-        stacks = [from_record(each) for each in told if isinstance(each, dict)]
+    for seen in rank.record.get("workers") or ():
+        stacks = [from_record(each) for each in seen if isinstance(each, dict)]
         mains = [each.main.frames if each.main is not None else () for each in stacks]
         if len(mains) == 2 and all(any(_WORKER in f.path for f in frames) for frames in mains):
             found = _endless(mains[0], mains[1])
             if found is not None:
                 place, lines = found
-                return Whereabouts(
+                return Activity(
                     "DDP807",
                     f"waits for the worker {stacks[0].pid} of its DataLoader, which runs in an "
-                    f"endless loop, {quoted(place)}, since {rank.seconds} s",
+                    f"endless loop, {quoted(place)}, for {rank.seconds} s",
                     Severity.ERROR,
                     place,
                     _GIVE_AN_END,
@@ -370,7 +387,7 @@ def _loop_of_worker(rank: Standing) -> Whereabouts | None:
     return None
 
 
-def _prompts(rank: Standing, frames: tuple[Frame, ...]) -> bool:
+def _prompts(rank: RankState, frames: tuple[Frame, ...]) -> bool:
     if any(part in frame.path for frame in frames[-6:] for part in _DEBUGGERS):
         return True
     last = frames[-1] if frames else None
@@ -379,14 +396,14 @@ def _prompts(rank: Standing, frames: tuple[Frame, ...]) -> bool:
         and is_user_path(last.path)
         and any(word in statement(last.path, last.line) for word in _PROMPT)
     )
-    return (_told(rank, "input") and not computes(rank)) or (asks and not works(rank))
+    return (_is(rank, "input") and not computes(rank)) or (asks and not works(rank))
 
 
 def _in_store(frames: tuple[Frame, ...]) -> bool:
     return any("torch/distributed/" in frame.path for frame in frames[-6:])
 
 
-def _loader(rank: Standing, place: Location | None, since: str) -> Whereabouts:
+def _loader(rank: RankState, place: Location | None, since: str) -> Activity:
     """It waits for a DataLoader, with or without workers."""
     stacks = rank.stacks
     children = [
@@ -401,63 +418,57 @@ def _loader(rank: Standing, place: Location | None, since: str) -> Whereabouts:
     )
     if not waits_for_workers:
         working = works(rank)
-        return Whereabouts(
+        return Activity(
             "DDP809",
             f"loads its data itself at {_place(rank)}, {doing(rank)}{since}",
             Severity.WARNING if working else Severity.ERROR,
             place,
         )
-    number = len(children)
-    workers = "worker" if number == 1 else f"{number} workers"
-    states = tuple(f"worker {each.pid} is in state {each.letter}" for each in children[:6])
-    if dead:
-        what = "which died" if number == 1 else f"{_count(len(dead))} of which died"
-        fix = "See the worker's own output for why."
-    elif stopped:
-        what = f"{_count(len(stopped))} of which {_is(len(stopped))} stopped (SIGSTOP)"
-        what = "which is stopped (SIGSTOP)" if number == 1 else what
-        fix = f"Continue it: `kill -CONT {stopped[0].pid}`."
-    elif not number:
-        what, fix = "which are gone", "See the workers' own output for why."
-    elif _told(rank, "children_network"):
-        return Whereabouts(
-            "DDP809",
-            f"waits for the {workers} of its DataLoader at {quoted(place)}{since}, "
-            f"{'which waits' if number == 1 else 'one of which waits'} for the network",
-            Severity.WARNING,
-            place,
-            "Look at the storage that the data come from, and give each request a timeout.",
-            states,
-        )
-    elif _children_compute(rank) or _stirs(rank):
-        cpu = rank.activity("children_cpu")
-        what = (
-            f"which {_is(number)} {_computing(cpu)}"
-            if _children_compute(rank)
-            else (f"which work{'s' if number == 1 else ''} now and then")
-        )
-        return Whereabouts(
-            "DDP809",
-            f"waits for the {workers} of its DataLoader at {quoted(place)}{since}, {what}",
-            Severity.WARNING,
-            place,
-            "Make loading faster, or use more workers.",
-            states,
-        )
-    else:
-        what = f"which sleep{'s' if number == 1 else ''}, too: deadlocked"
-        fix = (
-            "A worker waits for a lock, a queue or a file: a lock that was held when it was forked "
-            "(threads, a library with a pool) never opens. Try `multiprocessing_context='spawn'` "
-            "or num_workers=0."
-        )
-    return Whereabouts(
+    workers = f"the {'worker' if len(children) == 1 else f'{len(children)} workers'}"
+    what, severity, fix = _of_workers(rank, children, dead, stopped)
+    return Activity(
         "DDP809",
-        f"waits for the {workers} of its DataLoader at {quoted(place)}{since}, {what}",
-        Severity.ERROR,
+        f"waits for {workers} of its DataLoader at {quoted(place)}{since}, {what}",
+        severity,
         place,
         fix,
-        states,
+        tuple(f"worker {each.pid} is in state {each.letter}" for each in children[:6]),
+    )
+
+
+def _of_workers(
+    rank: RankState,
+    children: Sequence[ChildState],
+    dead: Sequence[ChildState],
+    stopped: Sequence[ChildState],
+) -> tuple[str, Severity, str]:
+    """What the workers of a DataLoader do, how bad that is, and what to do about it."""
+    number, one = len(children), len(children) == 1
+    if dead:
+        what = "which died" if one else f"{_count(len(dead))} of which died"
+        return what, Severity.ERROR, "See the worker's own output for why."
+    if stopped:
+        who = "which" if one else f"{_count(len(stopped))} of which"
+        what = f"{who} {_be(len(stopped))} stopped (SIGSTOP)"
+        return what, Severity.ERROR, f"Continue it: `kill -CONT {stopped[0].pid}`."
+    if not number:
+        return "which are gone", Severity.ERROR, "See the workers' own output for why."
+    if _is(rank, "children_network"):
+        what = f"{'which waits' if one else 'one of which waits'} for the network"
+        fix = "Look at the storage that the data come from, and give each request a timeout."
+        return what, Severity.WARNING, fix
+    if _children_compute(rank):
+        what = f"which {_be(number)} {_computing(rank.activity('children_cpu'))}"
+        return what, Severity.WARNING, "Make loading faster, or use more workers."
+    if _stirs(rank):
+        what = f"which work{'s' if one else ''} now and then"
+        return what, Severity.WARNING, "Make loading faster, or use more workers."
+    return (
+        f"which sleep{'s' if one else ''}, too: deadlocked",
+        Severity.ERROR,
+        "A worker waits for a lock, a queue or a file: a lock that was held when it was forked "
+        "(threads, a library with a pool) never opens. Try `multiprocessing_context='spawn'` "
+        "or num_workers=0.",
     )
 
 
@@ -465,7 +476,7 @@ def _count(number: int) -> str:
     return "one" if number == 1 else str(number)
 
 
-def _is(number: int) -> str:
+def _be(number: int) -> str:
     return "is" if number == 1 else "are"
 
 

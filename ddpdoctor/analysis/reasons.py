@@ -12,7 +12,7 @@ from ddpdoctor.analysis.lag import Lag
 from ddpdoctor.analysis.pace import BORNE_OUT
 from ddpdoctor.analysis.profiles import Profile, Spot, profiles, spot
 from ddpdoctor.core.finding import Location
-from ddpdoctor.run.record import integer
+from ddpdoctor.run.records.supervisor import ProfileRequestRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.stacks.code import code_of
 from ddpdoctor.stacks.model import Frame
@@ -122,9 +122,7 @@ def explain(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
     for number, _ in _asked(run, lag.rank.rank):
         # Samples between two epochs, say, with no step among them, do not tell of steps.
         found = {
-            rank: each
-            for rank, each in profiles(run.last, number).items()
-            if integer(each.record, "steps")
+            rank: each for rank, each in profiles(run.last, number).items() if each.record.steps
         }
         if lag.rank.rank in found:
             mine = found[lag.rank.rank]
@@ -168,8 +166,8 @@ def _reason(
                 fix="Make fewer objects that refer to each other in the loop, call gc.freeze() "
                 "after setting up, or raise gc.set_threshold(); do so on all ranks.",
             )
-        threads = integer(mine.record, "threads")
-        most = min(integer(each.record, "threads") for each in others)
+        threads = mine.record.threads
+        most = min(each.record.threads for each in others)
         if 0 < threads < most and not alone:
             return Reason(
                 f": it computes with {threads} thread{'s' if threads > 1 else ''}, the others "
@@ -188,7 +186,7 @@ def _reason(
         slowed = _slow_core(run, lag, mine, others) if works and not alone else None
         if slowed is not None:
             return slowed
-    if mine is not None and lag.phase == "data" and integer(mine.record, "children") and not works:
+    if mine is not None and lag.phase == "data" and mine.record.children and not works:
         return _for_workers(mine, others, place)
     if place is not None and not works and place.blocked("SD") >= BLOCKED:
         return _waiting(mine, others, place)
@@ -216,7 +214,7 @@ def _waiting(mine: Profile | None, others: Sequence[Profile], place: Spot) -> Re
 def _for_workers(mine: Profile, others: Sequence[Profile], place: Spot | None) -> Reason:
     """The training thread waits, and what it waits for is done by loader workers."""
     busy, usual = mine.share("children_ran"), [each.share("children_ran") for each in others]
-    children = integer(mine.record, "children")
+    children = mine.record.children
     fact = f"its {children} child processes, workers among them, use {busy:.0%} of a core"
     return _placed(
         place,
@@ -229,7 +227,7 @@ def _for_workers(mine: Profile, others: Sequence[Profile], place: Spot | None) -
 
 def _slow_core(run: Run, lag: Lag, mine: Profile, others: Sequence[Profile]) -> Reason | None:
     """That its core has a lower clock, if that makes up for most of its surplus."""
-    clocks = _clocks(run, integer(mine.record, "asked"))
+    clocks = _clocks(run, mine.record.asked)
     theirs = [clocks[each.rank] for each in others if each.rank in clocks]
     if mine.rank not in clocks or not theirs:
         return None
@@ -257,23 +255,11 @@ def _slow_core(run: Run, lag: Lag, mine: Profile, others: Sequence[Profile]) -> 
 def _clocks(run: Run, asked: int) -> dict[int, tuple[int, int]]:
     """By rank: the highest clock that its core was seen to have, and the highest there is, kHz."""
     found: dict[int, tuple[int, int]] = {}
-    for record in run.supervisor:
-        clocks = record.get("clocks")
-        if (
-            record.get("kind") != "profile"
-            or record.get("restart") != run.restarts[-1]
-            or integer(record, "asked") != asked
-            or not isinstance(clocks, list)
-        ):
-            continue
-        for each in clocks:
-            try:
-                rank, clock, most, readings = map(int, each)
-            except (TypeError, ValueError):
-                # A damaged record.
-                continue
-            if clock > 0 and readings >= READINGS:
-                found[rank] = clock, most
+    for record in run.supervisor.of(ProfileRequestRecord):
+        if record.restart == run.restarts[-1] and record.asked == asked:
+            for each in record.clocks:
+                if each.clock > 0 and each.readings >= READINGS:
+                    found[each.rank] = each.clock, each.most
     return found
 
 
@@ -307,8 +293,8 @@ def _crowded(run: Run, lag: Lag, mine: Profile | None, others: Sequence[Profile]
     )
     words = ", because other processes take its CPU core"
     location = None
-    cores = mine.affinity if mine is not None else ()
-    if mine is not None and cores and any(cores != each.affinity for each in others):
+    cores = mine.record.affinity if mine is not None else ()
+    if mine is not None and cores and any(cores != each.record.affinity for each in others):
         numbers = f"core {cores[0]}" if len(cores) == 1 else f"{len(cores)} cores"
         words += f": it is pinned to {numbers}"
         fix = (
@@ -325,25 +311,18 @@ def _neighbours(run: Run, lag: Lag, cores: Sequence[int]) -> list[str]:
     pids = {rank.status.pid for rank in run.last if rank.status is not None}
     own = lag.rank.status.pid if lag.rank.status is not None else 0
     found: list[str] = []
-    for record in run.supervisor:
-        busy = record.get("busy")
-        if record.get("kind") != "profile" or not isinstance(busy, list):
-            continue
-        for each in busy:
-            try:
-                pid, share, core, command = each
-                if pid != own and (not cores or core in cores) and len(found) < 3:
-                    who = "another rank, " if pid in pids else ""
-                    used = f"{float(share):.0%} of a core"
-                    found.append(f"also on its core: {who}{str(command)[:120]}, {used}")
-            except (TypeError, ValueError):
-                continue
+    for record in run.supervisor.of(ProfileRequestRecord):
+        for each in record.busy:
+            if each.pid != own and (not cores or each.core in cores) and len(found) < 3:
+                who = "another rank, " if each.pid in pids else ""
+                used = f"{each.share:.0%} of a core"
+                found.append(f"also on its core: {who}{each.command[:120]}, {used}")
     return found
 
 
 def _workers_crowded(lag: Lag, mine: Profile, others: Sequence[Profile]) -> bool:
     """Whether it waits for loader workers that are slow only for want of cores."""
-    if lag.phase != "data" or not integer(mine.record, "children"):
+    if lag.phase != "data" or not mine.record.children:
         return False
     ran, waited = mine.a_step("children_ran"), mine.a_step("children_waited")
     return waited > BORNE_OUT * ran and ran < HEAVIER * _usual(others, "children_ran")
@@ -416,11 +395,9 @@ def _faults(mine: Profile, others: Sequence[Profile]) -> float:
 def _asked(run: Run, rank: int) -> list[tuple[int, int]]:
     """The numbers by which samples were asked for because of a rank, and when, newest first."""
     return [
-        (integer(record, "asked"), integer(record, "time"))
-        for record in reversed(run.supervisor)
-        if record.get("kind") == "profile"
-        and record.get("rank") == rank
-        and record.get("restart") == run.restarts[-1]
+        (record.asked, record.time)
+        for record in reversed(run.supervisor.of(ProfileRequestRecord))
+        if record.rank == rank and record.restart == run.restarts[-1]
     ]
 
 

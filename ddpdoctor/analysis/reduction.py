@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from ddpdoctor.run.record import Record, whole
+from ddpdoctor.core.finding import Location
+from ddpdoctor.core.opening import whole
+from ddpdoctor.run.records.model import (
+    BatchNormRecord,
+    DdpRecord,
+    FindUnusedRecord,
+    NoSyncVainRecord,
+    UnownedRecord,
+)
+from ddpdoctor.run.records.process import ErrorRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
 UNFINISHED = "Expected to have finished reduction in the prior iteration"
@@ -21,12 +32,11 @@ _INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 _INDEX = re.compile(r"Parameter at index (\d+)")
 
 
-def complaints(run: Run, what: str) -> Iterator[tuple[Rank, Record]]:
+def complaints(run: Run, what: str) -> Iterator[tuple[Rank, ErrorRecord]]:
     """The ranks of the last attempt that ended with that exception, and its record."""
     for rank in run.last:
-        for error in rank.of_kind("error"):
-            message = str(error.get("message"))
-            if what in message and STATIC not in message:
+        for error in rank.records.of(ErrorRecord):
+            if what in error.message and STATIC not in error.message:
                 yield rank, error
 
 
@@ -35,33 +45,66 @@ def explained(error: str) -> bool:
     return (UNFINISHED in error and STATIC not in error) or TWICE in error
 
 
-def ddp_record(rank: Rank, number: int) -> Record | None:
-    """How a rank's DDP module was built; they are numbered in the order in which they were."""
-    built = list(rank.of_kind("ddp"))
-    return built[number] if 0 <= number < len(built) else None
-
-
-def parameter_names(record: Record | None) -> list[str]:
+def parameter_names(record: DdpRecord | None) -> list[str]:
     """The names of the parameters that a DDP module reduces, in its own order."""
-    parameters = record.get("parameters") if record is not None else None
-    return [str(each[0]) for each in parameters or []]
+    return [each.name for each in record.parameters] if record is not None else []
 
 
-def without_gradient(rank: Rank, error: Record) -> list[str]:
+def without_gradient(rank: Rank, error: ErrorRecord) -> list[str]:
     """The names of the parameters that DDP's exception gives by index; empty if it gives none.
 
     With several DDP modules the indices may be any of theirs.
     """
-    return _named(rank, _INDICES.findall(str(error.get("message"))))
+    return _named(rank, _INDICES.findall(error.message))
 
 
-def ready_twice(rank: Rank, error: Record) -> list[str]:
+def ready_twice(rank: Rank, error: ErrorRecord) -> list[str]:
     """The names of the parameters that were ready twice."""
-    return _named(rank, _INDEX.findall(str(error.get("message"))))
+    return _named(rank, _INDEX.findall(error.message))
 
 
 def _named(rank: Rank, indices: list[str]) -> list[str]:
-    built = list(rank.of_kind("ddp"))
+    built = rank.records.of(DdpRecord)
     names = parameter_names(built[0]) if len(built) == 1 else []
     numbers = [whole(number) for text in indices for number in text.split()]
     return [names[number] if number < len(names) else f"parameter {number}" for number in numbers]
+
+
+R = TypeVar("R", FindUnusedRecord, BatchNormRecord, NoSyncVainRecord, UnownedRecord)
+
+
+@dataclass(frozen=True)
+class OfModule(Generic[R]):
+    """The records of one class about one DDP module, one or more of each rank that has any."""
+
+    records: tuple[tuple[Rank, R], ...]
+    """The lowest rank first."""
+
+    @property
+    def record(self) -> R:
+        """The first of the lowest rank."""
+        return self.records[0][1]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks, ascending."""
+        return tuple(dict.fromkeys(rank.rank for rank, _ in self.records))
+
+    @property
+    def built(self) -> DdpRecord | None:
+        """How the module was built."""
+        return self.records[0][0].ddp(self.record.ddp)
+
+    @property
+    def built_at(self) -> Location | None:
+        """Where it was."""
+        return self.built.location if self.built is not None else None
+
+
+def by_module(run: Run, declared: type[R]) -> dict[int, OfModule[R]]:
+    """The records of a class by the number of the DDP module that they are about, ascending."""
+    found: dict[int, list[tuple[Rank, R]]] = {}
+    for rank in run.last:
+        for record in rank.records.of(declared):
+            found.setdefault(record.ddp, []).append((rank, record))
+    return {number: OfModule(tuple(found[number])) for number in sorted(found)}

@@ -9,10 +9,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
-from ddpdoctor.core.finding import Location
-from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.records.replicas import (
+    ElementsRecord,
+    FingerprintRecord,
+    IndexedTensor,
+    PackedTensor,
+    TensorsRecord,
+    TogetherRecord,
+)
+from ddpdoctor.run.records.supervisor import SuspicionRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
 PATIENCE = 2.5
@@ -65,13 +71,13 @@ class Replica:
     """Ranks were asked a moment ago for elements of tensors that differ."""
 
     @cached_property
-    def prints(self) -> dict[int, dict[int, Record]]:
+    def prints(self) -> dict[int, dict[int, FingerprintRecord]]:
         """Fingerprints by rank and step."""
         return {
             rank.rank: {
-                integer(record, "step"): record
-                for record in rank.of_kind("fingerprint")
-                if record.get("module") == self.module
+                record.step: record
+                for record in rank.records.of(FingerprintRecord)
+                if record.module == self.module
             }
             for rank in self.ranks
         }
@@ -82,14 +88,12 @@ class Replica:
         prints = list(self.prints.values())
         common = set.intersection(*(set(each) for each in prints))
         return tuple(
-            step
-            for step in sorted(common)
-            if len({integer(each[step], "armed") for each in prints}) == 1
+            step for step in sorted(common) if len({each[step].armed for each in prints}) == 1
         )
 
     def values(self, step: int, key: str) -> dict[int, object]:
-        """What the ranks wrote under a key; empty unless all of them did."""
-        found = {rank: each[step].get(key) for rank, each in self.prints.items()}
+        """What the ranks wrote in a field; empty unless all of them did."""
+        found = {rank: getattr(each[step], key) for rank, each in self.prints.items()}
         return {} if any(value is None for value in found.values()) else found
 
     def difference(self, key: str, heals: bool = True) -> Difference | None:
@@ -120,8 +124,7 @@ class Replica:
         """
         before = -1 if difference.equal is None else difference.equal
         armed = [
-            integer(each[difference.first], "armed")
-            - (integer(each[before], "armed") if before in each else 0)
+            each[difference.first].armed - (each[before].armed if before in each else 0)
             for each in self.prints.values()
         ]
         reduced = min(armed) >= difference.first - before
@@ -138,40 +141,40 @@ class Replica:
                 yield step, {rank: unpacked(str(text)) for rank, text in packed.items()}
 
     @cached_property
-    def apart(self) -> tuple[Apart, ...]:
-        """How far tensors are apart, by the elements that all ranks wrote of the same step."""
-        told = [
+    def distances(self) -> tuple[Distance, ...]:
+        """How far tensors differ, by the elements that all ranks wrote of the same step."""
+        written = [
             {
-                (integer(record, "step"), integer(record, "armed")): record
-                for record in rank.of_kind("elements")
-                if record.get("module") == self.module
+                (record.step, record.armed): {each.place: each for each in record.tensors}
+                for record in rank.records.of(ElementsRecord)
+                if record.module == self.module
             }
             for rank in self.ranks
         ]
-        common = set.intersection(*(set(each) for each in told))
+        common = set.intersection(*(set(each) for each in written))
         return tuple(
-            apart
+            distance
             for key in sorted(common)
-            for apart in self._compared(key[0], [_tensors_of(each[key]) for each in told])
+            for distance in self._compared(key[0], [each[key] for each in written])
         )
 
-    def _compared(self, step: int, told: list[dict[int, list[Any]]]) -> Iterator[Apart]:
+    def _compared(self, step: int, written: list[dict[int, IndexedTensor]]) -> Iterator[Distance]:
         ranks = [rank.rank for rank in self.ranks]
-        for index in sorted(set.intersection(*(set(each) for each in told))):
-            values = [elements(each[index]) for each in told]
-            lengths = {len(each) for each in values}
-            counts = {each[index][0] for each in told}
-            if index < len(self.names) and len(lengths) == len(counts) == 1 and lengths != {0}:
-                yield _apart(self.names[index], step, counts.pop(), values, ranks)
+        for place in sorted(set.intersection(*(set(each) for each in written))):
+            tensors = [each[place] for each in written]
+            values = [elements(each) for each in tensors]
+            lengths, counts = {len(each) for each in values}, {each.elements for each in tensors}
+            if 0 <= place < len(self.names) and len(lengths) == len(counts) == 1 and any(lengths):
+                yield _distance(self.names[place], step, counts.pop(), values, ranks)
 
 
 def together(ranks: Sequence[Rank], module: int, since: int) -> bool:
     """Whether a module's replicas were made equal by collectives after a step, or may have been."""
     seen = [
         {
-            (integer(record, "step"), integer(record, "armed")): record.get("parameters")
-            for record in rank.of_kind("together")
-            if record.get("module") == module and integer(record, "step") >= since
+            (record.step, record.armed): record.parameters
+            for record in rank.records.of(TogetherRecord)
+            if record.module == module and record.step >= since
         }
         for rank in ranks
     ]
@@ -186,8 +189,8 @@ def together(ranks: Sequence[Rank], module: int, since: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Apart:
-    """How far a tensor is apart between ranks.
+class Distance:
+    """How far a tensor differs between ranks.
 
     Attributes:
         name: The tensor.
@@ -206,9 +209,9 @@ class Apart:
     count: int
 
 
-def _apart(
+def _distance(
     name: str, step: int, count: int, values: list[tuple[float, ...]], ranks: list[int]
-) -> Apart:
+) -> Distance:
     most, between = 0.0, (ranks[0], ranks[0])
     for place in zip(*values, strict=True):
         finite = [pair for pair in zip(place, ranks, strict=True) if math.isfinite(pair[0])]
@@ -217,25 +220,15 @@ def _apart(
         (low, below), (high, above) = min(finite), max(finite)
         if high - low > most:
             most, between = high - low, (min(below, above), max(below, above))
-    return Apart(name, step, most, between, len(values[0]), count)
+    return Distance(name, step, most, between, len(values[0]), count)
 
 
-def _tensors_of(record: Record) -> dict[int, list[Any]]:
-    """The tensors of a record of elements: by place, what was packed."""
-    return {
-        each[0]: each[1:]
-        for each in list_of(record, "tensors")
-        if isinstance(each, list) and len(each) == 4 and all(type(n) is int for n in each[:2])
-    }
-
-
-def elements(packed: list[Any]) -> tuple[float, ...]:
+def elements(packed: PackedTensor | IndexedTensor) -> tuple[float, ...]:
     """The elements that a rank packed; empty if they are damaged."""
-    _, letter, text = packed
-    size = {"f": 4, "d": 8}.get(letter)
+    size = {"f": 4, "d": 8}.get(packed.format)
     try:
-        data = base64.b64decode(text)
-        return struct.unpack(f"<{len(data) // (size or 1)}{letter}", data) if size else ()
+        data = base64.b64decode(packed.data)
+        return struct.unpack(f"<{len(data) // (size or 1)}{packed.format}", data) if size else ()
     except (ValueError, TypeError, struct.error):
         return ()
 
@@ -258,50 +251,22 @@ def unpacked(text: str) -> list[tuple[int, float]]:
 
 def replicas(run: Run) -> Iterator[Replica]:
     """The DDP modules that several ranks of the last attempt share."""
-    shared: dict[tuple[int, tuple[int, ...]], dict[int, tuple[Rank, Record]]] = {}
+    shared: dict[tuple[int, tuple[int, ...]], dict[int, tuple[Rank, TensorsRecord]]] = {}
     for rank in run.last:
-        told = {integer(record, "module"): record for record in rank.of_kind("tensors")}
-        for module, record in told.items():
-            group = group_of(record)
-            if rank.rank in group and AVERAGED not in str(record.get("hook")):
-                shared.setdefault((module, group), {})[rank.rank] = (rank, record)
+        newest = {record.module: record for record in rank.records.of(TensorsRecord)}
+        for module, record in newest.items():
+            if rank.rank in record.group and AVERAGED not in (record.hook or ""):
+                shared.setdefault((module, record.group), {})[rank.rank] = (rank, record)
     for (module, _), members in sorted(shared.items()):
-        names = [tuple(map(str, list_of(record, "names"))) for _, record in members.values()]
-        if len(members) < 2 or len(set(names)) > 1:
-            continue
         first = next(iter(members.values()))[1]
+        if len(members) < 2 or len({record.names for _, record in members.values()}) > 1:
+            continue
         ranks = tuple(rank for rank, _ in members.values())
         over = run.exit_status is not None or all(rank.ended for rank in ranks)
         asked = not over and any(
-            record.get("kind") == "suspicion"
-            and record.get("module") == module
-            and record.get("restart") == run.restarts[-1]
-            and run.taken - integer(record, "time") < PATIENCE * 1e9
-            for record in run.supervisor
+            record.module == module
+            and record.restart == run.restarts[-1]
+            and run.taken - record.time < PATIENCE * 1e9
+            for record in run.supervisor.of(SuspicionRecord)
         )
-        yield Replica(module, str(first.get("type", "")), ranks, names[0], over, asked)
-
-
-def group_of(record: Record) -> tuple[int, ...]:
-    """The ranks that share what a record is about."""
-    return tuple(each for each in list_of(record, "group") if isinstance(each, int))
-
-
-def list_of(record: Record, key: str) -> list[Any]:
-    """A list of a record that may be damaged."""
-    value = record.get(key)
-    return value if isinstance(value, list) else []
-
-
-def site(rank: Rank, phase: str) -> Location | None:
-    """The first line at which a rank entered a phase."""
-    for record in rank.of_kind("site"):
-        if record.get("phase") == phase and record.get("path"):
-            return Location(str(record["path"]), integer(record, "line"))
-    return None
-
-
-def place(record: Record) -> Location | None:
-    """The line that a record names."""
-    path = record.get("path")
-    return Location(str(path), integer(record, "line")) if path else None
+        yield Replica(module, first.type, ranks, first.names, over, asked)

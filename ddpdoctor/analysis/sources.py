@@ -241,10 +241,10 @@ def _scope(node: ast.AST) -> Iterator[ast.AST]:
 def source_of(path: str) -> Source | None:
     """A file of the user's; None if it cannot be read here, or no more."""
     try:
-        told = opening.facts(path)
+        stat = opening.facts(path)
     except OSError:
         return None
-    return _parsed(path, told.st_mtime_ns) if told.st_size <= opening.MOST_PARSED else None
+    return _parsed(path, stat.st_mtime_ns) if stat.st_size <= opening.MOST_PARSED else None
 
 
 @functools.lru_cache(maxsize=16)

@@ -11,54 +11,60 @@ from ddpdoctor.analysis.endings import PATIENCE
 from ddpdoctor.analysis.hang_snapshot import location
 from ddpdoctor.analysis.sources import Loop, Source, source_of
 from ddpdoctor.core.finding import Location
-from ddpdoctor.run.record import BEFORE_FORWARD, Phase, Record, integer
+from ddpdoctor.run.names import BEFORE_FORWARD
+from ddpdoctor.run.records.process import ErrorRecord
+from ddpdoctor.run.records.training import IdleBatch, LoopRecord
 from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.status import Phase
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What one rank did in one training loop, as far as it told."""
+    """What one rank did in one training loop, as far as it was recorded."""
 
     rank: Rank
-    record: Record
+    first: LoopRecord
+    """Of its begin."""
+    last: LoopRecord
+    """The newest, which is of its end once that was recorded."""
     stuck: bool
     """The rank is, or was when it died, in a collective that does not end."""
 
     @cached_property
     def state(self) -> str:
         """``ended``, ``left`` or ``failed``; else the loop goes on."""
-        told = str(self.record.get("state"))
-        if not self.told:
+        state = self.last.state
+        if not self.recorded_end:
             if self._behind:
                 return "left"
-            return "failed" if self.died else told
-        error = next(self.rank.of_kind("error"), None)
-        if error is None or told not in ("left", "failed"):
-            return told
-        lines = [Location(str(each[0]), each[1]) for each in error.get("user_frames") or ()]
-        left_at = places(self.record.get("left_at"))
+            return "failed" if self.died else state
+        error = self.rank.records.first(ErrorRecord)
+        if error is None or state not in ("left", "failed"):
+            return state
+        lines = [Location(each.path, each.line) for each in error.user_frames]
+        left_at = self.last.left_at
         if left_at:
-            # An exception lets go of the iterator, too, and is told when it has come to the top.
-            return "failed" if _contains(lines, left_at[::-1]) else "left"
+            # An exception releases the iterator, too, and is recorded when it reaches the top.
+            return "failed" if _contains(lines, list(left_at[::-1])) else "left"
         place = place_of(self.frames)
         # The iterator may have outlived its loop, as that of persistent workers does.
         inside = place is None or any(
             each.path == place.path and place.runs_at(each.line) for each in lines
         )
-        return "failed" if told == "failed" and inside else "left"
+        return "failed" if state == "failed" and inside else "left"
 
     @property
-    def told(self) -> bool:
-        """Whether the rank told how the loop was over."""
-        return "fetched" in self.record
+    def recorded_end(self) -> bool:
+        """Whether the rank recorded how the loop ended."""
+        return self.last.fetched is not None
 
     @property
     def died(self) -> bool:
-        """Whether native code or a signal ended the process: nothing more was told."""
+        """Whether native code or a signal ended the process: nothing more was recorded."""
         status = self.rank.status
-        if self.told or self.rank.exit is None or status is None or status.unwritten:
+        if self.recorded_end or self.rank.exit is None or status is None or status.unwritten:
             return False
-        return self.rank.ended is None and not any(self.rank.of_kind("error"))
+        return self.rank.ended is None and not self.rank.records.of(ErrorRecord)
 
     @property
     def _behind(self) -> bool:
@@ -84,26 +90,27 @@ class Trace:
     @property
     def before(self) -> int:
         """Reduced backwards that the rank had begun before the loop."""
-        return integer(self.record, "before")
+        return self.first.before or 0
 
     @property
     def fetched(self) -> int | None:
-        """Batches that it took, once the loop is over; at least so many if that was not told."""
+        """Batches that it took, once the loop is over; a lower bound if that was not recorded."""
         if not self.closed:
             return None
-        if not self.told:
+        if self.last.fetched is None:
             return (self.reached or 0) + len(self.idle)
-        return integer(self.record, "fetched")
+        return self.last.fetched
 
     @property
     def reached(self) -> int | None:
         """Reduced backwards begun in the loop, or on their way; None if not known for sure."""
         status = self.rank.status
-        if self.state in ("ended", "left") and self.told:
-            return integer(self.record, "after") - self.before
-        if self.told:
-            error = next(self.rank.of_kind("error"), {})
-            return integer(self.record, "after") - self.before + _in_broadcast(error)
+        if self.recorded_end:
+            error = self.rank.records.first(ErrorRecord)
+            # One that failed did so in a broadcast of DDP's in front of a forward, perhaps.
+            failed = error is not None and self.state not in ("ended", "left")
+            more = failed and error is not None and error.collective in BEFORE_FORWARD
+            return self.last.after - self.before + more
         if status is None or not (self.stuck or self.died):
             return None
         return status.reduced - self.before + (status.collective in BEFORE_FORWARD)
@@ -112,23 +119,22 @@ class Trace:
     def step(self) -> int:
         """The step in which the loop was over, or under way."""
         status = self.rank.status
-        return integer(self.record, "step") if self.told or status is None else status.step
+        return self.last.step if self.recorded_end or status is None else status.step
 
     @property
-    def idle(self) -> dict[int, tuple[int, bool]]:
-        """Batches without a backward: in which step, and whether there was a forward."""
-        told = self.record.get("idle")
-        return {each[0]: (each[1], each[2]) for each in told} if isinstance(told, list) else {}
+    def idle(self) -> dict[int, IdleBatch]:
+        """Batches without a backward, by their number."""
+        return {each.batch: each for each in self.last.idle}
 
     @property
     def time(self) -> int:
-        """Unix nanoseconds of what was told last."""
-        return integer(self.record, "time")
+        """Unix nanoseconds of the newest record."""
+        return self.last.time
 
     @property
-    def frames(self) -> list[Location]:
+    def frames(self) -> tuple[Location, ...]:
         """The lines that led to the first batch, innermost first."""
-        return places(self.record.get("frames"))
+        return self.first.frames
 
 
 @dataclass(frozen=True)
@@ -164,13 +170,13 @@ class Place:
 
 def traces_of(rank: Rank, run: Run) -> Iterator[Trace]:
     """The loops of a rank, in the order in which they began."""
-    told: dict[int, Record] = {}
-    for record in rank.of_kind("loop"):
-        number = integer(record, "loop", -1)
-        told[number] = {**told.get(number, {}), **record}
-    for record in told.values():
-        if isinstance(record.get("before"), int) and record.get("frames"):
-            yield Trace(rank, record, _stuck(rank, run))
+    found: dict[int, list[LoopRecord]] = {}
+    for record in rank.records.of(LoopRecord):
+        found.setdefault(record.loop, []).append(record)
+    for records in found.values():
+        first = next((each for each in records if each.before is not None and each.frames), None)
+        if first is not None:
+            yield Trace(rank, first, records[-1], _stuck(rank, run))
 
 
 def place_of(frames: Sequence[Location]) -> Place | None:
@@ -187,13 +193,6 @@ def place_of(frames: Sequence[Location]) -> Place | None:
                 outer += [(caller.path, above, each) for each in above.around(caller.line)]
         return Place(at.path, source, loop, tuple(outer))
     return None
-
-
-def places(told: object) -> list[Location]:
-    """Lines of code from a record."""
-    if not isinstance(told, list):
-        return []
-    return [Location(str(path), int(line)) for path, line in told]
 
 
 def same_loop(one: Trace, other: Trace) -> bool:
@@ -216,11 +215,6 @@ def _contains(lines: Sequence[Location], part: Sequence[Location]) -> bool:
     return any(lines[at : at + len(part)] == part for at in range(len(lines)))
 
 
-def _in_broadcast(error: Record) -> bool:
-    """Whether a rank failed in a broadcast of DDP's in front of a forward."""
-    return error.get("collective") in BEFORE_FORWARD
-
-
 def _stuck(rank: Rank, run: Run) -> bool:
     """Whether a rank is in one collective for long, or was when it died."""
     status = rank.status
@@ -228,5 +222,5 @@ def _stuck(rank: Rank, run: Run) -> bool:
         return False
     until = run.taken if run.exit_status is None else status.since
     if rank.exit is not None:
-        until = integer(rank.exit, "time")
+        until = rank.exit.time
     return run.waits_for(rank, until) > PATIENCE

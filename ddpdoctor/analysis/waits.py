@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ddpdoctor.analysis.hang_snapshot import Call, Standing, Standstill
-from ddpdoctor.run.record import MOST_WORLD, Phase, whole
+from ddpdoctor.analysis.hang_snapshot import Call, HangSnapshot, RankState
+from ddpdoctor.core.opening import whole
+from ddpdoctor.run.names import MOST_WORLD
+from ddpdoctor.run.status import Phase
 
 
 @dataclass(frozen=True)
@@ -21,8 +23,8 @@ class Blocked:
     """
 
     call: Call | None
-    waiting: tuple[Standing, ...]
-    absent: tuple[Standing, ...]
+    waiting: tuple[RankState, ...]
+    absent: tuple[RankState, ...]
     unseen: tuple[int, ...]
 
     @property
@@ -31,7 +33,7 @@ class Blocked:
         return self.waiting[0].waits_in
 
 
-def blocked(still: Standstill) -> list[Blocked]:
+def blocked(still: HangSnapshot) -> list[Blocked]:
     """The collectives that ranks wait in, that with most of them first."""
     waiting = [rank for rank in still.ranks if rank.in_collective]
     if not waiting:
@@ -47,8 +49,8 @@ def blocked(still: Standstill) -> list[Blocked]:
 
 
 def _by_calls(
-    still: Standstill,
-    waiting: list[Standing],
+    still: HangSnapshot,
+    waiting: list[RankState],
     calls: dict[int, Call | None],
     flight: bool,
 ) -> Iterator[Blocked]:
@@ -75,12 +77,14 @@ def _by_calls(
         yield Blocked(call, tuple(here), tuple(absent), tuple(sorted(members - known)))
 
 
-def _members(still: Standstill, group: str, inside: list[tuple[Standing, Call]]) -> frozenset[int]:
-    told = next((call.members for _, call in inside if call.members), "")
+def _members(
+    still: HangSnapshot, group: str, inside: list[tuple[RankState, Call]]
+) -> frozenset[int]:
+    members = next((call.members for _, call in inside if call.members), "")
     for rank in still.ranks:
-        told = told or next((call.members for call in rank.ring if call.group == group), "")
-    if told:
-        return parsed(told)
+        members = members or next((call.members for call in rank.ring if call.group == group), "")
+    if members:
+        return parsed(members)
     if group in ("", "0"):
         return frozenset(range(still.world_size))
     # A group that nobody described: those that ever used it.
@@ -102,13 +106,13 @@ def parsed(text: str) -> frozenset[int]:
     return frozenset(found)
 
 
-def _last(rank: Standing, numbering: tuple[str, str], flight: bool) -> int:
-    """The number of its newest collective of a group, 0 if there is none or nobody told."""
+def _last(rank: RankState, numbering: tuple[str, str], flight: bool) -> int:
+    """The number of its newest collective of a group, 0 if there is none or it is not known."""
     calls = (rank.flight or ()) if flight else rank.ring
     return max((call.sequence for call in calls if call.numbering == numbering), default=0)
 
 
-def _by_phase(still: Standstill, waiting: list[Standing]) -> Iterator[Blocked]:
+def _by_phase(still: HangSnapshot, waiting: list[RankState]) -> Iterator[Blocked]:
     """By what the status pages tell alone: all in one phase are taken to be in one collective."""
     kinds = sorted({(rank.phase, str(rank.record.get("collective"))) for rank in waiting})
     known = {rank.rank for rank in still.ranks}

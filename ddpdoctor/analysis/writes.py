@@ -59,7 +59,7 @@ def ranks_of(run: Run, lines: list[Location]) -> tuple[int, ...]:
     """The ranks that alone may run the only line; empty where that is not known."""
     ranks = run.last
     world = max((rank.status.world_size for rank in ranks if rank.status is not None), default=0)
-    hosts = {str(rank.opened.get("host")) for rank in ranks}
+    hosts = {rank.opened.host for rank in ranks}
     if len(lines) != 1:
         return ()
     return ranks_at(lines[0].path, lines[0].line, world, one_node=len(hosts) == 1)

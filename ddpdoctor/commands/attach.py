@@ -16,6 +16,7 @@ import psutil
 from ddpdoctor.core.control_characters import shown
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import DEFAULT_PORT
+from ddpdoctor.core.opening import integer
 from ddpdoctor.core.options import DIRECTORY, PATH_MAP, Given, Parser, number
 from ddpdoctor.core.units import duration
 from ddpdoctor.core.working_directory import relative
@@ -24,8 +25,8 @@ from ddpdoctor.debug.vscode import launch_json
 from ddpdoctor.debug.vscode.files import current_directory, find_workspace
 from ddpdoctor.run import rundir
 from ddpdoctor.run.environment import MARK
-from ddpdoctor.run.record import integer
-from ddpdoctor.run.snapshot import Run, RunReader
+from ddpdoctor.run.reader import RunReader
+from ddpdoctor.run.snapshot import Run
 
 PARSER = Parser(
     "attach",

@@ -20,9 +20,9 @@ from ddpdoctor.failures.log import LogReader, Sighting
 from ddpdoctor.render import console, json_lines, problems, summary, terminal
 from ddpdoctor.render.report import script
 from ddpdoctor.run import rundir
-from ddpdoctor.run.record import integer
+from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.reported import with_kept
-from ddpdoctor.run.snapshot import Run, RunReader
+from ddpdoctor.run.snapshot import Run
 from ddpdoctor.supervise.tracebacks import kept
 
 UNREADABLE = 3
@@ -174,11 +174,11 @@ def _chosen(name: str | None) -> tuple[Path, str]:
 
 def _last_sign(run: Run) -> int:
     """Unix nanoseconds of the last thing that was written; a dead job waits no longer."""
-    times = [integer(record, "time") for record in run.supervisor]
+    times = [getattr(record, "time", 0) for record in run.supervisor]
     for rank in run.ranks:
         if rank.status is not None:
             times += [rank.status.since, rank.status.beat or 0]
-        times += [integer(record, "time") for record in rank.records[-20:]]
+        times += [getattr(record, "time", 0) for record in rank.records[-20:]]
     return max(times, default=run.taken)
 
 

@@ -105,7 +105,7 @@ def _take(name: str | None, ranks: set[int] | None, *, native: bool) -> _Taken:
         print(f"ddpdoctor: {shown(text)}", file=sys.stderr)
     if not rundir.is_live(path):
         return _last(path, ranks)
-    from ddpdoctor.run.snapshot import glance
+    from ddpdoctor.run.reader import glance
     from ddpdoctor.stacks.capture import capture
     from ddpdoctor.stacks.saved import save
 
@@ -184,8 +184,8 @@ def _print(taken: _Taken, given: Given) -> None:
 
 def _started(path: Path) -> int:
     """When the run started; a source that was changed since is not what runs."""
-    from ddpdoctor.run.record import integer
-    from ddpdoctor.run.snapshot import read_manifest
+    from ddpdoctor.core.opening import integer
+    from ddpdoctor.run.reader import read_manifest
 
     return integer(read_manifest(path), "started")
 

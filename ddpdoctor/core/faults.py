@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from ddpdoctor import __version__
 
 if TYPE_CHECKING:
-    from ddpdoctor.run.record import Record
+    from ddpdoctor.run.records.base import JsonObject
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _PLACES = 4
@@ -38,7 +38,7 @@ class Faults:
         self._say = say
         self._rest = rest
         self._broken: set[str] = set()
-        self._records: list[Record] = []
+        self._records: list[JsonObject] = []
 
     def __contains__(self, part: str) -> bool:
         return part in self._broken
@@ -66,7 +66,7 @@ class Faults:
             self._records.append({"kind": "fault", "time": time.time_ns(), **fault})
         self._say(f"warning: {words(fresh)}; {self._rest}")
 
-    def take(self) -> list[Record]:
+    def take(self) -> list[JsonObject]:
         """The records of what failed since the last call, for a journal."""
         taken, self._records = self._records, []
         return taken

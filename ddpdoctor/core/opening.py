@@ -18,6 +18,7 @@ import json
 import os
 import re
 import stat
+from collections.abc import Mapping
 from typing import Any
 
 MOST_MANIFEST = 4 << 20
@@ -141,6 +142,26 @@ def _short(digits: str) -> int:
     if len(digits) > 21:
         raise ValueError("a number is too long")
     return int(digits)
+
+
+_WORD = 1 << 63
+
+
+def integer(found: Mapping[str, object], key: str, default: int = 0) -> int:
+    """A number of a JSON object that may be damaged; ``default`` if it is missing or no number.
+
+    Nor is one that no writer has: with more than 64 bits it could not even be divided.
+    """
+    value = found.get(key)
+    return value if isinstance(value, int) and -_WORD <= value < _WORD else default
+
+
+def whole(text: str | bytes, default: int = 0) -> int:
+    """A number out of a text that may be damaged; ``default`` if it is none, or is too long."""
+    try:
+        return int(text) if len(text) < 20 else default
+    except ValueError:
+        return default
 
 
 def names(directory: Path) -> list[str]:

@@ -144,12 +144,8 @@ def start(finding: Finding, run: Run) -> Lapsed | None:
     """It says what the start of a job waits for, which was true until the job went on."""
     if run.hang is not None:
         return hang(finding, run)
-    later = [
-        int(each["time"]) - finding.moment
-        for each in run.supervisor
-        if each.get("kind") == "hang_over" and isinstance(each.get("time"), int)
-    ]
-    seconds = max(later, default=0) // 1_000_000_000
+    later = max(run.went_on, default=0) - finding.moment
+    seconds = later // 1_000_000_000
     after = f" {seconds} s later" if finding.moment and seconds > 0 else ""
     return Lapsed("over", f"the job went on{after}", sure=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.system import peers
 
 
@@ -17,7 +17,7 @@ class Admission:
         report: Takes a ``debug`` record for each user that is refused, once.
     """
 
-    def __init__(self, unidentified: bool, report: Callable[[Record], None]) -> None:
+    def __init__(self, unidentified: bool, report: Callable[[JsonObject], None]) -> None:
         self._unidentified = unidentified
         self._report = report
         self._refused: set[int | None] = set()

@@ -14,9 +14,10 @@ from ddpdoctor.core.job import LOOPBACK
 from ddpdoctor.core.working_directory import relative_place
 from ddpdoctor.debug import debug_ports
 from ddpdoctor.debug.vscode import launch_json
-from ddpdoctor.run.record import Record, Status, integer
+from ddpdoctor.run.records.supervisor import DebugRecord
 from ddpdoctor.run.rundir import MANIFEST
 from ddpdoctor.run.snapshot import Run
+from ddpdoctor.run.status import Status
 
 _ADDRESS = re.compile(r"[A-Za-z0-9._:%-]+")
 
@@ -34,21 +35,20 @@ class Point:
 def points(run: Run) -> list[Point]:
     """The points of a run, ascending by rank."""
     return [
-        Point(rank, integer(each, "port"), integer(each, "pid") or None, _state(run, rank, each))
+        Point(rank, each.port or 0, each.pid or None, _state(run, rank, each))
         for rank, each in sorted(run.debug_states.items())
     ]
 
 
-def _state(run: Run, rank: int, record: Record) -> str:
+def _state(run: Run, rank: int, record: DebugRecord) -> str:
     """What a rank does, in a few words."""
-    state = record.get("state")
-    place = relative_place(str(record.get("place") or f"{record.get('path')}:{record.get('line')}"))
+    state, place = record.state, relative_place(record.at)
     if state == "gone":
         return "ended"
     if state == "waits":
         return f"waits for a debugger at {place}"
     if state == "stopped":
-        return "held by the debugger" + (f" at {place}" if record.get("place") else "")
+        return "held by the debugger" + (f" at {place}" if record.place else "")
     status = next((each.status for each in run.last if each.rank == rank), None)
     doing = _doing(status) if status is not None else "starting"
     return f"in the debugger, {doing}" if state in ("attached", "running") else doing

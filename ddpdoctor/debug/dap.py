@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from ddpdoctor.core import opening
-from ddpdoctor.run.record import integer
+from ddpdoctor.core.opening import integer
 
 Message = dict[str, Any]
 

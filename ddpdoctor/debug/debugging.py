@@ -17,7 +17,7 @@ from ddpdoctor.debug.editor import Editor
 from ddpdoctor.debug.gateway import Gateway
 from ddpdoctor.debug.partial_stops import PartialStops
 from ddpdoctor.run.environment import DEBUG
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.system import peers
 
@@ -98,7 +98,7 @@ class Debugging:
             environment[_NCCL_HEARTBEAT] = str(7 * 24 * 3600)
         return environment
 
-    def manifest(self) -> Record:
+    def manifest(self) -> JsonObject:
         """What other commands have to know of it."""
         workspace = self._editor.workspace
         return {
@@ -168,7 +168,7 @@ class Debugging:
                 )
                 return
 
-    def look(self) -> list[Record]:
+    def look(self) -> list[JsonObject]:
         """Take in what has happened, say it, and return its records for the journal."""
         records = self._gateway.take()
         for state in ("attached", "detached"):
@@ -189,7 +189,7 @@ class Debugging:
         if text:
             self._speaker.say(text)
 
-    def _say(self, record: Record) -> None:
+    def _say(self, record: JsonObject) -> None:
         state = record["state"]
         if state == "waits":
             rank, name = record["rank"], self._editor.configuration(record["rank"])

@@ -23,8 +23,8 @@ from ddpdoctor.debug.clients import Clients
 from ddpdoctor.debug.debug_ports import Ports
 from ddpdoctor.debug.ranks import Ranks
 from ddpdoctor.debug.slots import Slots, Stop
-from ddpdoctor.run.control_socket import NAME, short_path
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.names import CONTROL, short_path
+from ddpdoctor.run.records.base import JsonObject
 
 _SOCKET_STAYS: dict[str, Any] = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
 """From 3.13 on asyncio removes the socket's file, by its name, which led there only to bind it."""
@@ -78,7 +78,7 @@ class Gateway:
         Raises:
             OSError: A socket cannot be made.
         """
-        self._control = _private_socket(str(directory / NAME))
+        self._control = _private_socket(str(directory / CONTROL))
         for slot in self._slots:
             path = str(directory / f"debug-{slot.index}.sock")
             self._doors.append(_private_socket(path))
@@ -106,7 +106,7 @@ class Gateway:
             with contextlib.suppress(OSError):
                 os.unlink(path)
 
-    def take(self) -> list[Record]:
+    def take(self) -> list[JsonObject]:
         """What has happened since the last call: ``debug`` records for the journal."""
         return self._slots.take()
 

@@ -19,7 +19,7 @@ from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import LOOPBACK
 from ddpdoctor.debug import debug_ports
 from ddpdoctor.debug.gateway import Gateway
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 
 JOINS = 60.0
 """Seconds for the process to connect to us once gdb has let it go."""
@@ -107,7 +107,7 @@ def _happens(
     return False
 
 
-def _refused(record: Record) -> str:
+def _refused(record: JsonObject) -> str:
     who = f"uid {record['uid']}" if record["uid"] is not None else f"a client ({record['why']})"
     return f"refused: {who}"
 

@@ -9,8 +9,8 @@ from ddpdoctor.core.ranks import named
 from ddpdoctor.core.units import duration
 from ddpdoctor.core.working_directory import relative_place
 from ddpdoctor.debug.slots import Stop
-from ddpdoctor.run.record import Phase, Status
 from ddpdoctor.run.snapshot import Run
+from ddpdoctor.run.status import Phase, Status
 
 PATIENCE = 2.0
 """Seconds in which all ranks may reach the same breakpoint."""
@@ -75,8 +75,8 @@ def _sentence(stops: Sequence[Stop], waiting: Sequence[Status]) -> str:
 
 def _timeout(run: Run) -> str:
     """What lifting timeouts does not reach: gloo of some torch keeps its group's."""
-    kept = [rank.opened.get("kept_timeout") for rank in run.last]
-    timeouts = [each for each in kept if isinstance(each, (int, float))]
+    kept = [rank.opened.kept_timeout for rank in run.last]
+    timeouts = [each for each in kept if each is not None]
     if not timeouts:
         return ""
     return (

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from ddpdoctor.core import opening
-from ddpdoctor.run.record import integer
+from ddpdoctor.core.opening import integer
 
 Message = dict[str, Any]
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]

@@ -12,7 +12,7 @@ from typing import Any
 
 from ddpdoctor.debug import dap
 from ddpdoctor.debug.rank_link import Message, RankLink
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Slots:
 
     def __init__(self, numbers: tuple[int, ...]) -> None:
         self._slots = [Slot(index, port) for index, port in enumerate(numbers)]
-        self._records: deque[Record] = deque()
+        self._records: deque[JsonObject] = deque()
         self._changed = asyncio.Condition()
         self.tasks: set[asyncio.Task[None]] = set()
         """What runs beside what goes on."""
@@ -93,7 +93,7 @@ class Slots:
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    def report(self, record: Record) -> None:
+    def report(self, record: JsonObject) -> None:
         """Give the supervisor a ``debug`` record for the journal."""
         self._records.append({"kind": "debug", "time": time.time_ns(), **record})
         self.news()
@@ -111,7 +111,7 @@ class Slots:
             }
         )
 
-    def take(self) -> list[Record]:
+    def take(self) -> list[JsonObject]:
         """What was reported since the last call; from any thread."""
         taken = []
         while self._records:

@@ -8,8 +8,8 @@ import time
 from pathlib import PurePath
 from typing import NamedTuple
 
+from ddpdoctor.core.opening import whole
 from ddpdoctor.core.user_code import user_file
-from ddpdoctor.run.record import whole
 
 LONGEST = 1 << 16
 """Bytes of a line that are looked at: to search one of megabytes takes seconds."""

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ddpdoctor.core.finding import Location
+from ddpdoctor.core.opening import whole
 from ddpdoctor.failures import Failure, Weight, recognise
 from ddpdoctor.failures.lines import clean, rank_of_file, split_line, time_of
 from ddpdoctor.failures.tracebacks import HEAD, Printed, Tracebacks
-from ddpdoctor.run.record import whole
 
 ANCHORS = tuple(
     text.encode()

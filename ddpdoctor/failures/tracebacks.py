@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ddpdoctor.core.finding import Location
+from ddpdoctor.core.opening import whole
 from ddpdoctor.failures import Failure, recognise
 from ddpdoctor.failures.lines import Line, users_file
-from ddpdoctor.run.record import whole
 
 HEAD = "Traceback (most recent call last)"
 _ORIGINAL = "Original Traceback"

@@ -33,8 +33,10 @@ from ddpdoctor.probe.runtime.rank import (
 )
 from ddpdoctor.probe.runtime.recorder import Recorder
 from ddpdoctor.run.environment import namespace
-from ddpdoctor.run.record import FORMAT, Journal, Phase, StatusPage, rank_stem
+from ddpdoctor.run.journal import Journal
+from ddpdoctor.run.names import FORMAT, rank_stem
 from ddpdoctor.run.ring import RingWriter
+from ddpdoctor.run.status import Phase, StatusPage
 
 MAX_ATTEMPTS = 1000
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ddpdoctor.core.control_characters import json_text
 from ddpdoctor.core.finding import Finding, to_record
-from ddpdoctor.run.reported import Withdrawn, record
+from ddpdoctor.run.reported import Withdrawn
 
 
 def line(finding: Finding) -> str:
@@ -21,4 +21,14 @@ def retraction(withdrawn: Withdrawn) -> str:
     ``retracts`` is the number of the line that it is about, from 1; ``why`` is ``explained``,
     ``restated``, ``untrue`` or ``over``, and ``by`` the code that explains it, or null.
     """
-    return json_text(record(withdrawn))
+    reported = withdrawn.reported
+    return json_text(
+        {
+            "retracts": reported.number,
+            "code": reported.finding.code,
+            "ranks": list(reported.finding.ranks),
+            "why": withdrawn.why,
+            "by": withdrawn.by or None,
+            "reason": withdrawn.reason,
+        }
+    )

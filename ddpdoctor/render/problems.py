@@ -22,7 +22,7 @@ def line(finding: Finding, script: str) -> str:
 
 def retraction(withdrawn: Withdrawn, script: str) -> str:
     """An info at the same place; an editor keeps the line that it is about until the next run."""
-    finding = withdrawn.told.finding
+    finding = withdrawn.reported.finding
     text = f"info {finding.code} {withdrawn.verb}: {withdrawn.reason}"
     return shown(f"{_place(finding, script)}: {text}")
 

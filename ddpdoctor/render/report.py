@@ -13,7 +13,7 @@ from ddpdoctor.core.faults import Faults
 from ddpdoctor.core.finding import RULES, Finding, examine
 from ddpdoctor.core.job import OwnOptions
 from ddpdoctor.render import summary, terminal
-from ddpdoctor.run.reported import Event, Said, Told, Withdrawn, in_words
+from ddpdoctor.run.reported import Event, FindingLog, Reported, Withdrawn, in_words
 from ddpdoctor.run.snapshot import Run
 
 PREFIX = "ddpdoctor: "
@@ -42,7 +42,7 @@ class Reporter:
         self._quiet = options.quiet
         self._json = options.json
         self._output = options.output
-        self._said = Said()
+        self._log = FindingLog()
         self._found: list[Finding] = []
         self._news: list[Event] = []
         self._warned = False
@@ -67,9 +67,9 @@ class Reporter:
         return self._news
 
     @property
-    def standing(self) -> list[Finding]:
-        """What was said and not withdrawn."""
-        return self._said.standing
+    def current(self) -> list[Finding]:
+        """What was reported and not withdrawn."""
+        return self._log.current
 
     def note(self, text: str) -> None:
         """A line about what ddpdoctor does; not with ``--quiet``."""
@@ -98,9 +98,9 @@ class Reporter:
         self.faults.failed(failed)
         # What a rule found before it failed still stands.
         unread = [code for code in RULES if code in self.faults]
-        self._news = self._said.take(self._found, run, unread=unread)
+        self._news = self._log.take(self._found, run, unread=unread)
         for event in self._news:
-            if isinstance(event, Told):
+            if isinstance(event, Reported):
                 self._tell_guarded(run, event.finding)
             else:
                 self._withdraw(run, event)
@@ -154,7 +154,7 @@ class Reporter:
             return
         for line in self.faults.guarded("the summary", lambda: list(summary.lines(run))) or ():
             self.note(line)
-        self.note(f"{summary.count(self.standing)}; records in {run.path}")
+        self.note(f"{summary.count(self.current)}; records in {run.path}")
 
 
 def script(run: Run) -> str:

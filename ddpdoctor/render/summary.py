@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from ddpdoctor.core.finding import Finding
+from ddpdoctor.run.records.supervisor import UnwatchedRecord
 from ddpdoctor.run.snapshot import PHASES, Run
 
 
@@ -37,8 +38,8 @@ def count(standing: Sequence[Finding]) -> str:
 def _size(run: Run) -> str:
     ranks = run.last
     if not ranks:
-        told = (record for record in run.supervisor if record.get("kind") == "unwatched")
-        why = next((str(record.get("why")) for record in told), "")
+        unwatched = run.supervisor.first(UnwatchedRecord)
+        why = unwatched.why if unwatched is not None else ""
         return f"no rank was watched: {why}" if why else "no rank joined a process group"
     seen = {rank.rank for rank in ranks}
     world = max((rank.status.world_size for rank in ranks if rank.status is not None), default=0)

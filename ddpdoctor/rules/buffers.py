@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ddpdoctor.analysis.replicas import Replica, elements, list_of, place, replicas
-from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.analysis.replicas import Replica, elements, replicas
+from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.ranks import named
-from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.records.replicas import BuffersRecord
 from ddpdoctor.run.snapshot import Run
 
 ENOUGH = 3
@@ -64,7 +64,7 @@ def buffers_differ(run: Run) -> Iterator[Finding]:
             continue
         meant = any(each.broadcast for each in found)
         found = [each for each in found if each.broadcast == meant]
-        first = found[0]
+        first, built = found[0], replica.ranks[0].ddp(replica.module)
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         verb = "differ" if more else "differs"
         everyone = tuple(rank.rank for rank in replica.ranks)
@@ -82,8 +82,8 @@ def buffers_differ(run: Run) -> Iterator[Finding]:
             message=f"buffer {first.name}{more} {verb} between {named(everyone)} since step "
             f"{first.step}, and {why}",
             ranks=everyone,
-            location=_built(replica),
-            evidence=tuple(each.told for each in found[:3]),
+            location=built.location if built is not None else None,
+            evidence=tuple(each.text for each in found[:3]),
             fix="Register it before DistributedDataParallel(model), which then broadcasts rank 0's,"
             " or all-reduce what it is computed from."
             if meant
@@ -99,45 +99,41 @@ class _Difference:
     broadcast: bool
     alone: bool
     """It is a single number, as a meter of the rank's own losses is."""
-    told: str
+    text: str
 
 
-_Look = tuple[int, list[Record], list[int | None]]
+_Look = tuple[int, list[BuffersRecord], list[int]]
 """A step, what the ranks wrote of it, and where in it the buffer stands."""
 
 
-def _looks(replica: Replica) -> dict[tuple[int, int], list[Record]]:
+def _looks(replica: Replica) -> dict[tuple[int, int], list[BuffersRecord]]:
     """What all ranks wrote of the same moments, oldest first."""
-    told = [
+    written = [
         {
-            (integer(record, "step"), integer(record, "armed")): record
-            for record in rank.of_kind("buffers")
-            if record.get("module") == replica.module
+            (record.step, record.armed): record
+            for record in rank.records.of(BuffersRecord)
+            if record.module == replica.module
         }
         for rank in replica.ranks
     ]
-    common = set.intersection(*(set(each) for each in told))
-    return {key: [each[key] for each in told] for key in sorted(common)}
+    common = set.intersection(*(set(each) for each in written))
+    return {key: [each[key] for each in written] for key in sorted(common)}
 
 
 def _names(replica: Replica) -> set[str]:
-    return {
-        str(name)
-        for records in _looks(replica).values()
-        for record in records
-        for name in list_of(record, "names")
-    }
+    looks = _looks(replica).values()
+    return {name for records in looks for record in records for name in record.names}
 
 
 def _difference(replica: Replica, name: str) -> _Difference | None:
     """Since when a buffer differs, if it went apart and stayed so."""
     looks: list[_Look] = [
-        (step, records, places)
+        (step, records, [record.names.index(name) for record in records])
         for (step, _), records in _looks(replica).items()
-        if None not in (places := [_place(record, name) for record in records])
+        if all(name in record.names for record in records)
     ]
     hashes = [
-        {str(_at(record, "hashes", at)) for record, at in zip(records, places, strict=True)}
+        {record.hashes[at : at + 1] for record, at in zip(records, places, strict=True)}
         for _, records, places in looks
     ]
     first = next((index for index, each in enumerate(hashes) if len(each) > 1), None)
@@ -146,11 +142,11 @@ def _difference(replica: Replica, name: str) -> _Difference | None:
     if any(len(each) == 1 for each in hashes[first:]):
         return None
     step, records, places = looks[-1]
-    broadcast = all(record.get("broadcast") is True for record in records)
+    broadcast = all(record.broadcast for record in records)
     if (first == 0 and not broadcast) or not _gathers(looks[first:]):
         return None
     samples = [
-        (_values(_at(record, "samples", at)), rank.rank)
+        (_values(record, at), rank.rank)
         for record, at, rank in zip(records, places, replica.ranks, strict=True)
     ]
     norms = ", ".join(f"{_norm(values):.4g} on rank {rank}" for values, rank in samples[:4])
@@ -165,18 +161,8 @@ def _difference(replica: Replica, name: str) -> _Difference | None:
     )
 
 
-def _place(record: Record, name: str) -> int | None:
-    names = list_of(record, "names")
-    return names.index(name) if name in names else None
-
-
-def _at(record: Record, key: str, index: int | None) -> object:
-    values = list_of(record, key)
-    return values[index] if index is not None and index < len(values) else None
-
-
-def _values(packed: object) -> tuple[float, ...]:
-    return elements(packed) if isinstance(packed, list) and len(packed) == 3 else ()
+def _values(record: BuffersRecord, at: int) -> tuple[float, ...]:
+    return elements(record.samples[at]) if at < len(record.samples) else ()
 
 
 def _norm(values: tuple[float, ...]) -> float:
@@ -189,9 +175,7 @@ def _gathers(looks: list[_Look]) -> bool:
     What is computed anew from each batch moves as far in a step as ranks are apart.
     """
     samples = {
-        step: [
-            _values(_at(record, "samples", at)) for record, at in zip(records, places, strict=True)
-        ]
+        step: [_values(record, at) for record, at in zip(records, places, strict=True)]
         for step, records, places in looks
     }
     pairs = [(each, samples[step + 1]) for step, each in samples.items() if step + 1 in samples]
@@ -211,9 +195,3 @@ def _distance(one: tuple[float, ...], other: tuple[float, ...]) -> float:
     if len(one) != len(other):
         return math.inf
     return _norm(tuple(a - b for a, b in zip(one, other, strict=True)))
-
-
-def _built(replica: Replica) -> Location | None:
-    """The line that built DDP: its records come in the order of the modules' numbers."""
-    built = list(replica.ranks[0].of_kind("ddp"))
-    return place(built[replica.module]) if replica.module < len(built) else None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ddpdoctor.analysis.endings import Ending, endings, first_failure
 from ddpdoctor.analysis.files import torn
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
 from ddpdoctor.core.ranks import named
-from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.records.data import AppliedRecord, NotAppliedRecord, SaveRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
 _REFUSED = re.compile(r"Error\(s\) in loading state_dict for (\w+)")
@@ -35,10 +35,6 @@ _NEEDS = {
     "wrapper": "it can be read only in a process group, with the same sources at hand",
     "module": "it can be read only with the same sources at hand, and weights_only=False",
 }
-
-
-def _location(record: Record) -> Location | None:
-    return Location(str(record["path"]), integer(record, "line")) if record.get("path") else None
 
 
 @rule("DDP501", "save-on-every-rank", Severity.WARNING)
@@ -71,27 +67,28 @@ def save_on_every_rank(run: Run) -> Iterator[Finding]:
     When it stays silent
         For paths that contain the rank, in-memory buffers, and the same path on different machines.
     """
-    writers: dict[tuple[str, str], list[tuple[Rank, Record]]] = defaultdict(list)
+    writers: dict[tuple[str, str], list[tuple[Rank, SaveRecord]]] = defaultdict(list)
     for rank in run.last:
-        for record in rank.of_kind("save"):
-            writers[str(rank.opened.get("host")), str(record["file"])].append((rank, record))
-    guilty: dict[object, list[tuple[str, list[tuple[Rank, Record]]]]] = defaultdict(list)
+        for record in rank.records.of(SaveRecord):
+            writers[rank.opened.host, record.file].append((rank, record))
+    guilty: dict[Location | None, list[tuple[str, list[tuple[Rank, SaveRecord]]]]] = defaultdict(
+        list
+    )
     for (_, file), found in writers.items():
         if len({rank.rank for rank, _ in found}) > 1:
-            _, first = min(found, key=lambda each: integer(each[1], "time"))
-            guilty[_location(first)].append((file, found))
+            _, first = min(found, key=lambda each: each[1].time)
+            guilty[first.location].append((file, found))
     reader = torn(run)
     for place, files in guilty.items():
-        assert place is None or isinstance(place, Location)
         ranks = tuple(sorted({rank.rank for _, found in files for rank, _ in found}))
         name = os.path.basename(files[0][0])
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
         message = f"{len(ranks)} ranks write the same checkpoint, {name}{more}"
         evidence = [_wrote(file, found) for file, found in files[:3]]
         severity, traceback = Severity.WARNING, ""
-        if reader is not None and str(reader.file["path"]) in [file for file, _ in files]:
+        if reader is not None and reader.file.path in [file for file, _ in files]:
             severity, traceback = Severity.ERROR, reader.traceback
-            broken = os.path.basename(str(reader.file["path"]))
+            broken = os.path.basename(reader.file.path)
             message = f"{reader.name} could not read {broken}: {len(ranks)} ranks write it at once"
             evidence += [
                 f"it says: {_short(reader.text)}",
@@ -116,8 +113,8 @@ def _short(text: str) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def _wrote(file: str, found: list[tuple[Rank, Record]]) -> str:
-    parts = [f"rank {rank.rank} in step {integer(record, 'step')}" for rank, record in found[:4]]
+def _wrote(file: str, found: list[tuple[Rank, SaveRecord]]) -> str:
+    parts = [f"rank {rank.rank} in step {record.step}" for rank, record in found[:4]]
     return f"{file} was written by {', '.join(parts)}"
 
 
@@ -150,23 +147,24 @@ def save_wrapped_state(run: Run) -> Iterator[Finding]:
     yield from _refused(run)
     proven = _cannot_be_loaded(run)
     for rank in run.last:
-        for record in rank.of_kind("save"):
-            content = str(record.get("content"))
-            what = _HOLDS.get(content)
+        for record in rank.records.of(SaveRecord):
+            what = _HOLDS.get(record.content)
             if what is None:
                 continue
             yield Finding(
                 code="DDP502",
-                severity=Severity.WARNING if proven and content == "wrapped" else Severity.INFO,
-                message=f"the checkpoint {os.path.basename(str(record['file']))} holds {what}",
+                severity=Severity.WARNING
+                if proven and record.content == "wrapped"
+                else Severity.INFO,
+                message=f"the checkpoint {os.path.basename(record.file)} holds {what}",
                 ranks=(rank.rank,),
-                location=_location(record),
+                location=record.location,
                 evidence=(
-                    f"{record['file']} was written by rank {rank.rank}",
-                    _NEEDS[str(record["content"])],
+                    f"{record.file} was written by rank {rank.rank}",
+                    _NEEDS[record.content],
                 ),
                 fix="Save `model.module.state_dict()`, which loads with and without DDP.",
-                about=f"{record.get('path')}:{record.get('line')}",
+                about=f"{record.path}:{record.line}",
             )
 
 
@@ -177,7 +175,7 @@ def _cannot_be_loaded(run: Run) -> bool:
         names = _by_prefix(cause.message)
         return names is not None and names[1].startswith(_PREFIX)
     return any(
-        record.get("prefix") == _PREFIX and record.get("of") == "checkpoint"
+        record.prefix == _PREFIX and record.of == "checkpoint"
         for rank in run.last
         for record in _not_applied(rank)
     )
@@ -211,23 +209,22 @@ def checkpoint_not_applied(run: Run) -> Iterator[Finding]:
         names (an adapter, part of a model, a shard of a checkpoint), and if a later load into the
         same module matches.
     """
-    found: dict[Location | None, list[tuple[Rank, Record]]] = defaultdict(list)
+    found: dict[Location | None, list[tuple[Rank, NotAppliedRecord]]] = defaultdict(list)
     for rank in run.last:
         for record in _not_applied(rank):
-            found[_location(record)].append((rank, record))
+            found[record.location].append((rank, record))
     for place, loads in found.items():
         record = loads[0][1]
-        matched, given = integer(record, "matched"), integer(record, "given")
+        matched, given = record.matched, record.given
         ranks = tuple(sorted({rank.rank for rank, _ in loads}))
         share = f"{matched} of {given}" if matched else f"none of {given}"
         evidence = [
-            f"the model wants {integer(record, 'wanted')} names, {_names(record, 'missing')} "
-            "among them",
-            f"the checkpoint has {_names(record, 'unexpected')} instead",
+            f"the model wants {record.wanted} names, {_names(record.missing)} among them",
+            f"the checkpoint has {_names(record.unexpected)} instead",
         ]
-        prefix = _short(str(record.get("prefix") or ""))
+        prefix = _short(record.prefix)
         if prefix:
-            whose = "checkpoint's" if record.get("of") == "checkpoint" else "model's"
+            whose = "checkpoint's" if record.of == "checkpoint" else "model's"
             evidence.append(f'they differ by the prefix "{prefix}" of the {whose} names')
         yield Finding(
             code="DDP509",
@@ -242,28 +239,23 @@ def checkpoint_not_applied(run: Run) -> Iterator[Finding]:
         )
 
 
-def _not_applied(rank: Rank) -> Iterator[Record]:
+def _not_applied(rank: Rank) -> Iterator[NotAppliedRecord]:
     """The loads that applied little, without those that were made good later."""
-    good = {integer(record, "number", -1) for record in rank.of_kind("applied")}
-    return (
-        record
-        for record in rank.of_kind("not_applied")
-        if integer(record, "number", -1) not in good
-    )
+    good = {record.number for record in rank.records.of(AppliedRecord)}
+    return (each for each in rank.records.of(NotAppliedRecord) if each.number not in good)
 
 
-def _names(record: Record, key: str) -> str:
-    names = record.get(key)
-    return ", ".join(f'"{_short(str(name))}"' for name in names) if isinstance(names, list) else ""
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f'"{_short(name)}"' for name in names)
 
 
-def _rename(record: Record, prefix: str) -> str:
+def _rename(record: NotAppliedRecord, prefix: str) -> str:
     if not prefix:
         return (
             "Compare the names of both, and rename those of the checkpoint; then load it with "
             "strict=True, or check the missing_keys that the call returns."
         )
-    if record.get("of") == "checkpoint":
+    if record.of == "checkpoint":
         return f'Strip the prefix: {{k.removeprefix("{prefix}"): v for k, v in state.items()}}.'
     if prefix == _PREFIX:
         return "Load it into `model.module`, or before the wrap."

@@ -34,7 +34,7 @@ from ddpdoctor.core.relations import (
     same_subject,
 )
 from ddpdoctor.rules import updates
-from ddpdoctor.run.record import integer
+from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
 SOON = 3
@@ -44,7 +44,7 @@ FOREVER = 1 << 63
 
 
 @dataclass(frozen=True)
-class Decision:
+class Departure:
     """What some ranks did alone."""
 
     kind: Literal["skipped", "left", "stopped"]
@@ -111,14 +111,14 @@ def rank_local_decision(run: Run) -> Iterator[Finding]:
         that simply ended (DDP109), for loops that call `next()`, for a rank that failed or was
         stopped, and where a loop that counts its steps makes up for a skipped batch.
     """
-    made = decisions(run)
+    made = departures(run)
     for decision in made:
         yield _finding(decision)
     if not made:
         yield from map(updates.finding, updates.left_out(run))
 
 
-def decisions(run: Run, *, suspected: bool = False) -> list[Decision]:
+def departures(run: Run, *, suspected: bool = False) -> list[Departure]:
     """The first such decision in each DDP group; what came after it is a consequence.
 
     Those that may do no harm yet only if they are to be ``suspected``.
@@ -128,7 +128,7 @@ def decisions(run: Run, *, suspected: bool = False) -> list[Decision]:
     cause = first_failure(run, restart)
     limit = FOREVER if cause is None or mispaired(run, cause) else cause.time
     limit = min(limit, run.stopped_at or FOREVER)
-    found: list[Decision] = []
+    found: list[Departure] = []
     for group in _groups(run):
         case = _Case(run, group, ends, limit, suspected)
         first = next(case.skipped_or_left(), None) or case.stopped()
@@ -142,10 +142,8 @@ def _groups(run: Run) -> list[tuple[Rank, ...]]:
     ranks = {rank.rank: rank for rank in run.last}
     found: dict[tuple[int, ...], None] = {}
     for rank in run.last:
-        for record in rank.of_kind("ddp"):
-            group = record.get("group_ranks")
-            if isinstance(group, list):
-                found[tuple(sorted(each for each in group if each in ranks))] = None
+        for record in rank.records.of(DdpRecord):
+            found[tuple(sorted(each for each in record.group_ranks if each in ranks))] = None
     return [tuple(ranks[each] for each in group) for group in found if len(group) > 1]
 
 
@@ -177,7 +175,7 @@ class _Case:
 
     # -- within a loop
 
-    def skipped_or_left(self) -> Iterator[Decision]:
+    def skipped_or_left(self) -> Iterator[Departure]:
         """Decisions within a loop that ranks of the group began after as many steps."""
         shared: dict[tuple[object, ...], list[Trace]] = {}
         for traces in self._traces.values():
@@ -185,7 +183,7 @@ class _Case:
                 shared.setdefault((each.before, *each.frames[:1]), []).append(each)
         for key in sorted(shared, key=lambda key: int(str(key[0]))):
             members = shared[key]
-            if len(members) < 2 or any(each.record.get("joins") for each in members):
+            if len(members) < 2 or any(each.first.joins for each in members):
                 continue
             if len({(each.reached, tuple(each.idle)) for each in members}) == 1:
                 continue
@@ -195,7 +193,7 @@ class _Case:
                 if decision is not None:
                     yield decision
 
-    def _skipped(self, members: list[Trace], place: Place) -> Decision | None:
+    def _skipped(self, members: list[Trace], place: Place) -> Departure | None:
         top = max((each.reached or 0 for each in members), default=0)
         for trace in members:
             others = [each for each in members if each is not trace]
@@ -203,7 +201,7 @@ class _Case:
             if not trace.closed or not alone:
                 continue
             reached, fetched = trace.reached or 0, trace.fetched or 0
-            step, forward = trace.idle[alone[0]]
+            _, step, forward = trace.idle[alone[0]]
             # The batches it passed over are all that it lacks.
             lacks = reached < top <= reached + len(alone) and 4 * len(alone) <= fetched + 3
             if trace.state == "failed":
@@ -217,7 +215,7 @@ class _Case:
             if not wanting or not self._harms([trace], wanting, place, location):
                 continue
             sick = [each for each in members if alone[0] in each.idle]
-            return Decision(
+            return Departure(
                 "skipped",
                 tuple(sick),
                 tuple(each for each in members if each not in sick),
@@ -228,7 +226,7 @@ class _Case:
             )
         return None
 
-    def _left(self, members: list[Trace], place: Place) -> Decision | None:
+    def _left(self, members: list[Trace], place: Place) -> Departure | None:
         top = max((each.reached or 0 for each in members), default=0)
         leavers = [
             each
@@ -243,19 +241,19 @@ class _Case:
         location = exit_location(first, place)
         if location is None or not self._harms(leavers, wanting, place, location):
             return None
-        return Decision(
+        return Departure(
             "left",
             tuple(leavers),
             tuple(each for each in members if each not in leavers),
             place,
             location,
             first.step,
-            (first.fetched or 0) if first.told else None,
+            (first.fetched or 0) if first.recorded_end else None,
         )
 
     # -- between two of them
 
-    def stopped(self) -> Decision | None:
+    def stopped(self) -> Departure | None:
         """Ranks that came to no further loop at a place where others began one."""
         over = [
             traces[-1]
@@ -263,7 +261,7 @@ class _Case:
             if traces and self._is_last(traces[-1]) and not self._ended_itself(traces[-1])
         ]
         for last in over:
-            total = integer(last.record, "after")
+            total = last.last.after
             alone = [
                 each for each in over if same_loop(each, last) and each.reached == last.reached
             ]
@@ -276,19 +274,21 @@ class _Case:
                 for each in traces
                 if each.before == total and each.frames == last.frames and (each.reached or 0) > 0
             ]
-            if not wanting or any(each.record.get("joins") for each in (*alone, *wanting)):
+            if not wanting or any(each.first.joins for each in (*alone, *wanting)):
                 continue
             place = place_of(last.frames)
             location = stop_location(last.rank, place) if place is not None else None
             if place is None or location is None or not self._collapsed(alone, wanting):
                 continue
-            step, batches = integer(last.record, "step"), last.fetched or 0
-            return Decision("stopped", tuple(alone), tuple(wanting), place, location, step, batches)
+            step, batches = last.last.step, last.fetched or 0
+            return Departure(
+                "stopped", tuple(alone), tuple(wanting), place, location, step, batches
+            )
         return None
 
     def _is_last(self, trace: Trace) -> bool:
         """Whether a rank made no further step after a loop."""
-        status, total = trace.rank.status, integer(trace.record, "after")
+        status, total = trace.rank.status, trace.last.after
         return (
             trace.state in ("ended", "left")
             and status is not None
@@ -304,7 +304,7 @@ class _Case:
         if ending is not None and not ending.victim and ending.kind != "abort-at-exit":
             return not mispaired(self._run, ending)
         call = call_to_exit(trace.rank)
-        return call is not None and trace.state == "left" and integer(call, "time") <= trace.time
+        return call is not None and trace.state == "left" and call.time <= trace.time
 
     def _harms(
         self, alone: Sequence[Trace], wanting: Sequence[Trace], place: Place, location: Location
@@ -342,10 +342,10 @@ class _Case:
         """Whether a rank came to its regular end."""
         ending, ended = self._ends.get(trace.rank.rank), trace.rank.ended
         regular = ending is None or ending.kind == "abort-at-exit"
-        return ended is not None and regular and integer(ended, "time") <= self._limit
+        return ended is not None and regular and ended.time <= self._limit
 
 
-def _finding(decision: Decision) -> Finding:
+def _finding(decision: Departure) -> Finding:
     who, others = named(decision.ranks), named(each.rank.rank for each in decision.others)
     loop = decision.place.location
     if decision.kind == "skipped":
@@ -389,7 +389,7 @@ def _did(trace: Trace, loop: Location) -> str:
     steps = "" if reached is None else f" and began {reached} reduced backwards in it"
     if trace.fetched is None:
         took = "is still in the loop"
-    elif trace.told or trace.state != "left":
+    elif trace.recorded_end or trace.state != "left":
         took = f"took {_batches(trace.fetched)}"
     else:
         took = "left the loop"

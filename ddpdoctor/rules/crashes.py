@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from ddpdoctor.analysis.endings import Ending, Kind, endings, first_failure
 from ddpdoctor.analysis.reduction import explained
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.core.opening import whole
 from ddpdoctor.core.relations import ABORT, END, LOST, MISPAIRED
 from ddpdoctor.core.user_code import user_file
 from ddpdoctor.failures import recognise
 from ddpdoctor.rules.attempts import EXPLAINED_BY, attempt_finding, moment, short
 from ddpdoctor.rules.checkpoints import refused_for_prefix
 from ddpdoctor.rules.failures import recognised
-from ddpdoctor.run.record import whole
 from ddpdoctor.run.snapshot import Run
 
 _NATIVE = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)

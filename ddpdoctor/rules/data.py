@@ -11,7 +11,6 @@ from ddpdoctor.analysis.draws import (
     WHOLE,
     Pass,
     Passes,
-    location,
     matched,
     other_data,
     overlap,
@@ -25,9 +24,10 @@ from ddpdoctor.analysis.endings import PATIENCE
 from ddpdoctor.core import relations
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
 from ddpdoctor.core.ranks import named
-from ddpdoctor.rules.control_flow import decisions
-from ddpdoctor.run.record import Phase, integer
+from ddpdoctor.rules.control_flow import departures
+from ddpdoctor.run.records.process import ErrorRecord
 from ddpdoctor.run.snapshot import Run
+from ddpdoctor.run.status import Phase
 
 REPEATED = 0.1
 """The part of a rank's own draws above which it draws with replacement."""
@@ -35,25 +35,25 @@ REPEATED = 0.1
 
 def _draws_all(one: Pass) -> bool:
     """Whether a rank draws all of its data set, each sample once."""
-    followed = one.number("followed")
+    followed = one.record.followed
     return (
         followed >= FEW
         and len(one.hits) >= WHOLE * followed
-        and one.number("repeats") <= REPEATED * len(one.hits)
+        and one.record.repeats <= REPEATED * len(one.hits)
     )
 
 
 def _exceeds_share(one: Pass, world: int) -> bool:
     """Whether a shuffle without replacement is past one rank's share, and goes on."""
-    said = one.sampler
+    sampler = one.sampler
     return (
         world <= 4
-        and said.get("name") == "RandomSampler"
-        and said.get("torch") is True
-        and not said.get("replacement")
-        and 2 * world * one.draws >= 3 * one.length
+        and sampler.name == "RandomSampler"
+        and sampler.torch
+        and not sampler.replacement
+        and 2 * world * one.record.draws >= 3 * one.length
         and len(one.hits) >= FEW
-        and one.number("repeats") == 0
+        and one.record.repeats == 0
     )
 
 
@@ -76,13 +76,13 @@ def _unsharded(run: Run) -> Iterator[Passes]:
 def _unsharded_finding(code: str, passes: Passes, message: str, at: Location, fix: str) -> Finding:
     each = list(passes.values())
     first = each[0]
-    lines = [f"rank {one.rank} drew {one.draws} of {one.length} samples" for one in each[:4]]
+    lines = [f"rank {one.rank} drew {one.record.draws} of {one.length} samples" for one in each[:4]]
     if same_order(passes):
         lines.append(f"the first {first.head[0]} samples are the same in the same order")
     else:
         doubled, total = overlap(passes)
         lines.append(
-            f"of {first.number('followed')} samples that were followed, "
+            f"of {first.record.followed} samples that were followed, "
             f"{total - doubled} were drawn {total} times by all ranks together"
         )
     return Finding(
@@ -94,8 +94,7 @@ def _unsharded_finding(code: str, passes: Passes, message: str, at: Location, fi
         location=at,
         evidence=(
             *lines,
-            f"read at {Location(str(first['path']), first.number('line'))} "
-            f"by {_sampler_name(first)}, {len(each)} ranks",
+            f"read at {first.read} by {_sampler_name(first)}, {len(each)} ranks",
         ),
         fix=fix,
         subjects=frozenset((f"loader {first.made}",)),
@@ -130,7 +129,7 @@ def sampler_not_used(run: Run) -> Iterator[Finding]:
         used it.
     """
     for passes in _unsharded(run):
-        idle = [location(place) for one in passes.values() for place in (one["idle"] or ())[:1]]
+        idle = [place for one in passes.values() for place in one.record.idle[:1]]
         at = idle[0] if len(idle) == len(passes) else None
         if at is None:
             continue
@@ -172,7 +171,7 @@ def unsharded(run: Run) -> Iterator[Finding]:
     """
     for passes in _unsharded(run):
         first = next(iter(passes.values()))
-        if all(one["idle"] for one in passes.values()):
+        if all(one.record.idle for one in passes.values()):
             continue
         yield _unsharded_finding(
             "DDP102",
@@ -187,7 +186,7 @@ def unsharded(run: Run) -> Iterator[Finding]:
 
 
 def _sampler_name(one: Pass) -> str:
-    return str(one.sampler.get("name") or "no sampler")
+    return one.sampler.name or "no sampler"
 
 
 @rule("DDP103", "missing-set-epoch", Severity.WARNING)
@@ -220,30 +219,29 @@ def order_repeated(run: Run) -> Iterator[Finding]:
         With `shuffle=False`, for samples in ascending order, for samplers without `set_epoch`, in
         the first epoch, for evaluation loaders, and if the order changed in any other way.
     """
-    told: dict[tuple[object, ...], dict[int, tuple[Pass, Pass] | None]] = {}
+    compared: dict[object, dict[int, tuple[Pass, Pass] | None]] = {}
     for rank in run.last:
-        loaders: dict[tuple[object, ...], list[Pass]] = {}
+        loaders: dict[object, list[Pass]] = {}
         for one in passes_of(rank):
             loaders.setdefault(one.place, []).append(one)
         for place, passes in loaders.items():
             for pair in pairwise(passes):
                 if _comparable(*pair):
-                    told.setdefault(place, {})[rank.rank] = pair if _repeats(*pair) else None
+                    compared.setdefault(place, {})[rank.rank] = pair if _repeats(*pair) else None
                     break
-    for found in told.values():
+    for found in compared.values():
         sick = {number: pair for number, pair in found.items() if pair is not None}
         if len(found) < len(run.last) or not sick:
             continue
         before, again = sick[min(sick)]
-        at = Location(str(again["path"]), again.number("line"))
-        epoch = again.sampler.get("epoch")
+        at, epoch = again.read, again.sampler.epoch
         evidence = [
-            f"passes {before.number('number') + 1} and {again.number('number') + 1} over it gave "
+            f"passes {before.record.number + 1} and {again.record.number + 1} over it gave "
             f"the same {before.head[0]} samples first, in the same order",
             f"{_sampler_name(again)} built at {again.at}",
         ]
-        if isinstance(epoch, int):
-            evidence.append(f"its epoch was {before.sampler.get('epoch')}, then {epoch}")
+        if epoch is not None:
+            evidence.append(f"its epoch was {before.sampler.epoch}, then {epoch}")
         whose = "every rank" if len(sick) == len(run.last) else named(sick)
         yield Finding(
             code="DDP103",
@@ -261,23 +259,24 @@ def order_repeated(run: Run) -> Iterator[Finding]:
 
 def _comparable(before: Pass, again: Pass) -> bool:
     """Whether two passes follow each other with one shuffling sampler."""
-    said, then = before.sampler, again.sampler
+    sampler = before.sampler
     return (
         before.trains
         and again.trains
-        and again.number("number") == before.number("number") + 1
-        and "id" in said
-        and said.get("id") == then.get("id")
-        and said.get("set_epoch") is True
-        and said.get("shuffle") is not False
+        and again.record.number == before.record.number + 1
+        and sampler.id is not None
+        and sampler.id == again.sampler.id
+        and sampler.set_epoch
+        and sampler.shuffle is not False
         and before.head[0] == again.head[0] >= FEW
-        and 0.2 < before.number("falls") / max(1, before.draws) < 0.9
+        and 0.2 < before.record.falls / max(1, before.record.draws) < 0.9
     )
 
 
 def _repeats(before: Pass, again: Pass) -> bool:
-    if before["state"] == again["state"] == "ended" and before.draws == again.draws:
-        return bool(before["order"] == again["order"])
+    one, other = before.record, again.record
+    if one.state == other.state == "ended" and one.draws == other.draws:
+        return one.order == other.order
     return before.head == again.head
 
 
@@ -308,28 +307,20 @@ def wrong_shard(run: Run) -> Iterator[Finding]:
     for passes in training(run):
         group = sorted(passes)
         shards = {number: shard for number in group if (shard := passes[number].shard) is not None}
-        if len(shards) != len(group):
+        wrong = [n for i, n in enumerate(group) if shards.get(n) != (i, len(group))]
+        if len(shards) != len(group) or not wrong or not same_part(passes) or other_data(passes):
             continue
-        of = {each[1] for each in shards.values()}
-        wrong = [n for i, n in enumerate(group) if shards[n] != (i, len(group))]
-        shared = Counter(shards.values()).most_common(1)[0]
-        twins = {n: passes[n] for n in group if shards[n] == shared[0]}
-        first = passes[wrong[0]] if wrong else None
-        if first is None or not same_part(passes) or other_data(passes):
+        what = _wrongly_shared(run, passes, shards)
+        if what is None:
             continue
-        if shared[1] > 1 and same_order(twins) and same_data(twins):
-            what = f"{named(twins)} draw the same samples"
-        elif len(of) == 1 and max(of) > _world(run) == len(group) == len(set(shards.values())):
-            of_all = max(of)
-            what = f"{of_all - len(group)} of {of_all} shards are drawn by no rank"
-        else:
-            continue
+        first = passes[wrong[0]]
+        right = {of for _, of in shards.values()} == {len(group)}
         yield Finding(
             code="DDP105",
             about=str(first.at),
             severity=Severity.ERROR,
             message=f"{what}: the sampler built at {first.at} has a wrong "
-            f"{'rank' if of == {len(group)} else 'num_replicas'} on {named(wrong)}",
+            f"{'rank' if right else 'num_replicas'} on {named(wrong)}",
             ranks=tuple(wrong),
             location=first.at,
             evidence=tuple(
@@ -343,9 +334,17 @@ def wrong_shard(run: Run) -> Iterator[Finding]:
         return
 
 
-def _world(run: Run) -> int:
-    """How many ranks the job has."""
-    return max((integer(rank.opened, "world_size") for rank in run.last), default=0)
+def _wrongly_shared(run: Run, passes: Passes, shards: dict[int, tuple[int, int]]) -> str | None:
+    """Which shards are drawn twice, or by no rank; None if that does no harm."""
+    shard, times = Counter(shards.values()).most_common(1)[0]
+    twins = {number: one for number, one in passes.items() if shards[number] == shard}
+    if times > 1 and same_order(twins) and same_data(twins):
+        return f"{named(twins)} draw the same samples"
+    counts = {of for _, of in shards.values()}
+    most, ranks = max(counts), len(shards)
+    if len(counts) == 1 and most > run.world_size == ranks == len(set(shards.values())):
+        return f"{most - ranks} of {most} shards are drawn by no rank"
+    return None
 
 
 @rule("DDP113", "sampler-seed-differs", Severity.ERROR)
@@ -375,15 +374,15 @@ def seeds_differ(run: Run) -> Iterator[Finding]:
         group = sorted(passes)
         if [passes[n].shard for n in group] != [(i, len(group)) for i in range(len(group))]:
             continue
-        seeds = {n: passes[n].sampler.get("seed") for n in group}
-        epochs = {n: passes[n].sampler.get("epoch") for n in group}
+        seeds = {n: passes[n].sampler.seed for n in group}
+        epochs = {n: passes[n].sampler.epoch for n in group}
         name, values = ("seed", seeds) if len(set(seeds.values())) > 1 else ("epoch", epochs)
         doubled, total = overlap(passes)
         if len(set(values.values())) == 1 or doubled < max(3, len(group)):
             continue
         if not same_data(passes):
             continue
-        if name == "epoch" and decisions(run, suspected=True):
+        if name == "epoch" and departures(run, suspected=True):
             # The ranks have come apart, and their next epochs with them; no relation of rules,
             # since a decision is only suspected here, and may do no harm yet.
             continue
@@ -450,17 +449,10 @@ def uneven(run: Run) -> Iterator[Finding]:
     """
     for passes in matched(run):
         each = list(passes.values())
-        counts = {one.rank: one.number("batches") for one in each}
-        if (
-            not all(one.trains for one in each)
-            or min(counts.values()) < 0
-            or len(set(counts.values())) == 1
-            or any(one["joins"] for one in each)
-        ):
+        counts = {one.rank: one.record.batches for one in each if one.record.batches is not None}
+        if len(counts) < len(each) or not _is_uneven(run, passes):
             continue
         few, many = min(counts.values()), max(counts.values())
-        if not all(one["to_end"] for one in each) and not _left_alone(run, passes):
-            continue
         short = sorted(rank for rank, count in counts.items() if count < many)
         first = passes[short[0]]
         ends = [_ran_out(run, passes[rank]) for rank in short]
@@ -479,7 +471,7 @@ def uneven(run: Run) -> Iterator[Finding]:
                     f"rank {rank}: {counts[rank]} batches of {passes[rank].length} samples"
                     for rank in sorted(counts)[:8]
                 ),
-                f"read at {Location(str(first['path']), first.number('line'))}",
+                f"read at {first.read}",
             ),
             fix="Give all ranks the same number of batches (a DistributedSampler, or drop_last and "
             "equal shards), or wrap the loop in `with model.join():`.",
@@ -487,41 +479,53 @@ def uneven(run: Run) -> Iterator[Finding]:
         return
 
 
+def _is_uneven(run: Run, passes: Passes) -> bool:
+    """Whether ranks train on different numbers of batches, and that will do harm, or did."""
+    each = list(passes.values())
+    if not all(one.trains for one in each) or any(one.record.joins for one in each):
+        return False
+    if len({one.record.batches for one in each}) == 1:
+        return False
+    return all(one.record.to_end for one in each) or _left_alone(run, passes)
+
+
 def _ran_out(run: Run, one: Pass) -> int:
     """When a rank had had all batches of a pass, in Unix nanoseconds; 0 if it still has some."""
-    status = next(rank.status for rank in run.last if rank.rank == one.rank)
+    status = run.rank(one.rank).status
     if one.closed:
-        return one.number("closed") if one["state"] == "ended" else 0
+        return one.record.closed if one.record.state == "ended" else 0
     # Of a rank that aborts right after it, the end of the pass is not written any more.
-    had = status is not None and status.armed - one.number("armed") >= one.number("batches")
+    had = status is not None and status.armed - one.record.armed >= (one.record.batches or 0)
     return status.since if status is not None and had else 0
 
 
 def _left_alone(run: Run, passes: Passes) -> bool:
     """Whether a rank with more batches failed in, or hangs in, a step that one with fewer left."""
-    few = min(one.number("batches") for one in passes.values())
-    ranks = {rank.rank: rank for rank in run.last}
+    few = min(one.record.batches or 0 for one in passes.values())
+    short = [one for one in passes.values() if one.record.batches == few]
     over = [
-        one.number("armed_after") if one.closed else one.number("armed") + few
-        for one in passes.values()
-        if one.number("batches") == few and _ran_out(run, one)
+        (one.record.armed_after or 0) if one.closed else one.record.armed + few
+        for one in short
+        if _ran_out(run, one)
     ]
-    if not over:
+    return bool(over) and any(
+        _is_alone(run, one, max(over)) for one in passes.values() if one not in short
+    )
+
+
+def _is_alone(run: Run, one: Pass, over: int) -> bool:
+    """Whether a rank waits for, or failed in, a step behind the last of the others."""
+    rank = run.rank(one.rank)
+    if rank.status is None:
         return False
-    for number, one in passes.items():
-        rank = ranks[number]
-        if one.number("batches") == few or rank.status is None:
-            continue
-        error = next(rank.of_kind("error"), None)
-        alone = integer(error, "armed") if error is not None else rank.status.armed
-        if one.closed and (error is None or alone != one.number("armed_after")):
-            continue
-        # Native code, or a signal, may have ended it without another record.
-        died = rank.exit is not None and rank.ended is None and not rank.status.unwritten
-        waits = error is not None or died or run.waits_for(rank) > PATIENCE
-        if waits and alone > max(over) and rank.status.phase in (Phase.BACKWARD, Phase.ENDED):
-            return True
-    return False
+    error = rank.records.first(ErrorRecord)
+    armed = error.armed if error is not None else rank.status.armed
+    if one.closed and (error is None or armed != one.record.armed_after):
+        return False
+    # Native code, or a signal, may have ended it without another record.
+    died = rank.exit is not None and rank.ended is None and not rank.status.unwritten
+    waits = error is not None or died or run.waits_for(rank) > PATIENCE
+    return waits and armed > over and rank.status.phase in (Phase.BACKWARD, Phase.ENDED)
 
 
 @rule("DDP110", "unseeded-random-split", Severity.ERROR)
@@ -549,7 +553,7 @@ def other_split(run: Run) -> Iterator[Finding]:
     """
     for passes in training(run):
         each = list(passes.values())
-        splits = {one["subset"] for one in each}
+        splits = {one.record.subset for one in each}
         if (
             None in splits
             or len(splits) == 1
@@ -559,7 +563,7 @@ def other_split(run: Run) -> Iterator[Finding]:
         ):
             continue
         first = each[0]
-        at = location(first["split"]) or first.made
+        at = first.record.split or first.made
         yield Finding(
             code="DDP110",
             about=str(at),
@@ -570,11 +574,11 @@ def other_split(run: Run) -> Iterator[Finding]:
             location=at,
             evidence=(
                 *(
-                    f"rank {one.rank}: {one.length} of {one.number('length')} samples, indices' "
-                    f"hash {one['subset']:x}"
+                    f"rank {one.rank}: {one.length} of {one.whole} samples, indices' "
+                    f"hash {one.record.subset or 0:x}"
                     for one in each[:4]
                 ),
-                f"read at {Location(str(first['path']), first.number('line'))}",
+                f"read at {first.read}",
             ),
             fix="Pass generator=torch.Generator().manual_seed(0) to random_split, or seed all "
             "ranks alike before the split.",

@@ -1,4 +1,4 @@
-"""Why a job stands still: what was seen of its ranks, judged once for all the rules."""
+"""Why a job makes no progress: what was seen of its ranks, judged once for all the rules."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ddpdoctor.analysis import collective_mismatch, ports
-from ddpdoctor.analysis.exit_waits import lingering
+from ddpdoctor.analysis.exit_waits import exit_wait
 from ddpdoctor.analysis.guards import only_sleeps
-from ddpdoctor.analysis.hang_snapshot import Standing, Standstill, brief, quoted, standstill
+from ddpdoctor.analysis.hang_snapshot import HangSnapshot, RankState, brief, hang_snapshot, quoted
 from ddpdoctor.analysis.rank_activity import (
-    Whereabouts,
+    Activity,
+    activity_of,
     came_since,
     lacks_cpu,
     starves,
     state_of,
-    whereabouts,
     works,
 )
 from ddpdoctor.analysis.waits import Blocked, blocked
 from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.opening import integer
 from ddpdoctor.core.ranks import named
 from ddpdoctor.core.relations import STANDSTILL
 from ddpdoctor.rules.out_of_step import guarded, mismatch, order, same_number, waiting_line
-from ddpdoctor.run.record import integer
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.stacks.user_frames import user_frames
 
@@ -48,7 +48,7 @@ def guilty(run: Run) -> frozenset[int]:
 
 
 def diagnosed(run: Run, code: str) -> Iterator[Finding]:
-    """The findings with a code about a job that stands still."""
+    """The findings with a code about a job that makes no progress."""
     for finding in _all(run):
         if finding.code == code:
             yield replace(finding, subjects=finding.subjects | {STANDSTILL})
@@ -62,7 +62,7 @@ def _all(run: Run) -> list[Finding]:
 
 
 def _diagnose(run: Run) -> Iterator[Finding]:
-    still = standstill(run)
+    still = hang_snapshot(run)
     if still is None:
         return
     found = list(_explained(run, still))
@@ -70,34 +70,36 @@ def _diagnose(run: Run) -> Iterator[Finding]:
     if _short_of_cpu(still):
         # Whoever is late is late for want of a core, or may be.
         return
-    if not found and still.everybody and any(rank.in_collective for rank in still.ranks):
+    if not found and still.record.everybody and any(rank.in_collective for rank in still.ranks):
         yield from _unexplained(run, still)
 
 
-def _short_of_cpu(still: Standstill) -> bool:
+def _short_of_cpu(still: HangSnapshot) -> bool:
     return any(
-        lacks_cpu(rank, still.limit) or starves(rank) for rank in still.ranks if not rank.ended
+        lacks_cpu(rank, still.record.limit) or starves(rank)
+        for rank in still.ranks
+        if not rank.ended
     )
 
 
-def _explained(run: Run, still: Standstill) -> Iterator[Finding]:
+def _explained(run: Run, still: HangSnapshot) -> Iterator[Finding]:
     if not any(rank.joined for rank in still.ranks):
         yield from _before_joining(run, still)
         return
     waits = blocked(still)
-    states = [(rank, told) for rank in still.ranks if (told := state_of(rank)) is not None]
+    states = [(rank, seen) for rank in still.ranks if (seen := state_of(rank)) is not None]
     if states:
         # What such a rank was in before says nothing any more.
-        yield from _whereabouts(still, states, waits[0] if waits else None)
+        yield from _activities(still, states, waits[0] if waits else None)
     elif waits:
         yield from _of_waits(run, still, waits)
-    elif still.everybody:
+    elif still.record.everybody:
         yield from _nobody_waits(still)
 
 
-def _unexplained(run: Run, still: Standstill) -> Iterator[Finding]:
-    """The facts, where nobody can be blamed for sure."""
-    if collective_mismatch.first_apart(collective_mismatch.rings(run), _gloo(run)) is not None:
+def _unexplained(run: Run, still: HangSnapshot) -> Iterator[Finding]:
+    """The facts, where no rank is to blame for sure."""
+    if collective_mismatch.first_mismatch(collective_mismatch.rings(run), _gloo(run)) is not None:
         return
     ranks = [rank for rank in still.ranks if rank.joined and not rank.ended]
     yield Finding(
@@ -112,13 +114,13 @@ def _unexplained(run: Run, still: Standstill) -> Iterator[Finding]:
         location=ranks[0].site if ranks else None,
         evidence=(
             *(f"rank {rank.rank} {_doing(rank)} at {brief(rank.site)}" for rank in ranks[3:8]),
-            *_untold(still),
+            *_without_stacks(still),
         ),
         fix="Compare the lines that the ranks are at: `ddpdoctor stacks` shows them in full.",
     )
 
 
-def _doing(rank: Standing) -> str:
+def _doing(rank: RankState) -> str:
     return (
         f"waits in {rank.waits_in}" if rank.in_collective else f"is in {rank.phase or 'start-up'}"
     )
@@ -127,49 +129,49 @@ def _doing(rank: Standing) -> str:
 # -- some wait in a collective
 
 
-def _of_waits(run: Run, still: Standstill, waits: Sequence[Blocked]) -> Iterator[Finding]:
+def _of_waits(run: Run, still: HangSnapshot, waits: Sequence[Blocked]) -> Iterator[Finding]:
     first = waits[0]
     alone = guarded(waits)
     if alone is not None:
         yield alone
         return
-    if collective_mismatch.first_apart(collective_mismatch.rings(run), _gloo(run)) is not None:
-        # Said by itself, from the rings, whether or not the job stands still.
+    if collective_mismatch.first_mismatch(collective_mismatch.rings(run), _gloo(run)) is not None:
+        # Said by itself, from the rings, whether or not the job makes progress.
         return
     elsewhere = [rank for rank in first.absent if rank.in_collective]
     gone = [rank for rank in first.absent if not rank.in_collective]
     if gone:
         starting = all(not rank.step for rank in still.ranks)
-        yield from _whereabouts(still, [(rank, _missing(rank, starting)) for rank in gone], first)
+        yield from _activities(still, [(rank, _missing(rank, starting)) for rank in gone], first)
     elif elsewhere:
         yield order(waits)
     else:
         yield from _all_there(still, first)
 
 
-def _missing(rank: Standing, starting: bool) -> Whereabouts:
+def _missing(rank: RankState, starting: bool) -> Activity:
     """What a rank does that others wait for."""
-    end = lingering(rank)
+    end = exit_wait(rank)
     # Whoever is at the end of the script will not come any more.
-    return replace(end, severity=Severity.ERROR) if end else whereabouts(rank, starting)
+    return replace(end, severity=Severity.ERROR) if end else activity_of(rank, starting)
 
 
-def _whereabouts(
-    still: Standstill, told: Sequence[tuple[Standing, Whereabouts]], wait: Blocked | None
+def _activities(
+    still: HangSnapshot, seen: Sequence[tuple[RankState, Activity]], wait: Blocked | None
 ) -> Iterator[Finding]:
     """A finding for each thing that ranks do instead of joining the others."""
-    kinds: dict[object, list[tuple[Standing, Whereabouts]]] = defaultdict(list)
-    for rank, each in told:
-        if each.severity < Severity.ERROR and lacks_cpu(rank, still.limit):
+    kinds: dict[object, list[tuple[RankState, Activity]]] = defaultdict(list)
+    for rank, each in seen:
+        if each.severity < Severity.ERROR and lacks_cpu(rank, still.record.limit):
             # It has not had the time that everybody is given.
             continue
         kinds[each.code, each.location, each.severity].append((rank, each))
-    culprits = {rank.rank for rank, _ in told}
+    culprits = {rank.rank for rank, _ in seen}
     for found in kinds.values():
         ranks = [rank for rank, _ in found]
         each = found[0][1]
         severity = each.severity
-        if not still.everybody and each.code in ("DDP802", "DDP807", "DDP811"):
+        if not still.record.everybody and each.code in ("DDP802", "DDP807", "DDP811"):
             severity = min(severity, Severity.WARNING)
         waiting = [r for r in (wait.waiting if wait is not None else ()) if r.rank not in culprits]
         yield Finding(
@@ -183,24 +185,24 @@ def _whereabouts(
                 *each.evidence,
                 *_native(ranks[0]),
                 *(waiting_line(rank) for rank in waiting[:3]),
-                *_untold(still),
+                *_without_stacks(still),
             ),
             fix=each.fix
             or "Let every rank call the same collectives in the same order; work that "
             "one rank does alone has to be shorter than the collectives' timeout.",
             traceback=_traceback(ranks[0]),
-            moment=integer(still.record, "time"),
+            moment=still.record.time,
         )
 
 
-def _about(ranks: list[Standing], severity: Severity) -> str:
+def _about(ranks: list[RankState], severity: Severity) -> str:
     """One standstill of the same ranks, wherever they are seen meanwhile."""
     since = max(integer(rank.record, "since") for rank in ranks)
     return f"{severity.label} {[rank.rank for rank in ranks]} {since}"
 
 
 def _sentence(
-    ranks: list[Standing], each: Whereabouts, wait: Blocked | None, waiting: list[Standing]
+    ranks: list[RankState], each: Activity, wait: Blocked | None, waiting: list[RankState]
 ) -> str:
     who = named([rank.rank for rank in ranks])
     plural = len(ranks) > 1
@@ -225,7 +227,7 @@ def _sentence(
     )
 
 
-def _all_there(still: Standstill, one: Blocked) -> Iterator[Finding]:
+def _all_there(still: HangSnapshot, one: Blocked) -> Iterator[Finding]:
     """Nobody is missing who could be seen."""
     same = same_number([one])
     if same is not None:
@@ -245,7 +247,7 @@ def _all_there(still: Standstill, one: Blocked) -> Iterator[Finding]:
             fix="Look at what ddpdoctor says on the other nodes.",
         )
         return
-    if len(waiting) < len(still.ranks) or not still.everybody:
+    if len(waiting) < len(still.ranks) or not still.record.everybody:
         # The others are in a later one, which these may yet come to.
         return
     if any(starves(rank) for rank in waiting):
@@ -255,11 +257,11 @@ def _all_there(still: Standstill, one: Blocked) -> Iterator[Finding]:
         code="DDP814",
         about="all there",
         severity=Severity.WARNING,
-        message=f"all ranks are in {one.what} since {waiting[0].seconds} s and it does not end: "
-        "the network between them, or the backend",
+        message=f"all ranks have been in {one.what} for {waiting[0].seconds} s and it does not "
+        "end: the network between them, or the backend",
         ranks=tuple(rank.rank for rank in waiting),
         location=waiting[0].site,
-        evidence=(*(waiting_line(rank) for rank in waiting[:4]), *_untold(still)),
+        evidence=(*(waiting_line(rank) for rank in waiting[:4]), *_without_stacks(still)),
         fix="Check the network and the interface that the backend took "
         "(NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME; NCCL_DEBUG=INFO says).",
     )
@@ -268,26 +270,26 @@ def _all_there(still: Standstill, one: Blocked) -> Iterator[Finding]:
 # -- nobody waits in a collective
 
 
-def _nobody_waits(still: Standstill) -> Iterator[Finding]:
+def _nobody_waits(still: HangSnapshot) -> Iterator[Finding]:
     starting = all(not rank.step for rank in still.ranks)
-    told = [
-        (rank, lingering(rank) or whereabouts(rank, starting))
+    seen = [
+        (rank, exit_wait(rank) or activity_of(rank, starting))
         for rank in still.ranks
         if rank.looked_at
     ]
-    named_ = [(rank, each) for rank, each in told if each.code not in ("DDP802", "DDP811")]
+    named_ = [(rank, each) for rank, each in seen if each.code not in ("DDP802", "DDP811")]
     if named_:
-        yield from _whereabouts(still, named_, None)
+        yield from _activities(still, named_, None)
         return
     idle = [
         (rank, each)
-        for rank, each in told
+        for rank, each in seen
         if each.severity >= Severity.ERROR
         and rank.joined
         and not rank.ended
         and rank.frame is not None
     ]
-    if not idle or len(idle) < len(told):
+    if not idle or len(idle) < len(seen):
         return
     if all(r.site is not None and only_sleeps(r.site.path, r.site.line) for r, _ in idle):
         # Together they do nothing for a while: a pause between epochs, say.
@@ -297,7 +299,7 @@ def _nobody_waits(still: Standstill) -> Iterator[Finding]:
         code="DDP814",
         about="nobody waits",
         severity=Severity.WARNING,
-        message=f"no rank has moved since {min(r.seconds for r, _ in idle)} s and none waits in a "
+        message=f"no rank has moved for {min(r.seconds for r, _ in idle)} s and none waits in a "
         f"collective: {named([rank.rank])} {each.text}",
         ranks=tuple(rank.rank for rank, _ in idle),
         location=each.location,
@@ -307,24 +309,24 @@ def _nobody_waits(still: Standstill) -> Iterator[Finding]:
     )
 
 
-def _before_joining(run: Run, still: Standstill) -> Iterator[Finding]:
+def _before_joining(run: Run, still: HangSnapshot) -> Iterator[Finding]:
     """No rank has come out of ``init_process_group``."""
-    told = [(rank, whereabouts(rank, True)) for rank in still.ranks]
-    joining = [(rank, each) for rank, each in told if each.code == "DDP813"]
-    others = [(rank, each) for rank, each in told if each.code != "DDP813"]
+    seen = [(rank, activity_of(rank, True)) for rank in still.ranks]
+    joining = [(rank, each) for rank, each in seen if each.code == "DDP813"]
+    others = [(rank, each) for rank, each in seen if each.code != "DDP813"]
     late = [
         (rank, each)
         for rank, each in others
-        if rank.frame is not None and not lacks_cpu(rank, still.limit) and not came_since(rank)
+        if rank.frame is not None
+        and not lacks_cpu(rank, still.record.limit)
+        and not came_since(rank)
     ]
     if joining and late:
         yield from _late(late, [rank for rank, _ in joining], still)
     elif any(rank.dead_for is None for rank, _ in others):
         # They are on their way, or do not say where they are.
         return
-    elif joining and (
-        still.record.get("launcher_works") or any(works(rank) for rank, _ in joining)
-    ):
+    elif joining and (still.record.launcher_works or any(works(rank) for rank, _ in joining)):
         # They import what they need, say; or the store of the launcher has no core to answer on.
         return
     elif joining and _all_come(still):
@@ -333,8 +335,8 @@ def _before_joining(run: Run, still: Standstill) -> Iterator[Finding]:
             code="DDP814",
             about="all there",
             severity=Severity.WARNING,
-            message=f"all ranks are in init_process_group since {still.seconds:.0f} s and it does "
-            "not end: the network between them, or the backend",
+            message=f"all ranks have been in init_process_group for {still.seconds:.0f} s and "
+            "it does not end: the network between them, or the backend",
             ranks=tuple(rank.rank for rank, _ in joining),
             location=each.location,
             fix="Check the network and the interface that the backend took "
@@ -354,8 +356,8 @@ def _before_joining(run: Run, still: Standstill) -> Iterator[Finding]:
             code="DDP813",
             about="rendezvous",
             severity=Severity.ERROR,
-            message=f"{who} {verb} in init_process_group at {quoted(each.location)} since "
-            f"{still.seconds:.0f} s for {missing}",
+            message=f"{who} {verb} in init_process_group at {quoted(each.location)} for "
+            f"{missing}, for {still.seconds:.0f} s",
             ranks=tuple(rank.rank for rank, _ in joining),
             location=each.location,
             evidence=evidence,
@@ -372,8 +374,8 @@ def _before_joining(run: Run, still: Standstill) -> Iterator[Finding]:
             code="DDP813",
             about="rendezvous",
             severity=Severity.ERROR,
-            message=f"torchrun waits in rendezvous since {still.seconds:.0f} s: of {nodes} nodes, "
-            "not all have come",
+            message=f"torchrun has waited in rendezvous for {still.seconds:.0f} s: of "
+            f"{nodes} nodes, not all have come",
             evidence=_launched(run),
             fix="Start the command on every node, with the same --nnodes, --rdzv-id and "
             "--rdzv-endpoint (or --master-addr), each with its own --node-rank; check that the "
@@ -381,14 +383,14 @@ def _before_joining(run: Run, still: Standstill) -> Iterator[Finding]:
         )
 
 
-def _all_come(still: Standstill) -> bool:
+def _all_come(still: HangSnapshot) -> bool:
     """Whether as many ranks are in ``init_process_group`` as it was called for."""
     asked = {rank.stacks.world_size for rank in still.ranks if rank.stacks is not None}
     return 0 not in asked and max(asked, default=0) in range(1, len(still.ranks) + 1)
 
 
 def _late(
-    late: Sequence[tuple[Standing, Whereabouts]], joining: Sequence[Standing], still: Standstill
+    late: Sequence[tuple[RankState, Activity]], joining: Sequence[RankState], still: HangSnapshot
 ) -> Iterator[Finding]:
     """Ranks that have not come to ``init_process_group`` yet, where others wait for them."""
     waits = f"{named([r.rank for r in joining])} {'wait' if len(joining) > 1 else 'waits'}"
@@ -400,8 +402,8 @@ def _late(
             about=f"late {rank.rank}",
             # It may wait for a lock or a file that will come; nothing was ever done together.
             severity=min(each.severity, Severity.WARNING) if unknown else each.severity,
-            message=f"rank {rank.rank} {text}; {waits} for it since {still.seconds:.0f} s in "
-            f"init_process_group at {quoted(joining[0].site)}",
+            message=f"rank {rank.rank} {text}; {waits} for it in init_process_group for "
+            f"{still.seconds:.0f} s, at {quoted(joining[0].site)}",
             ranks=(rank.rank,),
             location=each.location,
             evidence=each.evidence,
@@ -414,8 +416,8 @@ def _late(
 
 def _launched(run: Run) -> tuple[str, ...]:
     words = ("--nnodes", "--nproc-per-node", "--node-rank", "--rdzv-endpoint", "--master-addr")
-    told = [f"{word} {value}" for word in words if (value := _option(run, word)) is not None]
-    return (f"started with {' '.join(told)}",) if told else ()
+    seen = [f"{word} {value}" for word in words if (value := _option(run, word)) is not None]
+    return (f"started with {' '.join(seen)}",) if seen else ()
 
 
 def _option(run: Run, name: str) -> str | None:
@@ -433,7 +435,7 @@ def _option(run: Run, name: str) -> str | None:
 # -- in words
 
 
-def _untold(still: Standstill) -> tuple[str, ...]:
+def _without_stacks(still: HangSnapshot) -> tuple[str, ...]:
     """Ranks whose evidence could not be had."""
     found = [
         f"no stack of rank {rank.rank}: {rank.stacks.trouble}"
@@ -444,17 +446,17 @@ def _untold(still: Standstill) -> tuple[str, ...]:
     return tuple(found[:3])
 
 
-def _native(rank: Standing) -> tuple[str, ...]:
+def _native(rank: RankState) -> tuple[str, ...]:
     """What a rank does below Python, the innermost frames."""
     frames = rank.stacks.native[-NATIVE:] if rank.stacks is not None else ()
     return (f"native frames of rank {rank.rank}: {' > '.join(frames)}",) if frames else ()
 
 
-def _traceback(rank: Standing) -> str:
+def _traceback(rank: RankState) -> str:
     """The user's part of a rank's stack, as a traceback is written."""
     frames = user_frames(rank.frames)
     return "".join(f'  File "{f.path}", line {f.line}, in {f.function}\n' for f in frames)
 
 
 def _gloo(run: Run) -> bool:
-    return all("nccl" not in str(rank.opened.get("backend", "")) for rank in run.last)
+    return all("nccl" not in rank.opened.backend for rank in run.last)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ddpdoctor.analysis import averaging
-from ddpdoctor.analysis.replicas import Difference, Replica, list_of, odd, place, replicas, site
+from ddpdoctor.analysis.replicas import Difference, Replica, odd, replicas
 from ddpdoctor.analysis.writes import likely, on_some_ranks, ranks_of
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
 from ddpdoctor.core.ranks import named
 from ddpdoctor.core.relations import LIKELY, PARAMETERS, certain, of_likely, same_subject
-from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.records.replicas import CutRecord, LoadRecord, OutsideRecord, ResumeRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
 CAUSES = ("DDP301", "DDP302", "DDP303", "DDP305", "DDP306", "DDP308")
@@ -71,7 +71,7 @@ def parameters_differ(run: Run) -> Iterator[Finding]:
             severity=Severity.ERROR,
             message=f"{_which(guilty, everyone, 'parameters')} {difference.since}: {cause}",
             ranks=guilty or everyone,
-            location=site(_member(replica, guilty), "optimizer"),
+            location=_member(replica, guilty).site("optimizer"),
             evidence=(*_bounds(replica, difference), *_tensors(replica, difference), *evidence),
             fix="Change parameters and gradients in the same way on every rank (the same seed, or "
             "a broadcast from one rank), and only between backward and optimizer.step().",
@@ -97,7 +97,7 @@ def _cause(replica: Replica, difference: Difference) -> tuple[str, tuple[str, ..
     changed = [
         rank.rank
         for rank in replica.ranks
-        if any(_in_doubt(each, replica, difference) for each in rank.of_kind("outside"))
+        if any(_in_doubt(each, replica, difference) for each in rank.records.of(OutsideRecord))
     ]
     equal = (
         (f"gradients are equal at {len(rich)} of {len(rich)} steps looked at",)
@@ -112,10 +112,9 @@ def _cause(replica: Replica, difference: Difference) -> tuple[str, tuple[str, ..
     return "they went apart within or between optimizer steps", equal
 
 
-def _in_doubt(record: Record, replica: Replica, difference: Difference) -> bool:
+def _in_doubt(record: OutsideRecord, replica: Replica, difference: Difference) -> bool:
     """Whether a record of changed parameters falls between the last equality and the difference."""
-    step = integer(record, "step") + 1
-    return record.get("module") == replica.module and difference.within(step)
+    return record.module == replica.module and difference.within(record.step + 1)
 
 
 def _which(guilty: tuple[int, ...], everyone: tuple[int, ...], what: str) -> str:
@@ -140,7 +139,7 @@ def _bounds(replica: Replica, difference: Difference) -> Iterator[str]:
 
 def _more_to_come(replica: Replica) -> bool:
     """Whether ranks are about to tell how far they are apart; a finding waits a little for it."""
-    return replica.asked and not replica.apart
+    return replica.asked and not replica.distances
 
 
 def _tensors(replica: Replica, difference: Difference) -> Iterator[str]:
@@ -159,7 +158,7 @@ def _tensors(replica: Replica, difference: Difference) -> Iterator[str]:
     if not differing:
         return
     yield f"{len(differing)} of {len(replica.names)} tensors differ after step {step}"
-    apart = {each.name: each for each in replica.apart if each.most and each.step >= step}
+    apart = {each.name: each for each in replica.distances if each.most and each.step >= step}
     shown = {replica.names[index] for index in differing[:3]}
     for each in [*apart.values()][:3]:
         shown.discard(each.name)
@@ -237,12 +236,12 @@ def rank_only_weight_change(run: Run) -> Iterator[Finding]:
             continue
         guilty = tuple(sorted(changes))
         record = changes[guilty[0]]
-        loaded = record["kind"] == "load"
+        loaded = isinstance(record, LoadRecord)
         what = "loaded weights" if loaded else "changed parameters"
-        step = integer(record, "step") + (not loaded)
+        step = record.step + (not loaded)
         others = [rank for rank in sorted(replica.prints) if rank not in guilty]
-        names = list_of(record, "names")
-        detail = f": {', '.join(map(str, names[:3]))}" if names else ""
+        names = record.names if isinstance(record, OutsideRecord) else ()
+        detail = f": {', '.join(names[:3])}" if names else ""
         lines = [] if loaded else on_some_ranks(run, "weights")
         yield Finding(
             code="DDP319",
@@ -252,7 +251,7 @@ def rank_only_weight_change(run: Run) -> Iterator[Finding]:
             message=f"{named(guilty)} {what} after DDP was built and {named(others)} did not: "
             f"the parameters differ {difference.since}",
             ranks=guilty,
-            location=lines[0] if len(lines) == 1 else place(record),
+            location=lines[0] if len(lines) == 1 else getattr(record, "location", None),
             evidence=(
                 *_bounds(replica, difference),
                 f"{named(guilty)} {what} before step {step}{detail}",
@@ -295,7 +294,7 @@ def _likely_change(run: Run, replica: Replica, difference: Difference) -> Locati
     seen = any(
         _in_doubt(record, replica, difference)
         for rank in replica.ranks
-        for record in rank.of_kind("outside")
+        for record in rank.records.of(OutsideRecord)
     )
     lines = [] if seen else on_some_ranks(run, "weights")
     # It is likely only as long as nothing else is known, be it said or not.
@@ -310,13 +309,15 @@ def _gradients(replica: Replica, difference: Difference, step: int) -> dict[int,
     return replica.values(step, "gradients") if step >= difference.first else {}
 
 
-def _rank_only_changes(replica: Replica, difference: Difference) -> dict[int, Record]:
+def _rank_only_changes(
+    replica: Replica, difference: Difference
+) -> Mapping[int, LoadRecord | OutsideRecord]:
     """The ranks that changed weights when the others did not, with the record that says so."""
     loads = {
         rank.rank: [
             record
-            for record in rank.of_kind("load")
-            if record.get("module") == replica.module and difference.within(integer(record, "step"))
+            for record in rank.records.of(LoadRecord)
+            if record.module == replica.module and difference.within(record.step)
         ]
         for rank in replica.ranks
     }
@@ -327,13 +328,13 @@ def _rank_only_changes(replica: Replica, difference: Difference) -> dict[int, Re
     changed = {
         rank.rank: record
         for rank in replica.ranks
-        for record in rank.of_kind("outside")
+        for record in rank.records.of(OutsideRecord)
         if _in_doubt(record, replica, difference)
     }
     # A rank sees such a change only behind a fingerprint, and ranks differ in their pace.
     looked = all(
         step < 0 or step in prints
-        for step in {integer(record, "step") for record in changed.values()}
+        for step in {record.step for record in changed.values()}
         for prints in replica.prints.values()
     )
     return changed if looked and len(changed) < len(replica.ranks) else {}
@@ -395,7 +396,7 @@ def hyper_parameters_differ(run: Run) -> Iterator[Finding]:
         listed = ", ".join(f"{_value(values[rank])} on rank {rank}" for rank in everyone[:4])
         groups = f"parameter group {group}, optimizer {optimizer}"
         lines = [] if cut else written_at
-        written = lines[0] if len(lines) == 1 else site(member, "optimizer")
+        written = lines[0] if len(lines) == 1 else member.site("optimizer")
         parameters = replica.difference("parameters")
         yield Finding(
             code="DDP702",
@@ -405,12 +406,12 @@ def hyper_parameters_differ(run: Run) -> Iterator[Finding]:
             message=f"the {what} differs between ranks {difference.since}: {listed}"
             + ("; ReduceLROnPlateau follows a metric that is not averaged" if cut else ""),
             ranks=guilty or everyone,
-            location=place(cut) if cut else written,
+            location=cut.location if cut else written,
             evidence=(
                 *_bounds(replica, difference),
                 f"{groups}: {listed}",
                 *(
-                    f"{named((rank,))} cut it before step {integer(record, 'step')}"
+                    f"{named((rank,))} cut it before step {record.step}"
                     for rank, record in _cuts(replica, difference)
                 ),
                 *((f"the parameters differ {parameters.since}",) if parameters else ()),
@@ -453,7 +454,7 @@ def _hyper_difference(replica: Replica) -> tuple[Difference, Place] | None:
 
 
 def _places(hyper: object) -> Iterator[Place]:
-    for optimizer, groups in enumerate(hyper if isinstance(hyper, list) else []):
+    for optimizer, groups in enumerate(hyper if isinstance(hyper, tuple) else ()):
         for group, _ in enumerate(groups):
             for index, _ in enumerate(HYPER):
                 yield optimizer, group, index
@@ -482,14 +483,14 @@ def _who_changed(
     )
 
 
-def _cuts(replica: Replica, difference: Difference) -> Iterator[tuple[int, Record]]:
+def _cuts(replica: Replica, difference: Difference) -> Iterator[tuple[int, CutRecord]]:
     for rank in replica.ranks:
-        for record in rank.of_kind("cut"):
-            if difference.within(integer(record, "step")):
+        for record in rank.records.of(CutRecord):
+            if difference.within(record.step):
                 yield rank.rank, record
 
 
-def _cut(replica: Replica, difference: Difference, guilty: tuple[int, ...]) -> Record | None:
+def _cut(replica: Replica, difference: Difference, guilty: tuple[int, ...]) -> CutRecord | None:
     """The moment in which a scheduler cut a guilty rank's learning rate."""
     cuts = [record for rank, record in _cuts(replica, difference) if rank in guilty]
     return cuts[-1] if cuts else None
@@ -547,11 +548,10 @@ def optimizer_state_differs(run: Run) -> Iterator[Finding]:
             message=f"{named(guilty)} loaded the optimizer's state and {named(others)} did not: "
             f"it differs {difference.since}",
             ranks=guilty,
-            location=place(record),
+            location=record.location,
             evidence=(
                 *_bounds(replica, difference),
-                f"{named(guilty)} loaded the state of {record.get('what')} before step "
-                f"{integer(record, 'step')}",
+                f"{named(guilty)} loaded the state of {record.what} before step {record.step}",
                 *((f"the parameters differ {parameters.since}",) if parameters else ()),
             ),
             fix="Load the optimizer's state on every rank.",
@@ -559,16 +559,14 @@ def optimizer_state_differs(run: Run) -> Iterator[Finding]:
         return
 
 
-def _resumed_alone(replica: Replica) -> tuple[Difference, dict[int, Record]] | None:
+def _resumed_alone(replica: Replica) -> tuple[Difference, dict[int, ResumeRecord]] | None:
     """Since when the state differs, and which ranks alone had loaded one before."""
     difference = replica.difference("state")
     if difference is None:
         return None
     loads = {
         rank.rank: [
-            record
-            for record in rank.of_kind("resume")
-            if difference.within(integer(record, "step"))
+            record for record in rank.records.of(ResumeRecord) if difference.within(record.step)
         ]
         for rank in replica.ranks
     }
@@ -626,7 +624,7 @@ def scale_differs(run: Run) -> Iterator[Finding]:
             severity=Severity.ERROR,
             message=f"the GradScaler's scale differs between ranks {difference.since}: {shown}",
             ranks=guilty or everyone,
-            location=site(_member(replica, guilty), "optimizer"),
+            location=_member(replica, guilty).site("optimizer"),
             evidence=(
                 *_bounds(replica, difference),
                 *((f"the parameters differ {parameters.since}",) if parameters else ()),

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from ddpdoctor.analysis.replicas import Difference, Replica, list_of, odd, place, replicas, site
+from ddpdoctor.analysis.replicas import Difference, Replica, odd, replicas
 from ddpdoctor.analysis.writes import likely, on_some_ranks, ranks_of
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
 from ddpdoctor.core.ranks import named
 from ddpdoctor.core.relations import PARAMETERS, same_subject
-from ddpdoctor.run.record import Record, integer
-from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.records.model import ClipRecord, EditRecord
+from ddpdoctor.run.snapshot import Run
 
 LOOKS = 64
 """Steps at the beginning whose gradients every rank looks at; later each so many."""
+
+
+R = TypeVar("R", ClipRecord, EditRecord)
 
 
 @dataclass(frozen=True)
@@ -99,14 +103,14 @@ def _edited_alone(run: Run, replica: Replica, difference: Difference) -> Edit | 
 
 def _clipped(replica: Replica, steps: range) -> Edit | None:
     """The first step in which some ranks alone called one of torch's functions."""
-    for step in _turns(replica, "clip", steps):
-        states = {rank.rank: _state(rank, "clip", None, step) for rank in replica.ranks}
-        calls = {rank: str((each or {}).get("call") or "") for rank, each in states.items()}
+    for step in _turns(replica, ClipRecord, steps):
+        states = {rank.rank: _state(rank.records.of(ClipRecord), step) for rank in replica.ranks}
+        calls = {rank: each.call if each is not None else "" for rank, each in states.items()}
         clipping = tuple(sorted(rank for rank, call in calls.items() if call))
         rest = tuple(sorted(rank for rank, call in calls.items() if not call))
         if not clipping or not rest:
             continue
-        record = states[clipping[0]] or {}
+        record = states[clipping[0]]
         call, many = calls[clipping[0]], len(clipping) > 1
         return Edit(
             clipping if len(clipping) <= len(rest) else rest,
@@ -114,7 +118,7 @@ def _clipped(replica: Replica, steps: range) -> Edit | None:
             f"{named(clipping)} call{'' if many else 's'} {call} here and {named(rest)} "
             f"do{'es' if len(rest) == 1 else ''} not",
             step,
-            place(record),
+            record.location if record is not None else None,
             (f"the first step of that kind since the parameters were equal is step {step}",),
         )
     return None
@@ -122,18 +126,24 @@ def _clipped(replica: Replica, steps: range) -> Edit | None:
 
 def _changed(run: Run, replica: Replica, steps: range) -> Edit | None:
     """The first step in which some ranks changed other gradients than the others."""
-    for step in _turns(replica, "edit", steps):
+    for step in _turns(replica, EditRecord, steps):
         if step >= LOOKS and step % LOOKS:
             continue
-        states = {rank.rank: _state(rank, "edit", replica.module, step) for rank in replica.ranks}
-        counts = {rank: integer(each or {}, "count") for rank, each in states.items()}
+        states = {
+            rank.rank: _state(
+                [each for each in rank.records.of(EditRecord) if each.ddp == replica.module], step
+            )
+            for rank in replica.ranks
+        }
+        counts = {rank: each.count if each is not None else 0 for rank, each in states.items()}
         if len(set(counts.values())) == 1:
             continue
         most = max(counts.values())
         lines = on_some_ranks(run, "gradients")
         guilty = odd(counts) or tuple(rank for rank in sorted(counts) if counts[rank] == most)
         others = tuple(rank for rank in sorted(counts) if rank not in guilty)
-        names = ", ".join(map(str, list_of(states[guilty[0]] or {}, "names")))
+        edited = states[guilty[0]]
+        names = ", ".join(edited.names) if edited is not None else ""
         looked = ", ".join(
             f"{count} changed on rank {rank}" for rank, count in sorted(counts.items())[:4]
         )
@@ -174,21 +184,15 @@ def _guarded(run: Run, replica: Replica, difference: Difference) -> Edit | None:
 
 def _only(replica: Replica, guilty: tuple[int, ...], lines: list[Location]) -> Location | None:
     member = next(rank for rank in replica.ranks if rank.rank in guilty)
-    return lines[0] if len(lines) == 1 else site(member, "optimizer")
+    return lines[0] if len(lines) == 1 else member.site("optimizer")
 
 
-def _turns(replica: Replica, kind: str, steps: range) -> list[int]:
+def _turns(replica: Replica, declared: type[ClipRecord | EditRecord], steps: range) -> list[int]:
     """The steps in which the ranks may have begun to do other things than each other."""
-    told = {integer(record, "step") for rank in replica.ranks for record in rank.of_kind(kind)}
-    return sorted({*steps[:1], *(step for step in told if step in steps)})
+    seen = {record.step for rank in replica.ranks for record in rank.records.of(declared)}
+    return sorted({*steps[:1], *(step for step in seen if step in steps)})
 
 
-def _state(rank: Rank, kind: str, ddp: int | None, step: int) -> Record | None:
+def _state(records: Sequence[R], step: int) -> R | None:
     """What a rank did in a step: it writes when that becomes another thing."""
-    last: Record | None = None
-    for record in rank.of_kind(kind):
-        if integer(record, "step") > step:
-            break
-        if ddp is None or integer(record, "ddp") == ddp:
-            last = record
-    return last
+    return next((each for each in reversed(records) if each.step <= step), None)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ddpdoctor.analysis.draws import Passes, matched, same_part
-from ddpdoctor.analysis.replicas import elements, group_of, list_of, place
-from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.analysis.draws import Pass, Passes, matched, same_part
+from ddpdoctor.analysis.replicas import elements
+from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.ranks import named
 from ddpdoctor.core.relations import MISPAIRED, STANDSTILL, STANDSTILLS, brings_about
-from ddpdoctor.rules.control_flow import decisions
-from ddpdoctor.run.record import Record, integer
+from ddpdoctor.rules.control_flow import departures
+from ddpdoctor.run.records.replicas import FingerprintRecord, StatisticsRecord
+from ddpdoctor.run.records.training import EvaluationRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
 MOST = 64
@@ -58,29 +59,29 @@ def forward_under_rank_guard(run: Run) -> Iterator[Finding]:
     """
     for present, found in alone_evaluating(run).items():
         point, record, absent = found[0]
-        buffers = integer(record, "buffers")
+        buffers = record.buffers
         times = f"{len(found)} times" if len(found) > 1 else "once"
         yield Finding(
             code="DDP402",
-            about=f"evaluation {record.get('path')}:{record.get('line')}",
+            about=f"evaluation {record.path}:{record.line}",
             severity=Severity.ERROR,
             message=f"{named(present)} alone evaluate{'s' if len(present) == 1 else ''} through "
             f"the DDP wrapper, whose broadcast of {buffers} buffers waits for all ranks",
             ranks=present,
-            location=place(record),
+            location=record.location,
             subjects=frozenset((MISPAIRED, STANDSTILL)),
             evidence=(
                 f"{times}, the first one after {point} synchronized forwards; {named(absent)} "
                 "passed that point without it",
-                f"the model ({record.get('type')}) has {buffers} buffers, which DDP broadcasts "
+                f"the model ({record.type}) has {buffers} buffers, which DDP broadcasts "
                 "from rank 0",
             ),
             fix="Evaluate ddp.module instead of the wrapper, or evaluate on all ranks.",
         )
 
 
-Alone = list[tuple[int, Record, tuple[int, ...]]]
-"""Evaluations: after how many synchronized forwards, how they were told, and who made none."""
+Alone = list[tuple[int, EvaluationRecord, tuple[int, ...]]]
+"""Evaluations: after how many synchronized forwards, their records, and who made none."""
 
 
 def alone_evaluating(run: Run) -> dict[tuple[int, ...], Alone]:
@@ -88,26 +89,26 @@ def alone_evaluating(run: Run) -> dict[tuple[int, ...], Alone]:
     members = {rank.rank: rank for rank in run.last}
     evaluations = {rank.rank: _evaluations(rank) for rank in run.last}
     alone: dict[tuple[int, ...], Alone] = {}
-    for number, told in evaluations.items():
-        for point, record in told.items():
-            group = [each for each in group_of(record) if each in members]
+    for number, mine in evaluations.items():
+        for point, record in mine.items():
+            group = [each for each in record.group if each in members]
             present = tuple(each for each in group if point in evaluations[each])
             absent = tuple(each for each in group if each not in present)
-            # What several ranks did alone is told once, by the first of them.
+            # What several ranks did alone counts once, for the first of them.
             if number != present[0] or not absent:
                 continue
             if all(_passed(members[each], point, run) for each in absent):
                 alone.setdefault(present, []).append((point, record, absent))
     # No relation of rules, since a decision is only suspected here, and may do no harm yet.
-    return {} if alone and decisions(run, suspected=True) else alone
+    return {} if alone and departures(run, suspected=True) else alone
 
 
-def _evaluations(rank: Rank) -> dict[int, Record]:
+def _evaluations(rank: Rank) -> dict[int, EvaluationRecord]:
     """A rank's evaluations by the synchronized forwards before them."""
     return {
-        integer(record, "armed"): record
-        for record in rank.of_kind("evaluation")
-        if rank.rank in group_of(record)
+        record.armed: record
+        for record in rank.records.of(EvaluationRecord)
+        if rank.rank in record.group
     }
 
 
@@ -118,7 +119,7 @@ def _passed(rank: Rank, point: int, run: Run) -> bool:
     if rank.ended is not None or run.exit_status is not None:
         return True
     # Two forwards later, what it wrote before them has arrived.
-    fingerprints = [integer(record, "armed") for record in rank.of_kind("fingerprint")]
+    fingerprints = [record.armed for record in rank.records.of(FingerprintRecord)]
     return max(fingerprints, default=0) > point + 1
 
 
@@ -154,13 +155,13 @@ def evaluation_differs(run: Run) -> Iterator[Finding]:
         buffers: then the statistics differ by the last step only.
     """
     members = {rank.rank: rank for rank in run.last}
-    looks: dict[tuple[int, tuple[int, ...], int], dict[int, Record]] = {}
+    looks: dict[tuple[int, tuple[int, ...], int], dict[int, StatisticsRecord]] = {}
     for rank in run.last:
-        for record in rank.of_kind("statistics"):
-            key = integer(record, "module"), group_of(record), integer(record, "armed")
+        for record in rank.records.of(StatisticsRecord):
+            key = record.module, record.group, record.armed
             looks.setdefault(key, {})[rank.rank] = record
     evaluations = {
-        (tuple(sorted(passes)), next(iter(passes.values())).number("armed")): passes
+        (tuple(sorted(passes)), next(iter(passes.values())).record.armed): passes
         for passes in matched(run)
         if _put_together(passes)
     }
@@ -172,8 +173,8 @@ def evaluation_differs(run: Run) -> Iterator[Finding]:
         if most < APART:
             continue
         first = passes[min(passes)]
-        at = Location(str(first["path"]), first.number("line"))
-        layers = integer(records[min(records)], "layers")
+        at = first.read
+        layers = records[min(records)].layers
         yield Finding(
             code="DDP708",
             about=f"module {module} {at}",
@@ -187,9 +188,11 @@ def evaluation_differs(run: Run) -> Iterator[Finding]:
                 f"differ between ranks, layer "
                 f"{name or 'without a name'} by {most:.1%}",
                 "DDP's broadcast of buffers is turned off",
-                *(f"rank {one.rank}: {one.draws} samples" for one in list(passes.values())[:4]),
-                f"{first.number('reductions') + first.number('gathers')} reductions and gathers "
-                "before the next training step",
+                *(
+                    f"rank {one.rank}: {one.record.draws} samples"
+                    for one in list(passes.values())[:4]
+                ),
+                f"{_combined(first)} reductions and gathers before the next training step",
             ),
             fix="Broadcast the buffers from one rank before the evaluation, leave "
             "broadcast_buffers on, or convert the model to SyncBatchNorm.",
@@ -202,42 +205,38 @@ def _put_together(passes: Passes) -> bool:
     each = list(passes.values())
     return (
         all(
-            one["state"] == "ended"
-            and not one.number("marks")
+            one.record.state == "ended"
+            and not one.record.marks
             and one.indexed
-            and one.number("reductions") + one.number("gathers") > 0
+            and _combined(one) > 0
             for one in each
         )
         # Of one data set that all read in full, the result of any rank would do.
-        and not (same_part(passes) and all(one.draws >= one.length for one in each))
-        and len({(one["subset"], one.head) for one in each}) == len(each)
+        and not (same_part(passes) and all(one.record.draws >= one.length for one in each))
+        and len({(one.record.subset, one.head) for one in each}) == len(each)
     )
 
 
-def _statistics_apart(records: list[Record]) -> tuple[str, float, int]:
+def _combined(one: Pass) -> int:
+    """Collectives that put results together afterwards."""
+    return (one.record.reductions or 0) + (one.record.gathers or 0)
+
+
+def _statistics_apart(records: list[StatisticsRecord]) -> tuple[str, float, int]:
     """The layer that differs most of those looked at, by how much, and how many layers differ."""
-    hashes = [list_of(record, "hashes") for record in records]
-    differing = {
-        index // 2
-        for index, values in enumerate(zip(*hashes, strict=False))
-        if len(set(map(str, values))) > 1
-    }
+    hashes = zip(*(record.hashes for record in records), strict=False)
+    differing = {place // 2 for place, values in enumerate(hashes) if len(set(values)) > 1}
     found = ("", 0.0)
-    names = [str(name) for name in list_of(records[0], "names")]
-    samples = [list_of(record, "samples") for record in records]
+    names = records[0].names
     for index in sorted(differing):
         places = slice(2 * index, 2 * index + 2)
-        pairs = [[_values(each) for each in packed[places]] for packed in samples]
+        pairs = [[elements(each) for each in record.samples[places]] for record in records]
         if any(len(pair) != 2 for pair in pairs):
             continue
         apart = _apart([(mean, variance) for mean, variance in pairs])
         if apart > found[1]:
             found = (names[index] if index < len(names) else "", apart)
     return (*found, len(differing))
-
-
-def _values(packed: object) -> tuple[float, ...]:
-    return elements(packed) if isinstance(packed, list) and len(packed) == 3 else ()
 
 
 def _apart(statistics: list[tuple[tuple[float, ...], tuple[float, ...]]]) -> float:

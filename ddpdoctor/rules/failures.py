@@ -87,9 +87,9 @@ def _diagnosis(run: Run, restart: int) -> Diagnosis | None:
             return None
         if failure.weight == Weight.GENERIC:
             # NCCL's own warnings tell what its exception leaves open.
-            told = next(_in_stderr(run, restart, cause, Weight.GENERIC), None)
-            if told is not None:
-                return told
+            warned = next(_in_stderr(run, restart, cause, Weight.GENERIC), None)
+            if warned is not None:
+                return warned
         line = matching_line(failure, cause.printed)
         code = "DDP501" if torn(run) == cause else ""
         return Diagnosis(restart, cause, failure, groups, line, code=code)
@@ -119,7 +119,7 @@ def _known(ending: Ending) -> tuple[Failure | None, Mapping[str, str]]:
 
 
 def _of_victims(run: Run, restart: int) -> Diagnosis | None:
-    """What all ranks' complaints have in common, where none has a cause of its own."""
+    """What all ranks' complaints have in common, where none names a cause."""
     if not run.exit_status or restart != run.restarts[-1]:
         return None
     victims = [each for each in endings(run, restart) if each.victim and each.kind == "exception"]
@@ -134,7 +134,7 @@ def _of_victims(run: Run, restart: int) -> Diagnosis | None:
 
 
 def _of_nobody(run: Run, restart: int) -> Iterator[Diagnosis]:
-    """What stands in stderr where no rank told of anything: the launcher's own failure, say."""
+    """What stands in stderr where no rank recorded anything: the launcher's own failure, say."""
     if endings(run, restart):
         return
     for each in causes(_sightings(run)):
@@ -156,7 +156,7 @@ def _of_nobody(run: Run, restart: int) -> Iterator[Diagnosis]:
 
 
 def _in_stderr(run: Run, restart: int, cause: Ending, least: Weight) -> Iterator[Diagnosis]:
-    """What native code, or argparse, printed for the rank that ended or for nobody."""
+    """What native code, or argparse, printed for the rank that ended, or for none."""
     for each in _sightings(run):
         failure = each.failure
         if failure is None or failure.weight < least or failure.code in OF_ENDINGS:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import TypeVar
 
 from ddpdoctor.analysis.arithmetic import MOST, lines_of
 from ddpdoctor.analysis.hang_snapshot import quoted
-from ddpdoctor.analysis.replicas import Replica, list_of, replicas, site
+from ddpdoctor.analysis.replicas import Replica, replicas
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
 from ddpdoctor.core.ranks import named
-from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.records.model import NonfiniteGradientRecord, NonfiniteRecord, Origin
 from ddpdoctor.run.snapshot import Rank, Run
 
 LASTING = 3
 """Steps on end with losses that are not finite, on all ranks, which tell that it stays so."""
+
+
+NEVER = 1 << 62
+
+Poisoned = tuple[int, Replica, list[str]]
+"""The first step after which parameters are seen to be not finite, their module and names."""
 
 
 @rule("DDP706", "not-finite", Severity.ERROR)
@@ -51,102 +58,114 @@ def not_finite(run: Run) -> Iterator[Finding]:
     poisoned = [each for replica in found if (each := _poisoned(replica)) is not None]
     before = min(poisoned, key=lambda each: each[0], default=None)
     clean = max((_clean(replica, before) for replica in found), default=-1)
-    first = _since(run, "nonfinite", clean)
-    gradients = _since(run, "nonfinite_gradient", clean)
-    over = run.exit_status is not None or all(rank.ended for rank in run.last)
-    spread = any(record.get("spread") for record in (*first.values(), *gradients.values()))
-    lasting = first and all(_lasting(rank, clean) for rank in run.last)
-    if before is None and not (spread or lasting):
+    losses = _since(run, NonfiniteRecord, clean)
+    gradients = _since(run, NonfiniteGradientRecord, clean)
+    if before is None and not _did_harm(run, losses, gradients, clean):
         return
-    if not over and len(first) < len(run.last):
+    if not run.over and len(losses) < len(run.last):
         # The one that was first may not have written it yet.
         return
-    step = min((integer(record, "step") for record in first.values()), default=1 << 62)
-    burst = min((integer(record, "step") for record in gradients.values()), default=1 << 62)
+    step = min((record.step for record in losses.values()), default=NEVER)
+    burst = min((record.step for record in gradients.values()), default=NEVER)
     if burst < step and (before is None or burst <= before[0]):
         yield _overflow(run, burst, gradients, before)
-        return
-    if before is not None and before[0] < step:
-        yield _parameters(run, *before)
-        return
-    guilty = tuple(
-        sorted(rank for rank, record in first.items() if integer(record, "step") == step)
-    )
-    everyone = len(guilty) == len(run.last)
-    value = first[guilty[0]].get("loss")
-    origin = first[guilty[0]].get("origin") or {}
-    root = origin.get("infinite") or origin
-    later = [rank for rank in sorted(first) if rank not in guilty]
-    member = next(rank for rank in run.last if rank.rank == guilty[0])
-    whose = "every rank" if everyone and len(guilty) > 1 else named(guilty)
-    backward = site(member, "backward")
-    own = root and not root.get("within")
-    lines = _lines(root, member) if own else []
+    elif before is not None and before[0] < step:
+        yield _parameters(*before)
+    else:
+        yield _loss(run, step, losses, before)
+
+
+def _did_harm(
+    run: Run,
+    losses: dict[int, NonfiniteRecord],
+    gradients: dict[int, NonfiniteGradientRecord],
+    clean: int,
+) -> bool:
+    """Whether parameters are not finite either, as far as fingerprints do not say it."""
+    if any(each.spread for found in (losses, gradients) for each in found.values()):
+        return True
+    return bool(losses) and all(_lasting(rank, clean) for rank in run.last)
+
+
+def _loss(
+    run: Run, step: int, losses: dict[int, NonfiniteRecord], before: Poisoned | None
+) -> Finding:
+    guilty = tuple(rank for rank in sorted(losses) if losses[rank].step == step)
+    first = losses[guilty[0]]
+    origin = first.origin
+    root = origin and (origin.infinite or origin)
+    member = run.rank(guilty[0])
+    lines = _lines(root, member) if root and not root.within else []
     began = f" in {' or in '.join(map(quoted, lines))}" if lines else _place(root)
-    yield Finding(
+    later = [rank for rank in sorted(losses) if rank not in guilty]
+    return Finding(
         code="DDP706",
         about="not finite",
         severity=Severity.ERROR,
-        message=f"the loss of {whose} is {value} at step {step}"
-        + ("" if everyone else ", before any other rank's")
+        message=f"the loss of {_whose(run, guilty)} is {first.loss} at step {step}"
+        + ("" if len(guilty) == len(run.last) else ", before any other rank's")
         + (f"; it began{began}" if began else ""),
         ranks=guilty,
-        location=lines[0] if lines else backward,
+        location=lines[0] if lines else member.site("backward"),
         evidence=(
-            *(["either of these lines may be it"] if len(lines) == 2 else []),
-            *(["any of these lines may be it"] if len(lines) > 2 else []),
+            *_candidates(lines),
             *(
-                f"rank {rank}: {first[rank].get('loss')} from step {integer(first[rank], 'step')} "
+                f"rank {rank}: {losses[rank].loss} from step {losses[rank].step} "
                 "on, after the all-reduce"
                 for rank in later[:4]
             ),
-            *((_origin(origin, str(value)),) if origin else ()),
+            *((_origin(origin, first.loss),) if origin else ()),
             *((_tensors(*before),) if before is not None else ()),
         ),
-        fix=_mending(root),
+        fix=_fix(root),
     )
 
 
-def _lines(origin: Record, member: Rank) -> list[Location]:
+def _whose(run: Run, ranks: tuple[int, ...]) -> str:
+    return "every rank" if len(ranks) == len(run.last) > 1 else named(ranks)
+
+
+def _candidates(lines: list[Location]) -> Iterator[str]:
+    if len(lines) > 1:
+        yield f"{'either' if len(lines) == 2 else 'any'} of these lines may be it"
+
+
+def _lines(origin: Origin, member: Rank) -> list[Location]:
     """The lines of the job's own arithmetic that may be it; none if they are too many."""
-    names = [str(name) for name in list_of(origin, "operations")]
-    order = list_of(origin, "order")
     found = lines_of(
-        names,
-        site(member, "forward"),
-        site(member, "backward"),
-        (order[0], order[1]) if len(order) == 2 else None,
-        constant=origin.get("what") == "input",
+        origin.operations,
+        member.site("forward"),
+        member.site("backward"),
+        origin.order,
+        constant=origin.what == "input",
     )
     return found if len(found) <= MOST else []
 
 
-def _place(origin: Record) -> str:
+def _place(origin: Origin | None) -> str:
     """The module where it began: ``in module fc``."""
-    module = origin.get("module")
-    if module is None:
+    if origin is None or origin.module is None:
         return ""
-    name = f"module {module}" if module else "the model itself"
-    return f" in {name}" if origin.get("within") else f" behind {name}"
+    name = f"module {origin.module}" if origin.module else "the model itself"
+    return f" in {name}" if origin.within else f" behind {name}"
 
 
-def _origin(origin: Record, value: str) -> str:
+def _origin(origin: Origin, value: str) -> str:
     """Where in the forward pass the loss became what it is."""
-    names = [str(name) for name in origin.get("operations") or ["an operation"]]
-    if origin.get("what") == "input":
+    names = origin.operations or ("an operation",)
+    if origin.what == "input":
         return f"what enters {names[0]}{_place(origin)} holds {value}: a batch, or a constant"
-    if origin.get("what") == "parameter":
+    if origin.what == "parameter":
         return f"a parameter{_place(origin)} is not finite when {names[0]} uses it"
-    source = origin.get("infinite")
-    if source:
+    if origin.infinite is not None:
         through = f"{value} came out of {names[0]}, and what entered it was infinite already"
-        return f"{through}: {_origin(source, 'infinite value')}"
+        return f"{through}: {_origin(origin.infinite, 'infinite value')}"
     ways = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
     return f"the first {value} came out of {ways}{_place(origin)}"
 
 
-def _mending(origin: Record) -> str:
-    if origin.get("what") == "input":
+def _fix(origin: Origin | None) -> str:
+    if origin is not None and origin.what == "input":
         return (
             "Look for it in this rank's samples of this step and in how they are loaded and "
             "normalized; skip a bad batch on all ranks together."
@@ -157,39 +176,41 @@ def _mending(origin: Record) -> str:
     )
 
 
-def _since(run: Run, kind: str, clean: int) -> dict[int, Record]:
-    """Each rank's first record of a kind after the step that is known to have been harmless."""
+R = TypeVar("R", NonfiniteRecord, NonfiniteGradientRecord)
+
+
+def _since(run: Run, declared: type[R], clean: int) -> dict[int, R]:
+    """Each rank's first record of a class after the step that is known to have been harmless."""
     return {
         rank.rank: record
         for rank in run.last
-        for record in reversed(list(rank.of_kind(kind)))
-        if integer(record, "step") > clean
+        for record in reversed(rank.records.of(declared))
+        if record.step > clean
     }
 
 
 def _overflow(
     run: Run,
     step: int,
-    gradients: dict[int, Record],
-    before: tuple[int, Replica, list[str]] | None,
+    gradients: dict[int, NonfiniteGradientRecord],
+    before: Poisoned | None,
 ) -> Finding:
-    guilty = tuple(rank for rank in sorted(gradients) if integer(gradients[rank], "step") == step)
+    guilty = tuple(rank for rank in sorted(gradients) if gradients[rank].step == step)
     everyone = len(guilty) == len(run.last)
-    whose = "every rank" if everyone and len(guilty) > 1 else named(guilty)
-    names = [str(name) for name in gradients[guilty[0]].get("names", ())]
-    member = next(rank for rank in run.last if rank.rank == guilty[0])
+    names = gradients[guilty[0]].names
+    what = names[0] if names else "a parameter"
     return Finding(
         code="DDP706",
         about="not finite",
         severity=Severity.ERROR,
-        message=f"the gradient of {names[0] if names else 'a parameter'} on {whose} is not finite "
-        f"at step {step}, "
+        message=f"the gradient of {what} on {_whose(run, guilty)} is not "
+        f"finite at step {step}, "
         + ("with finite losses" if everyone else "with a finite loss, and before any other rank's"),
         ranks=guilty,
-        location=site(member, "backward"),
+        location=run.rank(guilty[0]).site("backward"),
         evidence=(
             *(
-                f"rank {rank}: the gradient of {', '.join(gradients[rank].get('names', ()))} is "
+                f"rank {rank}: the gradient of {', '.join(gradients[rank].names)} is "
                 "not finite before the all-reduce"
                 for rank in guilty[:4]
             ),
@@ -202,13 +223,13 @@ def _overflow(
 
 def _lasting(rank: Rank, clean: int) -> bool:
     """Whether losses were not finite in several steps on end: the parameters are it, too."""
-    steps = {integer(record, "step") for record in rank.of_kind("nonfinite")}
+    steps = {record.step for record in rank.records.of(NonfiniteRecord)}
     return any(
         all(step + more in steps for more in range(LASTING)) for step in steps if step > clean
     )
 
 
-def _clean(replica: Replica, before: tuple[int, Replica, list[str]] | None) -> int:
+def _clean(replica: Replica, before: Poisoned | None) -> int:
     """The last step after which all parameters were finite; -1 if none is known."""
     return max(
         (
@@ -221,7 +242,7 @@ def _clean(replica: Replica, before: tuple[int, Replica, list[str]] | None) -> i
     )
 
 
-def _poisoned(replica: Replica) -> tuple[int, Replica, list[str]] | None:
+def _poisoned(replica: Replica) -> Poisoned | None:
     """The first step after which parameters are seen to be not finite, and their names."""
     for step, details in replica.rich():
         tensors = next(iter(details.values()))
@@ -241,7 +262,7 @@ def _tensors(step: int, replica: Replica, names: list[str]) -> str:
     return f"{count} are not finite after step {step}: {listed}"
 
 
-def _parameters(run: Run, step: int, replica: Replica, names: list[str]) -> Finding:
+def _parameters(step: int, replica: Replica, names: list[str]) -> Finding:
     member = replica.ranks[0]
     many = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return Finding(
@@ -251,7 +272,7 @@ def _parameters(run: Run, step: int, replica: Replica, names: list[str]) -> Find
         message=f"parameter {names[0]}{many} is not finite after step {step}, though no loss was "
         "NaN before",
         ranks=tuple(rank.rank for rank in replica.ranks),
-        location=site(member, "backward"),
+        location=member.site("backward"),
         evidence=(_tensors(step, replica, names), "the losses up to this step were finite"),
         fix="The gradient was not finite, or the step too large: look for roots and divisions at "
         "zero in the backward, clip gradients, or lower the learning rate.",

@@ -8,8 +8,10 @@ from ddpdoctor.analysis.endings import PATIENCE, endings
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
 from ddpdoctor.core.relations import STANDSTILL, STANDSTILLS, brings_about
 from ddpdoctor.rules.evaluation import alone_evaluating
-from ddpdoctor.run.record import Phase, Record, integer
+from ddpdoctor.run.records.model import DdpRecord
+from ddpdoctor.run.records.process import ErrorRecord, ExitRecord
 from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.status import Phase
 
 
 @rule(
@@ -57,20 +59,15 @@ def leavers(run: Run) -> Iterator[tuple[Rank, list[Rank]]]:
     failures = {each.rank: each for each in endings(run, restart)}
     if any(not each.victim and each.kind != "abort-at-exit" for each in failures.values()):
         return
-    left = [rank for rank in ranks if rank.ended is not None and rank.rank not in failures]
-    left += [
-        rank
-        for rank in ranks
-        if rank.rank in failures and failures[rank.rank].kind == "abort-at-exit"
-    ]
+    at_exit = {rank for rank, each in failures.items() if each.kind == "abort-at-exit"}
+    left = [r for r in ranks if r.ended is not None and r.rank not in failures]
+    left += [r for r in ranks if r.rank in at_exit]
     for leaver in (rank for rank in left if _ended_well(rank, run)):
-        count = _armed(leaver)
         wanting = [
             rank
             for rank in ranks
-            if rank.rank != leaver.rank
-            and _same_group(leaver, rank)
-            and _wants_more(rank, count, run, rank.rank in failures)
+            if _shares(leaver, rank)
+            and _wants_more(rank, _armed(leaver), run, rank.rank in failures)
         ]
         if wanting:
             # Their last evaluation waits for ranks that never evaluate: DDP402 says so. No relation
@@ -90,8 +87,8 @@ def _finding(leaver: Rank, wanting: list[Rank]) -> Finding:
         f"rank {leaver.rank} ended regularly after {_steps(count)}",
         *(f"rank {rank.rank} {_wish(rank)}" for rank in wanting[:4]),
     ]
-    if call is not None and call.get("path"):
-        evidence.append(f"rank {leaver.rank} called {call['how']} at {call['path']}:{call['line']}")
+    if call is not None and call.location is not None:
+        evidence.append(f"rank {leaver.rank} called {call.how} at {call.location}")
     return Finding(
         code="DDP801",
         severity=Severity.ERROR,
@@ -100,7 +97,7 @@ def _finding(leaver: Rank, wanting: list[Rank]) -> Finding:
         ranks=(leaver.rank,),
         location=_leaving(leaver),
         subjects=frozenset((STANDSTILL,)),
-        moment=integer(leaver.ended, "time") if leaver.ended is not None else 0,
+        moment=leaver.ended.time if leaver.ended is not None else 0,
         evidence=tuple(evidence),
         fix="Give all ranks the same number of steps (equal shards, drop_last), or wrap the "
         "loop in `with model.join():`.",
@@ -109,16 +106,16 @@ def _finding(leaver: Rank, wanting: list[Rank]) -> Finding:
 
 def _ended_well(rank: Rank, run: Run) -> bool:
     """Whether nothing that the rank told says otherwise, its exit status not yet being known."""
-    if any(call.get("status") for call in rank.of_kind("exit")) or any(rank.of_kind("error")):
+    if any(call.status for call in rank.records.of(ExitRecord)) or rank.records.of(ErrorRecord):
         return False
     stopped = run.stopped_at
-    return stopped is None or rank.ended is None or integer(rank.ended, "time") < stopped
+    return stopped is None or rank.ended is None or rank.ended.time < stopped
 
 
 def _armed(rank: Rank) -> int:
     """Synchronized forwards begun so far."""
     if rank.ended is not None:
-        return integer(rank.ended, "armed")
+        return rank.ended.armed
     return rank.status.armed if rank.status is not None else 0
 
 
@@ -128,10 +125,10 @@ def _wants_more(rank: Rank, count: int, run: Run, failed: bool) -> bool:
     if status is None:
         return False
     phase, armed = status.phase.label, status.armed
-    error = next(rank.of_kind("error"), None)
+    error = rank.records.first(ErrorRecord)
     if error is not None:
         # By the time the process was gone the status page had moved on.
-        phase, armed = str(error.get("phase") or ""), integer(error, "armed")
+        phase, armed = error.phase, error.armed
     elif not failed and (run.exit_status is not None or run.waits_for(rank) < PATIENCE):
         return False
     if failed and error is not None and phase == Phase.FORWARD.label:
@@ -142,19 +139,18 @@ def _wants_more(rank: Rank, count: int, run: Run, failed: bool) -> bool:
     )
 
 
-def _same_group(one: Rank, other: Rank) -> bool:
+def _shares(one: Rank, other: Rank) -> bool:
     """Whether some DDP module is replicated on both ranks."""
-    groups = [record.get("group_ranks") or [] for record in one.of_kind("ddp")]
-    return any(one.rank in group and other.rank in group for group in groups)
+    groups = [record.group_ranks for record in one.records.of(DdpRecord)]
+    return one is not other and any({one.rank, other.rank} <= set(group) for group in groups)
 
 
 def _wish(rank: Rank) -> str:
     """What the rank wanted of the one that left: ``waits in backward of step 25 (train.py:28)``."""
-    error = next(rank.of_kind("error"), None)
+    error = rank.records.first(ErrorRecord)
     if error is not None:
-        what = error.get("collective") or error.get("phase")
-        place = f" ({error['path']}:{error['line']})" if error.get("path") else ""
-        return f"failed in {what} of step {error.get('step')}{place}"
+        place = f" ({error.location})" if error.location is not None else ""
+        return f"failed in {error.collective or error.phase} of step {error.step}{place}"
     status = rank.status
     if status is None:
         return "waits"
@@ -166,18 +162,14 @@ def _steps(count: int) -> str:
     return f"{count} synchronized step{'' if count == 1 else 's'}"
 
 
-def _leaving_call(rank: Rank) -> Record | None:
+def _leaving_call(rank: Rank) -> ExitRecord | None:
     """The ``sys.exit(0)`` by which the rank left, if it did so."""
-    return next((call for call in rank.of_kind("exit") if call.get("status") == 0), None)
+    return next((call for call in rank.records.of(ExitRecord) if call.status == 0), None)
 
 
 def _leaving(rank: Rank) -> Location | None:
     """The loop that came to its end: where its batches are drawn, else its forward."""
     call = _leaving_call(rank)
-    if call is not None and call.get("path"):
-        return Location(str(call["path"]), integer(call, "line"))
-    for phase in ("data", "forward"):
-        for record in rank.of_kind("site"):
-            if record.get("phase") == phase:
-                return Location(str(record["path"]), integer(record, "line"))
-    return None
+    if call is not None and call.location is not None:
+        return call.location
+    return rank.site("data") or rank.site("forward")

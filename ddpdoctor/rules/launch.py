@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeVar
 
-from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.ranks import named
-from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.records.base import Record
+from ddpdoctor.run.records.model import DdpRecord
+from ddpdoctor.run.records.process import DataParallelRecord, LocalRankRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
-
-def _location(record: Record) -> Location | None:
-    return Location(str(record["path"]), integer(record, "line")) if record.get("path") else None
+R = TypeVar("R", bound=Record)
 
 
-def _first(run: Run, kind: str) -> list[tuple[Rank, Record]]:
-    """The first record of a kind, of each rank that has one."""
-    firsts = ((rank, next(rank.of_kind(kind), None)) for rank in run.last)
+def _first(run: Run, declared: type[R]) -> list[tuple[Rank, R]]:
+    """The first record of a class, of each rank that has one."""
+    firsts = ((rank, rank.records.first(declared)) for rank in run.last)
     return [(rank, record) for rank, record in firsts if record is not None]
-
-
-def _use(record: Record) -> tuple[str, ...]:
-    used = record.get("used")
-    if not isinstance(used, list) or len(used) != 2 or not isinstance(used[1], int):
-        return ()
-    return (f"the script uses it at {Location(str(used[0]), used[1])}",)
 
 
 @rule("DDP206", "local-rank-never-filled", Severity.WARNING)
@@ -52,25 +46,23 @@ def local_rank_never_filled(run: Run) -> Iterator[Finding]:
     When it stays silent
         If the script sets the right value before it creates DDP, and if it never reads the option.
     """
-    found = _first(run, "local_rank")
+    found = _first(run, LocalRankRecord)
     if not found:
         return
     _, record = found[0]
-    told = integer(record, "parsed")
     ranks = tuple(sorted(rank.rank for rank, _ in found))
     yield Finding(
         code="DDP206",
         severity=Severity.WARNING,
-        message=f"{named(ranks)} parsed local rank {told}: torchrun "
+        message=f"{named(ranks)} parsed local rank {record.parsed}: torchrun "
         "fills LOCAL_RANK, not an option",
         ranks=ranks,
-        location=_location(record),
+        location=record.location,
         evidence=tuple(
-            f"rank {rank.rank}: args.local_rank is {integer(each, 'parsed')}, LOCAL_RANK is "
-            f"{integer(each, 'environment')}"
+            f"rank {rank.rank}: args.local_rank is {each.parsed}, LOCAL_RANK is {each.environment}"
             for rank, each in found[:4]
         )
-        + _use(record),
+        + ((f"the script uses it at {record.used}",) if record.used is not None else ()),
         fix='Read int(os.environ["LOCAL_RANK"]), for example as the default of the option.',
         about="local_rank",
     )
@@ -100,19 +92,19 @@ def data_parallel(run: Run) -> Iterator[Finding]:
     """
     found = [
         (rank, record)
-        for rank, record in _first(run, "data_parallel")
-        if integer(rank.opened, "world_size", 1) > 1 and next(rank.of_kind("ddp"), None) is None
+        for rank, record in _first(run, DataParallelRecord)
+        if rank.opened.world_size > 1 and not rank.records.of(DdpRecord)
     ]
     if not found:
         return
     _, record = found[0]
-    world = integer(found[0][0].opened, "world_size")
+    world = found[0][0].opened.world_size
     yield Finding(
         code="DDP214",
         severity=Severity.WARNING,
         message=f"nn.DataParallel in a job of {world} processes: each trains its own model",
         ranks=tuple(sorted(rank.rank for rank, _ in found)),
-        location=_location(record),
+        location=record.location,
         evidence=(f"built on {len(found)} ranks; none of them built a DDP",),
         fix="Use torch.nn.parallel.DistributedDataParallel, which averages gradients over ranks.",
         about="data_parallel",

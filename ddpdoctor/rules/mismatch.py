@@ -13,11 +13,13 @@ from ddpdoctor.analysis.hang_snapshot import Call, brief, location, quoted
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
 from ddpdoctor.core.ranks import named
 from ddpdoctor.core.relations import ABORT, MISPAIRED, brings_about, came_first, ended_by, event
-from ddpdoctor.rules.control_flow import decisions
+from ddpdoctor.rules.control_flow import departures
 from ddpdoctor.rules.diagnosis import diagnosed
 from ddpdoctor.rules.out_of_step import finding, guarded_finding
-from ddpdoctor.run.record import BEFORE_FORWARD, Phase, integer
+from ddpdoctor.run.names import BEFORE_FORWARD
+from ddpdoctor.run.records.process import ErrorRecord
 from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.status import Phase
 
 
 @rule(
@@ -98,8 +100,8 @@ def different_collectives(run: Run) -> Iterator[Finding]:
     hung = list(diagnosed(run, "DDP803"))
     yield from hung
     if not hung:
-        told = list(_different(run, "DDP803"))
-        yield from told or _failed(run, "DDP803")
+        found = list(_different(run, "DDP803"))
+        yield from found or _failed(run, "DDP803")
 
 
 @rule(
@@ -142,8 +144,8 @@ def _different(run: Run, code: str) -> Iterator[Finding]:
     calls = collective_mismatch.rings(run)
     if len(calls) < 2:
         return
-    backends = {str(rank.opened.get("backend", "")) for rank in run.last}
-    found = collective_mismatch.first_apart(
+    backends = {rank.opened.backend for rank in run.last}
+    found = collective_mismatch.first_mismatch(
         calls, gloo=not any("nccl" in each for each in backends)
     )
     if found is None:
@@ -170,13 +172,13 @@ def _failure(run: Run) -> _Failure | None:
     ends = endings(run, restart)
     cause = first_failure(run, restart)
     abrupt = cause is not None and (mispaired(run, cause) or cause.status == -signal.SIGABRT)
-    if not ends or (cause is not None and not abrupt) or decisions(run):
+    if not ends or (cause is not None and not abrupt) or departures(run):
         return None
     calls = {
-        rank: [collective_mismatch.call_of(each) for each in told if not each.point_to_point]
-        for rank, told in collective_mismatch.rings(run).items()
+        rank: [collective_mismatch.call_of(each) for each in found if not each.point_to_point]
+        for rank, found in collective_mismatch.rings(run).items()
     }
-    last = {rank: told[-1] for rank, told in calls.items() if told}
+    last = {rank: found[-1] for rank, found in calls.items() if found}
     inside = {rank: call for rank, call in last.items() if not call.done and call.site is not None}
     if cause is None:
         # Lost for another reason, ranks may have been a moment collective_mismatch.
@@ -269,13 +271,10 @@ def _skipped_backward(run: Run, found: _Failure, evidence: tuple[str, ...]) -> F
     if any(lacking.get(rank) != 0 for rank in found.elsewhere):
         return None
     # The records of a rank that native code ended may be lost.
-    lines = {
-        str(each.get("phase")): Location(str(each["path"]), integer(each, "line"))
-        for rank in run.last
-        for each in rank.of_kind("site")
-        if each.get("path")
-    }
-    forward, backward = lines.get("forward"), lines.get("backward")
+    forward, backward = (
+        next((at for rank in reversed(run.last) for at in reversed(rank.sites(phase))), None)
+        for phase in ("forward", "backward")
+    )
     if forward is None or backward is None:
         return None
     # Between a forward and its backward every rank lacks one.
@@ -309,9 +308,9 @@ def _skipped_backward(run: Run, found: _Failure, evidence: tuple[str, ...]) -> F
 
 def _at(rank: Rank) -> list[Location]:
     """The lines that a rank was at when it failed or was ended, innermost first."""
-    error = next(rank.of_kind("error"), None)
+    error = rank.records.first(ErrorRecord)
     if error is not None:
-        return [Location(str(each[0]), each[1]) for each in error.get("user_frames") or ()][::-1]
+        return [Location(each.path, each.line) for each in reversed(error.user_frames)]
     at = location(rank.status.site) if rank.status is not None else None
     return [at] if at is not None else []
 
@@ -323,8 +322,8 @@ def _count(calls: list[Call], wanted: Call) -> int:
 
 def _was_in(rank: Rank) -> str:
     """What a rank was in when it failed or was ended."""
-    error = next(rank.of_kind("error"), None)
+    error = rank.records.first(ErrorRecord)
     if error is not None:
-        return str(error.get("collective") or error.get("phase") or "")
+        return error.collective or error.phase
     status = rank.status
     return (status.collective or status.phase.label) if status is not None else ""

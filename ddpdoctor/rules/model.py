@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from statistics import median
 
 from ddpdoctor.analysis import reduction
-from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.analysis.reduction import by_module
+from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.ranks import named
-from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.records.model import BatchNormRecord, FindUnusedRecord, NoGradientRecord
+from ddpdoctor.run.records.process import ErrorRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
 PATIENCE = 3_000_000_000
@@ -17,12 +19,6 @@ PATIENCE = 3_000_000_000
 
 SHOWN = 4
 """Parameters that a message names; it counts the rest."""
-
-
-def place(record: Record) -> Location | None:
-    """The line that a record names."""
-    path = record.get("path")
-    return Location(str(path), integer(record, "line")) if path else None
 
 
 def listed(names: Sequence[str], count: int | None = None) -> str:
@@ -41,9 +37,9 @@ class Missing:
     """The parameters of one DDP module that got no gradient on some ranks."""
 
     ddp: int
-    records: dict[int, Record]
+    records: dict[int, NoGradientRecord]
     """What the probe saw, by rank."""
-    errors: dict[int, Record]
+    errors: dict[int, ErrorRecord]
     """DDP's own exceptions, by rank."""
     silent: list[int]
     """The ranks seen where every parameter got its gradient."""
@@ -57,37 +53,28 @@ class Missing:
     def altered(self) -> bool:
         """Whether the parameters were frozen or replaced after DDP was built."""
         return any(
-            why in ("frozen", "replaced")
+            each.why in ("frozen", "replaced")
             for record in self.records.values()
-            for _, _, why in shown(record)
+            for each in record.parameters
         )
 
     def fate(self) -> Iterator[str]:
         """What DDP did, or will do, about it."""
         for rank, error in sorted(self.errors.items())[:2]:
             yield (
-                f"rank {rank}: DDP raised in step {error.get('step')}, "
+                f"rank {rank}: DDP raised in step {error.step}, "
                 f'"{reduction.UNFINISHED} before starting a new one"'
             )
         if not self.errors:
             yield "DDP has not reduced their bucket, and raises at the next synchronized forward"
 
 
-def shown(record: Record) -> list[tuple[str, str, str]]:
-    """Name, class of the owning module and reason of each parameter that a record names."""
-    return [
-        (str(each[0]), str(each[1]), str(each[2]))
-        for each in record.get("parameters") or []
-        if isinstance(each, list) and len(each) == 3
-    ]
-
-
 def missing_gradients(run: Run) -> Iterator[Missing]:
     """The modules with such parameters, once every rank had its chance to tell."""
-    records: dict[int, dict[int, Record]] = {}
+    records: dict[int, dict[int, NoGradientRecord]] = {}
     for rank in run.last:
-        for record in rank.of_kind("no_gradient"):
-            records.setdefault(integer(record, "ddp"), {}).setdefault(rank.rank, record)
+        for record in rank.records.of(NoGradientRecord):
+            records.setdefault(record.ddp, {}).setdefault(rank.rank, record)
     errors = {rank.rank: error for rank, error in reduction.complaints(run, reduction.UNFINISHED)}
     if errors and not records:
         records[0] = {}
@@ -102,17 +89,17 @@ def missing_gradients(run: Run) -> Iterator[Missing]:
             yield Missing(number, found, errors, [rank.rank for rank in others])
 
 
-def _group(rank: Rank, number: int) -> list[int]:
+def _group(rank: Rank, number: int) -> tuple[int, ...]:
     """The ranks of a DDP module's group, this one among them; none where it has no such module."""
-    built = reduction.ddp_record(rank, number)
-    return list(built.get("group_ranks") or []) if built is not None else []
+    built = rank.ddp(number)
+    return built.group_ranks if built is not None else ()
 
 
-def _settled(run: Run, rank: Rank, found: dict[int, Record]) -> bool:
+def _settled(run: Run, rank: Rank, found: dict[int, NoGradientRecord]) -> bool:
     """Whether a rank would have told by now that it missed a gradient, too."""
     if run.exit_status is not None or rank.ended is not None or rank.status is None:
         return True
-    last = max((integer(record, "step") for record in found.values()), default=0)
+    last = max((record.step for record in found.values()), default=0)
     return rank.status.step > last or run.waits_for(rank) > PATIENCE
 
 
@@ -154,14 +141,16 @@ def _unused(run: Run, missing: Missing) -> Finding:
     names: list[str] = []
     count = total = 0
     if first is not None:
-        names = [f"{name} ({owner})" if owner else name for name, owner, _ in shown(first)]
-        count, total = integer(first, "count"), integer(first, "of")
+        names = [
+            f"{each.name} ({each.owner})" if each.owner else each.name for each in first.parameters
+        ]
+        count, total = first.count, first.of
     elif error is not None:
         number = min(missing.errors)
         rank = next(rank for rank in run.last if rank.rank == number)
         names = reduction.without_gradient(rank, error)
         count = len(names)
-        total = len(reduction.parameter_names(reduction.ddp_record(rank, 0)))
+        total = len(reduction.parameter_names(rank.ddp(0)))
     some = bool(missing.silent)
     who = f"on {named(missing.ranks)} only" if some else "on any rank"
     if len(run.last) == 1:
@@ -172,15 +161,13 @@ def _unused(run: Run, missing: Missing) -> Finding:
     evidence = []
     if first is not None:
         evidence.append(
-            f"no gradient reached them in the synchronized backward {first.get('iteration')} "
-            f"(step {first.get('step')})"
+            f"no gradient reached them in the synchronized backward {first.iteration} "
+            f"(step {first.step})"
         )
     if some:
         evidence.append(f"{named(missing.silent)} missed none in that backward")
     evidence += missing.fate()
-    finds = error is not None and "`find_unused_parameters=True` is enabled" in str(
-        error.get("message")
-    )
+    finds = error is not None and "`find_unused_parameters=True` is enabled" in error.message
     fix = (
         "Let every output of forward take part in the loss on every rank, or return fewer."
         if finds
@@ -195,10 +182,10 @@ def _unused(run: Run, missing: Missing) -> Finding:
         severity=Severity.ERROR,
         message=f"{what} got no gradient {who}" + (f": {listed(names, count)}" if names else ""),
         ranks=tuple(missing.ranks),
-        location=place(source) if source is not None else None,
+        location=source.location if source is not None else None,
         evidence=tuple(evidence),
         fix=fix,
-        traceback=str(error.get("traceback") or "") if error is not None else "",
+        traceback=error.traceback if error is not None else "",
         about=f"module {missing.ddp}",
     )
 
@@ -236,7 +223,7 @@ def ready_twice(run: Run) -> Iterator[Finding]:
         return
     rank, error = found[0]
     names = reduction.ready_twice(rank, error)
-    trace = str(error.get("traceback") or "")
+    trace = error.traceback
     reentrant = "utils/checkpoint.py" in trace
     why = ", by activation checkpointing with use_reentrant=True" if reentrant else ""
     what = f"the gradient of {listed(names)}" if names else "a gradient"
@@ -246,10 +233,8 @@ def ready_twice(run: Run) -> Iterator[Finding]:
         severity=Severity.ERROR,
         message=f"{what} was ready twice in one backward on {named(ranks)}{why}",
         ranks=tuple(ranks),
-        location=place(error),
-        evidence=(
-            f'rank {rank.rank}: DDP raised in step {error.get("step")}, "{reduction.TWICE}"',
-        ),
+        location=error.location,
+        evidence=(f'rank {rank.rank}: DDP raised in step {error.step}, "{reduction.TWICE}"',),
         fix="Pass use_reentrant=False to torch.utils.checkpoint.checkpoint."
         if reentrant
         else "Call backward once for each forward through DDP (add the losses), and let no "
@@ -286,25 +271,18 @@ def find_unused_not_needed(run: Run) -> Iterator[Finding]:
         If any rank once left a parameter unused, with `static_graph=True`, before the 50th
         synchronized backward of a running job, and in jobs with fewer than five.
     """
-    told: dict[int, list[tuple[Rank, Record]]] = {}
-    for rank in run.last:
-        for record in rank.of_kind("find_unused"):
-            told.setdefault(integer(record, "ddp"), []).append((rank, record))
-    for number, seen in sorted(told.items()):
-        ranks = sorted({rank.rank for rank, _ in seen})
-        built = reduction.ddp_record(seen[0][0], number)
-        group = (built or {}).get("group_ranks") or ranks
-        if any(record.get("least") != len(group) for _, record in seen):
+    for number, seen in by_module(run, FindUnusedRecord).items():
+        group = seen.built.group_ranks if seen.built is not None else seen.ranks
+        if any(record.least != len(group or seen.ranks) for _, record in seen.records):
             continue
-        count = integer(seen[0][1], "parameters")
-        iterations = integer(seen[0][1], "iterations")
+        count, iterations = seen.record.parameters, seen.record.iterations
         yield Finding(
             code="DDP304",
             severity=Severity.INFO,
             message=f"find_unused_parameters=True is not needed: in {iterations} synchronized "
             f"backwards no rank left out any of {plural(count)}",
-            ranks=tuple(ranks),
-            location=place(built) if built is not None else None,
+            ranks=seen.ranks,
+            location=seen.built_at,
             evidence=(
                 f"about {max(count * WALK_COST, 0.01):.2g} ms a step for the search (an estimate "
                 "from the number of parameters), and an all-reduce of the map of used ones",
@@ -348,37 +326,27 @@ def small_batch_norm(run: Run) -> Iterator[Finding]:
     if len(run.last) < 2:
         return
     sizes = {rank.rank: _batch(rank) for rank in run.last}
-    for number, (ranks, rank, record) in _normalizing(run).items():
-        size = max((sizes[each] or SMALL + 1 for each in ranks), default=SMALL + 1)
-        if size > SMALL or len(ranks) < len(run.last):
+    for number, seen in by_module(run, BatchNormRecord).items():
+        size = max(sizes[each] or SMALL + 1 for each in seen.ranks)
+        if size > SMALL or len(seen.ranks) < len(run.last):
             continue
-        count = integer(record, "count")
-        built = reduction.ddp_record(rank, number)
+        count = seen.record.count
         yield Finding(
             code="DDP309",
             severity=Severity.INFO,
             message=f"{plural(count, 'BatchNorm layer')} of this module "
             f"{'takes' if count == 1 else 'take'} statistics from {plural(int(size), 'sample')} on "
             "each rank alone",
-            ranks=tuple(ranks),
-            location=place(built) if built is not None else None,
+            ranks=seen.ranks,
+            location=seen.built_at,
             evidence=(
-                f"in training mode and no SyncBatchNorm: "
-                f"{listed([str(name) for name in record.get('layers') or []], count)}",
-                f"median batch: {int(size)} on each of {len(ranks)} ranks",
+                f"in training mode and no SyncBatchNorm: {listed(seen.record.layers, count)}",
+                f"median batch: {int(size)} on each of {len(seen.ranks)} ranks",
             ),
             fix="On GPUs, SyncBatchNorm.convert_sync_batchnorm(model) before DDP; else GroupNorm "
             "or larger batches.",
             about=f"module {number}",
         )
-
-
-def _normalizing(run: Run) -> dict[int, tuple[list[int], Rank, Record]]:
-    found: dict[int, tuple[list[int], Rank, Record]] = {}
-    for rank in run.last:
-        for record in rank.of_kind("batchnorm"):
-            found.setdefault(integer(record, "ddp"), ([], rank, record))[0].append(rank.rank)
-    return found
 
 
 def _batch(rank: Rank) -> float | None:

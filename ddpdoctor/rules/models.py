@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ddpdoctor.analysis.replicas import group_of, list_of, place
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.ranks import named
 from ddpdoctor.core.relations import MODELS
-from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.records.model import ModelRecord
 from ddpdoctor.run.snapshot import Run
 
 _REFUSALS = ("DDP expects same model across all ranks", "appears not to match")
@@ -46,12 +46,11 @@ def models_differ(run: Run) -> Iterator[Finding]:
         For parameters with `requires_grad=False`, for names that differ while everything else is
         equal, and after the 16th model of a process.
     """
-    shared: dict[tuple[int, tuple[int, ...]], dict[int, Record]] = {}
+    shared: dict[tuple[int, tuple[int, ...]], dict[int, ModelRecord]] = {}
     for rank in run.last:
-        for record in rank.of_kind("model"):
-            group = group_of(record)
-            if rank.rank in group:
-                shared.setdefault((integer(record, "number"), group), {})[rank.rank] = record
+        for record in rank.records.of(ModelRecord):
+            if rank.rank in record.group:
+                shared.setdefault((record.number, record.group), {})[rank.rank] = record
     for (number, group), models in sorted(shared.items()):
         missing = any(rank.rank in group and rank.rank not in models for rank in run.last)
         if missing and run.exit_status is None:
@@ -74,9 +73,9 @@ def models_differ(run: Run) -> Iterator[Finding]:
             severity=Severity.ERROR,
             message=_message(models, usual, odd, clear),
             ranks=tuple(sorted(rank for ranks in (odd if clear else groups) for rank in ranks)),
-            location=place(models[odd[0][0]]),
+            location=models[odd[0][0]].location,
             evidence=tuple(
-                f"{named(ranks)}: {integer(models[ranks[0]], 'count')} parameters, "
+                f"{named(ranks)}: {models[ranks[0]].count} parameters, "
                 f"{_elements(models[ranks[0]]):,} elements"
                 for ranks in sorted(groups)[:6]
             ),
@@ -89,7 +88,9 @@ _SHOWN = 4
 """Groups of ranks that a sentence names."""
 
 
-def _message(models: dict[int, Record], usual: list[int], odd: list[list[int]], clear: bool) -> str:
+def _message(
+    models: dict[int, ModelRecord], usual: list[int], odd: list[list[int]], clear: bool
+) -> str:
     """What each group of ranks gives DDP, against what the usual one does."""
     first = models[usual[0]]
     if clear and len(odd) == 1:
@@ -106,24 +107,19 @@ def _message(models: dict[int, Record], usual: list[int], odd: list[list[int]], 
     return f"{head}{' ' if clear else ', '}{than}: {'; '.join(parts)}{more}"
 
 
-def _parameters(record: Record) -> list[tuple[str, tuple[int, ...], str]]:
-    parameters = list_of(record, "parameters")
-    return [(str(name), tuple(shape), str(dtype)) for name, shape, dtype in parameters]
-
-
-def _kind(record: Record, models: dict[int, Record]) -> tuple[object, ...]:
+def _kind(record: ModelRecord, models: dict[int, ModelRecord]) -> tuple[object, ...]:
     """What has to be the same; names only where all ranks have the same ones."""
-    named_alike = {frozenset(each[0] for each in _parameters(one)) for one in models.values()}
-    parameters = _parameters(record)
+    named_alike = {frozenset(each[0] for each in one.parameters) for one in models.values()}
+    parameters = record.parameters
     if len(named_alike) > 1:
-        return integer(record, "count"), *(each[1:] for each in parameters)
-    return integer(record, "count"), *parameters
+        return record.count, *(each[1:] for each in parameters)
+    return record.count, *parameters
 
 
-def _differ(models: dict[int, Record]) -> bool:
+def _differ(models: dict[int, ModelRecord]) -> bool:
     """Whether more than names differ: shapes, dtypes, counts, or the order of the same names."""
-    found = [_parameters(record) for record in models.values()]
-    if len({integer(record, "count") for record in models.values()}) > 1:
+    found = [record.parameters for record in models.values()]
+    if len({record.count for record in models.values()}) > 1:
         return True
     if len({tuple(each[1:] for each in parameters) for parameters in found}) > 1:
         return True
@@ -131,15 +127,15 @@ def _differ(models: dict[int, Record]) -> bool:
     return len(set(names)) > 1 and len({frozenset(each) for each in names}) == 1
 
 
-def _difference(here: Record, there: Record) -> str:
+def _difference(here: ModelRecord, there: ModelRecord) -> str:
     """The first parameter that differs, in words."""
-    mine, theirs = _parameters(here), _parameters(there)
+    mine, theirs = here.parameters, there.parameters
     for (name, shape, dtype), (other, shape_there, dtype_there) in zip(mine, theirs, strict=False):
         if shape != shape_there:
             return f"{name or other} is {list(shape)}, not {list(shape_there)}"
         if dtype != dtype_there:
             return f"{name or other} is {dtype}, not {dtype_there}"
-        if name != other and integer(here, "count") == integer(there, "count"):
+        if name != other and here.count == there.count:
             return f"{name} stands in the place of {other}"
     more, fewer = (mine, theirs) if len(mine) > len(theirs) else (theirs, mine)
     known = {name for name, _, _ in fewer}
@@ -147,11 +143,5 @@ def _difference(here: Record, there: Record) -> str:
     return f"it has {names}, too" if more is mine else f"it is without {names}"
 
 
-def _elements(record: Record) -> int:
-    total = 0
-    for _, shape, _ in _parameters(record):
-        size = 1
-        for each in shape:
-            size *= each
-        total += size
-    return total
+def _elements(record: ModelRecord) -> int:
+    return sum(math.prod(each.shape) for each in record.parameters)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ddpdoctor.analysis.draws import Pass, location, passes_of
-from ddpdoctor.analysis.replicas import list_of, site
+from ddpdoctor.analysis.draws import Pass, passes_of
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.ranks import named
 from ddpdoctor.rules.unreduced import GRADIENTS_DIFFER
-from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.records.data import SaveRecord
+from ddpdoctor.run.records.model import DdpRecord
+from ddpdoctor.run.records.process import DataParallelRecord
+from ddpdoctor.run.records.replicas import SoloEndRecord, SoloRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
 LOOKS = 4
@@ -54,28 +56,25 @@ def nothing_reduced(run: Run) -> Iterator[Finding]:
         running job, before its 1,024th step and its second epoch.
     """
     ranks = run.last
-    world = max((integer(rank.opened, "world_size") for rank in ranks), default=0)
-    if world < 2 or len(ranks) != world:
+    if run.world_size < 2 or len(ranks) != run.world_size:
         return
-    if any(any(rank.of_kind(kind)) for rank in ranks for kind in ("ddp", "data_parallel")):
+    if any(rank.records.of(DdpRecord) or rank.records.of(DataParallelRecord) for rank in ranks):
         # Evidence, not another finding: what is wrapped in nn.DataParallel is meant to be reduced.
         return
     looks = _looks(ranks)
     if len(looks) < LOOKS or not _settled(run, max(looks)):
         return
-    first, last = looks[min(looks)], looks[max(looks)]
     if not _one_training(looks.values()) or _exchanged(ranks) or _kept_apart(ranks):
         return
-    apart = [step for step in sorted(looks) if _differ(looks[step], "gradients")]
-    moved = [step for step in sorted(looks)[1:] if _differ(looks[step], "values")]
-    if len(apart) != len(looks) or len(moved) != len(looks) - 1:
+    if not _diverge(looks):
         return
+    first, last = looks[min(looks)], looks[max(looks)]
     meant = list(_meant(ranks, first))
     if not meant and not all(map(_unused, ranks)):
         # Trials of one search, say, that only meet to hand in their results.
         return
     everyone = tuple(rank.rank for rank in ranks)
-    at = site(ranks[0], "optimizer")
+    at = ranks[0].site("optimizer")
     yield Finding(
         code="DDP326",
         about="nothing reduced",
@@ -87,9 +86,9 @@ def nothing_reduced(run: Run) -> Iterator[Finding]:
         evidence=(
             *meant,
             *(["the process group is not used for anything"] if not meant else []),
-            f"gradients of {last[0].get('optimizer')} before the step {max(looks)}: norm "
-            + _listed(ranks, last, "gradients"),
-            f"the parameters that belong to them: norm {_listed(ranks, last, 'values')}",
+            f"gradients of {last[0].optimizer} before the step {max(looks)}: norm "
+            + _listed(ranks, _gradients(last)),
+            f"the parameters that belong to them: norm {_listed(ranks, _values(last))}",
             "no DistributedDataParallel was built, and no collective carried as much as a gradient",
         ),
         fix="Wrap the model in DistributedDataParallel before training, or all-reduce the "
@@ -97,13 +96,30 @@ def nothing_reduced(run: Run) -> Iterator[Finding]:
     )
 
 
-Looks = dict[int, list[Record]]
+def _diverge(looks: Looks) -> bool:
+    """Whether all gradients differ between ranks, and so do all parameters but the first."""
+    first = min(looks)
+    return all(
+        _differ(_gradients(records)) and (step == first or _differ(_values(records)))
+        for step, records in looks.items()
+    )
+
+
+Looks = dict[int, list[SoloRecord]]
 """By step, what each rank wrote."""
 
 
 def _looks(ranks: Sequence[Rank]) -> Looks:
-    told = [{integer(each, "step"): each for each in rank.of_kind("solo")} for rank in ranks]
-    return {step: [each[step] for each in told] for step in set.intersection(*map(set, told))}
+    found = [{each.step: each for each in rank.records.of(SoloRecord)} for rank in ranks]
+    return {step: [each[step] for each in found] for step in set.intersection(*map(set, found))}
+
+
+def _gradients(records: Sequence[SoloRecord]) -> list[tuple[float, ...]]:
+    return [each.gradients for each in records]
+
+
+def _values(records: Sequence[SoloRecord]) -> list[tuple[float, ...]]:
+    return [each.values for each in records]
 
 
 def _settled(run: Run, last: int) -> bool:
@@ -114,29 +130,34 @@ def _settled(run: Run, last: int) -> bool:
         return False
     epochs = [[one for one in passes_of(rank) if one.trains] for rank in run.last]
     return all(
-        any(one.closed for one in each) and any(one.number("number") > 0 for one in each)
+        any(one.closed for one in each) and any(one.record.number > 0 for one in each)
         for each in epochs
     )
 
 
-def _one_training(looks: Iterable[list[Record]]) -> bool:
+def _one_training(looks: Iterable[list[SoloRecord]]) -> bool:
     """Whether all ranks train the same kind of model in the same way."""
-    keys = ("optimizer", "shapes", "parameters", "elements", "hyper")
     return all(
-        all(record.get(key) == records[0].get(key) for record in records)
-        for records in looks
-        for key in keys
+        len(
+            {
+                (each.optimizer, each.shapes, each.parameters, each.elements, each.hyper)
+                for each in one
+            }
+        )
+        == 1
+        for one in looks
     )
 
 
 def _exchanged(ranks: Sequence[Rank]) -> bool:
     """Whether parameters or gradients may have gone from rank to rank."""
     for rank in ranks:
-        told = [*rank.of_kind("solo"), *rank.of_kind("solo_end")]
-        before = integer(told[0], "before")
-        for record in told:
-            if record.get("wide") != before or record.get("outside") or record.get("wrapped"):
-                return True
+        looks, ends = rank.records.of(SoloRecord), rank.records.of(SoloEndRecord)
+        before = looks[0].before
+        if any(each.wide != before or each.outside for each in looks):
+            return True
+        if any(each.wide != before or each.outside or each.wrapped for each in ends):
+            return True
         # Compiled code calls collectives itself.
         if rank.ring is None or rank.ring.partial:
             return True
@@ -155,46 +176,36 @@ def _unused(rank: Rank) -> bool:
 
 def _kept_apart(ranks: Sequence[Rank]) -> bool:
     """Whether each rank saves a file of its own."""
-    files = [{str(record.get("file")) for record in rank.of_kind("save")} for rank in ranks]
+    files = [{record.file for record in rank.records.of(SaveRecord)} for rank in ranks]
     return all(
         mine and all(mine.isdisjoint(other) for other in files if other is not mine)
         for mine in files
     )
 
 
-def _norms(record: Record, key: str) -> list[float]:
-    return [value for value in list_of(record, key) if isinstance(value, (int, float))]
-
-
-def _differ(records: list[Record], key: str) -> bool:
-    """Whether no two ranks have the same, of some tensor."""
-    for values in zip(*(_norms(record, key) for record in records), strict=False):
+def _differ(norms: list[tuple[float, ...]]) -> bool:
+    """Whether no two ranks have the same norm, of some tensor."""
+    for values in zip(*norms, strict=False):
         high = max(map(abs, values))
-        apart = high > 0 and (max(values) - min(values)) / high > GRADIENTS_DIFFER
-        if apart and len(set(values)) == len(records):
+        differ = high > 0 and (max(values) - min(values)) / high > GRADIENTS_DIFFER
+        if differ and len(set(values)) == len(norms):
             return True
     return False
 
 
-def _meant(ranks: Sequence[Rank], first: list[Record]) -> Iterator[str]:
+def _meant(ranks: Sequence[Rank], first: list[SoloRecord]) -> Iterator[str]:
     """What says that the ranks were to train one model."""
     passes = [one for rank in ranks for one in passes_of(rank)]
-    idle = next((place for one in passes for place in one["idle"] or ()), None)
+    idle = next((place for one in passes for place in one.record.idle), None)
     if idle is not None:
-        yield f"the DistributedSampler built at {location(idle)} was handed to no loader"
+        yield f"the DistributedSampler built at {idle} was handed to no loader"
     sampled = next((one for one in passes if one.trains and _shares_out(one, len(ranks))), None)
     if sampled is not None:
         yield f"the sampler built at {sampled.at} gives each rank its part of the data"
-    if _same(first, "values"):
-        yield f"before step {first[0].get('step')} the parameters were the same on all ranks"
+    if first[0].values and len(set(_values(first))) == 1:
+        yield f"before step {first[0].step} the parameters were the same on all ranks"
     if all(_reduces(rank) for rank in ranks):
         yield "other numbers are reduced over the ranks"
-
-
-def _same(records: list[Record], key: str) -> bool:
-    return bool(_norms(records[0], key)) and all(
-        _norms(record, key) == _norms(records[0], key) for record in records
-    )
 
 
 def _shares_out(one: Pass, world: int) -> bool:
@@ -206,13 +217,12 @@ def _reduces(rank: Rank) -> bool:
 
 
 def _steps(ranks: Sequence[Rank], looked: int) -> int:
-    ends = [integer(record, "steps") for rank in ranks for record in rank.of_kind("solo_end")]
+    ends = [record.steps for rank in ranks for record in rank.records.of(SoloEndRecord)]
     return max(min(ends, default=0), looked)
 
 
-def _listed(ranks: Sequence[Rank], records: list[Record], key: str) -> str:
-    values = [(_norms(record, key), rank.rank) for rank, record in zip(ranks, records, strict=True)]
-    column = next(
-        index for index in range(len(values[0][0])) if len({each[index] for each, _ in values}) > 1
-    )
-    return ", ".join(f"{each[column]:.6g} on rank {rank}" for each, rank in values[:4])
+def _listed(ranks: Sequence[Rank], norms: list[tuple[float, ...]]) -> str:
+    """The norms of the first tensor that has not the same one everywhere."""
+    column = next(each for each in zip(*norms, strict=False) if len(set(each)) > 1)
+    shown = list(zip(column, ranks, strict=True))[:4]
+    return ", ".join(f"{norm:.6g} on rank {rank.rank}" for norm, rank in shown)

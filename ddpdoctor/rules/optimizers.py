@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
+from ddpdoctor.analysis.reduction import OfModule, by_module
 from ddpdoctor.core.finding import Finding, Severity, rule
-from ddpdoctor.rules.model import listed, place, plural
-from ddpdoctor.run.record import Record, integer
+from ddpdoctor.rules.model import listed, plural
+from ddpdoctor.run.records.model import RemadeRecord, UnownedRecord, UnzeroedRecord
+from ddpdoctor.run.records.replicas import LoadRecord, TogetherRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
 
-def _told(run: Run, kind: str) -> dict[int, tuple[list[int], Record]]:
-    """By DDP module: the ranks that told of it, and the record of the lowest of them."""
-    found: dict[int, tuple[list[int], Record]] = {}
-    for rank in run.last:
-        for record in rank.of_kind(kind):
-            ranks, _ = found.setdefault(integer(record, "ddp"), ([], record))
-            if rank.rank not in ranks:
-                ranks.append(rank.rank)
-    return found
-
-
-def _unowned(run: Run, orphans: bool) -> Iterator[tuple[int, list[int], Record, list[str]]]:
+def _unowned(run: Run, orphans: bool) -> Iterator[OfModule[UnownedRecord]]:
     """Parameters of DDP modules that no optimizer holds and that did not change."""
-    for number, (ranks, record) in sorted(_told(run, "unowned").items()):
-        if record.get("unchanged") is True and bool(record.get("orphans")) is orphans:
-            yield number, ranks, record, [str(name) for name in record.get("parameters") or []]
+    for found in by_module(run, UnownedRecord).values():
+        if found.record.unchanged and bool(found.record.orphans) is orphans:
+            yield found
 
 
-def _still(record: Record) -> str:
-    first, last = (record.get("steps") or [0, 0])[:2]
+def _still(record: UnownedRecord) -> str:
+    first, last = record.steps
     return (
         f"they got gradients, and their values were the same before step {first} and before "
         f"step {last}"
@@ -61,22 +53,22 @@ def not_in_optimizer(run: Run) -> Iterator[Finding]:
         For frozen parameters, for parameters that something else changes (an update by hand, a
         communication hook), and in the first dozen steps.
     """
-    for number, ranks, record, names in _unowned(run, orphans=False):
-        count = integer(record, "count")
+    for found in _unowned(run, orphans=False):
+        record = found.record
         yield Finding(
             code="DDP324",
             severity=Severity.WARNING,
-            message=f"{count} of {plural(integer(record, 'of'))} require gradients and are in no "
-            f"optimizer, so that they never learn: {listed(names, count)}",
-            ranks=tuple(ranks),
-            location=place(record),
+            message=f"{record.count} of {plural(record.of)} require gradients and are in no "
+            f"optimizer, so that they never learn: {listed(record.parameters, record.count)}",
+            ranks=found.ranks,
+            location=record.location,
             evidence=(
                 _still(record),
-                f"the optimizer made here is {record.get('optimizer')}",
+                f"the optimizer made here is {record.optimizer}",
             ),
             fix="Give them to the optimizer, or freeze them before DDP is built, which saves their "
             "gradients and the all-reduce of these.",
-            about=f"module {number}",
+            about=f"module {record.ddp}",
         )
 
 
@@ -108,23 +100,23 @@ def optimizer_of_old_parameters(run: Run) -> Iterator[Finding]:
     When it stays silent
         While every trainable parameter is in an optimizer or changes by other means.
     """
-    for number, ranks, record, names in _unowned(run, orphans=True):
-        count, old = integer(record, "count"), integer(record, "orphans")
+    for found in _unowned(run, orphans=True):
+        record, old = found.record, found.record.orphans
         yield Finding(
             code="DDP325",
             severity=Severity.ERROR,
             message=f"this optimizer holds {plural(old)} that the model no longer has, and "
-            f"{count} of the model's {plural(integer(record, 'of'))} are in none: "
-            f"{listed(names, count)}",
-            ranks=tuple(ranks),
-            location=place(record),
+            f"{record.count} of the model's {plural(record.of)} are in none: "
+            f"{listed(record.parameters, record.count)}",
+            ranks=found.ranks,
+            location=record.location,
             evidence=(
                 _still(record),
-                f"{plural(old)} of {record.get('optimizer')} never got a gradient and "
+                f"{plural(old)} of {record.optimizer} never got a gradient and "
                 f"{'is' if old == 1 else 'are'} in no DDP module",
             ),
             fix="Make the optimizer after the model's parameters were replaced for the last time.",
-            about=f"module {number}",
+            about=f"module {record.ddp}",
         )
 
 
@@ -162,54 +154,52 @@ def optimizer_in_loop(run: Run) -> Iterator[Finding]:
         `LambdaLR` that is stepped more than once.
     """
     for role in ("optimizer", "scheduler"):
-        told = [
+        seen = [
             (rank.rank, record)
             for rank in run.last
-            for record in rank.of_kind("remade")
-            if record.get(role)
-            and not (record.get("every") == "epoch" and _begins_anew(rank, record))
+            for record in rank.records.of(RemadeRecord)
+            if getattr(record, role) and not (record.every == "epoch" and _restarts(rank, record))
         ]
-        if told:
-            ranks = tuple(sorted({rank for rank, _ in told}))
-            yield _remade(role, ranks, told[0][1])
+        if seen:
+            ranks = tuple(sorted({rank for rank, _ in seen}))
+            yield _remade(role, ranks, seen[0][1])
             # A scheduler is re-created with its optimizer: one fault.
             return
 
 
-def _remade(role: str, ranks: tuple[int, ...], record: Record) -> Finding:
-    every = "epoch" if record.get("every") == "epoch" else "step"
-    times = record.get("times")
+def _remade(role: str, ranks: tuple[int, ...], record: RemadeRecord) -> Finding:
+    every = "epoch" if record.every == "epoch" else "step"
+    times = record.times
     if role == "optimizer":
         lost = "its state is lost each time"
         seen = (
-            f"{times} optimizers of the same parameters in a row by step {record.get('step')}, all "
+            f"{times} optimizers of the same parameters in a row by step {record.step}, all "
             f"but the last stepped {'for one epoch' if every == 'epoch' else 'once'}"
         )
     else:
         lost = "its schedule begins again each time"
-        of = f" of {record['end']:g}" if isinstance(record.get("end"), (int, float)) else ""
+        of = f" of {record.end:g}" if record.end is not None else ""
         seen = (
             f"{times} schedulers of the same optimizer and options in a row by step "
-            f"{record.get('step')}; the one before the last came to position "
-            f"{record.get('position')}{of}"
+            f"{record.step}; the one before the last came to position "
+            f"{record.position or 0:g}{of}"
         )
     return Finding(
         code="DDP311",
         severity=Severity.WARNING,
-        message=f"{record.get(role)} is re-created here for every {every}, and {lost}",
+        message=f"{getattr(record, role)} is re-created here for every {every}, and {lost}",
         ranks=ranks,
-        location=place(record),
+        location=record.location,
         evidence=(seen,),
         fix=f"Make the {role} once, before the loop.",
         about="remade",
     )
 
 
-def _begins_anew(rank: Rank, record: Record) -> bool:
+def _restarts(rank: Rank, record: RemadeRecord) -> bool:
     """Whether weights were loaded or averaged meanwhile, so that the old state is of no use."""
-    since = integer(record, "since")
-    loads = (integer(each, "step") > since for each in rank.of_kind("load"))
-    return any(loads) or any(True for _ in rank.of_kind("together"))
+    loads = rank.records.of(LoadRecord)
+    return any(each.step > record.since for each in loads) or bool(rank.records.of(TogetherRecord))
 
 
 @rule("DDP312", "zero-grad-missing", Severity.ERROR)
@@ -242,26 +232,25 @@ def zero_grad_missing(run: Run) -> Iterator[Finding]:
         them between steps, and in jobs with fewer than six steps. In a running job it waits for 100
         such steps.
     """
-    told: dict[tuple[str, int], list[tuple[int, Record]]] = {}
+    found: dict[tuple[str, int], list[tuple[int, UnzeroedRecord]]] = {}
     for rank in run.last:
-        for record in rank.of_kind("unzeroed"):
-            key = str(record.get("path")), integer(record, "line")
-            told.setdefault(key, []).append((rank.rank, record))
-    for (path, line), seen in sorted(told.items()):
+        for record in rank.records.of(UnzeroedRecord):
+            found.setdefault((record.path, record.line), []).append((rank.rank, record))
+    for (path, line), seen in sorted(found.items()):
         if not all(_is_carried(record) for _, record in seen):
             continue
         ranks = sorted({rank for rank, _ in seen})
         first = seen[0][1]
-        carried, norm = integer(first, "carried"), (first.get("after") or [0.0])[0]
+        norm = first.after[0]
         yield Finding(
             code="DDP312",
             severity=Severity.ERROR,
-            message=f"the gradients of {first.get('optimizer')} are never set to zero: each "
+            message=f"the gradients of {first.optimizer} are never set to zero: each "
             "backward adds to those of all steps before",
             ranks=tuple(ranks),
-            location=place(first),
+            location=first.location,
             evidence=(
-                f"{carried} steps in a row by step {first.get('step')} whose gradients were still "
+                f"{first.carried} steps in a row by step {first.step} whose gradients were still "
                 "there when the next backward began",
                 f"the norm of one of them is {norm:.6g} when a step ends, and the same when the "
                 "next backward begins",
@@ -271,7 +260,7 @@ def zero_grad_missing(run: Run) -> Iterator[Finding]:
         )
 
 
-def _is_carried(record: Record) -> bool:
+def _is_carried(record: UnzeroedRecord) -> bool:
     """Whether gradients were really there, and not set to zero without anybody seeing it."""
-    after, before, edited = (record.get(key) or [] for key in ("after", "before", "edited"))
-    return bool(after) and after == before and min([*after, *edited]) > 0
+    after = record.after
+    return bool(after) and after == record.before and min(*after, *record.edited, math.inf) > 0

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ddpdoctor.analysis import collective_mismatch
 from ddpdoctor.analysis.blame import Blame, Group, alone_by_guard
 from ddpdoctor.analysis.guards import statement
-from ddpdoctor.analysis.hang_snapshot import Call, Standing, brief, quoted
+from ddpdoctor.analysis.hang_snapshot import Call, RankState, brief, quoted
 from ddpdoctor.analysis.waits import Blocked
 from ddpdoctor.core.finding import Finding, Location, Severity
 from ddpdoctor.core.ranks import named
@@ -40,7 +40,7 @@ def guarded(waits: Sequence[Blocked]) -> Finding | None:
     return None
 
 
-def _lines(rank: Standing) -> Sequence[Location]:
+def _lines(rank: RankState) -> Sequence[Location]:
     """The user's lines that a rank is at, innermost first."""
     frames = [Location(each.path, each.line) for each in user_frames(rank.frames)]
     call = rank.under_way or rank.blocked
@@ -49,7 +49,7 @@ def _lines(rank: Standing) -> Sequence[Location]:
     return frames[::-1] or (call.chain if call is not None else ())
 
 
-def finding(found: collective_mismatch.Apart) -> Finding:
+def finding(found: collective_mismatch.Mismatch) -> Finding:
     """DDP401 or DDP803, for a hang or for a job that goes on."""
     kind, guilty = found.blame.kind, found.guilty
     if kind == "guard":
@@ -108,7 +108,7 @@ def guarded_finding(by: Blame, call: Call, evidence: tuple[str, ...]) -> Finding
         moment=call.began,
         severity=Severity.ERROR,
         message=f"{named(by.ranks)} alone called {call.what} at {quoted(call.site)}{through}, "
-        f"{under} (line {guard.line}): the other ranks never come to it",
+        f"{under} (line {guard.line}): the other ranks never reach this call",
         ranks=tuple(sorted(by.ranks)),
         location=at,
         evidence=evidence,
@@ -117,7 +117,7 @@ def guarded_finding(by: Blame, call: Call, evidence: tuple[str, ...]) -> Finding
     )
 
 
-def same_number(waits: Sequence[Blocked]) -> collective_mismatch.Apart | None:
+def same_number(waits: Sequence[Blocked]) -> collective_mismatch.Mismatch | None:
     """What the waiting ranks' calls with one number differ in, by their Flight Recorders."""
     for one in waits:
         if one.call is None or one.absent:
@@ -134,7 +134,7 @@ def same_number(waits: Sequence[Blocked]) -> collective_mismatch.Apart | None:
     return None
 
 
-def _placed(call: Call, rank: Standing) -> Call:
+def _placed(call: Call, rank: RankState) -> Call:
     """A call with the lines that led to it: a Flight Recorder may not tell them."""
     if call.chain:
         return call
@@ -167,8 +167,8 @@ def _before(one: Blocked, call: Call) -> dict[int, list[Call]]:
     }
 
 
-def _by_site(ranks: Iterable[Standing]) -> list[tuple[Call, list[Standing]]]:
-    found: dict[Location | None, tuple[Call, list[Standing]]] = {}
+def _by_site(ranks: Iterable[RankState]) -> list[tuple[Call, list[RankState]]]:
+    found: dict[Location | None, tuple[Call, list[RankState]]] = {}
     for rank in ranks:
         call = rank.under_way
         if call is not None:
@@ -182,7 +182,7 @@ def order(waits: Sequence[Blocked]) -> Finding:
     groups = {(rank.blocked or rank.under_way or _NO_CALL).group for rank in ranks}
     last = waits[-1].waiting[-1]
     code = "DDP804" if len(groups) > 1 else "DDP803"
-    told = "; ".join(
+    listed = "; ".join(
         f"{named([rank.rank for rank in one.waiting])} in {one.what} at "
         f"{quoted(one.waiting[0].site)}"
         for one in waits[:4]
@@ -194,7 +194,7 @@ def order(waits: Sequence[Blocked]) -> Finding:
         subjects=_SUBJECTS,
         moment=max((rank.blocked or rank.under_way or _NO_CALL).began for rank in ranks),
         severity=Severity.ERROR,
-        message=f"ranks wait for each other in {what}: {told}",
+        message=f"ranks wait for each other in {what}: {listed}",
         ranks=tuple(rank.rank for rank in ranks),
         location=last.site,
         evidence=tuple(waiting_line(rank) for rank in ranks[:6]),
@@ -204,14 +204,14 @@ def order(waits: Sequence[Blocked]) -> Finding:
     )
 
 
-def _number(rank: Standing) -> int:
+def _number(rank: RankState) -> int:
     return rank.rank
 
 
 _NO_CALL = Call("", "", 0, "", -1, "", "", -1, False, None)
 
 
-def mismatch(found: collective_mismatch.Apart) -> Finding:
+def mismatch(found: collective_mismatch.Mismatch) -> Finding:
     """DDP803, with what each group of ranks called."""
     guilty, others = found.guilty, found.others
     call = guilty[-1].call
@@ -260,7 +260,7 @@ _SHOWN = 4
 """Groups of ranks that a sentence names."""
 
 
-def _called(found: collective_mismatch.Apart, groups: Sequence[Group], places: bool) -> str:
+def _called(found: collective_mismatch.Mismatch, groups: Sequence[Group], places: bool) -> str:
     """``rank 1 called all_reduce of 5 floats at train.py:9 and rank 2 called broadcast``."""
     return _listed(
         f"{named(group.ranks)} called {found.what(group)}{_places(group, places)}"
@@ -283,6 +283,6 @@ def _first(group: Group) -> int:
     return group.ranks[0]
 
 
-def waiting_line(rank: Standing) -> str:
+def waiting_line(rank: RankState) -> str:
     """What a rank waits in, as a line of evidence."""
-    return f"rank {rank.rank} waits in {rank.waits_in} at {brief(rank.site)} since {rank.seconds} s"
+    return f"rank {rank.rank} waits in {rank.waits_in} at {brief(rank.site)} for {rank.seconds} s"

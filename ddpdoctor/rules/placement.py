@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
 from ddpdoctor.core.ranks import named
-from ddpdoctor.run.record import Record, integer
-from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.records.data import GpuLoadRecord
+from ddpdoctor.run.records.model import DdpRecord
+from ddpdoctor.run.records.supervisor import GpusRecord, HeldMemory
+from ddpdoctor.run.snapshot import FOREVER, Rank, Run
 from ddpdoctor.system.gpu.reader import same_uuid
 
 
@@ -18,19 +20,17 @@ class _Stray:
     """Memory that a rank holds on a GPU which is others' own."""
 
     rank: Rank
-    held: Record
+    held: HeldMemory
     owners: tuple[int, ...]
-    load: Record | None
+    load: GpuLoadRecord | None
 
     @property
     def location(self) -> Location | None:
-        if self.load is None or not self.load.get("path"):
-            return None
-        return Location(str(self.load["path"]), integer(self.load, "line"))
+        return None if self.load is None else self.load.location
 
     @property
     def gpu(self) -> str:
-        return f"GPU {integer(self.held, 'gpu')}"
+        return f"GPU {self.held.gpu}"
 
 
 @rule("DDP503", "load-on-another-gpu", Severity.WARNING)
@@ -61,7 +61,7 @@ def load_on_another_gpu(run: Run) -> Iterator[Finding]:
     """
     strays: dict[Location | None, dict[tuple[int, str], _Stray]] = defaultdict(dict)
     for each in _strays(run):
-        key = (each.rank.rank, same_uuid(str(each.held["device_uuid"])))
+        key = (each.rank.rank, same_uuid(each.held.device_uuid))
         strays[each.location].setdefault(key, each)
     for place, found in strays.items():
         yield _finding(place, [found[key] for key in sorted(found)])
@@ -70,16 +70,14 @@ def load_on_another_gpu(run: Run) -> Iterator[Finding]:
 def _strays(run: Run) -> Iterator[_Stray]:
     ranks = {rank.rank: rank for rank in run.last}
     owned = {number: _own(rank) for number, rank in ranks.items()}
-    debugged = min((start for start, _ in run.debugged), default=None)
-    for look in run.supervisor:
-        if look.get("kind") != "gpus" or not isinstance(look.get("held"), list):
-            continue
-        if debugged is not None and integer(look, "time") >= debugged:
+    debugged = min((span.start for span in run.debugged), default=FOREVER)
+    for look in run.supervisor.of(GpusRecord):
+        if look.time >= debugged:
             return
-        held: dict[int, dict[str, Record]] = defaultdict(dict)
-        for each in look["held"]:
-            if integer(each, "restart") == run.restarts[-1]:
-                held[integer(each, "rank", -1)][same_uuid(str(each.get("device_uuid")))] = each
+        held: dict[int, dict[str, HeldMemory]] = defaultdict(dict)
+        for each in look.held:
+            if each.restart == run.restarts[-1]:
+                held[each.rank][same_uuid(each.device_uuid)] = each
         for number, gpus in sorted(held.items()):
             own = owned.get(number, frozenset())
             # A process that is not seen on its own GPU may only share its number with a rank.
@@ -88,24 +86,23 @@ def _strays(run: Run) -> Iterator[_Stray]:
             for uuid in sorted(gpus.keys() - own):
                 owners = tuple(other for other in ranks if uuid in owned[other])
                 if owners:
-                    load = _load(ranks[number], uuid, integer(look, "time"))
+                    load = _load(ranks[number], uuid, look.time)
                     yield _Stray(ranks[number], gpus[uuid], owners, load)
 
 
 def _own(rank: Rank) -> frozenset[str]:
     """The GPUs that the rank's DDP modules lie on."""
-    told = (record.get("device_uuids") or () for record in rank.of_kind("ddp"))
-    return frozenset(same_uuid(str(uuid)) for uuids in told for uuid in uuids)
+    built = rank.records.of(DdpRecord)
+    return frozenset(same_uuid(uuid) for record in built for uuid in record.device_uuids)
 
 
-def _load(rank: Rank, uuid: str, before: int) -> Record | None:
+def _load(rank: Rank, uuid: str, before: int) -> GpuLoadRecord | None:
     """The first load that put something on a GPU."""
     return next(
         (
             record
-            for record in rank.of_kind("gpu_load")
-            if same_uuid(str(record.get("device_uuid"))) == uuid
-            and integer(record, "time") <= before
+            for record in rank.records.of(GpuLoadRecord)
+            if same_uuid(record.device_uuid) == uuid and record.time <= before
         ),
         None,
     )
@@ -123,7 +120,7 @@ def _finding(place: Location | None, found: list[_Stray]) -> Finding:
         'named "cuda:0" on every rank.'
     )
     if first.load is not None:
-        how = "without map_location" if not first.load.get("mapped") else "by its map_location"
+        how = "without map_location" if not first.load.mapped else "by its map_location"
         message += f": torch.load put tensors there {how}"
         fix = 'Give torch.load map_location="cpu", or the rank\'s own device.'
     return Finding(
@@ -139,7 +136,7 @@ def _finding(place: Location | None, found: list[_Stray]) -> Finding:
 
 
 def _evidence(stray: _Stray) -> str:
-    size = stray.held.get("bytes")
-    much = f"{size / 2**20:.0f} MiB" if isinstance(size, int) else "memory"
-    name = f" ({stray.held['name']})" if stray.held.get("name") else ""
+    size = stray.held.bytes
+    much = f"{size / 2**20:.0f} MiB" if size is not None else "memory"
+    name = f" ({stray.held.name})" if stray.held.name else ""
     return f"rank {stray.rank.rank} holds {much} on {stray.gpu}{name}, {named(stray.owners)}'s own"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ddpdoctor.analysis.draws import Passes, matched, passes_of, same_part
-from ddpdoctor.core.finding import Finding, Location, Severity, rule
-from ddpdoctor.run.record import integer
+from ddpdoctor.core.finding import Finding, Severity, rule
+from ddpdoctor.run.records.data import SaveRecord
 from ddpdoctor.run.snapshot import Run
 
 
@@ -16,10 +16,10 @@ def _evaluations(run: Run) -> Iterator[Passes]:
         each = list(passes.values())
         if (
             all(
-                one["state"] == "ended"
-                and not one.number("marks")
+                one.record.state == "ended"
+                and not one.record.marks
                 and one.indexed
-                and one.number("armed") > 0
+                and one.record.armed > 0
                 and one.shard is not None
                 and one.shard[1] == len(each)
                 for one in each
@@ -63,12 +63,12 @@ def not_reduced(run: Run) -> Iterator[Finding]:
         return
     for passes in _evaluations(run):
         each = list(passes.values())
-        if len(each) != len(run.last) or any(one["collectives"] != 0 for one in each):
+        if len(each) != len(run.last) or any(one.record.collectives != 0 for one in each):
             continue
         if _kept_apart(run, passes):
             continue
         first = each[0]
-        at = Location(str(first["path"]), first.number("line"))
+        at = first.read
         yield Finding(
             code="DDP106",
             about=str(at),
@@ -78,7 +78,10 @@ def not_reduced(run: Run) -> Iterator[Finding]:
             ranks=(),
             location=at,
             evidence=(
-                *(f"rank {one.rank}: {one.draws} of {one.length} samples" for one in each[:4]),
+                *(
+                    f"rank {one.rank}: {one.record.draws} of {one.length} samples"
+                    for one in each[:4]
+                ),
                 "0 collectives from the loop's beginning to the next training step",
             ),
             fix="all_reduce the sums and counts of the metric before dividing them.",
@@ -91,13 +94,11 @@ def _kept_apart(run: Run, passes: Passes) -> bool:
     files: list[str] = []
     for rank in run.last:
         one = passes[rank.rank]
-        begun = one.number("time")
-        later = [each.number("time") for each in passes_of(rank) if each.trains]
-        until = min((time for time in later if time > begun), default=None)
+        begun = one.record.time
+        later = [each.record.time for each in passes_of(rank) if each.trains]
+        until = min((time for time in later if time > begun), default=run.taken)
         saved = {
-            str(record.get("file"))
-            for record in rank.of_kind("save")
-            if begun <= integer(record, "time") and not (until and integer(record, "time") > until)
+            record.file for record in rank.records.of(SaveRecord) if begun <= record.time <= until
         }
         if not saved:
             return False
@@ -134,14 +135,16 @@ def padded(run: Run) -> Iterator[Finding]:
     for passes in _evaluations(run):
         each = list(passes.values())
         first = each[0]
-        drawn = sum(one.draws for one in each)
+        drawn = sum(one.record.draws for one in each)
         extra = drawn - first.length
-        if first.sampler.get("drop_last") or not 0 < extra < len(each):
+        if first.sampler.drop_last or not 0 < extra < len(each):
             continue
-        if any(one["collectives"] is None for one in each):
+        if any(one.record.collectives is None for one in each):
             # What becomes of the results is not known yet.
             continue
-        reported = all(one.number("reductions") > 0 >= one.number("gathers") for one in each)
+        reported = all(
+            (one.record.reductions or 0) > 0 >= (one.record.gathers or 0) for one in each
+        )
         yield Finding(
             code="DDP107",
             about=str(first.at),
@@ -150,7 +153,7 @@ def padded(run: Run) -> Iterator[Finding]:
             f"built at {first.at} pads its shards to equal length",
             location=first.at,
             evidence=(
-                *(f"rank {one.rank}: {one.draws} samples" for one in each[:4]),
+                *(f"rank {one.rank}: {one.record.draws} samples" for one in each[:4]),
                 f"together {drawn} of {first.length}",
                 *(["numbers are reduced over the ranks afterwards"] if reported else []),
             ),

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ddpdoctor.analysis.draws import (
     FEW,
+    Pass,
     Passes,
-    location,
     matched,
     other_data,
     overlap,
@@ -16,7 +16,7 @@ from ddpdoctor.analysis.draws import (
     same_data,
     same_part,
 )
-from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.rules.streams import common_stream
 from ddpdoctor.run.snapshot import Run
 
@@ -74,14 +74,14 @@ def shared_rows(run: Run) -> Iterator[Finding]:
         each = list(passes.values())
         if not all(one.trains and one.closed for one in each):
             continue
-        if any(one.sampler.get("replacement") is True for one in each):
+        if any(one.sampler.replacement for one in each):
             continue
         found = _by_content(passes) or _by_number(passes)
         if found is None:
             continue
         first = each[0]
-        at = location(first["split"]) or first.made
-        drawn = sum(max(one.draws, _looked(one["sketch"])) for one in each)
+        at = first.record.split or first.made
+        drawn = sum(max(one.record.draws, _looked(one)) for one in each)
         about = round(drawn * found.shared / found.looked)
         count = f"{about}" if found.looked == drawn else f"about {about}"
         yield Finding(
@@ -89,7 +89,7 @@ def shared_rows(run: Run) -> Iterator[Finding]:
             about=str(at),
             severity=Severity.WARNING,
             message=f"the ranks' parts of the training data overlap: {count} of {drawn} samples "
-            f"drawn in one pass at {Location(str(first['path']), first.number('line'))} were "
+            f"drawn in one pass at {first.read} were "
             "drawn by another rank, too",
             ranks=tuple(passes),
             location=at,
@@ -97,7 +97,7 @@ def shared_rows(run: Run) -> Iterator[Finding]:
                 f"of {found.looked} draws that were compared {found.what}, {found.shared} were of "
                 "samples that another rank drew in the same pass",
                 *(
-                    f"rank {one.rank}: {max(one.draws, _looked(one['sketch']))} samples"
+                    f"rank {one.rank}: {max(one.record.draws, _looked(one))} samples"
                     for one in each[:4]
                 ),
             ),
@@ -112,13 +112,13 @@ def _by_number(passes: Passes) -> _Shared | None:
     each = list(passes.values())
     if (
         not all(one.indexed for one in each)
-        or len({one.number("length") for one in each}) > 1
-        or any(one.number("repeats") > REPEATED * len(one.hits) for one in each)
+        or len({one.whole for one in each}) > 1
+        or any(one.record.repeats > REPEATED * len(one.hits) for one in each)
     ):
         return None
     if same_part(passes):
         # Which sampler gives ranks the same samples on purpose, its class alone knows.
-        names = {(one.sampler.get("name"), one.sampler.get("torch")) for one in each}
+        names = {(one.sampler.name, one.sampler.torch) for one in each}
         if names != {("SubsetRandomSampler", True)}:
             return None
     elif all(one.shard is not None and one.shard[1] == len(each) for one in each):
@@ -133,10 +133,10 @@ def _by_number(passes: Passes) -> _Shared | None:
 def _by_content(passes: Passes) -> _Shared | None:
     """Samples that were equal, whatever the ranks call them."""
     each = list(passes.values())
-    sketches = [one["sketch"] for one in each]
-    if not all(_looked(sketch) for sketch in sketches):
+    sketches = [one.record.sketch for one in each if one.record.sketch is not None]
+    if not all(_looked(one) for one in each):
         return None
-    if all(one["iterable"] for one in each):
+    if all(one.record.iterable for one in each):
         if common_stream(each) is not None:
             return None
     elif not other_data(passes) and same_part(passes) and overlap(passes)[0] >= len(each):
@@ -147,7 +147,7 @@ def _by_content(passes: Passes) -> _Shared | None:
     elif same_part(passes) and not overlap(passes)[0] and not all(map(repeatable, each)):
         # Equal samples under other numbers: copies in another order, or samples made at random.
         return None
-    hashes = [frozenset[int](sketch[2]) for sketch in sketches]
+    hashes = [frozenset(sketch.hashes) for sketch in sketches]
     bounds = [max(known) for known in hashes if len(known) >= KEPT]
     if bounds:
         # Of what is larger, some rank has not written all.
@@ -155,7 +155,7 @@ def _by_content(passes: Passes) -> _Shared | None:
     looked = sum(map(len, hashes))
     shared = looked - len(frozenset[int]().union(*hashes))
     # What the data themselves hold several times comes again within a rank as well.
-    if 4 * len(each) * sum(sketch[1] for sketch in sketches) > shared:
+    if 4 * len(each) * sum(sketch.repeats for sketch in sketches) > shared:
         return None
     return _enough(shared, looked, max(FEW, 2 * len(each)), "by their content")
 
@@ -164,8 +164,6 @@ def _enough(shared: int, looked: int, least: int, what: str) -> _Shared | None:
     return _Shared(shared, looked, what) if shared >= max(3, least, LEAST * looked) else None
 
 
-def _looked(sketch: object) -> int:
+def _looked(one: Pass) -> int:
     """How many samples a rank hashed."""
-    if isinstance(sketch, list) and len(sketch) == 3 and isinstance(sketch[2], list):
-        return int(sketch[0])
-    return 0
+    return one.record.sketch.looked if one.record.sketch is not None else 0

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from statistics import median
+from typing import NamedTuple
 
 from ddpdoctor.analysis.lag import ENOUGH, lags, on_gpu, still_slower
 from ddpdoctor.analysis.pace import DATA_SHARE, NOTICEABLE, PHASE_NAMES, WARM_UP
 from ddpdoctor.analysis.reasons import asked_lately, explain, shown_ms
-from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.ranks import named
 from ddpdoctor.core.relations import Lapsed, pace
-from ddpdoctor.run.record import integer
 from ddpdoctor.run.snapshot import Rank, Run
 
 
@@ -83,7 +83,7 @@ def straggler(run: Run) -> Iterator[Finding]:
             message=f"rank {rank} holds the others up by {shown_ms(lag.gap)} a step{where}"
             f"{reason.words}",
             ranks=(rank,),
-            location=reason.location or _site(lag.rank, lag.phase),
+            location=reason.location or lag.rank.site(lag.phase),
             evidence=(*reason.evidence, *evidence),
             fix=reason.fix or _STRAGGLER_FIX[lag.phase],
         )
@@ -91,6 +91,39 @@ def straggler(run: Run) -> Iterator[Finding]:
 
 CROWDED = 0.05
 """Share of a step that the training thread wants a core and gets none, on a machine too full."""
+
+
+class DataWait(NamedTuple):
+    """How long a rank waits for data in a step; medians."""
+
+    share: float
+    """Of the step."""
+    wait: float
+    """Nanoseconds."""
+    total: float
+    """Of the whole step."""
+
+
+def _data_wait(run: Run, rank: Rank) -> DataWait | None:
+    """What is known of it; None where it says nothing about the loader."""
+    if rank.opened.backend.startswith("nccl") and not on_gpu(rank):
+        # No DDP module, so no times of the device: the host's say nothing about it.
+        return None
+    steps = [
+        step
+        for step in rank.steps
+        if step.step >= WARM_UP and step.total > 0 and run.undisturbed(step)
+    ]
+    if len(steps) < ENOUGH:
+        return None
+    if median((step.waited or 0) / step.total for step in steps) >= CROWDED:
+        # The loader's workers get no core either.
+        return None
+    return DataWait(
+        median(step.data / step.total for step in steps),
+        median(step.data for step in steps),
+        median(step.total for step in steps),
+    )
 
 
 @rule("DDP611", "data-bound", Severity.WARNING, lapses=pace)
@@ -115,34 +148,17 @@ def data_bound(run: Run) -> Iterator[Finding]:
         In the first 30 steps, below 1 ms per step, for batches that do not come from a DataLoader,
         if the ranks lack CPU cores, and if only one rank waits for data (DDP610).
     """
-    shares: dict[int, tuple[float, float, float]] = {}
+    shares: dict[int, DataWait] = {}
     for rank in run.last:
-        if str(rank.opened.get("backend", "")).startswith("nccl") and not on_gpu(rank):
-            # No DDP module, so no times of the device: the host's say nothing about it.
+        found = _data_wait(run, rank)
+        if found is None:
             return
-        steps = [
-            step
-            for step in rank.steps
-            if step.step >= WARM_UP and step.total > 0 and run.undisturbed(step)
-        ]
-        if len(steps) < ENOUGH:
-            return
-        if median((step.waited or 0) / step.total for step in steps) >= CROWDED:
-            # The loader's workers get no core either.
-            return
-        wait = median(step.data for step in steps)
-        share = median(step.data / step.total for step in steps)
-        shares[rank.rank] = (share, wait, median(step.total for step in steps))
-    if not shares:
-        return
-    bound = [
-        n for n, (share, wait, _) in shares.items() if share > DATA_SHARE and wait >= NOTICEABLE
-    ]
+        shares[rank.rank] = found
+    bound = [n for n, each in shares.items() if each.share > DATA_SHARE and each.wait >= NOTICEABLE]
     if 2 * len(bound) <= len(shares):
         return
-    worst = max(bound, key=lambda number: shares[number][0])
+    worst = max(bound, key=lambda number: shares[number].share)
     share, wait, total = shares[worst]
-    rank = next(rank for rank in run.last if rank.rank == worst)
     yield Finding(
         code="DDP611",
         about="data",
@@ -150,10 +166,10 @@ def data_bound(run: Run) -> Iterator[Finding]:
         message=f"{_ranks(bound, len(shares))} for data {100 * share:.0f} % of "
         f"every step ({shown_ms(wait)} of {shown_ms(total)})",
         ranks=tuple(sorted(bound)),
-        location=_site(rank, "data"),
+        location=run.rank(worst).site("data"),
         evidence=tuple(
-            f"rank {number}: {100 * shares[number][0]:.0f} %, {shown_ms(shares[number][1])} a step"
-            for number in sorted(bound)[:4]
+            f"rank {number}: {100 * each.share:.0f} %, {shown_ms(each.wait)} a step"
+            for number, each in [(number, shares[number]) for number in sorted(bound)[:4]]
         ),
         fix="Give the DataLoader more workers (num_workers, persistent_workers=True), or make a "
         "sample cheaper to load.",
@@ -173,11 +189,3 @@ def _ranks(numbers: Sequence[int], of: int) -> str:
     if len(numbers) == of > 1:
         return "both ranks wait" if of == 2 else f"all {of} ranks wait"
     return f"{named(numbers)} {'waits' if len(numbers) == 1 else 'wait'}"
-
-
-def _site(rank: Rank, phase: str) -> Location | None:
-    """Where the phase is entered; the code in between is entered nowhere."""
-    for record in rank.of_kind("site"):
-        if record.get("phase") == phase and record.get("path"):
-            return Location(str(record["path"]), integer(record, "line"))
-    return None

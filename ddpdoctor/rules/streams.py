@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ddpdoctor.analysis.draws import FEW, WHOLE, Pass, matched, passes_of
-from ddpdoctor.core.finding import Finding, Location, Severity, rule
+from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.ranks import named
 from ddpdoctor.run.snapshot import Run
 
@@ -41,7 +41,7 @@ def same_stream(run: Run) -> Iterator[Finding]:
     """
     for passes in matched(run):
         each = list(passes.values())
-        if not all(one.trains and one["iterable"] for one in each):
+        if not all(one.trains and one.record.iterable for one in each):
             continue
         values = common_stream(each)
         if values is None:
@@ -56,10 +56,9 @@ def same_stream(run: Run) -> Iterator[Finding]:
             ranks=tuple(passes),
             location=first.made,
             evidence=(
-                f"of {len(each[0]['rows'])} samples hashed on rank {first.rank}, {values} are the "
-                f"same on all {len(each)} ranks",
-                f"data set {first['dataset']}, read at "
-                f"{Location(str(first['path']), first.number('line'))}",
+                f"of {len(first.record.rows)} samples hashed on rank {first.rank}, {values} are "
+                f"the same on all {len(each)} ranks",
+                f"data set {first.record.dataset}, read at {first.read}",
             ),
             fix="Give each rank its own part in the data set's __iter__, by dist.get_rank() and "
             "dist.get_world_size(), and each worker its part of that.",
@@ -67,22 +66,22 @@ def same_stream(run: Run) -> Iterator[Finding]:
         return
 
 
-def _column(one: Pass, number: int) -> list[int]:
-    return [row[1 + number] for row in one["rows"] or ()]
+def _column(one: Pass, number: int) -> list[int | None]:
+    return [row[1 + number] for row in one.record.rows]
 
 
 def _columns(each: Sequence[Pass]) -> range:
-    return range(min((len(row) - 1 for one in each for row in one["rows"] or ()), default=0))
+    return range(min((len(row) - 1 for one in each for row in one.record.rows), default=0))
 
 
 def common_stream(each: Sequence[Pass]) -> int | None:
     """How many samples all ranks have in common, if that is nearly all they have."""
-    if not all(one["rows"] for one in each):
+    if not all(one.record.rows for one in each):
         return None
     for column in _columns(each):
         streams = [_column(one, column) for one in each]
         distinct = [set(stream) for stream in streams]
-        workers = max(1, *(one.number("workers") for one in each))
+        workers = max(1, *(one.record.workers for one in each))
         if any(
             len(values) < 2 * FEW or WHOLE * len(stream) > len(values) * workers
             for values, stream in zip(distinct, streams, strict=True)
@@ -127,9 +126,9 @@ def same_workers(run: Run) -> Iterator[Finding]:
     for rank in run.last:
         known: set[tuple[object, ...]] = set()
         for one in passes_of(rank):
-            if one.place in known or not one.trains or not one["iterable"]:
+            if one.place in known or not one.trains or not one.record.iterable:
                 continue
-            if one["in_order"] is not False:
+            if one.record.in_order:
                 known.add(one.place)
                 copied = _copies(one)
                 if copied is not None:
@@ -145,15 +144,14 @@ def same_workers(run: Run) -> Iterator[Finding]:
             code="DDP116",
             about=str(first.made),
             severity=Severity.ERROR,
-            message=f"the {first['workers']} workers of the loader built at {first.made} all give "
-            f"the same samples, on {named(ranks)}",
+            message=f"the {first.record.workers} workers of the loader built at {first.made} all "
+            f"give the same samples, on {named(ranks)}",
             ranks=ranks,
             location=first.made,
             evidence=(
                 f"of {of} samples in batches that came at one time from each worker, {doubled} "
                 f"came from another worker, too",
-                f"data set {first['dataset']}, read at "
-                f"{Location(str(first['path']), first.number('line'))}",
+                f"data set {first.record.dataset}, read at {first.read}",
             ),
             fix="Give each worker its part in the data set's __iter__, by "
             "torch.utils.data.get_worker_info().",
@@ -162,13 +160,14 @@ def same_workers(run: Run) -> Iterator[Finding]:
 
 def _copies(one: Pass) -> tuple[int, int] | None:
     """Samples that came from several workers in one round of batches, of all in such rounds."""
-    workers = one.number("workers")
-    rows = one["rows"] or []
+    workers = one.record.workers
     if workers < 2:
         return None
     for column in _columns([one]):
-        rounds: dict[int, dict[int, list[int]]] = {}
-        for batch, *hashes in rows:
+        rounds: dict[int, dict[int, list[int | None]]] = {}
+        for batch, *hashes in one.record.rows:
+            if batch is None:
+                continue
             of_round = rounds.setdefault(batch // workers, {})
             of_round.setdefault(batch % workers, []).append(hashes[column])
         whole = [each for each in rounds.values() if len(each) == workers]

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ddpdoctor.analysis import averaging
-from ddpdoctor.analysis.reduction import ddp_record
+from ddpdoctor.analysis.reduction import by_module
 from ddpdoctor.analysis.replicas import together
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
 from ddpdoctor.core.ranks import named
-from ddpdoctor.rules.model import Missing, listed, missing_gradients, place, plural, shown
-from ddpdoctor.run.record import Record, integer
-from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.rules.model import Missing, listed, missing_gradients, plural
+from ddpdoctor.run.records.model import DdpRecord, NoSyncVainRecord, UnreducedRecord
+from ddpdoctor.run.snapshot import Run
 
 GRADIENTS_DIFFER = 1e-6
 """Relative difference of two norms above which gradients were not averaged: these are bit-equal."""
@@ -38,7 +38,7 @@ class Unreduced:
 
     ddp: int
     cause: str
-    record: Record
+    record: UnreducedRecord
     """The lowest rank's record of the first step in which they differed."""
     ranks: tuple[int, ...]
     names: tuple[str, ...]
@@ -58,7 +58,7 @@ def _spread(values: list[float]) -> float:
     return (high - min(values)) / high if high > 0 else 0.0
 
 
-Sightings = dict[int, dict[int, Record]]
+Sightings = dict[int, dict[int, UnreducedRecord]]
 """Records of one DDP module and cause: by step, by rank."""
 
 
@@ -67,15 +67,15 @@ def unreduced(run: Run) -> Iterator[Unreduced]:
     grouped: dict[tuple[int, tuple[int, ...], str], Sightings] = {}
     built: dict[tuple[int, tuple[int, ...]], int] = {}
     for rank in run.last:
-        for number, ddp in enumerate(rank.of_kind("ddp")):
-            members = tuple(ddp.get("group_ranks") or ())
-            built[number, members] = built.get((number, members), 0) + 1
-        for record in rank.of_kind("unreduced"):
-            number = integer(record, "ddp")
+        for number, ddp in enumerate(rank.records.of(DdpRecord)):
+            key = number, ddp.group_ranks
+            built[key] = built.get(key, 0) + 1
+        for record in rank.records.of(UnreducedRecord):
+            module = rank.ddp(record.ddp)
             # Replicas of different groups are different models.
-            members = tuple((ddp_record(rank, number) or {}).get("group_ranks") or ())
-            steps = grouped.setdefault((number, members, str(record.get("cause"))), {})
-            steps.setdefault(integer(record, "step"), {}).setdefault(rank.rank, record)
+            members = module.group_ranks if module is not None else ()
+            steps = grouped.setdefault((record.ddp, members, record.cause), {})
+            steps.setdefault(record.step, {}).setdefault(rank.rank, record)
     for (number, members, cause), steps in sorted(grouped.items()):
         # While the job runs, a step is judged when it has come to all of them.
         live = run.exit_status is None
@@ -84,19 +84,19 @@ def unreduced(run: Run) -> Iterator[Unreduced]:
         if found is None or averaging.pending(run):
             continue
         group = [rank for rank in run.last if rank.rank in found.ranks]
-        if not together(group, number, integer(found.record, "step")):
+        if not together(group, number, found.record.step):
             yield found
 
 
 def _harm(number: int, cause: str, steps: Sightings, needed: int, certain: int) -> Unreduced | None:
     together = {step: steps[step] for step in sorted(steps) if len(steps[step]) >= needed}
     for step, records in together.items():
-        spreads = _spreads(records, "gradients")
+        spreads = _spreads([each.gradients for each in records.values()])
         worst, widest = _widest(spreads)
         if widest < GRADIENTS_DIFFER:
             continue
         moved = [
-            (later, *_widest(_spreads(after, "parameters")))
+            (later, *_widest(_spreads([each.parameters for each in after.values()])))
             for later, after in together.items()
             if later > step
         ]
@@ -110,7 +110,7 @@ def _harm(number: int, cause: str, steps: Sightings, needed: int, certain: int) 
             ranks=tuple(sorted(records)),
             names=tuple(name for name in spreads if spreads[name] >= GRADIENTS_DIFFER),
             worst=worst,
-            norms={rank: _norms(records[rank], "gradients")[worst] for rank in records},
+            norms={rank: record.gradients[worst] for rank, record in records.items()},
             apart=moved[0],
         )
     return None
@@ -120,17 +120,7 @@ def _widest(spreads: dict[str, float]) -> tuple[str, float]:
     return max(spreads.items(), key=lambda each: each[1], default=("", 0.0))
 
 
-def _norms(record: Record, key: str) -> dict[str, float]:
-    norms = record.get(key)
-    if not isinstance(norms, dict):
-        return {}
-    return {
-        str(name): float(value) for name, value in norms.items() if isinstance(value, (int, float))
-    }
-
-
-def _spreads(records: dict[int, Record], key: str) -> dict[str, float]:
-    norms = [_norms(record, key) for record in records.values()]
+def _spreads(norms: list[dict[str, float]]) -> dict[str, float]:
     common = [name for name in norms[0] if all(name in each for each in norms)]
     return {name: _spread([each[name] for each in norms]) for name in common}
 
@@ -141,7 +131,7 @@ def _evidence(found: Unreduced) -> tuple[str, ...]:
     )
     step, name, spread = found.apart
     return (
-        f"in step {found.record.get('step')} the gradient of {found.worst} had the norm {norms} "
+        f"in step {found.record.step} the gradient of {found.worst} had the norm {norms} "
         "when the optimizer used it",
         f"in step {step} the norms of the parameter {name} differed by {spread:.1e} between ranks",
     )
@@ -161,7 +151,7 @@ def _finding(
         severity=Severity.ERROR,
         message=message,
         ranks=found.ranks,
-        location=location or place(found.record),
+        location=location or found.record.location,
         evidence=evidence + _evidence(found),
         fix=fix,
         about=f"module {found.ddp} {found.cause}",
@@ -198,8 +188,8 @@ def forward_around_ddp(run: Run) -> Iterator[Finding]:
             yield _finding(
                 "DDP301",
                 found,
-                f"{named(found.ranks)} train apart: this backward's forward went around DDP, "
-                "so its gradients were not averaged",
+                f"{named(found.ranks)} train separate models: this backward's forward bypassed "
+                "DDP, so its gradients were not averaged",
                 "Call the DDP object in training, not .module or the model that was wrapped.",
             )
 
@@ -237,8 +227,8 @@ def second_backward(run: Run) -> Iterator[Finding]:
             yield _finding(
                 "DDP302",
                 found,
-                f"{named(found.ranks)} train apart: this is a second backward after the one "
-                "that DDP reduced, and its gradients were not averaged",
+                f"{named(found.ranks)} train separate models: this is a second backward after "
+                "the one that DDP reduced, and its gradients were not averaged",
                 "Add the losses and call backward once, or call forward and backward in turn.",
             )
 
@@ -277,27 +267,22 @@ def no_sync_scope(run: Run) -> Iterator[Finding]:
             yield _finding(
                 "DDP308",
                 found,
-                f"{named(found.ranks)} train apart: this backward's forward stood within "
+                f"{named(found.ranks)} train separate models: this backward's forward stood within "
                 "no_sync(), so its gradients were not averaged",
                 "Put forward and backward into no_sync() while accumulating, and both outside of "
                 "it before the optimizer's step.",
             )
-    vain: dict[int, list[tuple[Rank, Record]]] = {}
-    for rank in run.last:
-        for record in rank.of_kind("no_sync_vain"):
-            vain.setdefault(integer(record, "ddp"), []).append((rank, record))
-    for number, seen in sorted(vain.items()):
-        ranks = sorted({rank.rank for rank, _ in seen})
-        record = seen[0][1]
+    for number, vain in by_module(run, NoSyncVainRecord).items():
+        record = vain.record
         yield Finding(
             code="DDP308",
             severity=Severity.WARNING,
             message="no_sync() around this backward does nothing, since its forward stood outside: "
             "the gradients were reduced all the same",
-            ranks=tuple(ranks),
-            location=place(record),
+            ranks=vain.ranks,
+            location=record.location,
             evidence=(
-                f"first in step {record.get('step')}: the forward had armed the all-reduce, and "
+                f"first in step {record.step}: the forward had armed the all-reduce, and "
                 "the backward within no_sync() ran it",
             ),
             fix="Put the forward into the no_sync() block, too.",
@@ -336,17 +321,15 @@ def changed_after_wrap(run: Run) -> Iterator[Finding]:
     """
     for found in unreduced(run):
         if found.cause in ("unfrozen", "added", "replaced"):
-            built = next(
-                (record for rank in run.last if (record := ddp_record(rank, found.ddp))), None
-            )
+            built = next((each for rank in run.last if (each := rank.ddp(found.ddp))), None)
             yield _finding(
                 "DDP303",
                 found,
-                f"{named(found.ranks)} train apart: {listed(found.names)} "
+                f"{named(found.ranks)} train separate models: {listed(found.names)} "
                 f"{'was' if len(found.names) == 1 else 'were'} {found.cause} after DDP was built "
                 "here, so that DDP does not average the gradients",
                 "Change the model before it is wrapped, or wrap it again after the change.",
-                location=place(built) if built is not None else None,
+                location=built.location if built is not None else None,
             )
     for missing in missing_gradients(run):
         if missing.altered:
@@ -357,13 +340,13 @@ def _altered(run: Run, missing: Missing) -> Finding:
     record = next(
         record
         for record in missing.records.values()
-        if any(why != "unused" for _, _, why in shown(record))
+        if any(each.why != "unused" for each in record.parameters)
     )
-    changes = [(name, why) for name, _, why in shown(record) if why != "unused"]
+    changes = [(each.name, each.why) for each in record.parameters if each.why != "unused"]
     how = " or ".join(sorted({why for _, why in changes}))
-    built = next((each for rank in run.last if (each := ddp_record(rank, missing.ddp))), None)
+    built = next((each for rank in run.last if (each := rank.ddp(missing.ddp))), None)
     error = next((missing.errors[rank] for rank in sorted(missing.errors)), None)
-    count = integer(record, "count")
+    count = record.count
     return Finding(
         code="DDP303",
         severity=Severity.ERROR,
@@ -371,12 +354,12 @@ def _altered(run: Run, missing: Missing) -> Finding:
         f"{'was' if count == 1 else 'were'} {how} afterwards: "
         f"{listed([name for name, _ in changes], count)}",
         ranks=tuple(missing.ranks),
-        location=place(built) if built is not None else place(record),
+        location=(built or record).location,
         evidence=(
-            f"no gradient reached {'it' if count == 1 else 'them'} in step {record.get('step')}",
+            f"no gradient reached {'it' if count == 1 else 'them'} in step {record.step}",
             *missing.fate(),
         ),
         fix="Change the model before it is wrapped, or wrap it again after the change.",
-        traceback=str(error.get("traceback") or "") if error is not None else "",
+        traceback=error.traceback if error is not None else "",
         about=f"module {missing.ddp} altered",
     )

@@ -1,6 +1,6 @@
 """Optimizer steps that some ranks alone left out, though their backward was everybody's (DDP403).
 
-Every rank still calls the same collectives, so that nothing hangs: the replicas silently go apart.
+Every rank still calls the same collectives, so that nothing hangs: the replicas silently diverge.
 """
 
 from __future__ import annotations
@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ddpdoctor.analysis.replicas import Replica, replicas, site
+from ddpdoctor.analysis.replicas import Replica, replicas
 from ddpdoctor.analysis.sources import source_of
 from ddpdoctor.core.finding import Finding, Location, Severity
 from ddpdoctor.core.ranks import named
-from ddpdoctor.run.record import integer
 from ddpdoctor.run.snapshot import Rank, Run
 
 
@@ -82,7 +81,7 @@ def _apart(replica: Replica, found: LeftOut) -> bool:
 
 
 def _armed(replica: Replica, rank: int, step: int) -> int:
-    return integer(replica.prints[rank][step], "armed")
+    return replica.prints[rank][step].armed
 
 
 def finding(found: LeftOut) -> Finding:
@@ -96,7 +95,7 @@ def finding(found: LeftOut) -> Finding:
         message=f"{who} alone did not step the optimizer after a backward of step {found.step}, "
         f"and {others} did: the value that decided was not reduced, and the parameters differ",
         ranks=found.ranks,
-        location=_location(found.member) or site(found.member, "optimizer"),
+        location=_location(found.member) or found.member.site("optimizer"),
         evidence=tuple(
             f"rank {rank} had {count} backward{'' if count == 1 else 's'} in step {found.step}"
             for rank, count in sorted(found.backwards.items())[:6]
@@ -109,7 +108,7 @@ def finding(found: LeftOut) -> Finding:
 
 def _location(rank: Rank) -> Location | None:
     """The statement between the backward and the optimizer's step that decides on it."""
-    at, backward = site(rank, "optimizer"), site(rank, "backward")
+    at, backward = rank.site("optimizer"), rank.site("backward")
     source = source_of(at.path) if at is not None else None
     if at is None or source is None:
         return None

@@ -1,33 +1,33 @@
-"""What was said of a run while it went on, and what of that still stands."""
+"""What was reported of a run while it went on, and what of that still holds."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from ddpdoctor.core.finding import RULES, Finding, explains, from_record, to_record
+from ddpdoctor.core.finding import RULES, Finding, Location, Severity, explains
 from ddpdoctor.core.relations import ABORT, MISPAIRED, fact
-from ddpdoctor.run.record import integer
+from ddpdoctor.run.records.supervisor import FindingRecord, FoundLocation, RetractionRecord
 from ddpdoctor.run.snapshot import Run
 
 PATIENCE = 3
 """Examinations in a row that do not find it before a finding is withdrawn while the job runs."""
 
 TURNS = 1
-"""Times that one finding is withdrawn and said again; from then on it waits for the job's end."""
+"""Times that a finding is withdrawn and reported again; then it waits for the job's end."""
 
 Why = Literal["explained", "restated", "untrue", "over"]
 
 
 @dataclass(frozen=True)
-class Told:
-    """A finding, as it was said.
+class Reported:
+    """A finding, as it was reported.
 
     Attributes:
-        number: Its place among all that was said and withdrawn, from 1.
-        finding: What was said.
+        number: Its place among all that was reported and withdrawn, from 1.
+        finding: The finding.
         restart: In which attempt of the job.
     """
 
@@ -38,11 +38,11 @@ class Told:
 
 @dataclass(frozen=True)
 class Withdrawn:
-    """Something that was said and stands no more.
+    """A finding that was reported and holds no more.
 
     Attributes:
-        number: Its place among all that was said and withdrawn, from 1.
-        told: What was said.
+        number: Its place among all that was reported and withdrawn, from 1.
+        reported: What was reported.
         why: ``explained`` by another finding, ``restated`` with another severity or other ranks,
             ``untrue`` after all, or true then and ``over``.
         reason: The same in words.
@@ -50,7 +50,7 @@ class Withdrawn:
     """
 
     number: int
-    told: Told
+    reported: Reported
     why: Why
     reason: str
     by: str = ""
@@ -61,21 +61,21 @@ class Withdrawn:
         return "over" if self.why == "over" else "withdrawn"
 
 
-Event = Told | Withdrawn
+Event = Reported | Withdrawn
 
 
 @dataclass
 class _Entry:
-    told: Told
+    reported: Reported
     now: Finding
     """The same as it was found last."""
     missing: int = 0
 
 
-class Said:
-    """Compares each examination with what was said before.
+class FindingLog:
+    """Compares each examination with what was reported before.
 
-    Of what it returns, all that was said less all that was withdrawn is :attr:`standing`. What
+    Of what it returns, all that was reported less all that was withdrawn is :attr:`current`. What
     comes and goes from one examination to the next makes no noise: a finding is withdrawn when it
     is missing for a while, or at once if another one explains it or takes its place; and once
     only, until the job has ended. What is known of an attempt that was followed by another one
@@ -88,13 +88,12 @@ class Said:
         self._number = 0
 
     @property
-    def standing(self) -> list[Finding]:
-        """What was said and not withdrawn, the worst first."""
-        found = [entry.now for entry in self._entries.values()]
-        return sorted(found, key=lambda f: (-f.severity, f.code, f.ranks))
+    def current(self) -> list[Finding]:
+        """What was reported and not withdrawn, the worst first."""
+        return _worst_first(entry.now for entry in self._entries.values())
 
     def take(self, found: Sequence[Finding], run: Run, unread: Collection[str] = ()) -> list[Event]:
-        """Take in what an examination found, and return what is to be said of it.
+        """Take in what an examination found, and return what is to be reported of it.
 
         Args:
             found: The findings.
@@ -105,7 +104,7 @@ class Said:
         lacking: list[tuple[object, _Entry]] = []
         for identity, entry in self._entries.items():
             now = there.pop(identity, None)
-            if now is not None and now.severity == entry.told.finding.severity:
+            if now is not None and now.severity == entry.reported.finding.severity:
                 entry.now, entry.missing = now, 0
                 continue
             if now is not None:
@@ -113,29 +112,29 @@ class Said:
             lacking.append((identity, entry))
         gone = []
         for identity, entry in lacking:
-            # Of one that has more ranks now, or fewer, nothing new is to be said.
+            # One that has more ranks now, or fewer, is nothing new.
             same = next((each for each in there.values() if _continues(entry.now, each)), None)
             if same is not None and identity not in there:
                 del there[same.identity]
                 entry.now, entry.missing = same, 0
-            elif entry.told.finding.code not in unread:
+            elif entry.reported.finding.code not in unread:
                 gone.append((identity, entry))
         events: list[Event] = []
         for identity, entry in gone:
             verdict = self._verdict(identity, entry, found, there, run)
             if verdict is None:
-                # As it was said: not twice at one time.
+                # As it was reported: not twice at one time.
                 there.pop(identity, None)
                 continue
             del self._entries[identity]
             self._turns[identity] += 1
             self._number += 1
-            events.append(Withdrawn(self._number, entry.told, *verdict))
+            events.append(Withdrawn(self._number, entry.reported, *verdict))
         for identity, finding in there.items():
             self._number += 1
-            told = Told(self._number, finding, run.restarts[-1])
-            self._entries[identity] = _Entry(told, finding)
-            events.append(told)
+            reported = Reported(self._number, finding, run.restarts[-1])
+            self._entries[identity] = _Entry(reported, finding)
+            events.append(reported)
         return events
 
     def _verdict(
@@ -146,7 +145,7 @@ class Said:
         new: Mapping[object, Finding],
         run: Run,
     ) -> tuple[Why, str, str] | None:
-        """Why something that was said is not found any more; None if it stands for now."""
+        """Why a reported finding is not found any more; None if it holds for now."""
         final = run.exit_status is not None
         if self._turns[identity] >= TURNS and not final:
             return None
@@ -156,7 +155,7 @@ class Said:
             weight = f"restated below, as {_A[again.severity.label]}"
             settled = final or again.severity > entry.now.severity or entry.missing >= PATIENCE
             return ("restated", weight, again.code) if settled else None
-        if entry.told.restart != run.restarts[-1]:
+        if entry.reported.restart != run.restarts[-1]:
             return None
         cause = next((each for each in found if explains(each, entry.now)), None)
         if cause is not None:
@@ -192,7 +191,7 @@ def _alike(one: Finding, other: Finding) -> bool:
 
 
 def _replaces(now: Finding, before: Finding) -> bool:
-    """Whether a new finding says better what another one said before."""
+    """Whether a new finding takes the place of an older one."""
     if (now.subjects & before.subjects) - {MISPAIRED, ABORT}:
         return True
     shared = set(now.ranks) & set(before.ranks) or now.location == before.location
@@ -201,7 +200,7 @@ def _replaces(now: Finding, before: Finding) -> bool:
 
 def in_words(withdrawn: Withdrawn) -> str:
     """``withdrawn DDP701 (rank 1): explained by DDP302 below``."""
-    finding = withdrawn.told.finding
+    finding = withdrawn.reported.finding
     ranks = finding.ranks
     shown = ", ".join(str(rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
     who = f" (rank{'s' if len(ranks) > 1 else ''} {shown})" if ranks else ""
@@ -211,32 +210,63 @@ def in_words(withdrawn: Withdrawn) -> str:
 # -- as records
 
 
-def record(event: Event) -> dict[str, Any]:
-    """An event in the words of JSON: a finding, or what withdraws an earlier one."""
-    if isinstance(event, Told):
-        return to_record(event.finding)
-    told = event.told
-    return {
-        "retracts": told.number,
-        "code": told.finding.code,
-        "ranks": list(told.finding.ranks),
-        "why": event.why,
-        "by": event.by or None,
-        "reason": event.reason,
-    }
+def to_journal(event: Event, time: int) -> FindingRecord | RetractionRecord:
+    """The record of an event at ``time`` (Unix nanoseconds)."""
+    if isinstance(event, Reported):
+        finding, at = event.finding, event.finding.location
+        return FindingRecord(
+            time=time,
+            restart=event.restart,
+            number=event.number,
+            code=finding.code,
+            severity=finding.severity.label,
+            message=finding.message,
+            ranks=finding.ranks,
+            location=None if at is None else FoundLocation(path=at.path, line=at.line),
+            evidence=finding.evidence,
+            fix=finding.fix,
+            paste=finding.paste,
+        )
+    return RetractionRecord(
+        time=time,
+        number=event.number,
+        retracts=event.reported.number,
+        code=event.reported.finding.code,
+        ranks=event.reported.finding.ranks,
+        why=event.why,
+        by=event.by or None,
+        reason=event.reason,
+    )
+
+
+def from_journal(record: FindingRecord) -> Finding | None:
+    """The finding that a record holds; None if it is damaged."""
+    if not record.code or record.severity.upper() not in Severity.__members__:
+        return None
+    at = record.location
+    return Finding(
+        code=record.code,
+        severity=Severity[record.severity.upper()],
+        message=record.message,
+        ranks=record.ranks,
+        location=None if at is None else Location(at.path, at.line),
+        evidence=record.evidence,
+        fix=record.fix,
+        paste=record.paste,
+    )
 
 
 def kept(run: Run) -> Iterator[Finding]:
-    """What was said of a run and stands although no rule finds it again in its records."""
-    told: dict[int, tuple[Finding, int]] = {}
+    """What was reported of a run and holds although no rule finds it again in its records."""
+    current: dict[int, tuple[Finding, int]] = {}
     for each in run.supervisor:
-        if each.get("kind") == "retraction":
-            told.pop(integer(each, "retracts", -1), None)
-        elif each.get("kind") == "finding":
-            finding = from_record(each)
-            if finding is not None and "number" in each:
-                told[integer(each, "number")] = (finding, integer(each, "restart"))
-    for finding, restart in told.values():
+        if isinstance(each, RetractionRecord):
+            current.pop(each.retracts, None)
+        elif isinstance(each, FindingRecord) and each.number is not None:
+            finding = from_journal(each)
+            if finding is not None:
+                current[each.number] = finding, each.restart
+    for finding, restart in current.values():
         rule = RULES.get(finding.code)
         if rule is None:
             continue
@@ -245,10 +275,14 @@ def kept(run: Run) -> Iterator[Finding]:
 
 
 def with_kept(found: Sequence[Finding], run: Run) -> list[Finding]:
-    """The findings of an examination, and those that were said before and stand all the same."""
+    """The findings of an examination, and those that were reported before and hold all the same."""
     more = [
         each
         for each in kept(run)
         if not any(_alike(one, each) or explains(one, each) for one in found)
     ]
-    return sorted((*found, *more), key=lambda f: (-f.severity, f.code, f.ranks))
+    return _worst_first((*found, *more))
+
+
+def _worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    return sorted(findings, key=lambda each: (-each.severity, each.code, each.ranks))

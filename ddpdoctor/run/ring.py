@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from ddpdoctor.core import opening
-from ddpdoctor.run.record import UnreadableError, mapped, whole
+from ddpdoctor.core.opening import whole
+from ddpdoctor.run import mapped
 
 FORMAT = 2
 """From 2 on a call has its callers."""
@@ -111,7 +111,7 @@ class RingWriter:
     """
 
     def __init__(self, path: str) -> None:
-        self._memory = mapped(path, SIZE)
+        self._memory = mapped.create(path, SIZE)
         _HEAD.pack_into(self._memory, 0, _MAGIC, FORMAT, ENTRIES, _ENTRY.size, _TEXT_AT)
         self._store: Callable[..., None] = partial(_ENTRY.pack_into, self._memory)
         self._count: Callable[[int], None] = partial(_COUNT.pack_into, self._memory, _COUNT_AT)
@@ -191,16 +191,7 @@ def read_ring(path: str, newest: int = ENTRIES) -> Ring:
         UnreadableError: The file is too short, no ring, or of a newer format.
         OSError: The file cannot be opened.
     """
-    with opening.file(path) as file:
-        raw = file.read(SIZE)
-        # The writer takes no lock; two equal readings in a row cannot be a torn one.
-        for _ in range(4):
-            file.seek(0)
-            again = file.read(SIZE)
-            if again == raw:
-                break
-            raw = again
-    return parse_ring(raw, path, newest)
+    return parse_ring(mapped.read(path, SIZE), path, newest)
 
 
 def parse_ring(raw: bytes, path: str, newest: int = ENTRIES) -> Ring:
@@ -209,11 +200,10 @@ def parse_ring(raw: bytes, path: str, newest: int = ENTRIES) -> Ring:
     Raises:
         UnreadableError: It is too short, no ring, or of a newer format.
     """
-    if len(raw) < SIZE or raw[:8] != _MAGIC:
-        raise UnreadableError(f"{path} is no ring of collectives, or was cut short")
+    mapped.check(raw, path, "a ring of collectives", _MAGIC, FORMAT, SIZE)
     _, version, entries, size, text_at = _HEAD.unpack_from(raw)
-    if version > FORMAT or size != _ENTRY.size or entries != ENTRIES:
-        raise UnreadableError(f"{path} has format {version}; this ddpdoctor reads {FORMAT}")
+    if size != _ENTRY.size or entries != ENTRIES:
+        raise mapped.UnreadableError(f"{path} has format {version}; this ddpdoctor reads {FORMAT}")
     (written,) = _TEXTS.unpack_from(raw, _TEXTS_AT)
     texts = raw[text_at : text_at + written].decode("utf-8", "replace").split("\n")
     every = _ENTRY.iter_unpack(raw[_ENTRIES_AT : _ENTRIES_AT + ENTRIES * _ENTRY.size])

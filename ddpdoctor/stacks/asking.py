@@ -21,7 +21,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ddpdoctor.core import opening
-from ddpdoctor.run.record import Record, integer
+from ddpdoctor.core.opening import integer
+from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.stacks.declared import Declared
 from ddpdoctor.stacks.model import CUT, ENDING, MAIN, Frame, Thread
 from ddpdoctor.stacks.parse import at, parse
@@ -161,7 +162,7 @@ class Asking:
         self.threads = _main_first(threads)
         return True
 
-    def _thread(self, told: Record) -> Thread:
+    def _thread(self, told: JsonObject) -> Thread:
         frames = [
             Frame(at(str(path), self._declared.cwd), int(line), str(function))
             for path, line, function in reversed(told["frames"])

@@ -186,10 +186,10 @@ def _targets(run: Run) -> list[_Target]:
 
 
 def _of_rank(rank: Rank, by_pid: dict[tuple[str, int], Declared]) -> _Target | None:
-    pid = rank.status.pid if rank.status is not None else rank.opened.get("pid")
-    if not isinstance(pid, int):
+    pid = rank.status.pid if rank.status is not None else rank.opened.pid
+    if not pid:
         return None
-    place, host = str(rank.opened.get("namespace", "")), str(rank.opened.get("host", ""))
+    place, host = rank.opened.namespace or "", rank.opened.host
     declared = by_pid.get((place, pid))
     if declared is None and not place:
         # Its journal has not been written yet.

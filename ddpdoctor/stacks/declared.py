@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpdoctor.core import opening
-from ddpdoctor.run.record import STACKS_SUFFIX, Record, integer
+from ddpdoctor.core.opening import integer
+from ddpdoctor.run.names import STACKS_SUFFIX
+from ddpdoctor.run.records.base import JsonObject
 
 _NAME = re.compile(rf"stacks-(\d+)-(\d+){re.escape(STACKS_SUFFIX)}$")
 _MOST_HEAD = 1 << 14
@@ -72,7 +74,7 @@ def read_declared(directory: Path) -> list[Declared]:
     return [declared for _, declared in sorted(found, key=lambda each: each[0])]
 
 
-def _from_record(record: Record, path: Path, head: int, pid: int, start: int) -> Declared:
+def _from_record(record: JsonObject, path: Path, head: int, pid: int, start: int) -> Declared:
     rank = record["rank"]
     return Declared(
         path=path,

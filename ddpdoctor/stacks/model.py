@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ddpdoctor.run.record import Record, integer
+from ddpdoctor.core.opening import integer
+from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.system.process_state import ChildState, ProcessState
 
 MAIN = "MainThread"
@@ -77,7 +78,7 @@ class RankStacks:
         return next((thread for thread in self.threads if thread.name == MAIN), None)
 
 
-def to_record(stacks: RankStacks) -> Record:
+def to_record(stacks: RankStacks) -> JsonObject:
     """Stacks as JSON."""
     state = stacks.state
     return {
@@ -117,7 +118,7 @@ def to_record(stacks: RankStacks) -> Record:
     }
 
 
-def from_record(record: Record) -> RankStacks:
+def from_record(record: JsonObject) -> RankStacks:
     """Stacks from their JSON; what is missing or damaged in it is left out."""
     state = _mapping(record.get("state"))
     return RankStacks(
@@ -160,7 +161,7 @@ def from_record(record: Record) -> RankStacks:
     )
 
 
-def _mapping(value: Any) -> Record:
+def _mapping(value: Any) -> JsonObject:
     return value if isinstance(value, dict) else {}
 
 
@@ -168,16 +169,16 @@ def _list(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list) else ()
 
 
-def _mappings(value: Any) -> Iterable[Record]:
+def _mappings(value: Any) -> Iterable[JsonObject]:
     return (each for each in _list(value) if isinstance(each, dict))
 
 
-def _text(record: Record, key: str) -> str:
+def _text(record: JsonObject, key: str) -> str:
     value = record.get(key)
     return value if isinstance(value, str) else ""
 
 
-def _number(record: Record, key: str) -> float:
+def _number(record: JsonObject, key: str) -> float:
     value = record.get(key)
     return (
         value if isinstance(value, float) and math.isfinite(value) else float(integer(record, key))

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterator
 
-from ddpdoctor.run.record import whole
+from ddpdoctor.core.opening import whole
 from ddpdoctor.stacks.model import CUT, Frame, Thread
 
 _FRAME = re.compile(

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpdoctor.core import opening
+from ddpdoctor.core.opening import integer
 from ddpdoctor.run import rundir
-from ddpdoctor.run.record import FORMAT, Record, integer
+from ddpdoctor.run.names import FORMAT
+from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.stacks.model import RankStacks, from_record, to_record
 
 NAME = "stacks.json"
@@ -24,7 +26,7 @@ class Saved:
     stacks: tuple[RankStacks, ...]
 
 
-def as_record(stacks: Iterable[RankStacks], time: int) -> Record:
+def as_record(stacks: Iterable[RankStacks], time: int) -> JsonObject:
     """Stacks of one moment as JSON; what ``ddpdoctor stacks --json`` prints, too."""
     return {"format": FORMAT, "time": time, "ranks": [to_record(each) for each in stacks]}
 

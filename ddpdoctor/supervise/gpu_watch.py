@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Iterator
 
 from ddpdoctor.run.environment import namespace
-from ddpdoctor.run.record import Phase, Record
+from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.snapshot import Run
+from ddpdoctor.run.status import Phase
 from ddpdoctor.system.gpu.nvml import NvmlReader
 
 FIRST = 5.0
@@ -42,10 +44,10 @@ class GpuWatch:
         self._namespace = namespace()
         self._due: float | None = None
         self._thread: threading.Thread | None = None
-        self._seen: list[Record] = []
+        self._seen: list[JsonObject] = []
         self._reported: set[tuple[object, ...]] = set()
 
-    def look_at(self, run: Run) -> Iterator[Record]:
+    def look_at(self, run: Run) -> Iterator[JsonObject]:
         """Start a look when one is due; what the last one saw, if that is news."""
         ranks = self._ranks(run)
         now = time.monotonic()
@@ -80,8 +82,8 @@ class GpuWatch:
             and rank.status.step > 0
             and rank.status.phase != Phase.ENDED
             and rank.exit is None
-            and rank.opened.get("namespace") == self._namespace
-            and any(record.get("device_uuid") for record in rank.of_kind("ddp"))
+            and rank.opened.namespace == self._namespace
+            and any(record.device_uuid for record in rank.records.of(DdpRecord))
         }
 
     def _look(self, ranks: dict[int, tuple[int, int]]) -> None:
@@ -90,10 +92,10 @@ class GpuWatch:
         except Exception as error:
             self._seen.append({"kind": "fault", "time": time.time_ns(), "error": repr(error)})
 
-    def _held(self, ranks: dict[int, tuple[int, int]]) -> Record:
+    def _held(self, ranks: dict[int, tuple[int, int]]) -> JsonObject:
         if self._reader is None:
             self._reader = self._make()
-        held: list[Record] = []
+        held: list[JsonObject] = []
         for device in self._reader.devices():
             # A partition has another UUID for the driver than the whole.
             for process in (not device.mig and self._reader.processes(device)) or ():

@@ -14,7 +14,8 @@ from ddpdoctor.core import working_directory
 from ddpdoctor.core.job import Command
 from ddpdoctor.debug.debugging import Debugging
 from ddpdoctor.run.environment import BUDGET, namespace
-from ddpdoctor.run.record import FORMAT, Record
+from ddpdoctor.run.names import FORMAT
+from ddpdoctor.run.records.base import JsonObject
 
 ENTRY = str(Path(__file__).parents[1] / "probe" / "entry")
 """The folder on PYTHONPATH by which the probe comes."""
@@ -36,7 +37,7 @@ def environment(
     return environment | (debugging.environment() if debugging is not None else {})
 
 
-def manifest(directory: Path, command: Command, debugging: Debugging | None) -> Record:
+def manifest(directory: Path, command: Command, debugging: Debugging | None) -> JsonObject:
     """The content of run.json."""
     try:
         torch = metadata.version("torch")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import psutil
 
 from ddpdoctor.run.environment import namespace
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.system import proc
 from ddpdoctor.system.oom import OomWatch
@@ -57,14 +57,14 @@ class RankWatch:
         """File descriptors that become readable when a rank ends."""
         return list(self._watched)
 
-    def follow(self, run: Run) -> Iterator[Record]:
+    def follow(self, run: Run) -> Iterator[JsonObject]:
         """Start watching the ranks that are new in ``run``; the records of those already gone."""
         for rank in run.ranks:
             key = (rank.rank, rank.restart)
             if key in self._known or rank.status is None:
                 continue
-            place = rank.opened.get("namespace", self._namespace)
-            if place != self._namespace:
+            place = rank.opened.namespace
+            if place not in (None, self._namespace):
                 # On another machine or in another container: its pids are not ours.
                 self._known.add(key)
                 continue
@@ -95,7 +95,7 @@ class RankWatch:
             if not watched.leads_session:
                 watched.children |= proc.children(watched.pid)
 
-    def ended(self, descriptor: int) -> Record:
+    def ended(self, descriptor: int) -> JsonObject:
         """A rank's end, as a record; call it as soon as its descriptor is readable."""
         watched = self._watched.pop(descriptor)
         status = proc.zombie_status(watched.pid)
@@ -138,7 +138,7 @@ class RankWatch:
                 del self._leftovers[pid]
 
 
-def _exit_record(rank: int, restart: int, pid: int, status: int | None, oom: str) -> Record:
+def _exit_record(rank: int, restart: int, pid: int, status: int | None, oom: str) -> JsonObject:
     """How a rank's process ended; ``status`` is None where it was not seen."""
     return {
         "kind": "rank_exit",

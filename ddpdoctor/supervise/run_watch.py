@@ -16,8 +16,11 @@ from ddpdoctor.core.job import Command
 from ddpdoctor.debug.debugging import Debugging
 from ddpdoctor.render.report import Reporter
 from ddpdoctor.run import rundir
-from ddpdoctor.run.record import Journal, Record
-from ddpdoctor.run.snapshot import Run, RunReader
+from ddpdoctor.run.journal import Journal
+from ddpdoctor.run.reader import RunReader
+from ddpdoctor.run.records.base import JsonObject, Record
+from ddpdoctor.run.records.process import EndRecord, ErrorRecord, ExitRecord
+from ddpdoctor.run.snapshot import Run
 from ddpdoctor.supervise import job_environment
 from ddpdoctor.supervise.gpu_poll import GpuPoll
 from ddpdoctor.supervise.gpu_watch import GpuWatch
@@ -241,7 +244,7 @@ class RunWatch:
             # With what was written in between.
             self._examine(self._read() or run)
 
-    def _note(self, report: Callable[[], Iterable[Record]]) -> bool:
+    def _note(self, report: Callable[[], Iterable[Record | JsonObject]]) -> bool:
         """Write what a part reports; whether it was anything."""
         reported = False
         for record in report():
@@ -298,7 +301,7 @@ class RunWatch:
     def _new_trouble(self, run: Run) -> bool:
         """Whether a process has just recorded something that ends it."""
         records = [record for rank in run.ranks for record in rank.records] + list(run.strays)
-        trouble = sum(record["kind"] in ("error", "exit", "end") for record in records)
+        trouble = sum(type(each) in (ErrorRecord, ExitRecord, EndRecord) for each in records)
         fresh = trouble > self._trouble
         self._trouble = trouble
         return fresh
@@ -371,7 +374,7 @@ class RunWatch:
         self._reader = None
         return None
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Record | JsonObject) -> None:
         """Write a record of the supervisor, as long as the disk takes it."""
         if self._journal is None:
             return

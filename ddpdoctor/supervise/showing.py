@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ddpdoctor.run import rundir
-from ddpdoctor.run.record import Record
-from ddpdoctor.run.reported import Event, Told, record
+from ddpdoctor.run.records.base import Record
+from ddpdoctor.run.reported import Event, to_journal
 from ddpdoctor.supervise.passthrough import Passthrough
 
 SHOWN = 64 << 10
@@ -45,12 +45,7 @@ class Showing:
 
     def news(self, events: Iterable[Event]) -> Iterator[Record]:
         """The journal's records of what was said, and of what was withdrawn."""
-        for each in events:
-            about: Record = {"time": time.time_ns(), "number": each.number, **record(each)}
-            if isinstance(each, Told):
-                yield {"kind": "finding", "restart": each.restart, **about}
-            else:
-                yield {"kind": "retraction", **about}
+        return (to_journal(each, time.time_ns()) for each in events)
 
     def end(self) -> None:
         """The whole end of stderr is in its own file now."""

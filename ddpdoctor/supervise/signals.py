@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from ddpdoctor.core.job import Command
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.supervise import processes, terminal
 from ddpdoctor.supervise.keepers import Keepers
 from ddpdoctor.supervise.passthrough import Passthrough
@@ -58,7 +58,7 @@ class JobSignals:
         """Those that ask the job to end."""
         self.deadline: float | None = None
         """When the job must have ended (monotonic seconds)."""
-        self._records: list[Record] = []
+        self._records: list[JsonObject] = []
         self._repeated = False
         self._woken, self._wake = os.pipe()
         for end in (self._woken, self._wake):
@@ -105,7 +105,7 @@ class JobSignals:
         self.deadline = time.monotonic() + grace
         self._send(signal.SIGTERM)
 
-    def take(self) -> list[Record]:
+    def take(self) -> list[JsonObject]:
         """The records of what came since the last call, for the journal."""
         taken = []
         while self._records:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from ddpdoctor.analysis.lag import Lag, lags
 from ddpdoctor.analysis.reasons import PATIENCE
-from ddpdoctor.run.asking import MOST_PROFILES, PROFILE, Asking
 from ddpdoctor.run.environment import namespace
-from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.training import ProfileRecord
+from ddpdoctor.run.requests import MOST_PROFILES, PROFILE, Asking
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.system import proc
 from ddpdoctor.system.core_clocks import CoreClocks
@@ -41,7 +42,7 @@ class Stragglers:
         OSError: The file for the ranks cannot be made.
     """
 
-    def __init__(self, directory: Path, write: Callable[[Record], None]) -> None:
+    def __init__(self, directory: Path, write: Callable[[JsonObject], None]) -> None:
         self._page = Asking(str(directory), PROFILE)
         self._write = write
         self._asked = 0
@@ -95,14 +96,14 @@ class Stragglers:
 
     def _answered(self, run: Run, now: float) -> bool:
         for rank in run.last:
-            if any(integer(each, "asked") == self._asked for each in rank.of_kind("profile")):
+            if any(each.asked == self._asked for each in rank.records.of(ProfileRecord)):
                 self._waiting.discard(rank.rank)
         here = namespace()
         self._clocks.look(
             {
                 rank.rank: rank.status.pid
                 for rank in run.last
-                if rank.status is not None and rank.opened.get("namespace", here) == here
+                if rank.status is not None and rank.opened.namespace in (None, here)
             }
         )
         if self._waiting and now < self._until:
@@ -113,7 +114,7 @@ class Stragglers:
             self._record({"busy": busy, **self._clocks.record()})
         return True
 
-    def _record(self, words: Record) -> None:
+    def _record(self, words: JsonObject) -> None:
         self._write(
             {
                 "kind": "profile",

@@ -141,7 +141,7 @@ class Supervisor:
         assert status is not None
         self._after_signals()
         run = self._watch.end(status, lambda: select.select(self._watch.descriptors, [], [], 0)[0])
-        findings = self._reporter.standing
+        findings = self._reporter.current
         self._sweep()
         self._watch.summarize(run)
         # Whoever was asked to end ends, even if its stderr is not read any more.

@@ -11,8 +11,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ddpdoctor.analysis.replicas import AVERAGED, PATIENCE, group_of, unpacked
-from ddpdoctor.run.record import SUSPICION, Record, Suspicion, SuspicionWriter, integer
+from ddpdoctor.analysis.replicas import AVERAGED, PATIENCE, unpacked
+from ddpdoctor.run.records.base import Record
+from ddpdoctor.run.records.replicas import ElementsRecord, FingerprintRecord, TensorsRecord
+from ddpdoctor.run.records.supervisor import SuspicionRecord
+from ddpdoctor.run.requests import SUSPICION, Suspicion, SuspicionWriter
 from ddpdoctor.run.snapshot import Rank, Run
 
 STEPS = 16
@@ -51,7 +54,7 @@ class Suspicions:
         self._restart = restart
         self._read: dict[int, int] = {}
         self._groups: dict[int, dict[int, tuple[int, ...]]] = {}
-        self._open: dict[_Key, dict[int, Record]] = {}
+        self._open: dict[_Key, dict[int, FingerprintRecord]] = {}
         self._suspected = False
         """The ranks were asked to look."""
         self._located: Suspicion | None = None
@@ -73,14 +76,13 @@ class Suspicions:
             fresh = rank.records[self._read.get(rank.rank, 0) :]
             self._read[rank.rank] = len(rank.records)
             for record in fresh:
-                kind = record.get("kind")
-                if kind == "fingerprint" and self._located is None:
+                if isinstance(record, FingerprintRecord) and self._located is None:
                     self._compare(run, rank, record)
-                elif kind == "tensors":
-                    averaged = AVERAGED in str(record.get("hook"))
-                    groups = self._groups.setdefault(integer(record, "module"), {})
-                    groups[rank.rank] = () if averaged else group_of(record)
-                elif kind == "elements":
+                elif isinstance(record, TensorsRecord):
+                    averaged = AVERAGED in (record.hook or "")
+                    groups = self._groups.setdefault(record.module, {})
+                    groups[rank.rank] = () if averaged else record.group
+                elif isinstance(record, ElementsRecord):
                     self._waiting.discard(rank.rank)
         arrived = self._located is not None and not self._waiting
         if self._until is None or not (arrived or time.monotonic() >= self._until):
@@ -92,15 +94,15 @@ class Suspicions:
         """Let go of the file."""
         self._page.close()
 
-    def _compare(self, run: Run, rank: Rank, record: Record) -> None:
+    def _compare(self, run: Run, rank: Rank, record: FingerprintRecord) -> None:
         """Put a fingerprint to those of the other ranks."""
-        module = integer(record, "module")
+        module = record.module
         group = self._groups.get(module, {}).get(rank.rank, ())
         # Those of other nodes are seen by their own supervisor.
         mine = {each.rank for each in run.last} & set(group)
         if len(mine) < 2:
             return
-        key = (module, integer(record, "step"), integer(record, "armed"))
+        key = (module, record.step, record.armed)
         prints = self._open.setdefault(key, {})
         prints[rank.rank] = record
         if len(self._open) > MOST_OPEN:
@@ -108,7 +110,7 @@ class Suspicions:
         if not mine <= prints.keys():
             return
         self._open.pop(key, None)
-        if len({str(each.get("parameters")) for each in prints.values()}) > 1:
+        if len({each.parameters for each in prints.values()}) > 1:
             self._suspect(run, module, key[1], tuple(_differing(list(prints.values()))))
 
     def _suspect(self, run: Run, module: int, seen: int, tensors: tuple[int, ...]) -> None:
@@ -128,21 +130,20 @@ class Suspicions:
             self._located = suspicion
             self._waiting = {rank for rank, group in self._groups[module].items() if group}
         self._write(
-            {
-                "kind": "suspicion",
-                "time": time.time_ns(),
-                "restart": self._restart,
-                "module": module,
-                "seen": seen,
-                "step": suspicion.step,
-                "tensors": list(suspicion.tensors),
-            }
+            SuspicionRecord(
+                time=time.time_ns(),
+                restart=self._restart,
+                module=module,
+                seen=seen,
+                step=suspicion.step,
+                tensors=suspicion.tensors,
+            )
         )
 
 
-def _differing(prints: list[Record]) -> Iterator[int]:
+def _differing(prints: list[FingerprintRecord]) -> Iterator[int]:
     """The places of the tensors that differ, if the fingerprints show them."""
-    details = [unpacked(str(each.get("detail", ""))) for each in prints]
+    details = [unpacked(each.detail or "") for each in prints]
     for index, tensors in enumerate(zip(*details, strict=False)):
         if len({hash_ for hash_, _ in tensors}) > 1:
             yield index

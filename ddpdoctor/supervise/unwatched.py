@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.system import proc
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)*t?)?$")
@@ -78,7 +78,7 @@ class Unwatched:
         self._entry = entry
         self._reported = False
 
-    def look(self, root: int) -> Iterator[Record]:
+    def look(self, root: int) -> Iterator[JsonObject]:
         """What is new of the processes below ``root``: at most one record in a run."""
         why = "" if self._reported else next(filter(None, map(self._reason, _ranks(root))), "")
         if why:

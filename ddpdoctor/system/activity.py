@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.system import proc
 from ddpdoctor.system.process_state import Turns, busy, read_turns
 
@@ -79,7 +79,7 @@ def sample(pid: int) -> Sample:
     )
 
 
-def compared(before: Sample, after: Sample, seconds: float) -> Record:
+def compared(before: Sample, after: Sample, seconds: float) -> JsonObject:
     """What happened between two samples, as a record: shares of a core, bytes, the last state."""
     children = {
         child: (before.children_turns.get(child, {}), turns)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.system.proc import PROC, read_stat
 
 MOST = 16
@@ -43,7 +43,7 @@ class CoreClocks:
                 highest, of, readings = self._seen.get(rank, (0, 0, 0))
                 self._seen[rank] = max(clock, highest), max(most, of), readings + 1
 
-    def record(self) -> Record:
+    def record(self) -> JsonObject:
         """By rank: the highest clock that was read and the highest of such a core, kHz; readings.
 
         Empty where nothing is known.

@@ -15,11 +15,12 @@ from pathlib import Path
 import psutil
 
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.opening import integer
 from ddpdoctor.debug import attach_points
 from ddpdoctor.debug.vscode import files, launch_json
 from ddpdoctor.run import rundir
-from ddpdoctor.run.record import integer
-from ddpdoctor.run.snapshot import Run, RunReader, glance, read_manifest
+from ddpdoctor.run.reader import RunReader, glance, read_manifest
+from ddpdoctor.run.snapshot import Run
 from ddpdoctor.stacks import saved
 from ddpdoctor.stacks.capture import capture
 from ddpdoctor.stacks.code import Code, code_of

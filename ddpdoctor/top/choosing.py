@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.opening import integer
 from ddpdoctor.run import rundir
-from ddpdoctor.run.record import integer
-from ddpdoctor.run.snapshot import read_manifest
+from ddpdoctor.run.reader import read_manifest
 from ddpdoctor.top import story
 from ddpdoctor.top.pages import Pages
 from ddpdoctor.top.source import Source

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from zlib import crc32
 
 from ddpdoctor.core.finding import Finding, Location, Severity
-from ddpdoctor.run.record import Parts
+from ddpdoctor.run.status import Parts
 from ddpdoctor.top import steplog, times, verdict
 from ddpdoctor.top.live import series
 from ddpdoctor.top.snapshot import FindingRow, Gpu, Machine, RankRow, Snapshot

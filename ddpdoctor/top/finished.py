@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ddpdoctor.run.record import Parts
+from ddpdoctor.run.status import Parts
 from ddpdoctor.top import gpus, steplog, times, verdict
 from ddpdoctor.top.live import LiveSource, series, steady
 from ddpdoctor.top.pages import Pages

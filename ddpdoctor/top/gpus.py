@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ddpdoctor.core import opening
-from ddpdoctor.run.record import FORMAT, Record
+from ddpdoctor.run.names import FORMAT
+from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.system.gpu.reader import same_uuid
 from ddpdoctor.top.snapshot import Gpu
 
@@ -130,7 +131,7 @@ class GpuFiles:
             key = (facts.st_mtime_ns, facts.st_ino)
             if self._seen.get(name) == key:
                 return
-            told: Record = opening.json_object(path, _MOST // len(self._names))
+            told: JsonObject = opening.json_object(path, _MOST // len(self._names))
             if int(told.get("format", 0)) > FORMAT:
                 raise ValueError
         except OSError:

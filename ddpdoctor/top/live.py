@@ -16,10 +16,14 @@ from ddpdoctor.analysis.pace import WARM_UP
 from ddpdoctor.core import opening
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.faults import words
+from ddpdoctor.core.opening import integer
 from ddpdoctor.run import rundir
 from ddpdoctor.run.environment import namespace
-from ddpdoctor.run.record import Parts, Phase, Record, Status, integer
-from ddpdoctor.run.snapshot import read_manifest
+from ddpdoctor.run.reader import read_manifest
+from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.process import ErrorRecord, OpenRecord
+from ddpdoctor.run.records.supervisor import RankExitRecord
+from ddpdoctor.run.status import Parts, Phase, Status
 from ddpdoctor.system.process_state import Turn, lacked, read_turn
 from ddpdoctor.top import gpus, steplog, story, times, verdict
 from ddpdoctor.top.ages import Ages
@@ -67,7 +71,7 @@ class LiveSource:
     def __init__(self, path: Path, interval: float) -> None:
         self.interval = interval
         self.path = path
-        self._manifest: Record = {}
+        self._manifest: JsonObject = {}
         self._read_manifest(rundir.is_live(path))
         self._pages = Pages(path)
         self._gpus = gpus.GpuFiles(path)
@@ -84,8 +88,8 @@ class LiveSource:
         self._broken: list[tuple[str, Exception]] = []
         """The parts of this frame that a fault of ours is in."""
         self._recent: dict[int, Recent] = {}
-        self._opened: dict[int, Record] = {}
-        self._errors: dict[int, Record] = {}
+        self._opened: dict[int, OpenRecord | None] = {}
+        self._errors: dict[int, ErrorRecord | None] = {}
         self._turns: dict[int, tuple[float, Turn | None]] = {}
         """What the main threads of silent ranks had had of the cores at a moment, by pid."""
         self._tails: dict[int, tuple[StepTail, float]] = {}
@@ -177,9 +181,9 @@ class LiveSource:
             recent = self._recent[rank] = self._begin(rank)
         recent.saw(status.parts)
         opened = self._opened.get(rank)
-        if not opened:
+        if opened is None:
             opened = self._opened[rank] = steplog.head(self._pages.path(rank, "jsonl"), self._share)
-        node = _still(str(opened.get("host") or ""))
+        node = _still(opened.host if opened is not None else "")
         since = self._ages.age((rank, "since"), status.since, now, ticks)
         beat = since
         if status.beat is not None:
@@ -233,29 +237,29 @@ class LiveSource:
         return list(tail.seconds)
 
     def _state(
-        self, rank: int, status: Status, opened: Record, heartbeat: float
+        self, rank: int, status: Status, opened: OpenRecord | None, heartbeat: float
     ) -> tuple[str, str]:
         """A rank's state, and the words to it."""
         ending = self._story.exits.get((rank, status.restart))
         if ending is not None:
-            code = ending.get("status")
+            code = ending.status
             if code == 0 or (code is None and status.phase is Phase.ENDED):
                 return "ended", ""
             if status.phase is Phase.ENDED and not self._failed(rank, code):
                 # Its script came to its end; what came after is not training.
-                return "ended", story.died(ending, {})
+                return "ended", story.died(ending, None)
             return "dead", self._died(rank, ending)
         if status.phase is Phase.ENDED:
-            return ("dead", self._died(rank, {})) if self._error(rank) else ("ended", "")
+            return ("dead", self._died(rank, None)) if self._error(rank) else ("ended", "")
         if self._gone:
             # The job may well live on: a directory that was removed says nothing of it.
             return "stale", "no more is known of it"
         if not self.live:
-            return "dead", self._died(rank, {})
+            return "dead", self._died(rank, None)
         debugged = self._story.debugged(rank)
         if debugged:
             return "debugger", debugged
-        near = opened.get("namespace") == self._namespace
+        near = opened is not None and opened.namespace == self._namespace
         if heartbeat > STALE and status.beat is not None:
             if near:
                 return self._silent(status.pid)
@@ -274,14 +278,14 @@ class LiveSource:
         """Bytes of memory that a record of each rank may take."""
         return opening.MOST_EXPANDED // (len(self._pages.ranks) or 1)
 
-    def _error(self, rank: int) -> Record:
+    def _error(self, rank: int) -> ErrorRecord | None:
         """The exception that nobody caught, of a rank that has come to its end."""
         if rank not in self._errors:
             path = self._pages.path(rank, "jsonl")
             self._errors[rank] = steplog.last_error(path, self._share)
         return self._errors[rank]
 
-    def _died(self, rank: int, ending: Record) -> str:
+    def _died(self, rank: int, ending: RankExitRecord | None) -> str:
         return story.died(ending, self._error(rank))
 
     def _silent(self, pid: int) -> tuple[str, str]:
@@ -333,13 +337,13 @@ class LiveSource:
         until = told.ended if told.ended is not None and not self.live else now
         dead = {row.rank for row in rows if row.state == "dead"}
         ends = {
-            rank: integer(record, "time")
+            rank: record.time
             for (rank, restart), record in told.exits.items()
             if restart == self._attempt
         }
         # Who raised first is the cause, even if its process was reaped after those of its victims.
         ends |= {
-            rank: moment for rank in dead if (moment := integer(self._errors.get(rank, {}), "time"))
+            rank: error.time for rank in dead if (error := self._errors.get(rank)) and error.time
         }
         exits = sorted((moment, rank) for rank, moment in ends.items())
         world = max((status.world_size for status in pages.values()), default=None)
@@ -389,7 +393,7 @@ class LiveSource:
             gone=self._gone,
             notes=self._notes(pages),
             environment=story.environment(
-                self._manifest, next((each for each in self._opened.values() if each), {})
+                self._manifest, next((each for each in self._opened.values() if each), None)
             ),
         )
 

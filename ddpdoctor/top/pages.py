@@ -8,7 +8,9 @@ from collections.abc import Collection
 from pathlib import Path
 
 from ddpdoctor.core import opening
-from ddpdoctor.run.record import PAGE_SIZE, Status, UnreadableError, parse_status, rank_stem
+from ddpdoctor.run.mapped import UnreadableError
+from ddpdoctor.run.names import rank_stem
+from ddpdoctor.run.status import PAGE_SIZE, Status, parse_status
 
 MOST_OPEN = 256
 """Pages whose files stay open; the others are opened for each reading."""

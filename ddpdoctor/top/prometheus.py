@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from ddpdoctor.core.control_characters import shown
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.run.record import whole
+from ddpdoctor.core.opening import whole
 from ddpdoctor.top.snapshot import PHASES, RankRow, Snapshot
 
 LOOPBACK = "127.0.0.1"

@@ -17,10 +17,13 @@ from pathlib import Path
 import psutil
 
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.opening import integer
 from ddpdoctor.run import rundir
 from ddpdoctor.run.environment import MARK
-from ddpdoctor.run.record import UnreadableError, integer, rank_stem, read_status
-from ddpdoctor.run.snapshot import read_manifest
+from ddpdoctor.run.mapped import UnreadableError
+from ddpdoctor.run.names import rank_stem
+from ddpdoctor.run.reader import read_manifest
+from ddpdoctor.run.status import read_status
 from ddpdoctor.top.snapshot import RankRow, Snapshot
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ddpdoctor.core import opening
 from ddpdoctor.core.control_characters import shown, without_formatting
+from ddpdoctor.core.opening import whole
 from ddpdoctor.run import rundir
-from ddpdoctor.run.record import whole
 
 LINES = 100
 """Lines that are shown of the whole job."""

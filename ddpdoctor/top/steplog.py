@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ddpdoctor.core import opening
-from ddpdoctor.run.record import SEGMENT_SIZE, Parts, Record, integer, segment_number
+from ddpdoctor.core.opening import integer
+from ddpdoctor.run.journal import SEGMENT_SIZE, segment_number
+from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.decoder import decoder
+from ddpdoctor.run.records.process import ErrorRecord, OpenRecord
+from ddpdoctor.run.status import Parts
 
 _STEP = re.compile(rb'\{"kind":"step","step":(\d{1,18})[,}]')
 _FAST = re.compile(
@@ -257,29 +262,30 @@ def _place(descriptor: int, number: int) -> int:
     return place
 
 
-def head(path: Path, most: int) -> Record:
-    """A journal's ``open`` record; empty if it is not there yet, or takes more memory."""
+def head(path: Path, most: int) -> OpenRecord | None:
+    """A journal's ``open`` record; None if it is not there yet, or takes more memory."""
     for line in _read(path, 65536).split(b"\n")[:8]:
         if line.startswith(b'{"kind":"open"'):
-            return _record(line, most)
-    return {}
+            return decoder(OpenRecord)(_record(line, most))
+    return None
 
 
-def last_error(path: Path, most: int) -> Record:
-    """The last uncaught exception in a journal; empty if there is none near its end.
+def last_error(path: Path, most: int) -> ErrorRecord | None:
+    """The last uncaught exception in a journal; None if there is none near its end.
 
     One that takes more than ``most`` bytes of memory is none.
     """
     descriptor = _open(path)
     if descriptor is None:
-        return {}
+        return None
     try:
         size = _size(descriptor)
         data = _pread(descriptor, 1 << 18, max(0, size - (1 << 18)))
     finally:
         os.close(descriptor)
     lines = [line for line in data.split(b"\n") if line.startswith(_ERROR_LINE)]
-    return _record(lines[-1], most) if lines else {}
+    found = _record(lines[-1], most) if lines else {}
+    return decoder(ErrorRecord)(found) if found else None
 
 
 def _read(path: Path, size: int) -> bytes:
@@ -292,14 +298,9 @@ def _read(path: Path, size: int) -> bytes:
         os.close(descriptor)
 
 
-def _record(line: bytes, most: int) -> Record:
+def _record(line: bytes, most: int) -> JsonObject:
     try:
         told = opening.loads(line) if opening.expanded(line) <= most else {}
     except ValueError:
         return {}
     return told if isinstance(told, dict) else {}
-
-
-def place_of(error: Record) -> str:
-    """``path:line`` of a record, empty if it has none."""
-    return f"{error['path']}:{integer(error, 'line')}" if error.get("path") else ""

@@ -9,9 +9,19 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
-from ddpdoctor.core.finding import from_record
-from ddpdoctor.run.journals import JournalReader
-from ddpdoctor.run.record import Record, integer
+from ddpdoctor.run.journal_reader import JournalReader
+from ddpdoctor.run.records.base import Record
+from ddpdoctor.run.records.decode import SUPERVISOR_RECORDS
+from ddpdoctor.run.records.process import ErrorRecord, OpenRecord
+from ddpdoctor.run.records.supervisor import (
+    DebugRecord,
+    FindingRecord,
+    JobRecord,
+    RankExitRecord,
+    RetractionRecord,
+    SignalRecord,
+)
+from ddpdoctor.run.reported import from_journal
 from ddpdoctor.top.snapshot import FindingRow
 from ddpdoctor.top.stderr import clean
 
@@ -29,7 +39,7 @@ class Story:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._reader = JournalReader(directory / "supervisor.jsonl")
+        self._reader = JournalReader(directory / "supervisor.jsonl", kinds=SUPERVISOR_RECORDS)
         self._thinned = 0
         self._forget()
 
@@ -41,9 +51,9 @@ class Story:
         """What was found and stands, oldest first."""
         self.left_out = 0
         """How many findings are too old to be kept."""
-        self.exits: dict[tuple[int, int], Record] = {}
+        self.exits: dict[tuple[int, int], RankExitRecord] = {}
         """How processes ended, by rank and attempt."""
-        self.debug: dict[int, Record] = {}
+        self.debug: dict[int, DebugRecord] = {}
         """The newest word on each rank's debugger."""
         self.status: int | None = None
         """The job's exit status."""
@@ -63,31 +73,27 @@ class Story:
         self._taken += len(fresh)
         for record in fresh:
             self._take(record)
-        if any(record.get("kind") in ("finding", "retraction") for record in fresh):
+        if any(isinstance(record, (FindingRecord, RetractionRecord)) for record in fresh):
             self.findings = tuple(row for _, row in self._findings)
 
     def _take(self, record: Record) -> None:
-        kind = record["kind"]
-        if kind == "finding":
-            finding = from_record(record)
+        if isinstance(record, FindingRecord):
+            finding = from_journal(record)
             if finding is not None:
                 self.left_out += len(self._findings) == MOST_FINDINGS
-                time = integer(record, "time")
-                row = FindingRow(finding, time / 1e9 if time else None)
-                self._findings.append((integer(record, "number"), row))
-        elif kind == "retraction":
-            number = integer(record, "retracts", -1)
-            left = [each for each in self._findings if each[0] != number]
+                row = FindingRow(finding, record.time / 1e9 if record.time else None)
+                self._findings.append((record.number or 0, row))
+        elif isinstance(record, RetractionRecord):
+            left = [each for each in self._findings if each[0] != record.retracts]
             self._findings = deque(left, MOST_FINDINGS)
-        elif kind == "rank_exit":
-            self.exits[integer(record, "rank", -1), integer(record, "restart")] = record
-        elif kind == "debug" and isinstance(record.get("rank"), int):
-            self.debug[record["rank"]] = record
-        elif kind == "job":
-            status = record.get("status")
-            self.status = status if isinstance(status, int) else None
-            self.ended = integer(record, "time") or None
-        elif kind == "signal":
+        elif isinstance(record, RankExitRecord):
+            self.exits[record.rank, record.restart] = record
+        elif isinstance(record, DebugRecord) and record.rank is not None:
+            self.debug[record.rank] = record
+        elif isinstance(record, JobRecord):
+            self.status = record.status
+            self.ended = record.time or None
+        elif isinstance(record, SignalRecord):
             self.asked = True
 
     @property
@@ -97,14 +103,11 @@ class Story:
 
     def debugged(self, rank: int) -> str:
         """What a rank does in the debugger, as the end of a sentence; empty if it is in none."""
-        record = self.debug.get(rank, {})
-        state = record.get("state")
-        if state not in _IN_DEBUGGER:
+        record = self.debug.get(rank)
+        if record is None or record.state not in _IN_DEBUGGER:
             return ""
-        place = str(record.get("place") or "")
-        if not place and record.get("path"):
-            place = f"{record['path']}:{integer(record, 'line')}"
-        where = f" at {clean(place.rpartition('/')[2])}" if place else ""
+        state = record.state
+        where = f" at {clean(record.at.rpartition('/')[2])}" if record.at else ""
         if state == "waits":
             return f"waits for a debugger{where}"
         return f"stands in the debugger{where}" if state == "stopped" else "is in the debugger"
@@ -112,30 +115,24 @@ class Story:
     @property
     def held(self) -> tuple[int, ...]:
         """Ranks that wait for a debugger."""
-        return tuple(rank for rank, each in self.debug.items() if each.get("state") == "waits")
+        return tuple(rank for rank, each in self.debug.items() if each.state == "waits")
 
     def port(self, rank: int) -> int | None:
         """Where a debugger attaches to a rank."""
-        port = self.debug.get(rank, {}).get("port")
-        return port if isinstance(port, int) else None
+        return self.debug[rank].port if rank in self.debug else None
 
 
-def died(record: Mapping[str, object], error: Mapping[str, object]) -> str:
+def died(ending: RankExitRecord | None, error: ErrorRecord | None) -> str:
     """How a process ended, in words: its exit record, and its uncaught exception if it had one."""
-    status = record.get("status")
-    words = ""
-    if error:
-        message = str(error.get("message") or "").partition("\n")[0]
-        place = f" ({str(error.get('path')).rpartition('/')[2]}:{error.get('line')})"
-        words = f"{error.get('exception')}: {message}" if message else str(error.get("exception"))
-        words += place if error.get("path") else ""
-    elif isinstance(status, int) and status < 0:
-        words = f"killed by {_signal(-status)}"
-    elif isinstance(status, int):
-        words = f"exit status {status}"
-    else:
-        words = "its end was not seen"
-    if record.get("oom"):
+    status = ending.status if ending is not None else None
+    words = "its end was not seen"
+    if error is not None:
+        message = error.message.partition("\n")[0]
+        words = f"{error.exception}: {message}" if message else error.exception
+        words += f" ({error.path.rpartition('/')[2]}:{error.line})" if error.path else ""
+    elif status is not None:
+        words = f"killed by {_signal(-status)}" if status < 0 else f"exit status {status}"
+    if ending is not None and ending.oom:
         words += ", out of memory"
     return clean(words)
 
@@ -163,13 +160,16 @@ def job(manifest: Mapping[str, object]) -> str:
     return clean(shlex.join([os.path.basename(named[start]), *named[start + 1 :]]))
 
 
-def environment(manifest: Mapping[str, object], opened: Mapping[str, object]) -> dict[str, str]:
+def environment(manifest: Mapping[str, object], opened: OpenRecord | None) -> dict[str, str]:
     """Versions and launch settings, in words."""
     told: dict[str, str] = {}
-    for source in (manifest, opened):
-        versions = source.get("versions")
-        if isinstance(versions, Mapping):
-            told |= {str(name): str(value) for name, value in versions.items() if value}
-    for source, names in ((opened, ("backend",)), (manifest, ("launcher", "host", "cwd"))):
-        told |= {name: str(source[name]) for name in names if source.get(name)}
+    versions = manifest.get("versions")
+    for each in (versions, opened.versions if opened is not None else None):
+        if isinstance(each, Mapping):
+            told |= {str(name): str(value) for name, value in each.items() if value}
+    if opened is not None and opened.backend:
+        told["backend"] = opened.backend
+    told |= {
+        name: str(manifest[name]) for name in ("launcher", "host", "cwd") if manifest.get(name)
+    }
     return {name: clean(value) for name, value in told.items()}

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
 from ddpdoctor.analysis.pace import own_time
-from ddpdoctor.run.record import Parts
+from ddpdoctor.run.status import Parts
 from ddpdoctor.top.snapshot import PHASES, RankRow, Times
 
 _PARTS = attrgetter(*PHASES)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 
+from ddpdoctor.run.records.model import DdpRecord, NonfiniteRecord
+from ddpdoctor.run.records.process import FaultRecord
 from ddpdoctor.system.gpu.poller import Poller
 from ddpdoctor.system.gpu.visible import visible
 from ddpdoctor.top.choosing import open_source
@@ -26,10 +28,10 @@ def check(result: Result, ranks: int, backend: str) -> None:
     run = result.run
     assert len(run.ranks) == ranks
     for rank in run.ranks:
-        assert rank.opened["backend"].startswith(backend)
-        ddp = next(rank.of_kind("ddp"))
-        assert ddp["device"].startswith("cuda")
-        assert ddp["device_name"]
+        assert rank.opened.backend.startswith(backend)
+        ddp = rank.records.of(DdpRecord)[0]
+        assert ddp.device.startswith("cuda")
+        assert ddp.device_name
         steps = rank.steps
         assert len(steps) >= 40
         # From events: every phase took some time, and the parts make the total.
@@ -38,7 +40,7 @@ def check(result: Result, ranks: int, backend: str) -> None:
             assert parts + step.other + step.wait == step.total
             assert min(step.forward, step.backward, step.optimizer) > 0
             assert step.loss is not None
-        assert not list(rank.of_kind("fault"))
+        assert not list(rank.records.of(FaultRecord))
         status = rank.status
         assert status is not None and status.allocated and status.reserved and status.peak
         assert status.allocated <= min(status.reserved, status.peak)
@@ -86,7 +88,8 @@ def test_of_a_loss_the_operation_and_the_module_are_told(doctor: Doctor) -> None
     job = str(ROOT / "tests" / "jobs" / "entropy_on_gpu.py")
     result = doctor.run("--nproc-per-node", "1", "--overhead-budget", "50", job)
     assert result.codes == ["DDP706"]
-    told = next(result.run.ranks[0].of_kind("nonfinite"))
-    assert told["step"] == 12
-    source = told["origin"].get("infinite") or told["origin"]
-    assert (source["operations"], source["module"]) == (["log"], "scores")
+    told = result.run.ranks[0].records.of(NonfiniteRecord)[0]
+    assert told.step == 12
+    source = told.origin and (told.origin.infinite or told.origin)
+    assert source is not None
+    assert (source.operations, source.module) == (("log",), "scores")

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpdoctor.core.finding import Finding
+from ddpdoctor.core.opening import whole
 from ddpdoctor.preflight.check import Outcome, check, failure, judged, warning
 from ddpdoctor.preflight.machine.gpu_facts import job_gpus
 from ddpdoctor.preflight.situation import Situation
-from ddpdoctor.run.record import whole
 from ddpdoctor.system.gpu.health import Health
 
 RECENT = 24 * 3600.0

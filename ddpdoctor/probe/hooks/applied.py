@@ -9,7 +9,7 @@ from typing import Any
 
 from ddpdoctor.probe.runtime import events, rank, shield
 from ddpdoctor.probe.runtime.sites import caller
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 
 MOST = 50
 """Loads that a rank tells."""
@@ -19,7 +19,7 @@ SHARE = 0.5
 
 _SHOWN = 3
 
-_early: dict[int, Record] = {}
+_early: dict[int, JsonObject] = {}
 """Loads that applied little, by module, before this process was a rank."""
 
 _told: dict[int, int] = {}
@@ -65,7 +65,9 @@ def _loaded(module: Any, given: Any, result: Any) -> None:
             _flush()
 
 
-def _record(given: Mapping[Any, Any], missing: list[str], unexpected: list[str]) -> Record | None:
+def _record(
+    given: Mapping[Any, Any], missing: list[str], unexpected: list[str]
+) -> JsonObject | None:
     """What was passed over, if it was most; None where names are left over on one side only.
 
     A part of a checkpoint for a part of a model leaves none over on the side of the smaller one.
@@ -90,7 +92,7 @@ def _record(given: Mapping[Any, Any], missing: list[str], unexpected: list[str])
     }
 
 
-def _prefix(missing: Sequence[str], unexpected: Sequence[str]) -> Record:
+def _prefix(missing: Sequence[str], unexpected: Sequence[str]) -> JsonObject:
     """The prefix that most names have on one side only: ``of`` the checkpoint or the model."""
     for of, short, long in (
         ("checkpoint", missing, unexpected),

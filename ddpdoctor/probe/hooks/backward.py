@@ -12,7 +12,7 @@ from ddpdoctor.probe.observers import finite, losses
 from ddpdoctor.probe.observers.steps import Backward
 from ddpdoctor.probe.runtime import events, rank, shield, torch_private
 from ddpdoctor.probe.runtime.sites import site_of
-from ddpdoctor.run.record import Phase
+from ddpdoctor.run.status import Phase
 
 _BACKWARD = int(Phase.BACKWARD)
 _HOOK = "backward"

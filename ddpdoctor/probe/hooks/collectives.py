@@ -18,7 +18,7 @@ from ddpdoctor.probe.observers.ledger import Ledger
 from ddpdoctor.probe.observers.steps import StepTracker
 from ddpdoctor.probe.runtime import events, rank, shield
 from ddpdoctor.probe.runtime.sites import Site, caller, callers
-from ddpdoctor.run.record import Phase, page_name
+from ddpdoctor.run.status import Phase, page_name
 
 _WAIT = int(Phase.WAIT)
 _HOOK = "collectives"

@@ -10,7 +10,7 @@ from typing import Any
 from ddpdoctor.probe.hooks import batch
 from ddpdoctor.probe.runtime import events, rank, shield, torch_private, worker_code
 from ddpdoctor.probe.runtime.sites import site_of
-from ddpdoctor.run.record import NO_EPOCH, Phase
+from ddpdoctor.run.status import NO_EPOCH, Phase
 
 _DATA = int(Phase.DATA)
 _HOOK = "dataloader"

@@ -22,8 +22,9 @@ from ddpdoctor.probe.observers import steps
 from ddpdoctor.probe.observers.steps import OpenStep, StepTracker
 from ddpdoctor.probe.runtime import events, rank, recorder, shield, sites, torch_private
 from ddpdoctor.probe.runtime.clocks import CudaClock
-from ddpdoctor.run import record
-from ddpdoctor.run.record import BUCKETS, BUFFERS, Phase
+from ddpdoctor.run import status
+from ddpdoctor.run.names import BUCKETS, BUFFERS
+from ddpdoctor.run.status import Phase
 
 _FORWARD = int(Phase.FORWARD)
 _HOOK = "ddp.forward"
@@ -179,7 +180,7 @@ class _Forward:
 def _wrap_inside(torch: Any, ddp_class: Any, original: Any) -> None:
     torch_private.skip_frames(
         torch,
-        (sys.modules[__name__], batch, collectives, record, recorder, sites, steps, torch_private),
+        (sys.modules[__name__], batch, collectives, status, recorder, sites, steps, torch_private),
     )
 
     # Bare, without its own shield from Dynamo: ours stands outside of it.

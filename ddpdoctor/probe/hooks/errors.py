@@ -22,7 +22,8 @@ from ddpdoctor.probe.observers import file_facts, inner, ports
 from ddpdoctor.probe.runtime import debugger, events, rank, shield, watch
 from ddpdoctor.probe.runtime.imports import when_imported
 from ddpdoctor.probe.runtime.sites import Site, caller
-from ddpdoctor.run.record import Phase, Record, encode
+from ddpdoctor.run.records.base import JsonObject, encode
+from ddpdoctor.run.status import Phase
 
 _MESSAGE = 4_000
 _LINE = 1_500
@@ -42,8 +43,8 @@ _NO_FAILURE = ("SystemExit", "GeneratorExit", "Exit", "Abort")
 
 _format_exception = traceback.format_exception
 _owner = os.getpid()
-_last_exit: Record | None = None
-_shown: tuple[int, Record] | None = None
+_last_exit: JsonObject | None = None
+_shown: tuple[int, JsonObject] | None = None
 """The exception that was printed last, with its id: the process may end of it without raising."""
 
 
@@ -89,7 +90,7 @@ def uncaught(error: BaseException) -> None:
     rank.tell(record)
 
 
-def _placed(record: Record, error: BaseException) -> None:
+def _placed(record: JsonObject, error: BaseException) -> None:
     """Add what the rank did at that moment, if this process is one."""
     state = rank.current()
     if state is None:
@@ -110,7 +111,7 @@ def _raised_in(error: BaseException, frame: FrameType | None) -> bool:
     )
 
 
-def describe(error: BaseException) -> Record:
+def describe(error: BaseException) -> JsonObject:
     """An exception as a journal record."""
     record = _in_words(error)
     try:
@@ -122,11 +123,11 @@ def describe(error: BaseException) -> Record:
     return record
 
 
-def _in_words(error: BaseException) -> Record:
+def _in_words(error: BaseException) -> JsonObject:
     """The same without what the system knows of its file."""
     raised, outer = inner.told(error)
     formatted = "".join(_format_exception(type(error), error, error.__traceback__))
-    record: Record = {
+    record: JsonObject = {
         "kind": "error",
         "time": time.time_ns(),
         "pid": os.getpid(),
@@ -155,7 +156,7 @@ def _shortened(message: str) -> str:
     return "\n".join(line[:_LINE] for line in message[: 1 << 20].splitlines()[:100])[:_MESSAGE]
 
 
-def stray(record: Record) -> None:
+def stray(record: JsonObject) -> None:
     """Write a record of a process that is no rank (yet): the file is made only now."""
     path = os.path.join(rank.run_directory(), f"process-{os.getpid()}.jsonl")
     number = rank.environment_int("RANK")
@@ -239,7 +240,7 @@ def _is_failure(error: BaseException) -> bool:
     return type(error).__name__ not in _NO_FAILURE
 
 
-def _behind() -> Record | None:
+def _behind() -> JsonObject | None:
     """The exception for which the process is being left: it is being handled, or was printed.
 
     One after which a step went on had been dealt with.
@@ -285,7 +286,7 @@ def _wrap_exits() -> None:
     atexit.register(_stray_at_exit)
 
 
-def _exit_record(how: str, status: int, site: Site) -> Record:
+def _exit_record(how: str, status: int, site: Site) -> JsonObject:
     return {
         "kind": "exit",
         "time": time.time_ns(),
@@ -297,7 +298,7 @@ def _exit_record(how: str, status: int, site: Site) -> Record:
     }
 
 
-def _told_exit(call: Record) -> Record:
+def _told_exit(call: JsonObject) -> JsonObject:
     """The record of an exit: that of the exception behind it, where there is one."""
     behind = call.pop("behind", None)
     return call if behind is None else {**behind, "left": call}

@@ -15,7 +15,7 @@ from typing import Any
 
 from ddpdoctor.probe.runtime import events, rank, shield, torch_private
 from ddpdoctor.probe.runtime.sites import caller
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 
 MOST = 50
 """Different loads that a rank tells."""
@@ -23,7 +23,7 @@ MOST = 50
 _HOOK = "loads"
 
 _told: set[tuple[str, int, str]] = set()
-_early: list[Record] = []
+_early: list[JsonObject] = []
 """What was loaded before this process was a rank."""
 
 
@@ -65,7 +65,7 @@ def _loaded(device: Any, mapped: bool) -> None:
     if key in _told or len(_told) >= MOST:
         return
     _told.add(key)
-    record: Record = {
+    record: JsonObject = {
         "kind": "gpu_load",
         "time": time.time_ns(),
         "device": str(device),

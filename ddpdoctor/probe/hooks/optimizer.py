@@ -9,7 +9,7 @@ from typing import Any
 
 from ddpdoctor.probe.runtime import events, rank, shield, torch_private
 from ddpdoctor.probe.runtime.sites import site_of
-from ddpdoctor.run.record import Phase
+from ddpdoctor.run.status import Phase
 
 _OPTIMIZER = int(Phase.OPTIMIZER)
 _HOOK = "optimizer"

@@ -19,7 +19,7 @@ from ddpdoctor.probe.observers.passes import Pass, digest_of, sample_of
 from ddpdoctor.probe.runtime import events, rank, shield, torch_private
 from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.sites import Site, site_of
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 
 MOST = 32
 """Passes that are followed, of all loaders together."""
@@ -240,7 +240,7 @@ def _begin(iterator: Any) -> Pass | None:
     began = clock()
     made = built.site if built is not None else site
     armed = state.tracker.armed
-    facts: Record = {
+    facts: JsonObject = {
         "kind": "pass",
         "time": time.time_ns(),
         "pass": _followed,
@@ -271,7 +271,7 @@ def _loader_of(iterator: Any) -> _Built | None:
     return None
 
 
-def _map_style(iterator: Any, facts: Record, left: int) -> Pass:
+def _map_style(iterator: Any, facts: JsonObject, left: int) -> Pass:
     """The pass of an iterator, with the facts about its samplers and data set."""
     dataset = torch_private.dataset_of(iterator)
     facts["dataset"] = type(dataset).__name__
@@ -312,9 +312,9 @@ def _map_style(iterator: Any, facts: Record, left: int) -> Pass:
     return Pass(facts, length, followed, -(-3 * whole // (2 * world)), lookup)
 
 
-def _tell_samplers(samplers: list[Any], dataset: Any, facts: Record) -> None:
+def _tell_samplers(samplers: list[Any], dataset: Any, facts: JsonObject) -> None:
     """What the samplers say of themselves, without running any code of theirs."""
-    said: Record = {}
+    said: JsonObject = {}
     for sampler in samplers:
         words = getattr(sampler, "__dict__", {})
         for name in _FACTS:
@@ -465,7 +465,7 @@ def _trained() -> None:
     _judge_evaluations()
 
 
-def _told_first(drawn: Pass) -> Callable[[bool], bytes | Record]:
+def _told_first(drawn: Pass) -> Callable[[bool], bytes | JsonObject]:
     """The pass as it begins to train, with a word about its loop the first time."""
     line = drawn.told("trains")
     facts = drawn.facts
@@ -473,7 +473,7 @@ def _told_first(drawn: Pass) -> Callable[[bool], bytes | Record]:
         return line
     path, number = facts["path"], facts["line"]
 
-    def with_loop(last: bool) -> bytes | Record:
+    def with_loop(last: bool) -> bytes | JsonObject:
         record = line(last)
         if isinstance(record, dict):
             record["to_end"] = loops.runs_to_end(path, number)

@@ -19,7 +19,7 @@ from ddpdoctor.probe.observers.readback import Readback, capturing
 from ddpdoctor.probe.runtime import events, rank, torch_private
 from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.recorder import NotYet
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 
 DENSE = 8
 """Steps at the beginning that are looked at one by one; later the powers of two, with the next."""
@@ -70,7 +70,7 @@ class _Looks:
             hashes = Readback([hash_of(each) for each in found.values()])
             samples = [Elements(each, SAMPLE) for each in found.values()]
         if found:
-            record: Record = {
+            record: JsonObject = {
                 "kind": "buffers",
                 "step": step,
                 "module": module,
@@ -83,10 +83,10 @@ class _Looks:
         budget.spend(self.cost)
 
 
-def _lazily(record: Record, hashes: Readback, samples: list[Elements]) -> Any:
+def _lazily(record: JsonObject, hashes: Readback, samples: list[Elements]) -> Any:
     """The record as soon as the device has passed."""
 
-    def make(last: bool) -> bytes | Record:
+    def make(last: bool) -> bytes | JsonObject:
         if not all(each.ready for each in (hashes, *(each.read for each in samples))):
             if last:
                 return b""

@@ -12,7 +12,7 @@ from typing import Any
 from ddpdoctor.probe.observers.replicas import Mark, Watched, watched
 from ddpdoctor.probe.runtime import events, rank, shield
 from ddpdoctor.probe.runtime.sites import Site
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 
 LOOKS = 64
 """Steps at the beginning whose gradients are looked at; later each so many."""
@@ -86,11 +86,11 @@ def step_begins(optimizer: Any) -> None:
     _marks.clear()
 
 
-def _place(site: Site | None) -> Record:
+def _place(site: Site | None) -> JsonObject:
     return {} if site is None else {"path": site.path, "line": site.line}
 
 
-def _tell(record: Record) -> None:
+def _tell(record: JsonObject) -> None:
     global _told
     state = rank.current()
     if state is not None and _told < MOST:

@@ -8,7 +8,7 @@ import resource
 from collections.abc import Iterator
 from typing import Any
 
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 
 _SERIALIZATION = os.path.join("torch", "serialization.py")
 _ASKING = (
@@ -23,7 +23,7 @@ _MOST = 8
 """Exceptions of a chain that are looked at."""
 
 
-def facts(error: BaseException) -> Record | None:
+def facts(error: BaseException) -> JsonObject | None:
     """What is known of the file that ``torch.save`` or ``torch.load`` failed on.
 
     Returns:
@@ -79,8 +79,8 @@ def _path(file: Any) -> str:
     return os.path.realpath(path) if isinstance(path, str) and path else ""
 
 
-def _known(path: str, access: str) -> Record:
-    found: Record = {"path": path, "access": access}
+def _known(path: str, access: str) -> JsonObject:
+    found: JsonObject = {"path": path, "access": access}
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if access == "write" and limit != resource.RLIM_INFINITY:
         found["limit"] = limit

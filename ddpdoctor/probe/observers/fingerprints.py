@@ -7,7 +7,7 @@ larger one. Now and then a fingerprint is *rich*: one hash and norm per tensor, 
 gradients and of the optimizer's state, at several times the price.
 
 Where the supervisor suspects that ranks differ it names a step a little ahead (see
-`ddpdoctor.run.record.Suspicion`): from there on each is looked at, richly, and after the first of
+`ddpdoctor.run.requests.Suspicion`): from there on each is looked at, richly, and after the first of
 them elements of the tensors that differ are written. A separate credit pays for that, at most twice
 in the life of a rank.
 """
@@ -31,7 +31,9 @@ from ddpdoctor.probe.observers.hashing import hash_of, hashable
 from ddpdoctor.probe.observers.readback import Readback, capturing
 from ddpdoctor.probe.runtime import events, rank, shield, torch_private
 from ddpdoctor.probe.runtime.budget import clock
-from ddpdoctor.run.record import SUSPICION, Record, Suspicion, SuspicionReader, UnreadableError
+from ddpdoctor.run.mapped import UnreadableError
+from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.requests import SUSPICION, Suspicion, SuspicionReader
 
 DENSE = 64
 """Steps at the beginning that are looked at one by one; later this many per doubling."""
@@ -157,7 +159,7 @@ class Fingerprints:
         self._rich_cost = 0
         self._rich_stride = RICH_EVERY
         self._rich_bytes = 0
-        self._pending: deque[tuple[list[Record], list[Readback], list[Callable[[], None]]]] = (
+        self._pending: deque[tuple[list[JsonObject], list[Readback], list[Callable[[], None]]]] = (
             deque()
         )
         self._versions: list[_Version] = []
@@ -274,7 +276,7 @@ class Fingerprints:
             ddp = module.ref()
             if ddp is None:
                 continue
-            record: Record = {
+            record: JsonObject = {
                 "kind": "together",
                 "step": step,
                 "module": module.number,
@@ -333,7 +335,7 @@ class Fingerprints:
                 for index in suspicion.tensors
                 if 0 <= index < len(named) and named[index][1].numel()
             }
-        record: Record = {
+        record: JsonObject = {
             "kind": "elements",
             "step": suspicion.step,
             "module": module.number,
@@ -366,7 +368,7 @@ class Fingerprints:
             self._optimizers.append(weakref.ref(optimizer))
 
     def _take(self, number: int, rich: bool) -> None:
-        records: list[Record] = []
+        records: list[JsonObject] = []
         readbacks: list[Readback] = []
         finishers: list[Callable[[], None]] = []
         self._versions, self._versions_step = [], number
@@ -377,7 +379,7 @@ class Fingerprints:
             named = module.tensors(ddp)
             self._tell_names(module, ddp, [name for name, _ in named])
             self._versions += _versions(module, named)
-            record: Record = {
+            record: JsonObject = {
                 "kind": "fingerprint",
                 "step": number,
                 "module": module.number,
@@ -455,7 +457,7 @@ class Fingerprints:
 
 
 def _finisher(
-    record: Record, hashes: dict[str, Readback], norms: Readback | None
+    record: JsonObject, hashes: dict[str, Readback], norms: Readback | None
 ) -> Callable[[], None]:
     def finish() -> None:
         for kind, read in hashes.items():

@@ -21,7 +21,7 @@ from ddpdoctor.probe.observers.replicas import watched
 from ddpdoctor.probe.observers.steps import OpenStep
 from ddpdoctor.probe.runtime import events, rank, shield
 from ddpdoctor.probe.runtime.budget import clock
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 
 MOST = 8
 """Records that one rank writes."""
@@ -63,7 +63,7 @@ class Losses:
         self.state = state
         self.waiting: _Waiting = deque(maxlen=64)
         self._told = {True: 0, False: 0}
-        self._origins: dict[int, Record | None] = {}
+        self._origins: dict[int, JsonObject | None] = {}
         """By step, where its loss became what it is."""
         self._traces: dict[int, origins.Trace] = {}
         self._traced = 0
@@ -144,7 +144,7 @@ class Losses:
         if value is None or math.isfinite(value) or step.skipped or self._told[of_gradient] >= MOST:
             return
         self._told[of_gradient] += 1
-        told: Record = {"loss": repr(value)} if names is None else {"names": names()}
+        told: JsonObject = {"loss": repr(value)} if names is None else {"names": names()}
         if step.number == self.state.tracker.steps - 1:
             # The optimizer has just stepped with it.
             told["spread"] = _spread(told.get("names", []))

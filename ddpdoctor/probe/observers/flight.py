@@ -24,8 +24,8 @@ from typing import Any
 
 from ddpdoctor.probe.observers.steps import Backward
 from ddpdoctor.probe.runtime import torch_private
-from ddpdoctor.run.asking import Asked
-from ddpdoctor.run.record import UnreadableError
+from ddpdoctor.run.mapped import UnreadableError
+from ddpdoctor.run.requests import Asked
 from ddpdoctor.run.ring import Collective, read_ring
 
 NEWEST = 24

@@ -18,7 +18,7 @@ from ddpdoctor.probe.observers.replicas import Unreduced, Watched, built, watche
 from ddpdoctor.probe.runtime import events, rank, shield, sites, torch_private
 from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.sites import Site
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 
 CLOSELY = 10
 """Synchronized backwards of a DDP module that are looked at one by one."""
@@ -230,7 +230,7 @@ def sighted(
     read = norms.norms(tensors)
     if read is not None:
         names = [name for name, _ in shown]
-        record: Record = {
+        record: JsonObject = {
             "kind": "unreduced",
             "step": state.tracker.steps,
             "ddp": each.number,
@@ -239,7 +239,7 @@ def sighted(
             "line": site.line,
         }
 
-        def with_norms(values: list[float]) -> Record:
+        def with_norms(values: list[float]) -> JsonObject:
             gradients = dict(zip(names, values[::2], strict=True))
             return {
                 **record,
@@ -315,7 +315,9 @@ def rank_fails(error: BaseException) -> None:
             state.recorder.add(_missing_record(state, each, ddp, gone))
 
 
-def _missing_record(state: rank.RankState, each: Watched, ddp: Any, missing: list[int]) -> Record:
+def _missing_record(
+    state: rank.RankState, each: Watched, ddp: Any, missing: list[int]
+) -> JsonObject:
     present = {id(parameter) for parameter in ddp.module.parameters()}
     owners = {
         name: type(module).__name__
@@ -376,7 +378,7 @@ def _look_for_unused(state: rank.RankState, each: Watched, ddp: Any) -> None:
 
 
 def _tell_use(state: rank.RankState, each: Watched) -> None:
-    record: Record = {
+    record: JsonObject = {
         "kind": "find_unused",
         "ddp": each.number,
         "iterations": each.reduced,

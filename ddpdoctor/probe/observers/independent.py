@@ -15,7 +15,7 @@ from typing import Any
 from ddpdoctor.probe.observers import norms
 from ddpdoctor.probe.runtime import events, rank, shield
 from ddpdoctor.probe.runtime.budget import clock
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 
 DENSE = 8
 """Steps at the beginning that are looked at one by one; later the powers of two."""
@@ -105,7 +105,7 @@ def _look(mine: _Training, optimizer: Any, number: int) -> None:
     if read is None:
         return
     ledger = mine.state.ledger
-    record: Record = {
+    record: JsonObject = {
         "kind": "solo",
         "time": time.time_ns(),
         "step": number,
@@ -122,7 +122,7 @@ def _look(mine: _Training, optimizer: Any, number: int) -> None:
         "outside": mine.outside,
     }
 
-    def with_norms(values: list[float]) -> Record:
+    def with_norms(values: list[float]) -> JsonObject:
         return {**record, "gradients": values[::2], "values": values[1::2]}
 
     mine.state.recorder.add(norms.lazy([read], with_norms))

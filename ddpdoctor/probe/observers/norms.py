@@ -9,7 +9,7 @@ from typing import Any
 from ddpdoctor.probe.observers.readback import Readback, capturing
 from ddpdoctor.probe.runtime import torch_private
 from ddpdoctor.probe.runtime.recorder import Lazy, NotYet
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 
 
 def plain(tensor: Any) -> bool:
@@ -60,10 +60,10 @@ def largest(tensors: Sequence[Any]) -> Readback | None:
         )
 
 
-def lazy(numbers: Sequence[Readback], record: Callable[[list[float]], Record]) -> Lazy:
+def lazy(numbers: Sequence[Readback], record: Callable[[list[float]], JsonObject]) -> Lazy:
     """A record that is made in the writing thread, as soon as the numbers are there."""
 
-    def make(last: bool) -> bytes | Record:
+    def make(last: bool) -> bytes | JsonObject:
         if all(each.ready for each in numbers):
             return record([number for each in numbers for number in each.numbers()])
         if not last:

@@ -17,7 +17,7 @@ from ddpdoctor.probe.observers.replicas import Watched, watched
 from ddpdoctor.probe.runtime import events, rank, shield, sites
 from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.sites import Site
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 
 FROM, TO = 2, 12
 """Synchronized backwards of a DDP module between which a parameter without optimizer is watched."""
@@ -189,7 +189,7 @@ def _second_look(state: rank.RankState, each: Watched) -> None:
     if not before.orphans or not orphans[lost]:
         lost = max(_made, key=lambda optimizer: len(owned(optimizer) & each.ids))
     maker = _made[lost]
-    record: Record = {
+    record: JsonObject = {
         "kind": "unowned",
         "time": time.time_ns(),
         "ddp": each.number,
@@ -203,7 +203,7 @@ def _second_look(state: rank.RankState, each: Watched) -> None:
         "line": maker.site.line,
     }
 
-    def with_norms(values: list[float]) -> Record:
+    def with_norms(values: list[float]) -> JsonObject:
         half = len(values) // 2
         return {**record, "unchanged": values[:half] == values[half:]}
 

@@ -18,7 +18,7 @@ from ddpdoctor.probe.observers import graphs, norms
 from ddpdoctor.probe.observers.graphs import UNKNOWN, Kept, Operation, Sizes
 from ddpdoctor.probe.observers.readback import Readback
 from ddpdoctor.probe.observers.replicas import watched
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 
 MOST = 20_000
 """Operations that are looked at; a larger graph is given up."""
@@ -39,7 +39,7 @@ SINGULAR = frozenset(
 _WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
-def origin(loss: Any, value: float) -> Record | None:
+def origin(loss: Any, value: float) -> JsonObject | None:
     """Where a loss on the CPU became what it is.
 
     Args:
@@ -87,7 +87,7 @@ class Trace:
         """Whether all of them are finite, once they are there."""
         return all(map(math.isfinite, self._readback.numbers()))
 
-    def origin(self, value: float) -> Record | None:
+    def origin(self, value: float) -> JsonObject | None:
         """Where the loss became what it is, once the sizes are there; as `origin` tells it."""
         sizes = graphs.told(self._readback.numbers())
         return _Search(self._operations, sizes, math.isnan(value)).run()
@@ -133,7 +133,7 @@ class _Search:
         self._sizes = sizes
         self._nan = nan
 
-    def run(self, start: int = 0) -> Record | None:
+    def run(self, start: int = 0) -> JsonObject | None:
         at: int | None = start if self._operations else None
         while at is not None:
             at, found = self._region(at)
@@ -141,7 +141,7 @@ class _Search:
                 return found
         return None
 
-    def _region(self, bad: int) -> tuple[int | None, Record | None]:
+    def _region(self, bad: int) -> tuple[int | None, JsonObject | None]:
         """From one whose result is bad to the next one below it; or what is found instead."""
         queue, known = [bad], {bad}
         tellers: list[int] = []
@@ -183,7 +183,7 @@ class _Search:
         numbers = (suspects or [*tellers, bad])[-NAMED:]
         return None, self._told("operation", numbers, numbers[0])
 
-    def _from_infinite(self, number: int, kept: Kept) -> Record:
+    def _from_infinite(self, number: int, kept: Kept) -> JsonObject:
         """NaN came out of an operation that an infinite value went into: where that began."""
         found = self._told("operation", [number], number)
         if kept.maker != UNKNOWN:
@@ -201,7 +201,7 @@ class _Search:
     def _word(self, number: int) -> str:
         return _words(self._operations[number].name)
 
-    def _told(self, what: str, numbers: list[int], at: int) -> Record:
+    def _told(self, what: str, numbers: list[int], at: int) -> JsonObject:
         distance, names = next(self._parameters(at), (0, []))
         order = self._order(numbers[0]) if len(numbers) == 1 else None
         # Between a layer's operation and its weight there is at most a transposition.

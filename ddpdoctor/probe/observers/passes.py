@@ -15,7 +15,7 @@ from typing import Any
 from zlib import crc32
 
 from ddpdoctor.probe.observers.sketches import Rows, Sketch
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 
 SAMPLE = 128
 """Indices of an index space that are followed one by one."""
@@ -123,7 +123,7 @@ class Pass:
 
     def __init__(
         self,
-        facts: Record,
+        facts: JsonObject,
         length: int,
         followed: dict[int, int],
         share_at: int,
@@ -208,7 +208,7 @@ class Pass:
         self._pending.append(rows)
         self._drawn += 1
 
-    def told(self, state: str) -> Callable[[bool], bytes | Record]:
+    def told(self, state: str) -> Callable[[bool], bytes | JsonObject]:
         """The record of the pass as it stands now."""
         upto = self._drawn
         head = tuple(self._head)
@@ -220,7 +220,7 @@ class Pass:
             "joins": self.joins,
         }
 
-        def line(last: bool) -> Record:
+        def line(last: bool) -> JsonObject:
             self._digest(upto)
             facts.update(self._summary())
             facts["head"] = [len(head), digest_of(_plain(head))]
@@ -234,7 +234,7 @@ class Pass:
 
         return line
 
-    def digested(self) -> Callable[[bool], bytes | Record]:
+    def digested(self) -> Callable[[bool], bytes | JsonObject]:
         """No record, but what was drawn up to now is hashed, and let go."""
         upto = self._drawn
 
@@ -285,8 +285,8 @@ class Pass:
                     self._repeats += name in known
                     known[name] = None
 
-    def _summary(self) -> Record:
-        summary: Record = {
+    def _summary(self) -> JsonObject:
+        summary: JsonObject = {
             "draws": self._seen,
             "order": self._order & _BITS,
             "falls": self._falls,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ddpdoctor.run.environment import MARK
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 
 _REFUSED = re.compile(
     r"server socket has failed to (?:listen|bind)[^\n]*?(?:port: |\]:)(?P<port>\d+)"
@@ -19,7 +19,7 @@ _SECONDS = 0.3
 """How long the holder is looked for among all processes."""
 
 
-def facts(message: str) -> Record | None:
+def facts(message: str) -> JsonObject | None:
     """The holder of the port that torch's store could not listen on, asked for at that moment.
 
     Returns:
@@ -30,7 +30,7 @@ def facts(message: str) -> Record | None:
     if refused is None:
         return None
     port = int(refused["port"])
-    found: Record = {"port": port, "spawned": spawned()}
+    found: JsonObject = {"port": port, "spawned": spawned()}
     holder = _holder(port)
     return found if holder is None else {**found, "holder": holder}
 
@@ -40,7 +40,7 @@ def spawned() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and os.getsid(0) != os.getpid()
 
 
-def unopened(arguments: dict[str, Any]) -> Record | None:
+def unopened(arguments: dict[str, Any]) -> JsonObject | None:
     """The address that ``init_process_group`` is given, if no rank will open its port.
 
     Under torchrun every rank connects to the store of its agent, rank 0 as well: at another address
@@ -88,7 +88,7 @@ def _parsed(data: bytes) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _holder(port: int) -> Record | None:
+def _holder(port: int) -> JsonObject | None:
     inodes = set(_listening(port))
     if not inodes:
         return None
@@ -125,7 +125,7 @@ def _holds(pid: int, inodes: set[str]) -> bool:
         return False
 
 
-def _described(pid: int) -> Record:
+def _described(pid: int) -> JsonObject:
     environment: dict[str, str] = {}
     words = ""
     try:

@@ -25,8 +25,8 @@ from ddpdoctor.core.user_code import user_file
 from ddpdoctor.probe.runtime import events, rank, shield
 from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.threads import background
-from ddpdoctor.run.asking import MOST_PROFILES, PROFILE, Asked
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.requests import MOST_PROFILES, PROFILE, Asked
 
 SAMPLES = 48
 """Samples of one profile."""
@@ -204,7 +204,7 @@ class Sampler:
                 ran, waited, number = ran + one[0], waited + one[1], number + 1
         return {**counted, "children": number, "children_ran": ran, "children_waited": waited}
 
-    def _record(self) -> Record:
+    def _record(self) -> JsonObject:
         after = self._counters()
         counted = {
             name: max(after[name] - before, 0)

@@ -18,7 +18,7 @@ from ddpdoctor.probe.observers.readback import Readback, capturing
 from ddpdoctor.probe.runtime import events, rank, shield, sites, torch_private
 from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.recorder import NotYet
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 
 MOST = 64
 """Evaluations that one rank tells of."""
@@ -117,7 +117,7 @@ def _look(mine: _Looks, number: int, ddp: Any) -> None:
         mine.told[number] = armed
         mine.count += 1
         site = sites.caller()
-        record: Record = {
+        record: JsonObject = {
             "kind": "statistics",
             "time": time.time_ns(),
             "module": number,
@@ -132,7 +132,7 @@ def _look(mine: _Looks, number: int, ddp: Any) -> None:
     state.budget.spend(clock() - began)
 
 
-def _write(state: rank.RankState, record: Record, layers: list[Any]) -> None:
+def _write(state: rank.RankState, record: JsonObject, layers: list[Any]) -> None:
     """The record, as soon as the device has passed."""
     with sys.modules["torch"].no_grad():
         kept = [
@@ -141,7 +141,7 @@ def _write(state: rank.RankState, record: Record, layers: list[Any]) -> None:
         hashes = Readback([hash_of(each) for each in kept])
         samples = [Elements(each, SAMPLE) for each in kept[: 2 * NAMED]]
 
-    def make(last: bool) -> bytes | Record:
+    def make(last: bool) -> bytes | JsonObject:
         if not all(each.ready for each in (hashes, *(each.read for each in samples))):
             if last:
                 return b""

@@ -25,7 +25,7 @@ from ddpdoctor.probe.runtime.cores import CoreClock
 from ddpdoctor.probe.runtime.recorder import NotYet, Recorder
 from ddpdoctor.probe.runtime.sites import Site
 from ddpdoctor.probe.runtime.vitals import Vitals
-from ddpdoctor.run.record import NO_EPOCH, Parts, Phase
+from ddpdoctor.run.status import NO_EPOCH, Parts, Phase
 
 _now = time.perf_counter_ns
 _thread = threading.get_ident

@@ -15,7 +15,7 @@ from ddpdoctor.probe.observers.readback import Readback
 from ddpdoctor.probe.observers.replicas import Mark, mark_of
 from ddpdoctor.probe.runtime import events, rank, shield, sites
 from ddpdoctor.probe.runtime.sites import NOWHERE, Site
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 
 LARGEST = 1 << 16
 """Elements of a parameter that is watched."""
@@ -167,7 +167,7 @@ def _tell(each: _Watch) -> None:
     state = rank.current()
     if state is None:
         return
-    record: Record = {
+    record: JsonObject = {
         "kind": "unzeroed",
         "optimizer": each.name,
         "step": state.tracker.steps,
@@ -177,7 +177,7 @@ def _tell(each: _Watch) -> None:
     }
     pairs = each.pairs[: len(each.pairs) // 2 * 2]
 
-    def with_norms(values: list[float]) -> Record:
+    def with_norms(values: list[float]) -> JsonObject:
         after, edited = values[: len(pairs)], values[len(pairs) :]
         return {**record, "after": after[::2], "before": after[1::2], "edited": edited}
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ddpdoctor.run.record import Phase
+from ddpdoctor.run.status import Phase
 
 Times = list[int]
 """Nanoseconds by `Phase`."""

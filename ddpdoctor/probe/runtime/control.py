@@ -16,8 +16,8 @@ from typing import Any
 
 from ddpdoctor.probe.runtime import shield
 from ddpdoctor.probe.runtime.threads import background
-from ddpdoctor.run.control_socket import NAME, short_path
 from ddpdoctor.run.environment import namespace
+from ddpdoctor.run.names import CONTROL, short_path
 
 _CLAIM = "DDPDOCTOR_RANK_PID"
 """Set by the process that is the rank, so that its children know that they are not."""
@@ -61,7 +61,7 @@ def join(hello: Message) -> None:
         _, _, place = os.environ.get("DDPDOCTOR_SUPERVISOR", "").partition("@")
         if place != namespace():
             return
-        join_at(os.path.join(os.environ["DDPDOCTOR_RUN_DIR"], NAME), hello)
+        join_at(os.path.join(os.environ["DDPDOCTOR_RUN_DIR"], CONTROL), hello)
         claim()
     else:
         say("hello", pid=os.getpid(), **hello)

@@ -10,7 +10,7 @@ import sys
 
 from ddpdoctor.probe.runtime import control, debugpy_private, timeouts
 from ddpdoctor.probe.runtime.control import Message
-from ddpdoctor.run.control_socket import NAME
+from ddpdoctor.run.names import CONTROL
 
 _forks = False
 
@@ -38,7 +38,7 @@ def join(directory: str) -> None:
         workers=_nothing,
     )
     control.leave()
-    control.join_at(os.path.join(directory, NAME), {})
+    control.join_at(os.path.join(directory, CONTROL), {})
     if not _forks:
         _forks = True
         os.register_at_fork(after_in_child=_forget)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from ddpdoctor.probe.runtime import budget, events, shield, sites
 from ddpdoctor.probe.runtime.recorder import Recorder
-from ddpdoctor.run.record import Phase, Record
+from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.status import Phase
 
 if TYPE_CHECKING:
     from ddpdoctor.probe.observers.ledger import Ledger
@@ -85,7 +86,7 @@ def _report(hook: str, error: str) -> None:
         _state.recorder.add({"kind": "fault", "time": time.time_ns(), "hook": hook, "error": error})
 
 
-def tell(record: Record) -> None:
+def tell(record: JsonObject) -> None:
     """Write a record now rather than soon: the process may end the next moment."""
     if _state is not None:
         _state.recorder.add_now(record)

@@ -11,7 +11,9 @@ from collections import deque
 from collections.abc import Callable
 
 from ddpdoctor.probe.runtime.threads import background
-from ddpdoctor.run.record import Journal, Record, StatusPage, encode
+from ddpdoctor.run.journal import Journal
+from ddpdoctor.run.records.base import JsonObject, encode
+from ddpdoctor.run.status import StatusPage
 
 FLUSH_EVERY = 0.25
 """Seconds between two writes of the journal."""
@@ -19,7 +21,7 @@ FLUSH_EVERY = 0.25
 QUEUE = 20_000
 """Records that wait at most; a step every 12.5 microseconds would fill it."""
 
-Lazy = Callable[[bool], "bytes | Record"]
+Lazy = Callable[[bool], "bytes | JsonObject"]
 """Makes a line, or a record, in the writing thread; the argument says: this is the last chance."""
 
 
@@ -41,7 +43,7 @@ class Recorder:
         self.each_round: list[Callable[[], None]] = []
         """Called by the writing thread every `FLUSH_EVERY` seconds, and once at the end."""
         self._journal = journal
-        self._queue: deque[Record | Lazy] = deque()
+        self._queue: deque[JsonObject | Lazy] = deque()
         self._writing = threading.Lock()
         self._stop = threading.Event()
         self._failed = False
@@ -51,14 +53,14 @@ class Recorder:
         """Start the writing thread."""
         self._thread.start()
 
-    def add(self, record: Record | Lazy) -> None:
+    def add(self, record: JsonObject | Lazy) -> None:
         """Queue a record; never blocks, never raises."""
         if len(self._queue) >= QUEUE:
             self.dropped += 1
         else:
             self._queue.append(record)
 
-    def add_now(self, record: Record) -> None:
+    def add_now(self, record: JsonObject) -> None:
         """Write a record, and what is queued if the writing thread is not at it: no waiting.
 
         For what tells why a process ends that native code may end the next moment. It takes a
@@ -107,7 +109,7 @@ class Recorder:
                 self.add({"kind": "fault", "hook": hook, "error": type(error).__name__})
 
     def _drain(self, last: bool) -> None:
-        batch: list[Record | bytes] = []
+        batch: list[JsonObject | bytes] = []
         for _ in range(len(self._queue)):
             item = self._queue[0]
             try:

@@ -7,7 +7,7 @@ import sys
 from types import CodeType, FrameType
 
 from ddpdoctor.core.user_code import user_file
-from ddpdoctor.run.record import page_text
+from ddpdoctor.run.status import page_text
 
 _MAX_CACHED = 4096
 

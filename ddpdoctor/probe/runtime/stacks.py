@@ -28,7 +28,8 @@ from types import FrameType
 from ddpdoctor.probe.runtime import control, rank, shield
 from ddpdoctor.probe.runtime.threads import background
 from ddpdoctor.run.environment import namespace
-from ddpdoctor.run.record import STACKS_SUFFIX, Record, encode, stacks_stem
+from ddpdoctor.run.names import STACKS_SUFFIX, stacks_stem
+from ddpdoctor.run.records.base import JsonObject, encode
 
 MOST_FRAMES = 200
 """Frames of one thread that are told, the innermost ones."""
@@ -82,7 +83,7 @@ def declare() -> None:
     thread = background("stacks", _serve, _declared)
     thread.start()
     main = threading.main_thread()
-    told: Record = {
+    told: JsonObject = {
         "kind": "stacks",
         "time": time.time_ns(),
         "pid": pid,
@@ -164,7 +165,7 @@ def _declare_again(declared: _Declared) -> None:
     declare()
 
 
-def _answer() -> Record:
+def _answer() -> JsonObject:
     """The stacks of all threads but ours and the debugger's."""
     named = {thread.ident: thread for thread in threading.enumerate()}
     frames_now = sys._current_frames()
@@ -186,7 +187,7 @@ def _answer() -> Record:
                     "cut": cut,
                 }
             )
-    told: Record = {"kind": "answer", "time": time.time_ns(), "threads": threads}
+    told: JsonObject = {"kind": "answer", "time": time.time_ns(), "threads": threads}
     return {**told, "world_size": joining} if joining else told
 
 

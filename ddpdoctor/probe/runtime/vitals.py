@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from ddpdoctor.probe.runtime import torch_private
-from ddpdoctor.run.record import Parts, StatusPage
+from ddpdoctor.run.status import Parts, StatusPage
 
 EVERY = 1_000_000_000
 """Nanoseconds between two looks at the memory."""

@@ -97,8 +97,8 @@ def encode(record: Record | JsonObject) -> bytes:
     runs neither. A record that cannot be encoded becomes one of its kind that says so.
     """
     try:
-        told = as_json(record) if isinstance(record, Record) else record
-        text = json.dumps(told, separators=(",", ":"), default=_plain)
+        found = as_json(record) if isinstance(record, Record) else record
+        text = json.dumps(found, separators=(",", ":"), default=_plain)
     except Exception as error:
         kind = record.kind if isinstance(record, Record) else str(record.get("kind"))
         text = json.dumps({"kind": kind, "unsayable": type(error).__name__}, separators=(",", ":"))

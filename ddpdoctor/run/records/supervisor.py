@@ -60,7 +60,7 @@ class HangRecord(Record):
     restart: int
     seconds: float
     """For how long no rank had made progress."""
-    everybody: bool
+    everybody: bool = True
     """No rank did; else some rank worked while others waited for long."""
     fresh: bool = False
     """No step was closed yet."""

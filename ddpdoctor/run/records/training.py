@@ -19,7 +19,8 @@ class StepRecord(Record):
     kind = "step"
     kept = 0
 
-    step: int
+    step: int = -1
+    """Its number; a line without one is no step."""
     epoch: int | None = None
     start: int = 0
     """Unix nanoseconds."""

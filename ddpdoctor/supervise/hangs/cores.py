@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ddpdoctor.run.environment import namespace
-from ddpdoctor.run.record import Record
+from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.system import proc
 from ddpdoctor.system.process_state import Turn, lacked, read_turn
@@ -46,7 +46,7 @@ class Cores:
     def lost_by(self, rank: Rank, now: float) -> float:
         """As :meth:`lost`, of the silence that a rank is in; of another host's nothing is known."""
         status = rank.status
-        if status is None or rank.opened.get("namespace", self._here) != self._here:
+        if status is None or rank.opened.namespace not in (None, self._here):
             return 0.0
         return self.lost(status.pid, status.since, now)
 
@@ -82,7 +82,7 @@ class Cores:
         known.written = known.lost
         return known.lost
 
-    def records(self, run: Run) -> Iterator[Record]:
+    def records(self, run: Run) -> Iterator[JsonObject]:
         """What ranks have lost, as far as it is news."""
         for rank in run.last:
             lost = self.news(rank.status.pid) if rank.status is not None else None

@@ -13,10 +13,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ddpdoctor.core import opening
+from ddpdoctor.core.opening import integer
 from ddpdoctor.run.environment import namespace
-from ddpdoctor.run.record import Record, UnreadableError, integer, rank_stem, read_status
+from ddpdoctor.run.mapped import UnreadableError
+from ddpdoctor.run.names import rank_stem
+from ddpdoctor.run.records.base import JsonObject, as_json
 from ddpdoctor.run.ring import read_ring
 from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.status import read_status
 from ddpdoctor.stacks import py_spy
 from ddpdoctor.stacks.capture import capture
 from ddpdoctor.stacks.model import RankStacks, Thread, from_record, to_record
@@ -59,10 +63,10 @@ def examine(
     run: Run,
     number: int,
     waiting: Collection[int],
-    before: Mapping[int, Record],
+    before: Mapping[int, JsonObject],
     seen: dict[int, Seen],
     launcher: int | None = None,
-) -> list[Record]:
+) -> list[JsonObject]:
     """What each rank of this host is doing, one record a rank.
 
     Args:
@@ -74,7 +78,7 @@ def examine(
         launcher: The process of the job's command.
     """
     here = namespace()
-    local = [rank for rank in run.last if rank.opened.get("namespace", here) == here]
+    local = [rank for rank in run.last if rank.opened.namespace in (None, here)]
     looked = _look(run, local, waiting, launcher)
     records = {rank.rank: _of_rank(run, rank) for rank in run.last}
     # Those that were slow to answer for want of a core are given as much time again.
@@ -140,7 +144,7 @@ def _look(
     return _Looked(began, turns, samples, stacks, {each.rank: each for each in again}, workers)
 
 
-def _of_stacks(stacks: RankStacks, record: Record, known: Record) -> Record:
+def _of_stacks(stacks: RankStacks, record: JsonObject, known: JsonObject) -> JsonObject:
     """What the stacks of a rank say; ``known`` is what the examination before this one found."""
     found = to_record(_shortened(stacks))
     if not stacks.threads and known.get("since") == record.get("since"):
@@ -149,7 +153,7 @@ def _of_stacks(stacks: RankStacks, record: Record, known: Record) -> Record:
     return {"stacks": found, "pid": stacks.pid}
 
 
-def look_again(run: Run, records: Mapping[int, Record], seen: dict[int, Seen]) -> None:
+def look_again(run: Run, records: Mapping[int, JsonObject], seen: dict[int, Seen]) -> None:
     """Bring up to date what can be without asking the ranks for anything.
 
     Args:
@@ -174,7 +178,7 @@ def look_again(run: Run, records: Mapping[int, Record], seen: dict[int, Seen]) -
         seen[rank_number] = Seen(before.pid, now, after)
 
 
-def _since(before: Seen | None, pid: int, after: activity.Sample, now: float) -> Record:
+def _since(before: Seen | None, pid: int, after: activity.Sample, now: float) -> JsonObject:
     """What the main threads of a process and its children did since it was looked at before."""
     if before is None or before.pid != pid or now <= before.when:
         return {}
@@ -206,7 +210,7 @@ def _workers(stacks: RankStacks) -> list[RankStacks]:
     return py_spy.read_silent(children, PATIENCE)
 
 
-def _twice(workers: list[RankStacks]) -> list[list[Record]]:
+def _twice(workers: list[RankStacks]) -> list[list[JsonObject]]:
     """The stacks of workers, and those of now."""
     blank = [replace(each, threads=()) for each in workers]
     return [
@@ -215,7 +219,9 @@ def _twice(workers: list[RankStacks]) -> list[list[Record]]:
     ]
 
 
-def add_native(records: Iterable[Record], ranks: Collection[int], known: dict[int, Record]) -> None:
+def add_native(
+    records: Iterable[JsonObject], ranks: Collection[int], known: dict[int, JsonObject]
+) -> None:
     """Put native frames into the records of some ranks; each is held for a second or two.
 
     Args:
@@ -240,15 +246,15 @@ def add_native(records: Iterable[Record], ranks: Collection[int], known: dict[in
         known[each.rank] = stacked[each.rank]["stacks"] = to_record(each)
 
 
-def _of_rank(run: Run, rank: Rank) -> Record:
-    record: Record = {"rank": rank.rank, "restart": rank.restart}
+def _of_rank(run: Run, rank: Rank) -> JsonObject:
+    record: JsonObject = {"rank": rank.rank, "restart": rank.restart}
     status = rank.status
     # As it is now: the snapshot is some seconds old.
     with contextlib.suppress(OSError, UnreadableError):
         status = read_status(str(run.path / f"{rank_stem(rank.rank, rank.restart)}.status"))
     now = time.time_ns()
     if rank.exit is not None:
-        record["exit"] = rank.exit
+        record["exit"] = as_json(rank.exit)
     if rank.ended is not None:
         record["ended"] = True
     if status is None:
@@ -256,7 +262,7 @@ def _of_rank(run: Run, rank: Rank) -> Record:
     return {
         **record,
         "pid": status.pid,
-        "host": rank.opened.get("host", ""),
+        "host": rank.opened.host,
         "world_size": status.world_size,
         "phase": status.phase.label,
         "since": status.since,
@@ -271,7 +277,7 @@ def _of_rank(run: Run, rank: Rank) -> Record:
     }
 
 
-def ring_record(rank: Rank) -> Record:
+def ring_record(rank: Rank) -> JsonObject:
     """The newest collectives that a rank called from Python."""
     if rank.ring_file is None:
         return {}
@@ -287,9 +293,11 @@ def ring_record(rank: Rank) -> Record:
     }
 
 
-def _flights(run: Run, ranks: Iterable[Rank], number: int, deadline: float) -> dict[int, Record]:
+def _flights(
+    run: Run, ranks: Iterable[Rank], number: int, deadline: float
+) -> dict[int, JsonObject]:
     """What the Flight Recorders hold, as far as they answer in time (monotonic seconds)."""
-    found: dict[int, Record] = {}
+    found: dict[int, JsonObject] = {}
     open_ = [rank for rank in ranks if rank.exit is None]
     while True:
         for rank in list(open_):
@@ -308,7 +316,7 @@ def _flights(run: Run, ranks: Iterable[Rank], number: int, deadline: float) -> d
     return found
 
 
-def _read(path: Path) -> Record | None:
+def _read(path: Path) -> JsonObject | None:
     with contextlib.suppress(OSError, ValueError):
         return opening.json_object(path, opening.MOST_RECORD)
     return None

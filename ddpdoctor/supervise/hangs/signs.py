@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-from ddpdoctor.run.record import Phase
+from ddpdoctor.run.records.process import ErrorRecord, ExitRecord
 from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.status import Phase
 from ddpdoctor.supervise.hangs.cores import MOST
 from ddpdoctor.system import activity
 from ddpdoctor.system.process_state import Turns
@@ -163,7 +164,7 @@ class Start:
     def silence(self, run: Run, now: float) -> Still | None:
         """What is still of a job that has no rank yet."""
         quiet = now - self.began
-        ended = any(each["kind"] in ("error", "exit") for each in run.strays)
+        ended = any(isinstance(each, (ErrorRecord, ExitRecord)) for each in run.strays)
         if ended or quiet < self._base:
             return None
         return Still(quiet, self._base, (), True, True)

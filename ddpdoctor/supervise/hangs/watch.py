@@ -12,11 +12,15 @@ from functools import partial
 from pathlib import Path
 
 from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.opening import integer
 from ddpdoctor.core.relations import STANDSTILL
 from ddpdoctor.run import rundir
-from ddpdoctor.run.asking import Asking
-from ddpdoctor.run.record import Record, integer
-from ddpdoctor.run.snapshot import HANG, Run
+from ddpdoctor.run.records.base import JsonObject, Record
+from ddpdoctor.run.records.decode import SUPERVISOR_RECORDS, decode
+from ddpdoctor.run.records.process import EndRecord, ErrorRecord, ExitRecord
+from ddpdoctor.run.records.supervisor import RankExitRecord
+from ddpdoctor.run.requests import Asking
+from ddpdoctor.run.snapshot import HANG, Records, Run
 from ddpdoctor.supervise.hangs import examination
 from ddpdoctor.supervise.hangs.cores import Cores, is_loaded
 from ddpdoctor.supervise.hangs.signs import FIRST, LEAST, Signs, Start, Still, waits
@@ -36,7 +40,7 @@ LAST = 3.0
 CONFIRM = 2.0
 """Seconds until those that are to blame are looked at again, where processes lack cores."""
 
-_GIVES_UP = ("error", "exit", "rank_exit", "end")
+_GIVES_UP = (ErrorRecord, ExitRecord, RankExitRecord, EndRecord)
 _OF_HANGS = ("DDP4", "DDP8", "DDP109")
 """Families of findings that say why a job hangs."""
 
@@ -59,7 +63,7 @@ class HangWatch:
         self,
         directory: Path,
         hang_after: float | None,
-        write: Callable[[Record], None],
+        write: Callable[[JsonObject], None],
         note: Callable[[str], None],
         wake: Callable[[], None],
     ) -> None:
@@ -73,15 +77,15 @@ class HangWatch:
         self._start = Start(hang_after if hang_after is not None else LEAST)
         self._number = 0
         self._thread: threading.Thread | None = None
-        self._found: Record | None = None
+        self._found: JsonObject | None = None
         self._pending = False
         """What was found is not written yet."""
         self._written = False
         """Something that was found of this hang is."""
         self._hung: Still | None = None
         self._marks: dict[int, float] = {}
-        self._before: dict[int, Record] = {}
-        self._native: dict[int, Record] = {}
+        self._before: dict[int, JsonObject] = {}
+        self._native: dict[int, JsonObject] = {}
         """The stacks with native frames of ranks that were to blame, by rank."""
         self._seen: dict[int, examination.Seen] = {}
         """The processes of the ranks when they were looked at last."""
@@ -144,7 +148,7 @@ class HangWatch:
             self._thread = None
         if self._pending:
             self._examined(run)
-        gave_up = self._ended and _failed(run, self._examined_at, ("error",))
+        gave_up = self._ended and _failed(run, self._examined_at, (ErrorRecord,))
         if self._hung is not None and status == 0 and not gave_up:
             # It did come to its end.
             self._write({"kind": "hang_over", "time": time.time_ns(), "number": self._number})
@@ -211,7 +215,7 @@ class HangWatch:
         self._thread.start()
 
     def _gather(self, run: Run, still: Still, number: int, waiting: list[int]) -> None:
-        record: Record = {
+        record: JsonObject = {
             "kind": "hang",
             "time": time.time_ns(),
             "number": number,
@@ -239,7 +243,7 @@ class HangWatch:
         self._found, self._pending = record, True
         self._wake()
 
-    def _put(self, record: Record) -> None:
+    def _put(self, record: JsonObject) -> None:
         whole = {**record, "ranks": [self._before[rank] for rank in sorted(self._before)]}
         text = json.dumps(whole, separators=(",", ":"), default=str)
         rundir.put(self._directory / record["file"], text.encode())
@@ -258,7 +262,7 @@ class HangWatch:
             self._work(partial(self._hold, found, ranks))
         return bool(ranks)
 
-    def _hold(self, found: Record, ranks: frozenset[int]) -> None:
+    def _hold(self, found: JsonObject, ranks: frozenset[int]) -> None:
         with contextlib.suppress(Exception):
             examination.add_native(self._before.values(), ranks, self._native)
             self._put(found)
@@ -270,9 +274,10 @@ class HangWatch:
         """Who is to blame for sure, by what was found."""
         from ddpdoctor.rules.diagnosis import guilty
 
-        if self._found is None:
+        found = decode(self._found, SUPERVISOR_RECORDS) if self._found is not None else None
+        if found is None:
             return frozenset()
-        return guilty(replace(run, supervisor=(*run.supervisor, self._found)))
+        return guilty(replace(run, supervisor=Records((*run.supervisor, found))))
 
     def _doubts(self, run: Run) -> bool:
         """Whether those to blame are looked at once more before it is said.
@@ -373,19 +378,17 @@ class HangWatch:
 def _ended_well(run: Run, ranks: frozenset[int], since: int) -> bool:
     """Whether one of these ranks has ended without a failure since (Unix nanoseconds)."""
     return any(
-        rank.exit is not None
-        and rank.exit.get("status") == 0
-        and integer(rank.exit, "time") >= since
+        rank.exit is not None and rank.exit.status == 0 and rank.exit.time >= since
         for rank in run.last
         if rank.rank in ranks
     )
 
 
-def _failed(run: Run, since: int, kinds: tuple[str, ...] = _GIVES_UP) -> bool:
+def _failed(run: Run, since: int, kinds: tuple[type[Record], ...] = _GIVES_UP) -> bool:
     """Whether a process of the job has failed or ended since (Unix nanoseconds)."""
     records = [
         record
         for rank in run.last
         for record in (*rank.records, *([rank.exit] if rank.exit is not None else ()))
     ]
-    return any(record.get("kind") in kinds and record.get("time", 0) >= since for record in records)
+    return any(type(each) in kinds and getattr(each, "time", 0) >= since for each in records)

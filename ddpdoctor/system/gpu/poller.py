@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ddpdoctor.run.record import FORMAT, Record
+from ddpdoctor.run.names import FORMAT
+from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.system.gpu.nvml import NvmlReader
 from ddpdoctor.system.gpu.reader import Device, Reading
 
@@ -47,7 +48,7 @@ class Poller:
         self._rest: dict[str, Reading] = {}
         self._slow_due = float("-inf")
 
-    def read(self) -> Record:
+    def read(self) -> JsonObject:
         """What they do now: ``format, time, host, nvml, gpus``.
 
         ``nvml`` says in words why they cannot be read. A GPU that was there stays in the list, with
@@ -84,7 +85,7 @@ class Poller:
         self._reader.close()
 
 
-def _record(device: Device, brief: Reading, rest: Reading, problem: str) -> Record:
+def _record(device: Device, brief: Reading, rest: Reading, problem: str) -> JsonObject:
     silent = brief == Reading()
     numbers: dict[str, Any] = {
         "utilization": _ratio(brief.utilization),

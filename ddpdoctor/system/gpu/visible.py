@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ddpdoctor.run.record import whole
+from ddpdoctor.core.opening import whole
 from ddpdoctor.system.gpu.nvml import NvmlReader
 from ddpdoctor.system.gpu.reader import Device, same_uuid
 

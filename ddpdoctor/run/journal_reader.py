@@ -10,11 +10,15 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
 from ddpdoctor.core import opening
-from ddpdoctor.run.record import EVERY, KINDS, SEGMENT_SIZE, Record, segment_number
+from ddpdoctor.run.journal import SEGMENT_SIZE, segment_number
+from ddpdoctor.run.records.base import EVERY, Record
+from ddpdoctor.run.records.decode import RANK_RECORDS, parse
+from ddpdoctor.run.snapshot import Records
 
 WINDOW = 512
 """Step records that are kept of a journal; the newest ones."""
@@ -93,16 +97,24 @@ class JournalReader:
     Args:
         path: The journal.
         window: Step records that are kept.
-        room: What it shares with other journals; of its own if not said.
+        room: What it shares with other journals; one for itself if not given.
+        kinds: The records that it may hold.
     """
 
-    def __init__(self, path: Path, window: int = WINDOW, room: Room | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        window: int = WINDOW,
+        room: Room | None = None,
+        kinds: Mapping[str, type[Record]] = RANK_RECORDS,
+    ) -> None:
         self.left_out = ""
         """What was not read, or not kept, because there is too much of it; in words."""
         self.thinned = 0
         """How often records were let go."""
         self.size = 0
         """Bytes of memory that the records take, about."""
+        self._kinds = kinds
         self._path = path
         self._older = path.with_name(path.name + ".1")
         self._room = Room() if room is None else room
@@ -115,20 +127,19 @@ class JournalReader:
         self._parses = 0
         self._kept: dict[int, tuple[Record, int]] = {}
         """By the hash of their lines, which come again at the head of a segment; with sizes."""
-        self._records: tuple[Record, ...] | None = None
+        self._records: Records | None = None
         self._skips = False
         """Whether the rest of a line that is too long is passed over."""
 
     @property
-    def records(self) -> tuple[Record, ...]:
-        """Everything but steps, oldest first."""
+    def records(self) -> Records:
+        """Everything but steps."""
         if self._records is None:
-            self._records = tuple(record for record, _ in self._kept.values())
+            self._records = Records(record for record, _ in self._kept.values())
         return self._records
 
     def poll(self) -> bool:
         """Take in what was written since the last call; True if there was anything."""
-        self._parses = self._room.parsed
         self._parses = self._room.parsed
         with contextlib.ExitStack() as stack:
             opened = self._open(stack)
@@ -194,7 +205,7 @@ class JournalReader:
         if 4 * size > self._room.most or self._parses < 0:
             self.left_out = f"{self._path.name}: records of more than their share"
             return
-        record = parse(line)
+        record = parse(line, self._kinds)
         if record is None:
             return
         self._kept[known] = record, size
@@ -211,7 +222,7 @@ class JournalReader:
         before, kept = self.size, set[int]()
         rare = newest = before // 4
         for key, (record, size) in self._kept.items():
-            if size <= rare and _is_rare(record):
+            if size <= rare and record.kept == EVERY:
                 rare -= size
                 kept.add(key)
         for key, (_, size) in reversed(self._kept.items()):
@@ -238,11 +249,6 @@ class JournalReader:
         return tuple(self._split_lines)
 
 
-def _is_rare(record: Record) -> bool:
-    """Whether a record is of a kind that cannot become many."""
-    return record["kind"] in KINDS and KINDS[record["kind"]].first == EVERY
-
-
 def _segment(path: Path, stack: contextlib.ExitStack) -> tuple[int, BinaryIO] | None:
     """A segment's number and its open file; None if there is none, or not yet."""
     try:
@@ -256,12 +262,3 @@ def _segment(path: Path, stack: contextlib.ExitStack) -> tuple[int, BinaryIO] | 
     number = segment_number(head)
     # A journal without numbers, written by hand say, is its own first segment.
     return (0 if number is None else number), file
-
-
-def parse(line: bytes) -> Record | None:
-    """A journal's line, or None if it is torn or no record."""
-    try:
-        record = opening.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("kind"), str) else None
