@@ -15,7 +15,7 @@ import pytest
 from ddpdoctor.run.records.process import FaultRecord
 from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.snapshot import PHASES, Run
-from tests.conftest import JOBS, LIMIT, Doctor, Result, marked
+from tests.conftest import JOBS, Doctor, Result, marked
 
 PAUSE = 40_000_000
 """Nanoseconds of the sleeps in ``jobs/loops.py``."""
@@ -102,8 +102,8 @@ class Loops:
 def run_loops(directory: Path, names: list[str], ranks: int) -> Loops:
     token = uuid.uuid4().hex
     doctor = Doctor(directory, token)
-    result = doctor.run(
-        f"--nproc-per-node={ranks}", str(JOBS / "loops.py"), str(directory), *names, timeout=LIMIT
+    result = doctor.run_to_its_end(
+        f"--nproc-per-node={ranks}", str(JOBS / "loops.py"), str(directory), *names
     )
     result.check_success()
     assert not marked(token)
