@@ -70,7 +70,10 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _open_streams() -> None:
-    """Give this program the streams that it was started without (``>&-``); they lead nowhere."""
+    """Give this program the streams that it was started without (``>&-``); they lead nowhere.
+
+    Else the first file that is opened would become its standard error, and a job's.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))

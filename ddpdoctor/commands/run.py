@@ -25,7 +25,6 @@ def main(words: Sequence[str]) -> int:
     Raises:
         DoctorError: The command line cannot work.
     """
-    _open_standard_files()
     command = job_command.build(words, os.environ)
     if command is None:
         sys.stdout.write(PARSER.help)
@@ -54,15 +53,3 @@ def _debugging(command: Command, reporter: Reporter) -> Debugging | None:
     except Exception as error:
         reporter.faults.failed([("the debugger", error)])
         return None
-
-
-def _open_standard_files() -> None:
-    """Give a process that was started with closed standard files empty ones.
-
-    Else the first file that is opened would become its standard error.
-    """
-    for descriptor in (0, 1, 2):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)

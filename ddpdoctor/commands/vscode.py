@@ -87,9 +87,7 @@ def main(words: Sequence[str]) -> int:
 
 def _install(workspace: Path, here: Path, given: Given) -> None:
     port = given.get("--debug-port", DEFAULT_PORT)
-    nproc = given.last_passed(*_NPROC)
-    asked = int(nproc) if nproc and nproc.isascii() and nproc.isdigit() and len(nproc) < 10 else 0
-    ranks = given.get("--ranks") or asked or DEFAULT_RANKS
+    ranks = _ranks(given)
     if port + ranks - 1 > _LAST_PORT:
         raise DoctorError(
             f"{ranks} ranks from port {port} on go beyond port {_LAST_PORT}",
@@ -100,13 +98,6 @@ def _install(workspace: Path, here: Path, given: Given) -> None:
         PathMapping(_local(local, workspace, here), remote)
         for local, remote in given.get("--path-map", ())
     ]
-    script = given.rest or [_FILE]
-    separator = ["--"] if given.separator and given.passed else []
-    job = [*given.typed(), *separator, *script]
-    starts_itself = separator and not script[0].endswith((".py", _FILE))
-    if nproc is None and not starts_itself and (given.passed or script[0].endswith((".py", _FILE))):
-        # As many ranks as there are configurations to attach to them.
-        job = ["--nproc-per-node", str(ranks), *job]
     # The run rewrites launch.json, and has to come to the same entries.
     own = ["--debug-port", str(port)] if port != DEFAULT_PORT else []
     if "--workspace" in given:
@@ -123,13 +114,34 @@ def _install(workspace: Path, here: Path, given: Given) -> None:
                 mappings=mappings or launch_json.default_mappings(workspace),
             ),
             tasks_json.FILE: partial(
-                tasks_json.installed, words=[*own, *job], cwd="" if cwd == FOLDER else cwd
+                tasks_json.installed,
+                words=[*own, *_job(given, ranks)],
+                cwd="" if cwd == FOLDER else cwd,
             ),
         },
     )
     names = _shown(changed or _paths(workspace), here)
     done = f"wrote {names}" if changed else f"unchanged: {names}"
     print(f'{done}: press F5 and choose "{launch_json.RUN}"')
+
+
+def _ranks(given: Given) -> int:
+    """How many ranks to attach to."""
+    nproc = given.last_passed(*_NPROC) or ""
+    asked = int(nproc) if nproc.isascii() and nproc.isdigit() and len(nproc) < 10 else 0
+    return given.get("--ranks") or asked or DEFAULT_RANKS
+
+
+def _job(given: Given, ranks: int) -> list[str]:
+    """The words of the job for `ddpdoctor run`."""
+    script = given.rest or [_FILE]
+    separator = ["--"] if given.separator and given.passed else []
+    job = [*given.typed(), *separator, *script]
+    for_torchrun = script[0].endswith((".py", _FILE)) or (given.passed and not separator)
+    if for_torchrun and not given.has_passed(*_NPROC):
+        # As many ranks as there are configurations to attach to them.
+        job = ["--nproc-per-node", str(ranks), *job]
+    return job
 
 
 def _remove(workspace: Path) -> None:

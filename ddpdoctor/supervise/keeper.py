@@ -218,10 +218,10 @@ def keep(run_id: str, supervisor: int, words: int, group: int, argv: list[str]) 
     shared = mmap.mmap(-1, struct.calcsize("q"))
     second = os.fork()
     if second:
-        _let_go()
+        _detach_standard_files()
         Keeper(run_id, supervisor, words, shared, second, below=True).keep()
         return
-    _apart(group)
+    _leave_group(group)
     second = os.getpid()
     keeper = Keeper(run_id, supervisor, words, shared, first, below=False)
 
@@ -240,15 +240,15 @@ def keep(run_id: str, supervisor: int, words: int, group: int, argv: list[str]) 
 
     def witness() -> NoReturn:
         os.setpgid(0, group)
-        _let_go()
+        _detach_standard_files()
         _witness(supervisor)
 
     keeper.start(command, witness if group else None)
-    _let_go()
+    _detach_standard_files()
     keeper.keep()
 
 
-def _apart(group: int) -> None:
+def _leave_group(group: int) -> None:
     """Leave the supervisor's process group: whoever kills that does not reach the keepers.
 
     On a terminal the session stays, since the job's command, a child, is to stay in it.
@@ -259,7 +259,7 @@ def _apart(group: int) -> None:
         os.setsid()
 
 
-def _let_go() -> None:
+def _detach_standard_files() -> None:
     """The standard files are the job's."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):

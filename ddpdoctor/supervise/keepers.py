@@ -38,7 +38,7 @@ class Keepers:
         self.status: int | None = None
         """Its exit status once it has ended, negative for a signal."""
         self._standby: subprocess.Popen[bytes] | None = None
-        self._called = 0
+        self._standbys = 0
         self._pipe_reader, self._pipe = os.pipe()
         self._words, self._words_writer = os.pipe()
         self._heard = b""
@@ -135,7 +135,7 @@ class Keepers:
                 self.status = numbers[0]
             elif word == "lost":
                 self._below = 0
-                self._call()
+                self._start_standby()
             heard.append((word, numbers[0]))
         return heard
 
@@ -147,20 +147,20 @@ class Keepers:
         elif self._above is not None and pid == self._above.pid:
             self._above.returncode = os.waitstatus_to_exitcode(status)
             self._above = None
-            self._call()
+            self._start_standby()
         elif pid == self._below:
             self._below = 0
-            self._call()
+            self._start_standby()
         elif self._standby is not None and pid == self._standby.pid:
             self._standby.returncode = os.waitstatus_to_exitcode(status)
             self._standby = None
-            self._call()
+            self._start_standby()
 
-    def _call(self) -> None:
+    def _start_standby(self) -> None:
         """Have a standby, now that a keeper is missing."""
-        if self._pipe < 0 or self._standby is not None or self._called >= MOST:
+        if self._pipe < 0 or self._standby is not None or self._standbys >= MOST:
             return
-        self._called += 1
+        self._standbys += 1
         words = [*_script("standby", self._run_id), str(self._pipe_reader)]
         nothing = subprocess.DEVNULL
         try:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import Command
@@ -45,16 +44,6 @@ KILL_GRACE = 5.0
 
 _DEBUGGER, _DEBUGGER_END = "the debugger", "the end of the debugger"
 _RANKS, _HANGS, _SHOWING = "the rank watch", "the hang watch", "the monitor's files"
-
-
-class Watch(Protocol):
-    """Looks at a run for something that ranks must be asked about."""
-
-    def look(self, run: Run) -> bool:
-        """Look; whether the rules should look now, too."""
-
-    def close(self) -> None:
-        """Let go of files."""
 
 
 class RunWatch:
@@ -97,7 +86,7 @@ class RunWatch:
         self._journal: Journal | None = None
         self._lock: rundir.Lock | None = None
         self._hangs: HangWatch | None = None
-        self._watches: dict[str, Watch] = {}
+        self._watches: dict[str, Suspicions | Stragglers | HangWatch] = {}
         self.killed = False
         """The job hung and was ended for it."""
         self._trouble = 0

@@ -47,7 +47,7 @@ WORKERS = 4
 """Workers of a rank's DataLoader that are looked into."""
 
 AGAIN = 16
-"""Ranks whose stacks are taken twice, to tell a loop from a wait."""
+"""Ranks whose stacks are taken twice, to distinguish a loop from a wait."""
 
 
 class Seen(NamedTuple):
