@@ -69,6 +69,13 @@ def test_names_are_unique_and_each_failure_was_seen() -> None:
     assert len(set(pages)) == len(pages), "one page per code"
 
 
+def test_a_pattern_looks_only_so_far_ahead() -> None:
+    """Else a line of many beginnings takes a time that grows with its square."""
+    unbounded = re.compile(r"\[(?:\^\\n|\\s\\S)\][*+]")
+    assert unbounded.search(r"begin[^\n]*end") and unbounded.search(r"begin[\s\S]*?end")
+    assert [each.known.name for each in TABLE if unbounded.search(each.pattern)] == []
+
+
 @pytest.mark.parametrize(
     ("pattern", "literals"),
     [
