@@ -16,9 +16,16 @@ from ddpdoctor.probe.observers import calls
 from ddpdoctor.probe.observers.ledger import DEFAULT_GROUP, Ledger, _Group
 from ddpdoctor.probe.runtime import torch_private
 from ddpdoctor.probe.runtime.sites import Site
-from ddpdoctor.run.mapped import UnreadableError
-from ddpdoctor.run.records.process import FaultRecord
-from ddpdoctor.run.ring import ENTRIES, SIZE, RingWriter, chain_text, read_ring
+from ddpdoctor.run.record import UnreadableError
+from ddpdoctor.run.ring import (
+    ASYNC,
+    ENTRIES,
+    POINT_TO_POINT,
+    SIZE,
+    RingWriter,
+    chain_text,
+    read_ring,
+)
 from tests.conftest import Doctor
 
 JOB = """\
@@ -119,16 +126,33 @@ def test_ranks_write_down_their_collectives(doctor: Doctor) -> None:
         assert (by_name.site, by_name.callers) == (f"{script}:12", ())
 
 
-@pytest.mark.parametrize("name", calls.CALLS)
+@pytest.mark.parametrize("name", calls.TENSORS)
 def test_a_call_is_taken_apart_as_torch_takes_its_arguments(name: str) -> None:
     if not hasattr(dist, name):
         pytest.skip(f"this torch has no {name}")
-    others = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    theirs = inspect.signature(getattr(dist, name)).parameters
-    ours = inspect.signature(calls.CALLS[name]).parameters.values()
-    named = [each.name for each in ours if each.kind not in others]
-    # Newer versions have more at the end.
-    assert all(our == their for our, their in zip(named, theirs, strict=False))
+    function = getattr(dist, name)
+    # Each argument is a list of its own name, whose first element is that, too.
+    given = {each: [each] for each in inspect.signature(function).parameters}
+    call = calls.binder(name, function)
+    taken = call(**given)
+    assert call(*given.values()) == taken
+    tensor, op, root, group_root, group, flags = taken
+    agreed = calls.TENSORS[name].partition("[")[0]
+    assert tensor in ([agreed], agreed) or (tensor is None and agreed == "None")
+    assert op == given.get("op")
+    assert root == given.get("src", given.get("dst"))
+    assert group_root == given.get("group_src", given.get("group_dst"))
+    assert group == ["group"]
+    assert flags == (POINT_TO_POINT if name in ("send", "recv") else ASYNC * ("async_op" in given))
+    with pytest.raises(TypeError):
+        call(*given.values(), 1)
+
+
+def test_arguments_that_are_not_given_are_none() -> None:
+    tensor = torch.ones(2)
+    call = calls.binder("reduce", dist.reduce)
+    assert call(tensor, 1) == (tensor, None, 1, None, None, 0)
+    assert call(tensor, group_dst=2, async_op=True) == (tensor, None, None, 2, None, ASYNC)
 
 
 def test_a_ring_keeps_the_newest(tmp_path: Path) -> None:

@@ -28,10 +28,10 @@ _pages: dict[str, bytes] = {}
 
 def install(c10d: ModuleType) -> None:
     """Wrap the collectives before ``torch.distributed`` copies their names."""
-    for name, call in calls.CALLS.items():
+    for name in calls.TENSORS:
         original = getattr(c10d, name, None)
         if original is not None:
-            setattr(c10d, name, _wrapped(name, call, original))
+            setattr(c10d, name, _wrapped(name, calls.binder(name, original), original))
     work_class = getattr(c10d, "Work", None)
     if work_class is not None:
         # What an asynchronous collective returns: here the rank waits for it.

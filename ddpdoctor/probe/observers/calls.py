@@ -1,11 +1,13 @@
 """What a call of a collective is about: tensor, reduce operation, root and group.
 
-Each function takes what the one of ``torch.distributed`` with its name takes, so that Python itself
-finds the arguments; what later versions add is left aside. They run at every call.
+For each function of ``torch.distributed`` a small one with the same parameters is made when it is
+wrapped, so that Python itself binds the arguments: at every call, ``Signature.bind`` would take
+several times as long.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -18,226 +20,70 @@ The tensor (None where there is none, or where ranks may differ in it), the redu
 root as a global rank, the root as a rank of the group, the group, and flags as in the ring.
 """
 
-
-def _all_reduce(
-    tensor: Any, op: Any = None, group: Any = None, async_op: Any = False, **_: Any
-) -> Call:
-    return tensor, op, None, None, group, ASYNC if async_op else 0
-
-
-def _all_reduce_coalesced(
-    tensors: Any, op: Any = None, group: Any = None, async_op: Any = False, **_: Any
-) -> Call:
-    return tensors[0], op, None, None, group, ASYNC if async_op else 0
-
-
-def _all_gather(
-    tensor_list: Any, tensor: Any, group: Any = None, async_op: Any = False, **_: Any
-) -> Call:
-    return tensor, None, None, None, group, ASYNC if async_op else 0
-
-
-def _all_gather_into_tensor(
-    output_tensor: Any, input_tensor: Any, group: Any = None, async_op: Any = False, **_: Any
-) -> Call:
-    return input_tensor, None, None, None, group, ASYNC if async_op else 0
-
-
-def _all_gather_coalesced(
-    output_tensor_lists: Any,
-    input_tensor_list: Any,
-    group: Any = None,
-    async_op: Any = False,
-    **_: Any,
-) -> Call:
-    return input_tensor_list[0], None, None, None, group, ASYNC if async_op else 0
-
-
-def _all_gather_object(object_list: Any, obj: Any, group: Any = None, **_: Any) -> Call:
-    return None, None, None, None, group, 0
-
-
-def _all_to_all(
-    output_tensor_list: Any,
-    input_tensor_list: Any,
-    group: Any = None,
-    async_op: Any = False,
-    **_: Any,
-) -> Call:
+TENSORS: dict[str, str] = {
+    "all_gather": "tensor",
+    "all_gather_coalesced": "input_tensor_list[0]",
+    "all_gather_into_tensor": "input_tensor",
+    "all_gather_object": "None",
+    "all_gather_single": "input_tensor",
+    "all_reduce": "tensor",
+    "all_reduce_coalesced": "tensors[0]",
     # Each rank may send another number of elements.
-    return None, None, None, None, group, ASYNC if async_op else 0
-
-
-def _all_to_all_single(
-    output: Any,
-    input: Any,  # noqa: A002
-    output_split_sizes: Any = None,
-    input_split_sizes: Any = None,
-    group: Any = None,
-    async_op: Any = False,
-    **_: Any,
-) -> Call:
-    return None, None, None, None, group, ASYNC if async_op else 0
-
-
-def _barrier(group: Any = None, async_op: Any = False, *_: Any, **__: Any) -> Call:
-    return None, None, None, None, group, ASYNC if async_op else 0
-
-
-def _monitored_barrier(group: Any = None, *_: Any, **__: Any) -> Call:
-    return None, None, None, None, group, 0
-
-
-def _broadcast(
-    tensor: Any,
-    src: Any = None,
-    group: Any = None,
-    async_op: Any = False,
-    group_src: Any = None,
-    **_: Any,
-) -> Call:
-    return tensor, None, src, group_src, group, ASYNC if async_op else 0
-
-
-def _broadcast_object_list(
-    object_list: Any,
-    src: Any = None,
-    group: Any = None,
-    device: Any = None,
-    group_src: Any = None,
-    **_: Any,
-) -> Call:
-    return None, None, src, group_src, group, 0
-
-
-def _gather(
-    tensor: Any,
-    gather_list: Any = None,
-    dst: Any = None,
-    group: Any = None,
-    async_op: Any = False,
-    group_dst: Any = None,
-    **_: Any,
-) -> Call:
-    return tensor, None, dst, group_dst, group, ASYNC if async_op else 0
-
-
-def _gather_single(
-    tensor: Any,
-    gather_tensor: Any = None,
-    dst: Any = None,
-    group: Any = None,
-    async_op: Any = False,
-    group_dst: Any = None,
-    **_: Any,
-) -> Call:
-    return tensor, None, dst, group_dst, group, ASYNC if async_op else 0
-
-
-def _gather_object(
-    obj: Any,
-    object_gather_list: Any = None,
-    dst: Any = None,
-    group: Any = None,
-    group_dst: Any = None,
-    **_: Any,
-) -> Call:
-    return None, None, dst, group_dst, group, 0
-
-
-def _reduce(
-    tensor: Any,
-    dst: Any = None,
-    op: Any = None,
-    group: Any = None,
-    async_op: Any = False,
-    group_dst: Any = None,
-    **_: Any,
-) -> Call:
-    return tensor, op, dst, group_dst, group, ASYNC if async_op else 0
-
-
-def _reduce_scatter_tensor(
-    output: Any,
-    input: Any,  # noqa: A002
-    op: Any = None,
-    group: Any = None,
-    async_op: Any = False,
-    **_: Any,
-) -> Call:
-    return output, op, None, None, group, ASYNC if async_op else 0
-
-
-def _reduce_scatter(
-    output: Any, input_list: Any, op: Any = None, group: Any = None, async_op: Any = False, **_: Any
-) -> Call:
-    return output, op, None, None, group, ASYNC if async_op else 0
-
-
-def _scatter(
-    tensor: Any,
-    scatter_list: Any = None,
-    src: Any = None,
-    group: Any = None,
-    async_op: Any = False,
-    group_src: Any = None,
-    **_: Any,
-) -> Call:
-    return tensor, None, src, group_src, group, ASYNC if async_op else 0
-
-
-def _scatter_object_list(
-    scatter_object_output_list: Any,
-    scatter_object_input_list: Any = None,
-    src: Any = None,
-    group: Any = None,
-    group_src: Any = None,
-    **_: Any,
-) -> Call:
-    return None, None, src, group_src, group, 0
-
-
-def _send(
-    tensor: Any, dst: Any = None, group: Any = None, tag: Any = 0, group_dst: Any = None, **_: Any
-) -> Call:
-    return tensor, None, dst, group_dst, group, POINT_TO_POINT
-
-
-def _recv(
-    tensor: Any, src: Any = None, group: Any = None, tag: Any = 0, group_src: Any = None, **_: Any
-) -> Call:
-    return tensor, None, src, group_src, group, POINT_TO_POINT
-
-
-CALLS: dict[str, Callable[..., Call]] = {
-    "all_gather": _all_gather,
-    "all_gather_coalesced": _all_gather_coalesced,
-    "all_gather_into_tensor": _all_gather_into_tensor,
-    "all_gather_object": _all_gather_object,
-    "all_gather_single": _all_gather_into_tensor,
-    "all_reduce": _all_reduce,
-    "all_reduce_coalesced": _all_reduce_coalesced,
-    "all_to_all": _all_to_all,
-    "all_to_all_single": _all_to_all_single,
-    "barrier": _barrier,
-    "broadcast": _broadcast,
-    "broadcast_object_list": _broadcast_object_list,
-    "gather": _gather,
-    "gather_into_tensor": _gather_single,
-    "gather_object": _gather_object,
-    "gather_single": _gather_single,
-    "monitored_barrier": _monitored_barrier,
-    "recv": _recv,
-    "reduce": _reduce,
-    "reduce_scatter": _reduce_scatter,
-    "reduce_scatter_single": _reduce_scatter_tensor,
-    "reduce_scatter_tensor": _reduce_scatter_tensor,
-    "scatter": _scatter,
-    "scatter_object_list": _scatter_object_list,
-    "send": _send,
+    "all_to_all": "None",
+    "all_to_all_single": "None",
+    "barrier": "None",
+    "broadcast": "tensor",
+    "broadcast_object_list": "None",
+    "gather": "tensor",
+    "gather_into_tensor": "tensor",
+    "gather_object": "None",
+    "gather_single": "tensor",
+    "monitored_barrier": "None",
+    "recv": "tensor",
+    "reduce": "tensor",
+    "reduce_scatter": "output",
+    "reduce_scatter_single": "output",
+    "reduce_scatter_tensor": "output",
+    "scatter": "tensor",
+    "scatter_object_list": "None",
+    "send": "tensor",
 }
-"""The functions of ``torch.distributed`` that wait for other ranks, of all versions.
+"""The functions of ``torch.distributed`` that wait for other ranks, of all versions, and the tensor
+whose shape and dtype all ranks share.
 
 ``all_gather_single`` and ``reduce_scatter_single`` are what ``all_gather_into_tensor`` and
 ``reduce_scatter_tensor`` call from 2.13 on; ``gather_single`` is in 2.15.
 """
+
+
+def binder(name: str, function: Callable[..., Any]) -> Callable[..., Call]:
+    """What makes a `Call` of the arguments of a call of ``function``, one of `TENSORS`.
+
+    It raises what such a call raises where the arguments are none of the function's: TypeError,
+    and IndexError for an empty list.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    bare = [
+        each.replace(
+            annotation=each.empty, default=each.empty if each.default is each.empty else None
+        )
+        for each in parameters
+    ]
+    names = {each.name for each in bare}
+
+    def first_of(*wanted: str) -> str:
+        return next((each for each in wanted if each in names), "None")
+
+    flags = f"{ASYNC} if async_op else 0" if "async_op" in names else "0"
+    call = [
+        TENSORS[name],
+        first_of("op"),
+        first_of("src", "dst"),
+        first_of("group_src", "group_dst"),
+        first_of("group"),
+        str(POINT_TO_POINT) if name in ("send", "recv") else flags,
+    ]
+    made: Callable[..., Call] = eval(  # as `dataclasses` makes an `__init__`
+        f"lambda {str(inspect.Signature(bare))[1:-1]}: ({', '.join(call)})", {}
+    )
+    return made
