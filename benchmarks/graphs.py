@@ -48,7 +48,7 @@ def main() -> None:
         found = graphs.read(loss, names, origins.MOST_TRACED)
         readings.append(since(began))
         began = time.thread_time_ns()
-        traced = origins.trace(loss)
+        traced = origins.trace(loss, ())
         traces.append(since(began))
     assert found is not None and traced is not None
     print(f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}")

@@ -6,6 +6,7 @@ import datetime
 import inspect
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ import torch.distributed as dist
 from ddpdoctor.core.ranks import spans
 from ddpdoctor.probe.observers import calls
 from ddpdoctor.probe.observers.ledger import DEFAULT_GROUP, Ledger, _Group
-from ddpdoctor.probe.runtime import torch_private
+from ddpdoctor.probe.runtime import torch_groups
 from ddpdoctor.probe.runtime.sites import Site
-from ddpdoctor.run.record import UnreadableError
+from ddpdoctor.run.mapped import UnreadableError
+from ddpdoctor.run.records.process import FaultRecord
 from ddpdoctor.run.ring import (
     ASYNC,
     ENTRIES,
@@ -132,7 +134,7 @@ def test_a_call_is_taken_apart_as_torch_takes_its_arguments(name: str) -> None:
         pytest.skip(f"this torch has no {name}")
     function = getattr(dist, name)
     # Each argument is a list of its own name, whose first element is that, too.
-    given = {each: [each] for each in inspect.signature(function).parameters}
+    given: dict[str, Any] = {each: [each] for each in inspect.signature(function).parameters}
     call = calls.binder(name, function)
     taken = call(**given)
     assert call(*given.values()) == taken
@@ -289,9 +291,9 @@ def test_ranges_of_ranks() -> None:
 def test_a_timeout_can_be_set_where_a_backend_takes_it(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined]
     backend = dist.ProcessGroupGloo(store, 0, 1, datetime.timedelta(seconds=30))
-    assert torch_private.timeout_of(backend) == datetime.timedelta(seconds=30)
-    torch_private.set_timeout(backend, datetime.timedelta(days=7))
-    assert torch_private.timeout_of(backend) == datetime.timedelta(days=7)
+    assert torch_groups.timeout_of(backend) == datetime.timedelta(seconds=30)
+    torch_groups.set_timeout(backend, datetime.timedelta(days=7))
+    assert torch_groups.timeout_of(backend) == datetime.timedelta(days=7)
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch was built without NCCL")
@@ -300,9 +302,9 @@ def test_every_nccl_backend_has_a_setter_of_its_timeout() -> None:
     kinds = [each for name, each in vars(dist).items() if name.startswith("ProcessGroupNCCL")]
     assert kinds
     for kind in kinds:
-        assert callable(getattr(kind, torch_private.timeout_setter(kind)))
+        assert callable(getattr(kind, torch_groups.timeout_setter(kind)))
 
 
 def test_a_backend_that_refuses_a_timeout_is_not_asked() -> None:
     fake = torch._C._distributed_c10d.FakeProcessGroup
-    assert torch_private.timeout_setter(fake) == ""
+    assert torch_groups.timeout_setter(fake) == ""

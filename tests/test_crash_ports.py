@@ -9,6 +9,7 @@ import socket
 import pytest
 
 from ddpdoctor.probe.observers import ports
+from ddpdoctor.probe.runtime.sites import NOWHERE
 from ddpdoctor.run.records.base import JsonObject
 from tests.crash_records import error
 from tests.written import T0, Written
@@ -66,9 +67,9 @@ def test_the_holder_of_a_port_is_found() -> None:
         server.listen()
         port = server.getsockname()[1]
         found = ports.facts(TAKEN.replace("29501", str(port)))
-    assert found is not None
-    assert found["holder"]["pid"] == os.getpid()
-    assert found["holder"]["itself"]
+    assert found is not None and found.holder is not None
+    assert found.holder.pid == os.getpid()
+    assert found.holder.itself
     assert ports.facts("Connection refused") is None
 
 
@@ -90,5 +91,5 @@ def test_an_address_that_no_rank_opens(
     monkeypatch.setattr(ports, "_initial_environment", lambda: given)
     for name, value in {**given, "TORCHELASTIC_USE_AGENT_STORE": agent}.items():
         monkeypatch.setenv(name, value)
-    assert (ports.unopened({"init_method": method}) is None) == opened
-    assert ports.unopened({"init_method": method, "store": object()}) is None
+    assert (ports.unopened({"init_method": method}, NOWHERE) is None) == opened
+    assert ports.unopened({"init_method": method, "store": object()}, NOWHERE) is None

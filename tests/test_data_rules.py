@@ -17,6 +17,7 @@ from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase, Status
+from tests.probed import as_line, pass_record
 from tests.written import rank_records
 
 Content = Callable[[int], int]
@@ -43,7 +44,7 @@ def drawn(
         "batches": -(-len(indices) // batch), "followed": len(wanted), "to_end": True,
         "sampler": {"name": "RandomSampler", "torch": True}, **facts,
     }  # fmt: skip
-    one = Pass(known, length, dict(zip(wanted, wanted, strict=True)), 0, None)
+    one = Pass(pass_record(known), dict(zip(wanted, wanted, strict=True)))
     for start in range(0, len(indices), batch):
         one.draw(indices[start : start + batch])
         looked = one.arrived()
@@ -52,9 +53,7 @@ def drawn(
             one.see([index for _, index, _ in looked], lambda hashes=hashes: hashes)  # type: ignore[misc]
         one.fetched += 1
         one.marks += 1
-    record = one.told(state)(True)
-    assert isinstance(record, dict)
-    return {**record, **facts}
+    return {**as_line(one.as_it_is(state)), **facts}
 
 
 def shuffled(seed: int, length: int = 400) -> list[int]:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch.nn.utils import clip_grad
 
-from ddpdoctor.probe.hooks import clipping
-from ddpdoctor.probe.observers import edits, replicas
-from ddpdoctor.probe.observers.replicas import Watched
-from ddpdoctor.probe.runtime import rank, torch_private
+from ddpdoctor.probe.hooks import setup
+from ddpdoctor.probe.observers.edits import Edits
+from ddpdoctor.probe.observers.replicas import Replica, Replicas
+from ddpdoctor.probe.runtime import events, rank, torch_private
 from ddpdoctor.run.records.base import JsonObject
+from tests.probed import a_rank
 from tests.replicas import SITE, prints, ranks, tensors
 from tests.written import Written
 
@@ -87,29 +85,32 @@ class Module(torch.nn.Module):
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[JsonObject]]:
-    """What the rank has written, which has a module and whose clipping is watched."""
-    records: list[JsonObject] = []
-    state: Any = SimpleNamespace(
-        recorder=SimpleNamespace(add=records.append), tracker=SimpleNamespace(steps=0)
-    )
-    monkeypatch.setattr(rank, "_state", state)
+def told() -> list[JsonObject]:
+    """What the rank has written."""
+    return []
+
+
+@pytest.fixture
+def edits(told: list[JsonObject], monkeypatch: pytest.MonkeyPatch) -> Edits:
+    """The edits of a rank that has a module and whose clipping is watched."""
+    state = a_rank(told)
     monkeypatch.setattr(rank, "active", state.tracker)
+    replicas = Replicas(state)
     ddp = Module()
     assert torch_private.reduced_parameters(ddp)
-    monkeypatch.setattr(replicas, "watched", [Watched(ddp, 0)])
-    monkeypatch.setattr(edits, "watched", replicas.watched)
-    for name in clipping.NAMES:
+    replicas.alive.append(Replica(ddp, 0))
+    for name in setup.CLIPPING:
         monkeypatch.setattr(clip_grad, name, getattr(clip_grad, name))
-    clipping.install(clip_grad)
-    edits.forget()
-    yield records
-    edits.forget()
+    edits = Edits(state, replicas)
+    edits.ddp = ddp  # type: ignore[attr-defined]
+    monkeypatch.setattr(events, "clips", [edits.clips])
+    setup.install_clipping(clip_grad)
+    return edits
 
 
-def train(steps: dict[int, str]) -> None:
+def train(edits: Edits, steps: dict[int, str]) -> None:
     """Five steps; in some of them the gradients are clipped, or changed."""
-    (each,) = replicas.watched
+    (each,) = edits._replicas.alive
     parameters = [each.parameter(index) for index in range(len(each.names))]
     for step in range(5):
         for parameter in parameters:
@@ -123,35 +124,39 @@ def train(steps: dict[int, str]) -> None:
         elif how == "scale":
             parameters[0].grad *= 2
         edits.step_begins(None)
-        state = rank.current()
-        assert state is not None
-        state.tracker.steps += 1
+        edits.state.tracker.steps += 1
 
 
-def test_a_rank_that_leaves_gradients_alone_writes_nothing(told: list[JsonObject]) -> None:
-    train({})
+def test_a_rank_that_leaves_gradients_alone_writes_nothing(
+    edits: Edits, told: list[JsonObject]
+) -> None:
+    train(edits, {})
     assert told == []
 
 
-def test_a_rank_writes_when_it_begins_and_ceases_to_clip(told: list[JsonObject]) -> None:
-    train({1: "clip", 2: "clip", 3: "clip"})
+def test_a_rank_writes_when_it_begins_and_ceases_to_clip(
+    edits: Edits, told: list[JsonObject]
+) -> None:
+    train(edits, {1: "clip", 2: "clip", 3: "clip"})
     kinds = [(each["kind"], each["step"]) for each in told]
     assert kinds == [("clip", 1), ("edit", 1), ("clip", 4), ("edit", 4)]
     first, _, last, _ = told
-    assert (first["call"], last["call"]) == ("clip_grad_norm_", "")
+    assert first["call"] == "clip_grad_norm_"
+    assert "call" not in last
     assert first["path"] == __file__
 
 
 @pytest.mark.parametrize(("how", "name"), [("none", "module.bias"), ("scale", "module.weight")])
 def test_gradients_that_are_changed_by_hand_are_named(
-    told: list[JsonObject], how: str, name: str
+    edits: Edits, told: list[JsonObject], how: str, name: str
 ) -> None:
-    train({2: how})
+    train(edits, {2: how})
     assert [(each["step"], each["count"]) for each in told] == [(2, 1), (3, 0)]
     assert told[0]["names"] == [name.removeprefix("module.")]
 
 
-def test_clipping_returns_and_raises_as_before(told: list[JsonObject]) -> None:
+@pytest.mark.usefixtures("edits")
+def test_clipping_returns_and_raises_as_before() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.full((2,), 3.0)
     assert float(clip_grad.clip_grad_norm_([weight], 1.0)) == pytest.approx(18**0.5)

@@ -21,16 +21,16 @@ from tests.conftest import JOBS, LIMIT, SPURIOUS_ABORT, Doctor, Result, marked
 TRAIN = str(JOBS / "train.py")
 
 IN_HOOKS = [
-    "observers.batches:_begin",
-    "hooks.batch:size",
-    "observers.losses:reader",
-    "hooks.amp:unscaled",
+    "observers.batches:Loops._begin",
+    "observers.contents:batch_size",
+    "observers.readback:loss_reader",
+    "hooks.training:unscaled",
     "runtime.sites:site_of",
     "runtime.sites:caller",
     "runtime.torch_private:logging_ints",
     "runtime.torch_private:logging_strings",
     "runtime.torch_private:reduced_parameters",
-    "runtime.torch_private:sampler_of",
+    "runtime.torch_loaders:sampler_of",
     "observers.steps:StepTracker.enter",
     "observers.steps:StepTracker.leave",
     "observers.steps:StepTracker.forward",
@@ -51,7 +51,7 @@ EARLIER = [
     "joining:Recorder",
     "runtime.watch:start",
     "observers.steps:StepTracker.finish",
-    "hooks.errors:watch_fatal_signals",
+    "hooks.exits:watch_fatal_signals",
 ]
 """What makes a process a rank; a fault there may leave the process without a journal."""
 
@@ -131,12 +131,10 @@ def test_a_fault_of_ours_is_no_finding_and_prints_no_traceback(broken: Broken) -
 
 
 AT_INSTALL = [
-    "hooks.ddp._wrap_helper",
-    "hooks.ddp._wrap_sync",
-    "torch_private.inside_forward",
-    "torch_private.loader_iterator_classes",
-    "hooks.amp._wrap_scale",
-    "hooks.collectives._wrapped",
+    "hooks.ddp._wrap_inside",
+    "runtime.torch_private.inside_forward",
+    "runtime.torch_loaders.loader_iterator_classes",
+    "observers.calls.binder",
 ]
 
 

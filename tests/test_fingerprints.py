@@ -14,11 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpdoctor.analysis.replicas import unpacked
-from ddpdoctor.probe.observers.fingerprints import Fingerprints, Pace, _norms, packed
+from ddpdoctor.probe.observers.fingerprints import Fingerprints
 from ddpdoctor.probe.observers.hashing import PIECE, hash_of, hashable
+from ddpdoctor.probe.observers.looks import Pace
 from ddpdoctor.probe.observers.readback import Readback
-from ddpdoctor.probe.runtime import torch_private
+from ddpdoctor.probe.observers.replicas import Replicas
+from ddpdoctor.probe.observers.tensor_hashes import packed, tensor_norms
+from ddpdoctor.probe.runtime import torch_groups
 from ddpdoctor.run.records.base import JsonObject
+from tests.probed import a_rank
 
 # -- hashes
 
@@ -115,7 +119,7 @@ def test_details_are_read_as_written(hashes: list[int]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parameters_of_every_dtype_have_a_norm(dtype: torch.dtype) -> None:
     tensors = [torch.ones((), dtype=dtype), torch.ones(0, dtype=dtype), torch.ones(2)]
-    norms = _norms(tensors)
+    norms = tensor_norms(tensors)
     assert norms is not None
     assert norms.numbers()[2] == pytest.approx(2**0.5)
     assert unpacked(packed([0] * 3, [1e300, math.nan, -0.0]))[0][1] == math.inf
@@ -181,23 +185,23 @@ def written_by(
 
     Or as many elements are moved by collectives.
     """
-    ledger = SimpleNamespace(moved=0) if moved is not None else None
-    monkeypatch.setattr(torch_private, "group_ranks", lambda ddp: [0, 1])
+    ledger: Any = SimpleNamespace(moved=0) if moved is not None else None
+    monkeypatch.setattr(torch_groups, "group_ranks", lambda ddp: [0, 1])
     records: list[JsonObject] = []
-    tracker = SimpleNamespace(armed=0, steps=0)
-    recorder = SimpleNamespace(add=records.append)
-    state: Any = SimpleNamespace(
-        tracker=tracker, recorder=recorder, budget=Purse(left), ledger=ledger
-    )
+    state = a_rank(records, Purse(left))
+    tracker: Any = state.tracker
+    state.ledger = ledger
     model = torch.nn.Linear(3, 2)
     ddp = torch.nn.Module()
     ddp.module = model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    fingerprints = Fingerprints(state)
-    fingerprints.built(ddp)
+    replicas = Replicas(state)
+    fingerprints = Fingerprints(state, replicas)
+    replicas.ddp_built(ddp)
+    fingerprints.ddp_built(ddp)
     for step in range(4):
         model(torch.ones(1, 3)).sum().backward()
-        fingerprints.step_begins()
+        fingerprints.step_begins(optimizer)
         optimizer.step()
         tracker.steps = tracker.armed = step + 1
         fingerprints.step_ended(optimizer, step)

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.probe.hooks import ddp, loads
-from ddpdoctor.probe.runtime import events, shield, torch_private
+from ddpdoctor.probe.hooks import ddp, setup
+from ddpdoctor.probe.observers import files
 from ddpdoctor.probe.runtime import rank as rank_state
+from ddpdoctor.probe.runtime import shield, torch_private
 from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.model import DdpRecord
@@ -28,6 +29,7 @@ from ddpdoctor.supervise.gpu_watch import GpuWatch
 from ddpdoctor.system.gpu.nvml import NvmlReader
 from tests.conftest import Doctor
 from tests.fake_nvml import FOLDER, Machine
+from tests.probed import a_rank
 from tests.written import SECOND, T0, Written
 
 A, B = "GPU-aaaa", "GPU-bbbb"
@@ -232,8 +234,8 @@ def storage(device: str) -> Any:
     return types.SimpleNamespace(device=torch.device(device))
 
 
-@pytest.mark.parametrize(("initialized", "uuids"), [(True, ["u0", "u1"]), (False, [])])
-def test_a_model_tells_the_gpus_it_lies_on(initialized: bool, uuids: list[str]) -> None:
+@pytest.mark.parametrize(("initialized", "uuids"), [(True, ("u0", "u1")), (False, ())])
+def test_a_model_tells_the_gpus_it_lies_on(initialized: bool, uuids: tuple[str, ...]) -> None:
     cuda = types.SimpleNamespace(
         is_initialized=lambda: initialized,
         get_device_properties=lambda device: types.SimpleNamespace(uuid=f"u{device.index}"),
@@ -245,51 +247,45 @@ def test_a_model_tells_the_gpus_it_lies_on(initialized: bool, uuids: list[str]) 
     assert ddp._uuids(types.SimpleNamespace(cuda=cuda), model) == uuids
 
 
-@pytest.fixture
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(events, "ddp_built", [])
-    monkeypatch.setattr(shield, "off", set())
-    loads.forget()
-    yield
-    loads.forget()
-
-
-@pytest.mark.usefixtures("_fresh")
-def test_a_load_is_told_once_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_is_seen_once_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     serialization = types.ModuleType("serialization")
+    serialization.save = lambda obj, f: None  # type: ignore[attr-defined]
     serialization._get_restore_location = lambda where: lambda storage, tag: storage  # type: ignore[attr-defined]
-    told: list[tuple[Any, bool]] = []
-    monkeypatch.setattr(loads, "_loaded", lambda *each: told.append(each))
-    loads.install(serialization)
+    seen: list[tuple[Any, bool]] = []
+    monkeypatch.setattr(files, "loaded", lambda *each: seen.append(each))
+    setup.install_serialization(serialization)
     on_gpu, on_cpu = storage("cuda:0"), storage("cpu")
     for where in (None, "cuda:0"):
         restore = serialization._get_restore_location(where)
         assert restore(on_gpu, "cuda:0") is on_gpu
         assert restore(on_gpu, "cuda:0") is on_gpu
         assert restore(on_cpu, "cpu") is on_cpu
-    assert told == [(on_gpu.device, False), (on_gpu.device, True)]
+    assert seen == [(on_gpu.device, False), (on_gpu.device, True)]
 
 
-@pytest.mark.usefixtures("_fresh")
 def test_what_is_loaded_before_there_is_a_rank_waits_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(rank_state, "_early", [])
+    for name in ("_state", "active", "is_compiling"):
+        monkeypatch.setattr(rank_state, name, getattr(rank_state, name))
     for _ in range(2):
-        loads._loaded(torch.device("cuda:0"), False)
+        files.loaded(torch.device("cuda:0"), False)
     written: list[JsonObject] = []
-    recorder = types.SimpleNamespace(add=written.append)
-    monkeypatch.setattr(rank_state, "_state", types.SimpleNamespace(recorder=recorder))
-    loads._joined(None)
-    loads._joined(None)
-    (record,) = written
+    rank_state.enter(a_rank(written), bool)
+    shield.report_to(None)
+    files.loaded(torch.device("cuda:0"), False)
+    assert len(written) == 2
+    record = written[0]
     assert (record["kind"], record["device"], record["mapped"]) == ("gpu_load", "cuda:0", False)
     assert record["path"] == __file__
+    assert written[1]["line"] != record["line"]
 
 
 def test_a_real_load_goes_through_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``torch.load`` asks what the hook wraps, once."""
     asked = []
-    original = torch_private.restore_location(torch.serialization)
+    original = getattr(torch.serialization, torch_private.RESTORE_LOCATION)
 
     def noted(where: Any) -> Any:
         asked.append(where)
@@ -304,7 +300,8 @@ def test_a_real_load_goes_through_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 JOB = """
 import json, os, time, torch, torch.distributed as dist
-from ddpdoctor.probe import rank as probe
+from ddpdoctor.probe.runtime import rank as probe
+from ddpdoctor.run.records.model import DdpRecord
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 dist.init_process_group("gloo")
@@ -321,7 +318,7 @@ if rank == 0:
 dist.barrier()
 model = DDP(torch.nn.Linear(2, 2))
 uuid = ["aaaa", "bbbb"][rank]
-own = {"kind": "ddp", "device_uuid": uuid, "device_uuids": [uuid], "group_ranks": [0, 1]}
+own = DdpRecord(device_uuid=uuid, device_uuids=(uuid,), group_ranks=(0, 1))
 probe.current().recorder.add(own)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(80):

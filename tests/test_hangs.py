@@ -19,7 +19,7 @@ from ddpdoctor.analysis.waits import parsed
 from ddpdoctor.core.finding import RULES, Severity, examine
 from ddpdoctor.probe.observers import flight
 from ddpdoctor.probe.observers.flight import NEWEST, newest, places
-from ddpdoctor.probe.observers.steps import Backward
+from ddpdoctor.probe.observers.open_step import Backward
 from ddpdoctor.probe.runtime.sites import Site
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.ring import Collective

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.probe.hooks import applied, errors
+from ddpdoctor.probe.observers import failures, weights
 from tests.written import Written
 
 MISSING = (
@@ -81,7 +81,7 @@ def test_thousands_of_keys(written: Written) -> None:
         f"\tMissing key(s) in state_dict: {missing}. \n"
         f"\tUnexpected key(s) in state_dict: {unexpected}. "
     )
-    message = errors.describe(error)["message"]
+    message = failures.describe(error).message
     assert len(message) < 5000
     assert (
         '"module.layers.0.attention.weight"' in only(failed(written, message), "DDP502").evidence[0]
@@ -149,13 +149,14 @@ def test_what_counts_as_not_applied(
     given: int, missing: list[str], unexpected: list[str], told: bool
 ) -> None:
     names = dict.fromkeys([*unexpected, *map(str, range(given))][: max(given, len(unexpected))])
-    record = applied._record(names, missing, unexpected)
+    record = weights.not_applied(names, missing, unexpected)
     assert (record is not None) == told
 
 
 def test_the_prefix_of_either_side() -> None:
-    assert applied._prefix(["a.w", "b.w"], ["module.a.w", "module.b.w"]) == {
-        "prefix": "module.", "of": "checkpoint",
-    }  # fmt: skip
-    assert applied._prefix(["net.a.w"], ["a.w"]) == {"prefix": "net.", "of": "model"}
-    assert applied._prefix(["a.w"], ["b.w"]) == {}
+    assert weights._prefix(["a.w", "b.w"], ["module.a.w", "module.b.w"]) == (
+        "module.",
+        "checkpoint",
+    )
+    assert weights._prefix(["net.a.w"], ["a.w"]) == ("net.", "model")
+    assert weights._prefix(["a.w"], ["b.w"]) == ("", "")

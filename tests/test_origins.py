@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ddpdoctor.probe.observers import origins, replicas
-from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.probe.observers import origins
+from ddpdoctor.run.records.model import Origin
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"),
@@ -60,20 +60,24 @@ class _Watched:
         return self._parameters[index]
 
 
+WATCHED: list[Any] = []
+"""The replicas of the rank."""
+
+
 @pytest.fixture
 def watch() -> Iterator[Callable[[nn.Module], None]]:
-    yield lambda model: replicas.watched.append(_Watched(model))  # type: ignore[arg-type]
-    replicas.watched.clear()
+    yield lambda model: WATCHED.append(_Watched(model))
+    WATCHED.clear()
 
 
 BATCH = torch.tensor([[1.0, 0.0, 2.0, 3.0], [1.0, 1.0, 1.0, 1.0]])
 
 
-def told(loss: Any) -> JsonObject:
+def told(loss: Any) -> Origin:
     """What is told at once, and the same from a trace whose graph is gone."""
-    found = origins.origin(loss, loss.item())
+    found = origins.origin(loss, loss.item(), WATCHED)
     assert found is not None
-    traced = origins.trace(loss)
+    traced = origins.trace(loss, WATCHED)
     assert traced is not None
     trace, size = traced
     loss.backward()
@@ -99,10 +103,10 @@ def test_the_operation_and_the_module_before_it(
     net = Net(between)
     watch(net)
     found = told(functional.cross_entropy(net(BATCH), torch.tensor([0, 1])))
-    source = found.get("infinite") or found
-    assert source["what"] == "operation"
-    assert operations[0] in source["operations"]
-    assert (source["module"], source["within"]) == ("first", False)
+    source = found.infinite or found
+    assert source.what == "operation"
+    assert operations[0] in source.operations
+    assert (source.module, source.within) == ("first", False)
 
 
 def test_a_batch_that_was_not_finite(watch: Callable[[nn.Module], None]) -> None:
@@ -111,7 +115,7 @@ def test_a_batch_that_was_not_finite(watch: Callable[[nn.Module], None]) -> None
     batch = BATCH.clone()
     batch[1, 2] = NAN
     found = told(net(batch).mean())
-    assert found == {"what": "input", "operations": ["mm"], "module": "first", "within": True}
+    assert found == Origin(what="input", operations=("mm",), module="first", within=True)
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
@@ -124,7 +128,7 @@ def test_which_one_of_several_that_are_alike(
     loss = net(BATCH).sum()
     for each in range(3):
         loss = loss * torch.tensor(NAN if each == number else 0.5)
-    assert told(loss)["order"] == [number, 3]
+    assert told(loss).order == (number, 3)
 
 
 def test_a_parameter_that_was_not_finite(watch: Callable[[nn.Module], None]) -> None:
@@ -132,7 +136,7 @@ def test_a_parameter_that_was_not_finite(watch: Callable[[nn.Module], None]) -> 
     watch(net)
     with torch.no_grad():
         net.last.weight[0, 0] = NAN
-    assert told(net(BATCH).mean())["what"] == "parameter"
+    assert told(net(BATCH).mean()).what == "parameter"
 
 
 def test_a_mask_of_infinite_scores_is_not_blamed(watch: Callable[[nn.Module], None]) -> None:
@@ -143,7 +147,7 @@ def test_a_mask_of_infinite_scores_is_not_blamed(watch: Callable[[nn.Module], No
     net = Net(attend)
     watch(net)
     found = told(net(BATCH).mean())
-    assert (found.get("infinite") or found)["operations"] == ["log"]
+    assert (found.infinite or found).operations == ("log",)
 
 
 def test_hooks_of_the_job_are_not_called(watch: Callable[[nn.Module], None]) -> None:
@@ -165,20 +169,20 @@ def test_hooks_of_the_job_are_not_called(watch: Callable[[nn.Module], None]) -> 
     watch(net)
     loss = net(BATCH).mean()
     before = len(calls)
-    origins.origin(loss, loss.item())
+    origins.origin(loss, loss.item(), WATCHED)
     assert len(calls) == before == 1
     loss.backward()
     assert len(calls) > before
 
 
 def test_of_a_finite_loss_everything_is_finite() -> None:
-    traced = origins.trace(Net(torch.tanh)(BATCH).mean())
+    traced = origins.trace(Net(torch.tanh)(BATCH).mean(), WATCHED)
     assert traced is not None and traced[0].ready and traced[0].finite
 
 
 def test_what_several_operations_keep_is_read_once() -> None:
     net = Net(functional.relu)
-    traced = origins.trace(net(BATCH).mean())
+    traced = origins.trace(net(BATCH).mean(), WATCHED)
     assert traced is not None
     # The batch, two weights, and what came out of relu, which the last layer took.
     assert traced[1] == 4 * (BATCH.numel() + 16 + 8 + 8)
@@ -186,13 +190,13 @@ def test_what_several_operations_keep_is_read_once() -> None:
 
 def test_a_large_graph_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(origins, "MOST_TRACED", 4)
-    assert origins.trace(Net(torch.tanh)(BATCH).mean()) is None
+    assert origins.trace(Net(torch.tanh)(BATCH).mean(), WATCHED) is None
 
 
 def test_a_graph_that_was_freed_tells_nothing_and_nothing_is_raised() -> None:
     loss = Net(torch.log)(BATCH).mean()
     loss.backward()
-    assert origins.origin(loss, loss.item()) is None
+    assert origins.origin(loss, loss.item(), WATCHED) is None
 
 
 def test_the_gradients_are_the_same_bit_for_bit(watch: Callable[[nn.Module], None]) -> None:
@@ -203,7 +207,7 @@ def test_the_gradients_are_the_same_bit_for_bit(watch: Callable[[nn.Module], Non
         watch(net)
         loss = net(BATCH).mean()
         if looked_at:
-            assert origins.origin(loss, loss.item())
+            assert origins.origin(loss, loss.item(), WATCHED)
         loss.backward()
         results.append([bytes(cast("Any", each.grad).numpy()) for each in net.parameters()])
     assert results[0] == results[1]

@@ -2,46 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import SimpleNamespace
-
 import pytest
 
 from ddpdoctor.probe.observers import pacing
-from ddpdoctor.probe.runtime import rank, shield
+from ddpdoctor.probe.observers.pacing import Pacing
+from ddpdoctor.probe.runtime import shield
 from ddpdoctor.probe.runtime.budget import Budget
+from tests.probed import a_rank
 
 MILLISECOND = 1_000_000
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    yield
-    pacing.forget()
-    pacing._estimate = 0
 
 
 def followed(
     monkeypatch: pytest.MonkeyPatch, *, step: int, cost: int, steps: int = 4096
 ) -> tuple[list[int], list[int], Budget]:
     """The steps that are followed, those of them that are not judged, and what was paid."""
-    pacing.forget()
     budget = Budget(0.5)
-    state = SimpleNamespace(tracker=SimpleNamespace(steps=0), budget=budget)
+    state = a_rank([], budget)
     clock = [0]
-    monkeypatch.setattr(rank, "_state", state)
     monkeypatch.setattr(pacing, "_now", lambda: clock[0])
+    one = Pacing(state)
     seen, unjudged = [], []
     for number in range(steps):
-        if pacing.awake:
+        if one.awake:
             seen.append(number)
-            if pacing.settling:
+            if one.settling:
                 unjudged.append(number)
-            if pacing._measuring:
-                pacing._cost = cost
+            if one.measuring:
+                one.cost = cost
         clock[0] += step
         state.tracker.steps = number + 1
-        pacing._step_ended(None, number)
+        one.step_ended(None, number)
     return seen, unjudged, budget
 
 
@@ -82,7 +73,7 @@ def test_a_subscriber_that_raises_goes_off(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(shield, "off", set())
     monkeypatch.setattr(shield, "faults", [])
-    paced = pacing.paced(raises)
+    paced = Pacing(a_rank([])).paced(raises)
     paced(1)
     paced(2)
     assert calls == [1]

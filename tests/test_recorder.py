@@ -8,17 +8,25 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
-from ddpdoctor.probe.runtime.recorder import QUEUE, NotYet, Recorder
+from ddpdoctor.probe.runtime.recorder import QUEUE, Lazy, NotYet, Recorder
 from ddpdoctor.run.journal import SEGMENT_SIZE, Journal, segment_number
 from ddpdoctor.run.records.base import encode
+from ddpdoctor.run.records.process import FaultRecord, OpenRecord
 from ddpdoctor.run.status import Phase, read_status
 from tests.conftest import LIMIT
 from tests.journals import SMALL, Reader, new_journal, new_page, step
+
+URGENT = FaultRecord(error="urgent")
+
+
+def note(kind: str) -> Lazy:
+    """A line of that kind."""
+    return lambda last: encode({"kind": kind})
+
 
 # -- the recorder
 
@@ -51,14 +59,14 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 def test_records_are_written_in_order_soon_after(rig: Rig) -> None:
     rig.recorder.start()
-    rig.recorder.add({"kind": "a"})
-    rig.recorder.add(lambda last: encode({"kind": "b"}))
-    rig.recorder.add({"kind": "c"})
+    rig.recorder.add(note("a"))
+    rig.recorder.add(note("b"))
+    rig.recorder.add(note("c"))
     deadline = time.monotonic() + LIMIT
     while len(rig.kinds()) < 3 and time.monotonic() < deadline:
         time.sleep(0.02)
     assert rig.kinds() == ["a", "b", "c"]
-    rig.recorder.add({"kind": "d"})
+    rig.recorder.add(note("d"))
     rig.recorder.close(5)
     assert rig.kinds() == ["a", "b", "c", "d"]
 
@@ -70,9 +78,9 @@ def test_a_record_that_is_not_ready_holds_those_behind_it_until_the_last_chance(
             raise NotYet
         return encode({"kind": "late"})
 
-    rig.recorder.add({"kind": "a"})
+    rig.recorder.add(note("a"))
     rig.recorder.add(busy)
-    rig.recorder.add({"kind": "b"})
+    rig.recorder.add(note("b"))
     rig.recorder.flush(5)
     assert rig.kinds() == ["a"]
     rig.recorder.close(5)
@@ -85,17 +93,17 @@ def test_a_record_that_cannot_be_made_is_a_fault_and_no_more(rig: Rig) -> None:
         raise ZeroDivisionError
 
     rig.recorder.add(broken)
-    rig.recorder.add({"kind": "b"})
+    rig.recorder.add(note("b"))
     rig.recorder.flush(5)
     assert rig.kinds() == ["fault", "b"]
 
 
 def test_a_full_queue_drops_and_counts(rig: Rig) -> None:
     for _ in range(QUEUE + 17):
-        rig.recorder.add({"kind": "a"})
+        rig.recorder.add(note("a"))
     assert rig.recorder.dropped == 17
     rig.recorder.flush(5)
-    rig.recorder.add({"kind": "b"})
+    rig.recorder.add(note("b"))
     rig.recorder.flush(5)
     assert rig.recorder.dropped == 17
     assert rig.kinds()[-1] == "b"
@@ -109,19 +117,19 @@ class Unprintable:
 @pytest.mark.parametrize(
     "record",
     [
-        {"kind": "note", "value": Unprintable()},
-        {"kind": "note", ("no", "string"): 1},
+        OpenRecord(format=1, rank=0, backend=Unprintable()),  # type: ignore[arg-type]
+        OpenRecord(format=1, rank=0, versions={("no", "string"): "1"}),  # type: ignore[dict-item]
     ],
     ids=["repr", "key"],
 )
 def test_a_record_that_cannot_be_encoded_does_not_end_the_writing_thread(
-    rig: Rig, record: dict[Any, Any]
+    rig: Rig, record: OpenRecord
 ) -> None:
     rig.recorder.add(record)
     rig.recorder.flush(5)
-    rig.recorder.add({"kind": "after"})
+    rig.recorder.add(note("a"))
     rig.recorder.flush(5)
-    assert "after" in rig.kinds()
+    assert "a" in rig.kinds()
 
 
 def test_what_cannot_wait_is_written_while_the_writing_thread_is_at_work(rig: Rig) -> None:
@@ -135,11 +143,11 @@ def test_what_cannot_wait_is_written_while_the_writing_thread_is_at_work(rig: Ri
     rig.recorder.add(slow)
     rig.recorder.start()
     assert held.wait(LIMIT)
-    rig.recorder.add_now({"kind": "urgent"})
-    assert rig.kinds() == ["urgent"]
+    rig.recorder.add_now(URGENT)
+    assert rig.kinds() == [URGENT.kind]
     done.set()
     rig.recorder.close(30)
-    assert rig.kinds() == ["urgent", "slow"]
+    assert rig.kinds() == [URGENT.kind, "slow"]
 
 
 def test_what_cannot_wait_does_not_wait_for_a_device(rig: Rig) -> None:
@@ -147,10 +155,10 @@ def test_what_cannot_wait_does_not_wait_for_a_device(rig: Rig) -> None:
     def busy(last: bool) -> bytes:
         raise NotYet
 
-    rig.recorder.add({"kind": "a"})
+    rig.recorder.add(note("a"))
     rig.recorder.add(busy)
-    rig.recorder.add_now({"kind": "urgent"})
-    assert sorted(rig.kinds()) == ["a", "urgent"]
+    rig.recorder.add_now(URGENT)
+    assert sorted(rig.kinds()) == ["a", URGENT.kind]
 
 
 def test_lines_written_at_once_are_whole_while_the_journal_rotates(tmp_path: Path) -> None:
@@ -189,7 +197,7 @@ def test_a_full_disk_is_flagged_in_the_page_and_counted(rig: Rig) -> None:
     rig.journal.close()
     rig.journal._file = open("/dev/full", "ab", buffering=0)
     for _ in range(3):
-        rig.recorder.add({"kind": "a"})
+        rig.recorder.add(note("a"))
         assert read_status(str(rig.page)).unwritten == (rig.recorder.dropped > 0)
         rig.recorder.flush(5)
     assert read_status(str(rig.page)).unwritten

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,20 +20,20 @@ from ddpdoctor.run.records.base import JsonObject, encode
 from ddpdoctor.run.records.decode import parse
 from ddpdoctor.run.records.training import ProfileRecord
 from ddpdoctor.run.requests import MOST_PROFILES, PROFILE, Asking
+from tests.probed import a_rank
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's counters are Linux's")
 
 
 def state(added: list[JsonObject], budget: float = 0.5) -> Any:
-    tracker = SimpleNamespace(
+    return a_rank(
+        added,
+        Budget(budget),
         thread=threading.get_ident(),
         native=threading.get_native_id(),
         last_total=0,
-        steps=0,
         phase=1,
     )
-    recorder = SimpleNamespace(add=added.append)
-    return SimpleNamespace(tracker=tracker, recorder=recorder, budget=Budget(budget))
 
 
 def sampled(work: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> JsonObject:
@@ -109,7 +110,7 @@ def test_no_frame_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Any] = []
     original = sampling.Sampler._record
 
-    def record(self: sampling.Sampler) -> JsonObject:
+    def record(self: sampling.Sampler) -> ProfileRecord:
         kept.extend(self._samples)
         return original(self)
 
@@ -120,17 +121,16 @@ def test_no_frame_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [each for each in held if type(each).__name__ == "frame"]
 
 
-def test_a_rank_that_ends_writes_what_it_has() -> None:
+def test_a_rank_that_ends_writes_what_it_has(tmp_path: Path) -> None:
     added: list[JsonObject] = []
-    sampler = sampling.Sampler(state(added), 7)
-    thread = threading.Thread(target=sampler.run)
-    thread.start()
-    while sampling._running is not sampler:
-        time.sleep(0.001)
-    sampling._rank_ends()
-    thread.join()
+    page = Asking(str(tmp_path), PROFILE)
+    profiles = sampling.Profiles(state(added), str(tmp_path))
+    page.ask(7)
+    profiles.look()
+    profiles.rank_ends()
+    page.close()
     assert [each["asked"] for each in added] == [7]
-    assert sampling._running is None
+    assert profiles._running is not None and profiles._running.over
 
 
 def test_a_pause_between_steps_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,12 +177,18 @@ def test_intervals_are_the_same_each_time_and_not_even(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(("budget", "taken"), [(0.5, MOST_PROFILES), (0.0, 0)])
 def test_profiles_are_few(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, budget: float, taken: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, budget: float, taken: int
 ) -> None:
     page = Asking(str(tmp_path), PROFILE)
     profiles = sampling.Profiles(state([], budget), str(tmp_path))
     started: list[object] = []
-    thread = SimpleNamespace(start=lambda: started.append(1))
+
+    def start() -> None:
+        started.append(1)
+        assert profiles._running is not None
+        profiles._running.over = True
+
+    thread = SimpleNamespace(start=start)
     monkeypatch.setattr(sampling, "background", lambda name, target: thread)
     for number in range(1, 8):
         page.ask(number)

@@ -11,48 +11,48 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as lr
 
-from ddpdoctor.probe.observers import schedulers
-from ddpdoctor.probe.runtime import events, rank, shield
+from ddpdoctor.probe.hooks import setup
+from ddpdoctor.probe.observers.replicas import Replicas
+from ddpdoctor.probe.observers.schedulers import Schedulers
+from ddpdoctor.probe.runtime import events, shield
 from ddpdoctor.run.records.base import JsonObject
+from tests.probed import a_rank
 
 Make = Callable[[torch.optim.Optimizer, int], Any]
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[JsonObject]]:
-    """The records of a rank whose loop is driven here."""
-    records: list[JsonObject] = []
-    tracker = types.SimpleNamespace(steps=0, epoch=-1)
-    recorder = types.SimpleNamespace(add=records.append)
-    state = types.SimpleNamespace(tracker=tracker, recorder=recorder)
-    monkeypatch.setattr(rank, "active", tracker)
-    monkeypatch.setattr(rank, "_state", state)
-    monkeypatch.setattr(events, "step_begins", [])
+def told() -> list[JsonObject]:
+    """What the rank has written."""
+    return []
+
+
+@pytest.fixture
+def watching(told: list[JsonObject], monkeypatch: pytest.MonkeyPatch) -> Iterator[Schedulers]:
+    """The schedulers of a rank whose loop is driven here."""
+    state = a_rank(told)
+    watching = Schedulers(state, Replicas(state))
+    monkeypatch.setattr(events, "scheduler_made", [watching.scheduler_made])
     originals = {each: each.__init__ for each in (lr.LRScheduler, lr.ReduceLROnPlateau)}
-    schedulers.forget()
-    schedulers.install(lr)
-    yield records
-    schedulers.forget()
+    setup.install_schedulers(lr)
+    yield watching
     for each, original in originals.items():
         each.__init__ = original  # type: ignore[method-assign]
     assert not shield.off
 
 
-def train(
-    make: Make, monkeypatch: pytest.MonkeyPatch, *, by_batch: bool = False, steps: int = 8
-) -> None:
+def train(watching: Schedulers, make: Make, *, by_batch: bool = False, steps: int = 8) -> None:
     """Four epochs with a scheduler that is made in each."""
     parameter = torch.nn.Parameter(torch.ones(3))
-    module = types.SimpleNamespace(ids=frozenset((id(parameter),)))
-    monkeypatch.setattr(schedulers, "watched", [module])
+    module: Any = types.SimpleNamespace(ids=frozenset((id(parameter),)))
+    watching._replicas.alive[:] = [module]
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-    tracker: Any = rank.active
+    tracker: Any = watching.state.tracker
     for epoch in range(4):
         scheduler = make(optimizer, epoch)
         tracker.epoch = epoch
         for _ in range(steps):
-            for heard in events.step_begins:
-                heard(optimizer)
+            watching.step_begins(optimizer)
             parameter.grad = torch.ones(3)
             optimizer.step()
             tracker.steps += 1
@@ -79,9 +79,9 @@ def train(
     ],
 )
 def test_a_schedule_that_begins_again_each_epoch(
-    told: list[JsonObject], monkeypatch: pytest.MonkeyPatch, make: Make, by_batch: bool
+    watching: Schedulers, told: list[JsonObject], make: Make, by_batch: bool
 ) -> None:
-    train(make, monkeypatch, by_batch=by_batch)
+    train(watching, make, by_batch=by_batch)
     (record,) = told
     assert (record["kind"], record["every"], record["times"]) == ("remade", "epoch", 3)
     assert (record["step"], record["since"], record["path"]) == (16, 0, __file__)
@@ -105,9 +105,9 @@ def test_a_schedule_that_begins_again_each_epoch(
     ],
 )
 def test_schedules_that_are_meant(
-    told: list[JsonObject], monkeypatch: pytest.MonkeyPatch, make: Make, by_batch: bool
+    watching: Schedulers, told: list[JsonObject], make: Make, by_batch: bool
 ) -> None:
-    train(make, monkeypatch, by_batch=by_batch)
+    train(watching, make, by_batch=by_batch)
     assert told == []
 
 
@@ -117,22 +117,22 @@ def caught_up(scheduler: Any, epoch: int) -> Any:
     return scheduler
 
 
-def test_a_scheduler_for_each_step(told: list[JsonObject], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scheduler_for_each_step(watching: Schedulers, told: list[JsonObject]) -> None:
     def remake(optimizer: torch.optim.Optimizer, epoch: int) -> Any:
         for _ in range(8):
             scheduler = lr.StepLR(optimizer, 5)
-            for heard in events.step_begins:
-                heard(optimizer)
+            watching.step_begins(optimizer)
             optimizer.step()
-            tracker: Any = rank.active
+            tracker: Any = watching.state.tracker
             tracker.steps += 1
             scheduler.step()
         return scheduler
 
-    train(remake, monkeypatch)
+    train(watching, remake)
     assert [each["every"] for each in told] == ["step"] * len(told) and told
 
 
+@pytest.mark.usefixtures("watching")
 def test_a_schedulers_own_error_is_raised_as_before(told: list[JsonObject]) -> None:
     with pytest.raises(TypeError, match="is not an Optimizer"):
         lr.StepLR(None, 1)  # type: ignore[arg-type]

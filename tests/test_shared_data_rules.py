@@ -14,6 +14,7 @@ from ddpdoctor.probe.observers import datasets, sketches
 from ddpdoctor.probe.observers.passes import Pass, digest_of, sample_of
 from ddpdoctor.rules import shards, shared_rows
 from ddpdoctor.run.records.base import JsonObject
+from tests.probed import as_line, pass_record
 from tests.test_data_rules import codes, drawn, evaluated, findings, its_own, run_of, shuffled
 
 
@@ -24,7 +25,7 @@ def held(value: int) -> int:
 def sketch(values: Sequence[int]) -> list[object]:
     one = sketches.Sketch()
     one.add([held(value) for value in values])
-    return one.told()
+    return list(one.summary())
 
 
 def subset(indices: Sequence[int], order: Sequence[int], **facts: object) -> JsonObject:
@@ -38,7 +39,7 @@ def subset(indices: Sequence[int], order: Sequence[int], **facts: object) -> Jso
         "subset": digest_of(lookup), "subset_length": len(lookup), "followed": len(followed),
         "to_end": True, "sampler": {"name": "RandomSampler", "torch": True}, **facts,
     }  # fmt: skip
-    one = Pass(known, 400, followed, 0, lookup)
+    one = Pass(pass_record(known), followed, 0, lookup)
     for start in range(0, len(order), 16):
         one.draw(list(order[start : start + 16]))
         looked = one.arrived()
@@ -46,9 +47,7 @@ def subset(indices: Sequence[int], order: Sequence[int], **facts: object) -> Jso
         one.see([index for _, index, _ in looked], lambda hashes=hashes: hashes)  # type: ignore[misc]
         one.fetched += 1
         one.marks += 1
-    record = one.told("ended")(True)
-    assert isinstance(record, dict)
-    return {**record, "sketch": sketch([lookup[place] for place in order])}
+    return {**as_line(one.as_it_is("ended")), "sketch": sketch([lookup[place] for place in order])}
 
 
 def said(*records: JsonObject) -> list[str]:
@@ -234,6 +233,6 @@ def test_a_sketch_keeps_the_smallest() -> None:
     one = sketches.Sketch()
     for start in range(0, 5000, 50):
         one.add([held(value) for value in range(start, start + 50)])
-    looked, repeats, kept = one.told()
+    looked, repeats, kept = one.summary()
     assert (looked, repeats) == (5000, 0)
-    assert kept == sorted(held(value) for value in range(5000))[: sketches.KEEP]
+    assert list(kept) == sorted(held(value) for value in range(5000))[: sketches.KEEP]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,21 +10,22 @@ import torch
 
 from ddpdoctor.analysis.replicas import elements
 from ddpdoctor.core.finding import RULES, examine
-from ddpdoctor.probe.observers import fingerprints
-from ddpdoctor.probe.observers.elements import Elements
+from ddpdoctor.probe.observers import looks, tensor_hashes
 from ddpdoctor.probe.observers.fingerprints import Fingerprints
-from ddpdoctor.probe.runtime import budget, torch_private
+from ddpdoctor.probe.observers.readback import Elements
+from ddpdoctor.probe.observers.replicas import Replicas
+from ddpdoctor.probe.runtime import budget, torch_groups
 from ddpdoctor.run.environment import BUDGET
 from ddpdoctor.run.mapped import UnreadableError
 from ddpdoctor.run.names import FORMAT
 from ddpdoctor.run.records.base import JsonObject, Record
-from ddpdoctor.run.records.replicas import PackedTensor
 from ddpdoctor.run.records.supervisor import JobRecord, SuspicionRecord
 from ddpdoctor.run.requests import SUSPICION, Suspicion, SuspicionReader, SuspicionWriter
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.supervise import suspicions
 from ddpdoctor.supervise.suspicions import Suspicions
 from tests.conftest import JOBS, Doctor
+from tests.probed import a_rank
 from tests.written import rank_records
 
 FIRST = Suspicion(restart=0, step=5, steps=3, module=0, tensors=(0, 1))
@@ -97,7 +97,7 @@ class Purse:
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("DDPDOCTOR_RUN_DIR", str(tmp_path))
-    monkeypatch.setattr(torch_private, "group_ranks", lambda ddp: [0, 1])
+    monkeypatch.setattr(torch_groups, "group_ranks", lambda ddp: [0, 1])
     return tmp_path
 
 
@@ -106,17 +106,15 @@ def steps(
 ) -> list[JsonObject]:
     """What a rank writes that looks at step 0 and then no more, unless it is told to."""
     records: list[JsonObject] = []
-    tracker = SimpleNamespace(armed=0, steps=0)
-    recorder = SimpleNamespace(add=records.append)
-    ledger = SimpleNamespace(moved=0, count=0)
-    state: Any = SimpleNamespace(
-        tracker=tracker, recorder=recorder, ledger=ledger, budget=purse, restart=0
-    )
+    state = a_rank(records, purse)
+    tracker: Any = state.tracker
     ddp = torch.nn.Module()
     ddp.module = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(ddp.module.parameters(), lr=0.1)
-    mine = Fingerprints(state)
-    mine.built(ddp)
+    replicas = Replicas(state)
+    mine = Fingerprints(state, replicas)
+    replicas.ddp_built(ddp)
+    mine.ddp_built(ddp)
     for step in range(count):
         mine.pace.interval = 1 << 10
         for when, writer, suspicion in told:
@@ -147,7 +145,7 @@ def test_a_suspicion_brings_its_own_credit_twice(directory: Path) -> None:
     purse = Purse(-10)
     told = [(when, writer, Suspicion(0, when + 1, 1, 0, ())) for when in (1, 3, 5)]
     assert looked_at(steps(purse, *told)) == [2, 4]
-    assert 0 < purse.granted <= 2 * fingerprints.MOST_GRANTED
+    assert 0 < purse.granted <= 2 * looks.MOST_GRANTED
 
 
 @pytest.mark.parametrize(
@@ -169,16 +167,16 @@ def test_what_is_not_for_this_rank_is_passed_over(directory: Path, other: Suspic
 )  # fmt: skip
 def test_elements_are_read_as_written(dtype: torch.dtype, letter: str) -> None:
     packed = Elements(torch.arange(10).to(dtype), most=5).packed()
-    assert packed[:2] == [20 if dtype.is_complex else 10, letter]
+    assert packed[:2] == (20 if dtype.is_complex else 10, letter)
     expected = [0.0, 2.0, 4.0, 6.0, 8.0]
     if dtype.is_complex:
         expected = [part for each in expected for part in (each, 0.0)]
-    assert list(elements(PackedTensor(*packed))) == expected
+    assert list(elements(packed)) == expected
 
 
 def test_a_tensor_that_is_not_contiguous_is_read_in_its_order() -> None:
     tensor = torch.arange(6.0).view(2, 3).t()
-    assert list(elements(PackedTensor(*Elements(tensor).packed()))) == tensor.reshape(-1).tolist()
+    assert list(elements(Elements(tensor).packed())) == tensor.reshape(-1).tolist()
 
 
 # -- the budget
@@ -209,7 +207,7 @@ def printed(step: int, value: str, *hashes: int) -> JsonObject:
         "kind": "fingerprint", "module": 0, "step": step, "armed": step + 1, "parameters": value,
     }  # fmt: skip
     if hashes:
-        detail = fingerprints.packed((each << 32 for each in hashes), [0.0] * len(hashes))
+        detail = tensor_hashes.packed((each << 32 for each in hashes), [0.0] * len(hashes))
         record["detail"] = detail
     return record
 

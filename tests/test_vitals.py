@@ -168,7 +168,7 @@ def test_a_writing_thread_that_fails_prints_nothing(
     monkeypatch.setattr(recorder, "_drain", lambda last: 1 / 0)
     monkeypatch.setattr(shield, "fault", lambda hook, error: failed.append(f"{hook}: {error}"))
     recorder.start()
-    recorder.add({"kind": "step"})
+    recorder.add(lambda last: b"")
     recorder._thread.join(LIMIT)
     journal.close()
     assert failed == ["thread journal: division by zero"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
-from ddpdoctor.probe.runtime import torch_private, worker_code
+from ddpdoctor.probe.runtime import torch_loaders, worker_code
 
 HERE = Path(__file__)
 
@@ -96,7 +96,7 @@ def test_lines_of_workers_alone() -> None:
         )
         iterator = iter(loader)
         worker_code.note(iterator)
-        assert torch_private.workers_of(iterator) == workers
+        assert torch_loaders.workers_of(iterator) == workers
         assert len(list(iterator)) == 4
     worker_code.fresh.pop()
     assert len(calls) == 2

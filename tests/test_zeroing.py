@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from ddpdoctor.probe.observers import zeroing
-from ddpdoctor.probe.runtime import rank
+from ddpdoctor.probe.observers.zeroing import Zeroing
 from ddpdoctor.run.records.base import JsonObject
+from tests.probed import a_rank
 from tests.written import Written
 
 
 class Loop:
     """A model, an optimizer, and the moments of their training."""
 
-    def __init__(self) -> None:
+    def __init__(self, watching: Zeroing) -> None:
+        self.watching = watching
         self.weight = torch.nn.Parameter(torch.ones(3))
         self.optimizer = torch.optim.SGD([self.weight], lr=0.01)
         self.number = 0
 
     def backward(self) -> None:
-        zeroing.backward_begins()
+        self.watching.backward_begins()
         torch.autograd.backward(self.weight.square().sum())
-        zeroing.backward_ended()
+        self.watching.backward_ended()
 
     def step(self) -> None:
-        zeroing.step_begins(self.optimizer)
+        self.watching.step_begins(self.optimizer)
         self.optimizer.step()
-        zeroing.step_ended(self.optimizer, self.number)
+        self.watching.step_ended(self.optimizer, self.number)
         self.number += 1
 
     def train(self) -> None:
@@ -40,17 +39,15 @@ class Loop:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[JsonObject]]:
+def told() -> list[JsonObject]:
     """What the rank has written."""
-    records: list[JsonObject] = []
-    recorder = SimpleNamespace(add=lambda lazy: records.append(lazy(True)))
-    budget = SimpleNamespace(enabled=True)
-    tracker = SimpleNamespace(steps=0)
-    state: Any = SimpleNamespace(recorder=recorder, budget=budget, tracker=tracker)
-    monkeypatch.setattr(rank, "_state", state)
-    zeroing.forget()
-    yield records
-    zeroing.forget()
+    return []
+
+
+@pytest.fixture
+def loop(told: list[JsonObject]) -> Loop:
+    """A loop that is watched."""
+    return Loop(Zeroing(a_rank(told)))
 
 
 def never(loop: Loop, step: int) -> None:
@@ -131,34 +128,36 @@ def said(written: Written, told: list[JsonObject]) -> list[str]:
 @pytest.mark.parametrize("body", [*SICK, *HEALTHY], ids=lambda body: body.__name__)
 @pytest.mark.parametrize("steps", [16, 120])
 def test_gradients_that_are_never_set_to_zero_are_named(
-    written: Written, told: list[JsonObject], body: Callable[[Loop, int], None], steps: int
+    written: Written,
+    loop: Loop,
+    told: list[JsonObject],
+    body: Callable[[Loop, int], None],
+    steps: int,
 ) -> None:
-    loop = Loop()
     for step in range(steps):
         body(loop, step)
-    zeroing.rank_ends()
+    loop.watching.rank_ends()
     assert said(written, told) == (["DDP312"] if body in SICK else [])
 
 
-def test_few_steps_tell_nothing(told: list[JsonObject]) -> None:
-    loop = Loop()
+def test_few_steps_tell_nothing(loop: Loop, told: list[JsonObject]) -> None:
     for _ in range(5):
         loop.train()
-    zeroing.rank_ends()
+    loop.watching.rank_ends()
     assert told == []
 
 
-def test_who_zeroes_once_is_not_watched_any_more(told: list[JsonObject]) -> None:
-    loop = Loop()
+def test_who_zeroes_once_is_not_watched_any_more(loop: Loop, told: list[JsonObject]) -> None:
     loop.train()
     to_none(loop, 1)
-    assert zeroing._watches == []
+    assert loop.watching._watches == []
 
 
-def test_gradients_that_are_zero_are_not_carried(written: Written, told: list[JsonObject]) -> None:
-    loop = Loop()
+def test_gradients_that_are_zero_are_not_carried(
+    written: Written, loop: Loop, told: list[JsonObject]
+) -> None:
     loop.weight.data.zero_()
     for _ in range(16):
         loop.train()
-    zeroing.rank_ends()
+    loop.watching.rank_ends()
     assert said(written, told) == []

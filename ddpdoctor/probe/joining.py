@@ -1,8 +1,8 @@
 """A process becomes a rank: its files are opened and its hooks come alive.
 
 That happens when ``init_process_group`` has succeeded, however the process was started. DataLoader
-workers and other forked children inherit the hooks, asleep; a child that makes a process group of
-its own becomes a rank of its own.
+workers and other forked children inherit the hooks, asleep; a child that makes a process
+group becomes another rank.
 """
 
 from __future__ import annotations
@@ -16,12 +16,30 @@ import sys
 import time
 from typing import Any
 
-from ddpdoctor.probe.hooks import errors, optimizer
-from ddpdoctor.probe.observers import sampling
+from ddpdoctor.probe.hooks import exits
+from ddpdoctor.probe.hooks.exits import Exits
+from ddpdoctor.probe.observers import buffers, optimizers
+from ddpdoctor.probe.observers.batches import Loops
+from ddpdoctor.probe.observers.edits import Edits
+from ddpdoctor.probe.observers.files import Checkpoints
+from ddpdoctor.probe.observers.fingerprints import Fingerprints
+from ddpdoctor.probe.observers.finite import Losses
 from ddpdoctor.probe.observers.flight import Flight
+from ddpdoctor.probe.observers.gradients import Gradients
+from ddpdoctor.probe.observers.independent import Independent
+from ddpdoctor.probe.observers.launch_options import LaunchOptions
 from ddpdoctor.probe.observers.ledger import Ledger
+from ddpdoctor.probe.observers.local_gradients import LocalGradients
+from ddpdoctor.probe.observers.pacing import Pacing
+from ddpdoctor.probe.observers.replicas import Models, Replicas
+from ddpdoctor.probe.observers.samples import Samples
+from ddpdoctor.probe.observers.sampling import Profiles
+from ddpdoctor.probe.observers.schedulers import Schedulers
 from ddpdoctor.probe.observers.steps import StepTracker
+from ddpdoctor.probe.observers.weights import Changes
+from ddpdoctor.probe.observers.zeroing import Zeroing
 from ddpdoctor.probe.runtime import shield, timeouts, watch
+from ddpdoctor.probe.runtime.events import subscribe
 from ddpdoctor.probe.runtime.rank import (
     RankState,
     current,
@@ -35,6 +53,7 @@ from ddpdoctor.probe.runtime.recorder import Recorder
 from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.names import FORMAT, rank_stem
+from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.ring import RingWriter
 from ddpdoctor.run.status import Phase, StatusPage
 
@@ -56,33 +75,32 @@ def become(torch: Any) -> None:
         warn(f"rank {rank} cannot write to the run directory: {error}")
         return
     recorder = Recorder(page, journal)
-    tracker = StepTracker(recorder, optimizer.any_made)
+    tracker = StepTracker(recorder, optimizers.were_made)
     state = RankState(recorder, tracker, restart)
-    enter(state, torch.compiler.is_compiling)
     recorder.add(
-        {
-            "kind": "open",
-            "format": FORMAT,
-            "time": started,
-            "rank": rank,
-            "world_size": world_size,
-            "local_rank": local_rank,
-            "restart": restart,
-            "pid": os.getpid(),
-            "parent": os.getppid(),
-            "host": socket.gethostname(),
-            "namespace": namespace(),
-            "backend": str(distributed.get_backend()),
-            "kept_timeout": timeouts.kept(),
-            "argv": list(sys.argv),
-            "launcher": "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "other",
-            "versions": {
+        OpenRecord(
+            format=FORMAT,
+            time=started,
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            restart=restart,
+            pid=os.getpid(),
+            parent=os.getppid(),
+            host=socket.gethostname(),
+            namespace=namespace(),
+            backend=str(distributed.get_backend()),
+            kept_timeout=timeouts.kept(),
+            argv=tuple(sys.argv),
+            launcher="torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "other",
+            versions={
                 "python": platform.python_version(),
                 "torch": str(torch.__version__),
                 "cuda": str(torch.version.cuda or ""),
             },
-        }
+        )
     )
+    enter(state, torch.compiler.is_compiling)
     stem = os.path.join(run_directory(), rank_stem(rank, restart))
     ring = stem + ".collectives"
     try:
@@ -90,17 +108,52 @@ def become(torch: Any) -> None:
         recorder.each_round.append(state.ledger.look)
     except OSError as error:
         shield.fault("ring", error)
-    # In a run directory of another version, nobody asks.
+    # In a run directory of another version, nothing asks.
     with contextlib.suppress(OSError, ValueError):
         flight = Flight(run_directory(), stem + ".flight.json", ring, tracker.backwards)
         recorder.each_round.append(flight.look)
-    with contextlib.suppress(OSError, ValueError):
-        recorder.each_round.append(sampling.Profiles(state, run_directory()).look)
-    errors.watch_fatal_signals(stem + ".fault")
+    observe(state)
+    exits.watch_fatal_signals(stem + ".fault")
     tracker.page_phase(Phase.STARTING)
     recorder.start()
     watch.start()
     atexit.register(end)
+
+
+@shield.shielded
+def observe(state: RankState) -> None:
+    """Let observers follow the rank; at each moment they are called in the order made here."""
+    replicas = Replicas(state)
+    pacing = Pacing(state)
+    # A loss is written before the fingerprint of its step.
+    losses = Losses(state, replicas)
+    subscribe(Exits(state))
+    subscribe(replicas)
+    subscribe(Gradients(state, replicas, pacing, optimizers.owned), pacing.paced)
+    subscribe(optimizers.Optimizers(state, replicas))
+    subscribe(Edits(state, replicas))
+    subscribe(losses)
+    if state.budget.enabled:
+        subscribe(Zeroing(state))
+        subscribe(LocalGradients(state, losses))
+        subscribe(Fingerprints(state, replicas))
+        subscribe(buffers.Buffers(state, replicas), pacing.paced)
+        subscribe(buffers.Statistics(state, replicas))
+        subscribe(Independent(state))
+    subscribe(buffers.Evaluations(state))
+    subscribe(Loops(state))
+    with contextlib.suppress(OSError, ValueError):
+        profiles = Profiles(state, run_directory())
+        subscribe(profiles)
+        state.recorder.each_round.append(profiles.look)
+    subscribe(Samples(state))
+    subscribe(Models(state))
+    subscribe(Changes(state, replicas))
+    subscribe(Checkpoints(state))
+    subscribe(Schedulers(state, replicas))
+    subscribe(LaunchOptions(state))
+    # Whatever is paced at a moment comes before this.
+    subscribe(pacing)
 
 
 def _open(

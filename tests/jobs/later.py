@@ -9,10 +9,10 @@ import runpy
 import sys
 from typing import Any
 
-from ddpdoctor.probe.observers import losses
+from ddpdoctor.probe.observers import readback
 from ddpdoctor.probe.runtime import torch_private
 
-at_once = losses.reader
+at_once = readback.loss_reader
 
 
 def later(loss: Any) -> Any:
@@ -24,7 +24,7 @@ def broken(torch: Any, tensors: Any) -> Any:
     raise RuntimeError("broken")
 
 
-losses.reader = later
+readback.loss_reader = later
 if sys.argv[1] == "--broken":
     torch_private.largest = broken
     del sys.argv[1]

@@ -1,1 +1,1 @@
-"""One file per thing the probe watches; each has an ``install(module)``."""
+"""What is wrapped, and whom it calls: patches alone. What is made of it is in ``observers``."""

@@ -1,12 +1,11 @@
 """Collectives called from Python: which one a rank is in, what it is about, how long it waits.
 
-DDP's own all-reduces run in C++ and are told by DDP's logger instead (see ``hooks.ddp``), and by
-torch's Flight Recorder. A collective that is made of others (``all_gather_object``) counts as one.
+DDP's own all-reduces run in C++: DDP's logger has them (see ``hooks.ddp``), and torch's Flight
+Recorder. A collective that is made of others (``all_gather_object``) counts as one.
 """
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
 from types import ModuleType
@@ -18,6 +17,7 @@ from ddpdoctor.probe.observers.ledger import Ledger
 from ddpdoctor.probe.observers.steps import StepTracker
 from ddpdoctor.probe.runtime import events, rank, shield
 from ddpdoctor.probe.runtime.sites import Site, caller, callers
+from ddpdoctor.probe.runtime.wrapping import around
 from ddpdoctor.run.status import Phase, page_name
 
 _WAIT = int(Phase.WAIT)
@@ -25,17 +25,18 @@ _HOOK = "collectives"
 _RING = "collectives.ring"
 _pages: dict[str, bytes] = {}
 
+Noted = tuple[Ledger, int]
+"""A call as it was written down: where, and its order there."""
+
 
 def install(c10d: ModuleType) -> None:
     """Wrap the collectives before ``torch.distributed`` copies their names."""
     for name in calls.TENSORS:
-        original = getattr(c10d, name, None)
-        if original is not None:
-            setattr(c10d, name, _wrapped(name, calls.binder(name, original), original))
-    work_class = getattr(c10d, "Work", None)
-    if work_class is not None:
-        # What an asynchronous collective returns: here the rank waits for it.
-        work_class.wait = _waiting(work_class.wait)
+        if hasattr(c10d, name):
+            begin = _begin(name, calls.binder(name, getattr(c10d, name)))
+            around(c10d, name, _HOOK, begin, _end, compiled=True)
+    # What an asynchronous collective returns: here the rank waits for it.
+    around(getattr(c10d, "Work", None), "wait", _HOOK, _wait_begins, _wait_ended, compiled=True)
 
 
 def _show(tracker: StepTracker, name: str) -> None:
@@ -48,54 +49,71 @@ def _show(tracker: StepTracker, name: str) -> None:
         state.recorder.page.set_collective(page)
 
 
-def _chain() -> tuple[Site, ...] | None:
-    """The user's line and those that led to it, if the call is to be followed."""
-    try:
-        tracker = rank.active
-        if tracker is None or tracker.phase == _WAIT or _HOOK in shield.off:
-            return None
-        return callers()
-    except Exception as error:
-        shield.fault(_HOOK, error)
-        return None
-
-
 def enter(name: str, site: Site | None = None) -> bool:
     """Begin to wait; False if this call is not to be followed (nested, other thread, no rank)."""
-    try:
-        tracker = rank.active
-        if tracker is None or tracker.phase == _WAIT or _HOOK in shield.off:
-            return False
-        if not tracker.enter(_WAIT, site or caller()):
-            return False
-        _show(tracker, name)
-    except Exception as error:
-        shield.fault(_HOOK, error)
+    tracker = rank.active
+    if tracker is None or tracker.phase == _WAIT or not tracker.enter(_WAIT, site or caller()):
         return False
+    _show(tracker, name)
     return True
 
 
 def leave(error: BaseException | None) -> None:
     """End the wait that :func:`enter` began."""
-    try:
+    tracker = rank.active
+    if tracker is not None:
+        tracker.leave(error)
+        _show(tracker, "")
+
+
+def waited(begun: object, result: object, error: BaseException | None) -> None:
+    """The same as the end of a call (`ddpdoctor.probe.runtime.wrapping.around`)."""
+    leave(error)
+
+
+def _begin(name: str, bind: Callable[..., Call]) -> Callable[..., object]:
+    def begin(*args: Any, **kwargs: Any) -> object:
         tracker = rank.active
-        if tracker is not None:
-            tracker.leave(error)
-            _show(tracker, "")
-    except Exception as broken:
-        shield.fault(_HOOK, broken)
+        if tracker is None:
+            return None
+        if tracker.phase != _WAIT:
+            chain = callers()
+            if enter(name, chain[0]):
+                noted = _note(name, bind, chain, args, kwargs)
+                for subscriber in events.collective_begins:
+                    subscriber(name)
+                return noted or True
+        if not tracker.is_here():
+            _note_elsewhere(bind, args, kwargs)
+        return None
+
+    return begin
+
+
+def _end(begun: Noted | bool, result: object, error: BaseException | None) -> None:
+    if error is None and isinstance(begun, tuple):
+        ledger, order = begun
+        try:
+            ledger.returned(order, result)
+        except Exception as broken:
+            shield.fault(_RING, broken)
+    leave(error)
+
+
+def _ledger() -> Ledger | None:
+    state = rank.current()
+    return state.ledger if state is not None and _RING not in shield.off else None
 
 
 def _note(
-    name: str, call: Callable[..., Call], chain: tuple[Site, ...], args: Any, kwargs: Any
-) -> tuple[Ledger, int] | None:
+    name: str, bind: Callable[..., Call], chain: tuple[Site, ...], args: Any, kwargs: Any
+) -> Noted | None:
     """Write the call down; where, or None if nothing was written."""
-    state = rank.current()
-    ledger = state.ledger if state is not None else None
-    if ledger is None or _RING in shield.off:
+    ledger = _ledger()
+    if ledger is None:
         return None
     try:
-        order = ledger.begin(name, call(*args, **kwargs), chain)
+        order = ledger.begin(name, bind(*args, **kwargs), chain)
     except (TypeError, IndexError, AttributeError):
         # No such arguments: torch will say so itself.
         return None
@@ -106,14 +124,12 @@ def _note(
     return (ledger, order) if order else None
 
 
-def _note_elsewhere(call: Callable[..., Call], args: Any, kwargs: Any) -> None:
-    """Say that another thread calls a collective, which has no place in the order that is known."""
+def _note_elsewhere(bind: Callable[..., Call], args: Any, kwargs: Any) -> None:
+    """Another thread calls a collective, which has no place in the order that is known."""
+    ledger = _ledger()
     try:
-        tracker, state = rank.active, rank.current()
-        if tracker is None or state is None or tracker.is_here() or _RING in shield.off:
-            return
-        if state.ledger is not None:
-            state.ledger.begin_elsewhere(call(*args, **kwargs))
+        if ledger is not None:
+            ledger.begin_elsewhere(bind(*args, **kwargs))
     except (TypeError, IndexError, AttributeError):
         # No such arguments: torch will say so itself.
         return
@@ -121,84 +137,23 @@ def _note_elsewhere(call: Callable[..., Call], args: Any, kwargs: Any) -> None:
         shield.fault(_RING, error)
 
 
-def _noted(noted: tuple[Ledger, int] | None, result: object) -> None:
-    if noted is None:
-        return
-    ledger, order = noted
+# -- waits for asynchronous ones
+
+
+def _wait_begins(work: object, *args: Any, **kwargs: Any) -> object:
+    if not enter("Work.wait"):
+        return None
+    for subscriber in events.collective_begins:
+        subscriber("Work.wait")
+    ledger = _ledger()
     try:
-        ledger.returned(order, result)
+        return ledger if ledger is not None and ledger.waits_for(work) else True
     except Exception as error:
         shield.fault(_RING, error)
+        return True
 
 
-def _wrapped(
-    name: str, call: Callable[..., Call], original: Callable[..., Any]
-) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def collective(*args: Any, **kwargs: Any) -> Any:
-        # For Dynamo, which knows the answer, there is only the original.
-        if rank.is_compiling():
-            return original(*args, **kwargs)
-        chain = _chain()
-        entered = chain is not None and enter(name, chain[0])
-        if not entered:
-            _note_elsewhere(call, args, kwargs)
-        noted = None
-        if entered and chain is not None:
-            noted = _note(name, call, chain, args, kwargs)
-            for told in events.collective_begins:
-                told(name)
-        try:
-            result = original(*args, **kwargs)
-        except BaseException as error:
-            shield.hide_frame(error)
-            if entered:
-                leave(error)
-            raise
-        if entered:
-            _noted(noted, result)
-            leave(None)
-        return result
-
-    return collective
-
-
-def _waiting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``Work.wait``, which tells for what it waits."""
-
-    @functools.wraps(original)
-    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if rank.is_compiling():
-            return original(self, *args, **kwargs)
-        entered = enter("Work.wait")
-        noted = None
-        if entered:
-            for told in events.collective_begins:
-                told("Work.wait")
-            noted = _wait_begins(self)
-        try:
-            result = original(self, *args, **kwargs)
-        except BaseException as error:
-            shield.hide_frame(error)
-            if entered:
-                leave(error)
-            raise
-        if entered:
-            if noted is not None:
-                noted.waited(time.time_ns())
-            leave(None)
-        return result
-
-    return wait
-
-
-def _wait_begins(work: object) -> Ledger | None:
-    state = rank.current()
-    ledger = state.ledger if state is not None else None
-    if ledger is None or _RING in shield.off:
-        return None
-    try:
-        return ledger if ledger.waits_for(work) else None
-    except Exception as error:
-        shield.fault(_RING, error)
-        return None
+def _wait_ended(begun: Ledger | bool, result: object, error: BaseException | None) -> None:
+    if error is None and isinstance(begun, Ledger):
+        begun.waited(time.time_ns())
+    leave(error)

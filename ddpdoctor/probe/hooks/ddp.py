@@ -1,13 +1,12 @@
 """DistributedDataParallel: how it was built, its forward, its buffer broadcast, its own timers.
 
 The split of a backward into compute and exposed all-reduce comes from DDP's logger
-(``_get_ddp_logging_data``). It tells of an iteration when the next one begins, and a wall-clock
+(``_get_ddp_logging_data``). It has an iteration when the next one begins, and a wall-clock
 around ``backward()`` cannot: the all-reduce makes every rank as slow as the slowest.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 import time
@@ -17,19 +16,30 @@ from contextlib import contextmanager
 from types import ModuleType, TracebackType
 from typing import Any
 
-from ddpdoctor.probe.hooks import batch, collectives
-from ddpdoctor.probe.observers import steps
-from ddpdoctor.probe.observers.steps import OpenStep, StepTracker
-from ddpdoctor.probe.runtime import events, rank, recorder, shield, sites, torch_private
+from ddpdoctor.probe.hooks import collectives
+from ddpdoctor.probe.observers import contents, steps
+from ddpdoctor.probe.observers.open_step import OpenStep
+from ddpdoctor.probe.observers.steps import StepTracker
+from ddpdoctor.probe.runtime import (
+    events,
+    rank,
+    recorder,
+    shield,
+    sites,
+    torch_groups,
+    torch_private,
+)
 from ddpdoctor.probe.runtime.clocks import CudaClock
-from ddpdoctor.run import status
+from ddpdoctor.probe.runtime.wrapping import after, around
+from ddpdoctor.run import record
 from ddpdoctor.run.names import BUCKETS, BUFFERS
+from ddpdoctor.run.records.model import DdpRecord, Parameter
 from ddpdoctor.run.status import Phase
 
 _FORWARD = int(Phase.FORWARD)
 _HOOK = "ddp.forward"
 FINALIZE = "DDP's finalize_backward"
-"""The same of the wait at the end of a backward that the job finishes itself."""
+"""The same of the wait at the end of a backward that the job finishes itself (2.15)."""
 
 SHORT = 5_000_000
 """Nanoseconds below which a step is too short to ask DDP's logger (10 us) every time."""
@@ -38,8 +48,8 @@ SHORT_STRIDE = 4
 """Of short steps, every fourth is split; by number, so that all ranks split the same ones."""
 
 
-class _Told:
-    """What was read of one DDP module's logger, and the step it will speak of next."""
+class _Timed:
+    """What was read of one DDP module's logger, and the step that it has next."""
 
     __slots__ = ("iteration", "step")
 
@@ -49,7 +59,7 @@ class _Told:
 
 
 _grad_enabled: Callable[[], bool] = bool
-_modules: weakref.WeakKeyDictionary[Any, _Told] = weakref.WeakKeyDictionary()
+_modules: weakref.WeakKeyDictionary[Any, _Timed] = weakref.WeakKeyDictionary()
 
 
 def install(module: ModuleType) -> None:
@@ -58,41 +68,45 @@ def install(module: ModuleType) -> None:
     torch = sys.modules["torch"]
     _grad_enabled = torch.is_grad_enabled
     ddp_class = module.DistributedDataParallel
-    helper = torch_private.ddp_init_helper(ddp_class)
-    if helper is not None:
-        _wrap_helper(ddp_class, helper)
-    inside = torch_private.inside_forward(ddp_class)
-    if inside is not None:
-        _wrap_inside(torch, ddp_class, inside)
-    before = torch_private.pre_forward(ddp_class)
-    if before is not None:
-        _wrap_before(ddp_class, before)
-    sync = torch_private.sync_buffers(ddp_class)
-    if sync is not None:
-        _wrap_sync(torch, ddp_class, sync)
-    if hasattr(ddp_class, "finalize_backward"):
-        _wrap_finalize(ddp_class, ddp_class.finalize_backward)
+    after(ddp_class, torch_private.DDP_INIT_HELPER, _constructed)
+    _wrap_inside(torch, ddp_class)
+    around(
+        ddp_class,
+        torch_private.PRE_FORWARD,
+        "ddp.buckets",
+        _order_begins,
+        _order_ended,
+        compiled=True,
+    )
+    around(
+        ddp_class,
+        torch_private.SYNC_BUFFERS,
+        "ddp.buffers",
+        _sync_begins,
+        collectives.waited,
+        compiled=True,
+    )
+    around(
+        ddp_class,
+        "finalize_backward",
+        "ddp.finalize",
+        _finalize_begins,
+        collectives.waited,
+        compiled=True,
+    )
 
 
 # -- construction
 
 
-def _wrap_helper(ddp_class: Any, original: Any) -> None:
-    @functools.wraps(original)
-    def _ddp_init_helper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            result = original(self, *args, **kwargs)
-        except BaseException as error:
-            shield.hide_frame(error)
-            raise
-        static_graph = kwargs.get("static_graph", args[3] if len(args) > 3 else False)
-        _built(self, bool(static_graph))
-        if rank.active is not None:
-            for told in events.ddp_built:
-                told(self)
-        return result
-
-    ddp_class._ddp_init_helper = _ddp_init_helper
+def _constructed(result: None, ddp: Any, *args: Any, **kwargs: Any) -> None:
+    state = rank.current()
+    if state is None:
+        return
+    state.tracker.here()
+    _built(ddp, bool(kwargs.get("static_graph", args[3] if len(args) > 3 else False)))
+    for subscriber in events.ddp_built:
+        subscriber(ddp)
 
 
 @shield.shielded
@@ -101,52 +115,45 @@ def _built(ddp: Any, static_graph: bool) -> None:
     if state is None:
         return
     torch = sys.modules["torch"]
-    state.tracker.here()
     device = str(getattr(ddp, "device", None) or next(iter(ddp.parameters())).device)
-    if device.startswith("cuda"):
+    cuda = device.startswith("cuda")
+    if cuda:
         state.tracker.use_device(CudaClock(torch.cuda, torch.device(device)))
     elif device == "cpu":
         torch_private.sample_every_step(ddp)
-    _modules[ddp] = _Told()
-    words = torch_private.logging_strings(ddp)
+    _modules[ddp] = _Timed()
     numbers = torch_private.logging_ints(ddp) or {}
-    site = sites.caller()
     state.recorder.add(
-        {
-            "kind": "ddp",
-            "time": time.time_ns(),
-            "module": type(ddp.module).__name__,
-            "device": device,
-            "device_name": torch.cuda.get_device_name(device) if device[:4] == "cuda" else "",
-            "device_uuid": torch_private.device_uuid(torch, device) if device[:4] == "cuda" else "",
-            "device_uuids": _uuids(torch, ddp.module),
-            "device_ids": ddp.device_ids,
-            "group_ranks": torch.distributed.get_process_group_ranks(ddp.process_group),
-            "bucket_cap_bytes": numbers.get("bucket_cap_bytes"),
-            "bucket_sizes": words.get("bucket_sizes", ""),
-            "find_unused_parameters": bool(ddp.find_unused_parameters),
-            "static_graph": static_graph,
-            "gradient_as_bucket_view": bool(ddp.gradient_as_bucket_view),
-            # Under this name up to 2.12, forward_sync_buffers from 2.13 on.
-            "broadcast_buffers": bool(
-                getattr(ddp, "forward_sync_buffers", getattr(ddp, "broadcast_buffers", True))
-            ),
-            "parameters": [
-                [name, list(parameter.shape), str(parameter.dtype).removeprefix("torch.")]
+        DdpRecord(
+            time=time.time_ns(),
+            module=type(ddp.module).__name__,
+            device=device,
+            device_name=torch.cuda.get_device_name(device) if cuda else "",
+            device_uuid=torch_private.device_uuid(torch, device) if cuda else "",
+            device_uuids=_uuids(torch, ddp.module),
+            device_ids=None if ddp.device_ids is None else tuple(ddp.device_ids),
+            group_ranks=tuple(torch_groups.group_ranks(ddp)),
+            bucket_cap_bytes=numbers.get("bucket_cap_bytes"),
+            bucket_sizes=torch_private.logging_strings(ddp).get("bucket_sizes", ""),
+            find_unused_parameters=bool(ddp.find_unused_parameters),
+            static_graph=static_graph,
+            gradient_as_bucket_view=bool(ddp.gradient_as_bucket_view),
+            broadcast_buffers=torch_private.syncs_buffers(ddp),
+            parameters=tuple(
+                Parameter(name, tuple(parameter.shape), torch_private.dtype_name(parameter))
                 for name, parameter in torch_private.reduced_parameters(ddp)
-            ],
-            "buffers": sum(1 for _ in ddp.module.buffers()),
-            "path": site.path,
-            "line": site.line,
-        }
+            ),
+            buffers=sum(1 for _ in ddp.module.buffers()),
+            **sites.caller().place,
+        )
     )
 
 
-def _uuids(torch: Any, module: Any) -> list[str]:
+def _uuids(torch: Any, module: Any) -> tuple[str, ...]:
     """The GPUs that a module lies on, which are several where it is parallel itself."""
     devices = {each.device for each in (*module.parameters(), *module.buffers())}
     uuids = (torch_private.device_uuid(torch, each) for each in devices if each.type == "cuda")
-    return sorted(uuid for uuid in uuids if uuid)
+    return tuple(sorted(uuid for uuid in uuids if uuid))
 
 
 # -- forward
@@ -177,13 +184,24 @@ class _Forward:
         return self._context.__exit__(kind, error, traceback)
 
 
-def _wrap_inside(torch: Any, ddp_class: Any, original: Any) -> None:
+def _wrap_inside(torch: Any, ddp_class: Any) -> None:
+    original = torch_private.inside_forward(ddp_class)
+    if original is None:
+        return
     torch_private.skip_frames(
         torch,
-        (sys.modules[__name__], batch, collectives, status, recorder, sites, steps, torch_private),
+        (
+            sys.modules[__name__],
+            contents,
+            collectives,
+            record,
+            recorder,
+            sites,
+            steps,
+            torch_private,
+        ),
     )
-
-    # Bare, without its own shield from Dynamo: ours stands outside of it.
+    # Bare, without its own shield from Dynamo: ours is outside of it.
     bare = contextmanager(inspect.unwrap(original))
 
     def _inside_ddp_forward(self: Any) -> Any:
@@ -205,18 +223,19 @@ def _before(ddp: Any) -> bool:
             tracker.forward(armed)
             if armed:
                 _listen(ddp, tracker)
-            for told in events.forward_begins:
-                told(ddp, armed)
+            for subscriber in events.forward_begins:
+                subscriber(ddp, armed)
         else:
             tracker.evaluating()
-            for looks in events.evaluation_begins:
-                looks(ddp)
+            for each in events.evaluation_begins:
+                each(ddp)
         step = tracker.step
         if not tracker.enter(_FORWARD, sites.site_of(frame)):
             return False
         if not step.fetched:
             inputs = frame.f_locals
-            step.fed += batch.size(inputs.get("inputs")) or batch.size(inputs.get("kwargs"))
+            size = contents.batch_size
+            step.fed += size(inputs.get("inputs")) or size(inputs.get("kwargs"))
     except Exception as error:
         shield.fault(_HOOK, error)
         return False
@@ -224,28 +243,24 @@ def _before(ddp: Any) -> bool:
 
 
 def _listen(ddp: Any, tracker: StepTracker) -> None:
-    """Attribute what DDP's logger tells, which is the last iteration, to that one's step."""
-    told = _modules.get(ddp)
-    if told is None:
+    """Attribute what DDP's logger has, which is the last iteration, to that one's step."""
+    timed = _modules.get(ddp)
+    if timed is None:
         return
-    step, told.step = told.step, tracker.step
+    step, timed.step = timed.step, tracker.step
     if step is None or (step.number % SHORT_STRIDE and 0 < step.total < SHORT):
         return
     numbers = torch_private.logging_ints(ddp)
     if numbers is None:
         return
     iteration = numbers.get("iteration", 0)
-    if iteration != told.iteration:
-        told.iteration = iteration
-        step.told += 1
-        if getattr(ddp, "require_manual_backward_finalization", False):
-            # It is waited for outside of backward.
-            return
-        step.exposed += max(
-            0,
-            numbers.get("backward_comm_time", 0)
-            - numbers.get("backward_compute_comm_overlap_time", 0),
-        )
+    if iteration != timed.iteration:
+        timed.iteration = iteration
+        step.timed += 1
+        # One that the job finalizes is waited for outside of backward.
+        if not getattr(ddp, "require_manual_backward_finalization", False):
+            hidden = numbers.get("backward_compute_comm_overlap_time", 0)
+            step.exposed += max(0, numbers.get("backward_comm_time", 0) - hidden)
 
 
 def _after(error: BaseException | None) -> None:
@@ -263,39 +278,28 @@ def _after(error: BaseException | None) -> None:
 
 
 _ordering: Any = None
-"""The DDP module that is about to tell, or to be told, the order of its buckets."""
+"""The DDP module that is about to broadcast, or to be given, the order of its buckets."""
 
 
-def _wrap_before(ddp_class: Any, original: Any) -> None:
-    @functools.wraps(original)
-    def _pre_forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
-        global _ordering
-        if rank.is_compiling() or rank.active is None or not _orders_buckets(self):
-            return original(self, *inputs, **kwargs)
-        if collectives.enter(BUCKETS):
-            _ordering = self
-        try:
-            result = original(self, *inputs, **kwargs)
-        except BaseException as error:
-            shield.hide_frame(error)
-            _ordered(self, error)
-            raise
-        _ordered(self, None)
-        return result
-
-    ddp_class._pre_forward = _pre_forward
-
-
-def _orders_buckets(ddp: Any) -> bool:
+def _order_begins(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
     """Whether a forward may broadcast the order in which gradients became ready, once in a job.
 
     It does so by itself also where its own backward is not reduced (``no_sync``).
     """
+    global _ordering
     if getattr(ddp, "_has_rebuilt_buckets", True) or not _grad_enabled():
-        return False
-    told = _modules.get(ddp)
-    reduced = told is not None and told.step is not None
-    return reduced and (ddp.static_graph or not ddp.find_unused_parameters)
+        return None
+    timed = _modules.get(ddp)
+    if timed is None or timed.step is None:
+        return None
+    if (ddp.static_graph or not ddp.find_unused_parameters) and collectives.enter(BUCKETS):
+        _ordering = ddp
+        return ddp
+    return None
+
+
+def _order_ended(ddp: Any, result: object, error: BaseException | None) -> None:
+    _ordered(ddp, error)
 
 
 def _ordered(ddp: Any, error: BaseException | None) -> None:
@@ -308,47 +312,12 @@ def _ordered(ddp: Any, error: BaseException | None) -> None:
 # -- buffers
 
 
-def _wrap_sync(torch: Any, ddp_class: Any, original: Any) -> None:
-    @functools.wraps(original)
-    def _sync_buffers(self: Any) -> Any:
-        if rank.active is None or rank.is_compiling():
-            return original(self)
-        _ordered(self, None)
-        for told in events.buffers_begin:
-            told(self)
-        entered = collectives.enter(BUFFERS)
-        try:
-            result = original(self)
-        except BaseException as error:
-            shield.hide_frame(error)
-            if entered:
-                collectives.leave(error)
-            raise
-        if entered:
-            collectives.leave(None)
-        return result
-
-    ddp_class._sync_buffers = _sync_buffers
+def _sync_begins(ddp: Any) -> bool | None:
+    _ordered(ddp, None)
+    for subscriber in events.buffers_begin:
+        subscriber(ddp)
+    return collectives.enter(BUFFERS) or None
 
 
-# -- the end of a backward that the job finishes itself (2.15)
-
-
-def _wrap_finalize(ddp_class: Any, original: Any) -> None:
-    @functools.wraps(original)
-    def finalize_backward(self: Any) -> Any:
-        if rank.active is None or rank.is_compiling():
-            return original(self)
-        entered = collectives.enter(FINALIZE)
-        try:
-            result = original(self)
-        except BaseException as error:
-            shield.hide_frame(error)
-            if entered:
-                collectives.leave(error)
-            raise
-        if entered:
-            collectives.leave(None)
-        return result
-
-    ddp_class.finalize_backward = finalize_backward
+def _finalize_begins(ddp: Any) -> bool | None:
+    return collectives.enter(FINALIZE) or None

@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe.hooks import errors
-from ddpdoctor.probe.observers import ports
-from ddpdoctor.probe.runtime import debugger, events, rank, shield, stacks, timeouts, torch_private
+from ddpdoctor.probe.observers import failures, ports
+from ddpdoctor.probe.runtime import debugger, events, rank, shield, stacks, timeouts, torch_groups
 from ddpdoctor.probe.runtime.sites import caller
 
 
@@ -21,15 +19,9 @@ def install(c10d: ModuleType) -> None:
 
     Runs before ``torch.distributed`` copies the names, so every way to reach them is wrapped.
     """
-    _wrap(c10d, "init_process_group", _joined, before=_joins)
-    for name in ("new_group", "split_group"):
+    for name in ("init_process_group", "new_group", "split_group"):
         if hasattr(c10d, name):
-            _wrap(c10d, name, _nothing)
-
-
-def _joins(arguments: dict[str, Any]) -> None:
-    _declare(arguments)
-    _note_store(arguments)
+            _wrap(c10d, name, joins=name == "init_process_group")
 
 
 @shield.shielded
@@ -45,8 +37,8 @@ def _declare(kwargs: dict[str, Any]) -> None:
 def _joined() -> None:
     stacks.joining = 0
     torch = sys.modules["torch"]
-    for tell in events.group_joined:
-        tell(torch)
+    for subscriber in events.group_joined:
+        subscriber(torch)
     _offer(torch.distributed)
 
 
@@ -65,31 +57,31 @@ def _offer(distributed: Any) -> None:
 @shield.shielded
 def _note_store(arguments: dict[str, Any]) -> None:
     """Write down the address of a store that no process will open: the call may never return."""
-    record = ports.unopened(arguments) if rank.current() is None else None
+    record = ports.unopened(arguments, caller()) if rank.current() is None else None
     if record is not None:
-        site = caller()
-        errors.stray({**record, "path": site.path, "line": site.line})
+        failures.stray(record)
 
 
-def _nothing(*_: object) -> None:
-    pass
-
-
-def _wrap(
-    c10d: ModuleType,
-    name: str,
-    after: Callable[[], None],
-    before: Callable[[dict[str, Any]], None] = _nothing,
-) -> None:
+def _wrap(c10d: ModuleType, name: str, joins: bool) -> None:
     original = getattr(c10d, name)
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def make_group(*args: Any, **kwargs: Any) -> Any:
-        before(_bound(signature, args, kwargs))
-        asked: object = None
-        if timeouts.least():
-            args, kwargs, asked = _without_timeout(signature, args, kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            # torch says so.
+            bound = None
+        if joins:
+            arguments = dict(bound.arguments) if bound is not None else {}
+            _declare(arguments)
+            _note_store(arguments)
+        asked = bound.arguments.get("timeout") if bound is not None else None
+        if bound is not None and isinstance(asked, timedelta) and timeouts.least():
+            # Whoever is in the debugger comes late.
+            bound.arguments["timeout"] = max(asked, timeouts.least())
+            args, kwargs = bound.args, bound.kwargs
         try:
             result = original(*args, **kwargs)
         except BaseException as error:
@@ -97,41 +89,15 @@ def _wrap(
             raise
         if timeouts.least():
             _lift(c10d, asked)
-        after()
+        if joins:
+            _joined()
         return result
 
     setattr(c10d, name, make_group)
 
 
-def _bound(
-    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """The arguments of a call by their names."""
-    try:
-        return dict(signature.bind(*args, **kwargs).arguments)
-    except TypeError:
-        # The call will say so itself.
-        return {}
-
-
-def _without_timeout(
-    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any], object]:
-    """A call with the timeout lifted, and the one asked for: who is in the debugger comes late."""
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError:
-        # The call will say so itself.
-        return args, kwargs, None
-    asked = bound.arguments.get("timeout")
-    if not isinstance(asked, timedelta):
-        return args, kwargs, None
-    bound.arguments["timeout"] = max(asked, timeouts.least())
-    return bound.args, bound.kwargs, asked
-
-
 @shield.shielded
 def _lift(c10d: ModuleType, asked: object) -> None:
     if isinstance(asked, timedelta):
-        timeouts.made(list(torch_private.backends(c10d)), asked)
+        timeouts.made(list(torch_groups.backends(c10d)), asked)
     timeouts.sweep()

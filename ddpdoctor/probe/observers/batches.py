@@ -1,8 +1,8 @@
 """What a rank does with the batches of its training loops: it trains on them, skips some, leaves.
 
-A loop here is one pass over a loader. It is told when it begins to train, when a batch was passed
-over without a backward, and when it is over; a rule compares what the ranks told. Whether a loop
-was left before its loader's end shows when the iterator is let go: the frame that does so stands at
+A loop here is one pass over a loader. It is recorded when it begins to train, when a batch was
+passed over without a backward, and when it is over; a rule compares the ranks. Whether a loop
+was left before its loader's end shows when the iterator is let go: the frame that does so is at
 the very statement that left the loop.
 """
 
@@ -13,231 +13,190 @@ import time
 import weakref
 from typing import Any
 
-from ddpdoctor.probe.runtime import events, rank, shield, torch_private
+from ddpdoctor.core.location import Location
+from ddpdoctor.probe.runtime import shield, torch_loaders, torch_private
+from ddpdoctor.probe.runtime.events import Observer
+from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.probe.runtime.sites import Site, sites_of
+from ddpdoctor.run.records.training import IdleBatch, LoopRecord
 
 MOST = 2048
-"""Loops that one rank tells of."""
+"""Loops that one rank records."""
 
 IDLE = 8
-"""Batches without a backward that a loop tells one by one."""
+"""Batches without a backward that a loop records one by one."""
 
 FRAMES = 6
-"""Lines of the user's code that are told, outwards: the loop may be that of a caller."""
+"""Lines of the user's code that are recorded, outwards: the loop may be that of a caller."""
 
 
 class _Loop:
     """One pass over a loader."""
 
     __slots__ = (
-        "after",
-        "backwards",
-        "before",
-        "fetched",
-        "forwards",
-        "idle",
-        "idled",
-        "joins",
-        "number",
-        "ref",
-        "sites",
-    )
+        "after", "backwards", "before", "fetched", "forwards", "idle",
+        "idled", "joins", "number", "ref", "sites",
+    )  # fmt: skip
 
-    def __init__(self, sites: list[Site]) -> None:
+    def __init__(self, sites: list[Site], reduced: int) -> None:
         self.sites = sites
         self.number = -1
-        """The loop's number among those that were told, -1 as long as it was not."""
-        self.before = self.after = _reduced
+        """The loop's number among those that were recorded, -1 as long as it was not."""
+        self.before = self.after = reduced
         """Reduced backwards begun before the loop, and by now, those of other loops left out."""
         self.fetched = 0
         self.forwards = 0
         """Forwards before the last fetch; ``backwards`` likewise."""
         self.backwards = 0
-        self.idle: list[tuple[int, int, bool]] = []
-        """Batch, training step, and whether there was a forward."""
+        self.idle: list[IdleBatch] = []
         self.idled = 0
         self.joins = False
         self.ref: weakref.ref[Any] | None = None
 
 
-_forwards = _backwards = _reduced = 0
-_armed = False
-_told = 0
-_current: _Loop | None = None
-_open: set[_Loop] = set()
+class Loops(Observer):
+    """The training loops of a rank."""
 
+    def __init__(self, state: RankState) -> None:
+        super().__init__(state)
+        self._forwards = self._backwards = self._reduced = 0
+        self._armed = False
+        self._recorded = 0
+        self._current: _Loop | None = None
+        self._open: set[_Loop] = set()
 
-def forget() -> None:
-    """In a forked child: the parent's loops are the parent's."""
-    global _forwards, _backwards, _reduced, _armed, _told, _current
-    _forwards = _backwards = _reduced = _told = 0
-    _armed = False
-    _current = None
-    _open.clear()
+    # -- batches
 
+    def batch_fetched(self, iterator: Any, data: Any) -> None:
+        """A loop begins, or goes on."""
+        if not sys.modules["torch"].is_grad_enabled():
+            return
+        loop: _Loop | None = getattr(iterator, "_ddpdoctor_loop", None)
+        if loop is None or torch_loaders.is_first_batch(iterator):
+            # Persistent workers go on with the same iterator.
+            if loop is not None:
+                self._close(loop, "left")
+            loop = iterator._ddpdoctor_loop = self._begin(iterator)
+        else:
+            self._look_back(loop)
+        loop.fetched += 1
+        loop.forwards, loop.backwards = self._forwards, self._backwards
+        self._current = loop
 
-def install() -> None:
-    """Listen to the moments of training."""
-    events.batch_fetched.append(shield.shielded(_fetched))
-    events.loader_exhausted.append(shield.shielded(_exhausted))
-    events.buffers_begin.append(shield.shielded(_buffers))
-    events.forward_begins.append(shield.shielded(_forward))
-    events.backward_begins.append(shield.shielded(_backward))
-    events.rank_fails.append(shield.shielded(_failed))
-    events.rank_ends.append(shield.shielded(_ended))
+    def _begin(self, iterator: Any) -> _Loop:
+        loop = _Loop(sites_of(sys._getframe(2), FRAMES), self._reduced)
+        self._open.add(loop)
 
+        @shield.shielded
+        def let_go(_: Any) -> None:
+            self._close(loop, "left", sites_of(sys._getframe(1), FRAMES))
 
-# -- batches
+        loop.ref = weakref.ref(iterator, let_go)
+        return loop
 
+    def _look_back(self, loop: _Loop) -> None:
+        """Another batch is taken: was there a backward since the last one?"""
+        if loop.backwards != self._backwards:
+            return
+        loop.idled += 1
+        if len(loop.idle) >= IDLE:
+            return
+        forward = loop.forwards != self._forwards
+        loop.idle.append(IdleBatch(loop.fetched - 1, self.state.tracker.steps, forward))
+        if loop.number >= 0:
+            self._record(loop, "skips")
 
-def _fetched(iterator: Any, data: Any) -> None:
-    global _current
-    if not sys.modules["torch"].is_grad_enabled():
-        return
-    loop: _Loop | None = getattr(iterator, "_ddpdoctor_loop", None)
-    if loop is None or torch_private.is_first_batch(iterator):
-        # Persistent workers go on with the same iterator.
-        if loop is not None:
-            _close(loop, "left")
-        loop = iterator._ddpdoctor_loop = _begin(iterator)
-    else:
-        _look_back(loop)
-    loop.fetched += 1
-    loop.forwards, loop.backwards = _forwards, _backwards
-    _current = loop
-
-
-def _begin(iterator: Any) -> _Loop:
-    loop = _Loop(sites_of(sys._getframe(2), FRAMES))
-    _open.add(loop)
-
-    @shield.shielded
-    def let_go(_: Any) -> None:
-        _close(loop, "left", sites_of(sys._getframe(1), FRAMES))
-
-    loop.ref = weakref.ref(iterator, let_go)
-    return loop
-
-
-def _look_back(loop: _Loop) -> None:
-    """Another batch is taken: was there a backward since the last one?"""
-    if loop.backwards != _backwards:
-        return
-    loop.idled += 1
-    state = rank.current()
-    if state is None or len(loop.idle) >= IDLE:
-        return
-    loop.idle.append((loop.fetched - 1, state.tracker.steps, loop.forwards != _forwards))
-    if loop.number >= 0:
-        _tell(loop, "skips", {"idle": list(loop.idle)})
-
-
-def _exhausted(iterator: Any) -> None:
-    loop: _Loop | None = getattr(iterator, "_ddpdoctor_loop", None)
-    if loop is not None and loop in _open:
-        _look_back(loop)
-        partner = _current
-        _close(loop, "ended")
-        # Of loaders in one zip the first that ends is the end of the loop, told by the last.
+    def loader_exhausted(self, iterator: Any) -> None:
+        """Its loop is over."""
+        loop: _Loop | None = getattr(iterator, "_ddpdoctor_loop", None)
+        if loop is None or loop not in self._open:
+            return
+        self._look_back(loop)
+        partner = self._current
+        self._close(loop, "ended")
+        # Of loaders in one zip the first that ends is the end of the loop, known by the last.
         if partner is not None and partner is not loop and loop.sites == partner.sites:
-            _look_back(partner)
-            _close(partner, "ended")
+            self._look_back(partner)
+            self._close(partner, "ended")
 
+    # -- passes
 
-# -- passes
+    def buffers_begin(self, ddp: Any) -> None:
+        """DDP's broadcast in front of a forward: ranks that left are missed here already."""
+        if sys.modules["torch"].is_grad_enabled():
+            self._trains(ddp)
 
+    def forward_begins(self, ddp: Any, armed: bool) -> None:
+        """A loop trains once one of its forwards is to be reduced."""
+        self._forwards += 1
+        if armed:
+            self._armed = True
+            self._trains(ddp)
 
-def _buffers(ddp: Any) -> None:
-    """DDP's broadcast in front of a forward: ranks that left are missed here already."""
-    if sys.modules["torch"].is_grad_enabled():
-        _trains(ddp)
+    def _trains(self, ddp: Any) -> None:
+        loop = self._current
+        if loop is not None and loop.number < 0:
+            loop.joins = torch_private.joins(ddp)
+            if self._recorded < MOST:
+                loop.number = self._recorded
+                self._recorded += 1
+                self._record(loop, "trains")
 
+    def backward_begins(self) -> None:
+        """Count it, and show the number to those that watch."""
+        self._backwards += 1
+        if not self._armed:
+            return
+        self._armed = False
+        self._reduced += 1
+        self.state.recorder.page.reduced(self._reduced)
+        if self._current is not None:
+            self._current.after = self._reduced
 
-def _forward(ddp: Any, armed: bool) -> None:
-    global _forwards, _armed
-    _forwards += 1
-    if armed:
-        _armed = True
-        _trains(ddp)
+    # -- records
 
+    def _close(self, loop: _Loop, how: str, sites: list[Site] | None = None) -> None:
+        """Record a loop for the last time."""
+        if loop not in self._open:
+            return
+        self._open.discard(loop)
+        if self._current is loop:
+            self._current = None
+        if loop.number >= 0:
+            self._record(loop, how, sites)
 
-def _trains(ddp: Any) -> None:
-    if _current is not None and _current.number < 0:
-        _current.joins = torch_private.joins(ddp)
-        _tell_first(_current)
-
-
-def _backward() -> None:
-    global _backwards, _reduced, _armed
-    _backwards += 1
-    if not _armed:
-        return
-    _armed = False
-    _reduced += 1
-    state = rank.current()
-    if state is not None:
-        state.recorder.page.reduced(_reduced)
-    loop = _current
-    if loop is not None:
-        loop.after = _reduced
-
-
-# -- what is told
-
-
-def _tell_first(loop: _Loop) -> None:
-    global _told
-    if _told >= MOST:
-        return
-    loop.number = _told
-    _told += 1
-    frames = [[site.path, site.line] for site in loop.sites]
-    words = {"frames": frames, "before": loop.before, "joins": loop.joins, "idle": list(loop.idle)}
-    _tell(loop, "trains", words)
-
-
-def _close(loop: _Loop, how: str, sites: list[Site] | None = None) -> None:
-    """Tell a loop for the last time."""
-    global _current
-    if loop not in _open:
-        return
-    _open.discard(loop)
-    if _current is loop:
-        _current = None
-    if loop.number < 0:
-        return
-    words: dict[str, Any] = {
-        "fetched": loop.fetched,
-        "after": loop.after,
-        "idle": list(loop.idle),
-        "idled": loop.idled,
-    }
-    if sites:
-        words["left_at"] = [[site.path, site.line] for site in sites]
-    _tell(loop, how, words)
-
-
-def _tell(loop: _Loop, how: str, words: dict[str, Any]) -> None:
-    state = rank.current()
-    if state is not None and not state.closed:
+    def _record(self, loop: _Loop, how: str, sites: list[Site] | None = None) -> None:
+        if self.state.closed:
+            return
+        begins, over = how == "trains", how not in ("trains", "skips")
         # The next collective may meet another one, and gloo then aborts the process at once.
-        state.recorder.add_now(
-            {
-                "kind": "loop",
-                "time": time.time_ns(),
-                "loop": loop.number,
-                "state": how,
-                "step": state.tracker.steps,
-                **words,
-            }
+        self.state.recorder.add_now(
+            LoopRecord(
+                time=time.time_ns(),
+                loop=loop.number,
+                state=how,
+                step=self.state.tracker.steps,
+                frames=_locations(loop.sites) if begins else (),
+                before=loop.before if begins else None,
+                joins=begins and loop.joins,
+                fetched=loop.fetched if over else None,
+                after=loop.after if over else 0,
+                idle=tuple(loop.idle),
+                idled=loop.idled if over else 0,
+                left_at=_locations(sites or []),
+            )
         )
 
+    def rank_fails(self, error: BaseException) -> None:
+        """All loops are over."""
+        for loop in list(self._open):
+            self._close(loop, "failed")
 
-def _failed(error: BaseException) -> None:
-    for loop in list(_open):
-        _close(loop, "failed")
+    def rank_ends(self) -> None:
+        """All loops are over."""
+        for loop in list(self._open):
+            self._close(loop, "left")
 
 
-def _ended() -> None:
-    for loop in list(_open):
-        _close(loop, "left")
+def _locations(sites: list[Site]) -> tuple[Location, ...]:
+    return tuple(site.location for site in sites)

@@ -1,25 +1,31 @@
 """Buffers that DDP leaves to each rank, looked at where a broadcast would have made them equal.
 
 Before a forward DDP broadcasts all buffers of rank 0, those that were replaced since included: then
-there is nothing to look at. It does not where the user turned that off, and where the module had no
-buffers when DDP was built. Running statistics of normalizing layers, integers (counters, positions,
-states of generators) and what is no part of the state dict are never looked at.
+there is nothing to look at, but that all ranks have to take part: without gradients it does so
+before the first forward after a training step only. It does not where the user turned that off, and
+where the module had no buffers when DDP was built. Integers (counters, positions, states of
+generators) and what is no part of the state dict are never looked at. Running statistics of
+normalizing layers are, in evaluations, which normalize with them.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from ddpdoctor.probe.observers import fingerprints, modes, pacing
-from ddpdoctor.probe.observers.elements import Elements
+from ddpdoctor.probe.observers import modes
 from ddpdoctor.probe.observers.hashing import hash_of, hashable
-from ddpdoctor.probe.observers.readback import Readback, capturing
-from ddpdoctor.probe.runtime import events, rank, torch_private
+from ddpdoctor.probe.observers.readback import Elements, Readback, capturing, when_ready
+from ddpdoctor.probe.observers.replicas import Replicas
+from ddpdoctor.probe.runtime import sites, torch_groups, torch_private
 from ddpdoctor.probe.runtime.budget import clock
-from ddpdoctor.probe.runtime.recorder import NotYet
-from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.probe.runtime.events import Observer
+from ddpdoctor.probe.runtime.rank import RankState
+from ddpdoctor.run.records.replicas import BuffersRecord, StatisticsRecord
+from ddpdoctor.run.records.training import EvaluationRecord
 
 DENSE = 8
 """Steps at the beginning that are looked at one by one; later the powers of two, with the next."""
@@ -28,7 +34,19 @@ EVERY = 1024
 """Once the powers of two are further apart, every so many steps, with the next."""
 
 MOST = 8
-"""Buffers that a record tells."""
+"""Buffers in a record."""
+
+MOST_EVALUATIONS = 64
+"""Evaluations that one rank records."""
+
+TRIES = 2
+"""Batches of an evaluation at which a model is looked for in evaluation mode."""
+
+LAYERS = 64
+"""Layers whose statistics are hashed."""
+
+NAMED = 4
+"""Layers of which elements are written."""
 
 SAMPLE = 32
 """Elements of a buffer that are written."""
@@ -37,68 +55,166 @@ STATISTICS = ("running_", "moving_")
 """Beginnings of the names of statistics, of whatever class the layer is."""
 
 
-class _Looks:
-    """What was looked at on one rank."""
+class Buffers(Observer):
+    """The buffers of a rank's modules, in training."""
 
-    def __init__(self, state: rank.RankState) -> None:
-        self.state = state
-        self.last: dict[int, int] = {}
+    def __init__(self, state: RankState, replicas: Replicas) -> None:
+        super().__init__(state)
+        self._replicas = replicas
+        self._last: dict[int, int] = {}
         """The last step that was looked at, by module."""
-        self.cost = 0
+        self._cost = 0
 
-    def forward(self, ddp: Any, step: int) -> None:
+    def forward_begins(self, ddp: Any, armed: bool) -> None:
         """Look at a module's buffers, of a step that all ranks look at."""
-        module = fingerprints.number_of(ddp)
+        step = self.state.tracker.steps
+        # Of two steps in a row it is seen how fast a buffer changes.
+        before = step & ~1
+        if not armed or (step >= DENSE and before & (before - 1) and before % EVERY):
+            return
+        module = self._replicas.number_of(ddp)
         budget = self.state.budget
         if (
             module is None
             or modes.uneven_inputs
-            or self.last.get(module) == step
-            or budget.left() <= self.cost
+            or self._last.get(module) == step
+            or budget.left() <= self._cost
         ):
             return
         broadcasts = torch_private.broadcasts_buffers(ddp)
         if broadcasts is None or (broadcasts and ddp.modules_buffers):
             return
-        torch: Any = sys.modules["torch"]
-        if capturing(torch):
+        if capturing(sys.modules["torch"]):
             return
-        self.last[module] = step
+        self._last[module] = step
         start = clock()
-        with torch.no_grad():
-            found = dict(_own(ddp))
-            hashes = Readback([hash_of(each) for each in found.values()])
-            samples = [Elements(each, SAMPLE) for each in found.values()]
+        found = dict(_unnormalized(ddp))
         if found:
-            record: JsonObject = {
-                "kind": "buffers",
-                "step": step,
-                "module": module,
-                "armed": self.state.tracker.armed,
-                "broadcast": broadcasts,
-                "names": list(found),
+            record = BuffersRecord(
+                step=step,
+                module=module,
+                armed=self.state.tracker.armed,
+                broadcast=broadcasts,
+                names=tuple(found),
+            )
+            _write(self.state, record, list(found.values()), len(found))
+        self._cost = clock() - start
+        budget.spend(self._cost)
+
+
+class Evaluations(Observer):
+    """Broadcasts of buffers that an evaluation through the DDP wrapper begins."""
+
+    def buffers_begin(self, ddp: Any) -> None:
+        """Record them, of the first evaluations."""
+        torch: Any = sys.modules["torch"]
+        if not torch.is_grad_enabled():
+            record = EvaluationRecord(
+                time=time.time_ns(),
+                armed=self.state.tracker.armed,
+                type=type(ddp.module).__name__,
+                group=tuple(torch_groups.group_ranks(ddp)),
+                buffers=sum(1 for _ in ddp.module.buffers()),
+                **sites.caller().place,
+            )
+            self.state.add(record, MOST_EVALUATIONS)
+
+
+class Statistics(Observer):
+    """Running statistics that an evaluation normalizes with, where each rank keeps its own.
+
+    They are looked at once in each evaluation: at a forward through the DDP object without
+    gradients, or as a loader gives a batch without them while the model is in evaluation mode.
+    """
+
+    def __init__(self, state: RankState, replicas: Replicas) -> None:
+        super().__init__(state)
+        self._replicas = replicas
+        self._looked: dict[int, int] = {}
+        """By module, the synchronized forwards before its last evaluation that was looked at."""
+        self._tried = (-1, 0)
+        """Synchronized forwards before the evaluation under way, and its batches looked at."""
+        self._count = 0
+
+    def evaluation_begins(self, ddp: Any) -> None:
+        """Look at the module that evaluates."""
+        number = self._replicas.number_of(ddp)
+        if number is not None:
+            self._look(number, ddp)
+
+    def batch_fetched(self, iterator: Any, data: Any) -> None:
+        """Look at all modules, as one may be evaluated without DDP."""
+        if sys.modules["torch"].is_grad_enabled():
+            return
+        armed = self.state.tracker.armed
+        before, tries = self._tried
+        if before != armed:
+            tries = 0
+        elif tries >= TRIES:
+            return
+        self._tried = armed, tries + 1
+        for each in self._replicas.alive:
+            ddp = each.ddp()
+            if ddp is not None:
+                self._look(each.number, ddp)
+
+    def _look(self, number: int, ddp: Any) -> None:
+        armed = self.state.tracker.armed
+        if (
+            not armed
+            or self._looked.get(number) == armed
+            or self._count >= MOST_EVALUATIONS
+            or torch_private.broadcasts_buffers(ddp) is not False
+            or self.state.budget.left() < 0
+            or capturing(sys.modules["torch"])
+        ):
+            return
+        with self.state.budget.spending():
+            layers = {
+                name: (module.running_mean, module.running_var)
+                for name, module in ddp.module.named_modules()
+                if torch_private.keeps_statistics(module)
+                and not module.training
+                and module.running_mean is not None
+                and hashable(module.running_mean)
+                and hashable(module.running_var)
             }
-            self.state.recorder.add(_lazily(record, hashes, samples))
-        self.cost = clock() - start
-        budget.spend(self.cost)
+            if layers:
+                self._looked[number] = armed
+                self._count += 1
+                record = StatisticsRecord(
+                    time=time.time_ns(),
+                    module=number,
+                    group=tuple(torch_groups.group_ranks(ddp)),
+                    armed=armed,
+                    layers=len(layers),
+                    names=tuple(layers)[:NAMED],
+                    **sites.caller().place,
+                )
+                kept = [tensor for pair in list(layers.values())[:LAYERS] for tensor in pair]
+                _write(self.state, record, kept, 2 * NAMED)
 
 
-def _lazily(record: JsonObject, hashes: Readback, samples: list[Elements]) -> Any:
-    """The record as soon as the device has passed."""
+def _write(
+    state: RankState,
+    record: BuffersRecord | StatisticsRecord,
+    tensors: Sequence[Any],
+    sampled: int,
+) -> None:
+    """Write a record with the hashes of tensors and elements of the first of them."""
+    with sys.modules["torch"].no_grad():
+        hashes = Readback([hash_of(each) for each in tensors])
+        samples = [Elements(each, SAMPLE) for each in tensors[:sampled]]
 
-    def make(last: bool) -> bytes | JsonObject:
-        if not all(each.ready for each in (hashes, *(each.read for each in samples))):
-            if last:
-                return b""
-            raise NotYet
-        told = [f"{each & (1 << 64) - 1:016x}" for each in hashes.numbers()]
-        return {**record, "hashes": told, "samples": [each.packed() for each in samples]}
+    def made(numbers: list[Any]) -> BuffersRecord | StatisticsRecord:
+        texts = tuple(f"{each & (1 << 64) - 1:016x}" for each in numbers[: len(tensors)])
+        return replace(record, hashes=texts, samples=tuple(each.packed() for each in samples))
 
-    return make
+    state.recorder.add(when_ready([hashes, *(each.read for each in samples)], made))
 
 
-def _own(ddp: Any) -> Iterator[tuple[str, Any]]:
-    """Names and buffers that a checkpoint holds and no layer normalizes with."""
+def _unnormalized(ddp: Any) -> Iterator[tuple[str, Any]]:
+    """Names and buffers that a checkpoint holds and no layer normalizes with, the first few."""
     ignored: set[str] = getattr(ddp, "parameters_to_ignore", None) or set()
     found = 0
     for prefix, module in ddp.module.named_modules():
@@ -121,28 +237,3 @@ def _own(ddp: Any) -> Iterator[tuple[str, Any]]:
             ):
                 found += 1
                 yield name, buffer
-
-
-_looks: _Looks | None = None
-
-
-def _forward_begins(ddp: Any, armed: bool) -> None:
-    global _looks
-    state = rank.current()
-    if state is None or not armed:
-        return
-    step = state.tracker.steps
-    # Of two steps in a row it is seen how fast a buffer changes.
-    before = step & ~1
-    if step >= DENSE and before & (before - 1) and before % EVERY:
-        return
-    if not state.budget.enabled:
-        return
-    if _looks is None or _looks.state is not state:
-        _looks = _Looks(state)
-    _looks.forward(ddp, step)
-
-
-def install() -> None:
-    """Listen to the moments of training."""
-    events.forward_begins.append(pacing.paced(_forward_begins))

@@ -1,4 +1,4 @@
-"""A look into a batch: hashes of a few elements of a few of its samples.
+"""A look into a batch: its size, and hashes of a few elements of a few of its samples.
 
 The elements are copied at once, since the batch is the job's to change; the copies are a few bytes
 and are hashed later. What lies on a device is left alone.
@@ -20,7 +20,33 @@ WIDE = 16
 NARROW = 8
 """Elements at a sample's beginning, which stay the same however far its batch is padded."""
 
+_DEPTH = 3
+
 Hashes = Callable[[], list[list[int]]]
+
+
+def batch_size(batch: Any, depth: int = _DEPTH) -> int:
+    """The first dimension of the first tensor in a batch; 0 if there is none within reach."""
+    try:
+        return _size(batch, depth)
+    except Exception:
+        # A batch may be anything, lazy and broken mappings included.
+        return 0
+
+
+def _size(batch: Any, depth: int) -> int:
+    if isinstance(batch, sys.modules["torch"].Tensor):
+        return int(batch.shape[0]) if batch.dim() else 0
+    if depth == 0:
+        return 0
+    if isinstance(batch, Mapping):
+        batch = tuple(batch.values())
+    if isinstance(batch, (list, tuple)):
+        for item in batch[:8]:
+            found = _size(item, depth - 1)
+            if found:
+                return found
+    return 0
 
 
 def leaves(data: Any, depth: int = 2) -> list[Any]:

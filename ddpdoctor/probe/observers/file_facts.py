@@ -6,9 +6,11 @@ import errno
 import os
 import resource
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.probe.observers.files import path_of
+from ddpdoctor.run.records.process import ResourceFacts
 
 _SERIALIZATION = os.path.join("torch", "serialization.py")
 _ASKING = (
@@ -23,31 +25,27 @@ _MOST = 8
 """Exceptions of a chain that are looked at."""
 
 
-def facts(error: BaseException) -> JsonObject | None:
-    """What is known of the file that ``torch.save`` or ``torch.load`` failed on.
+def facts(error: BaseException) -> ResourceFacts | None:
+    """What is known of the file that ``torch.save`` or ``torch.load`` failed on, or of a download.
 
-    Returns:
-        ``path``, ``access`` (``read`` or ``write``), and in bytes: ``size`` of the file, ``free``
-        and ``total`` of its file system, ``limit`` on the size of files; what cannot be had is
-        absent. ``url`` alone of a download, without passwords and queries.
-        None if the exception is about neither.
+    None if the exception is about neither.
     """
     for each in _chain(error):
         trace = each.__traceback__
         while trace is not None:
             code = trace.tb_frame.f_code
             if code.co_name in _ACCESS and code.co_filename.endswith(_SERIALIZATION):
-                path = _path(trace.tb_frame.f_locals.get("f"))
+                path = path_of(trace.tb_frame.f_locals.get("f"))
                 if path:
                     return _known(path, _ACCESS[code.co_name])
             for file, function, argument in _ASKING:
                 if code.co_name == function and code.co_filename.endswith(file):
                     url = _address(trace.tb_frame.f_locals.get(argument))
                     if url:
-                        return {"url": url}
+                        return ResourceFacts(url=url)
             trace = trace.tb_next
         if isinstance(each, OSError) and each.errno in _NO_ROOM:
-            return _known(_path(each.filename), "write")
+            return _known(path_of(each.filename), "write")
     return None
 
 
@@ -73,22 +71,15 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         current = current.__cause__ or current.__context__
 
 
-def _path(file: Any) -> str:
-    name = file if isinstance(file, (str, os.PathLike)) else getattr(file, "name", None)
-    path = os.fspath(name) if isinstance(name, (str, os.PathLike)) else ""
-    return os.path.realpath(path) if isinstance(path, str) and path else ""
-
-
-def _known(path: str, access: str) -> JsonObject:
-    found: JsonObject = {"path": path, "access": access}
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    if access == "write" and limit != resource.RLIM_INFINITY:
-        found["limit"] = limit
+def _known(path: str, access: str) -> ResourceFacts:
+    limit: int | None = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if access != "write" or limit == resource.RLIM_INFINITY:
+        limit = None
+    found = ResourceFacts(path=path, access=access, limit=limit)
     try:
         room = os.statvfs(os.path.dirname(path) or ".")
-        found["free"] = room.f_bavail * room.f_frsize
-        found["total"] = room.f_blocks * room.f_frsize
-        found["size"] = os.stat(path).st_size
+        free, total = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
+        found = replace(found, free=free, total=total)
+        return replace(found, size=os.stat(path).st_size)
     except OSError:
-        pass
-    return found
+        return found

@@ -11,17 +11,19 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ddpdoctor.probe.observers import norms, origins
-from ddpdoctor.probe.observers.losses import Loss
-from ddpdoctor.probe.observers.readback import capturing
-from ddpdoctor.probe.observers.replicas import watched
-from ddpdoctor.probe.observers.steps import OpenStep
-from ddpdoctor.probe.runtime import events, rank, shield
+from ddpdoctor.probe.observers.open_step import OpenStep
+from ddpdoctor.probe.observers.readback import Loss, capturing
+from ddpdoctor.probe.observers.replicas import Replicas
+from ddpdoctor.probe.runtime import shield
 from ddpdoctor.probe.runtime.budget import clock
-from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.probe.runtime.events import Observer
+from ddpdoctor.probe.runtime.rank import RankState
+from ddpdoctor.run.records.base import Record
+from ddpdoctor.run.records.model import NonfiniteGradientRecord, NonfiniteRecord, Origin
 
 MOST = 8
 """Records that one rank writes."""
@@ -52,39 +54,38 @@ _Waiting = deque[tuple[OpenStep, Any, "Names | None"]]
 """The step, the number or what reads it, and whose gradient it is; None for a loss."""
 
 
-class Losses:
-    """The losses of one rank, and sums of its own gradients, on their way.
+class Losses(Observer):
+    """The losses of one rank, and sums of its own gradients, on their way."""
 
-    Args:
-        state: The rank.
-    """
-
-    def __init__(self, state: rank.RankState) -> None:
-        self.state = state
+    def __init__(self, state: RankState, replicas: Replicas) -> None:
+        super().__init__(state)
+        self._replicas = replicas
         self.waiting: _Waiting = deque(maxlen=64)
-        self._told = {True: 0, False: 0}
-        self._origins: dict[int, JsonObject | None] = {}
+        self._recorded = {True: 0, False: 0}
+        """Records so far, of gradients and of losses."""
+        self._origins: dict[int, Origin | None] = {}
         """By step, where its loss became what it is."""
         self._traces: dict[int, origins.Trace] = {}
         self._traced = 0
         """Nanoseconds spent on traces."""
+        # It goes through all kinds of graphs: if that fails, losses are still recorded.
+        self._look_safely = shield.shielded(self._look_into)
 
-    def loss_began(self, value: Loss | float) -> None:
+    def loss_began(self, loss: Any, value: Loss | float) -> None:
         """Take a loss that may not be finite."""
         self._take(self.state.tracker.step, value, None)
+        if self.state.budget.enabled:
+            self._look_safely(loss, value)
 
-    def look_into(self, loss: Any, value: Loss | float) -> None:
+    def _look_into(self, loss: Any, value: Loss | float) -> None:
         """Look where such a loss became what it is, before backward frees its graph."""
-        step = self.state.tracker.step
-        if not self.state.budget.enabled:
-            return
+        step = self.state.tracker.step.number
         if callable(value):
-            self._trace(step.number, loss)
-        elif step.number not in self._origins and len(self._origins) < MOST_ORIGINS:
-            self._origins[step.number] = None
-            began = clock()
-            self._origins[step.number] = origins.origin(loss, value)
-            self.state.budget.spend(clock() - began)
+            self._trace(step, loss)
+        elif step not in self._origins and len(self._origins) < MOST_ORIGINS:
+            self._origins[step] = None
+            with self.state.budget.spending():
+                self._origins[step] = origins.origin(loss, value, self._replicas.alive)
 
     def _trace(self, step: int, loss: Any) -> None:
         """Ask the device for what a loss came out of, if it can be paid for."""
@@ -97,7 +98,7 @@ class Losses:
         if not paid or step in self._traces or len(self._traces) >= MOST_TRACES:
             return
         began = clock()
-        found = origins.trace(loss)
+        found = origins.trace(loss, self._replicas.alive)
         cost = clock() - began
         if found is not None:
             self._traces[step], size = found
@@ -110,17 +111,19 @@ class Losses:
 
         Args:
             value: The sum, or what reads it.
-            names: Tells the parameters to name.
+            names: Gives the parameters to name.
         """
         self._take(self.state.tracker.step, value, names)
 
     def _take(self, step: OpenStep, value: Any, names: Names | None) -> None:
         wanted = callable(value) or not math.isfinite(value)
-        if wanted and self._told[names is not None] < MOST:
+        if wanted and self._recorded[names is not None] < MOST:
             self.waiting.append((step, value, names))
 
-    def step_ended(self, number: int) -> None:
+    def step_ended(self, optimizer: Any, number: int) -> None:
         """Look at what has arrived."""
+        if not self.waiting:
+            return
         while self.waiting:
             step, value, names = self.waiting[0]
             if callable(value) and step.number > number - LATER:
@@ -141,95 +144,50 @@ class Losses:
         value = number() if callable(number) else number
         trace = None if names else self._traces.pop(step.number, None)
         of_gradient = names is not None
-        if value is None or math.isfinite(value) or step.skipped or self._told[of_gradient] >= MOST:
+        if (
+            value is None
+            or math.isfinite(value)
+            or step.skipped
+            or self._recorded[of_gradient] >= MOST
+        ):
             return
-        self._told[of_gradient] += 1
-        told: JsonObject = {"loss": repr(value)} if names is None else {"names": names()}
-        if step.number == self.state.tracker.steps - 1:
-            # The optimizer has just stepped with it.
-            told["spread"] = _spread(told.get("names", []))
-        if names is None:
+        self._recorded[of_gradient] += 1
+        named = tuple(names()) if names is not None else ()
+        # Whether the optimizer has just stepped with it.
+        spread = step.number == self.state.tracker.steps - 1 and self._spread(named)
+        now = time.time_ns()
+        record: Record
+        if of_gradient:
+            record = NonfiniteGradientRecord(time=now, step=step.number, names=named, spread=spread)
+        else:
             where = self._origins.get(step.number)
             if trace is not None and trace.ready:
                 where = trace.origin(value)
-            if where is not None:
-                told["origin"] = where
-        kind = "nonfinite_gradient" if of_gradient else "nonfinite"
-        self.state.recorder.add({"kind": kind, "time": time.time_ns(), "step": step.number, **told})
+            record = NonfiniteRecord(
+                time=now, step=step.number, loss=repr(value), spread=spread, origin=where
+            )
+        self.state.recorder.add(record)
 
+    def _spread(self, names: Sequence[str]) -> bool:
+        """Whether small parameters, those of these names if any, are not finite now.
 
-def _spread(names: list[str]) -> bool:
-    """Whether small parameters, those of these names if any, are not finite now.
-
-    A GPU is asked if it has nothing left to do, as at the end of a job: it is not waited for.
-    """
-    torch: Any = sys.modules["torch"]
-    looked_at = [
-        parameter
-        for each in watched
-        for index in (map(each.names.index, set(names) & set(each.names)) if names else each.probes)
-        if (parameter := each.parameter(index)) is not None
-        and norms.plain(parameter)
-        and parameter.numel() <= LARGEST
-        and (parameter.device.type == "cpu" or _idle(torch, parameter.device))
-    ]
-    with torch.no_grad():
-        return any(not parameter.isfinite().all() for parameter in looked_at)
+        A GPU is asked if it has nothing left to do, as at the end of a job: it is not waited for.
+        """
+        torch: Any = sys.modules["torch"]
+        looked_at = [
+            parameter
+            for each in self._replicas.alive
+            for index in (
+                map(each.names.index, set(names) & set(each.names)) if names else each.probes
+            )
+            if (parameter := each.parameter(index)) is not None
+            and norms.plain(parameter)
+            and parameter.numel() <= LARGEST
+            and (parameter.device.type == "cpu" or _idle(torch, parameter.device))
+        ]
+        with torch.no_grad():
+            return any(not parameter.isfinite().all() for parameter in looked_at)
 
 
 def _idle(torch: Any, device: Any) -> bool:
     return bool(not capturing(torch) and torch.cuda.current_stream(device).query())
-
-
-_losses: Losses | None = None
-
-
-def _mine() -> Losses | None:
-    """The losses of this process as the rank that it is now."""
-    global _losses
-    state = rank.current()
-    if state is None:
-        return None
-    if _losses is None or _losses.state is not state:
-        _losses = Losses(state)
-    return _losses
-
-
-@shield.shielded
-def loss_began(loss: Any, value: Loss | float) -> None:
-    """A backward begins with a loss that is not finite, or on a GPU and to be read later."""
-    mine = _mine()
-    if mine is not None:
-        mine.loss_began(value)
-        _look_into(mine, loss, value)
-
-
-@shield.shielded
-def _look_into(losses: Losses, loss: Any, value: Loss | float) -> None:
-    """Apart, as it goes through all kinds of graphs: if that fails, losses are told as before."""
-    losses.look_into(loss, value)
-
-
-def local_gradient(value: Any, names: Names) -> None:
-    """The sum of a gradient of this rank's own, or what reads it, and what names parameters."""
-    mine = _mine()
-    if mine is not None:
-        mine.gradient(value, names)
-
-
-@shield.shielded
-def _step_ended(optimizer: Any, number: int) -> None:
-    if _losses is not None and _losses.waiting and _losses.state is rank.current():
-        _losses.step_ended(number)
-
-
-@shield.shielded
-def _rank_ends() -> None:
-    if _losses is not None and _losses.state is rank.current():
-        _losses.rank_ends()
-
-
-def install() -> None:
-    """Listen to the moments of training."""
-    events.step_ended.append(_step_ended)
-    events.rank_ends.append(_rank_ends)

@@ -22,17 +22,17 @@ from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe.observers.steps import Backward
-from ddpdoctor.probe.runtime import torch_private
+from ddpdoctor.probe.observers.open_step import Backward
+from ddpdoctor.probe.runtime import torch_groups
 from ddpdoctor.run.mapped import UnreadableError
 from ddpdoctor.run.requests import Asked
 from ddpdoctor.run.ring import Collective, read_ring
 
 NEWEST = 24
-"""Collectives of each group that are told."""
+"""Collectives of each group that are reported."""
 
 GROUPS = 16
-"""Groups that are told, those used last."""
+"""Groups that are reported, those used last."""
 
 KEPT = "2000"
 """Collectives that torch's Flight Recorder keeps, as later versions do by themselves."""
@@ -47,7 +47,7 @@ def install(distributed: ModuleType) -> None:
     if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & os.environ.keys():
         torch: Any = sys.modules["torch"]
         c10d = torch._C._distributed_c10d
-        switch = torch_private.flight_recorder_switch(c10d, str(torch.__version__))
+        switch = torch_groups.flight_recorder_switch(c10d, str(torch.__version__))
         if switch:
             os.environ[switch] = KEPT
 
@@ -62,8 +62,8 @@ class Flight:
         backwards: The rank's newest backward passes.
 
     Raises:
-        OSError: Nobody asks in that run directory.
-        ValueError: Nobody does.
+        OSError: Nothing asks in that run directory.
+        ValueError: Nothing does.
     """
 
     def __init__(self, directory: str, path: str, ring: str, backwards: Iterable[Backward]) -> None:
@@ -73,18 +73,18 @@ class Flight:
         self._backwards = backwards
 
     def look(self) -> None:
-        """Answer if somebody has asked anew; runs in the writing thread."""
+        """Answer if there is a new request; runs in the writing thread."""
         number = self._asked.news()
         if number:
-            told = {"asked": number, "time": time.time_ns(), **self._entries()}
+            answer = {"asked": number, "time": time.time_ns(), **self._entries()}
             fresh = f"{self._path}.new"
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
             with open(os.open(fresh, flags, 0o600), "w") as file:
-                json.dump(told, file, separators=(",", ":"), default=str)
+                json.dump(answer, file, separators=(",", ":"), default=str)
             os.replace(fresh, self._path)
 
     def _entries(self) -> dict[str, Any]:
-        dumps = torch_private.flight_recorders(sys.modules["torch"])
+        dumps = torch_groups.flight_recorders(sys.modules["torch"])
         if not dumps:
             return {"trouble": "this torch has no Flight Recorder"}
         entries = [entry for dump in dumps for entry in _read(dump())]
@@ -146,19 +146,19 @@ def newest(entries: list[dict[str, Any]], place: Place) -> list[dict[str, Any]]:
     groups: dict[tuple[str, str], deque[dict[str, Any]]] = defaultdict(lambda: deque(maxlen=NEWEST))
     # Each recorder counts for itself.
     for order, entry in enumerate(sorted(entries, key=_created)):
-        told = _told(order, entry, place)
-        key = told["group"], told["backend"]
+        reported = _reported(order, entry, place)
+        key = reported["group"], reported["backend"]
         # In the order of use, the last one at the end.
         groups[key] = groups.pop(key, deque(maxlen=NEWEST))
-        groups[key].append(told)
-    return [told for last in list(groups.values())[-GROUPS:] for told in last]
+        groups[key].append(reported)
+    return [each for last in list(groups.values())[-GROUPS:] for each in last]
 
 
 def _created(entry: dict[str, Any]) -> int:
     return entry.get("time_created_ns") or 0
 
 
-def _told(order: int, entry: dict[str, Any], place: Place) -> dict[str, Any]:
+def _reported(order: int, entry: dict[str, Any], place: Place) -> dict[str, Any]:
     backend, _, name = str(entry.get("profiling_name", "")).rpartition(":")
     return {
         "id": order,

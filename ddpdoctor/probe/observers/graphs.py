@@ -47,7 +47,7 @@ class Operation(NamedTuple):
     complete: bool
     """Whether all that it keeps could be looked at."""
     parameter: str | None
-    """The name of the parameter that stands here, where one does that is known."""
+    """The name of the parameter that is here, where one does that is known."""
     size: int
     """The place of that parameter's size, of any parameter."""
     ran: int
@@ -125,7 +125,7 @@ def read(loss: Any, names: dict[int, str], most: int) -> tuple[list[Operation], 
 
 
 def measurable(tensor: Any) -> bool:
-    """Whether a tensor has a size that its device can tell."""
+    """Whether a tensor has a size that its device can compute."""
     return bool(
         norms.plain(tensor)
         and tensor.layout is sys.modules["torch"].strided
@@ -153,6 +153,6 @@ def at_once(tensors: Sequence[Any]) -> Sizes:
     return size
 
 
-def told(numbers: Sequence[float]) -> Sizes:
+def computed(numbers: Sequence[float]) -> Sizes:
     """Sizes that were computed already."""
     return lambda place: 0.0 if place == UNKNOWN else numbers[place]

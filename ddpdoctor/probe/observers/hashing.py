@@ -1,7 +1,7 @@
 """Bitwise hashes of tensors: sums of their bits, weighted by position, modulo 2**64.
 
 ``torch.hash_tensor`` (2.9 and later) is an exclusive or, which neither order nor an even number of
-changed signs changes; this one tells both apart, on every version of torch, at the same price.
+changed signs changes; this one shows both, on every version of torch, at the same price.
 Integer sums are exact: no order of summation and no device gives another result. Nothing is drawn
 from a random number generator, and nothing is read back: a hash is a tensor on its device.
 """
@@ -50,7 +50,7 @@ def hash_of(tensor: Any) -> Any:
     for index, start in enumerate(range(0, count, PIECE)):
         piece = parts[start : start + PIECE]
         found = (_words if on_cpu else _elements)(torch, piece, weights)
-        # Each piece has the same weights; an odd factor of its own tells them apart.
+        # Each piece has the same weights; another odd factor for each makes them differ.
         found = found * (2 * index + 1)
         total = found if total is None else total + found
     return total
@@ -86,7 +86,7 @@ def _words(torch: Any, piece: Any, weights: Any) -> Any:
     words = piece[:whole].view(torch.int64)
     count = words.numel()
     found = torch.dot(words, weights[:count])
-    # A word's first bit, a sign, counts the same under each odd weight: hash these bits apart.
+    # A word's first bit, a sign, counts the same under each odd weight: hash these bits separately.
     signs = words < 0
     eighths = count // 8
     if eighths:

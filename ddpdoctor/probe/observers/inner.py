@@ -1,4 +1,4 @@
-"""The exception that another one wraps, where it tells more: a cause, a part, a worker's text."""
+"""The exception that another one wraps, where it says more: a cause, a part, a worker's text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Raised(NamedTuple):
     line: int
 
 
-def told(error: BaseException) -> tuple[Raised, Raised | None]:
+def unwrapped(error: BaseException) -> tuple[Raised, Raised | None]:
     """What to report of an exception, and what it was wrapped in, if it was.
 
     An inner exception counts if it came through the user's own code and says something: what a

@@ -22,7 +22,7 @@ OBJECT = 1 << 50
 """Elements that an object counts as, whose size is not known."""
 
 _MOST_WORKS = 256
-"""Asynchronous calls that nobody has waited for, of which is known which they are."""
+"""Asynchronous calls that are not waited for yet, of which is known which they are."""
 
 NARROW = 64
 """Elements below which a tensor is a number or a metric, and no gradient."""
@@ -79,7 +79,7 @@ class Ledger:
             chain: The lines that led to it, innermost first.
         """
         tensor, op, root, group_root, group, flags = call
-        # The default group's name is looked up once: it may be made anew, but not renamed.
+        # The default group's name is looked up once: it may be re-created, but not renamed.
         known = self._groups.get(DEFAULT_GROUP if group is None else group.group_name)
         if known is None:
             known = self._meet(group)

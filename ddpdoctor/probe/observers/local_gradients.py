@@ -11,11 +11,15 @@ from __future__ import annotations
 import math
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
-from ddpdoctor.probe.observers import finite, graphs, losses, norms
-from ddpdoctor.probe.runtime import events, rank, shield, torch_private
+from ddpdoctor.probe.observers import graphs, norms, readback
+from ddpdoctor.probe.observers.finite import Losses, Names
+from ddpdoctor.probe.runtime import rank, shield, torch_private
 from ddpdoctor.probe.runtime.budget import clock
+from ddpdoctor.probe.runtime.events import Observer
+from ddpdoctor.probe.runtime.rank import RankState
 
 LARGEST = 1 << 16
 """Elements of a parameter that is watched, at most."""
@@ -29,59 +33,57 @@ SHARE = 4
 NAMED = 4
 """Parameters that are named: the last ones, through which the backward came first."""
 
-_HOOK = "local_gradients"
 _SEARCH = "local_gradients.search"
-_found = 0
-_spent = 0
 
 
-@shield.shielded
-def _built(ddp: Any) -> None:
-    state = rank.current()
-    if state is None or not state.budget.enabled:
-        return
-    for name, parameter in torch_private.reduced_parameters(ddp):
-        if norms.plain(parameter) and 0 < parameter.numel() <= LARGEST:
-            node = torch_private.accumulator(parameter)
-            if node is not None:
-                node.register_prehook(_watcher(weakref.ref(ddp), name))
+class LocalGradients(Observer):
+    """Those of one rank."""
+
+    def __init__(self, state: RankState, losses: Losses) -> None:
+        super().__init__(state)
+        self._losses = losses
+        self._found = 0
+        self._spent = 0
+
+    def ddp_built(self, ddp: Any) -> None:
+        """Watch a parameter of the module."""
+        for name, parameter in torch_private.reduced_parameters(ddp):
+            if norms.plain(parameter) and 0 < parameter.numel() <= LARGEST:
+                node = torch_private.accumulator(parameter)
+                if node is not None:
+                    node.register_prehook(self._watcher(weakref.ref(ddp), name))
+                return
+
+    def _watcher(self, module: weakref.ref[Any], name: str) -> Callable[[Any], None]:
+        look = shield.shielded(self._look)
+
+        def before_accumulation(gradients: Any) -> None:
+            if rank.current() is self.state:
+                look(module, name, gradients[0])
+
+        return before_accumulation
+
+    def _look(self, module: weakref.ref[Any], name: str, gradient: Any) -> None:
+        budget = self.state.budget
+        if self._found >= MOST or SHARE * self._spent > budget.earned():
             return
-
-
-def _watcher(module: weakref.ref[Any], name: str) -> Any:
-    def before_accumulation(gradients: Any) -> None:
-        if rank.active is None or _HOOK in shield.off:
+        if not norms.plain(gradient):
             return
-        try:
-            _look(module, name, gradients[0])
-        except Exception as error:
-            shield.fault(_HOOK, error)
-
-    return before_accumulation
-
-
-def _look(module: weakref.ref[Any], name: str, gradient: Any) -> None:
-    global _found, _spent
-    state = rank.current()
-    if state is None or _found >= MOST or SHARE * _spent > state.budget.earned():
-        return
-    if not norms.plain(gradient):
-        return
-    torch: Any = sys.modules["torch"]
-    began = clock()
-    with torch.no_grad():
-        value = losses.reader(gradient.sum(dtype=torch.float32))
-        if callable(value):
-            # To search costs more than to look: it is done half as often.
-            search = 2 * SHARE * _spent <= state.budget.earned()
-            finite.local_gradient(value, _ask(module, name, search))
-        elif value is not None and not math.isfinite(value):
-            _found += 1
-            names = _search(module, name)
-            finite.local_gradient(value, lambda: names)
-    cost = clock() - began
-    _spent += cost
-    state.budget.spend(cost)
+        torch: Any = sys.modules["torch"]
+        began = clock()
+        with torch.no_grad():
+            value = readback.loss_reader(gradient.sum(dtype=torch.float32))
+            if callable(value):
+                # To search costs more than to look: it is done half as often.
+                search = 2 * SHARE * self._spent <= budget.earned()
+                self._losses.gradient(value, _ask(module, name, search))
+            elif value is not None and not math.isfinite(value):
+                self._found += 1
+                names = _search(module, name)
+                self._losses.gradient(value, lambda: names)
+        cost = clock() - began
+        self._spent += cost
+        budget.spend(cost)
 
 
 def _search(module: weakref.ref[Any], name: str) -> list[str]:
@@ -91,8 +93,8 @@ def _search(module: weakref.ref[Any], name: str) -> list[str]:
     return _named([(each, sizes(place)) for place, (each, _) in enumerate(named)], name)
 
 
-def _ask(module: weakref.ref[Any], name: str, search: bool) -> finite.Names:
-    """Ask the devices which gradients so far are not finite; what names them when they told."""
+def _ask(module: weakref.ref[Any], name: str, search: bool) -> Names:
+    """Ask the devices which gradients so far are not finite; what names them when they answered."""
     found, names = None, []
     if search and _SEARCH not in shield.off:
         try:
@@ -100,15 +102,15 @@ def _ask(module: weakref.ref[Any], name: str, search: bool) -> finite.Names:
             names = [each for each, _ in named]
             found = norms.largest([gradient for _, gradient in named])
         except Exception as error:
-            # The sum is told without it.
+            # The sum is recorded without it.
             shield.fault(_SEARCH, error)
 
-    def tell() -> list[str]:
+    def answer() -> list[str]:
         if found is None or not found.ready:
             return [name]
         return _named(list(zip(names, found.numbers(), strict=True)), name)
 
-    return tell
+    return answer
 
 
 def _named(sizes: list[tuple[str, float]], name: str) -> list[str]:
@@ -127,8 +129,3 @@ def _arrived(module: weakref.ref[Any]) -> list[tuple[str, Any]]:
         for each, parameter in torch_private.reduced_parameters(ddp)
         if parameter.grad is not None and graphs.measurable(parameter.grad)
     ]
-
-
-def install() -> None:
-    """Listen to the moments of training."""
-    events.ddp_built.append(_built)

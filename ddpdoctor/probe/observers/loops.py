@@ -14,7 +14,7 @@ _THROUGH = ("enumerate", "tqdm")
 
 @functools.lru_cache(maxsize=32)
 def runs_to_end(path: str, line: int) -> bool:
-    """Whether a ``for`` at that line takes every batch; False also where that cannot be told."""
+    """Whether a ``for`` at that line takes every batch; False also where that is not known."""
     try:
         with open(path, "rb") as file:
             source = file.read(LARGEST + 1)

@@ -1,15 +1,13 @@
-"""Norms of tensors, told without waiting for the device that computes them."""
+"""Norms of tensors, without waiting for the device that computes them."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ddpdoctor.probe.observers.readback import Readback, capturing
 from ddpdoctor.probe.runtime import torch_private
-from ddpdoctor.probe.runtime.recorder import Lazy, NotYet
-from ddpdoctor.run.records.base import JsonObject
 
 
 def plain(tensor: Any) -> bool:
@@ -29,14 +27,21 @@ def norms(tensors: Sequence[Any]) -> Readback | None:
     if not tensors or capturing(torch):
         return None
     with torch.no_grad():
-        return Readback([_norm(torch, tensor) for tensor in tensors])
+        dense = (
+            each.detach() if each.layout is torch.strided else each.detach().coalesce().values()
+            for each in tensors
+        )
+        return Readback([torch.linalg.vector_norm(each, dtype=torch.float64) for each in dense])
 
 
-def _norm(torch: Any, tensor: Any) -> Any:
-    dense = tensor.detach()
-    if dense.layout is not torch.strided:
-        dense = dense.coalesce().values()
-    return torch.linalg.vector_norm(dense, dtype=torch.float64)
+def gradients_and_values(parameters: Sequence[Any]) -> Readback | None:
+    """The norms of gradient and value of each parameter in turn; None if they cannot be had now."""
+    return norms([tensor for each in parameters for tensor in (each.grad, each)])
+
+
+def has_plain_gradient(parameter: Any) -> bool:
+    """Whether a parameter and its gradient are plain."""
+    return parameter.grad is not None and plain(parameter) and plain(parameter.grad)
 
 
 def largest(tensors: Sequence[Any]) -> Readback | None:
@@ -51,24 +56,8 @@ def largest(tensors: Sequence[Any]) -> Readback | None:
     for index, tensor in enumerate(tensors):
         kinds.setdefault((tensor.device, tensor.dtype), []).append(index)
     with torch.no_grad():
-        return Readback.gathered(
-            len(tensors),
-            [
-                (indices, torch_private.largest(torch, [tensors[index] for index in indices]))
-                for indices in kinds.values()
-            ],
-        )
-
-
-def lazy(numbers: Sequence[Readback], record: Callable[[list[float]], JsonObject]) -> Lazy:
-    """A record that is made in the writing thread, as soon as the numbers are there."""
-
-    def make(last: bool) -> bytes | JsonObject:
-        if all(each.ready for each in numbers):
-            return record([number for each in numbers for number in each.numbers()])
-        if not last:
-            raise NotYet
-        # A device that never came so far: there is nothing to tell.
-        return b""
-
-    return make
+        found = [
+            (indices, torch_private.largest(torch, [tensors[index] for index in indices]))
+            for indices in kinds.values()
+        ]
+        return Readback.gathered(len(tensors), found)

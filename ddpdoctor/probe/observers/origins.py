@@ -1,7 +1,7 @@
 """Where in the forward pass a loss stopped being finite, read from the graph of its backward.
 
 From the loss downwards those results that are not finite are followed to the first one: what
-autograd keeps for backward tells it. Nothing is computed again. A loss on the CPU is followed when
+autograd keeps for backward shows it. Nothing is computed again. A loss on the CPU is followed when
 it is not finite; that of a GPU is read some steps later, when its graph is gone, so that sizes are
 asked for beforehand.
 """
@@ -12,13 +12,14 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ddpdoctor.probe.observers import graphs, norms
 from ddpdoctor.probe.observers.graphs import UNKNOWN, Kept, Operation, Sizes
 from ddpdoctor.probe.observers.readback import Readback
-from ddpdoctor.probe.observers.replicas import watched
-from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.probe.observers.replicas import Replica
+from ddpdoctor.run.records.model import Origin
 
 MOST = 20_000
 """Operations that are looked at; a larger graph is given up."""
@@ -39,24 +40,19 @@ SINGULAR = frozenset(
 _WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
-def origin(loss: Any, value: float) -> JsonObject | None:
+def origin(loss: Any, value: float, replicas: Sequence[Replica]) -> Origin | None:
     """Where a loss on the CPU became what it is.
 
     Args:
         loss: The tensor that backward begins with.
         value: Its value, which is not finite.
+        replicas: The modules whose parameters are named.
 
     Returns:
-        ``what``: ``input`` (something without a gradient that entered an operation, such as a batch
-        or a constant), ``parameter`` or ``operation``; ``operations``: their names, the first to
-        run first; ``module``: the one whose parameters are nearest; ``within``: whether the
-        operation uses them itself; ``infinite``: the same of an infinite value that entered the
-        operation, if NaN came out of it; ``order``: of a single operation, its place among those of
-        its name behind the last parameter, from 0, and how many these are. None if the graph does
-        not tell.
+        None if the graph does not show it.
     """
     with sys.modules["torch"].no_grad():
-        found = graphs.read(loss, _names(), MOST)
+        found = graphs.read(loss, _names(replicas), MOST)
         if found is None:
             return None
         operations, tensors = found
@@ -79,7 +75,7 @@ class Trace:
 
     @property
     def ready(self) -> bool:
-        """Whether the device has told all sizes; never waits."""
+        """Whether the device has computed all sizes; never waits."""
         return self._readback.ready
 
     @property
@@ -87,20 +83,20 @@ class Trace:
         """Whether all of them are finite, once they are there."""
         return all(map(math.isfinite, self._readback.numbers()))
 
-    def origin(self, value: float) -> JsonObject | None:
-        """Where the loss became what it is, once the sizes are there; as `origin` tells it."""
-        sizes = graphs.told(self._readback.numbers())
+    def origin(self, value: float) -> Origin | None:
+        """Where the loss became what it is, once the sizes are there; as `origin` gives it."""
+        sizes = graphs.computed(self._readback.numbers())
         return _Search(self._operations, sizes, math.isnan(value)).run()
 
 
-def trace(loss: Any) -> tuple[Trace, int] | None:
+def trace(loss: Any, replicas: Sequence[Replica]) -> tuple[Trace, int] | None:
     """Ask the device for the sizes of what a loss came out of.
 
     Returns:
-        The trace, and how many bytes the device reads for it; None if the graph tells nothing.
+        The trace, and how many bytes the device reads for it; None if the graph shows nothing.
     """
     with sys.modules["torch"].no_grad():
-        found = graphs.read(loss, _names(), MOST_TRACED)
+        found = graphs.read(loss, _names(replicas), MOST_TRACED)
         if found is None or not found[1]:
             return None
         operations, tensors = found
@@ -109,11 +105,11 @@ def trace(loss: Any) -> tuple[Trace, int] | None:
         return None if readback is None else (Trace(operations, readback), size)
 
 
-def _names() -> dict[int, str]:
+def _names(replicas: Sequence[Replica]) -> dict[int, str]:
     """The names of DDP's parameters by their ``id``."""
     return {
         id(parameter): name
-        for each in watched
+        for each in replicas
         for index, name in enumerate(each.names)
         if (parameter := each.parameter(index)) is not None
     }
@@ -133,7 +129,7 @@ class _Search:
         self._sizes = sizes
         self._nan = nan
 
-    def run(self, start: int = 0) -> JsonObject | None:
+    def run(self, start: int = 0) -> Origin | None:
         at: int | None = start if self._operations else None
         while at is not None:
             at, found = self._region(at)
@@ -141,55 +137,73 @@ class _Search:
                 return found
         return None
 
-    def _region(self, bad: int) -> tuple[int | None, JsonObject | None]:
-        """From one whose result is bad to the next one below it; or what is found instead."""
+    def _region(self, bad: int) -> tuple[int | None, Origin | None]:
+        """From one whose result is bad to the next one below it; or what is found instead.
+
+        Operations that keep nothing of their result make one region with those below them.
+        """
         queue, known = [bad], {bad}
         tellers: list[int] = []
-        blind = False
         for number in queue:
-            operation = self._operations[number]
-            blind |= not operation.complete
-            inputs = [kept for kept in operation.kept if not kept.own]
-            fine = set()
-            for kept in inputs:
-                if not self._bad(kept.size):
-                    fine.add(kept.maker)
-                elif kept.maker in operation.below:
-                    return kept.maker, None
-                elif not kept.trained:
-                    return None, self._told("input", [number], number)
-            infinite = next((each for each in inputs if self._nan and self._infinite(each)), None)
-            if infinite is not None:
-                return None, self._from_infinite(number, infinite)
-            if inputs and number != bad:
+            further = self._judge_inputs(number)
+            if further is not None:
+                return further
+            kept = self._operations[number].kept
+            fine = {each.maker for each in kept if not each.own}
+            if fine and number != bad:
                 tellers.append(number)
-            for child in operation.below:
-                if child in known or child in fine:
-                    continue
-                known.add(child)
-                below = self._operations[child]
-                if below.size != UNKNOWN:
-                    if self._bad(below.size):
-                        return None, self._told("parameter", [number], number)
-                    continue
-                results = [kept for kept in below.kept if kept.own]
-                if any(self._bad(each.size) for each in results):
-                    return child, None
-                if not results:
-                    queue.append(child)
-        if blind:
+            children = [
+                each
+                for each in self._operations[number].below
+                if each not in known and each not in fine
+            ]
+            known.update(children)
+            further = self._judge_results(number, children)
+            if further is not None:
+                return further
+            # Of what neither is a parameter nor keeps its result nothing is known.
+            queue += filter(self._is_blank, children)
+        if not all(self._operations[number].complete for number in queue):
             return None, None
         suspects = [each for each in (*tellers, bad) if self._word(each) in SINGULAR]
         numbers = (suspects or [*tellers, bad])[-NAMED:]
-        return None, self._told("operation", numbers, numbers[0])
+        return None, self._origin("operation", numbers, numbers[0])
 
-    def _from_infinite(self, number: int, kept: Kept) -> JsonObject:
-        """NaN came out of an operation that an infinite value went into: where that began."""
-        found = self._told("operation", [number], number)
-        if kept.maker != UNKNOWN:
-            further = _Search(self._operations, self._sizes, nan=False)
-            found["infinite"] = further.run(kept.maker)
-        return found
+    def _is_blank(self, number: int) -> bool:
+        operation = self._operations[number]
+        return operation.size == UNKNOWN and not any(each.own for each in operation.kept)
+
+    def _judge_results(
+        self, number: int, children: list[int]
+    ) -> tuple[int | None, Origin | None] | None:
+        """What the results of the operations below one show; None if these are fine."""
+        for child in children:
+            below = self._operations[child]
+            if below.size != UNKNOWN:
+                if self._bad(below.size):
+                    return None, self._origin("parameter", [number], number)
+            elif any(self._bad(each.size) for each in below.kept if each.own):
+                return child, None
+        return None
+
+    def _judge_inputs(self, number: int) -> tuple[int | None, Origin | None] | None:
+        """What the inputs that an operation keeps show; None where all of them are fine."""
+        operation = self._operations[number]
+        inputs = [kept for kept in operation.kept if not kept.own]
+        for kept in inputs:
+            if self._bad(kept.size):
+                if kept.maker in operation.below:
+                    return kept.maker, None
+                if not kept.trained:
+                    return None, self._origin("input", [number], number)
+        infinite = next((each for each in inputs if self._nan and self._infinite(each)), None)
+        if infinite is None:
+            return None
+        # NaN came out of an operation that an infinite value went into: where did that begin?
+        before: Origin | None = None
+        if infinite.maker != UNKNOWN:
+            before = _Search(self._operations, self._sizes, nan=False).run(infinite.maker)
+        return None, replace(self._origin("operation", [number], number), infinite=before)
 
     def _bad(self, place: int) -> bool:
         size = self._sizes(place)
@@ -201,19 +215,18 @@ class _Search:
     def _word(self, number: int) -> str:
         return _words(self._operations[number].name)
 
-    def _told(self, what: str, numbers: list[int], at: int) -> JsonObject:
+    def _origin(self, what: str, numbers: list[int], at: int) -> Origin:
         distance, names = next(self._parameters(at), (0, []))
-        order = self._order(numbers[0]) if len(numbers) == 1 else None
-        # Between a layer's operation and its weight there is at most a transposition.
-        return {
-            **({"order": order} if order is not None else {}),
-            "what": what,
-            "operations": [self._word(each) for each in numbers],
-            "module": names[0].rpartition(".")[0] if names else None,
-            "within": bool(names) and distance <= 2,
-        }
+        return Origin(
+            what=what,
+            operations=tuple(self._word(each) for each in numbers),
+            module=names[0].rpartition(".")[0] if names else None,
+            # Between a layer's operation and its weight there is at most a transposition.
+            within=bool(names) and distance <= 2,
+            order=self._order(numbers[0]) if len(numbers) == 1 else None,
+        )
 
-    def _order(self, number: int) -> list[int] | None:
+    def _order(self, number: int) -> tuple[int, int] | None:
         """The place of an operation among those of its name that ran after the model's layers."""
         operations = self._operations
         if any(each.ran < 0 for each in operations):
@@ -228,7 +241,7 @@ class _Search:
             if each.ran > last and index not in trained and _words(each.name) == word
         ]
         mine = operations[number].ran
-        return [sum(each < mine for each in alike), len(alike)] if mine in alike else None
+        return (sum(each < mine for each in alike), len(alike)) if mine in alike else None
 
     def _parameters(self, number: int) -> Iterator[tuple[int, list[str]]]:
         """The named parameters nearest to an operation, with their distance."""

@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ddpdoctor.probe.runtime import events, rank, shield
+from ddpdoctor.probe.runtime import shield
 from ddpdoctor.probe.runtime.budget import clock
+from ddpdoctor.probe.runtime.events import Observer
+from ddpdoctor.probe.runtime.rank import RankState
 
 DENSE = 1024
 """Steps at the beginning that are all followed."""
@@ -33,88 +35,75 @@ SHARE = 2
 MEASURED = 4
 """Of so many windows that are followed, a step of one is measured."""
 
-awake = True
-settling = False
-
 _now = time.perf_counter_ns
-_measuring = False
-_measured_at = WINDOW + SETTLING
-_cost = 0
-"""Nanoseconds of the step that is being measured, so far."""
-_estimate = 0
-"""Nanoseconds of the last one that was."""
-_settled_at = 0
-_turned: int | None = None
-"""When the window under way began."""
 
 
-def paced(function: Callable[..., object]) -> Callable[..., None]:
-    """A subscriber that sleeps where it would cost too much, without its exceptions."""
-    name = f"{function.__module__}.{function.__qualname__}"
+class Pacing(Observer):
+    """Which steps of a rank are followed."""
 
-    def call(*args: Any) -> None:
-        global _cost
-        if not awake or name in shield.off:
+    def __init__(self, state: RankState) -> None:
+        super().__init__(state)
+        self.awake = True
+        self.settling = False
+        self.cost = 0
+        """Nanoseconds of the step that is being measured, so far."""
+        self.measuring = False
+        self._measured_at = WINDOW + SETTLING
+        self._estimate = 0
+        """Nanoseconds of the last step that was measured."""
+        self._settled_at = 0
+        self._turned: int | None = None
+        """When the window under way began."""
+
+    def paced(self, function: Callable[..., None]) -> Callable[..., None]:
+        """A subscriber that sleeps where it would cost too much, without its exceptions."""
+        name = shield.name_of(function)
+
+        def call(*args: Any) -> None:
+            if not self.awake or name in shield.off:
+                return
+            try:
+                if self.measuring:
+                    began = clock()
+                    function(*args)
+                    self.cost += clock() - began
+                else:
+                    function(*args)
+            except Exception as error:
+                shield.fault(name, error)
+
+        return call
+
+    def step_ended(self, optimizer: Any, number: int) -> None:
+        """Of a training step: measure the next one, or turn to the next window."""
+        if self.state.tracker.steps == number:
             return
-        try:
-            if _measuring:
-                began = clock()
-                function(*args)
-                _cost += clock() - began
-            else:
-                function(*args)
-        except Exception as error:
-            shield.fault(name, error)
+        if self.measuring:
+            self.measuring, self._estimate, self.cost = False, self.cost, 0
+        number += 1
+        if number == self._measured_at and self.awake:
+            self.measuring = True
+        if self.settling and number >= self._settled_at:
+            self.settling = False
+        if not number % WINDOW:
+            self._turn(number)
 
-    return call
-
-
-@shield.shielded
-def _step_ended(optimizer: Any, number: int) -> None:
-    global _measuring, _cost, _estimate, settling
-    state = rank.current()
-    if state is None or state.tracker.steps == number:
-        return
-    if _measuring:
-        _measuring, _estimate, _cost = False, _cost, 0
-    number += 1
-    if number == _measured_at and awake:
-        _measuring = True
-    if settling and number >= _settled_at:
-        settling = False
-    if not number % WINDOW:
-        _turn(state, number)
-
-
-def _turn(state: rank.RankState, number: int) -> None:
-    """A window ended: pay for it, and see whether the next one is followed."""
-    global awake, settling, _settled_at, _measured_at, _turned
-    now = _now()
-    began, _turned = _turned, now
-    budget = state.budget
-    if awake:
-        budget.spend(WINDOW * _estimate)
-    if began is None or not budget.enabled:
-        return
-    rarity = 1
-    may_cost = budget.share * (now - began) / SHARE
-    while number >= DENSE and rarity < RAREST and WINDOW * _estimate > rarity * may_cost:
-        rarity *= 2
-    window = number // WINDOW
-    before, awake = awake, not window % rarity
-    if awake and not before:
-        settling, _settled_at = True, number + SETTLING
-    if awake and not window // rarity % MEASURED:
-        _measured_at = number + SETTLING
-
-
-def forget() -> None:
-    """In a forked child, which may become a rank of its own."""
-    global awake, settling, _measuring, _measured_at, _turned
-    awake, settling, _measuring = True, False, False
-    _measured_at, _turned = WINDOW + SETTLING, None
-
-
-def install() -> None:
-    """Listen to the ends of steps, after those who are paced."""
-    events.step_ended.append(_step_ended)
+    def _turn(self, number: int) -> None:
+        """A window ended: pay for it, and see whether the next one is followed."""
+        now = _now()
+        began, self._turned = self._turned, now
+        budget = self.state.budget
+        if self.awake:
+            budget.spend(WINDOW * self._estimate)
+        if began is None or not budget.enabled:
+            return
+        rarity = 1
+        may_cost = budget.share * (now - began) / SHARE
+        while number >= DENSE and rarity < RAREST and WINDOW * self._estimate > rarity * may_cost:
+            rarity *= 2
+        window = number // WINDOW
+        before, self.awake = self.awake, not window % rarity
+        if self.awake and not before:
+            self.settling, self._settled_at = True, number + SETTLING
+        if self.awake and not window // rarity % MEASURED:
+            self._measured_at = number + SETTLING

@@ -10,12 +10,16 @@ import contextlib
 import functools
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
+from ddpdoctor.probe.observers.contents import Hashes
+from ddpdoctor.probe.observers.loops import runs_to_end
 from ddpdoctor.probe.observers.sketches import Rows, Sketch
-from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.probe.runtime.recorder import Lazy
+from ddpdoctor.run.records.data import Head, PassRecord
 
 SAMPLE = 128
 """Indices of an index space that are followed one by one."""
@@ -27,7 +31,7 @@ CLOSED = ("ended", "left")
 """States of a pass that draws no more."""
 
 HEAD = 64
-"""Draws at the beginning whose order is hashed apart."""
+"""Draws at the beginning whose order has its own hash."""
 
 FIRST = 16
 """Samples of the first batch whose content is hashed in any case."""
@@ -36,8 +40,6 @@ _MASK = (1 << 64) - 1
 _BITS = (1 << 53) - 1
 
 Draw = tuple[Any, ...]
-Row = tuple[int | None, list[int]]
-"""The index of a sample, where there is one, and the hashes of what it held."""
 
 
 @functools.lru_cache(maxsize=16)
@@ -81,56 +83,32 @@ def _meets(wanted: frozenset[int], indices: tuple[Any, ...]) -> bool:
 class Pass:
     """What one pass over a loader drew.
 
-    The training thread calls :meth:`draw` and :meth:`see`; the lines that :meth:`told` makes do the
+    The training thread calls :meth:`draw` and :meth:`see`; what :meth:`as_it_is` returns does the
     rest in the writing thread.
 
     Args:
-        facts: What is known when the pass begins.
-        length: Indices of the space that all ranks share.
+        record: What is known when the pass begins.
         followed: By index as it is drawn, the index in the space that all ranks share.
         share_at: Draws at which the pass has drawn more than its share.
         lookup: By index as it is drawn, the index in that space, for each; None if they are one.
     """
 
     __slots__ = (
-        "_awaited",
-        "_contents",
-        "_digested",
-        "_drawn",
-        "_falls",
-        "_head",
-        "_hits",
-        "_keys",
-        "_opaque",
-        "_order",
-        "_pending",
-        "_repeats",
-        "_rows",
-        "_seen",
-        "_sketch",
-        "batches",
-        "collectives",
-        "draws",
-        "facts",
-        "fetched",
-        "followed",
-        "joins",
-        "lookup",
-        "marks",
-        "over",
-        "share_at",
-    )
+        "_awaited", "_contents", "_digested", "_drawn", "_falls", "_head", "_hits",
+        "_keys", "_opaque", "_order", "_pending", "_repeats", "_rows", "_seen", "_sketch",
+        "batches", "collectives", "draws", "fetched", "followed", "joins", "lookup",
+        "marks", "over", "record", "share_at",
+    )  # fmt: skip
 
     def __init__(
         self,
-        facts: JsonObject,
-        length: int,
-        followed: dict[int, int],
-        share_at: int,
-        lookup: list[int] | None,
+        record: PassRecord,
+        followed: dict[int, int] | None = None,
+        share_at: int = 0,
+        lookup: list[int] | None = None,
     ) -> None:
-        self.facts = facts
-        self.followed = followed
+        self.record = record
+        self.followed = followed or {}
         self.share_at = share_at
         self.lookup = lookup
         self.collectives = 0, 0, 0
@@ -146,13 +124,12 @@ class Pass:
         """Batches after which a backward pass came."""
         self.joins = False
         self.over = False
-        self._keys = frozenset(followed)
+        self._keys = frozenset(self.followed)
+        length = record.length or 0
         inside = frozenset(sample_of(length)[:: 1 if length <= CONTENTS else SAMPLE // CONTENTS])
-        self._contents = frozenset(index for index, name in followed.items() if name in inside)
+        self._contents = frozenset(index for index, name in self.followed.items() if name in inside)
         self._awaited: deque[list[tuple[int, int, int]]] = deque(maxlen=4096)
-        self._pending: deque[Draw | Rows | list[tuple[Any, Callable[[], list[list[int]]]]]] = (
-            deque()
-        )
+        self._pending: deque[Draw | Rows | list[tuple[Any, Hashes]]] = deque()
         self._digested = self._seen = self._drawn = 0
         self._head: list[int] = []
         self._order = 0
@@ -160,7 +137,7 @@ class Pass:
         self._repeats = 0
         self._falls = 0
         self._opaque = False
-        self._rows: list[Row] = []
+        self._rows: list[tuple[int | None, ...]] = []
         self._sketch = Sketch()
 
     # -- in the training thread
@@ -198,7 +175,7 @@ class Pass:
         """A batch arrived, in the order drawn: what to look at, as position, index, batch size."""
         return self._awaited.popleft() if self._awaited else []
 
-    def see(self, names: list[int | None], contents: Callable[[], list[list[int]]]) -> None:
+    def see(self, names: list[int | None], contents: Hashes) -> None:
         """Keep what samples held; ``contents`` hashes them later, and holds copies only."""
         self._pending.append([(names, contents)])
         self._drawn += 1
@@ -208,33 +185,21 @@ class Pass:
         self._pending.append(rows)
         self._drawn += 1
 
-    def told(self, state: str) -> Callable[[bool], bytes | JsonObject]:
+    def as_it_is(self, state: str) -> Lazy:
         """The record of the pass as it stands now."""
         upto = self._drawn
         head = tuple(self._head)
-        facts = {
-            **self.facts,
-            "state": state,
-            "fetched": self.fetched,
-            "marks": self.marks,
-            "joins": self.joins,
-        }
+        record = replace(
+            self.record, state=state, fetched=self.fetched, marks=self.marks, joins=self.joins
+        )
 
-        def line(last: bool) -> JsonObject:
+        def made(last: bool) -> PassRecord:
             self._digest(upto)
-            facts.update(self._summary())
-            facts["head"] = [len(head), digest_of(_plain(head))]
-            if state in CLOSED and self._sketch.looked and facts["marks"]:
-                facts["sketch"] = self._sketch.told()
-            if not facts["marks"]:
-                # Of an evaluation nobody asks which samples they were.
-                facts.pop("rows", None)
-                facts["hits"] = []
-            return facts
+            return self._summed_up(record, head)
 
-        return line
+        return made
 
-    def digested(self) -> Callable[[bool], bytes | JsonObject]:
+    def digested(self) -> Lazy:
         """No record, but what was drawn up to now is hashed, and let go."""
         upto = self._drawn
 
@@ -264,7 +229,7 @@ class Pass:
                 except Exception:
                     # A tensor of a kind that has no plain bits.
                     continue
-                self._rows += zip(names, hashes, strict=False)
+                self._rows += [(name, *row) for name, row in zip(names, hashes, strict=False)]
 
     def _count(self, indices: Draw) -> None:
         if set(map(type, indices)) != {int}:
@@ -285,18 +250,24 @@ class Pass:
                     self._repeats += name in known
                     known[name] = None
 
-    def _summary(self) -> JsonObject:
-        summary: JsonObject = {
-            "draws": self._seen,
-            "order": self._order & _BITS,
-            "falls": self._falls,
-            "repeats": self._repeats,
-        }
-        if self._opaque:
-            summary["opaque"] = True
-        else:
-            summary["hits"] = list(self._hits)
-        rows = self._rows
-        if rows:
-            summary["rows"] = [[name, *hashes] for name, hashes in rows]
-        return summary
+    def _summed_up(self, record: PassRecord, head: Draw) -> PassRecord:
+        trained = record.marks > 0
+        looked = record.state in CLOSED and self._sketch.looked and trained
+        return replace(
+            record,
+            draws=self._seen,
+            order=self._order & _BITS,
+            falls=self._falls,
+            repeats=self._repeats,
+            opaque=self._opaque,
+            # Of an evaluation nothing depends on which samples they were.
+            hits=tuple(self._hits) if trained and not self._opaque else (),
+            rows=tuple(self._rows) if trained else (),
+            head=Head(len(head), digest_of(_plain(head))),
+            sketch=self._sketch.summary() if looked else None,
+            to_end=(
+                record.state == "trains"
+                and record.batches is not None
+                and runs_to_end(record.path, record.line)
+            ),
+        )

@@ -8,8 +8,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from ddpdoctor.probe.runtime.sites import Site
 from ddpdoctor.run.environment import MARK
-from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.process import OwnStoreRecord, PortHolder, ResourceFacts
 
 _REFUSED = re.compile(
     r"server socket has failed to (?:listen|bind)[^\n]*?(?:port: |\]:)(?P<port>\d+)"
@@ -19,20 +20,16 @@ _SECONDS = 0.3
 """How long the holder is looked for among all processes."""
 
 
-def facts(message: str) -> JsonObject | None:
-    """The holder of the port that torch's store could not listen on, asked for at that moment.
+def facts(message: str) -> ResourceFacts | None:
+    """The holder of the port that torch's store could not listen on, looked for at that moment.
 
-    Returns:
-        ``port``, and ``holder`` with ``pid``, ``name``, ``ours`` (a process of this job), ``rank``
-        (as its launcher numbered it) where it was seen; None for other messages.
+    None for other messages.
     """
     refused = _REFUSED.search(message)
     if refused is None:
         return None
     port = int(refused["port"])
-    found: JsonObject = {"port": port, "spawned": spawned()}
-    holder = _holder(port)
-    return found if holder is None else {**found, "holder": holder}
+    return ResourceFacts(port=port, spawned=spawned(), holder=_holder(port))
 
 
 def spawned() -> bool:
@@ -40,11 +37,11 @@ def spawned() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and os.getsid(0) != os.getpid()
 
 
-def unopened(arguments: dict[str, Any]) -> JsonObject | None:
+def unopened(arguments: dict[str, Any], site: Site) -> OwnStoreRecord | None:
     """The address that ``init_process_group`` is given, if no rank will open its port.
 
     Under torchrun every rank connects to the store of its agent, rank 0 as well: at another address
-    nobody listens.
+    no process listens.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or arguments.get("store"):
         return None
@@ -64,14 +61,14 @@ def unopened(arguments: dict[str, Any]) -> JsonObject | None:
         return None
     if not launcher[1] or not wanted[1] or wanted[1] == launcher[1]:
         return None
-    return {
-        "kind": "own_store",
-        "time": time.time_ns(),
-        "host": wanted[0],
-        "port": wanted[1],
-        "launcher": f"{launcher[0]}:{launcher[1]}",
-        "spawned": spawned(),
-    }
+    return OwnStoreRecord(
+        time=time.time_ns(),
+        host=wanted[0],
+        port=wanted[1],
+        launcher=f"{launcher[0]}:{launcher[1]}",
+        spawned=spawned(),
+        **site.place,
+    )
 
 
 def _initial_environment() -> dict[str, str]:
@@ -88,7 +85,7 @@ def _parsed(data: bytes) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _holder(port: int) -> JsonObject | None:
+def _holder(port: int) -> PortHolder | None:
     inodes = set(_listening(port))
     if not inodes:
         return None
@@ -125,7 +122,7 @@ def _holds(pid: int, inodes: set[str]) -> bool:
         return False
 
 
-def _described(pid: int) -> JsonObject:
+def _described(pid: int) -> PortHolder:
     environment: dict[str, str] = {}
     words = ""
     try:
@@ -136,10 +133,10 @@ def _described(pid: int) -> JsonObject:
     except OSError:
         pass
     mine = os.environ.get(MARK)
-    return {
-        "pid": pid,
-        "name": words,
-        "ours": bool(mine) and environment.get(MARK) == mine,
-        "rank": environment.get("RANK"),
-        "itself": pid == os.getpid(),
-    }
+    return PortHolder(
+        pid=pid,
+        name=words,
+        ours=bool(mine) and environment.get(MARK) == mine,
+        rank=environment.get("RANK"),
+        itself=pid == os.getpid(),
+    )

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import struct
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+from ddpdoctor.probe.observers.hashing import flattened
+from ddpdoctor.probe.runtime.recorder import Lazy, NotYet
+from ddpdoctor.run.records.base import Record
+from ddpdoctor.run.records.replicas import PackedTensor
+
+MOST_ELEMENTS = 4096
+"""Elements of a tensor that are written."""
 
 
 class Readback:
@@ -66,7 +76,83 @@ class Readback:
         return found
 
 
+class Elements:
+    """Some elements of one tensor, evenly spaced, on their way; to be made with gradients off.
+
+    Args:
+        tensor: A tensor whose bits lie in one plain block of memory.
+        most: How many elements; all, if it has no more.
+    """
+
+    def __init__(self, tensor: Any, most: int = MOST_ELEMENTS) -> None:
+        torch: Any = sys.modules["torch"]
+        self.count: int = tensor.numel()
+        every = max(1, -(-self.count // most))
+        some = flattened(tensor.detach())[::every]
+        if some.is_complex():
+            # Real and imaginary parts, each an element.
+            some = torch.view_as_real(some.resolve_conj()).reshape(-1)
+            self.count *= 2
+        # In single precision all shorter ones are exact.
+        short = some.is_floating_point() and some.element_size() < 8
+        self.format = "f" if short else "d"
+        self.read = Readback.of(some.to(torch.float32 if short else torch.float64))
+
+    def packed(self) -> PackedTensor:
+        """How many elements the tensor has, and those looked at, once they are ready."""
+        numbers = self.read.numbers()
+        data = struct.pack(f"<{len(numbers)}{self.format}", *numbers)
+        return PackedTensor(self.count, self.format, base64.b64encode(data).decode())
+
+
+def when_ready(reads: Sequence[Readback], record: Callable[[list[Any]], Record]) -> Lazy:
+    """A record that the writing thread makes of the numbers of all, as soon as these are there."""
+
+    def make(last: bool) -> bytes | Record:
+        if all(each.ready for each in reads):
+            return record([number for each in reads for number in each.numbers()])
+        if not last:
+            raise NotYet
+        # A device that never came so far: nothing is known.
+        return b""
+
+    return make
+
+
 def capturing(torch: Any) -> bool:
     """Whether a CUDA graph is being captured on this thread."""
     # Not is_available(), which would initialize the driver before the job forks its workers.
     return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
+# -- losses
+
+Loss = Callable[[], "float | None"]
+
+_SLOTS = 64
+_ring: list[Any] = []
+_next = 0
+
+
+def loss_reader(loss: Any) -> Loss | float | None:
+    """The loss, or for one on a GPU a function that reads it after the step's events passed.
+
+    A GPU's loss is copied into a slot of pinned memory without blocking; the slots go round, so a
+    reading that comes more than a few dozen steps late would see a later loss, never a wrong wait.
+    """
+    if loss.device.type == "cpu":
+        value = loss.item()
+        return float(value) if isinstance(value, (int, float)) else None
+    torch: Any = sys.modules["torch"]
+    if loss.device.type != "cuda" or type(loss) is not torch.Tensor:
+        return None
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    global _next
+    if not _ring:
+        _ring.extend(torch.empty(_SLOTS, dtype=torch.float64, device="cpu", pin_memory=True))
+    slot = _ring[_next]
+    _next = (_next + 1) % _SLOTS
+    with torch.no_grad():
+        slot.copy_(loss.detach().reshape(()), non_blocking=True)
+    return lambda: float(slot)

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
+import sys
+import time
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ddpdoctor.probe.runtime import rank, torch_private
-from ddpdoctor.probe.runtime.sites import NOWHERE, Site
+from ddpdoctor.probe.runtime import torch_private
+from ddpdoctor.probe.runtime.events import Observer
+from ddpdoctor.probe.runtime.rank import RankState
+from ddpdoctor.probe.runtime.sites import NOWHERE, Site, caller
+from ddpdoctor.run.records.model import ModelRecord, Parameter
 
 WITNESSES = 48
 """Parameters of a DDP module that tell whether a backward touched it; spread over all of it."""
 
 GUARDS = 16
 """Frozen parameters that are watched for being unfrozen; spread over all of them."""
+
+MOST_MODELS = 16
+"""Models that a rank records."""
+
+MOST_PARAMETERS = 4096
+"""Parameters of a model that are recorded."""
 
 Mark = tuple[int, int]
 """Tells one state of a parameter's gradient from another."""
@@ -37,7 +47,7 @@ class Unreduced:
         self.indices = indices
 
 
-class Watched:
+class Replica:
     """What is known of one DDP module."""
 
     def __init__(self, ddp: Any, number: int) -> None:
@@ -75,7 +85,7 @@ class Watched:
         self.cause = ""
         self.unreduced: Unreduced | None = None
         self.sightings: dict[str, int] = {}
-        self.told: set[str] = set()
+        self.recorded: set[str] = set()
         self.looks = 0
         """How often its parameters were looked for in optimizers."""
         self.least: Any = None
@@ -109,16 +119,63 @@ class Watched:
         ]
 
 
-watched: list[Watched] = []
-"""The DDP modules of this rank that are alive, in the order in which they were built."""
+class Replicas(Observer):
+    """The DDP modules of a rank."""
 
-_numbers = itertools.count()
+    def __init__(self, state: RankState) -> None:
+        super().__init__(state)
+        self.alive: list[Replica] = []
+        """In the order in which they were built."""
+        self._built = 0
+
+    def ddp_built(self, ddp: Any) -> None:
+        """Number it; a job may wrap its model in a new one again and again."""
+        each = Replica(ddp, self._built)
+        self._built += 1
+        self.alive[:] = [*(other for other in self.alive if other.ddp() is not None), each]
+
+    def number_of(self, ddp: Any) -> int | None:
+        """The number of a DDP module."""
+        return next((each.number for each in self.alive if each.ddp() is ddp), None)
+
+    def holds(self, parameter: Any) -> bool:
+        """Whether DDP reduces a parameter."""
+        return any(id(parameter) in each.ids for each in self.alive)
 
 
-def built(ddp: Any) -> None:
-    """A DDP module was built."""
-    if rank.current() is None:
-        return
-    each = Watched(ddp, next(_numbers))
-    # A job may wrap its model anew, again and again.
-    watched[:] = [*(other for other in watched if other.ddp() is not None), each]
+class Models(Observer):
+    """The model that a rank gives to DDP, recorded before DDP compares and broadcasts it.
+
+    Where the models differ, DDP's constructor raises on some ranks and hangs on others, or mixes
+    bytes up and says nothing: afterwards it is too late.
+    """
+
+    def __init__(self, state: RankState) -> None:
+        super().__init__(state)
+        self._count = 0
+
+    def model_given(self, ddp: Any, process_group: Any, tensors: Sequence[Any]) -> None:
+        """Record the parameters."""
+        model = getattr(ddp, "module", None)
+        if model is None:
+            return
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        distributed: Any = sys.modules["torch"].distributed
+        record = ModelRecord(
+            time=time.time_ns(),
+            number=self._count,
+            type=type(model).__name__,
+            group=tuple(distributed.get_process_group_ranks(process_group)),
+            parameters=tuple(
+                Parameter(
+                    names.get(id(each), ""), tuple(each.shape), torch_private.dtype_name(each)
+                )
+                for each in tensors[:MOST_PARAMETERS]
+            ),
+            count=len(tensors),
+            **caller().place,
+        )
+        if self.state.add(record, MOST_MODELS):
+            self._count += 1
+            # The constructor may not return.
+            self.state.recorder.flush(0.2)

@@ -18,14 +18,17 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from types import CodeType, FrameType
 from typing import Any
 
 from ddpdoctor.core.user_code import user_file
-from ddpdoctor.probe.runtime import events, rank, shield
 from ddpdoctor.probe.runtime.budget import clock
+from ddpdoctor.probe.runtime.events import Observer
+from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.probe.runtime.threads import background
-from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.base import CodeFrame
+from ddpdoctor.run.records.training import ProfileRecord, SampledStack
 from ddpdoctor.run.requests import MOST_PROFILES, PROFILE, Asked
 
 SAMPLES = 48
@@ -60,9 +63,6 @@ _Line = tuple[CodeType, int]
 _Sample = tuple[tuple[_Line, ...], CodeType, str, int]
 """The user's frames, innermost first; the innermost of all; the thread's state; the phase."""
 
-_running: Sampler | None = None
-"""The one that takes samples now."""
-
 
 class Sampler:
     """Takes one profile of the training thread.
@@ -72,7 +72,7 @@ class Sampler:
         number: What the supervisor asked by.
     """
 
-    def __init__(self, state: rank.RankState, number: int) -> None:
+    def __init__(self, state: RankState, number: int) -> None:
         self._state = state
         self._number = number
         self._thread = state.tracker.thread
@@ -86,15 +86,14 @@ class Sampler:
         self._collecting = 0
         self._collected = 0
         self._collections = 0
+        self.over = False
         self.threads = 0
         """Of torch's, for one operation; 0 as long as it is not known."""
 
     def run(self) -> None:
         """Take the samples and write them down; runs in a thread of ours."""
-        global _running
         interval = SPAN * self._state.tracker.last_total / 1e9 / SAMPLES
         interval = min(max(interval, QUICKEST), SLOWEST)
-        _running = self
         gc.callbacks.append(self._on_collection)
         try:
             with _opened(f"{self._task}/stat") as status:
@@ -125,11 +124,10 @@ class Sampler:
 
     def finish(self) -> None:
         """Write what there is; once, from whichever thread comes first."""
-        global _running
         self._stop.set()
         if not self._writing.acquire(blocking=False):
             return
-        _running = None
+        self.over = True
         with contextlib.suppress(ValueError):
             gc.callbacks.remove(self._on_collection)
         self._state.budget.spend(self._cost)
@@ -204,7 +202,7 @@ class Sampler:
                 ran, waited, number = ran + one[0], waited + one[1], number + 1
         return {**counted, "children": number, "children_ran": ran, "children_waited": waited}
 
-    def _record(self) -> JsonObject:
+    def _record(self) -> ProfileRecord:
         after = self._counters()
         counted = {
             name: max(after[name] - before, 0)
@@ -212,27 +210,27 @@ class Sampler:
             if name in after
         }
         counted["children"] = min(self._before.get("children", 0), after["children"])
-        stacks: dict[tuple[object, ...], int] = {}
         paths = {each: os.path.abspath(each) for each in self._files()}
+        stacks: Counter[tuple[tuple[CodeFrame, ...], tuple[str, str], str, int]] = Counter()
         for lines, innermost, letter, phase in self._samples:
-            frames = tuple((paths[code.co_filename], line, code.co_name) for code, line in lines)
+            frames = tuple(
+                CodeFrame(paths[code.co_filename], line, code.co_name) for code, line in lines
+            )
             waits = (os.path.basename(innermost.co_filename), innermost.co_name)
-            key = (frames, waits, letter, phase)
-            stacks[key] = stacks.get(key, 0) + 1
-        return {
-            "kind": "profile",
-            "time": time.time_ns(),
-            "asked": self._number,
-            "step": self._state.tracker.steps,
-            "samples": len(self._samples),
+            stacks[frames, waits, letter, phase] += 1
+        return ProfileRecord(
+            time=time.time_ns(),
+            asked=self._number,
+            step=self._state.tracker.steps,
+            samples=len(self._samples),
             **counted,
-            "gc": self._collected,
-            "collections": self._collections,
-            "affinity": _affinity(self._state.tracker.native),
-            "threads": self.threads,
-            "cost": self._cost,
-            "stacks": [[count, *key] for key, count in stacks.items()],
-        }
+            gc=self._collected,
+            collections=self._collections,
+            affinity=_affinity(self._state.tracker.native),
+            threads=self.threads,
+            cost=self._cost,
+            stacks=tuple(SampledStack(count, *key) for key, count in stacks.items()),
+        )
 
 
 def _letter(status: int) -> str:
@@ -261,12 +259,12 @@ def _children() -> list[int]:
     return found
 
 
-def _affinity(task: int) -> list[int]:
+def _affinity(task: int) -> tuple[int, ...]:
     """The cores that a thread may run on; none if that is not known."""
     try:
-        return sorted(os.sched_getaffinity(task))
+        return tuple(sorted(os.sched_getaffinity(task)))
     except (OSError, AttributeError):
-        return []
+        return ()
 
 
 @contextlib.contextmanager
@@ -282,59 +280,35 @@ def _opened(path: str) -> Any:
         os.close(descriptor)
 
 
-class Profiles:
+class Profiles(Observer):
     """Takes a profile whenever the supervisor asks for one.
 
-    Args:
-        state: The rank.
-        directory: The run directory.
-
     Raises:
-        OSError: Nobody asks in that run directory.
-        ValueError: Nobody does.
+        OSError: Nothing asks in the run directory.
+        ValueError: Nothing does.
     """
 
-    def __init__(self, state: rank.RankState, directory: str) -> None:
-        self._state = state
+    def __init__(self, state: RankState, directory: str) -> None:
+        super().__init__(state)
         self._asked = Asked(directory, PROFILE)
         self._taken = 0
+        self._running: Sampler | None = None
 
     def look(self) -> None:
-        """Begin if somebody has asked; runs in the writing thread."""
+        """Begin if the supervisor has asked; runs in the writing thread."""
         number = self._asked.news()
-        if (
-            number
-            and self._taken < MOST_PROFILES
-            and _running is None
-            and self._state.budget.enabled
-        ):
+        idle = self._running is None or self._running.over
+        if number and idle and self._taken < MOST_PROFILES and self.state.budget.enabled:
             self._taken += 1
-            background("profile", shield.shielded(Sampler(self._state, number).run)).start()
+            self._running = Sampler(self.state, number)
+            background("profile", self._running.run).start()
 
+    def step_ended(self, optimizer: Any, number: int) -> None:
+        """Ask how many threads torch computes with: the number differs by thread."""
+        if self._running is not None and not self._running.threads:
+            self._running.threads = int(sys.modules["torch"].get_num_threads())
 
-@shield.shielded
-def _step_ended(optimizer: Any, number: int) -> None:
-    if _running is not None and not _running.threads:
-        # The number differs by thread, so the training thread has to ask.
-        _running.threads = int(sys.modules["torch"].get_num_threads())
-
-
-@shield.shielded
-def _rank_ends() -> None:
-    if _running is not None:
-        _running.finish()
-
-
-def forget() -> None:
-    """In a forked child, which has no such thread."""
-    global _running
-    if _running is not None:
-        with contextlib.suppress(ValueError):
-            gc.callbacks.remove(_running._on_collection)
-        _running = None
-
-
-def install() -> None:
-    """Listen to the moments of training."""
-    events.step_ended.append(_step_ended)
-    events.rank_ends.append(_rank_ends)
+    def rank_ends(self) -> None:
+        """Write what there is."""
+        if self._running is not None:
+            self._running.finish()

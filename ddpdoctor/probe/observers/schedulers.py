@@ -6,16 +6,18 @@ Which position of its schedule each one reaches is read at the steps of optimize
 
 from __future__ import annotations
 
-import functools
 import time
 import weakref
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
-from ddpdoctor.probe.observers.optimizers import REMADE, REMADE_BY_EPOCH
-from ddpdoctor.probe.observers.replicas import watched
-from ddpdoctor.probe.runtime import events, rank, shield, sites
+from ddpdoctor.probe.observers.optimizers import REMADE, REMADE_BY_EPOCH, parameters_of
+from ddpdoctor.probe.observers.replicas import Replicas
+from ddpdoctor.probe.runtime import sites
+from ddpdoctor.probe.runtime.events import Observer
+from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.probe.runtime.sites import Site
+from ddpdoctor.run.records.model import RemadeRecord
 
 _MODULE = "torch.optim.lr_scheduler"
 
@@ -77,79 +79,59 @@ class Made:
         return not self.restored and self.position + self.gone < NEARLY * self.end
 
 
-_made: dict[tuple[Site, str, int], Made] = {}
+class Schedulers(Observer):
+    """The schedulers of a rank."""
 
+    def __init__(self, state: RankState, replicas: Replicas) -> None:
+        super().__init__(state)
+        self._replicas = replicas
+        self._made: dict[tuple[Site, str, int], Made] = {}
 
-def forget() -> None:
-    """In a forked child: nothing was made yet."""
-    _made.clear()
+    def step_begins(self, optimizer: Any) -> None:
+        """Read where the schedulers are."""
+        for each in self._made.values():
+            each.look()
+            if each.position and self.state.tracker.steps == each.step:
+                # It was brought there by a loaded state, or by steps to catch up.
+                each.restored = True
 
-
-def install(module: ModuleType) -> None:
-    """Wrap the constructors; that of ``ReduceLROnPlateau`` does not call its base's."""
-    for name in ("LRScheduler", "ReduceLROnPlateau"):
-        scheduler_class = getattr(module, name, None)
-        if scheduler_class is not None:
-            _wrap(scheduler_class)
-    events.step_begins.append(shield.shielded(_step_begins))
-
-
-def _wrap(scheduler_class: Any) -> None:
-    original = scheduler_class.__init__
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            original(self, *args, **kwargs)
-        except BaseException as error:
-            shield.hide_frame(error)
-            raise
-        if rank.active is not None:
-            _begins(self)
-
-    scheduler_class.__init__ = __init__
-
-
-@shield.shielded
-def _begins(scheduler: Any) -> None:
-    state = rank.current()
-    end = _end(scheduler)
-    groups = scheduler.optimizer.param_groups
-    first = next((parameter for group in groups for parameter in group["params"]), None)
-    if state is None or end is None or first is None:
-        return
-    site, name = sites.caller(), type(scheduler).__name__
-    key = (site, name, id(first))
-    before = _made.get(key)
-    if before is None and len(_made) >= MOST:
-        return
-    now = _made[key] = Made(scheduler, end, state.tracker.steps, state.tracker.epoch)
-    now.restored = scheduler.last_epoch != 0
-    if before is None:
-        return
-    before.look()
-    steps = now.step - before.step
-    by_epoch = now.epoch == before.epoch + 1 and steps > 1
-    # With other options it is the next phase of a training.
-    if before.cut_short and now.shape == before.shape and (by_epoch or steps == 1):
-        now.row, now.since = before.row + 1, before.since
-    known = any(id(first) in module.ids for module in watched)
-    if known and now.row == (REMADE_BY_EPOCH - 1 if by_epoch else REMADE):
-        state.recorder.add(
-            {
-                "kind": "remade",
-                "time": time.time_ns(),
-                "step": now.step,
-                "since": now.since,
-                "scheduler": name,
-                "times": now.row + 1,
-                "every": "epoch" if by_epoch else "step",
-                "position": before.position,
-                "end": end if name in _ENDS else None,
-                "path": site.path,
-                "line": site.line,
-            }
-        )
+    def scheduler_made(self, scheduler: Any) -> None:
+        """See whether it takes the place of one whose schedule has not come to its end."""
+        end = _end(scheduler)
+        first = next(iter(parameters_of(scheduler.optimizer)), None)
+        if end is None or first is None:
+            return
+        site, name = sites.caller(), type(scheduler).__name__
+        key = (site, name, id(first))
+        before = self._made.get(key)
+        if before is None and len(self._made) >= MOST:
+            return
+        tracker = self.state.tracker
+        now = self._made[key] = Made(scheduler, end, tracker.steps, tracker.epoch)
+        now.restored = scheduler.last_epoch != 0
+        if before is None:
+            return
+        before.look()
+        steps = now.step - before.step
+        by_epoch = now.epoch == before.epoch + 1 and steps > 1
+        # With other options it is the next phase of a training.
+        if before.cut_short and now.shape == before.shape and (by_epoch or steps == 1):
+            now.row, now.since = before.row + 1, before.since
+        enough = REMADE_BY_EPOCH - 1 if by_epoch else REMADE
+        if now.row == enough and self._replicas.holds(first):
+            self.state.recorder.add(
+                RemadeRecord(
+                    time=time.time_ns(),
+                    step=now.step,
+                    since=now.since,
+                    scheduler=name,
+                    times=now.row + 1,
+                    every="epoch" if by_epoch else "step",
+                    position=before.position,
+                    end=end if name in _ENDS else None,
+                    **site.place,
+                )
+            )
 
 
 def _end(scheduler: Any) -> float | None:
@@ -185,14 +167,3 @@ def _plain(value: Any) -> object:
         read += [getattr(cell, "cell_contents", None) for cell in value.__closure__ or ()]
         return [each for each in read if isinstance(each, (int, float, str))]
     return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else None
-
-
-def _step_begins(optimizer: Any) -> None:
-    state = rank.current()
-    if state is None:
-        return
-    for each in _made.values():
-        each.look()
-        if each.position and state.tracker.steps == each.step:
-            # It was brought there by a loaded state, or by steps to catch up.
-            each.restored = True

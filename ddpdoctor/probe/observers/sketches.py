@@ -1,7 +1,7 @@
 """Which samples a pass gave, by their content alone: the smallest of the hashes of all of them.
 
 Whatever a rank calls a sample, and in whatever order it draws them, equal samples have equal
-hashes. Of two ranks the smallest hashes so tell how much of their data is the same.
+hashes. Of two ranks the smallest hashes so show how much of their data is the same.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from zlib import crc32
 
 from ddpdoctor.probe.observers import hashing
 from ddpdoctor.probe.observers.contents import leaves
+from ddpdoctor.run.records import data as records
 
 KEEP = 256
 """Hashes that are kept."""
@@ -50,10 +51,10 @@ class Sketch:
             self._times = {each: times[each] for each in sorted(times)[:KEEP]}
             self._limit = max(self._times)
 
-    def told(self) -> list[Any]:
+    def summary(self) -> records.Sketch:
         """Samples hashed, how often one of those kept came again, and the smallest hashes."""
-        kept = sorted(self._times)[:KEEP]
-        return [self.looked, sum(self._times[each] - 1 for each in kept), kept]
+        kept = tuple(sorted(self._times)[:KEEP])
+        return records.Sketch(self.looked, sum(self._times[each] - 1 for each in kept), kept)
 
 
 def rows(data: Any) -> Rows | None:

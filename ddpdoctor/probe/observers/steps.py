@@ -2,7 +2,7 @@
 
 A step ends with the first optimizer's ``step()``. Several backwards before it are accumulation; a
 second optimizer belongs to the same cycle; where no optimizer exists, DDP's forward counts.
-Whatever happens between a loader's end and the next batch (evaluation, checkpoints) is kept apart
+Whatever happens between a loader's end and the next batch (evaluation, checkpoints) is kept
 as ``outside``, so that it weighs on no step.
 
 Everything here runs in the training loop, several times a step: it is written to be short.
@@ -10,7 +10,6 @@ Everything here runs in the training loop, several times a step: it is written t
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
@@ -18,14 +17,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
-from ddpdoctor.probe.runtime.clocks import CudaClock, Measured, Times
+from ddpdoctor.probe.observers.open_step import ZERO, Backward, OpenStep
+from ddpdoctor.probe.runtime.clocks import CudaClock
 from ddpdoctor.probe.runtime.cores import CoreClock
-from ddpdoctor.probe.runtime.recorder import NotYet, Recorder
+from ddpdoctor.probe.runtime.recorder import Recorder
 from ddpdoctor.probe.runtime.sites import Site
 from ddpdoctor.probe.runtime.vitals import Vitals
-from ddpdoctor.run.status import NO_EPOCH, Parts, Phase
+from ddpdoctor.run.records.training import SiteRecord
+from ddpdoctor.run.status import NO_EPOCH, Phase
 
 _now = time.perf_counter_ns
 _thread = threading.get_ident
@@ -33,129 +33,9 @@ _thread = threading.get_ident
 _OTHER = int(Phase.OTHER)
 _OPTIMIZER = int(Phase.OPTIMIZER)
 _WAIT = int(Phase.WAIT)
-_ZERO: Times = [0] * len(Phase)
 
 BACKWARDS = 24
 """Backward passes that are remembered."""
-
-
-class Backward:
-    """One backward pass of the training thread."""
-
-    __slots__ = ("began", "ended", "site")
-
-    def __init__(self, began: int, site: Site) -> None:
-        self.began = began
-        """Unix nanoseconds."""
-        self.ended = 0
-        """Unix nanoseconds; 0 while it is under way."""
-        self.site = site
-
-
-class OpenStep:
-    """The step under way, and for one step longer, until DDP has told its waits."""
-
-    __slots__ = (
-        "armed",
-        "backwards",
-        "cores",
-        "epoch",
-        "exposed",
-        "fed",
-        "fetched",
-        "forwards",
-        "loss",
-        "measured",
-        "number",
-        "outside",
-        "skipped",
-        "start",
-        "times",
-        "told",
-        "total",
-        "vitals",
-    )
-
-    def __init__(self, number: int, start: int, vitals: Vitals) -> None:
-        self.number = number
-        self.vitals = vitals
-        self.start = start
-        self.epoch = NO_EPOCH
-        self.forwards = 0
-        self.backwards = 0
-        self.armed = 0
-        """Forwards whose backward is all-reduced."""
-        self.told = 0
-        """How many of the armed iterations DDP's logger has told the timing of."""
-        self.exposed = 0
-        """Nanoseconds of all-reduce that no compute hid, as DDP's logger told."""
-        self.fetched = 0
-        """Samples that loaders gave."""
-        self.fed = 0
-        """Samples that went into forwards, counted if no loader gave any."""
-        self.loss: Any = None
-        self.skipped = False
-        self.outside = 0
-        self.total = 0
-        self.times = _ZERO
-        self.measured: Measured | None = None
-        self.cores: tuple[int, int] | None = None
-        """Nanoseconds for which the training thread ran, and waited for a core."""
-
-    def line(self, last: bool = False) -> bytes:
-        """The journal's line; runs in the writing thread.
-
-        Raises:
-            NotYet: The device is still busy with the step, and this is not the ``last`` call.
-        """
-        times = self.times
-        if self.measured is not None:
-            measured = self.measured()
-            if measured is None and not last:
-                raise NotYet
-            # A device that never came to the step's end: what the host saw is all there is.
-            times = times if measured is None else measured
-        _, other, data, forward, backward, optimizer, wait, _ = times
-        exposed = min(self.exposed, backward)
-        split = self.told >= self.armed
-        # Waits of the host say nothing of times that a device took.
-        cores = self.cores if self.cores is not None and self.measured is None else (0, 0)
-        self.vitals.wrote(
-            Parts(
-                self.number,
-                data,
-                forward,
-                backward - exposed,
-                optimizer,
-                other,
-                wait + exposed,
-                split,
-                *cores,
-            )
-        )
-        text = f'{{"kind":"step","step":{self.number},"start":{self.start}'
-        if self.epoch != NO_EPOCH:
-            text += f',"epoch":{self.epoch}'
-        text += (
-            f',"data":{data},"forward":{forward},"backward":{backward - exposed}'
-            f',"optimizer":{optimizer},"other":{other},"wait":{wait + exposed}'
-            f',"total":{data + forward + backward + optimizer + other + wait}'
-            f',"split":{"true" if split else "false"}'
-        )
-        if self.cores is not None:
-            text += f',"cpu":{self.cores[0]},"waited":{self.cores[1]}'
-        if self.fetched or self.fed:
-            text += f',"samples":{self.fetched or self.fed}'
-        loss = self.loss() if callable(self.loss) else self.loss
-        if loss is not None:
-            text += f',"loss":{json.dumps(loss)}'
-        if self.backwards != 1:
-            text += f',"backwards":{self.backwards}'
-        if self.skipped:
-            text += ',"skipped":true'
-        if self.outside:
-            text += f',"outside":{self.outside}'
-        return text.encode() + b"}\n"
 
 
 class StepTracker:
@@ -181,7 +61,7 @@ class StepTracker:
         self._mark = _now()
         self._began = self._mark
         self._unix = time.time_ns() - self._mark
-        self._times = _ZERO.copy()
+        self._times = ZERO.copy()
         self._device: CudaClock | None = None
         self._stack: list[int] = []
         self._site: Site | None = None
@@ -244,8 +124,8 @@ class StepTracker:
         if site is not self._site:
             self._site = site
             self._page.set_site(site.page)
-        if not site.told >> phase & 1:
-            self._tell(phase, site)
+        if not site.recorded >> phase & 1:
+            self._record_site(phase, site)
         return True
 
     def leave(self, error: BaseException | None = None) -> None:
@@ -280,14 +160,11 @@ class StepTracker:
         self.reset()
         return _OTHER
 
-    def _tell(self, phase: int, site: Site) -> None:
+    def _record_site(self, phase: int, site: Site) -> None:
         """The first time that a phase is entered at a line: write it down."""
-        site.told |= 1 << phase
+        site.recorded |= 1 << phase
         if site.path:
-            label = Phase(phase).label
-            self._recorder.add(
-                {"kind": "site", "phase": label, "path": site.path, "line": site.line}
-            )
+            self._recorder.add(SiteRecord(phase=Phase(phase).label, **site.place))
 
     def here(self) -> None:
         """Make the calling thread the training thread."""
@@ -365,9 +242,9 @@ class StepTracker:
         self.step.start = self._began + self._unix
 
     def _restart(self) -> None:
-        """Begin to measure anew."""
+        """Begin to measure again."""
         self._began = self._mark = _now()
-        self._times = _ZERO.copy()
+        self._times = ZERO.copy()
         self._cores.cut()
         if self._device is not None:
             self._device.charge(self.phase)
@@ -390,7 +267,7 @@ class StepTracker:
         self.close(skipped)
 
     def close(self, skipped: bool = False) -> None:
-        """End the step; it is written when the next one ends, after DDP told its waits."""
+        """End the step; it is written when the next one ends, once DDP has its waits."""
         now = _now()
         self._times[self.phase] += now - self._mark
         self._mark = now
@@ -407,7 +284,7 @@ class StepTracker:
         if self._closed is not None:
             self._recorder.add(self._closed.line)
         self._closed = step
-        self._times = _ZERO.copy()
+        self._times = ZERO.copy()
         self._began = now
         if self._iterators:
             self._trained, self._iterators = self._iterators, set()

@@ -8,14 +8,17 @@ one through `.data`, is seen by the norm.
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 from ddpdoctor.probe.observers import norms
-from ddpdoctor.probe.observers.readback import Readback
+from ddpdoctor.probe.observers.readback import Readback, when_ready
 from ddpdoctor.probe.observers.replicas import Mark, mark_of
-from ddpdoctor.probe.runtime import events, rank, shield, sites
+from ddpdoctor.probe.runtime import sites
+from ddpdoctor.probe.runtime.events import Observer
+from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.probe.runtime.sites import NOWHERE, Site
-from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.model import UnzeroedRecord
 
 LARGEST = 1 << 16
 """Elements of a parameter that is watched."""
@@ -58,136 +61,114 @@ class _Watch:
         self.edits: list[Readback] = []
         self.site: Site = NOWHERE
 
-
-_watches: list[_Watch] = []
-_known: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The optimizers that are watched, or were."""
-
-
-def forget() -> None:
-    """In a forked child: it may train by itself."""
-    _watches.clear()
-    _known.clear()
+    def keep(self, parameter: Any) -> None:
+        """At the begin of a backward the gradient is still there."""
+        self.kept = True
+        if len(self.pairs) % 2:
+            _measure(self.pairs, parameter)
+        if not self.carried:
+            self.site = sites.caller()
 
 
-def step_begins(optimizer: Any) -> None:
-    """Count a step; meet an optimizer."""
-    if optimizer not in _known:
-        _meet(optimizer)
-        return
-    each = _of(optimizer)
-    if each is None:
-        return
-    each.carried += each.grew and each.kept
-    each.grew = each.kept = False
-    if each.carried == ENOUGH:
-        _watches.remove(each)
-        _tell(each)
+class Zeroing(Observer):
+    """The optimizers of a rank that keep their gradients."""
 
+    def __init__(self, state: RankState) -> None:
+        super().__init__(state)
+        self._watches: list[_Watch] = []
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The optimizers that are watched, or were."""
 
-def _of(optimizer: Any) -> _Watch | None:
-    return next((each for each in _watches if each.optimizer() is optimizer), None)
+    def step_begins(self, optimizer: Any) -> None:
+        """Count a step; meet an optimizer."""
+        if optimizer not in self._known:
+            self._meet(optimizer)
+            return
+        each = self._of(optimizer)
+        if each is None:
+            return
+        each.carried += each.grew and each.kept
+        each.grew = each.kept = False
+        if each.carried == ENOUGH:
+            self._watches.remove(each)
+            self._record(each)
 
+    def _of(self, optimizer: Any) -> _Watch | None:
+        return next((each for each in self._watches if each.optimizer() is optimizer), None)
 
-def _meet(optimizer: Any) -> None:
-    state = rank.current()
-    if state is None or not state.budget.enabled or len(_known) >= MOST:
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            gradient = parameter.grad
-            if gradient is not None and gradient.numel() <= LARGEST and norms.plain(gradient):
-                _known.add(optimizer)
-                _watches.append(_Watch(optimizer, parameter))
-                return
+    def _meet(self, optimizer: Any) -> None:
+        if len(self._known) >= MOST:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is not None and gradient.numel() <= LARGEST and norms.plain(gradient):
+                    self._known.add(optimizer)
+                    self._watches.append(_Watch(optimizer, parameter))
+                    return
 
+    def step_ended(self, optimizer: Any, number: int) -> None:
+        """Remember the gradient that a step leaves behind."""
+        each = self._of(optimizer) if self._watches else None
+        parameter = each.parameter() if each is not None else None
+        if each is None or parameter is None:
+            return
+        each.mark = mark_of(parameter)
+        if len(each.pairs) < 2 * COMPARED:
+            # The one after a step without a backward is not needed.
+            del each.pairs[len(each.pairs) // 2 * 2 :]
+            _measure(each.pairs, parameter)
 
-def step_ended(optimizer: Any, number: int) -> None:
-    """Remember the gradient that a step leaves behind."""
-    each = _of(optimizer) if _watches else None
-    parameter = each.parameter() if each is not None else None
-    if each is None or parameter is None:
-        return
-    each.mark = mark_of(parameter)
-    if len(each.pairs) < 2 * COMPARED:
-        # The one after a step without a backward is not needed.
-        del each.pairs[len(each.pairs) // 2 * 2 :]
-        _measure(each.pairs, parameter)
+    def backward_begins(self) -> None:
+        """See whether the gradient is still there."""
+        for each in tuple(self._watches):
+            parameter = each.parameter()
+            if parameter is None or parameter.grad is None or each.optimizer() is None:
+                self._watches.remove(each)
+            elif each.mark is None or mark_of(parameter) == each.mark:
+                if each.mark is not None and not each.grew:
+                    each.keep(parameter)
+            elif len(each.edits) < EDITS:
+                # Whatever is added from now on is not added to what the step has left.
+                each.kept, each.grew = False, True
+                _measure(each.edits, parameter)
+            else:
+                self._watches.remove(each)
 
+    def backward_ended(self) -> None:
+        """See whether a backward has added to it."""
+        for each in self._watches:
+            parameter = each.parameter()
+            if each.mark is not None and parameter is not None:
+                mark = mark_of(parameter)
+                each.grew |= mark != each.mark
+                each.mark = mark
 
-def backward_begins() -> None:
-    """See whether the gradient is still there."""
-    for each in tuple(_watches):
-        parameter = each.parameter()
-        if parameter is None or parameter.grad is None or each.optimizer() is None:
-            _watches.remove(each)
-        elif each.mark is None or mark_of(parameter) == each.mark:
-            if each.mark is not None and not each.grew:
-                _kept(each, parameter)
-        elif len(each.edits) < EDITS:
-            # Whatever is added from now on is not added to what the step has left.
-            each.kept, each.grew = False, True
-            _measure(each.edits, parameter)
-        else:
-            _watches.remove(each)
+    def rank_ends(self) -> None:
+        """Write what was carried all along."""
+        for each in self._watches:
+            if each.carried >= LEAST:
+                self._record(each)
 
+    def _record(self, each: _Watch) -> None:
+        record = UnzeroedRecord(
+            optimizer=each.name,
+            step=self.state.tracker.steps,
+            carried=each.carried,
+            **each.site.place,
+        )
+        pairs = each.pairs[: len(each.pairs) // 2 * 2]
 
-def _kept(each: _Watch, parameter: Any) -> None:
-    each.kept = True
-    if len(each.pairs) % 2:
-        _measure(each.pairs, parameter)
-    if not each.carried:
-        each.site = sites.caller()
+        def with_norms(values: list[float]) -> UnzeroedRecord:
+            after, edited = values[: len(pairs)], tuple(values[len(pairs) :])
+            return replace(
+                record, after=tuple(after[::2]), before=tuple(after[1::2]), edited=edited
+            )
 
-
-def backward_ended() -> None:
-    """See whether a backward has added to it."""
-    for each in _watches:
-        parameter = each.parameter()
-        if each.mark is not None and parameter is not None:
-            mark = mark_of(parameter)
-            each.grew |= mark != each.mark
-            each.mark = mark
-
-
-def rank_ends() -> None:
-    """Write what was carried all along."""
-    for each in _watches:
-        if each.carried >= LEAST:
-            _tell(each)
+        self.state.recorder.add(when_ready([*pairs, *each.edits], with_norms))
 
 
 def _measure(readbacks: list[Readback], parameter: Any) -> None:
     read = norms.norms([parameter.grad]) if parameter.grad is not None else None
     if read is not None:
         readbacks.append(read)
-
-
-def _tell(each: _Watch) -> None:
-    state = rank.current()
-    if state is None:
-        return
-    record: JsonObject = {
-        "kind": "unzeroed",
-        "optimizer": each.name,
-        "step": state.tracker.steps,
-        "carried": each.carried,
-        "path": each.site.path,
-        "line": each.site.line,
-    }
-    pairs = each.pairs[: len(each.pairs) // 2 * 2]
-
-    def with_norms(values: list[float]) -> JsonObject:
-        after, edited = values[: len(pairs)], values[len(pairs) :]
-        return {**record, "after": after[::2], "before": after[1::2], "edited": edited}
-
-    state.recorder.add(norms.lazy([*pairs, *each.edits], with_norms))
-
-
-def install() -> None:
-    """Subscribe to the moments in which gradients come and go."""
-    events.step_begins.append(shield.shielded(step_begins))
-    events.step_ended.append(shield.shielded(step_ended))
-    events.backward_begins.append(shield.shielded(backward_begins))
-    events.backward_ended.append(shield.shielded(backward_ended))
-    events.rank_ends.append(shield.shielded(rank_ends))

@@ -11,8 +11,10 @@ diagnosis says.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 
 from ddpdoctor.run.environment import BUDGET
 
@@ -55,6 +57,13 @@ class Budget:
     def spend(self, nanoseconds: int) -> None:
         """Note what a diagnosis has cost."""
         self._spent += nanoseconds
+
+    @contextlib.contextmanager
+    def spending(self) -> Iterator[None]:
+        """Note what a diagnosis costs that runs within; one that raises is not run again."""
+        began = clock()
+        yield
+        self._spent += clock() - began
 
     def earned(self) -> int:
         """Nanoseconds that the time so far allows, without what may be spent in advance."""

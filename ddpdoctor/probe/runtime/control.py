@@ -32,7 +32,7 @@ _socket: socket.socket | None = None
 _path = ""
 _sending = threading.Lock()
 ended = threading.Event()
-"""The supervisor is gone: nobody waits for it any more."""
+"""The supervisor is gone: nothing waits for it any more."""
 
 
 def is_joined() -> bool:
@@ -41,7 +41,7 @@ def is_joined() -> bool:
 
 
 def is_worker() -> bool:
-    """Whether this process was started by torchrun as a rank, which needs no torch to tell."""
+    """Whether this process was started by torchrun as a rank, which is known without torch."""
     worker = {"TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK"} <= os.environ.keys()
     return worker and os.environ.get(_CLAIM, str(os.getpid())) == str(os.getpid())
 
@@ -130,7 +130,7 @@ def _check_supervisor(connection: socket.socket) -> None:
 
 
 def say(what: str, **values: object) -> None:
-    """Tell the supervisor something; never blocks for long, never raises."""
+    """Send the supervisor something; never blocks for long, never raises."""
     _send({"say": what, **values})
 
 

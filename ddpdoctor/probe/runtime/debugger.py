@@ -66,17 +66,18 @@ def install() -> None:
     if not wanted:
         return
     control.actions.update(
-        answer=_answer,
+        # That this is answered at all says that Python runs here.
+        answer=lambda _: None,
         debug=_debug,
         attached=_client_came,
         detached=_client_left,
-        release=_release,
-        go=_open_gate,
-        lift=_lift,
-        restore=_restore,
+        release=lambda _: _wake.set(),
+        go=lambda _: _go.set(),
+        lift=lambda _: timeouts.lift(),
+        restore=lambda _: timeouts.restore(),
         workers=_workers,
     )
-    worker_code.fresh.append(_tell_of_workers)
+    worker_code.fresh.append(lambda: control.say("workers"))
     if wanted & {"error", "lift"}:
         timeouts.keep_at_least(timeouts.LIFTED)
     if "error" in wanted:
@@ -97,7 +98,7 @@ def joined(hello: Message) -> None:
         return
     _join(hello)
     if "error" in wanted:
-        # torch has put a hook of its own around ours, which prints only what it caught.
+        # torch has put its own hook around ours, which prints only what it caught.
         _wrap_excepthook()
     _expect_breakpoint()
     if "gate" in wanted:
@@ -115,33 +116,15 @@ def _join(hello: Message) -> None:
 # -- what the supervisor asks for
 
 
-def _answer(message: Message) -> None:
-    """That this is answered at all says that Python runs here."""
-
-
 def _debug(message: Message) -> Message:
     """Start debugpy, or wake it, and connect it to the supervisor; the answer may have an error."""
-    hook = sys.breakpointhook
-    try:
-        debugpy_private.serve(control.session(str(message["key"])))
-        return {"compiled": torch_private.has_compiled()}
-    except ImportError:
-        return {"error": f"{sys.executable} has no debugpy; install it there (pip install debugpy)"}
-    except Exception as error:
-        return {"error": repr(error)}
-    finally:
-        # pydevd puts its own there, which ignores a breakpoint() while no client is attached.
-        sys.breakpointhook = hook
+    error = debugpy_private.serve_safely(str(message["key"]))
+    return {"compiled": torch_private.has_compiled()} if error is None else {"error": error}
 
 
 def _workers(message: Message) -> Message:
     """Which of these lines of a file only DataLoader workers run."""
     return {"lines": worker_code.lines_in_workers(str(message["path"]), message["lines"])}
-
-
-def _tell_of_workers() -> None:
-    if control.is_joined():
-        control.say("workers")
 
 
 def _client_came(message: Message) -> None:
@@ -156,24 +139,8 @@ def _client_left(message: Message) -> None:
     debugpy_private.silence()
 
 
-def _release(message: Message) -> None:
-    _wake.set()
-
-
-def _open_gate(message: Message) -> None:
-    _go.set()
-
-
-def _lift(message: Message) -> None:
-    timeouts.lift()
-
-
-def _restore(message: Message) -> None:
-    timeouts.restore()
-
-
 def forget() -> None:
-    """In a forked child: it is nobody's to debug, and must not stop where its parent would."""
+    """In a forked child: it cannot be debugged, and must not stop where its parent would."""
     global _attached
     if control.is_joined():
         control.forget()
@@ -226,7 +193,7 @@ _one_at_a_time = threading.Lock()
 
 
 def _wrap_breakpoint() -> None:
-    # The job may have a hook of its own, which then is what it wants.
+    # The job may have its own hook, which then is what it wants.
     if sys.breakpointhook is sys.__breakpointhook__:
         sys.breakpointhook = breakpointhook
 

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from ddpdoctor.probe.runtime import control
+
 _VALIDATION = "PYDEVD_DISABLE_FILE_VALIDATION"
 
 _NOWHERE = ("127.0.0.1", 1)
@@ -93,6 +95,21 @@ def serve(connection: socket.socket) -> None:
         connection.close()
         raise
     _arrivals.put(connection)
+
+
+def serve_safely(key: str) -> str | None:
+    """Have debugpy serve the session that the supervisor knows by ``key``; what went wrong."""
+    hook = sys.breakpointhook
+    try:
+        serve(control.session(key))
+    except ImportError:
+        return f"{sys.executable} has no debugpy; install it there (pip install debugpy)"
+    except Exception as error:
+        return repr(error)
+    finally:
+        # pydevd puts its own there, which ignores a breakpoint() while no client is attached.
+        sys.breakpointhook = hook
+    return None
 
 
 def load() -> None:

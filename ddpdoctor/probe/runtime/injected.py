@@ -6,7 +6,6 @@ It has no probe. What the gateway asks of a rank is answered here as far as a de
 from __future__ import annotations
 
 import os
-import sys
 
 from ddpdoctor.probe.runtime import control, debugpy_private, timeouts
 from ddpdoctor.probe.runtime.control import Message
@@ -27,15 +26,12 @@ def join(directory: str) -> None:
     global _forks
     debugpy_private.load()
     control.actions.update(
-        answer=_nothing,
         debug=_debug,
-        attached=_nothing,
-        detached=_detached,
-        release=_nothing,
-        go=_nothing,
-        lift=_lift,
-        restore=_restore,
-        workers=_nothing,
+        detached=lambda _: debugpy_private.silence(),
+        lift=lambda _: timeouts.lift(),
+        restore=lambda _: timeouts.restore(),
+        # Nothing in this process waits for these.
+        **dict.fromkeys(("answer", "attached", "release", "go", "workers"), lambda _: None),
     )
     control.leave()
     control.join_at(os.path.join(directory, CONTROL), {})
@@ -44,31 +40,9 @@ def join(directory: str) -> None:
         os.register_at_fork(after_in_child=_forget)
 
 
-def _nothing(message: Message) -> None:
-    """Nothing in this process waits for it."""
-
-
 def _debug(message: Message) -> Message:
-    hook = sys.breakpointhook
-    try:
-        debugpy_private.serve(control.session(str(message["key"])))
-        return {}
-    except Exception as error:
-        return {"error": repr(error)}
-    finally:
-        sys.breakpointhook = hook
-
-
-def _detached(message: Message) -> None:
-    debugpy_private.silence()
-
-
-def _lift(message: Message) -> None:
-    timeouts.lift()
-
-
-def _restore(message: Message) -> None:
-    timeouts.restore()
+    error = debugpy_private.serve_safely(str(message["key"]))
+    return {} if error is None else {"error": error}
 
 
 def _forget() -> None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from ddpdoctor.probe.runtime import budget, events, shield, sites
 from ddpdoctor.probe.runtime.recorder import Recorder
-from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.base import Record
+from ddpdoctor.run.records.process import EndRecord, FaultRecord
 from ddpdoctor.run.status import Phase
 
 if TYPE_CHECKING:
@@ -28,9 +29,31 @@ class RankState:
         self.budget = budget.from_environment()
         self.ledger: Ledger | None = None
         """Where collectives are written down; None if the disk refused the file."""
-        self.error_told = False
+        self.has_error = False
+        """The record of what ends the process was written."""
         self.closed = False
+        self._written: dict[type[Record], int] = {}
+        self._known: set[object] = set()
 
+    def add(self, record: Record, most: int, once: object = None) -> bool:
+        """Queue a record, unless there were too many of its kind; whether it was queued.
+
+        Args:
+            record: The record.
+            most: How many of its kind are written, the first ones.
+            once: What it is about, of which it is written once.
+        """
+        count = self._written.get(type(record), 0)
+        if count >= most or (once is not None and once in self._known):
+            return False
+        self._written[type(record)] = count + 1
+        self._known.add(once)
+        self.recorder.add(record)
+        return True
+
+
+_early: list[tuple[Record, int, object]] = []
+"""Records from before this process was a rank."""
 
 _state: RankState | None = None
 active: StepTracker | None = None
@@ -40,6 +63,7 @@ is_compiling: Callable[[], bool] = bool
 """``torch.compiler.is_compiling``, once this process is a rank; Dynamo knows its answer."""
 
 _warned = False
+_MOST_EARLY = 256
 
 
 def current() -> RankState | None:
@@ -57,6 +81,16 @@ def enter(state: RankState, compiling: Callable[[], bool]) -> None:
     global _state, active, is_compiling
     _state, active, is_compiling = state, state.tracker, compiling
     shield.report_to(_report)
+    while _early:
+        state.add(*_early.pop(0))
+
+
+def add(record: Record, most: int, once: object = None) -> None:
+    """Queue a record as `RankState.add` does, or keep it until the process is a rank."""
+    if _state is not None:
+        _state.add(record, most, once)
+    elif len(_early) < _MOST_EARLY:
+        _early.append((record, most, once))
 
 
 def run_directory() -> str:
@@ -83,10 +117,10 @@ def environment_int(name: str) -> int | None:
 def _report(hook: str, error: str) -> None:
     if _state is not None:
         _state.tracker.reset()
-        _state.recorder.add({"kind": "fault", "time": time.time_ns(), "hook": hook, "error": error})
+        _state.recorder.add(FaultRecord(time=time.time_ns(), hook=hook, error=error))
 
 
-def tell(record: JsonObject) -> None:
+def write_now(record: Record) -> None:
     """Write a record now rather than soon: the process may end the next moment."""
     if _state is not None:
         _state.recorder.add_now(record)
@@ -99,22 +133,20 @@ def end() -> None:
     state = _state
     if state is None or state.closed:
         return
-    for tell_last in events.rank_ends:
-        tell_last()
+    for subscriber in events.rank_ends:
+        subscriber()
     state.closed = True
     steps = state.tracker.finish()
     spent, over = state.budget.account()
     state.recorder.add(
-        {
-            "kind": "end",
-            "time": time.time_ns(),
-            "steps": steps,
-            "armed": state.tracker.armed,
-            "dropped": state.recorder.dropped,
-            # What diagnosis that has a budget cost, and over which time; nanoseconds.
-            "spent": spent,
-            "over": over,
-        }
+        EndRecord(
+            time=time.time_ns(),
+            steps=steps,
+            armed=state.tracker.armed,
+            dropped=state.recorder.dropped,
+            spent=spent,
+            over=over,
+        )
     )
     state.recorder.close(0.5)
     state.tracker.page_phase(Phase.ENDED)
@@ -126,9 +158,12 @@ def forget() -> None:
     if _state is not None:
         # Not garbage-collected: closing the map or the file here is not this process's business.
         _inherited.append(_state)
+        _state.closed = True
     _state = active = None
     _warned = False
+    _early.clear()
     sites.forget()
+    events.forget()
     shield.report_to(None)
 
 

@@ -1,4 +1,4 @@
-"""Writes what the hooks saw: the status page at once, the journal from a thread of its own.
+"""Writes what the hooks saw: the status page at once, the journal from another thread.
 
 A hook appends to a bounded queue and returns; a full queue drops and counts. The thread drains it a
 few times a second, so a slow or full disk costs the job nothing but the record.
@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 from ddpdoctor.probe.runtime.threads import background
 from ddpdoctor.run.journal import Journal
-from ddpdoctor.run.records.base import JsonObject, encode
+from ddpdoctor.run.records.base import Record, encode
+from ddpdoctor.run.records.process import FaultRecord
 from ddpdoctor.run.status import StatusPage
 
 FLUSH_EVERY = 0.25
@@ -21,7 +22,7 @@ FLUSH_EVERY = 0.25
 QUEUE = 20_000
 """Records that wait at most; a step every 12.5 microseconds would fill it."""
 
-Lazy = Callable[[bool], "bytes | JsonObject"]
+Lazy = Callable[[bool], "bytes | Record"]
 """Makes a line, or a record, in the writing thread; the argument says: this is the last chance."""
 
 
@@ -43,7 +44,7 @@ class Recorder:
         self.each_round: list[Callable[[], None]] = []
         """Called by the writing thread every `FLUSH_EVERY` seconds, and once at the end."""
         self._journal = journal
-        self._queue: deque[JsonObject | Lazy] = deque()
+        self._queue: deque[Record | Lazy] = deque()
         self._writing = threading.Lock()
         self._stop = threading.Event()
         self._failed = False
@@ -53,17 +54,17 @@ class Recorder:
         """Start the writing thread."""
         self._thread.start()
 
-    def add(self, record: JsonObject | Lazy) -> None:
+    def add(self, record: Record | Lazy) -> None:
         """Queue a record; never blocks, never raises."""
         if len(self._queue) >= QUEUE:
             self.dropped += 1
         else:
             self._queue.append(record)
 
-    def add_now(self, record: JsonObject) -> None:
+    def add_now(self, record: Record) -> None:
         """Write a record, and what is queued if the writing thread is not at it: no waiting.
 
-        For what tells why a process ends that native code may end the next moment. It takes a
+        For why a process ends that native code may end the next moment. It takes a
         system call, so it is not for what happens at every step.
         """
         line = encode(record)
@@ -106,10 +107,10 @@ class Recorder:
             except Exception as error:
                 self.each_round.remove(call)
                 hook = call.__module__.rpartition(".")[2]
-                self.add({"kind": "fault", "hook": hook, "error": type(error).__name__})
+                self.add(FaultRecord(hook=hook, error=type(error).__name__))
 
     def _drain(self, last: bool) -> None:
-        batch: list[JsonObject | bytes] = []
+        batch: list[Record | bytes] = []
         for _ in range(len(self._queue)):
             item = self._queue[0]
             try:
@@ -117,7 +118,7 @@ class Recorder:
             except NotYet:
                 break
             except Exception as error:
-                record = {"kind": "fault", "hook": "journal", "error": type(error).__name__}
+                record = FaultRecord(hook="journal", error=type(error).__name__)
             self._queue.popleft()
             batch.append(record)
         if not batch:

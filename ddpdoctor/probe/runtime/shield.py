@@ -49,12 +49,17 @@ def hide_frame(error: BaseException) -> None:
         error.__traceback__ = error.__traceback__.tb_next
 
 
+def name_of(function: Callable[..., object]) -> str:
+    """What faults in a function are recorded as."""
+    return f"{function.__module__}.{function.__qualname__}"
+
+
 def shielded(function: Callable[P, object]) -> Callable[P, None]:
     """``function`` without its exceptions: after the first one it does nothing any more.
 
     KeyboardInterrupt and SystemExit are the job's own and pass.
     """
-    name = f"{function.__module__}.{function.__qualname__}"
+    name = name_of(function)
 
     @functools.wraps(function)
     def safe(*args: P.args, **kwargs: P.kwargs) -> None:

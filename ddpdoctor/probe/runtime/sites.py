@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from types import CodeType, FrameType
+from typing import TypedDict
 
+from ddpdoctor.core.location import Location
 from ddpdoctor.core.user_code import user_file
 from ddpdoctor.run.status import page_text
 
@@ -20,18 +22,35 @@ _is_user: dict[int, bool] = {}
 _sites: dict[tuple[int, int], Site] = {}
 
 
+class Place(TypedDict):
+    """A line of the user's code, as records have it."""
+
+    path: str
+    line: int
+
+
 class Site:
     """A line of the user's code, ready for the status page."""
 
-    __slots__ = ("line", "page", "path", "text", "told")
+    __slots__ = ("line", "page", "path", "recorded", "text")
 
     def __init__(self, path: str, line: int) -> None:
         self.path = path
         self.line = line
         self.text = f"{path}:{line}" if path else ""
         self.page = page_text(self.text)
-        self.told = 0
+        self.recorded = 0
         """The phases, as bits, that were recorded as entered here."""
+
+    @property
+    def place(self) -> Place:
+        """The line as a part of a record's fields."""
+        return {"path": self.path, "line": self.line}
+
+    @property
+    def location(self) -> Location:
+        """The line as a field of a record."""
+        return Location(self.path, self.line)
 
 
 NOWHERE = Site("", 0)
@@ -40,7 +59,7 @@ NOWHERE = Site("", 0)
 def forget() -> None:
     """In a forked child: nothing has been recorded yet."""
     _sites.clear()
-    NOWHERE.told = 0
+    NOWHERE.recorded = 0
 
 
 def _classify(code: CodeType) -> bool:

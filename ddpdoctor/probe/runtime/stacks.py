@@ -32,7 +32,7 @@ from ddpdoctor.run.names import STACKS_SUFFIX, stacks_stem
 from ddpdoctor.run.records.base import JsonObject, encode
 
 MOST_FRAMES = 200
-"""Frames of one thread that are told, the innermost ones."""
+"""Frames of one thread that are reported, the innermost ones."""
 
 _FIRST = 9
 """How far below the highest real-time signal the search begins; the ends are popular."""
@@ -44,7 +44,7 @@ _declared: _Declared | None = None
 
 
 class _Declared:
-    """What this process has told of itself."""
+    """What this process has declared of itself."""
 
     def __init__(self, path: str, file: int, ends: tuple[int, int], number: int) -> None:
         self.path = path
@@ -73,7 +73,7 @@ def declare() -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         file = os.open(path, flags | os.O_NOFOLLOW, 0o600)
     except OSError:
-        # Nobody will be able to ask; that the directory cannot be written is said elsewhere.
+        # It cannot be asked; that the directory cannot be written is reported elsewhere.
         return
     ends = os.pipe()
     number = _free_signal()
@@ -83,7 +83,7 @@ def declare() -> None:
     thread = background("stacks", _serve, _declared)
     thread.start()
     main = threading.main_thread()
-    told: JsonObject = {
+    declaration: JsonObject = {
         "kind": "stacks",
         "time": time.time_ns(),
         "pid": pid,
@@ -100,7 +100,7 @@ def declare() -> None:
         "namespace": namespace(),
         "cwd": os.getcwd(),
     }
-    os.write(file, encode(told))
+    os.write(file, encode(declaration))
 
 
 def declare_worker() -> None:
@@ -125,7 +125,7 @@ def _free_signal() -> int:
 
 
 def start_time() -> int:
-    """When this process started, in the kernel's ticks since boot: tells it from later namesakes.
+    """When this process started, in ticks since boot: no later process of that id has the same.
 
     Raises:
         OSError: This is no Linux.
@@ -158,7 +158,7 @@ def _serve(declared: _Declared) -> None:
 
 @shield.shielded
 def _declare_again(declared: _Declared) -> None:
-    """The job has taken the signal for itself: nobody may send it any more, but another one."""
+    """The job has taken the signal for itself: it may not be sent any more, but another one."""
     global _declared
     os.unlink(declared.path)
     _declared = None
@@ -187,8 +187,8 @@ def _answer() -> JsonObject:
                     "cut": cut,
                 }
             )
-    told: JsonObject = {"kind": "answer", "time": time.time_ns(), "threads": threads}
-    return {**told, "world_size": joining} if joining else told
+    answer: JsonObject = {"kind": "answer", "time": time.time_ns(), "threads": threads}
+    return {**answer, "world_size": joining} if joining else answer
 
 
 def _frames(frame: FrameType | None) -> tuple[list[tuple[str, int, str]], bool]:

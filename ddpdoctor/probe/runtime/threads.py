@@ -15,9 +15,9 @@ PREFIX = "ddpdoctor-"
 def background(name: str, target: Callable[..., None], *args: Any) -> threading.Thread:
     """A daemon thread, not started yet, that debugpy neither shows nor stops with the others.
 
-    A rank that stands at a breakpoint still has to answer and to write its records. debugpy leaves
-    its own threads alone, which it knows by these two attributes. An exception ends the thread, is
-    recorded as a fault, and prints nothing.
+    A rank that is stopped at a breakpoint still has to answer and to write its records. debugpy
+    leaves its own threads alone, which it knows by these two attributes. An exception ends the
+    thread, is recorded as a fault, and prints nothing.
     """
 
     def run() -> None:

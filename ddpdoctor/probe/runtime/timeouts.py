@@ -1,4 +1,4 @@
-"""Collective timeouts, lifted while a rank stands in the debugger: its peers wait for it.
+"""Collective timeouts, lifted while a rank is stopped in the debugger: its peers wait for it.
 
 A collective that was already waiting keeps the timeout it began with. Some gloo keeps the one that
 its group was made with (:func:`kept`).
@@ -11,7 +11,7 @@ import sys
 import threading
 from typing import Any
 
-from ddpdoctor.probe.runtime import torch_private
+from ddpdoctor.probe.runtime import torch_groups
 
 LIFTED = datetime.timedelta(days=7)
 """What takes the place of the job's timeouts; it fits into the 32-bit milliseconds of a store."""
@@ -26,7 +26,7 @@ _changing = threading.Lock()
 
 
 def least() -> datetime.timedelta:
-    """What every timeout has to be at least now; zero as long as nobody wants anything."""
+    """What every timeout has to be at least now; zero as long as nothing is wanted."""
     return LIFTED if _lifted else _least
 
 
@@ -57,8 +57,8 @@ def sweep() -> None:
     if c10d is None:
         return
     with _changing:
-        for backend in torch_private.backends(c10d):
-            current = torch_private.timeout_of(backend)
+        for backend in torch_groups.backends(c10d):
+            current = torch_groups.timeout_of(backend)
             if current is None:
                 continue
             _, users, ours = _users.get(id(backend), (None, current, current))
@@ -73,9 +73,9 @@ def kept() -> float | None:
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     found = [
         timeout.total_seconds()
-        for backend in (torch_private.backends(c10d) if c10d is not None else ())
-        if torch_private.keeps_timeout(backend)
-        and (timeout := torch_private.timeout_of(backend)) is not None
+        for backend in (torch_groups.backends(c10d) if c10d is not None else ())
+        if torch_groups.keeps_timeout(backend)
+        and (timeout := torch_groups.timeout_of(backend)) is not None
         and timeout < LIFTED
     ]
     return min(found, default=None)
@@ -85,7 +85,7 @@ def made(backends: list[Any], timeout: datetime.timedelta) -> None:
     """New backends were made with :func:`least` in place of the job's ``timeout``."""
     with _changing:
         for backend in backends:
-            current = torch_private.timeout_of(backend)
+            current = torch_groups.timeout_of(backend)
             if id(backend) not in _users and current is not None:
                 _set(backend, current, timeout)
 
@@ -93,7 +93,7 @@ def made(backends: list[Any], timeout: datetime.timedelta) -> None:
 def _set(backend: Any, current: datetime.timedelta, users: datetime.timedelta) -> None:
     wanted = max(users, least())
     if wanted != current:
-        torch_private.set_timeout(backend, wanted)
+        torch_groups.set_timeout(backend, wanted)
     if wanted == users:
         _users.pop(id(backend), None)
     else:

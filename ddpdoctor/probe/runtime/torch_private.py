@@ -8,65 +8,62 @@ them; 2.14 was not.
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
+from collections.abc import Callable, Iterable
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 _saved: weakref.WeakKeyDictionary[type[Any], tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
-def loader_iterator_classes(dataloader: Any) -> list[Any]:
-    """The classes of ``torch.utils.data.dataloader`` that have a ``_next_data`` (2.4 to 2.15).
+# -- functions that hooks wrap; where there is none, that hook is not installed
 
-    Without them data waits are not told apart from ``other``.
-    """
-    names = ("_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter")
-    classes = [getattr(dataloader, name, None) for name in names]
-    return [each for each in classes if "_next_data" in vars(each or object)]
+DDP_INIT_HELPER = "_ddp_init_helper"
+"""Of DistributedDataParallel (2.4 to 2.15): builds reducer and logger.
 
+Inside ``__init__``, whose own warnings so still blame the user's line. Without it nothing is
+recorded of how DDP was built, and backward is not split.
+"""
 
-def is_first_batch(iterator: Any) -> bool:
-    """Whether a loader's iterator was never asked before: ``_num_yielded`` (2.4 to 2.15).
+PRE_FORWARD = "_pre_forward"
+"""Of the same (2.4 to 2.15), where buckets are ordered once: a wait there is ``other`` without."""
 
-    Without it the time between epochs is charged to the first step of the next.
-    """
-    return getattr(iterator, "_num_yielded", None) == 0
+SYNC_BUFFERS = "_sync_buffers"
+"""Of the same (2.4 to 2.15), the broadcast before forward: a wait there is ``other`` without."""
 
+VERIFY_PARAMETERS = "_verify_param_shape_across_processes"
+"""Of its module (2.0 to 2.15), which DDP's constructor calls first.
 
-def sampler_of(iterator: Any) -> Any:
-    """The sampler behind a loader's iterator: ``_index_sampler`` (2.4 to 2.15), or None."""
-    index_sampler = getattr(iterator, "_index_sampler", None)
-    return getattr(index_sampler, "sampler", index_sampler)
+Without it, models that differ between ranks are known by DDP's exception alone.
+"""
 
+ENGINE = "_engine_run_backward"
+"""Of ``torch.autograd`` (2.3 to 2.15), which ``backward`` and ``grad`` call.
 
-def ddp_init_helper(ddp_class: Any) -> Any:
-    """``DistributedDataParallel._ddp_init_helper`` (2.4 to 2.15), which builds reducer and logger.
+Without it backward counts as ``other``.
+"""
 
-    Inside ``__init__``, whose own warnings so still blame the user's line. Without it nothing is
-    recorded of how DDP was built, and backward is not split.
-    """
-    return getattr(ddp_class, "_ddp_init_helper", None)
+PATCH_STEP = "_patch_step_function"
+"""Of ``Optimizer`` (2.4 to 2.15), which every new optimizer calls.
 
+Without it every job is taken to have an optimizer.
+"""
 
-def engine(autograd: Any) -> Any:
-    """``torch.autograd._engine_run_backward`` (2.3 to 2.15), which ``backward`` and ``grad`` call.
+REDUCE_LR = "_reduce_lr"
+"""Of ``ReduceLROnPlateau`` (1.0 to 2.15), called when it cuts the learning rate.
 
-    Without it backward is not told apart from ``other``.
-    """
-    return getattr(autograd, "_engine_run_backward", None)
+Below ``step``, whose own warnings so still blame the user's line. Without it a difference of
+learning rates is placed at the optimizer's step.
+"""
 
+RESTORE_LOCATION = "_get_restore_location"
+"""Of ``torch.serialization`` (1.0 to 2.15), asked once in each load.
 
-def patch_step(optimizer_class: Any) -> Any:
-    """``Optimizer._patch_step_function`` (2.4 to 2.15), which every new optimizer calls.
-
-    Without it every job is taken to have an optimizer.
-    """
-    return getattr(optimizer_class, "_patch_step_function", None)
+Given ``map_location`` it returns what puts a storage on its device. Without it it is not known
+which line loaded onto another rank's GPU.
+"""
 
 
 def inside_forward(ddp_class: Any) -> Any:
@@ -74,29 +71,13 @@ def inside_forward(ddp_class: Any) -> Any:
 
     It surrounds the wrapped module's forward, and Dynamo already breaks there: a hook in it adds no
     graph break to ``torch.compile(ddp)``, where one around ``forward`` does (measured on 2.13).
-    Without it forward is not told apart from ``other`` and steps need an optimizer.
+    Without it forward counts as ``other`` and steps need an optimizer.
     """
     return getattr(ddp_class, "_inside_ddp_forward", None)
 
 
-def pre_forward(ddp_class: Any) -> Any:
-    """``DistributedDataParallel._pre_forward`` (2.4 to 2.15), where buckets are ordered once.
-
-    Without it a wait for the other ranks there is charged to ``other``.
-    """
-    return getattr(ddp_class, "_pre_forward", None)
-
-
-def sync_buffers(ddp_class: Any) -> Any:
-    """``DistributedDataParallel._sync_buffers`` (2.4 to 2.15): the broadcast before forward.
-
-    Without it a wait for rank 0's buffers is charged to ``other``.
-    """
-    return getattr(ddp_class, "_sync_buffers", None)
-
-
 def skip_frames(torch: Any, modules: Iterable[ModuleType]) -> None:
-    """Tell Dynamo to leave the functions of ``modules`` alone, with all that they call.
+    """Have Dynamo leave the functions of ``modules`` alone, with all that they call.
 
     They run between the graphs of a compiled region. ``torch._C._dynamo.eval_frame`` marks code
     objects at no cost per call: ``set_code_exec_strategy`` (2.7 to 2.15), ``skip_code`` before.
@@ -173,7 +154,7 @@ def accumulator(parameter: Any) -> Any:
     """The node of autograd that accumulates a parameter's gradient; the idiom is as old as DDP's.
 
     DDP keeps it alive by its own hooks on it. None within compiled autograd, which would trace a
-    hook, and where gradients are off: then only losses tell who had the first NaN.
+    hook, and where gradients are off: then only losses show which rank had the first NaN.
     """
     torch: Any = sys.modules["torch"]
     dynamo = sys.modules.get("torch._dynamo")
@@ -185,7 +166,7 @@ def accumulator(parameter: Any) -> Any:
 
 
 def frozen_parameters(ddp: Any) -> list[Any]:
-    """Parameters that require no gradient, but those that DDP was told to ignore."""
+    """Parameters that require no gradient, but those that DDP is to ignore."""
     ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
     return [
         parameter
@@ -194,65 +175,10 @@ def frozen_parameters(ddp: Any) -> list[Any]:
     ]
 
 
-def backends(c10d: Any) -> Iterator[Any]:
-    """The backends (gloo, NCCL) of every process group: ``_world.pg_map`` (2.1 to 2.15).
-
-    Without it, or where a backend has no setter of its timeout, timeouts stay as they are while a
-    rank is in the debugger.
-    """
-    groups = getattr(getattr(c10d, "_world", None), "pg_map", {})
-    seen: set[int] = set()
-    for group in list(groups):
-        for device in getattr(group, "_device_types", ()):
-            try:
-                backend = group._get_backend(device)
-            except (AttributeError, RuntimeError):
-                # The device has none in this group.
-                continue
-            if id(backend) not in seen and timeout_setter(type(backend)):
-                seen.add(id(backend))
-                yield backend
-
-
-def timeout_of(backend: Any) -> timedelta | None:
-    """The timeout of a backend's collectives: ``options._timeout`` (2.4 to 2.15), or None."""
-    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-    return timeout if isinstance(timeout, timedelta) else None
-
-
-def set_timeout(backend: Any, timeout: timedelta) -> None:
-    """Set the timeout of a backend's later collectives, of one that :func:`backends` gave.
-
-    gloo may let it be set and keep the old one all the same (:func:`keeps_timeout`).
-    """
-    getattr(backend, timeout_setter(type(backend)))(timeout)
-
-
-def timeout_setter(backend_class: type[Any]) -> str:
-    """The method that sets the timeout of a backend's later collectives, empty without one.
-
-    ``_set_default_timeout`` of gloo and NCCL (2.3 to 2.15). What "nccl" is in 2.15 has only
-    ``set_timeout``. All backends inherit a method of that name (2.13 to 2.15), which only raises or
-    warns where a backend has none of its own, so NCCL's alone is called.
-    """
-    if hasattr(backend_class, "_set_default_timeout"):
-        return "_set_default_timeout"
-    newer = backend_class.__name__.startswith("ProcessGroupNCCL")
-    return "set_timeout" if newer and hasattr(backend_class, "set_timeout") else ""
-
-
-def keeps_timeout(backend: Any) -> bool:
-    """Whether a backend keeps the timeout that it was made with: gloo without ``set_timeout``.
-
-    So in 2.4 and 2.8; in 2.13 it has that, and each collective takes the timeout anew.
-    """
-    return type(backend).__name__ == "ProcessGroupGloo" and not hasattr(backend, "set_timeout")
-
-
 def has_compiled() -> bool:
     """Whether ``torch.compile`` took functions here: ``torch._dynamo.utils.counters``, 2.0 to 2.15.
 
-    Without it nobody is told that breakpoints in such functions are not hit (debugpy#999).
+    Without it users do not learn that breakpoints in such functions are not hit (debugpy#999).
     """
     counters: Any = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
     # Not by index: these make an entry where there is none, and they are the job's.
@@ -273,78 +199,10 @@ def used_map(ddp: Any) -> Any:
     """On how many ranks each parameter was used: ``_get_local_used_map`` (1.10 to 2.15), or None.
 
     A tensor on DDP's device, summed over the ranks where ``find_unused_parameters`` is on. Without
-    it nobody is told that the flag is not needed.
+    it an unneeded flag is not found.
     """
     getter = getattr(getattr(ddp, "reducer", None), "_get_local_used_map", None)
     return None if getter is None else getter()
-
-
-def loader_iterator_base(dataloader: Any) -> Any:
-    """``_BaseDataLoaderIter``, whose ``_next_index`` asks the sampler for a batch (2.4 to 2.15).
-
-    Without it nobody knows what the ranks drew.
-    """
-    base = getattr(dataloader, "_BaseDataLoaderIter", None)
-    return base if hasattr(base, "_next_index") else None
-
-
-LOADER_BUILT = "_DataLoader__initialized"
-"""What ``DataLoader.__init__`` sets when its samplers are in place (2.4 to 2.15).
-
-Without it a loader is named by the line that iterates over it, not by the one that built it.
-"""
-
-
-def samplers_of(iterator: Any) -> list[Any]:
-    """The sampler behind a loader's iterator, and the batch sampler around it: ``_index_sampler``.
-
-    Empty where there is none (2.4 to 2.15 have it).
-    """
-    outer = getattr(iterator, "_index_sampler", None)
-    inner = getattr(outer, "sampler", None)
-    return [each for each in (inner, outer) if each is not None]
-
-
-def pass_of(iterator: Any) -> Any:
-    """What changes when a loader's iterator begins anew: ``_sampler_iter`` (2.4 to 2.15), or None.
-
-    Without it the passes of persistent workers count as one.
-    """
-    return getattr(iterator, "_sampler_iter", None)
-
-
-def is_iterable_style(iterator: Any) -> bool:
-    """Whether the loader's data set is iterable-style: ``_dataset_kind`` (2.4 to 2.15)."""
-    return getattr(iterator, "_dataset_kind", 0) == 1
-
-
-def dataset_of(iterator: Any) -> Any:
-    """The data set behind a loader's iterator: ``_dataset`` (2.4 to 2.15), or None."""
-    return getattr(iterator, "_dataset", None)
-
-
-def batches_at_once(iterator: Any) -> bool:
-    """Whether the loader itself makes batches of samples: ``_auto_collation`` (2.4 to 2.15)."""
-    return bool(getattr(iterator, "_auto_collation", True))
-
-
-def keeps_order(iterator: Any) -> bool:
-    """Whether batches come in the order they were drawn: ``_in_order`` (2.6 to 2.15), else yes."""
-    return bool(getattr(iterator, "_in_order", True))
-
-
-def workers_of(iterator: Any) -> int:
-    """How many worker processes a loader's iterator has: ``_num_workers`` (2.4 to 2.15), or 0."""
-    workers = getattr(iterator, "_num_workers", 0)
-    return workers if isinstance(workers, int) else 0
-
-
-def worker_functions_of(iterator: Any) -> list[Any]:
-    """What a loader's workers call beside its data set: ``_collate_fn``, ``_worker_init_fn``.
-
-    None where there is none (2.4 to 2.15 have them, the second only with workers).
-    """
-    return [getattr(iterator, name, None) for name in ("_collate_fn", "_worker_init_fn")]
 
 
 def joins(ddp: Any) -> bool:
@@ -360,25 +218,10 @@ def is_enabled(join: Any) -> bool:
     return bool(getattr(join, "_enable", True))
 
 
-def reduce_lr(plateau: Any) -> Any:
-    """``ReduceLROnPlateau._reduce_lr`` (1.0 to 2.15), called when it cuts the learning rate.
-
-    Below ``step``, whose own warnings so still blame the user's line. Without it a difference of
-    learning rates is placed at the optimizer's step.
-    """
-    return getattr(plateau, "_reduce_lr", None)
-
-
-def group_ranks(ddp: Any) -> list[int]:
-    """The global ranks that share a DDP module."""
-    distributed: Any = sys.modules["torch"].distributed
-    return list(distributed.get_process_group_ranks(ddp.process_group))
-
-
 def comm_hook(ddp: Any) -> str:
     """The name of DDP's communication hook: ``_comm_hooks`` (2.2 to 2.15), empty without one.
 
-    Without it a local SGD is told by its averaging alone.
+    Without it a local SGD is known by its averaging alone.
     """
     hooks = getattr(ddp, "_comm_hooks", None) or [(None, None)]
     return str(getattr(hooks[-1][0], "__name__", ""))
@@ -389,20 +232,11 @@ def is_sharded(optimizer: Any) -> bool:
     return any(each.__name__ == "ZeroRedundancyOptimizer" for each in type(optimizer).__mro__)
 
 
-def verify_parameters(distributed: Any) -> Any:
-    """``_verify_param_shape_across_processes`` (2.0 to 2.15), which DDP's constructor calls first.
-
-    As it stands in ``torch.nn.parallel.distributed``. Without it, models that differ between ranks
-    are known by DDP's exception alone.
-    """
-    return getattr(distributed, "_verify_param_shape_across_processes", None)
-
-
 def normalizes_alone(module: Any) -> bool:
     """Whether a module is a BatchNorm that takes its statistics from one rank's batch.
 
     ``torch.nn.modules.batchnorm._BatchNorm`` (1.0 to 2.15) is the base of all of them,
-    ``SyncBatchNorm`` among them. Without it no small batch is told.
+    ``SyncBatchNorm`` among them. Without it no small batch is found.
     """
     torch: Any = sys.modules["torch"]
     base = getattr(torch.nn.modules.batchnorm, "_BatchNorm", None)
@@ -435,11 +269,21 @@ def broadcasts_buffers(ddp: Any) -> bool | None:
     """Whether DDP is to broadcast the buffers before a forward; None if a hook of the user's does.
 
     ``forward_sync_buffers`` from 2.13 on, before it ``broadcast_buffers``; ``buffer_hook`` and
-    ``modules_buffers`` (1.9 to 2.15). Without these nothing is told of buffers.
+    ``modules_buffers`` (1.9 to 2.15). Without these buffers are not compared.
     """
     if hasattr(ddp, "buffer_hook") or not hasattr(ddp, "modules_buffers"):
         return None
+    return syncs_buffers(ddp)
+
+
+def syncs_buffers(ddp: Any) -> bool:
+    """What the user asked for: ``broadcast_buffers`` up to 2.12, then ``forward_sync_buffers``."""
     return bool(getattr(ddp, "forward_sync_buffers", getattr(ddp, "broadcast_buffers", True)))
+
+
+def dtype_name(tensor: Any) -> str:
+    """``float32``."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def scale_of(scaler: Any) -> Any:
@@ -450,19 +294,10 @@ def scale_of(scaler: Any) -> Any:
     return getattr(scaler, "_scale", None)
 
 
-def restore_location(serialization: Any) -> Any:
-    """``torch.serialization._get_restore_location`` (1.0 to 2.15), asked once in each load.
-
-    Given ``map_location`` it returns what puts a storage on its device. Without it nobody is told
-    which line loaded onto another rank's GPU.
-    """
-    return getattr(serialization, "_get_restore_location", None)
-
-
 def device_uuid(torch: Any, device: Any) -> str:
     """The UUID of a CUDA device: ``get_device_properties(device).uuid`` (2.5 to 2.15).
 
-    Empty without it, and while CUDA is not initialized: then nobody is told of a rank's GPUs.
+    Empty without it, and while CUDA is not initialized: then a rank's GPUs are not known.
     """
     if not torch.cuda.is_initialized():
         return ""
@@ -475,8 +310,8 @@ def saved_tensors(node: Any) -> tuple[list[tuple[bool, Any]], bool]:
     With it, whether that is all of it.
 
     ``_raw_saved_*`` and ``_saved_*`` of a node (1.9 to 2.15); ``unpack_hook`` of a saved tensor
-    (2.13 to 2.15) tells that to unpack it is to call a hook of the job, such as checkpointing's,
-    and then it is left out. Without that, nothing is told of what operations keep.
+    (2.13 to 2.15) says that to unpack it is to call a hook of the job, such as checkpointing's,
+    and then it is left out. Without that, what operations keep is not known.
     """
     found = []
     complete = True
@@ -529,48 +364,3 @@ def largest(torch: Any, tensors: list[Any]) -> Any:
     if together is not None:
         return torch.stack(together(tensors, math.inf)).double()
     return torch.stack([torch.linalg.vector_norm(each, ord=math.inf) for each in tensors]).double()
-
-
-def flight_recorder_switch(c10d: Any, version: str) -> str:
-    """The variable that turns torch's Flight Recorder on, empty where it is on by itself (2.12).
-
-    ``TORCH_FR_BUFFER_SIZE`` from ``_dump_fr_trace`` on (2.8), which warns of the older name,
-    ``TORCH_NCCL_TRACE_BUFFER_SIZE``. The default shows in nothing but the version's number.
-
-    Args:
-        c10d: ``torch._C._distributed_c10d``.
-        version: torch's.
-    """
-    words = version.split(".")
-    if [int(word) if word.isdigit() else 0 for word in words[:2]] >= [2, 12]:
-        return ""
-    newer = hasattr(c10d, "_dump_fr_trace")
-    return "TORCH_FR_BUFFER_SIZE" if newer else "TORCH_NCCL_TRACE_BUFFER_SIZE"
-
-
-def flight_recorders(torch: Any) -> list[Callable[[], bytes]]:
-    """What dump torch's Flight Recorders as pickles of our own process; empty without any.
-
-    Without stack traces (``includeStackTraces``, 2.4 to 2.15), whose symbols torch would import its
-    compiler for, in whichever thread asks.
-
-    ``_dump_fr_trace`` (2.8 to 2.15) has what gloo did, ``_dump_nccl_trace`` (2.3 to 2.15) what NCCL
-    did, where torch was built with it. From ``FlightRecorderHook`` on (2.15) every other backend,
-    that which "nccl" then is among them, has a recorder of its own name. Without them a wait for
-    DDP's own collectives is known by the backward that idles, and they have no number.
-    """
-    c10d = torch._C._distributed_c10d
-    names = ("_dump_fr_trace", "_dump_nccl_trace")
-    found: list[Callable[[], bytes]] = [
-        functools.partial(getattr(c10d, name), includeStackTraces=False)
-        for name in names
-        if hasattr(c10d, name)
-    ]
-    if hasattr(c10d, "FlightRecorderHook"):
-        module = sys.modules["torch.distributed.distributed_c10d"]
-        others = {backend.name() for backend in backends(module)} - {"gloo", "nccl"}
-        found += [
-            functools.partial(c10d._dump_fr_trace, includeStackTraces=False, backend=name)
-            for name in sorted(others)
-        ]
-    return found

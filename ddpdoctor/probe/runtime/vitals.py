@@ -47,11 +47,11 @@ class Vitals:
         self._page.set_gpu(torch_private.device_uuid(sys.modules["torch"], device))
 
     def ask(self, now: int) -> None:
-        """Ask the allocator, which tells its counters and does not touch the device."""
+        """Ask the allocator, which reports its counters and does not touch the device."""
         self.due = now + EVERY
         try:
-            told = sys.modules["torch"].cuda.memory_stats_as_nested_dict(self._device)
-            given, taken = told["allocated_bytes"]["all"], told["reserved_bytes"]["all"]
+            counters = sys.modules["torch"].cuda.memory_stats_as_nested_dict(self._device)
+            given, taken = counters["allocated_bytes"]["all"], counters["reserved_bytes"]["all"]
             self._allocator = (int(given["current"]), int(taken["current"]), int(given["peak"]))
         except Exception:
             # Another allocator was plugged in, which counts nothing.

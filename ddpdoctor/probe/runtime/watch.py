@@ -29,7 +29,7 @@ def is_command() -> bool:
 
 
 def start() -> None:
-    """Watch the supervisor, if it is a process of this machine, from a thread of its own."""
+    """Watch the supervisor, if it is a process of this machine, from another thread."""
     place = os.environ.get("DDPDOCTOR_SUPERVISOR", "").partition("@")[2]
     pids = os.environ.get(KEEPERS, "").split(",")
     if place != namespace() or not all(pid.isdigit() for pid in pids):
@@ -45,7 +45,7 @@ def _watch(keepers: list[int]) -> None:
         return
     import subprocess
 
-    # A process of its own, since SIGTERM may end this one before its children.
+    # Another process, since SIGTERM may end this one before its children.
     rescue = os.path.join(os.path.dirname(os.path.abspath(__file__)), "rescue.py")
     environment = {key: value for key, value in os.environ.items() if key != MARK}
     words = [sys.executable, "-I", "-S", rescue, os.environ[MARK], str(os.getpid())]

@@ -14,7 +14,7 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from ddpdoctor.core.user_code import user_file
-from ddpdoctor.probe.runtime import torch_private
+from ddpdoctor.probe.runtime import torch_loaders
 
 _ENTRIES = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__")
 """The methods of a data set, and of a transform, that workers call by themselves."""
@@ -33,7 +33,7 @@ fresh: list[Callable[[], None]] = []
 
 def note(iterator: Any) -> None:
     """Take in whose code a loader's iterator runs; called once per pass over the data."""
-    known = _in_workers if torch_private.workers_of(iterator) else _here
+    known = _in_workers if torch_loaders.workers_of(iterator) else _here
     found = set(_codes(iterator)) - known
     if found:
         known |= found
@@ -52,7 +52,7 @@ def lines_in_workers(path: str, lines: Iterable[int]) -> list[int]:
 
 
 def _codes(iterator: Any) -> Iterator[CodeType]:
-    roots = [torch_private.dataset_of(iterator), *torch_private.worker_functions_of(iterator)]
+    roots = [torch_loaders.dataset_of(iterator), *torch_loaders.worker_functions_of(iterator)]
     for part in _parts(roots):
         function = _function(part)
         if function is None:

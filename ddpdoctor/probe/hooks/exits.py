@@ -1,0 +1,262 @@
+"""How a process ends: uncaught exceptions, ``sys.exit``, ``os._exit``, fatal signals.
+
+What is printed, and the exit status, stay as they are.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import functools
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from types import FrameType, ModuleType, TracebackType
+from typing import Any, NoReturn
+
+from ddpdoctor.probe.observers import failures, inner
+from ddpdoctor.probe.runtime import debugger, rank, shield
+from ddpdoctor.probe.runtime.events import Observer
+from ddpdoctor.probe.runtime.imports import when_imported
+from ddpdoctor.probe.runtime.sites import Site, caller
+from ddpdoctor.probe.runtime.wrapping import before
+from ddpdoctor.run.records.process import ErrorRecord, ExitRecord
+
+_SAID = 300
+_NEAR = 8
+"""Frames above ``sys.exit`` in which its reason is looked for."""
+
+_last: tuple[ExitRecord, ErrorRecord | None] | None = None
+"""The last call of ``sys.exit``, and the exception behind it."""
+
+
+def install() -> None:
+    """Hook this process; modules it has not imported yet are hooked when it does."""
+    _wrap_excepthook()
+    _wrap_thread_excepthook()
+    # `print_exc`, `format_exc` and `logging` all end in these two.
+    for name in ("print_exception", "format_exception"):
+        before(traceback, name, failures.printed)
+    _wrap_exits()
+    when_imported("multiprocessing.process", _wrap_process_run)
+
+
+# -- uncaught exceptions
+
+
+def _wrap_excepthook() -> None:
+    previous = sys.excepthook
+
+    def excepthook(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        failures.uncaught(error)
+        previous(kind, error, trace)
+
+    sys.excepthook = excepthook
+
+
+def _wrap_thread_excepthook() -> None:
+    previous = threading.excepthook
+
+    def excepthook(args: Any, /) -> None:
+        failures.thread_failed(args)
+        previous(args)
+
+    threading.excepthook = excepthook
+
+
+# -- exits without an exception
+
+
+def _wrap_exits() -> None:
+    sys_exit, os_exit = sys.exit, os._exit
+
+    @functools.wraps(sys_exit)
+    def exit(status: Any = None, /) -> NoReturn:
+        _note_exit(status)
+        try:
+            sys_exit(status)
+        except SystemExit as error:
+            shield.hide_frame(error)
+            raise
+
+    @functools.wraps(os_exit)
+    def _exit(status: int) -> NoReturn:
+        # Forked children (multiprocessing's among them) always end this way, ranks or not.
+        own = os.getpid() == failures.owner
+        if own or rank.current() is not None:
+            _hard_exit(status, own)
+        os_exit(status)
+
+    sys.exit = exit
+    os._exit = _exit
+    atexit.register(_stray_at_exit)
+
+
+@shield.shielded
+def _note_exit(status: Any) -> None:
+    """Remember the call; only the end of the process tells whether it was not caught."""
+    global _last
+    if threading.current_thread() is not threading.main_thread():
+        return
+    number = failures.status_of(status)
+    said = inner.text(status)[:_SAID] if number and not isinstance(status, int) else None
+    refused = _refusal()
+    call = failures.exit_record("sys.exit", number, caller(), said, refused)
+    _last = call, failures.behind() if number and not refused else None
+
+
+def _refusal() -> str:
+    """What ``ArgumentParser.error`` was given, if that is what leaves."""
+    frame: FrameType | None = sys._getframe()
+    for _ in range(_NEAR):
+        if frame is None:
+            break
+        code = frame.f_code
+        if code.co_name == "error" and os.path.basename(code.co_filename) == "argparse.py":
+            return str(frame.f_locals.get("message") or "")[:_SAID]
+        frame = frame.f_back
+    return ""
+
+
+@shield.shielded
+def _hard_exit(status: int, own: bool) -> None:
+    """``os._exit``: no ``atexit`` comes after it. ``own``: not the end of a forked child."""
+    state = rank.current()
+    if state is None:
+        if status:
+            call = failures.exit_record("os._exit", status, caller())
+            failures.stray(failures.with_reason(call, failures.behind()))
+        return
+    failures.unseen()
+    if own and not state.has_error:
+        call = failures.exit_record("os._exit", status, caller())
+        reason = failures.behind() if status else None
+        state.recorder.add(failures.with_reason(call, reason))
+    if status == 0:
+        rank.end()
+    else:
+        state.tracker.finish()
+        state.recorder.flush(0.2, last=True)
+
+
+class Exits(Observer):
+    """The end of a rank's interpreter."""
+
+    def rank_ends(self) -> None:
+        """Record what the hooks did not see."""
+        state = self.state
+        failures.unseen()
+        if state.has_error:
+            return
+        # A call with steps after it was caught.
+        if _last is not None and _last[0].time > state.tracker.last_change:
+            state.recorder.add(failures.with_reason(*_last))
+            return
+        # The status tells whether it mattered.
+        shown = failures.shown_last()
+        if shown is not None:
+            state.recorder.add(shown)
+
+
+@shield.shielded
+def _stray_at_exit() -> None:
+    """At the end of a process that never became a rank: a ``sys.exit`` with a status."""
+    if rank.current() is None and _last and _last[0].status and _last[0].pid == os.getpid():
+        failures.stray(failures.with_reason(*_last))
+
+
+# -- processes made by multiprocessing, whose exceptions never reach an excepthook
+
+
+def _recording(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            failures.uncaught(error)
+            debugger.hold(error)
+            shield.hide_frame(error)
+            raise
+        except SystemExit as error:
+            _leaves(error)
+            shield.hide_frame(error)
+            raise
+
+    return run
+
+
+@shield.shielded
+def _leaves(error: SystemExit) -> None:
+    """Record what ends a process of multiprocessing, which exits once more by itself afterwards."""
+    state, frames = rank.current(), inner.frames(error)
+    if state is None or state.has_error or not frames:
+        return
+    path, line, _ = frames[-1]
+    last = _last
+    if last is None or (last[0].path, last[0].line) != (path, line):
+        # It was raised without a call of `sys.exit`.
+        status = failures.status_of(error.code)
+        last = failures.exit_record("SystemExit", status, Site(path, line)), None
+    state.has_error = True
+    rank.write_now(failures.with_reason(*last))
+
+
+def _wrap_process_run(module: ModuleType) -> None:
+    """``multiprocessing.Process.run``: its errors are printed by multiprocessing itself."""
+    process_class = module.BaseProcess
+    process_class.run = _recording(process_class.run)
+
+
+def install_spawn(module: ModuleType) -> None:
+    """``torch.multiprocessing.spawn``: its errors travel to the parent as text."""
+    original = getattr(module, "_wrap", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def _wrap(fn: Callable[..., Any], *args: Any) -> Any:
+        return original(_recording(fn), *args)
+
+    module._wrap = _wrap  # type: ignore[attr-defined]
+
+
+# -- fatal signals
+
+
+def watch_fatal_signals(path: str) -> None:
+    """Let ``faulthandler`` write to ``path``, unless the job uses it itself.
+
+    Its handlers chain to those that were there before, and a job that enables it later gets it.
+    """
+    if faulthandler.is_enabled():
+        return
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        faulthandler.enable(descriptor, all_threads=True)
+        _hide_faulthandler()
+    except (OSError, ValueError) as error:
+        shield.fault("faulthandler", error)
+
+
+def _hide_faulthandler() -> None:
+    """Until the job enables ``faulthandler`` itself, it looks as if it were not."""
+    enable, is_enabled = faulthandler.enable, faulthandler.is_enabled
+    ours = True
+
+    @functools.wraps(enable)
+    def enable_for_job(*args: Any, **kwargs: Any) -> None:
+        nonlocal ours
+        enable(*args, **kwargs)
+        ours = False
+
+    @functools.wraps(is_enabled)
+    def is_enabled_by_job() -> bool:
+        return not ours and is_enabled()
+
+    faulthandler.enable = enable_for_job
+    faulthandler.is_enabled = is_enabled_by_job

@@ -1,0 +1,194 @@
+"""The loop of training: batches, backward passes, steps of optimizers, GradScaler.
+
+What raises warnings by stack level is wrapped below, so that these still blame the user's line.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from types import ModuleType
+from typing import Any
+
+from ddpdoctor.probe.observers import contents, modes, optimizers, readback
+from ddpdoctor.probe.observers.open_step import Backward
+from ddpdoctor.probe.runtime import events, rank, shield, torch_loaders, torch_private, worker_code
+from ddpdoctor.probe.runtime.sites import site_of
+from ddpdoctor.probe.runtime.wrapping import after, around, before
+from ddpdoctor.run.status import NO_EPOCH, Phase
+
+_DATA, _BACKWARD, _OPTIMIZER = int(Phase.DATA), int(Phase.BACKWARD), int(Phase.OPTIMIZER)
+
+
+# -- batches
+
+
+def install_loader(dataloader: ModuleType) -> None:
+    """Time the training thread's waits for a batch."""
+    for iterator_class in torch_loaders.loader_iterator_classes(dataloader):
+        around(iterator_class, "_next_data", "dataloader", _batch_wanted, _batch_came)
+
+
+def _batch_wanted(iterator: Any) -> Any:
+    tracker = rank.active
+    if tracker is None:
+        return None
+    first = torch_loaders.is_first_batch(iterator)
+    if first:
+        epoch = getattr(torch_loaders.sampler_of(iterator), "epoch", None)
+        iterator._ddpdoctor_epoch = epoch if type(epoch) is int else NO_EPOCH
+        worker_code.note(iterator)
+    if not tracker.enter(_DATA, site_of(sys._getframe(2))):
+        return None
+    tracker.fetch(id(iterator), first)
+    tracker.epoch = getattr(iterator, "_ddpdoctor_epoch", NO_EPOCH)
+    return iterator
+
+
+def _batch_came(iterator: Any, data: Any, error: BaseException | None) -> None:
+    tracker = rank.active
+    if tracker is None:
+        return
+    ended = isinstance(error, StopIteration)
+    tracker.leave(None if ended else error)
+    if error is None:
+        tracker.step.fetched += contents.batch_size(data)
+        for subscriber in events.batch_fetched:
+            subscriber(iterator, data)
+    elif ended:
+        tracker.outside()
+        for each in events.loader_exhausted:
+            each(iterator)
+
+
+# -- backward
+
+
+def install_backward(autograd: ModuleType) -> None:
+    """Wrap the engine's call in ``torch.autograd.backward``."""
+    around(autograd, torch_private.ENGINE, "backward", _backward_begins, _backward_ended)
+
+
+def _backward_begins(tensors: Any, *args: Any, accumulate_grad: bool = False, **kwargs: Any) -> Any:
+    tracker = rank.active
+    # autograd.grad calls the engine as well, without accumulating: no backward pass. Reentrant
+    # checkpointing calls backward within backward: one phase, one count.
+    if not accumulate_grad or tracker is None or tracker.phase == _BACKWARD:
+        return None
+    loss = None
+    if len(tensors) == 1 and tensors[0].numel() == 1:
+        loss = readback.loss_reader(unscaled(tensors[0]))
+    step = tracker.step
+    site = site_of(sys._getframe(2))
+    if not tracker.enter(_BACKWARD, site):
+        return None
+    tracker.backwards.append(Backward(tracker.last_change, site))
+    step.backwards += 1
+    if loss is not None:
+        step.loss = loss
+        # What is finite is nothing, less itself.
+        if callable(loss) or loss - loss != 0.0:
+            for each in events.loss_began:
+                each(tensors[0], loss)
+    for subscriber in events.backward_begins:
+        subscriber()
+    return tracker
+
+
+def _backward_ended(tracker: Any, result: Any, error: BaseException | None) -> None:
+    tracker.leave(error)
+    tracker.backwards[-1].ended = tracker.last_change
+    if error is None:
+        for subscriber in events.backward_ended:
+            subscriber()
+
+
+# -- optimizers
+
+
+def install_optimizer(module: ModuleType) -> None:
+    """Register torch's public global step hooks (2.0 on), and notice optimizers that are made."""
+    module.register_optimizer_step_pre_hook(_step_begins)
+    module.register_optimizer_step_post_hook(_step_ended)
+    # Without it every job is taken to have an optimizer.
+    optimizers.any_made = not hasattr(module.Optimizer, torch_private.PATCH_STEP)
+    before(module.Optimizer, torch_private.PATCH_STEP, optimizers.made)
+    after(module.Optimizer, "load_state_dict", _optimizer_loaded)
+
+
+def _step_begins(optimizer: Any, args: Any, kwargs: Any) -> None:
+    tracker = rank.active
+    if tracker is None or rank.is_compiling() or "optimizer" in shield.off:
+        return
+    try:
+        frame = sys._getframe(1)
+        if tracker.enter(_OPTIMIZER, site_of(frame)) and tracker.optimizer_frame is None:
+            tracker.optimizer_frame = frame
+        for subscriber in events.step_begins:
+            subscriber(optimizer)
+    except Exception as error:
+        shield.fault("optimizer", error)
+
+
+def _step_ended(optimizer: Any, args: Any, kwargs: Any) -> None:
+    tracker = rank.active
+    if tracker is None or rank.is_compiling() or tracker.phase != _OPTIMIZER:
+        return
+    try:
+        tracker.leave()
+        # A subclass whose step calls its parent's is still one step.
+        if tracker.phase != _OPTIMIZER:
+            tracker.optimizer_frame = None
+            number = tracker.steps
+            tracker.stepped(optimizer)
+            for subscriber in events.step_ended:
+                subscriber(optimizer, number)
+    except Exception as error:
+        shield.fault("optimizer", error)
+
+
+def _optimizer_loaded(result: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    for subscriber in events.optimizer_loaded:
+        subscriber(optimizer)
+
+
+# -- GradScaler: steps that it skips still count, and the loss is the one before scaling
+
+_scaled: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
+
+
+def install_scaler(module: ModuleType) -> None:
+    """Wrap ``torch.amp.GradScaler``; that of ``torch.cuda.amp`` inherits from it."""
+    after(module.GradScaler, "scale", _note_scaled)
+    around(module.GradScaler, "step", "amp", _scaler_steps, _scaler_stepped)
+
+
+def unscaled(loss: Any) -> Any:
+    """The tensor that was scaled into ``loss``, or ``loss`` itself."""
+    if _scaled is not None and _scaled[0]() is loss:
+        original = _scaled[1]()
+        if original is not None:
+            return original
+    return loss
+
+
+def _note_scaled(result: Any, scaler: Any, outputs: Any) -> None:
+    global _scaled
+    try:
+        if rank.active is not None and result is not outputs:
+            _scaled = weakref.ref(result), weakref.ref(outputs)
+    except TypeError:
+        _scaled = None
+
+
+def _scaler_steps(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    tracker = rank.active
+    if modes.scaler() is not scaler:
+        modes.last_scaler = weakref.ref(scaler)
+    return None if tracker is None else (tracker, optimizer, tracker.optimizer_steps)
+
+
+def _scaler_stepped(begun: Any, result: Any, error: BaseException | None) -> None:
+    tracker, optimizer, before_it = begun
+    if error is None and tracker.optimizer_steps == before_it:
+        tracker.stepped(optimizer, skipped=True)

@@ -1,0 +1,46 @@
+"""A rank without a job: what the probe's observers write is kept in a list."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+from ddpdoctor.probe.runtime.rank import RankState
+from ddpdoctor.run.records.base import JsonObject, Record, encode
+from ddpdoctor.run.records.data import PassRecord
+from ddpdoctor.run.records.decode import decode
+
+
+def as_line(written: Any) -> JsonObject:
+    """A record, or what makes one, as its line in the journal has it."""
+    record = written(True) if callable(written) else written
+    assert isinstance(record, Record)
+    line: JsonObject = json.loads(encode(record))
+    return line
+
+
+def a_rank(records: list[JsonObject], budget: Any = None, **tracker: Any) -> RankState:
+    """A rank that appends what is written to ``records``.
+
+    Args:
+        records: What it has written.
+        budget: Its budget; the default one without.
+        tracker: What its step tracker has beside the steps.
+    """
+    recorder: Any = SimpleNamespace(
+        add=lambda written: records.append(as_line(written)),
+        add_now=lambda written: records.append(as_line(written)),
+    )
+    steps: Any = SimpleNamespace(**{"steps": 0, "armed": 0, "epoch": -1, **tracker})
+    state = RankState(recorder, steps)
+    if budget is not None:
+        state.budget = budget
+    return state
+
+
+def pass_record(line: JsonObject) -> PassRecord:
+    """The record of a pass that is known by its line."""
+    record = decode({"state": "", **line})
+    assert isinstance(record, PassRecord)
+    return record
