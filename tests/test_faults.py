@@ -39,7 +39,7 @@ IN_HOOKS = [
     "observers.steps:StepTracker.evaluated",
     "observers.steps:StepTracker.stepped",
     "observers.steps:StepTracker.close",
-    "observers.steps:OpenStep.line",
+    "observers.open_step:OpenStep.line",
 ]
 """What hooks call; a fault in each must be recorded."""
 

@@ -31,7 +31,7 @@ from ddpdoctor.probe.runtime import (
 )
 from ddpdoctor.probe.runtime.clocks import CudaClock
 from ddpdoctor.probe.runtime.wrapping import after, around
-from ddpdoctor.run import record
+from ddpdoctor.run import status
 from ddpdoctor.run.names import BUCKETS, BUFFERS
 from ddpdoctor.run.records.model import DdpRecord, Parameter
 from ddpdoctor.run.status import Phase
@@ -194,7 +194,7 @@ def _wrap_inside(torch: Any, ddp_class: Any) -> None:
             sys.modules[__name__],
             contents,
             collectives,
-            record,
+            status,
             recorder,
             sites,
             steps,
