@@ -25,7 +25,8 @@ def held(value: int) -> int:
 def sketch(values: Sequence[int]) -> list[object]:
     one = sketches.Sketch()
     one.add([held(value) for value in values])
-    return list(one.summary())
+    looked, repeats, kept = one.summary()
+    return [looked, repeats, list(kept)]
 
 
 def subset(indices: Sequence[int], order: Sequence[int], **facts: object) -> JsonObject:
