@@ -44,9 +44,7 @@ def _show(tracker: StepTracker, name: str) -> None:
     page = _pages.get(name)
     if page is None:
         page = _pages[name] = page_name(name)
-    state = rank.current()
-    if state is not None:
-        state.recorder.page.set_collective(page)
+    tracker.page.set_collective(page)
 
 
 def enter(name: str, site: Site | None = None) -> bool:
@@ -78,7 +76,8 @@ def _begin(name: str, bind: Callable[..., Call]) -> Callable[..., object]:
             return None
         if tracker.phase != _WAIT:
             chain = callers()
-            if enter(name, chain[0]):
+            if tracker.enter(_WAIT, chain[0]):
+                _show(tracker, name)
                 noted = _note(name, bind, chain, args, kwargs)
                 for subscriber in events.collective_begins:
                     subscriber(name)
@@ -109,8 +108,9 @@ def _note(
     name: str, bind: Callable[..., Call], chain: tuple[Site, ...], args: Any, kwargs: Any
 ) -> Noted | None:
     """Write the call down; where, or None if nothing was written."""
-    ledger = _ledger()
-    if ledger is None:
+    state = rank.current()
+    ledger = state.ledger if state is not None else None
+    if ledger is None or _RING in shield.off:
         return None
     try:
         order = ledger.begin(name, bind(*args, **kwargs), chain)

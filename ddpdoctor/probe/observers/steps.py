@@ -51,7 +51,7 @@ class StepTracker:
 
     def __init__(self, recorder: Recorder, optimizers: Callable[[], bool]) -> None:
         self._recorder = recorder
-        self._page = recorder.page
+        self.page = recorder.page
         self._show = recorder.page.show
         self._optimizers = optimizers
         self._thread = _thread()
@@ -123,7 +123,7 @@ class StepTracker:
         self._show(phase, now + self._unix, self.armed)
         if site is not self._site:
             self._site = site
-            self._page.set_site(site.page)
+            self.page.set_site(site.page)
         if not site.recorded >> phase & 1:
             self._record_site(phase, site)
         return True
@@ -186,7 +186,7 @@ class StepTracker:
         """Show a phase that is no part of a step (starting, ended)."""
         self.phase = int(phase)
         self._show(self.phase, _now() + self._unix, self.armed)
-        self._page.totals(self.steps, self.epoch, 0, self._recorder.dropped)
+        self.page.totals(self.steps, self.epoch, 0, self._recorder.dropped)
 
     # -- steps
 
@@ -292,7 +292,7 @@ class StepTracker:
         if now >= self._vitals.due:
             self._vitals.ask(now)
         self.step = OpenStep(self.steps, now + self._unix, self._vitals)
-        self._page.totals(self.steps, self.epoch, step.total, self._recorder.dropped)
+        self.page.totals(self.steps, self.epoch, step.total, self._recorder.dropped)
 
     @property
     def thread(self) -> int:
