@@ -85,7 +85,7 @@ class _Waiting:
     ) -> None:
         """An exception ends this process, which has not imported torch yet."""
         if self.over():
-            sys.modules["ddpdoctor.probe.hooks.errors"].uncaught(error)
+            sys.modules["ddpdoctor.probe.observers.failures"].uncaught(error)
         self.excepthook(kind, error, trace)
 
 
