@@ -1,6 +1,6 @@
 """Train a small CNN on CIFAR-10, or on generated images of the same shape.
 
-The job is an ordinary training script: it shuffles anew every epoch, writes checkpoints, resumes
+The job is an ordinary training script: it shuffles in every epoch, writes checkpoints, resumes
 from them and tests after every epoch. It runs under any launcher that sets ``RANK``,
 ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` (``ddpdoctor run`` and
 ``torchrun`` do), or alone, as a single process without a process group.
@@ -9,19 +9,29 @@ from them and tests after every epoch. It runs under any launcher that sets ``RA
 from __future__ import annotations
 
 import argparse
-import gc
 import math
-import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from cifar_files import CLASSES, IMAGE_SHAPE, Images, InputError, one_line, read_cifar10
+from cifar_files import CLASSES, IMAGE_SHAPE, Images, read_cifar10
+from job_setup import (
+    InputError,
+    World,
+    add_backend,
+    check_backend,
+    join_world,
+    leave_world,
+    non_negative_int,
+    one_line,
+    positive_float,
+    positive_int,
+    write_checkpoint,
+)
 from models import small_cnn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -32,16 +42,6 @@ BAR_CELLS = 30
 BAR_INTERVAL_S = 0.2
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class World:
-    """Where this process stands: its rank, the number of ranks, its device and its backend."""
-
-    rank: int
-    size: int
-    device: torch.device
-    backend: str
 
 
 def as_it_is(batch: object) -> object:
@@ -66,30 +66,6 @@ def generate(train_size: int, test_size: int, seed: int) -> tuple[Images, Images
         return Images(pixels.to(torch.uint8), labels)
 
     return draw(train_size), draw(test_size)
-
-
-def positive_int(text: str) -> int:
-    """Parse an option whose value is a whole number above 0."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
-
-
-def non_negative_int(text: str) -> int:
-    """Parse an option whose value is a whole number from 0 on."""
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
-    return value
-
-
-def positive_float(text: str) -> float:
-    """Parse an option whose value is a finite number above 0."""
-    value = float(text)
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text} is not a finite number above 0")
-    return value
 
 
 def parse_args() -> argparse.Namespace:
@@ -127,11 +103,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--resume", action="store_true", help="go on from the state in the --checkpoint file"
     )
-    parser.add_argument(
-        "--backend",
-        choices=("gloo", "nccl"),
-        help="default: nccl if every local rank has a GPU of its own, else gloo",
-    )
+    add_backend(parser)
     args = parser.parse_args()
 
     if args.data is not None and (args.train_size or args.test_size):
@@ -140,39 +112,8 @@ def parse_args() -> argparse.Namespace:
     args.test_size = args.test_size or 1000
     if args.resume and args.checkpoint is None:
         parser.error("--resume needs --checkpoint")
-    if args.backend == "nccl" and not torch.cuda.is_available():
-        parser.error("--backend nccl needs a GPU")
+    check_backend(parser, args.backend)
     return args
-
-
-def join_world(backend: str | None) -> World:
-    """Pick this process's device and, under a launcher, join the process group."""
-    gpus = torch.cuda.device_count()
-    device = torch.device("cpu")
-    if gpus:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpus)
-        torch.cuda.set_device(device)
-    if "RANK" not in os.environ:
-        return World(rank=0, size=1, device=device, backend="none")
-    if backend is None:
-        # NCCL refuses two ranks on one GPU.
-        enough_gpus = 0 < int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus
-        backend = "nccl" if enough_gpus and dist.is_nccl_available() else "gloo"
-    dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
-    return World(dist.get_rank(), dist.get_world_size(), device, backend)
-
-
-def leave_world() -> None:
-    """Leave the process group, if there is one.
-
-    The caller must have dropped the wrapped model, the optimizer and the last loss: each keeps
-    the process group alive, and a group that outlives this call still runs its threads when the
-    interpreter shuts down, which can end a healthy job with SIGABRT. Those objects refer to each
-    other in circles, hence the collection.
-    """
-    if dist.is_initialized():
-        gc.collect()
-        dist.destroy_process_group()
 
 
 def on_every_rank(world: World, action: Callable[[], Result]) -> Result:
@@ -218,13 +159,13 @@ def load_checkpoint(
         return int(state["epoch"])
     except OSError as error:
         raise InputError(
-            f"{path}: {error.strerror or one_line(error)}; run without --resume to start anew"
+            f"{path}: {error.strerror or one_line(error)}; run without --resume to start over"
         ) from error
     except Exception as error:
         # Damaged bytes can make the reader raise nearly anything.
         raise InputError(
             f"{path}: damaged, or no checkpoint of this job ({one_line(error)}); remove the file "
-            "and run without --resume to start anew"
+            "and run without --resume to start over"
         ) from error
 
 
@@ -237,19 +178,6 @@ def start_epoch(
     if args.resume:
         return load_checkpoint(args.checkpoint, module, optimizer, world.device)
     return 0
-
-
-def save_checkpoint(
-    path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, epoch: int
-) -> None:
-    """Write the state after ``epoch`` epochs; ``path`` is complete at every moment."""
-    temporary = path.with_name(path.name + ".tmp")
-    state = {"model": module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
-    with temporary.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 class ProgressBar:
@@ -400,7 +328,12 @@ def train(args: argparse.Namespace, world: World) -> None:
             )
         if args.checkpoint is not None:
             if world.rank == 0:
-                save_checkpoint(args.checkpoint, module, optimizer, epoch + 1)
+                state = {
+                    "model": module.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "epoch": epoch + 1,
+                }
+                write_checkpoint(args.checkpoint, state)
             if dist.is_initialized():
                 dist.barrier()
     if world.rank == 0:

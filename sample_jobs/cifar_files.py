@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from job_setup import InputError, one_line
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -22,10 +23,6 @@ IMAGE_SHAPE = (3, 32, 32)
 IMAGE_BYTES = math.prod(IMAGE_SHAPE)
 TRAIN_FILES = tuple(f"data_batch_{number}" for number in range(1, 6))
 TEST_FILES = ("test_batch",)
-
-
-class InputError(Exception):
-    """A file that the user named cannot be used; the message is one line that says what to do."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,8 +159,3 @@ def read_cifar10(data: Path) -> tuple[Images, Images]:
         )
 
     return read(TRAIN_FILES), read(TEST_FILES)
-
-
-def one_line(error: Exception) -> str:
-    """Return the first 200 characters of an error's text on a single line."""
-    return (" ".join(str(error).split()) or type(error).__name__)[:200]

@@ -9,18 +9,25 @@ the reproducibility of the training step matters. It runs under any launcher tha
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import math
 import os
 import statistics
 import sys
 import time
-from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from job_setup import (
+    World,
+    join_world,
+    leave_world,
+    non_negative_int,
+    pick_device,
+    positive_float,
+    positive_int,
+)
 from models import resnet50
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -32,16 +39,6 @@ POOL_IMAGES = 64
 
 LABEL = 1
 """The class of every image."""
-
-
-@dataclass(frozen=True)
-class World:
-    """Where this process stands: its rank, the number of ranks, its device and its backend."""
-
-    rank: int
-    size: int
-    device: torch.device
-    backend: str
 
 
 class RandomImages(Dataset[tuple[Tensor, Tensor]]):
@@ -75,30 +72,6 @@ class RandomImages(Dataset[tuple[Tensor, Tensor]]):
 def as_it_is(batch: object) -> object:
     """Collate function for a data set whose ``__getitems__`` already returns a batch."""
     return batch
-
-
-def positive_int(text: str) -> int:
-    """Parse an option whose value is a whole number above 0."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
-
-
-def non_negative_int(text: str) -> int:
-    """Parse an option whose value is a whole number from 0 on."""
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
-    return value
-
-
-def positive_float(text: str) -> float:
-    """Parse an option whose value is a finite number above 0."""
-    value = float(text)
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text} is not a finite number above 0")
-    return value
 
 
 def parse_args() -> argparse.Namespace:
@@ -142,8 +115,18 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument(
         "--backend",
-        choices=("gloo", "nccl"),
-        help="default: nccl if every local rank has a GPU of its own, else gloo",
+        choices=("gloo", "nccl", "apex"),
+        help="default: nccl if every local rank has a GPU of its own, else gloo; apex is short for "
+        "--ddp-mode apex",
+    )
+    baseline = parser.add_mutually_exclusive_group()
+    baseline.add_argument(
+        "--single", action="store_true", help="train in one process on one device, without DDP"
+    )
+    baseline.add_argument(
+        "--dataparallel",
+        action="store_true",
+        help="train in one process on all its GPUs with nn.DataParallel",
     )
     args = parser.parse_args()
 
@@ -154,6 +137,10 @@ def parse_args() -> argparse.Namespace:
     if args.warmup is None:
         args.warmup = min(3, args.iterations - 1)
 
+    if args.backend == "apex":
+        args.backend, args.ddp_mode = None, "apex"
+    if args.single or args.dataparallel:
+        check_baseline(parser, args)
     if args.warmup >= args.iterations:
         parser.error(f"--warmup {args.warmup} leaves none of {args.iterations} iterations to time")
     if args.batch_size == 1 and args.image_size <= 32:
@@ -166,34 +153,15 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def join_world(backend: str | None) -> World:
-    """Pick this process's device and, under a launcher, join the process group."""
-    gpus = torch.cuda.device_count()
-    device = torch.device("cpu")
-    if gpus:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpus)
-        torch.cuda.set_device(device)
-    if "RANK" not in os.environ:
-        return World(rank=0, size=1, device=device, backend="none")
-    if backend is None:
-        # NCCL refuses two ranks on one GPU.
-        enough_gpus = 0 < int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus
-        backend = "nccl" if enough_gpus and dist.is_nccl_available() else "gloo"
-    dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
-    return World(dist.get_rank(), dist.get_world_size(), device, backend)
-
-
-def leave_world() -> None:
-    """Leave the process group, if there is one.
-
-    The caller must have dropped the wrapped model, the optimizer and the last loss: each keeps
-    the process group alive, and a group that outlives this call still runs its threads when the
-    interpreter shuts down, which can end a healthy job with SIGABRT. Those objects refer to each
-    other in circles, hence the collection.
-    """
-    if dist.is_initialized():
-        gc.collect()
-        dist.destroy_process_group()
+def check_baseline(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End with a line and status 2 if the options do not fit a job of one process."""
+    option = "--single" if args.single else "--dataparallel"
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        parser.error(f"{option} trains in one process: start it alone, or on 1 rank")
+    if args.ddp_mode == "apex" or args.backend or args.bucket_cap_mb:
+        parser.error(f"{option} has no DDP: leave out --ddp-mode, --backend and --bucket-cap-mb")
+    if args.dataparallel and not torch.cuda.is_available():
+        parser.error("--dataparallel needs a GPU; on a CPU nn.DataParallel is the model itself")
 
 
 def fail(world: World, message: str) -> NoReturn:
@@ -221,6 +189,8 @@ def wrap(model: nn.Module, world: World, args: argparse.Namespace) -> nn.Module:
         if dist.is_initialized():
             wrapped: nn.Module = apex_ddp(model)
             return wrapped
+    if args.dataparallel:
+        return nn.DataParallel(model)
     if not dist.is_initialized():
         return model
     device_ids = [world.device] if world.device.type == "cuda" else None
@@ -252,14 +222,16 @@ def train(args: argparse.Namespace, world: World) -> None:
     model = wrap(resnet50().to(world.device), world, args)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     criterion = nn.CrossEntropyLoss()
-    step_images = args.batch_size * world.size
+    # DataParallel deals each batch out to all GPUs.
+    batch_size = args.batch_size * (torch.cuda.device_count() if args.dataparallel else 1)
+    step_images = batch_size * world.size
     dataset = RandomImages(args.iterations * step_images, args.image_size, args.seed)
     sampler: DistributedSampler[tuple[Tensor, Tensor]] = DistributedSampler(
         dataset, world.size, world.rank, seed=args.seed
     )
     loader = DataLoader(
         dataset,
-        batch_size=args.batch_size,
+        batch_size=batch_size,
         sampler=sampler,
         collate_fn=as_it_is,
         pin_memory=world.device.type == "cuda",
@@ -267,7 +239,7 @@ def train(args: argparse.Namespace, world: World) -> None:
     if world.rank == 0:
         print(
             f"ResNet-50: ranks {world.size}, device {world.device}, backend {world.backend}, "
-            f"{args.batch_size} images of {args.image_size}x{args.image_size} per rank, "
+            f"{batch_size} images of {args.image_size}x{args.image_size} per rank, "
             f"{args.iterations} iterations",
             flush=True,
         )
@@ -309,7 +281,10 @@ def train(args: argparse.Namespace, world: World) -> None:
 def main() -> None:
     """Run the job."""
     args = parse_args()
-    world = join_world(args.backend)
+    if args.single or args.dataparallel:
+        world = World(rank=0, size=1, device=pick_device(0), backend="none")
+    else:
+        world = join_world(args.backend)
     train(args, world)
     leave_world()
 
