@@ -13,6 +13,7 @@ import argparse
 import importlib
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,9 @@ def main() -> None:
     """Run the job."""
     args, training, validation = parse_args()
     world = join_world(args.backend)
+    if world.backend == "gloo":
+        # It gathers and scatters the parts on CPUs alone.
+        world = replace(world, device=torch.device("cpu"))
     train(args, training, validation, world)
     leave_world()
 

@@ -20,6 +20,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from job_setup import (
 )
 from models import resnet18, resnet50
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -189,7 +191,7 @@ class TimedStage(PipelineStage or object):  # type: ignore[misc]
 
 def build_stage(args: argparse.Namespace, world: World) -> tuple[TimedStage, nn.Module]:
     """Return this rank's stage, in DDP over the same stage of all replicas, and its module."""
-    mesh = dist.device_mesh.init_device_mesh(
+    mesh = init_device_mesh(
         world.device.type, (world.size // STAGES, STAGES), mesh_dim_names=("replica", "stage")
     )
     number = mesh.get_local_rank("stage")
@@ -300,6 +302,9 @@ def main() -> None:
     """Run the job."""
     args = parse_args()
     world = join_world(args.backend)
+    if world.backend == "gloo":
+        # It sends from CPU to CPU alone.
+        world = replace(world, device=torch.device("cpu"))
     train(args, world)
     leave_world()
 

@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader, Subset
 from torch.utils.data.distributed import DistributedSampler
 
 ARCHITECTURES = {"resnet18": resnet18, "resnet50": resnet50}
-ENTRIES = {"architecture", "epoch", "best", "model", "optimizer", "schedule"}
+ENTRIES = {"architecture", "epoch", "best", "model", "optimizer", "schedule", "scaler"}
 """What a checkpoint holds."""
 
 Pictures = FolderImages | GeneratedImages
@@ -194,6 +194,8 @@ def train(args: argparse.Namespace, world: World) -> None:
         module.load_state_dict(args.state["model"])
         optimizer.load_state_dict(args.state["optimizer"])
         schedule.load_state_dict(args.state["schedule"])
+        if args.state["scaler"]:
+            scaler.load_state_dict(args.state["scaler"])
         first_epoch, best = args.state["epoch"], args.state["best"]
     model: nn.Module = module
     if dist.is_initialized():
@@ -244,6 +246,7 @@ def train(args: argparse.Namespace, world: World) -> None:
                 "model": module.state_dict(),
                 "optimizer": optimizer.state_dict(),
                 "schedule": schedule.state_dict(),
+                "scaler": scaler.state_dict(),
             }
             write_checkpoint(args.checkpoint, state)
         if dist.is_initialized():
