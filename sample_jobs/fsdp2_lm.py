@@ -74,8 +74,12 @@ def parse_args() -> tuple[argparse.Namespace, Windows, Windows]:
     args = parser.parse_args()
 
     check_backend(parser, args.backend)
-    if find_fully_shard() is None:
+    fully_shard = find_fully_shard()
+    if fully_shard is None:
         parser.error(f"torch {torch.__version__} has no fully_shard; it needs torch 2.4 or later")
+    on_gpu = torch.cuda.is_available() and args.backend != "gloo"
+    if "_composable" in fully_shard.__module__ and not on_gpu:
+        parser.error(f"fully_shard of torch {torch.__version__} needs GPUs and NCCL; 2.6 does not")
     if args.channels % args.heads:
         parser.error(f"--channels {args.channels} cannot be divided among {args.heads} --heads")
     if args.resume and args.checkpoint is None:
