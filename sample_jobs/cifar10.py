@@ -256,7 +256,7 @@ def evaluate(module: nn.Module, test_set: Images, world: World, batch_size: int)
     the bare ``module``; the DDP wrapper could wait for a batch that another rank does not have.
     """
     if dist.is_initialized():
-        # Between two training steps each rank has BatchNorm statistics of its own; rank 0's are
+        # Between two training steps each rank has different BatchNorm statistics; rank 0's are
         # those that the checkpoint gets.
         for buffer in module.buffers():
             dist.broadcast(buffer, src=0)

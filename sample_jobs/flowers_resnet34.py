@@ -205,7 +205,7 @@ def train_epoch(
 def evaluate(module: nn.Module, pictures: Pictures, world: World, batch_size: int) -> float:
     """Return the accuracy; every picture counts once."""
     if dist.is_initialized():
-        # Each rank has BatchNorm statistics of its own batches; all test with those of rank 0.
+        # BatchNorm's statistics differ from rank to rank; all test with those of rank 0.
         for buffer in module.buffers():
             dist.broadcast(buffer, src=0)
     module.eval()

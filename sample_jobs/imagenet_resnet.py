@@ -162,7 +162,7 @@ def evaluate(module: nn.Module, args: argparse.Namespace, world: World) -> tuple
     could wait for a batch that another rank does not have.
     """
     if dist.is_initialized():
-        # Each rank has BatchNorm statistics of its own batches; all test with those of rank 0,
+        # BatchNorm's statistics differ from rank to rank; all test with those of rank 0,
         # which the checkpoint gets, too.
         for buffer in module.buffers():
             dist.broadcast(buffer, src=0)

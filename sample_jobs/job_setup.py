@@ -57,7 +57,7 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
         choices=("gloo", "nccl"),
-        help="default: nccl if every local rank has a GPU of its own, else gloo",
+        help="default: nccl if there is a GPU for every local rank, else gloo",
     )
 
 
@@ -78,7 +78,7 @@ def pick_device(local_rank: int) -> torch.device:
 
 
 def pick_backend(local_ranks: int) -> str:
-    """Return nccl where each of ``local_ranks`` ranks has a GPU of its own, else gloo."""
+    """Return nccl where there is a GPU for each of ``local_ranks`` ranks, else gloo."""
     # NCCL refuses two ranks on one GPU.
     enough_gpus = 0 < local_ranks <= torch.cuda.device_count()
     return "nccl" if enough_gpus and dist.is_nccl_available() else "gloo"

@@ -116,7 +116,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--backend",
         choices=("gloo", "nccl", "apex"),
-        help="default: nccl if every local rank has a GPU of its own, else gloo; apex is short for "
+        help="default: nccl if there is a GPU for every local rank, else gloo; apex is short for "
         "--ddp-mode apex",
     )
     baseline = parser.add_mutually_exclusive_group()
