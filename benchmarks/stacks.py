@@ -29,9 +29,9 @@ from ddpdoctor.render.stacks import Look, draw
 from ddpdoctor.run.names import FORMAT
 from ddpdoctor.run.reader import glance
 from ddpdoctor.stacks.capture import capture
-from ddpdoctor.stacks.folding import fold
 from ddpdoctor.stacks.merge import merge
 from ddpdoctor.stacks.model import MAIN, Frame, RankStacks, Thread
+from ddpdoctor.stacks.user_frames import fold
 
 ENTRY = Path(ddpdoctor.probe.__file__).parent / "entry"
 SECONDS = 20

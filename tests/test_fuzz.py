@@ -26,7 +26,7 @@ from ddpdoctor.run.records.decode import RANK_RECORDS
 from ddpdoctor.run.status import PAGE_SIZE, parse_status
 from ddpdoctor.stacks import parse, saved
 from ddpdoctor.stacks.declared import read_declared
-from ddpdoctor.top import gpus, output, steplog
+from ddpdoctor.top import hardware, output, steplog
 from ddpdoctor.top.recording import RecordingSource
 from ddpdoctor.top.source import ALL
 from ddpdoctor.top.stderr import Stderr
@@ -146,7 +146,7 @@ def test_a_reader(name: str, data: bytes, tmp_path: Path) -> None:
 @FUZZ
 @given(st.dictionaries(st.sampled_from(["gpus", "host", "format", "nvml"]), VALUES))
 def test_gpus(told: dict[str, Any]) -> None:
-    gpus.told_of(told)
+    hardware.gpus_of(told)
 
 
 @FUZZ

@@ -24,7 +24,7 @@ from ddpdoctor.supervise.passthrough import Passthrough
 from ddpdoctor.supervise.run_watch import RunWatch
 from ddpdoctor.supervise.supervisor import Supervisor
 from ddpdoctor.top import verdict
-from ddpdoctor.top.gpus import GpuFiles
+from ddpdoctor.top.hardware import GpuFiles
 from ddpdoctor.top.live import LiveSource
 from ddpdoctor.top.source import Want
 from ddpdoctor.top.stderr import Stderr

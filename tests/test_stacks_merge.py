@@ -15,10 +15,9 @@ from ddpdoctor.render import stacks as render
 from ddpdoctor.render.lines import Line
 from ddpdoctor.stacks import py_spy, saved
 from ddpdoctor.stacks.code import code_of
-from ddpdoctor.stacks.folding import FOLDED, fold, tail
 from ddpdoctor.stacks.merge import merge
 from ddpdoctor.stacks.model import MAIN, Frame, RankStacks, Thread, from_record, to_record
-from ddpdoctor.stacks.user_frames import innermost
+from ddpdoctor.stacks.user_frames import FOLDED, fold, innermost, tail
 from ddpdoctor.system.process_state import ChildState, ProcessState
 
 TORCH = "/srv/env/lib/python3.12/site-packages/torch"

@@ -172,7 +172,7 @@ def test_a_rank_is_signalled_only_if_it_is_the_runs(
         path.write_bytes(page)
 
     row = replace(made.row(0), pid=sleeper.pid)
-    with pytest.raises(DoctorError, match="cannot be told"):
+    with pytest.raises(DoctorError, match="is not known"):
         signals.choices(at(live_run), row)
     status(0, sleeper.pid)
     with pytest.raises(DoctorError, match="is not rank 0 of this run"):

@@ -19,9 +19,9 @@ from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import to_record
 from ddpdoctor.run import rundir
 from ddpdoctor.top import output
-from ddpdoctor.top.ages import Ages
 from ddpdoctor.top.choosing import open_source
 from ddpdoctor.top.live import LiveSource
+from ddpdoctor.top.pages import Ages
 from ddpdoctor.top.source import Want
 from tests.generated import Generated, uuid
 from tests.test_showing import FOUND
@@ -248,7 +248,7 @@ def test_nothing_heavy_is_imported() -> None:
         "from ddpdoctor.top.source import Want\n"
         "open_source(None, demo=True).read(Want())\n"
         "import ddpdoctor.top.live, ddpdoctor.top.finished, ddpdoctor.top.recording\n"
-        "import ddpdoctor.top.following, ddpdoctor.top.output\n"
+        "import ddpdoctor.top.machine, ddpdoctor.top.output\n"
         "bad = {'torch', 'textual', 'numpy', 'rich', 'ddpdoctor.rules', 'prometheus_client'}\n"
         "print(sorted(bad & set(sys.modules)))\n"
     )

@@ -12,7 +12,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.top import demo, prometheus
+from ddpdoctor.core.job import LOOPBACK
+from ddpdoctor.top import demo
 from ddpdoctor.top.prometheus import Exporter, address
 from ddpdoctor.top.snapshot import Snapshot, Verdict
 from ddpdoctor.top.source import ALL
@@ -32,7 +33,7 @@ def shown() -> list[Snapshot | None]:
 
 @pytest.fixture
 def exporter(shown: list[Snapshot | None]) -> Iterator[Exporter]:
-    exporter = Exporter((prometheus.LOOPBACK, 0), lambda: shown[0])
+    exporter = Exporter((LOOPBACK, 0), lambda: shown[0])
     yield exporter
     exporter.close()
 

@@ -87,13 +87,13 @@ def test_a_stale_rank_says_since_when(make: Make, monkeypatch: pytest.MonkeyPatc
     run.beat([1], ago=30, beat_ago=20)
     row = next(row for row in source.read(ALL).ranks if row.rank == 1)
     assert row.state == "stale" and row.heartbeat == pytest.approx(20, abs=2)
-    assert "no sign of life from rank 1 for 20 s" in source.read(ALL).verdict.text
+    assert "no heartbeat from rank 1 for 20 s" in source.read(ALL).verdict.text
     # Its heart cannot beat without a core.
     monkeypatch.setattr(LiveSource, "_lacks_core", lambda *_: True)
     monkeypatch.setattr(psutil.Process, "status", lambda _: psutil.STATUS_RUNNING)
     row = next(row for row in source.read(ALL).ranks if row.rank == 1)
     assert (row.state, row.said) == ("running", "gets little CPU")
-    assert "no sign of life" not in source.read(ALL).verdict.text
+    assert "no heartbeat" not in source.read(ALL).verdict.text
 
 
 def test_ranks_that_are_stopped_together(make: Make) -> None:
@@ -104,12 +104,12 @@ def test_ranks_that_are_stopped_together(make: Make) -> None:
     def said(*rows: RankRow) -> str:
         return judge(rows, Facts(live=True)).text
 
-    assert said(stale[0], rows[1]).endswith("no sign of life from rank 0 for 9.0 s: " + stopped)
+    assert said(stale[0], rows[1]).endswith("no heartbeat from rank 0 for 9.0 s: " + stopped)
     assert said(*stale, rows[2]) == (
-        "no sign of life from ranks 0 and 1 for 9.0 s: their processes are stopped (SIGSTOP)"
+        "no heartbeat from ranks 0 and 1 for 9.0 s: their processes are stopped (SIGSTOP)"
     )
     other = replace(stale[1], said="its process is traced")
-    assert said(stale[0], other) == "no sign of life from ranks 0 and 1 for 9.0 s"
+    assert said(stale[0], other) == "no heartbeat from ranks 0 and 1 for 9.0 s"
 
 
 def test_a_rank_whose_process_is_gone_is_dead(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,7 @@ def dead() -> Snapshot:
 
 def stale() -> Snapshot:
     hung = changed(run(4), 3, state="stale", heartbeat=43.0, since=43.0, dropped=7)
-    return replace(hung, verdict=Verdict("rank 3 has not moved for 43 s, in backward", "error", 3))
+    return replace(hung, verdict=Verdict("no heartbeat from rank 3 for 43 s", "error", 3))
 
 
 def held() -> Snapshot:

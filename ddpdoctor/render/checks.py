@@ -10,8 +10,10 @@ import threading
 from collections.abc import Sequence
 from typing import TextIO
 
+from ddpdoctor.core import units
 from ddpdoctor.core.control_characters import json_text, shown
 from ddpdoctor.preflight.check import Outcome, Status, outcome_record
+from ddpdoctor.render import terminal
 
 _STYLE = {
     Status.PASS: "32",
@@ -73,8 +75,7 @@ def summary(outcomes: Sequence[Outcome], seconds: float) -> str:
         for status, word in words.items()
         if (count := sum(outcome.status is status for outcome in outcomes))
     ]
-    checks = f"{len(outcomes)} check{'s' if len(outcomes) != 1 else ''}"
-    return f"{checks} in {seconds:.1f} s: {', '.join(counts)}"
+    return f"{units.count(len(outcomes), 'check')} in {seconds:.1f} s: {', '.join(counts)}"
 
 
 def document(outcomes: Sequence[Outcome], host: str, exit_status: int, seconds: float) -> str:
@@ -102,7 +103,7 @@ class Progress:
         self._stream = sys.stderr if stream is None else stream
         self._running = list(names)
         self._total = len(self._running)
-        self._shows = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._shows = self._stream.isatty() and not terminal.is_dumb()
         self._lock = threading.Lock()
         self._show()
 

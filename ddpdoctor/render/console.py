@@ -47,7 +47,7 @@ def render(
         colour: Whether to use ANSI colours.
         width: Columns to wrap at.
         written: Unix seconds; a source file that was written after it is not shown, unless the
-            traceback tells the same line. None: files are as the job read them.
+            traceback has the same line. None: files are as the job read them.
         kept: The file that has the whole traceback, if one has.
     """
     buffer = io.StringIO()
@@ -109,9 +109,9 @@ def _as_it_was(finding: Finding, location: Location, line: str, written: float |
         rf'^\s*File "{re.escape(location.path)}", line {location.line}(?:, in .*)?\n +(\S.*)$',
         re.MULTILINE,
     )
-    told = head.findall(finding.traceback)
-    if told:
-        return line.strip() in (each.strip() for each in told)
+    reported = head.findall(finding.traceback)
+    if reported:
+        return line.strip() in (each.strip() for each in reported)
     if written is None:
         return True
     try:
@@ -123,26 +123,25 @@ def _as_it_was(finding: Finding, location: Location, line: str, written: float |
 def _code_frame(
     console: Console, finding: Finding, location: Location, style: str, written: float | None
 ) -> None:
-    path = shown_path(location.path)
-    console.print(Text(f"  --> {path}:{location.line}", "cyan"), soft_wrap=True)
-    source = _source(location.path)
+    console.print(
+        Text(f"  --> {shown_path(location.path)}:{location.line}", "cyan"), soft_wrap=True
+    )
     first = max(1, location.line - _CONTEXT)
-    lines = [
-        (number, shown(source[number - 1].rstrip(), "\t") if number <= len(source) else "")
-        for number in range(first, location.line + _CONTEXT + 1)
-    ]
-    guilty_line = next((text for number, text in lines if number == location.line), "")
-    if not guilty_line or not _as_it_was(finding, location, guilty_line, written):
+    source = _source(location.path)[first - 1 : location.line + _CONTEXT]
+    lines = {number: shown(text.rstrip(), "\t") for number, text in enumerate(source, first)}
+    line = lines.get(location.line, "")
+    if not line or not _as_it_was(finding, location, line, written):
         return
-    digits = len(str(lines[-1][0]))
-    for number, text in lines:
-        if not text and number != location.line:
-            continue
+    digits = len(str(location.line + _CONTEXT))
+    for number, text in lines.items():
         guilty = number == location.line
-        row = Text(f"  {'>' if guilty else ' '} {number:>{digits}} | ", style if guilty else "dim")
-        room = max(20, console.width - row.cell_len)
-        row.append(text if len(text) <= room else text[: room - 3] + "...", "" if guilty else "dim")
-        console.print(row, soft_wrap=True)
+        if text:
+            mark, look = (">", style) if guilty else (" ", "dim")
+            row = Text(f"  {mark} {number:>{digits}} | ", look)
+            room = max(20, console.width - row.cell_len)
+            text = text if len(text) <= room else text[: room - 3] + "..."
+            row.append(text, "" if guilty else "dim")
+            console.print(row, soft_wrap=True)
 
 
 def _source(path: str) -> list[str]:

@@ -1,7 +1,6 @@
 """Merged stacks as lines of text, for a terminal of any width.
 
-A line is spans of a text and the name of its style (``error``, ``dim``), as `ddpdoctor.top` has
-them. A place is said as a person would type it, relative to the working directory.
+A place is said as a person would type it, relative to the working directory.
 """
 
 from __future__ import annotations
@@ -10,14 +9,15 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ddpdoctor.core import units
 from ddpdoctor.core.control_characters import shown
 from ddpdoctor.core.ranks import bracketed
 from ddpdoctor.render.console import shown_path
 from ddpdoctor.render.lines import Line, Span, shortened
 from ddpdoctor.stacks.code import Code
-from ddpdoctor.stacks.folding import FOLDED, fold, libraries, tail
 from ddpdoctor.stacks.merge import Merged, Node, merge
 from ddpdoctor.stacks.model import CUT, MAIN, Frame, RankStacks, Thread
+from ddpdoctor.stacks.user_frames import FOLDED, fold, libraries, tail
 
 _INDENT = "  "
 _MOST_PLACE, _MOST_FUNCTION = 34, 24
@@ -25,6 +25,8 @@ _MOST_PLACE, _MOST_FUNCTION = 34, 24
 _LEAST_CODE = 12
 """Columns that a line of code is worth showing in."""
 _MOST_NATIVE = 8
+_ODD = "!"
+"""In front of ranks that are elsewhere than most."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,6 @@ class Look:
         return "..." if self.ascii_only else "…"
 
     @property
-    def odd(self) -> str:
-        """In front of ranks that are elsewhere than most."""
-        return "!"
-
-    @property
     def missing(self) -> str:
         """In front of ranks that have no stack."""
         return "x" if self.ascii_only else "✗"
@@ -58,7 +55,7 @@ def summary(merged: Merged) -> str:
     if not seen:
         return "no rank could be asked" if merged.missing else "no rank has started yet"
     total = seen + len(merged.missing)
-    ranks = f"{total} rank{'s' if total != 1 else ''}"
+    ranks = units.count(total, "rank")
     if merged.missing:
         ranks = f"{seen} of {ranks}"
     if merged.places == 1:
@@ -110,7 +107,7 @@ class _Tree:
         """A node with all below it."""
         indent = _INDENT * depth
         marked = node.odd and not within_odd
-        head = f"{self.look.odd} " if marked else ""
+        head = f"{_ODD} " if marked else ""
         remark = ""
         if marked:
             others = sum(len(root.ranks) for root in self.merged.roots) - len(self.merged.odd)
@@ -225,7 +222,7 @@ def _plain(name: str) -> str:
 def _below(frames: Sequence[Frame]) -> str:
     """Library frames below the user's innermost line, in a few words."""
     last = frames[-1]
-    count = f"{len(frames)} frame{'s' if len(frames) > 1 else ''} in {libraries(frames)}"
+    count = f"{units.count(len(frames), 'frame')} in {libraries(frames)}"
     file = last.path.rpartition("/")[2]
     place = f" ({file}:{last.line})" if last.line else ""
     return f"{count}, in {last.function}{place}"

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import median
 
+from ddpdoctor.core import units
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.run.records.supervisor import UnwatchedRecord
 from ddpdoctor.run.snapshot import PHASES, Run
@@ -24,11 +25,11 @@ def lines(run: Run) -> Iterator[str]:
         yield f"not read: {line}"
 
 
-def count(standing: Sequence[Finding]) -> str:
+def count(current: Sequence[Finding]) -> str:
     """How many findings there are: ``findings: 1 error, 2 warnings``."""
-    counts = Counter(finding.severity.label for finding in standing)
+    counts = Counter(finding.severity.label for finding in current)
     said = ", ".join(
-        f"{counts[label]} {label}{'s' if counts[label] > 1 and label != 'info' else ''}"
+        f"{counts[label]} info" if label == "info" else units.count(counts[label], label)
         for label in ("error", "warning", "info")
         if counts[label]
     )
@@ -46,7 +47,7 @@ def _size(run: Run) -> str:
     of = f" of {world}" if world > len(seen) else ""
     text = f"{len(seen)}{of} rank{'' if len(seen) == 1 and not of else 's'}"
     steps = max((rank.status.step for rank in ranks if rank.status is not None), default=0)
-    return f"{text}, {steps} step{'' if steps == 1 else 's'}"
+    return f"{text}, {units.count(steps, 'step')}"
 
 
 def _pace(run: Run) -> str:
@@ -55,7 +56,7 @@ def _pace(run: Run) -> str:
     timed = [step for step in timed if step.split] or timed
     if not timed:
         return ""
-    text = f"median step {_duration(median(step.total for step in timed))}"
+    text = f"median step {units.time(median(step.total for step in timed) / 1e9)}"
     shares = []
     for name in (*PHASES, "wait"):
         share = median(getattr(step, name) / step.total for step in timed)
@@ -79,13 +80,3 @@ def _ending(run: Run) -> str:
     how = f"ended by {signal_name(-status)}" if status < 0 else f"failed with exit status {status}"
     asked = " after it was asked to stop" if run.stopped_at is not None else ""
     return f"; the job {how}{asked}"
-
-
-def _duration(nanoseconds: float) -> str:
-    seconds = nanoseconds / 1e9
-    if seconds >= 10:
-        return f"{seconds:.0f} s"
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    milliseconds = seconds * 1e3
-    return f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.1f} ms"

@@ -3,8 +3,8 @@
 First a thread of ours in it, in Python. If that waits for the GIL and does not get it, native code
 holds it, so that no Python runs and ``faulthandler`` can be asked, by a real-time signal. Such a
 signal kills a process that does not handle it, so before it is sent everything is looked at that
-the process told: that it is the same process still, that it handles this signal, and that the file
-to which it will write is ours.
+the process declared: that it is the same process still, that it handles this signal, and that the
+file to which it will write is ours.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import stat
 import sys
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 
 from ddpdoctor.core import opening
@@ -67,12 +67,12 @@ class Asking:
         self.trouble = ""
         """Why there are no stacks, in a few words."""
 
-    def turns(self) -> Iterator[None]:
+    def turns(self) -> Generator[None, None, None]:
         """Ask; yields where the process has to be waited for, so that others get their turn."""
         try:
             with opening.file(self._declared.path, os.O_RDWR) as file:
                 while not _locked(file.fileno()):
-                    # Somebody else is asking, and two answers in one file are hard to tell apart.
+                    # Another process is asking, and two answers in one file are hard to separate.
                     yield
                 self.trouble = self._obstacle()
                 if self.trouble:
@@ -139,7 +139,7 @@ class Asking:
                 os.write(pipe, b"\n")
                 asked = True
             # It sleeps although there is a request, so it waits for the GIL. If all it wanted were
-            # a core, it would not sleep; if it waited for the disk, that is told.
+            # a core, it would not sleep; a wait for the disk has a state of its own.
             if thread.letter == "S" and thread.wchan in ("", "futex"):
                 waits = waits or _Patience(declared.pid)
                 if waits.over(GIL_HELD):
@@ -250,7 +250,7 @@ def _main_first(threads: Iterator[Thread] | list[Thread]) -> tuple[Thread, ...]:
 
 
 def _unread(pipe: int) -> int:
-    """Bytes in a pipe that nobody has read."""
+    """Bytes in a pipe that are still unread."""
     count = array.array("i", [0])
     fcntl.ioctl(pipe, termios.FIONREAD, count)
     return count[0]

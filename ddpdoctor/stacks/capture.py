@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from ddpdoctor.run.environment import namespace
@@ -30,6 +30,9 @@ _ANSWERS = 0.7
 
 _MOST = 3.0
 """Times as long at most for ranks that have no core to answer on."""
+
+_ANSWERED = object()
+"""In place of what an asking yields while it goes on, which is None."""
 
 _POLLS = (0.001, 0.02)
 """Seconds between two looks whether ranks have answered: at first, and at most."""
@@ -61,41 +64,44 @@ def capture(
     sought = [target for target in _targets(run) if ranks is None or target.rank in ranks]
     for target in sought:
         target.look(here)
-    dialogues: dict[int, tuple[Asking, Iterator[None]]] = {}
-    for number, target in enumerate(sought):
         if target.declared is not None and not target.trouble:
-            asking = Asking(target.declared)
-            dialogues[number] = asking, asking.turns()
-    askings = {number: asking for number, (asking, _) in dialogues.items()}
+            target.asking = Asking(target.declared)
     limit = patience * (_ANSWERS if py_spy.find_py_spy() is not None else 1.0)
-    poll, slowest = _POLLS
-    until, turns_before = limit, {number: _turns(sought[number]) for number in dialogues}
-    while dialogues:
-        for number, (_, turns) in list(dialogues.items()):
-            try:
-                next(turns)
-            except StopIteration:
-                del dialogues[number]
-        if dialogues:
-            waited = time.monotonic() - began
-            if waited >= until:
-                without = max(
-                    _without_core(turns_before[number], sought[number], waited)
-                    for number in dialogues
-                )
-                until = min(limit + without, _MOST * limit)
-                if waited >= until:
-                    break
-            time.sleep(poll)
-            poll = min(poll * 1.5, slowest)
-    for _, turns in dialogues.values():
-        turns.close()  # type: ignore[attr-defined]
-    found = [target.stacks(askings.get(number), until) for number, target in enumerate(sought)]
+    waited = _ask(sought, limit)
+    found = [target.stacks(waited) for target in sought]
     left = max(began + patience - time.monotonic(), patience * (1.0 - _ANSWERS))
     found = py_spy.read_silent(found, left)
     if native:
         found = py_spy.add_native(found, patience)
     return tuple(found)
+
+
+def _ask(targets: Sequence[_Target], limit: float) -> float:
+    """Ask all at once, until they have answered; for how long they were waited for.
+
+    For ranks that have no core to answer on, that is longer than ``limit`` seconds.
+    """
+    began = time.monotonic()
+    asked = [
+        (target, target.asking.turns(), _turns(target))
+        for target in targets
+        if target.asking is not None
+    ]
+    poll, slowest = _POLLS
+    until = limit
+    while True:
+        asked = [each for each in asked if next(each[1], _ANSWERED) is None]
+        waited = time.monotonic() - began
+        if asked and waited >= until:
+            lost = max(_without_core(before, each, waited) for each, _, before in asked)
+            until = min(limit + lost, _MOST * limit)
+        if not asked or waited >= until:
+            break
+        time.sleep(poll)
+        poll = min(poll * 1.5, slowest)
+    for _, turns, _ in asked:
+        turns.close()
+    return until
 
 
 def _turns(target: _Target) -> dict[int, Turn]:
@@ -124,6 +130,7 @@ class _Target:
     declared: Declared | None
     trouble: str = ""
     state: ProcessState = field(default_factory=ProcessState)
+    asking: Asking | None = None
 
     def look(self, here: str) -> None:
         """See from outside whether it can be asked."""
@@ -141,8 +148,9 @@ class _Target:
         if self.declared is None:
             self.trouble = "takes no stack requests: not on Linux, or without a free signal"
 
-    def stacks(self, asking: Asking | None, patience: float) -> RankStacks:
-        """What is known now."""
+    def stacks(self, waited: float) -> RankStacks:
+        """What is known after so many seconds."""
+        asking = self.asking
         found = RankStacks(
             self.rank, self.restart, self.pid, self.host, state=self.state, trouble=self.trouble
         )
@@ -151,7 +159,7 @@ class _Target:
         trouble = asking.trouble
         if not trouble and not asking.threads:
             waits = ", in disk sleep" if self.state.letter == "D" else ""
-            trouble = f"did not answer within {patience:.3g} s{waits}"
+            trouble = f"did not answer within {waited:.3g} s{waits}"
         return replace(
             found,
             threads=asking.threads,

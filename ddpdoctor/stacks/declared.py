@@ -1,4 +1,4 @@
-"""The processes of a run that can be asked for their stacks, as they told it themselves.
+"""The processes of a run that can be asked for their stacks, as they declare it.
 
 A process that declares nothing is never asked, and never sent a signal
 (`ddpdoctor.probe.runtime.stacks`).

@@ -82,37 +82,11 @@ def to_record(stacks: RankStacks) -> JsonObject:
     """Stacks as JSON."""
     state = stacks.state
     return {
-        "rank": stacks.rank,
-        "restart": stacks.restart,
-        "pid": stacks.pid,
-        "host": stacks.host,
-        "gil_held": stacks.gil_held,
-        "world_size": stacks.world_size,
-        "trouble": stacks.trouble,
-        "note": stacks.note,
-        "state": {
-            "letter": state.letter,
-            "cpu_seconds": state.cpu_seconds,
-            "wchan": state.wchan,
-            "children": [
-                {
-                    "pid": child.pid,
-                    "letter": child.letter,
-                    "cpu_seconds": child.cpu_seconds,
-                    "command": child.command,
-                }
-                for child in state.children
-            ],
-        },
+        **vars(stacks),
+        "state": {**vars(state), "children": [vars(child) for child in state.children]},
         "native": list(stacks.native),
         "threads": [
-            {
-                "ident": thread.ident,
-                "name": thread.name,
-                "current": thread.current,
-                "frames": [frame._asdict() for frame in thread.frames],
-                "awaited": thread.awaited,
-            }
+            {**vars(thread), "frames": [frame._asdict() for frame in thread.frames]}
             for thread in stacks.threads
         ],
     }

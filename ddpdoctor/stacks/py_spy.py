@@ -111,12 +111,12 @@ def _ask(
     for number in numbers[:MOST]:
         with contextlib.suppress(OSError):
             started[number] = _start(program, stacks[number].pid, how)
-    told: dict[int, tuple[_Dump | None, str]] = dict.fromkeys(
+    outcomes: dict[int, tuple[_Dump | None, str]] = dict.fromkeys(
         numbers, (None, f"only {MOST} processes were looked into")
     )
     for number, process in started.items():
-        told[number] = _outcome(process, max(deadline - time.monotonic(), 0.05), patience)
-    return told
+        outcomes[number] = _outcome(process, max(deadline - time.monotonic(), 0.05), patience)
+    return outcomes
 
 
 def _start(program: str, pid: int, how: list[str]) -> subprocess.Popen[str]:

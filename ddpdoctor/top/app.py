@@ -17,9 +17,8 @@ from ddpdoctor.top.choosing import RunChoice
 from ddpdoctor.top.draw import frame
 from ddpdoctor.top.draw.scene import Material
 from ddpdoctor.top.keys import ACTIONS, MOVES, PURE, act, typed
-from ddpdoctor.top.past import Past
 from ddpdoctor.top.questions import Questions
-from ddpdoctor.top.reader import Position, Reader
+from ddpdoctor.top.reader import Past, Position, Reader
 from ddpdoctor.top.snapshot import Snapshot, Verdict
 from ddpdoctor.top.source import Source, Want
 from ddpdoctor.top.view import View, chosen

@@ -82,7 +82,7 @@ def open_source(
 
         return RecordingSource(replay)
     if name is None:
-        from ddpdoctor.top.following import FollowingSource
+        from ddpdoctor.top.machine import FollowingSource
 
         return FollowingSource(interval)
     path = rundir.find(name)

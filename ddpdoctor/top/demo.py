@@ -14,7 +14,7 @@ from ddpdoctor.core.finding import Finding, Location, Severity
 from ddpdoctor.run.status import Parts
 from ddpdoctor.top import steplog, times, verdict
 from ddpdoctor.top.live import series
-from ddpdoctor.top.snapshot import FindingRow, Gpu, Machine, RankRow, Snapshot
+from ddpdoctor.top.snapshot import FindingRow, Gpu, Machine, RankRow, Snapshot, Verdict
 from ddpdoctor.top.source import Want
 
 STEP = 0.25
@@ -75,36 +75,24 @@ def at(age: float, now: float, want: Want, *, ranks: int = 8, seed: int = 0) -> 
         found.append(gpu)
         rows.append(_row(rank, number, steps, gpu, age, want.history if wanted else 0))
     findings = (FindingRow(_finding(slow), now - age + 30),) if ranks > 1 else ()
-    timed = [row.times for row in rows if row.times is not None]
-    usual = times.of_ranks(timed)
-    judged = verdict.judge(
-        rows,
-        verdict.Facts(
-            live=True,
-            usual=usual,
-            since_start=age,
-            seen=min(number, times.WINDOW),
-            world_size=ranks,
-        ),
-    )
-    return Snapshot(
+    seen = min(number, times.WINDOW)
+    facts = verdict.Facts(live=True, since_start=age, seen=seen, world_size=ranks)
+    snapshot = Snapshot(
         time=now,
         kind="demo",
-        verdict=judged,
+        verdict=Verdict(""),
         run="demo",
         command="torchrun --nnodes 2 --nproc-per-node 4 train.py --epochs 90",
         started=now - age,
         live=True,
         world_size=ranks,
-        ranks=times.ordered(rows, judged.rank),
-        median=usual,
-        skew=times.skew(timed),
         gpus=tuple(found),
         machine=Machine("node-a", 0.31, 96, 212 * _GIB, 1024 * _GIB),
         findings=findings,
         output=(f"[rank{slow}]: UserWarning: slow storage: 3 of 8 workers wait",),
         environment={"torch": "2.13.0", "cuda": "13.0", "backend": "nccl", "launcher": "torchrun"},
     )
+    return verdict.judged(snapshot, rows, facts)
 
 
 def _noise(seed: int, rank: int, step: int, what: int) -> float:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddpdoctor.run.status import Parts
-from ddpdoctor.top import gpus, steplog, times, verdict
+from ddpdoctor.top import hardware, steplog, times, verdict
 from ddpdoctor.top.live import LiveSource, series, steady
 from ddpdoctor.top.pages import Pages
 from ddpdoctor.top.snapshot import RankRow, Snapshot
@@ -78,24 +78,18 @@ class FinishedSource:
                 moment = max(moment, steps[-1].end)
                 seen = min(seen, len(steps))
             rows.append(_row(row, number, steps, want.history if wanted else 0))
-        timed = [row.times for row in rows if row.times is not None]
         now = moment / 1e9 if moment else last.time
         found = tuple(each for each in last.findings if each.time is None or each.time <= now)
-        usual = times.of_ranks(timed)
-        facts = verdict.Facts(live=False, usual=usual, seen=seen, findings=found, whole=False)
-        judged = verdict.judge(rows, facts)
-        return replace(
+        facts = verdict.Facts(live=False, seen=seen, findings=found, whole=False)
+        snapshot = replace(
             last,
             time=now,
-            verdict=judged,
             exit_status=None,
-            ranks=times.ordered(rows, judged.rank),
-            median=usual,
-            skew=times.skew(timed),
-            gpus=tuple(gpus.silent(gpu, "") for gpu in last.gpus),
+            gpus=tuple(hardware.silent(gpu, "") for gpu in last.gpus),
             machine=None,
             findings=found,
         )
+        return verdict.judged(snapshot, rows, facts)
 
 
 def _row(last: RankRow, number: int, steps: list[StepLine], history: int) -> RankRow:
@@ -118,5 +112,5 @@ def _row(last: RankRow, number: int, steps: list[StepLine], history: int) -> Ran
         times=times.of_steps(steady(parts)[-times.WINDOW :]),
         owns=owns,
         totals=totals,
-        gpu=None if last.gpu is None else gpus.silent(last.gpu, ""),
+        gpu=None if last.gpu is None else hardware.silent(last.gpu, ""),
     )

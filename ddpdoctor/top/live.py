@@ -25,10 +25,8 @@ from ddpdoctor.run.records.process import ErrorRecord, OpenRecord
 from ddpdoctor.run.records.supervisor import RankExitRecord
 from ddpdoctor.run.status import Parts, Phase, Status
 from ddpdoctor.system.process_state import Turn, lacked, read_turn
-from ddpdoctor.top import gpus, steplog, story, times, verdict
-from ddpdoctor.top.ages import Ages
-from ddpdoctor.top.machine import Meter
-from ddpdoctor.top.pages import Pages
+from ddpdoctor.top import hardware, steplog, story, times, verdict
+from ddpdoctor.top.pages import Ages, Pages
 from ddpdoctor.top.snapshot import Gpu, RankRow, Snapshot, Verdict
 from ddpdoctor.top.source import Want
 from ddpdoctor.top.stderr import Stderr, clean
@@ -74,10 +72,10 @@ class LiveSource:
         self._manifest: JsonObject = {}
         self._read_manifest(rundir.is_live(path))
         self._pages = Pages(path)
-        self._gpus = gpus.GpuFiles(path)
+        self._gpus = hardware.GpuFiles(path)
         self._stderr = Stderr(path)
         self._story = Story(path)
-        self._meter = Meter()
+        self._meter = hardware.Meter()
         self._ages = Ages()
         self._namespace = namespace()
         self._listed = float("-inf")
@@ -131,7 +129,7 @@ class LiveSource:
         self._part("the output", self._stderr.read)
         nothing: tuple[tuple[Gpu, ...], str] = (), ""
         found, nvml = self._part("the GPUs", lambda: self._gpus.read(self.live)) or nothing
-        devices = self._part("the GPUs", lambda: gpus.by_uuid(found)) or {}
+        devices = self._part("the GPUs", lambda: hardware.by_uuid(found)) or {}
         for rank, status in pages.items():
             if rank not in resting:
                 read = partial(self._row, rank, status, devices, want, now, ticks)

@@ -1,69 +1,44 @@
-"""The machine that the monitor runs on; and the monitor without a run, until there is one."""
+"""The machine that the monitor runs on, alone; and the newest run, whichever that is."""
 
 from __future__ import annotations
 
-import socket
 import time
 
-import psutil
-
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.run import rundir
 from ddpdoctor.system.gpu.poller import Poller
-from ddpdoctor.top import gpus
-from ddpdoctor.top.snapshot import Gpu, Machine, Snapshot, Verdict
+from ddpdoctor.top import hardware
+from ddpdoctor.top.live import LiveSource
+from ddpdoctor.top.snapshot import Snapshot, Verdict
 from ddpdoctor.top.source import Want
 
-SHORTEST = 0.1
-"""Seconds between two looks at the CPU: its counters are in hundredths."""
 
+class MachineSource:
+    """The machine alone, its GPUs polled here, since no supervisor does.
 
-class Meter:
-    """Reads CPU and memory of this machine."""
+    Args:
+        interval: Seconds between frames.
+    """
 
-    def __init__(self) -> None:
-        self._node = socket.gethostname()
-        self._cores = psutil.cpu_count()
-        self._read = 0.0
-        self._cpu: float | None = None
-
-    def read(self) -> Machine:
-        """What they do; the CPU's load since the last reading, once there is one."""
-        memory = None
-        try:
-            self._look_at_cpu()
-            memory = psutil.virtual_memory()
-        except (OSError, RuntimeError):
-            # No /proc to read.
-            pass
-        return Machine(
-            node=self._node,
-            cpu=self._cpu,
-            cores=self._cores,
-            memory_used=None if memory is None else memory.total - memory.available,
-            memory_total=None if memory is None else memory.total,
-        )
-
-    def _look_at_cpu(self) -> None:
-        now = time.monotonic()
-        if now - self._read < SHORTEST:
-            return
-        busy = psutil.cpu_percent() / 100
-        # The first call has nothing to compare with.
-        self._cpu = busy if self._read else None
-        self._read = now
-
-
-class LocalGpus:
-    """The GPUs of this machine, polled here, since no supervisor does."""
-
-    def __init__(self) -> None:
+    def __init__(self, interval: float) -> None:
+        self.interval = interval
+        self._meter = hardware.Meter()
         self._poller: Poller | None = None
 
-    def read(self) -> tuple[tuple[Gpu, ...], str]:
-        """The GPUs, and why they cannot be read, in words."""
+    def read(self, want: Want) -> Snapshot:
+        """The present frame."""
         if self._poller is None:
             self._poller = Poller()
-        told = self._poller.read()
-        return gpus.told_of(told), str(told["nvml"])
+        record = self._poller.read()
+        text = "no run of yours is live; the next one is shown when it starts"
+        return Snapshot(
+            time=time.time(),
+            kind="machine",
+            verdict=Verdict(text, "info"),
+            gpus=hardware.gpus_of(record),
+            machine=self._meter.read(),
+            nvml=str(record["nvml"]),
+        )
 
     def close(self) -> None:
         """Let go of the driver."""
@@ -72,8 +47,10 @@ class LocalGpus:
             self._poller = None
 
 
-class MachineSource:
-    """The machine alone.
+class FollowingSource:
+    """The newest live run until it is over, and its end until another one starts.
+
+    Before the first one, the machine.
 
     Args:
         interval: Seconds between frames.
@@ -81,23 +58,30 @@ class MachineSource:
 
     def __init__(self, interval: float) -> None:
         self.interval = interval
-        self._meter = Meter()
-        self._gpus = LocalGpus()
+        self._run: LiveSource | None = None
+        self._machine = MachineSource(interval)
 
     def read(self, want: Want) -> Snapshot:
         """The present frame."""
-        found, trouble = self._gpus.read()
-        return Snapshot(
-            time=time.time(),
-            kind="machine",
-            verdict=Verdict(
-                "no run of yours is live; the next one is shown when it starts", "info"
-            ),
-            gpus=found,
-            machine=self._meter.read(),
-            nvml=trouble,
-        )
+        if self._run is None or not self._run.live:
+            self._look()
+        return (self._run or self._machine).read(want)
+
+    def _look(self) -> None:
+        try:
+            path = next(iter(rundir.live()), None)
+            if path is None or (self._run is not None and path == self._run.path):
+                return
+            run = LiveSource(path, self.interval)
+        except (OSError, DoctorError):
+            # Over, and gone, since it was listed; or of a newer version.
+            return
+        self.close()
+        self._run = run
 
     def close(self) -> None:
-        """Let go of the driver."""
-        self._gpus.close()
+        """Close the files, and let go of the driver."""
+        if self._run is not None:
+            self._run.close()
+        self._machine.close()
+        self._run = None

@@ -1,10 +1,10 @@
-"""The status pages of a run's newest attempt, read again and again."""
+"""The status pages of a run's newest attempt, read again and again; and the age of their stamps."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from pathlib import Path
 
 from ddpdoctor.core import opening
@@ -45,7 +45,7 @@ class Pages:
         """Why a rank's page cannot be read, in words."""
 
     def look(self) -> bool:
-        """List the directory anew; False if it cannot be."""
+        """List the directory again; False if it cannot be."""
         try:
             names = opening.names(self._directory)
         except OSError:
@@ -107,3 +107,34 @@ class Pages:
         """Close the files."""
         while self._open:
             os.close(self._open.popitem()[1])
+
+
+class Ages:
+    """How long ago stamps changed, by this process's clock where it can.
+
+    The clocks of ranks jump, and differ by node.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[int, float, float]] = {}
+
+    def age(self, key: Hashable, stamp: int, now: int, ticks: float) -> float:
+        """Seconds since ``stamp`` was set.
+
+        Args:
+            key: Whose stamp.
+            stamp: Unix nanoseconds by the clock of who set it.
+            now: Unix nanoseconds here.
+            ticks: Seconds of a clock here that never jumps.
+        """
+        known = self._known.get(key)
+        elapsed = max(0.0, (now - stamp) / 1e9)
+        if known is not None and known[0] == stamp:
+            since = known[1]
+        elif known is not None:
+            # It changed after the last look.
+            since = max(known[2], ticks - elapsed)
+        else:
+            since = ticks - elapsed
+        self._known[key] = (stamp, since, ticks)
+        return ticks - since

@@ -17,10 +17,10 @@ from prometheus_client.registry import Collector
 
 from ddpdoctor.core.control_characters import shown
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.job import LOOPBACK
 from ddpdoctor.core.opening import whole
 from ddpdoctor.top.snapshot import PHASES, RankRow, Snapshot
-
-LOOPBACK = "127.0.0.1"
+from ddpdoctor.top.view import number
 
 _RANK = ("rank", "local_rank", "run", "Hostname", "gpu", "UUID", "device", "modelName")
 
@@ -84,6 +84,25 @@ class _Collector(Collector):
         return iter(())
 
 
+_NUMBERS: Mapping[str, tuple[str, str]] = {
+    "rank_own_seconds": (
+        "own",
+        "What a rank spends itself in a step: all but the wait for others.",
+    ),
+    "rank_step_seconds": ("total", "A step of a rank, waits included."),
+    "rank_step": ("step", "Steps that a rank has done."),
+    "rank_heartbeat_age_seconds": ("heartbeat", "Time since a rank was last seen to move."),
+    "rank_resident_memory_bytes": ("rss", "Memory of a rank's process."),
+    "rank_cuda_allocated_bytes": ("allocated", "What torch's CUDA allocator has given out."),
+    "rank_cuda_reserved_bytes": (
+        "reserved",
+        "What torch's CUDA allocator has taken from the GPU.",
+    ),
+    "rank_dropped_records": ("dropped", "Records that could not be written."),
+}
+"""Numbers of a rank (`ddpdoctor.top.view.number`), and what they are."""
+
+
 def families(snapshot: Snapshot) -> Iterator[Metric]:
     """The metrics of a snapshot."""
     if snapshot.kind == "machine":
@@ -91,53 +110,27 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     run = snapshot.run
     rows = [(row, _labels(row, run)) for row in snapshot.ranks]
     phase = _gauge("rank_phase_seconds", "Where a step goes: medians.", (*_RANK, "phase", "split"))
-    for row, labels in rows:
-        for name in PHASES:
-            if row.times is not None:
-                # Of a backward that was not split the wait is a part, so neither is known.
-                split = "true" if row.times.split else "false"
-                phase.add_metric([*labels, name, split], getattr(row.times, name))
-    yield phase
-    numbers: Mapping[str, tuple[str, Callable[[RankRow], float | None]]] = {
-        "rank_own_seconds": (
-            "What a rank spends itself in a step: all but the wait for others.",
-            lambda row: row.times.own if row.times is not None else None,
-        ),
-        "rank_step_seconds": (
-            "A step of a rank, waits included.",
-            lambda row: row.times.total if row.times is not None else None,
-        ),
-        "rank_step": ("Steps that a rank has done.", lambda row: row.step),
-        "rank_heartbeat_age_seconds": (
-            "Time since a rank was last seen to move.",
-            lambda row: row.heartbeat,
-        ),
-        "rank_resident_memory_bytes": ("Memory of a rank's process.", lambda row: row.rss),
-        "rank_cuda_allocated_bytes": (
-            "What torch's CUDA allocator has given out.",
-            lambda row: row.allocated,
-        ),
-        "rank_cuda_reserved_bytes": (
-            "What torch's CUDA allocator has taken from the GPU.",
-            lambda row: row.reserved,
-        ),
-        "rank_dropped_records": ("Records that could not be written.", lambda row: row.dropped),
-    }
-    for name, (what, number) in numbers.items():
-        family = _gauge(name, what, _RANK)
-        for row, labels in rows:
-            value = number(row)
-            if value is not None:
-                family.add_metric(labels, value)
-        yield family
     state = _gauge("rank_state", "1 for the state that a rank is in.", (*_RANK, "state"))
     for row, labels in rows:
         state.add_metric([*labels, row.state], 1)
+        if row.times is not None:
+            # Of a backward that was not split the wait is a part, so neither is known.
+            split = "true" if row.times.split else "false"
+            for name in PHASES:
+                phase.add_metric([*labels, name, split], getattr(row.times, name))
+    yield phase
+    for name, (field, what) in _NUMBERS.items():
+        family = _gauge(name, what, _RANK)
+        for row, labels in rows:
+            value = number(row, field)
+            if value is not None:
+                family.add_metric(labels, value)
+        yield family
     yield state
-    whole = _gauge("step_seconds", "A step of the median rank.", ("run",))
+    step = _gauge("step_seconds", "A step of the median rank.", ("run",))
     if snapshot.median is not None:
-        whole.add_metric([run], snapshot.median.total)
-    yield whole
+        step.add_metric([run], snapshot.median.total)
+    yield step
     found = _gauge("findings", "Findings so far.", ("run", "code", "severity"))
     counts = Counter((row.finding.code, row.finding.severity.label) for row in snapshot.findings)
     for (code, severity), count in sorted(counts.items()):
@@ -153,15 +146,8 @@ def _gauge(name: str, what: str, labels: Sequence[str]) -> Any:
 
 
 def _labels(row: RankRow, run: str) -> list[str]:
-    gpu = row.gpu
-    labels = [
-        str(row.rank),
-        "" if row.local_rank is None else str(row.local_rank),
-        run,
-        row.node,
-        "" if gpu is None else str(gpu.index),
-        "" if gpu is None else gpu.uuid,
-        "" if gpu is None else f"nvidia{gpu.index}",
-        "" if gpu is None else gpu.name,
-    ]
-    return [shown(label) for label in labels]
+    local = "" if row.local_rank is None else str(row.local_rank)
+    gpu = ["", "", "", ""]
+    if row.gpu is not None:
+        gpu = [str(row.gpu.index), row.gpu.uuid, f"nvidia{row.gpu.index}", row.gpu.name]
+    return [shown(label) for label in (str(row.rank), local, run, row.node, *gpu)]

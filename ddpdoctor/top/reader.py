@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from ddpdoctor.core.errors import DoctorError
@@ -22,6 +23,38 @@ LEAST_PAUSE = 0.05
 """Seconds between two readings at the very least."""
 AFTER_TROUBLE = 2.0
 """Seconds until a source that failed is asked again."""
+
+
+_ROWS = 4000
+"""Rows of ranks that are kept over all frames: what bounds the monitor's memory."""
+_FRAMES = 300
+_POINTS = 120
+"""Points of the memory of a rank."""
+
+
+class Past:
+    """Keeps the last frames, to go back to, and the memory of the ranks over them."""
+
+    def __init__(self) -> None:
+        self.frames: deque[Snapshot] = deque()
+        self.memory: dict[int, deque[int]] = {}
+
+    def add(self, snapshot: Snapshot) -> None:
+        """One more frame; the oldest ones go."""
+        if self.frames and self.frames[-1].path != snapshot.path:
+            self.frames.clear()
+            self.memory.clear()
+        self.frames.append(snapshot)
+        most = max(10, min(_FRAMES, _ROWS // max(len(snapshot.ranks), 1)))
+        while len(self.frames) > most:
+            self.frames.popleft()
+        for row in snapshot.ranks:
+            if row.memory is not None:
+                self.memory.setdefault(row.rank, deque(maxlen=_POINTS)).append(row.memory)
+
+    def memory_of(self, rank: int | None) -> Mapping[int, Sequence[int]]:
+        """The memory of one rank."""
+        return {} if rank is None else {rank: tuple(self.memory.get(rank, ()))}
 
 
 class Reader(threading.Thread):
@@ -85,7 +118,7 @@ class Reader(threading.Thread):
         return self._source
 
     def _guarded(self, do: Callable[[], T]) -> T | None:
-        """What it returns; a failure is told and never ends the monitor."""
+        """What it returns; a failure is reported and never ends the monitor."""
         try:
             return do()
         except DoctorError as error:

@@ -7,6 +7,7 @@ when the person has decided.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -68,11 +69,11 @@ def choices(snapshot: Snapshot, row: RankRow | None) -> tuple[Choice, ...]:
     """
     if not snapshot.live or not snapshot.path:
         raise DoctorError("no run is live here: there is nothing to signal")
-    launcher = _launcher(Path(snapshot.path))
-    found = [Choice("Cancel")]
-    found += _for(launcher, _TO_ALL)
+    path = Path(snapshot.path)
+    launcher = _launcher(path)
+    found = [Choice("Cancel"), *_for(launcher, _TO_ALL)]
     if row is not None and row.pid is not None:
-        rank = _rank(Path(snapshot.path), row, launcher.process.pid)
+        rank = _rank(path, row, launcher.process.pid)
         found += _for(rank, dict.fromkeys(SIGNALS, _TO_ONE))
     return tuple(found)
 
@@ -86,44 +87,34 @@ def _for(target: Target, words: Mapping[signal.Signals, str]) -> list[Choice]:
 
 def _launcher(path: Path) -> Target:
     manifest = read_manifest(path)
-    _same_host(manifest.get("host"))
+    host, here = manifest.get("host"), socket.gethostname()
+    if host != here:
+        raise DoctorError(f"the run is on {host}, this is {here}: signal it there")
     if not rundir.is_live(path):
         raise DoctorError("the run has ended: there is nothing to signal")
     pid = integer(manifest, "supervisor", -1)
     process = _proven(pid, integer(manifest, "started") / 1e9)
-    if not any("ddpdoctor" in word for word in _words(process)):
+    command: list[str] = []
+    with contextlib.suppress(psutil.Error):
+        command = process.cmdline()
+    if not any("ddpdoctor" in word for word in command):
         raise DoctorError(f"process {pid} is not the launcher of this run: not signalled")
     return Target(process, f"the launcher (pid {pid})")
 
 
 def _rank(path: Path, row: RankRow, launcher: int) -> Target:
-    file = path / f"{rank_stem(row.rank, row.restart)}.status"
     try:
-        status = read_status(str(file))
+        status = read_status(str(path / f"{rank_stem(row.rank, row.restart)}.status"))
     except (OSError, UnreadableError) as error:
-        raise DoctorError(f"rank {row.rank} cannot be told: {error}") from None
+        raise DoctorError(f"the process of rank {row.rank} is not known: {error}") from None
     process = _proven(status.pid, status.started / 1e9)
-    try:
+    environment: dict[str, str] = {}
+    with contextlib.suppress(psutil.Error):
         environment = process.environ()
-    except psutil.Error:
-        environment = {}
     supervisor = environment.get("DDPDOCTOR_SUPERVISOR", "").partition("@")[0]
     if status.pid != row.pid or MARK not in environment or supervisor != str(launcher):
         raise DoctorError(f"process {row.pid} is not rank {row.rank} of this run: not signalled")
     return Target(process, f"rank {row.rank} alone (pid {row.pid})")
-
-
-def _same_host(host: object) -> None:
-    here = socket.gethostname()
-    if host != here:
-        raise DoctorError(f"the run is on {host}, this is {here}: signal it there")
-
-
-def _words(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
 
 
 def _proven(pid: int, recorded: float) -> psutil.Process:

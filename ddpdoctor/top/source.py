@@ -10,7 +10,7 @@ from ddpdoctor.top.snapshot import Snapshot
 
 @dataclass(frozen=True)
 class Want:
-    """What the viewer looks at: lets the source skip work that nobody sees."""
+    """What the viewer looks at: lets the source skip work that is not seen."""
 
     ranks: frozenset[int] | None = None
     """Ranks whose owns, totals and output are visible; None: all."""
