@@ -12,6 +12,7 @@ import pytest
 
 from ddpdoctor.run.status import Phase
 from ddpdoctor.top.live import LiveSource
+from ddpdoctor.top.silence import Silence
 from ddpdoctor.top.snapshot import RankRow
 from ddpdoctor.top.verdict import Facts, judge
 from tests.generated import MS, USUAL, Generated
@@ -81,7 +82,7 @@ def test_ranks_that_ended_well(make: Make) -> None:
 
 
 def test_a_stale_rank_says_since_when(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LiveSource, "_lacks_core", lambda *_: False)
+    monkeypatch.setattr(Silence, "lacks_core", lambda *_: False)
     run = make(2)
     source = living(run)
     run.beat([1], ago=30, beat_ago=20)
@@ -89,7 +90,7 @@ def test_a_stale_rank_says_since_when(make: Make, monkeypatch: pytest.MonkeyPatc
     assert row.state == "stale" and row.heartbeat == pytest.approx(20, abs=2)
     assert "no heartbeat from rank 1 for 20 s" in source.read(ALL).verdict.text
     # Its heart cannot beat without a core.
-    monkeypatch.setattr(LiveSource, "_lacks_core", lambda *_: True)
+    monkeypatch.setattr(Silence, "lacks_core", lambda *_: True)
     monkeypatch.setattr(psutil.Process, "status", lambda _: psutil.STATUS_RUNNING)
     row = next(row for row in source.read(ALL).ranks if row.rank == 1)
     assert (row.state, row.said) == ("running", "gets little CPU")

@@ -13,7 +13,7 @@ from zlib import crc32
 from ddpdoctor.core.finding import Finding, Location, Severity
 from ddpdoctor.run.status import Parts
 from ddpdoctor.top import steplog, times, verdict
-from ddpdoctor.top.live import series
+from ddpdoctor.top.live_rank import series
 from ddpdoctor.top.snapshot import FindingRow, Gpu, Machine, RankRow, Snapshot, Verdict
 from ddpdoctor.top.source import Want
 

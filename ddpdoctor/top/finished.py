@@ -7,7 +7,8 @@ from pathlib import Path
 
 from ddpdoctor.run.status import Parts
 from ddpdoctor.top import hardware, steplog, times, verdict
-from ddpdoctor.top.live import LiveSource, series, steady
+from ddpdoctor.top.live import LiveSource
+from ddpdoctor.top.live_rank import series, steady
 from ddpdoctor.top.pages import Pages
 from ddpdoctor.top.snapshot import RankRow, Snapshot
 from ddpdoctor.top.source import Want
