@@ -24,11 +24,11 @@ from ddpdoctor.supervise.passthrough import Passthrough
 from ddpdoctor.supervise.run_watch import RunWatch
 from ddpdoctor.supervise.supervisor import Supervisor
 from ddpdoctor.top import verdict
+from ddpdoctor.top.events import Events
 from ddpdoctor.top.hardware import GpuFiles
 from ddpdoctor.top.live import LiveSource
 from ddpdoctor.top.source import Want
 from ddpdoctor.top.stderr import Stderr
-from ddpdoctor.top.story import Story
 from tests.written import T0, Written
 
 WORDS = "internal error in"
@@ -248,7 +248,7 @@ def test_a_fault_in_the_editors_files_leaves_the_debugger(
         (LiveSource, "_row", "rank 0, rank 1"),
         (Stderr, "read", "the output"),
         (GpuFiles, "read", "the GPUs"),
-        (Story, "poll", "events"),
+        (Events, "poll", "events"),
         (verdict, "judge", "the verdict"),
     ],
 )

@@ -37,7 +37,7 @@ from ddpdoctor.run.reported import (
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.supervise.passthrough import Passthrough
 from ddpdoctor.supervise.showing import Showing
-from ddpdoctor.top.story import Story
+from ddpdoctor.top.events import Events
 from tests.conftest import ROOT, Doctor
 from tests.written import supervisor_records
 
@@ -322,9 +322,9 @@ def directory(tmp_path: Path, *snapshots: tuple[list[Finding], Run]) -> Path:
 
 def test_top_shows_what_stands(tmp_path: Path) -> None:
     path = directory(tmp_path, ([APART, SLOW], GOES_ON), ([TWICE, SLOW], GOES_ON))
-    story = Story(path)
-    story.poll()
-    assert [row.finding.code for row in story.findings] == ["DDP610", "DDP302"]
+    events = Events(path)
+    events.poll()
+    assert [row.finding.code for row in events.findings] == ["DDP610", "DDP302"]
 
 
 def test_a_report_has_what_happened_and_stands(tmp_path: Path) -> None:
@@ -349,9 +349,9 @@ def test_a_job_whose_first_finding_is_explained(doctor: Doctor) -> None:
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [each.get("retracts") for each in lines] == [None, 1, None]
     # The same from the directory, for who reads it later.
-    story = Story(result.run_dir)
-    story.poll()
-    assert [row.finding.code for row in story.findings] == ["DDP302"]
+    events = Events(result.run_dir)
+    events.poll()
+    assert [row.finding.code for row in events.findings] == ["DDP302"]
     again = doctor.cli("report", "--json", str(result.run_dir))
     assert [json.loads(line)["code"] for line in again.stdout.splitlines()] == ["DDP302"]
 

@@ -8,7 +8,7 @@ from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.opening import integer
 from ddpdoctor.run import rundir
 from ddpdoctor.run.reader import read_manifest
-from ddpdoctor.top import story
+from ddpdoctor.top import events
 from ddpdoctor.top.pages import Pages
 from ddpdoctor.top.source import Source
 
@@ -50,7 +50,7 @@ def live_runs() -> list[RunChoice]:
             RunChoice(
                 id=str(manifest.get("id") or path.name),
                 path=str(path),
-                command=story.job(manifest),
+                command=events.job(manifest),
                 started=None if started is None else started / 1e9,
                 ranks=len(pages.ranks),
             )

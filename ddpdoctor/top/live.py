@@ -19,14 +19,14 @@ from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.reader import read_manifest
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.status import Phase, Status
-from ddpdoctor.top import hardware, story, verdict
+from ddpdoctor.top import events, hardware, verdict
+from ddpdoctor.top.events import Events
 from ddpdoctor.top.live_rank import LiveRank, series
 from ddpdoctor.top.pages import Ages, Pages
 from ddpdoctor.top.silence import STOPPED, Silence
 from ddpdoctor.top.snapshot import Gpu, RankRow, Snapshot, Verdict
 from ddpdoctor.top.source import Want
 from ddpdoctor.top.stderr import Stderr, clean
-from ddpdoctor.top.story import Story
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class LiveSource:
         self._pages = Pages(path)
         self._gpus = hardware.GpuFiles(path)
         self._stderr = Stderr(path)
-        self._story = Story(path)
+        self._events = Events(path)
         self._meter = hardware.Meter()
         self._ages = Ages()
         self._silence = Silence()
@@ -94,7 +94,7 @@ class LiveSource:
         now, ticks = time.time_ns(), time.monotonic()
         self._look(ticks)
         self._broken.clear()
-        self._part("events", self._story.poll)
+        self._part("events", self._events.poll)
         resting = self._resting(want)
         pages = self._pages.read(resting)
         self._part("the output", self._stderr.read)
@@ -152,7 +152,7 @@ class LiveSource:
         shown = {rank for rank, known in self._ranks.items() if known.row is not None}
         if want.ranks is None or len(shown) < MANY or not self.live:
             return frozenset()
-        over = {rank for rank, restart in self._story.exits if restart == self._attempt}
+        over = {rank for rank, restart in self._events.exits if restart == self._attempt}
         unseen = shown - want.ranks - over
         return frozenset(rank for rank in unseen if rank % 2 == self._turn)
 
@@ -203,7 +203,7 @@ class LiveSource:
             reserved=status.reserved,
             peak=status.peak,
             gpu=devices.get(status.gpu) if status.gpu else None,
-            debug_port=self._story.port(rank),
+            debug_port=self._events.port(rank),
             output=self._stderr.of(rank, local, here) if wanted else (),
         )
         if state not in ("ended", "dead"):
@@ -223,7 +223,7 @@ class LiveSource:
         self, rank: int, known: LiveRank, status: Status, heartbeat: float
     ) -> tuple[str, str]:
         """A rank's state, and the words to it."""
-        ending = self._story.exits.get((rank, status.restart))
+        ending = self._events.exits.get((rank, status.restart))
         over = status.phase is Phase.ENDED
         if ending is not None:
             code = ending.status
@@ -232,16 +232,16 @@ class LiveSource:
             # An uncaught exception ends the interpreter in order, too. What comes after the end of
             # its script otherwise is not training.
             if over and known.error is None and (code or 0) <= 0:
-                return "ended", story.died(ending, None)
-            return "dead", story.died(ending, known.error)
+                return "ended", events.died(ending, None)
+            return "dead", events.died(ending, known.error)
         if over and known.error is None:
             return "ended", ""
         if self._gone and not over:
             # The job may well live on: a directory that was removed says nothing of it.
             return "stale", "no more is known of it"
         if over or not self.live:
-            return "dead", story.died(None, known.error)
-        debugged = self._story.debugged(rank)
+            return "dead", events.died(None, known.error)
+        debugged = self._events.debugged(rank)
         if debugged:
             return "debugger", debugged
         if heartbeat > STALE and status.beat is not None:
@@ -259,9 +259,9 @@ class LiveSource:
         nvml: str,
         now: int,
     ) -> Snapshot:
-        events = self._story
+        seen = self._events
         started = integer(self._manifest, "started") or None
-        until = events.ended if events.ended is not None and not self.live else now
+        until = seen.ended if seen.ended is not None and not self.live else now
         opened = (known.opened for known in self._ranks.values())
         snapshot = Snapshot(
             time=until / 1e9,
@@ -269,18 +269,18 @@ class LiveSource:
             verdict=Verdict(""),
             run=str(self._manifest.get("id") or self.path.name),
             path=str(self.path),
-            command=story.command(self._manifest),
+            command=events.command(self._manifest),
             started=None if started is None else started / 1e9,
             live=self.live,
-            exit_status=None if self.live else events.status,
+            exit_status=None if self.live else seen.status,
             world_size=max((status.world_size for status in pages.values()), default=None),
             gpus=found,
             machine=self._meter.read(),
-            findings=events.findings,
+            findings=seen.findings,
             output=self._stderr.lines,
             nvml=nvml,
             gone=self._gone,
-            environment=story.environment(
+            environment=events.environment(
                 self._manifest, next((each for each in opened if each is not None), None)
             ),
         )
@@ -288,13 +288,13 @@ class LiveSource:
         facts = verdict.Facts(
             live=self.live,
             exit_status=snapshot.exit_status,
-            asked=events.asked,
+            asked=seen.asked,
             world_size=snapshot.world_size,
             since_start=None if started is None else max(0.0, (until - started) / 1e9),
             died=self._died({row.rank for row in rows if row.state == "dead"}),
             seen=min((len(recent) for recent in timed), default=0),
-            held=events.held,
-            findings=events.findings,
+            held=seen.held,
+            findings=seen.findings,
         )
         snapshot = verdict.judged(snapshot, rows, facts, self._judge)
         return replace(snapshot, notes=self._notes(pages))
@@ -309,7 +309,7 @@ class LiveSource:
         """These ranks, the one that died first first."""
         ends = {
             rank: record.time
-            for (rank, restart), record in self._story.exits.items()
+            for (rank, restart), record in self._events.exits.items()
             if restart == self._attempt
         }
         # Who raised first is the cause, even if its process was reaped after those of its victims.
@@ -336,13 +336,13 @@ class LiveSource:
             notes.append(f"the status page of rank {rank} cannot be read{more}: {why}")
         if self._pages.left_out:
             notes.append(f"{self._pages.left_out} more ranks are left out")
-        if self._story.unread:
-            notes.append(f"left out: {self._story.unread}")
+        if self._events.unread:
+            notes.append(f"left out: {self._events.unread}")
         mute = sum(status.unwritten for status in pages.values())
         if mute:
             notes.append(f"{mute} of {len(pages)} ranks cannot write their records: disk full?")
-        if self._story.left_out:
-            notes.append(f"{self._story.left_out} older findings are left out")
+        if self._events.left_out:
+            notes.append(f"{self._events.left_out} older findings are left out")
         if self._broken:
             notes.append(words(self._broken))
         return tuple(clean(note) for note in notes)

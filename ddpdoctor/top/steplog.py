@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +33,6 @@ _FAST = re.compile(
 
 _DURATIONS = ("data", "forward", "backward", "optimizer", "other", "wait")
 _STEP_LINE = b'{"kind":"step"'
-_ERROR_LINE = b'{"kind":"error"'
 
 _LONGEST = 1 << 10
 """Bytes of a step; what is longer is none."""
@@ -80,46 +80,60 @@ def parse(line: bytes) -> StepLine | None:
             None if epoch is None else int(epoch),
         )
     short = line.startswith(_STEP_LINE) and len(line) <= _LONGEST
-    told = _record(line, opening.MOST_EXPANDED) if short else {}
-    step = integer(told, "step", -1)
+    record = _json(line, opening.MOST_EXPANDED) if short else {}
+    step = integer(record, "step", -1)
     if step < 0:
         return None
-    numbers = [integer(told, name) for name in _DURATIONS]
-    cores = integer(told, "cpu"), integer(told, "waited")
+    numbers = [integer(record, name) for name in _DURATIONS]
+    cores = integer(record, "cpu"), integer(record, "waited")
     if min(numbers) < 0:
         return None
-    epoch = integer(told, "epoch", -1)
-    parts = Parts._make((step, *numbers, told.get("split") is True, *cores))
-    return StepLine(parts, integer(told, "start"), None if epoch < 0 else epoch)
+    epoch = integer(record, "epoch", -1)
+    parts = Parts._make((step, *numbers, record.get("split") is True, *cores))
+    return StepLine(parts, integer(record, "start"), None if epoch < 0 else epoch)
 
 
-def _open(path: Path) -> int | None:
-    try:
-        return opening.opened(path)
-    except OSError:
-        return None
+class _File:
+    """A file that others write; what cannot be read of it is empty."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    @property
+    def size(self) -> int:
+        """Bytes that there are."""
+        try:
+            return os.fstat(self._descriptor).st_size
+        except OSError:
+            return 0
+
+    def read(self, size: int, offset: int) -> bytes:
+        """Bytes from a place on."""
+        try:
+            return os.pread(self._descriptor, size, max(0, offset))
+        except OSError:
+            return b""
 
 
-def _pread(descriptor: int, size: int, offset: int) -> bytes:
-    try:
-        return os.pread(descriptor, size, offset)
-    except OSError:
-        return b""
+@contextlib.contextmanager
+def _opened(*paths: Path) -> Iterator[list[_File]]:
+    """Those files that can be opened."""
+    with contextlib.ExitStack() as stack:
+        files = []
+        for path in paths:
+            with contextlib.suppress(OSError):
+                descriptor = opening.opened(path)
+                stack.callback(os.close, descriptor)
+                files.append(_File(descriptor))
+        yield files
 
 
-def _size(descriptor: int) -> int:
-    try:
-        return os.fstat(descriptor).st_size
-    except OSError:
-        return 0
-
-
-def _lines_before(descriptor: int, end: int, count: int) -> list[StepLine]:
+def _lines_before(file: _File, end: int, count: int) -> list[StepLine]:
     """The last ``count`` steps whose lines end before byte ``end``, oldest first."""
     size = count * _LINE + 4096
     while True:
         begin = max(0, end - size)
-        lines = _pread(descriptor, end - begin, begin).split(b"\n")
+        lines = file.read(end - begin, begin).split(b"\n")
         # The last is torn, or empty; the first may have lost its beginning.
         lines = lines[0 if begin == 0 else 1 : -1]
         found = [line for line in lines if line.startswith(_STEP_LINE)]
@@ -147,29 +161,25 @@ class StepTail:
 
     def poll(self) -> None:
         """Take in what is new, and of that no more than is kept."""
-        descriptor = _open(self._path)
-        if descriptor is None:
-            return
-        try:
-            self._poll(descriptor)
-        finally:
-            os.close(descriptor)
+        with _opened(self._path) as files:
+            for file in files:
+                self._take(self._fresh(file))
 
-    def _poll(self, descriptor: int) -> None:
-        number = segment_number(_pread(descriptor, SEGMENT_SIZE, 0)) or 0
-        size = _size(descriptor)
+    def _fresh(self, file: _File) -> list[StepLine]:
+        """The steps of whole lines that have not been read."""
+        number, size = segment_number(file.read(SEGMENT_SIZE, 0)) or 0, file.size
         if number != self._segment or size < self._offset:
             self._segment, self._offset = number, 0
         if size - self._offset > self.keep * _LINE + 4096:
-            fresh = _lines_before(descriptor, size, self.keep)
-            tail = _pread(descriptor, min(size, 65536), max(0, size - 65536))
+            tail = file.read(min(size, 65536), size - 65536)
             self._offset = size - (len(tail) - tail.rfind(b"\n") - 1)
-        else:
-            data = _pread(descriptor, size - self._offset, self._offset)
-            whole = data.rfind(b"\n") + 1
-            self._offset += whole
-            lines = data[:whole].split(b"\n")
-            fresh = [step for line in lines if (step := parse(line)) is not None]
+            return _lines_before(file, size, self.keep)
+        data = file.read(size - self._offset, self._offset)
+        whole = data.rfind(b"\n") + 1
+        self._offset += whole
+        return [step for line in data[:whole].split(b"\n") if (step := parse(line)) is not None]
+
+    def _take(self, fresh: list[StepLine]) -> None:
         last = self.steps[-1].parts.number if self.steps else -1
         if fresh and fresh[0].parts.number > last + 1:
             # What lies in between was skipped, or is in the segment before.
@@ -194,47 +204,32 @@ class StepLog:
 
     def span(self) -> tuple[int, int] | None:
         """The first and the last step there are; None if there is none."""
-        first = last = None
-        with contextlib.ExitStack() as stack:
-            for descriptor in self._opened(stack):
-                size = _size(descriptor)
-                begin = _step_from(descriptor, 0, size)
-                if begin is not None and first is None:
-                    first = begin[1]
-                end = _lines_before(descriptor, size, 1)
-                if end:
-                    last = end[-1].parts.number
-        return None if first is None or last is None else (first, last)
+        numbers: list[int] = []
+        with _opened(*self._paths) as files:
+            for file in files:
+                first = _step_from(file, 0, file.size)
+                numbers += [] if first is None else [first[1]]
+                numbers += [step.parts.number for step in _lines_before(file, file.size, 1)]
+        return (numbers[0], numbers[-1]) if numbers else None
 
     def until(self, number: int, count: int) -> list[StepLine]:
         """The last ``count`` steps up to step ``number``, oldest first."""
         found: list[StepLine] = []
-        with contextlib.ExitStack() as stack:
-            for descriptor in reversed(self._opened(stack)):
-                place = _place(descriptor, number)
+        with _opened(*self._paths) as files:
+            for file in reversed(files):
+                place = _place(file, number) if len(found) < count else 0
                 if place:
-                    found = _lines_before(descriptor, place, count - len(found)) + found
-                if len(found) >= count:
-                    break
+                    found = _lines_before(file, place, count - len(found)) + found
         return [step for step in found if step.parts.number <= number]
 
-    def _opened(self, stack: contextlib.ExitStack) -> list[int]:
-        descriptors = []
-        for path in self._paths:
-            descriptor = _open(path)
-            if descriptor is not None:
-                stack.callback(os.close, descriptor)
-                descriptors.append(descriptor)
-        return descriptors
 
-
-def _step_from(descriptor: int, offset: int, end: int) -> tuple[int, int, int] | None:
+def _step_from(file: _File, offset: int, end: int) -> tuple[int, int, int] | None:
     """The first step's line that begins at or after a byte: where, its number, where it ends."""
     # A line begins where the byte before it is a newline.
     at = max(0, offset - 1)
     data = b""
     while at + len(data) < end and len(data) < _MOST:
-        data += _pread(descriptor, 4096 if not data else len(data), at + len(data)) or b""
+        data += file.read(4096 if not data else len(data), at + len(data))
         begin = 0 if offset == 0 else data.find(b"\n") + 1
         while begin > 0 or (begin == 0 and offset == 0):
             newline = data.find(b"\n", begin)
@@ -249,12 +244,12 @@ def _step_from(descriptor: int, offset: int, end: int) -> tuple[int, int, int] |
     return None
 
 
-def _place(descriptor: int, number: int) -> int:
+def _place(file: _File, number: int) -> int:
     """The byte behind the line of the last step up to ``number``; 0 if there is none."""
-    low, high, place = 0, _size(descriptor), 0
+    low, high, place = 0, file.size, 0
     while low < high:
         middle = (low + high) // 2
-        found = _step_from(descriptor, middle, high)
+        found = _step_from(file, middle, high)
         if found is None or found[1] > number:
             high = middle
         else:
@@ -264,10 +259,10 @@ def _place(descriptor: int, number: int) -> int:
 
 def head(path: Path, most: int) -> OpenRecord | None:
     """A journal's ``open`` record; None if it is not there yet, or takes more memory."""
-    for line in _read(path, 65536).split(b"\n")[:8]:
-        if line.startswith(b'{"kind":"open"'):
-            return decoder(OpenRecord)(_record(line, most))
-    return None
+    with _opened(path) as files:
+        lines = [line for file in files for line in file.read(65536, 0).split(b"\n")[:8]]
+    found = next((line for line in lines if line.startswith(b'{"kind":"open"')), None)
+    return None if found is None else decoder(OpenRecord)(_json(found, most))
 
 
 def last_error(path: Path, most: int) -> ErrorRecord | None:
@@ -275,32 +270,20 @@ def last_error(path: Path, most: int) -> ErrorRecord | None:
 
     One that takes more than ``most`` bytes of memory is none.
     """
-    descriptor = _open(path)
-    if descriptor is None:
-        return None
-    try:
-        size = _size(descriptor)
-        data = _pread(descriptor, 1 << 18, max(0, size - (1 << 18)))
-    finally:
-        os.close(descriptor)
-    lines = [line for line in data.split(b"\n") if line.startswith(_ERROR_LINE)]
-    found = _record(lines[-1], most) if lines else {}
+    with _opened(path) as files:
+        lines = [
+            line
+            for file in files
+            for line in file.read(1 << 18, file.size - (1 << 18)).split(b"\n")
+            if line.startswith(b'{"kind":"error"')
+        ]
+    found = _json(lines[-1], most) if lines else {}
     return decoder(ErrorRecord)(found) if found else None
 
 
-def _read(path: Path, size: int) -> bytes:
-    descriptor = _open(path)
-    if descriptor is None:
-        return b""
+def _json(line: bytes, most: int) -> JsonObject:
     try:
-        return _pread(descriptor, size, 0)
-    finally:
-        os.close(descriptor)
-
-
-def _record(line: bytes, most: int) -> JsonObject:
-    try:
-        told = opening.loads(line) if opening.expanded(line) <= most else {}
+        found = opening.loads(line) if opening.expanded(line) <= most else {}
     except ValueError:
         return {}
-    return told if isinstance(told, dict) else {}
+    return found if isinstance(found, dict) else {}

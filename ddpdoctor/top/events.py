@@ -1,4 +1,4 @@
-"""What the supervisor told of a run: findings, how ranks ended, who is in the debugger, the end."""
+"""What the supervisor reports of a run: findings, how ranks ended, debuggers, the job's end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MOST_FINDINGS = 500
 _IN_DEBUGGER = ("attached", "running", "stopped", "waits")
 
 
-class Story:
+class Events:
     """Reads the supervisor's journal as it grows.
 
     Args:
@@ -48,19 +48,19 @@ class Story:
         self._taken = 0
         self._findings: deque[tuple[int, FindingRow]] = deque(maxlen=MOST_FINDINGS)
         self.findings: tuple[FindingRow, ...] = ()
-        """What was found and stands, oldest first."""
+        """What was found and not withdrawn, oldest first."""
         self.left_out = 0
         """How many findings are too old to be kept."""
         self.exits: dict[tuple[int, int], RankExitRecord] = {}
         """How processes ended, by rank and attempt."""
         self.debug: dict[int, DebugRecord] = {}
-        """The newest word on each rank's debugger."""
+        """What each rank's debugger did last."""
         self.status: int | None = None
         """The job's exit status."""
         self.ended: int | None = None
         """Unix nanoseconds at which it ended."""
         self.asked = False
-        """Whether somebody asked the job to stop."""
+        """Whether the job was asked to stop."""
 
     def poll(self) -> None:
         """Take in what is new."""
@@ -162,14 +162,12 @@ def job(manifest: Mapping[str, object]) -> str:
 
 def environment(manifest: Mapping[str, object], opened: OpenRecord | None) -> dict[str, str]:
     """Versions and launch settings, in words."""
-    told: dict[str, str] = {}
-    versions = manifest.get("versions")
-    for each in (versions, opened.versions if opened is not None else None):
+    facts: dict[str, str] = {}
+    for each in (manifest.get("versions"), opened.versions if opened is not None else None):
         if isinstance(each, Mapping):
-            told |= {str(name): str(value) for name, value in each.items() if value}
+            facts |= {str(name): str(value) for name, value in each.items() if value}
     if opened is not None and opened.backend:
-        told["backend"] = opened.backend
-    told |= {
-        name: str(manifest[name]) for name in ("launcher", "host", "cwd") if manifest.get(name)
-    }
-    return {name: clean(value) for name, value in told.items()}
+        facts["backend"] = opened.backend
+    names = ("launcher", "host", "cwd")
+    facts |= {name: str(manifest[name]) for name in names if manifest.get(name)}
+    return {name: clean(value) for name, value in facts.items()}
