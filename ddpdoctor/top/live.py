@@ -18,6 +18,7 @@ from ddpdoctor.run import rundir
 from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.reader import read_manifest
 from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.supervisor import RankExitRecord
 from ddpdoctor.run.status import Phase, Status
 from ddpdoctor.top import events, hardware, verdict
 from ddpdoctor.top.events import Events
@@ -223,17 +224,10 @@ class LiveSource:
         self, rank: int, known: LiveRank, status: Status, heartbeat: float
     ) -> tuple[str, str]:
         """A rank's state, and the words to it."""
-        ending = self._events.exits.get((rank, status.restart))
         over = status.phase is Phase.ENDED
+        ending = self._events.exits.get((rank, status.restart))
         if ending is not None:
-            code = ending.status
-            if code == 0 or (code is None and over):
-                return "ended", ""
-            # An uncaught exception ends the interpreter in order, too. What comes after the end of
-            # its script otherwise is not training.
-            if over and known.error is None and (code or 0) <= 0:
-                return "ended", events.died(ending, None)
-            return "dead", events.died(ending, known.error)
+            return _ended(ending, known, over)
         if over and known.error is None:
             return "ended", ""
         if self._gone and not over:
@@ -346,3 +340,15 @@ class LiveSource:
         if self._broken:
             notes.append(words(self._broken))
         return tuple(clean(note) for note in notes)
+
+
+def _ended(ending: RankExitRecord, known: LiveRank, over: bool) -> tuple[str, str]:
+    """The state of a rank whose process has ended, and the words to it."""
+    code = ending.status
+    if code == 0 or (code is None and over):
+        return "ended", ""
+    # An uncaught exception ends the interpreter in order, too. What else comes after the end of the
+    # script is not training.
+    if over and known.error is None and (code or 0) <= 0:
+        return "ended", events.died(ending, None)
+    return "dead", events.died(ending, known.error)

@@ -174,15 +174,7 @@ def _stale(rows: Sequence[RankRow], facts: Facts) -> Verdict | None:
 
 def _stuck(rows: Sequence[RankRow], facts: Facts) -> Verdict | None:
     """Ranks that stay in a collective, and the one they wait for."""
-    usual = facts.usual
-    patience = STUCK_FIRST if usual is None else max(STUCK, MANY_STEPS * usual.total)
-    waiting = [
-        row
-        for row in rows
-        if row.state == "running"
-        and row.phase in ("wait", "backward")
-        and (row.since or 0) >= patience
-    ]
+    waiting = _in_a_collective(rows, facts.usual)
     if not waiting or len(rows) < 2:
         return None
     held = {row.rank for row in waiting}
@@ -190,25 +182,40 @@ def _stuck(rows: Sequence[RankRow], facts: Facts) -> Verdict | None:
     if len(others) > len(waiting):
         return None
     age = min(row.since or 0.0 for row in waiting)
-    who, what = _waiting(waiting, len(rows)), _collectives(waiting)
-    text = f"{who} in {what} for {units.duration(age)}"
+    who, what, how_long = _waiting(waiting, len(rows)), _collectives(waiting), units.duration(age)
+    text = f"{who} in {what} for {how_long}"
     if others:
         last = max(others, key=lambda row: row.since or 0.0)
-        text += f", for {_named(others)}"
-        if len(others) == 1:
-            began = last.state != "starting"
-            text += (
-                f", which is in {last.phase}{_place(last)}" if began else ", which has not begun"
-            )
+        text += f", for {_named(others)}{_where(last) if len(others) == 1 else ''}"
         return _verdict(text, "warning" if age >= LONG else "info", last)
     left = [row for row in rows if row.state == "ended"]
     if left:
-        verb = "have" if len(left) > 1 else "has"
-        return _verdict(f"{text}; {_named(left)} {verb} already ended", "error", left[0])
-    if len({row.collective or row.phase for row in waiting}) > 1:
-        text = f"{who} for {units.duration(age)}, not in the same call: {what}"
-        return _verdict(text, "error")
+        return _verdict(f"{text}; {_named(left)} {_has(left)} already ended", "error", left[0])
+    if _calls_differ(waiting):
+        return _verdict(f"{who} for {how_long}, not in the same call: {what}", "error")
     return _verdict(text, "error" if age >= LONG else "warning")
+
+
+def _calls_differ(waiting: Sequence[RankRow]) -> bool:
+    return len({row.collective or row.phase for row in waiting}) > 1
+
+
+def _has(rows: Sequence[RankRow]) -> str:
+    return "have" if len(rows) > 1 else "has"
+
+
+def _in_a_collective(rows: Sequence[RankRow], usual: Times | None) -> list[RankRow]:
+    """The ranks that have been in a collective for long."""
+    patience = STUCK_FIRST if usual is None else max(STUCK, MANY_STEPS * usual.total)
+    running = [row for row in rows if row.state == "running" and (row.since or 0) >= patience]
+    return [row for row in running if row.phase in ("wait", "backward")]
+
+
+def _where(row: RankRow) -> str:
+    """What the rank does that the others wait for."""
+    if row.state == "starting":
+        return ", which has not begun"
+    return f", which is in {row.phase}{_place(row)}"
 
 
 def _quiet(rows: Sequence[RankRow], facts: Facts) -> Verdict | None:
@@ -281,26 +288,27 @@ def _straggler(timed: dict[int, Times]) -> Verdict | None:
         return None
     # Ranks that are as slow are no victims: the others would wait for them just the same.
     slow = sorted(rank for rank in timed if own[rank] > own[worst] - gap / 2)
-    others = [rank for rank in timed if rank not in slow]
-    gap = own[worst] - middle(own[rank] for rank in others)
+    rest = [rank for rank in timed if rank not in slow]
+    gap = own[worst] - middle(own[rank] for rank in rest)
     names = [name for name in PHASE_NAMES if split or name != "backward"]
-    phases = {_slowest_phase(timed[rank], [timed[each] for each in others], names) for rank in slow}
+    phases = _slow_phases([timed[rank] for rank in slow], [timed[rank] for rank in rest], names)
+    return _slow_ranks(slow, gap, gap / total, phases)
+
+
+def _slow_phases(slow: Sequence[Times], rest: Sequence[Times], names: Sequence[str]) -> set[str]:
+    """The phases in which slow ranks exceed the rest most."""
+    usual = {name: middle(getattr(each, name) for each in rest) for name in names}
+    return {max(names, key=lambda name: getattr(each, name) - usual[name]) for each in slow}
+
+
+def _slow_ranks(slow: Sequence[int], gap: float, share: float, phases: set[str]) -> Verdict:
     who = named(slow)
     who = who if len(who) <= 30 else f"{len(slow)} ranks"
     verb, whose = ("hold", "their") if len(slow) > 1 else ("holds", "its")
-    text = f"{who} {verb} the others up by {units.duration(gap)} a step ({gap / total:.0%})"
-    where = f", in {whose} {phases.pop()}" if len(phases) == 1 else ""
+    text = f"{who} {verb} the others up by {units.duration(gap)} a step ({share:.0%})"
+    where = f", in {whose} {PHASE_NAMES[phases.pop()]}" if len(phases) == 1 else ""
     # Of equally slow ranks always the same one comes first, so that nothing jumps.
     return Verdict(text + where, "warning", slow[0])
-
-
-def _slowest_phase(mine: Times, others: Sequence[Times], names: Sequence[str]) -> str:
-    """The phase in which a rank exceeds the others most."""
-
-    def surplus(name: str) -> float:
-        return float(getattr(mine, name)) - middle(getattr(each, name) for each in others)
-
-    return PHASE_NAMES[max(names, key=surplus)]
 
 
 def _data_bound(timed: Sequence[Times]) -> Verdict | None:

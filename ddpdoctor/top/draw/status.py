@@ -73,6 +73,15 @@ def _facts(snapshot: Snapshot, view: View) -> Iterator[str]:
     serious = sum(row.finding.severity >= 2 for row in snapshot.findings)
     if serious:
         yield f"{units.count(serious, 'finding')} (f)"
+    yield from _of_the_view(snapshot, view)
+    if ranks:
+        yield f"{len(ranks)} ranks"
+        if not dropped:
+            yield "dropped 0"
+
+
+def _of_the_view(snapshot: Snapshot, view: View) -> Iterator[str]:
+    """What is shown, and how."""
     if view.filter and not view.typing:
         yield f"filter {view.filter}"
     yield snapshot.nvml or ("nvml ok" if snapshot.gpus else "no GPU")
@@ -82,10 +91,6 @@ def _facts(snapshot: Snapshot, view: View) -> Iterator[str]:
         yield f"to {view.recording}"
     if view.sort != "own" or view.reverse:
         yield f"by {view.sort}{' reversed' if view.reverse else ''}"
-    if ranks:
-        yield f"{len(ranks)} ranks"
-        if not dropped:
-            yield "dropped 0"
 
 
 def keys(scene: Scene) -> Line:
