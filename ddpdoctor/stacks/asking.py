@@ -139,7 +139,7 @@ class Asking:
                 os.write(pipe, b"\n")
                 asked = True
             # It sleeps although there is a request, so it waits for the GIL. If all it wanted were
-            # a core, it would not sleep; a wait for the disk has a state of its own.
+            # a core, it would not sleep; a wait for the disk shows as another state.
             if thread.letter == "S" and thread.wchan in ("", "futex"):
                 waits = waits or _Patience(declared.pid)
                 if waits.over(GIL_HELD):
