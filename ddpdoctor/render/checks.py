@@ -142,7 +142,7 @@ class Progress:
         self._write(f"\r\x1b[K{text}")
 
     def _write(self, text: str) -> None:
-        # Nobody may read it any more: that is no reason to end the checks.
+        # The reader may be gone: that is no reason to end the checks.
         with contextlib.suppress(OSError):
             self._stream.write(text)
             self._stream.flush()

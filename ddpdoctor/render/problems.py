@@ -14,7 +14,7 @@ from ddpdoctor.run.reported import Withdrawn
 
 
 def line(finding: Finding, script: str) -> str:
-    """The line; a finding without a place of its own stands at the top of the ``script``."""
+    """The line; one of a finding without a place stands at the top of the ``script``."""
     message = _without_place(finding.message, finding.location)
     text = " ".join(f"{message}. {finding.fix}".split())
     return shown(f"{_place(finding, script)}: {finding.severity.label} {finding.code} {text}")

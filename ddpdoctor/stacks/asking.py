@@ -154,23 +154,23 @@ class Asking:
         if not (written.startswith(b"{") and written.endswith(b"\n")):
             return False
         try:
-            told = opening.loads(written.splitlines()[-1])
-            threads = [self._thread(each) for each in told["threads"]]
-            self.world_size = integer(told, "world_size")
+            answer = opening.loads(written.splitlines()[-1])
+            threads = [self._thread(each) for each in answer["threads"]]
+            self.world_size = integer(answer, "world_size")
         except (ValueError, LookupError, TypeError, OverflowError):
             return False
         self.threads = _main_first(threads)
         return True
 
-    def _thread(self, told: JsonObject) -> Thread:
+    def _thread(self, answer: JsonObject) -> Thread:
         frames = [
             Frame(at(str(path), self._declared.cwd), int(line), str(function))
-            for path, line, function in reversed(told["frames"])
+            for path, line, function in reversed(answer["frames"])
         ]
-        name = MAIN if told["main"] else str(told["name"])
-        cut = (CUT,) if told["cut"] else ()
-        awaited = told.get("daemon") is False and not told["main"]
-        return Thread(int(told["ident"]), name, False, (*cut, *frames), awaited)
+        name = MAIN if answer["main"] else str(answer["name"])
+        cut = (CUT,) if answer["cut"] else ()
+        awaited = answer.get("daemon") is False and not answer["main"]
+        return Thread(int(answer["ident"]), name, False, (*cut, *frames), awaited)
 
     def _ask_faulthandler(self, file: int) -> Iterator[None]:
         declared = self._declared

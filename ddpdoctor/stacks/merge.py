@@ -63,7 +63,7 @@ def odd_ones(mains: dict[int, tuple[Frame, ...]]) -> tuple[frozenset[int], int]:
     """The ranks that are elsewhere than most, and the number of different places.
 
     Two ranks are in the same place if the user's frames of their stacks are equal; what libraries
-    do below them may differ. Nobody is odd where no place has more than half of the ranks.
+    do below them may differ. No rank is odd where no place has more than half of the ranks.
     """
     places: dict[tuple[Frame, ...], list[int]] = defaultdict(list)
     for rank, frames in mains.items():

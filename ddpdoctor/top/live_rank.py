@@ -65,7 +65,7 @@ class LiveRank:
         return list(self._tail.seconds)
 
     def rest(self, ticks: float) -> None:
-        """Follow the journal no more if nobody looks at its steps."""
+        """Stop following the journal once its steps are not looked at."""
         if ticks - self._looked_at > _DROP:
             self._tail = None
 

@@ -29,7 +29,7 @@ class Source(Protocol):
         """Seconds between frames that are worth asking for."""
 
     def read(self, want: Want) -> Snapshot:
-        """The present frame; may take a while, so call it in a thread of its own.
+        """The present frame; may take a while, so call it in a separate thread.
 
         Raises:
             DoctorError: There is nothing to show, and there will not be.

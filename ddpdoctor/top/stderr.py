@@ -65,7 +65,7 @@ class Stderr:
         self._marked = {key: tuple(lines) for key, lines in marked.items()}
 
     def of(self, rank: int, local_rank: int | None, here: bool) -> tuple[str, ...]:
-        """A rank's lines: torch marks them by rank, torchrun by the local rank of its own node."""
+        """A rank's lines: torch marks them by rank, torchrun by the local rank on its node."""
         by_rank = self._marked.get(("rank", rank), ())
         if local_rank is None or not here:
             return by_rank
