@@ -1,6 +1,6 @@
 """The statement by which a rank skipped a batch, left a loop, or began no further epoch.
 
-Told by the source, and by the lines at which the rank went forward and backward.
+Known from the source, and from the lines at which the rank went forward and backward.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ def examine(
     Args:
         run: The snapshot.
         rules: What to look for.
-        failed: Told of a rule that cannot read the run; without it its exception is raised.
+        failed: Called with a rule that cannot read the run; without it its exception is raised.
     """
     found: dict[object, Finding] = {}
     for each in rules:

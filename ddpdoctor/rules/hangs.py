@@ -105,7 +105,7 @@ def _finding(leaver: Rank, wanting: list[Rank]) -> Finding:
 
 
 def _ended_well(rank: Rank, run: Run) -> bool:
-    """Whether nothing that the rank told says otherwise, its exit status not yet being known."""
+    """Whether nothing that the rank reported says otherwise; its exit status is not known yet."""
     if any(call.status for call in rank.records.of(ExitRecord)) or rank.records.of(ErrorRecord):
         return False
     stopped = run.stopped_at

@@ -96,7 +96,7 @@ def _group(rank: Rank, number: int) -> tuple[int, ...]:
 
 
 def _settled(run: Run, rank: Rank, found: dict[int, NoGradientRecord]) -> bool:
-    """Whether a rank would have told by now that it missed a gradient, too."""
+    """Whether a rank would have reported by now that it missed a gradient, too."""
     if run.exit_status is not None or rank.ended is not None or rank.status is None:
         return True
     last = max((record.step for record in found.values()), default=0)

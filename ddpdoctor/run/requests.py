@@ -101,7 +101,7 @@ class Suspicion(NamedTuple):
     steps: int
     module: int
     tensors: tuple[int, ...]
-    """Places among the names that the ranks told of the module."""
+    """Places among the names that the ranks reported for the module."""
 
 
 class SuspicionWriter:
@@ -120,7 +120,7 @@ class SuspicionWriter:
         self._sequence = 0
 
     def write(self, suspicion: Suspicion) -> None:
-        """Tell the ranks; what was told before holds no more."""
+        """Ask the ranks; what was asked before no longer holds."""
         tensors = suspicion.tensors[:MOST_SUSPECTS]
         padded = (*tensors, *(0,) * (MOST_SUSPECTS - len(tensors)))
         # Odd while the rest is being written, and another number afterwards.
