@@ -50,33 +50,35 @@ def lines_of(
         constant: Whether what is looked for took in something that is not finite and was computed
             by nobody: a constant, perhaps.
     """
-    found: list[tuple[Location, str]] = []
-    for site, before in ((forward, False), (backward, True)):
-        if site is None:
-            continue
-        tree = tree_of(site.path, changed(site.path))
-        function = _around(tree, site.line) if tree is not None else None
-        if function is None:
-            continue
-        other = backward if site is forward else forward
-        together = other is not None and other.path == site.path
-        together = together and other is not None and _holds(function, other.line)
-        first = site.line if not before else 0
-        last = site.line - 1 if before else 1 << 62
-        if together and other is not None:
-            first, last = (first, other.line - 1) if not before else (other.line, last)
-        for line, text in _lines(function, operations):
-            place = Location(site.path, line), text
-            if first <= line <= last:
-                found.append(place)
-        if together:
-            break
+    found = _candidates(operations, forward, backward)
     if order is not None and order[1] == len(found):
         # All of them ran, and nothing else did the same: they ran in their order.
         return [found[order[0]][0]]
     lines = list(dict.fromkeys(place for place, _ in found))
     literal = [place for place, text in found if constant and _CONSTANT.search(text)]
     return literal if len(literal) == 1 and len(lines) > 1 else lines
+
+
+def _candidates(
+    operations: Collection[str], forward: Location | None, backward: Location | None
+) -> list[tuple[Location, str]]:
+    """The lines between the two, as often as they do one of the operations, with their text."""
+    found: list[tuple[Location, str]] = []
+    for site, other in ((forward, backward), (backward, forward)):
+        tree = tree_of(site.path, changed(site.path)) if site is not None else None
+        if site is None or tree is None:
+            continue
+        function = _around(tree, site.line)
+        first = forward.line if forward and _stands_in(forward, function, site.path) else 0
+        last = backward.line if backward and _stands_in(backward, function, site.path) else 1 << 62
+        found += [
+            (Location(site.path, line), text)
+            for line, text in _lines(function, operations)
+            if first <= line < last
+        ]
+        if other is not None and _stands_in(other, function, site.path):
+            break
+    return found
 
 
 def _around(tree: ast.Module, line: int) -> Function:
@@ -89,6 +91,10 @@ def _around(tree: ast.Module, line: int) -> Function:
 
 def _holds(function: Function, line: int) -> bool:
     return isinstance(function, ast.Module) or function.lineno <= line <= (function.end_lineno or 0)
+
+
+def _stands_in(place: Location, function: Function, path: str) -> bool:
+    return place.path == path and _holds(function, place.line)
 
 
 def _lines(function: Function, operations: Collection[str]) -> Iterator[tuple[int, str]]:

@@ -250,17 +250,27 @@ def _rank_ending(
         return _exit_call(rank.rank, call) if thread is None else _exception(rank.rank, thread)
     if status is None:
         return None
-    # An end that nobody saw happen is dated by the last sign of life.
+    # An end that was not observed is dated by the last sign of life.
     seen = rank.exit is not None and rank.exit.status is not None
     when = rank.exit.time if rank.exit is not None and seen else rank.status.since
-    if status > 0:
-        shown = rank.records.first(ShownErrorRecord)
-        if shown is not None:
-            return _exception(rank.rank, shown, status)
-        text = f"exit status {status} without an exception"
-        return Ending(
-            rank.rank, when, "exit", False, text, _where(rank), _site(rank), status=status
-        )
+    if status < 0:
+        return _signal_ending(rank, status, when, aborted)
+    shown = rank.records.first(ShownErrorRecord)
+    if shown is not None:
+        return _exception(rank.rank, shown, status)
+    text = f"exit status {status} without an exception"
+    return Ending(rank.rank, when, "exit", False, text, _where(rank), _site(rank), status=status)
+
+
+def _signal_ending(rank: Rank, status: int, when: int, aborted: frozenset[int]) -> Ending | None:
+    """The end of a rank by a signal; None where it had already reached its regular end.
+
+    Args:
+        rank: The rank.
+        status: Its exit status: the number of the signal, negative.
+        when: Unix nanoseconds.
+        aborted: The ranks that NCCL's watchdog aborted.
+    """
     name = signal_name(-status)
     asked = -status in _ASKED
     if rank.ended is not None:

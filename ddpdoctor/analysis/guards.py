@@ -176,13 +176,8 @@ def _found(path: str, changed: int) -> tuple[Guard, ...]:
 
 def _decides(node: ast.AST, words: Words) -> list[tuple[int, int, int]]:
     """A condition's line, and the first and last line that it decides on."""
-    if isinstance(node, ast.If) and discerns(node.test, words):
-        # On its own line stands what is tested, too.
-        least = node.lineno if is_plain(node.test, words) else node.lineno + 1
-        parts = [part for part in (node.body, node.orelse) if part]
-        return [
-            (node.lineno, max(least, part[0].lineno), part[-1].end_lineno or 0) for part in parts
-        ]
+    if isinstance(node, ast.If):
+        return _of_if(node, words)
     if isinstance(node, ast.Expr):
         test = _short_circuit(node.value)
         if test is not None and discerns(test, words) and is_plain(test, words):
@@ -199,6 +194,16 @@ def _decides(node: ast.AST, words: Words) -> list[tuple[int, int, int]]:
             if runs_on_one_rank(each)
         ]
     return []
+
+
+def _of_if(node: ast.If, words: Words) -> list[tuple[int, int, int]]:
+    """The two branches of an ``if`` on the rank."""
+    if not discerns(node.test, words):
+        return []
+    # On its own line stands what is tested, too.
+    least = node.lineno if is_plain(node.test, words) else node.lineno + 1
+    parts = [part for part in (node.body, node.orelse) if part]
+    return [(node.lineno, max(least, part[0].lineno), part[-1].end_lineno or 0) for part in parts]
 
 
 def _short_circuit(value: ast.expr) -> ast.expr | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 
 from ddpdoctor.analysis.endings import PATIENCE, endings
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
@@ -62,20 +62,28 @@ def leavers(run: Run) -> Iterator[tuple[Rank, list[Rank]]]:
     at_exit = {rank for rank, each in failures.items() if each.kind == "abort-at-exit"}
     left = [r for r in ranks if r.ended is not None and r.rank not in failures]
     left += [r for r in ranks if r.rank in at_exit]
-    for leaver in (rank for rank in left if _ended_well(rank, run)):
-        wanting = [
-            rank
-            for rank in ranks
-            if _shares(leaver, rank)
-            and _wants_more(rank, _armed(leaver), run, rank.rank in failures)
-        ]
-        if wanting:
-            # Their last evaluation waits for ranks that never evaluate: DDP402 says so. No relation
-            # of rules, since the others of them may want another step.
-            alone = {each for present in alone_evaluating(run) for each in present}
-            wanting = [rank for rank in wanting if rank.rank not in alone]
+    for leaver in left:
+        wanting = _wanting(leaver, ranks, run, failures) if _ended_well(leaver, run) else []
         if wanting:
             yield leaver, wanting
+
+
+def _wanting(
+    leaver: Rank, ranks: Sequence[Rank], run: Run, failed: Container[int | None]
+) -> list[Rank]:
+    """The ranks that wanted another step of one that left, beyond its part of an evaluation."""
+    count = _armed(leaver)
+    wanting = [
+        rank
+        for rank in ranks
+        if _shares(leaver, rank) and _wants_more(rank, count, run, rank.rank in failed)
+    ]
+    if wanting:
+        # Their last evaluation waits for ranks that never evaluate: DDP402 says so. No relation
+        # of rules, since the others of them may want another step.
+        alone = {each for present in alone_evaluating(run) for each in present}
+        wanting = [rank for rank in wanting if rank.rank not in alone]
+    return wanting
 
 
 def _finding(leaver: Rank, wanting: list[Rank]) -> Finding:

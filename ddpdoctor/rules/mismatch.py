@@ -178,20 +178,15 @@ def _failure(run: Run) -> _Failure | None:
         rank: [collective_mismatch.call_of(each) for each in found if not each.point_to_point]
         for rank, found in collective_mismatch.rings(run).items()
     }
-    last = {rank: found[-1] for rank, found in calls.items() if found}
-    inside = {rank: call for rank, call in last.items() if not call.done and call.site is not None}
+    inside = _unfinished(calls)
     if cause is None:
-        # Lost for another reason, ranks may have been a moment collective_mismatch.
+        # Lost for another reason, ranks may have been in different collectives for a moment.
         late = ends[0].time - PATIENCE
         inside = {rank: call for rank, call in inside.items() if call.began < late}
     if not inside:
         return None
     first = min(inside.values(), key=lambda call: call.began)
-    same = {
-        rank: call
-        for rank, call in inside.items()
-        if (call.group, call.sequence) == (first.group, first.sequence)
-    }
+    same = {rank: call for rank, call in inside.items() if _number(call) == _number(first)}
     elsewhere = tuple(
         rank.rank
         for rank in run.last
@@ -200,66 +195,75 @@ def _failure(run: Run) -> _Failure | None:
         and _count(calls[rank.rank], first) < first.sequence
         and _was_in(rank) in (Phase.BACKWARD.label, *BEFORE_FORWARD)
     )
-    before = {
-        rank: [
-            call
-            for call in calls[rank]
-            if call.group == first.group and call.sequence < first.sequence
-        ]
-        for rank in (*same, *elsewhere)
-    }
+    before = {rank: _preceding(calls[rank], first) for rank in (*same, *elsewhere)}
     return _Failure(same, elsewhere, before) if elsewhere else None
 
 
+def _unfinished(calls: dict[int, list[Call]]) -> dict[int, Call]:
+    """The calls from Python that ranks had made and that had not returned."""
+    last = {rank: found[-1] for rank, found in calls.items() if found}
+    return {rank: call for rank, call in last.items() if not call.done and call.site is not None}
+
+
+def _number(call: Call) -> tuple[object, int]:
+    """Which collective of which process group it is."""
+    return call.group, call.sequence
+
+
+def _preceding(calls: list[Call], call: Call) -> list[Call]:
+    """The calls of the same process group before a call."""
+    return [each for each in calls if each.group == call.group and each.sequence < call.sequence]
+
+
 def _failed(run: Run, code: str) -> Iterator[Finding]:
+    """What the ranks' calls say of a job that failed while they were in different collectives."""
     found = _failure(run)
     if found is None:
         return
-    inside, elsewhere = sorted(found.inside), found.elsewhere
-    call = found.inside[inside[0]]
-    assert call.site is not None
     early = collective_mismatch.mispaired_before(found.before)
     if early is not None:
         verdict = finding(early)
         if verdict.code == code:
             yield verdict
         return
-    lines = [_at(rank) for rank in run.last if rank.rank in elsewhere]
+    lines = [_at(rank) for rank in run.last if rank.rank in found.elsewhere]
     guarded = alone_by_guard(found.inside, lines)
     evidence = (
         *(
             f"rank {rank} called {made.what} at {brief(made.site)}"
             for rank, made in sorted(found.inside.items())[:6]
         ),
-        *(f"rank {rank} was in a collective of DDP's own" for rank in elsewhere[:3]),
+        *(f"rank {rank} was in a collective of DDP's own" for rank in found.elsewhere[:3]),
     )
-    if guarded is not None:
-        if code == "DDP401":
-            yield guarded_finding(guarded, call, evidence)
-    elif code == "DDP803":
-        skipped = _skipped_backward(run, found, evidence)
-        if skipped is not None:
-            yield skipped
-            return
-        many = len(inside) > len(elsewhere)
-        few = elsewhere if many else (inside if len(inside) < len(elsewhere) else ())
-        who, others = (elsewhere, inside) if many else (inside, elsewhere)
-        did = "passed over" if many else "called"
-        then = "in which" if many else "while"
-        yield Finding(
-            code="DDP803",
-            about=f"{call.site}",
-            subjects=frozenset((MISPAIRED, ABORT)),
-            moment=call.began,
-            severity=Severity.ERROR,
-            message=f"{named(who)} {did} {call.what} at {quoted(call.site)}, {then} "
-            f"{named(others)} {'were' if len(others) > 1 else 'was'}"
-            + (" when the job failed" if many else " in DDP's own all-reduce, and the job failed"),
-            ranks=tuple(sorted(few or (*inside, *elsewhere))),
-            location=call.site,
-            evidence=evidence,
-            fix="Let every rank make the call: what decides on it has to be the same on all ranks.",
-        )
+    if guarded is not None and code == "DDP401":
+        yield guarded_finding(guarded, found.inside[min(found.inside)], evidence)
+    elif guarded is None and code == "DDP803":
+        yield _skipped_backward(run, found, evidence) or _skipped_call(found, evidence)
+
+
+def _skipped_call(found: _Failure, evidence: tuple[str, ...]) -> Finding:
+    """A call that some ranks made while the others were in DDP's own all-reduce."""
+    inside, elsewhere = sorted(found.inside), found.elsewhere
+    call = found.inside[inside[0]]
+    many = len(inside) > len(elsewhere)
+    few = elsewhere if many else (inside if len(inside) < len(elsewhere) else ())
+    who, others = (elsewhere, inside) if many else (inside, elsewhere)
+    did = "passed over" if many else "called"
+    then = "in which" if many else "while"
+    return Finding(
+        code="DDP803",
+        about=f"{call.site}",
+        subjects=frozenset((MISPAIRED, ABORT)),
+        moment=call.began,
+        severity=Severity.ERROR,
+        message=f"{named(who)} {did} {call.what} at {quoted(call.site)}, {then} "
+        f"{named(others)} {'were' if len(others) > 1 else 'was'}"
+        + (" when the job failed" if many else " in DDP's own all-reduce, and the job failed"),
+        ranks=tuple(sorted(few or (*inside, *elsewhere))),
+        location=call.site,
+        evidence=evidence,
+        fix="Let every rank make the call: what decides on it has to be the same on all ranks.",
+    )
 
 
 def _skipped_backward(run: Run, found: _Failure, evidence: tuple[str, ...]) -> Finding | None:
@@ -270,11 +274,7 @@ def _skipped_backward(run: Run, found: _Failure, evidence: tuple[str, ...]) -> F
         return None
     if any(lacking.get(rank) != 0 for rank in found.elsewhere):
         return None
-    # The records of a rank that native code ended may be lost.
-    forward, backward = (
-        next((at for rank in reversed(run.last) for at in reversed(rank.sites(phase))), None)
-        for phase in ("forward", "backward")
-    )
+    forward, backward = _last_site(run, "forward"), _last_site(run, "backward")
     if forward is None or backward is None:
         return None
     # Between a forward and its backward every rank lacks one.
@@ -282,14 +282,13 @@ def _skipped_backward(run: Run, found: _Failure, evidence: tuple[str, ...]) -> F
         return None
     behind = forward.path == backward.path and forward.line < backward.line
     decider = way_past(backward, forward.line if behind else 0)
-    who = named(found.inside)
     call = found.inside[min(found.inside)]
     return Finding(
         code="DDP803",
         about=f"{decider or backward}",
         subjects=frozenset((MISPAIRED, ABORT)),
         severity=Severity.ERROR,
-        message=f"{who} passed over a backward at {quoted(backward)}"
+        message=f"{named(found.inside)} passed over a backward at {quoted(backward)}"
         + (f", by {quoted(decider)}" if decider is not None else "")
         + f", and called {call.what} at {quoted(call.site)} while {named(found.elsewhere)} "
         f"{'were' if len(found.elsewhere) > 1 else 'was'} in DDP's own all-reduce: the job failed",
@@ -304,6 +303,11 @@ def _skipped_backward(run: Run, found: _Failure, evidence: tuple[str, ...]) -> F
         ),
         fix="Decide on all ranks together: reduce the value over the ranks before it is compared.",
     )
+
+
+def _last_site(run: Run, phase: str) -> Location | None:
+    """Where a phase was last begun; on any rank, since one that native code ended may lose it."""
+    return next((at for rank in reversed(run.last) for at in reversed(rank.sites(phase))), None)
 
 
 def _at(rank: Rank) -> list[Location]:

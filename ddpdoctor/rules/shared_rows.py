@@ -134,18 +134,7 @@ def _by_content(passes: Passes) -> _Shared | None:
     """Samples that were equal, whatever the ranks call them."""
     each = list(passes.values())
     sketches = [one.record.sketch for one in each if one.record.sketch is not None]
-    if not all(_looked(one) for one in each):
-        return None
-    if all(one.record.iterable for one in each):
-        if common_stream(each) is not None:
-            return None
-    elif not other_data(passes) and same_part(passes) and overlap(passes)[0] >= len(each):
-        # The ranks mean the same samples by the same numbers: that is the sampler's affair.
-        return None
-    elif not same_part(passes) and all(one.shard and one.shard[1] == len(each) for one in each):
-        return None
-    elif same_part(passes) and not overlap(passes)[0] and not all(map(repeatable, each)):
-        # Equal samples under other numbers: copies in another order, or samples made at random.
+    if not all(_looked(one) for one in each) or not _comparable(passes):
         return None
     hashes = [frozenset(sketch.hashes) for sketch in sketches]
     bounds = [max(known) for known in hashes if len(known) >= KEPT]
@@ -158,6 +147,22 @@ def _by_content(passes: Passes) -> _Shared | None:
     if 4 * len(each) * sum(sketch.repeats for sketch in sketches) > shared:
         return None
     return _enough(shared, looked, max(FEW, 2 * len(each)), "by their content")
+
+
+def _comparable(passes: Passes) -> bool:
+    """Whether equal samples on several ranks say that the ranks share them by mistake."""
+    each = list(passes.values())
+    if all(one.record.iterable for one in each):
+        return common_stream(each) is None
+    same, (shared, _) = same_part(passes), overlap(passes)
+    if not other_data(passes) and same and shared >= len(each):
+        # The ranks mean the same samples by the same numbers: that is the sampler's affair.
+        return False
+    if not same:
+        # Each rank has its own shard: then that is meant.
+        return not all(one.shard and one.shard[1] == len(each) for one in each)
+    # Equal samples under other numbers: copies in another order, or samples made at random.
+    return bool(shared) or all(map(repeatable, each))
 
 
 def _enough(shared: int, looked: int, least: int, what: str) -> _Shared | None:

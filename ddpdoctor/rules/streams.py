@@ -164,22 +164,29 @@ def _copies(one: Pass) -> tuple[int, int] | None:
     if workers < 2:
         return None
     for column in _columns([one]):
-        rounds: dict[int, dict[int, list[int | None]]] = {}
-        for batch, *hashes in one.record.rows:
-            if batch is None:
-                continue
-            of_round = rounds.setdefault(batch // workers, {})
-            of_round.setdefault(batch % workers, []).append(hashes[column])
-        whole = [each for each in rounds.values() if len(each) == workers]
-        seen = [value for each in whole for batch in each.values() for value in batch]
+        rounds = _rounds(one, workers, column)
+        seen = [value for batches in rounds for batch in batches for value in batch]
         if len(set(seen)) < 2 * FEW or any(
-            len(set(batch)) < WHOLE * len(batch) for each in whole for batch in each.values()
+            len(set(batch)) < WHOLE * len(batch) for batches in rounds for batch in batches
         ):
             continue
-        doubled = 0
-        for each in whole:
-            times = Counter(value for batch in each.values() for value in set(batch))
-            doubled += sum(times[value] > 1 for batch in each.values() for value in batch)
+        doubled = sum(map(_doubled, rounds))
         if doubled >= WHOLE * len(seen) and len(set(seen)) * workers <= 1.2 * len(seen) + workers:
             return doubled, len(seen)
     return None
+
+
+def _rounds(one: Pass, workers: int, column: int) -> list[list[list[int | None]]]:
+    """The hashes of a column in each round that all workers gave a batch in, by batch."""
+    rounds: dict[int, dict[int, list[int | None]]] = {}
+    for batch, *hashes in one.record.rows:
+        if batch is not None:
+            of_round = rounds.setdefault(batch // workers, {})
+            of_round.setdefault(batch % workers, []).append(hashes[column])
+    return [list(each.values()) for each in rounds.values() if len(each) == workers]
+
+
+def _doubled(batches: list[list[int | None]]) -> int:
+    """How many samples of a round are in several of its batches."""
+    times = Counter(value for batch in batches for value in set(batch))
+    return sum(times[value] > 1 for batch in batches for value in batch)
