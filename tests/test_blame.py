@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.analysis.blame import alone_by_guard
+from ddpdoctor.analysis.calls import Call
 from ddpdoctor.analysis.collective_mismatch import Mismatch, of_calls
 from ddpdoctor.analysis.guards import guards_of
-from ddpdoctor.analysis.hang_snapshot import Call
 from ddpdoctor.analysis.rank_words import discerns, is_plain, runs_on_one_rank, words_of
 from ddpdoctor.core.finding import Finding, Location
 from ddpdoctor.rules.out_of_step import finding

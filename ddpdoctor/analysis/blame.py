@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+from ddpdoctor.analysis.calls import Call
 from ddpdoctor.analysis.guards import Guard, guards_of
-from ddpdoctor.analysis.hang_snapshot import Call
 from ddpdoctor.analysis.sources import holds, source_of
 from ddpdoctor.core.finding import Location
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ddpdoctor.analysis.blame import Blame, Group, blame
-from ddpdoctor.analysis.hang_snapshot import Call, amount, brief, from_ring
+from ddpdoctor.analysis.calls import Call, amount, from_ring
+from ddpdoctor.analysis.places import brief
 from ddpdoctor.core.finding import Location
 from ddpdoctor.core.ranks import named
 from ddpdoctor.run.records.process import FaultRecord

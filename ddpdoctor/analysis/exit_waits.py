@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from ddpdoctor.analysis.hang_snapshot import RankState, brief
-from ddpdoctor.analysis.rank_activity import Activity, computes, doing, waits_for_network, works
+from ddpdoctor.analysis.hang_snapshot import RankState
+from ddpdoctor.analysis.places import brief
+from ddpdoctor.analysis.process_activity import computes, doing, waits_for_network, works
+from ddpdoctor.analysis.rank_activity import Activity
 from ddpdoctor.core.finding import Location, Severity
 from ddpdoctor.stacks.model import ENDING, Thread
 from ddpdoctor.stacks.user_frames import innermost, is_ours

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
-from ddpdoctor.analysis.guards import statement
+from ddpdoctor.analysis.calls import Call, from_flight, from_ring
+from ddpdoctor.analysis.places import location
 from ddpdoctor.core.finding import Location
-from ddpdoctor.core.opening import integer, whole
+from ddpdoctor.core.opening import integer
 from ddpdoctor.run.names import BEFORE_FORWARD, MOST_WORLD
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.supervisor import HangRecord
@@ -30,139 +28,6 @@ _COLLECTIVES = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/"
 """Where torch's Python code waits for other ranks."""
 _DDP = ("/torch/nn/parallel/distributed.py", "/torch/distributed/utils.py")
 """Where DDP calls its native code: its constructor, and the way into its forward."""
-
-_WORDS = {
-    "float32": "float", "float": "float", "float64": "double", "double": "double",
-    "float16": "half", "half": "half", "bfloat16": "bfloat16", "int64": "long", "long": "long",
-    "int32": "int", "int": "int", "int16": "short", "short": "short", "uint8": "byte",
-    "byte": "byte", "int8": "char", "char": "char", "bool": "bool",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Call:
-    """One collective of one rank, by torch's Flight Recorder or by our own ring."""
-
-    group: str
-    """Its name: ``0`` is the default group."""
-    members: str
-    """Ranks of the group, ``0-3``; empty if it is not known."""
-    sequence: int
-    name: str
-    numel: int
-    """Elements, -1 if there is no tensor or it is not known."""
-    dtype: str
-    reduce: str
-    root: int
-    done: bool
-    site: Location | None
-    order: int = 0
-    began: int = 0
-    """Unix nanoseconds."""
-    backend: str = ""
-    """``gloo``, where torch's Flight Recorder says so."""
-    callers: tuple[Location, ...] = ()
-    """The lines that led to it, the nearest first."""
-
-    @property
-    def chain(self) -> tuple[Location, ...]:
-        """Its line and those that led to it, innermost first."""
-        return (self.site, *self.callers) if self.site is not None else self.callers
-
-    @property
-    def numbering(self) -> tuple[str, str]:
-        """Whose numbers it is in: each backend of a group counts for itself."""
-        return self.group, self.backend
-
-    @property
-    def place(self) -> str:
-        """Which group, for a sentence."""
-        if self.group in ("", "0"):
-            return "default group"
-        return f"group of ranks {self.members}" if self.members else f"group {self.group}"
-
-    @property
-    def what(self) -> str:
-        """``all_reduce #9 (64 floats, default group)``."""
-        facts = [amount(self.numel, self.dtype)] if self.numel >= 0 else []
-        if self.reduce and self.reduce != "SUM":
-            facts.append(self.reduce)
-        if self.root >= 0:
-            facts.append(f"root {self.root}")
-        return f"{self.name} #{self.sequence} ({', '.join([*facts, self.place])})"
-
-
-def amount(numel: int, dtype: str) -> str:
-    """``64 floats``."""
-    word = _WORDS.get(dtype.lower(), dtype or "element")
-    if numel == 1:
-        return f"1 {word}"
-    return f"{numel:,} {'halves' if word == 'half' else word + 's'}"
-
-
-def from_ring(recorded: Mapping[str, Any]) -> Call:
-    """A collective of the ring, read back from JSON or as it is in the file."""
-    group, _, members = str(recorded.get("group") or "").partition("|")
-    return Call(
-        group=group,
-        members=members,
-        sequence=int(recorded["sequence"]),
-        name=str(recorded["name"]),
-        numel=int(recorded["numel"]),
-        dtype=str(recorded.get("dtype") or ""),
-        reduce=str(recorded.get("reduce") or ""),
-        root=int(recorded["root"]),
-        done=bool(recorded["ended"]),
-        site=location(str(recorded.get("site") or "")),
-        order=int(recorded["order"]),
-        began=int(recorded["began"]),
-        callers=tuple(at for each in recorded.get("callers") or () if (at := location(str(each)))),
-    )
-
-
-def _from_flight(recorded: Mapping[str, Any]) -> Call:
-    shapes = recorded.get("shapes") or []
-    numel = 0
-    for shape in shapes:
-        size = 1
-        for dimension in shape:
-            size *= int(dimension)
-        numel += size
-    dtypes = recorded.get("dtypes") or [""]
-    lines = [at for each in recorded.get("lines") or () if (at := location(str(each))) is not None]
-    return Call(
-        group=str(recorded.get("group")),
-        members="",
-        sequence=int(recorded.get("sequence") or 0),
-        name=str(recorded.get("name") or "").lstrip("_"),
-        numel=numel if shapes else -1,
-        dtype=str(dtypes[0]),
-        reduce="",
-        root=-1,
-        done=bool(recorded.get("retired")) or recorded.get("state") == "completed",
-        site=lines[0] if lines else None,
-        order=int(recorded.get("id") or 0),
-        began=int(recorded.get("created") or 0),
-        backend=str(recorded.get("backend") or ""),
-        callers=tuple(lines[1:]),
-    )
-
-
-def location(site: str) -> Location | None:
-    """A place from ``path:line``."""
-    path, _, line = site.rpartition(":")
-    return Location(path, whole(line)) if path and line.isdigit() else None
-
-
-def brief(at: Location | None) -> str:
-    """A place in a sentence: ``train.py:61``."""
-    return f"{os.path.basename(at.path)}:{at.line}" if at is not None else "an unknown line"
-
-
-def quoted(at: Location | None) -> str:
-    """A place with its code, where that is short: ```loss.backward()` train.py:61``."""
-    text = statement(at.path, at.line).partition("  #")[0].rstrip() if at is not None else ""
-    return f"`{text}` {brief(at)}" if 0 < len(text) <= 60 else brief(at)
 
 
 @dataclass(frozen=True)
@@ -238,6 +103,12 @@ class RankState:
         return innermost(self.frames)
 
     @property
+    def traceback(self) -> str:
+        """The user's part of its stack, as a traceback is written."""
+        frames = user_frames(self.frames)
+        return "".join(f'  File "{f.path}", line {f.line}, in {f.function}\n' for f in frames)
+
+    @property
     def site(self) -> Location | None:
         """The user's line that it is at, by its stack or, without one, by its status page."""
         if self.frame is not None:
@@ -302,7 +173,7 @@ class RankState:
         recorded = self.record.get("flight")
         if not isinstance(recorded, list):
             return None
-        calls = [_from_flight(each) for each in recorded if not each.get("point_to_point")]
+        calls = [from_flight(each) for each in recorded if not each.get("point_to_point")]
         return tuple(sorted(calls, key=lambda each: each.order))
 
     @cached_property

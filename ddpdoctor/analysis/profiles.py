@@ -162,13 +162,11 @@ def spot(mine: Profile, others: Sequence[Profile], least: float) -> Spot | None:
     needed = max(SEEN, least * total)
     while True:
         depth = len(chain)
+        here, there = _deeper_than(depth, here), _deeper_than(depth, there)
         functions = _surpluses(here, there, depth, _function_at, excess)
         function = max(functions, key=lambda each: functions[each], default=None)
         if function is None or functions[function] < (MOSTLY if found else 1) * needed:
             return found
-        here, there = (
-            [stack for stack in each if len(stack.frames) > depth] for each in (here, there)
-        )
         here, there = (_only(each, _function_at(depth), function) for each in (here, there))
         lines = _surpluses(here, there, depth, _line_at, excess)
         line = max(lines, key=lambda each: lines[each])
@@ -205,6 +203,10 @@ def _only(stacks: Sequence[Stack], key: Callable[[Stack], Any], value: Any) -> l
     return [stack for stack in stacks if key(stack) == value]
 
 
+def _deeper_than(depth: int, stacks: Sequence[Stack]) -> list[Stack]:
+    return [stack for stack in stacks if len(stack.frames) > depth]
+
+
 def _surpluses(
     here: Sequence[Stack],
     there: Sequence[Stack],
@@ -213,8 +215,7 @@ def _surpluses(
     excess: _Excess,
 ) -> dict[Any, float]:
     """The surplus by what is at a depth, that of the lines which it leads to included."""
-    here = [stack for stack in here if len(stack.frames) > depth]
-    there = [stack for stack in there if len(stack.frames) > depth]
+    here, there = _deeper_than(depth, here), _deeper_than(depth, there)
     key = key_at(depth)
     found: dict[Any, float] = {}
     for value in dict.fromkeys(key(stack) for stack in here):

@@ -6,7 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddpdoctor.analysis.guards import constant_while, statement
-from ddpdoctor.analysis.hang_snapshot import BUSY, RankState, brief, quoted
+from ddpdoctor.analysis.hang_snapshot import BUSY, RankState
+from ddpdoctor.analysis.places import brief, quoted
+from ddpdoctor.analysis.process_activity import (
+    MOVING,
+    children_compute,
+    computes,
+    computing,
+    doing,
+    is_seen,
+    percent,
+    shown_bytes,
+    stirs,
+    works,
+)
 from ddpdoctor.core.finding import Location, Severity
 from ddpdoctor.stacks.model import Frame, from_record
 from ddpdoctor.stacks.user_frames import innermost, is_user_path
@@ -14,16 +27,6 @@ from ddpdoctor.system.process_state import ChildState
 
 NOTICED = 5.0
 """Seconds within which a launcher notices that a rank has died."""
-
-MOVING = 1 << 20
-"""Bytes within a second above which a process visibly reads or writes."""
-
-LIVELY = 10
-"""Times within a second that a process got what it waited for at a socket: something comes."""
-
-STIRS = 0.02
-"""Share of a core, from one examination to the next, that a process does not use by only waiting
-with a timeout."""
 
 _LOADER = "torch/utils/data/dataloader.py"
 _WORKER = "torch/utils/data/_utils/worker.py"
@@ -63,19 +66,10 @@ def state_of(rank: RankState) -> Activity | None:
         # The usual case, for which no stack needs to be read.
         return None
     place = rank.site
+    if rank.dead_for is not None:
+        return _dead(rank, place, rank.dead_for)
     at = f"at {quoted(place)}" if rank.frame is not None else f"last seen at {quoted(place)}"
     since = f"for {rank.seconds} s"
-    if rank.dead_for is not None:
-        if rank.dead_for < NOTICED or rank.record.get("launcher_works"):
-            return None
-        return Activity(
-            "DDP812",
-            f"died at {brief(place)} and its launcher has not noticed",
-            Severity.ERROR,
-            place,
-            "Start the ranks with torchrun, which ends a job when a rank dies; or join the "
-            "processes and look at their exit codes.",
-        )
     if letters and set(letters) == {"T"}:
         return Activity(
             "DDP805",
@@ -93,21 +87,39 @@ def state_of(rank: RankState) -> Activity | None:
             "Let the tracer go on, or detach it.",
         )
     if letters == "DD":
-        moving = rank.activity("disk") >= MOVING
-        stacks = rank.stacks
-        where = f" in {stacks.state.wchan}" if stacks is not None and stacks.state.wchan else ""
-        return Activity(
-            "DDP806",
-            f"waits for a disk or device{where} {since}, {at}",
-            Severity.WARNING if moving else Severity.ERROR,
-            place,
-            "Look at the file system that it reads or writes (a hanging NFS server, a full or "
-            "failing disk): `dmesg`, `df`.",
-            (f"moved {_bytes(rank.activity('disk'))} to or from a device within a second",),
-        )
+        return _waits_for_device(rank, place, since, at)
     if rank.silent and rank.looked_at and _holds_the_gil(rank):
         return _native(rank, place, since, at)
     return None
+
+
+def _dead(rank: RankState, place: Location | None, seconds: float) -> Activity | None:
+    """Its process is gone, and whoever started it goes on all the same."""
+    if seconds < NOTICED or rank.record.get("launcher_works"):
+        return None
+    return Activity(
+        "DDP812",
+        f"died at {brief(place)} and its launcher has not noticed",
+        Severity.ERROR,
+        place,
+        "Start the ranks with torchrun, which ends a job when a rank dies; or join the "
+        "processes and look at their exit codes.",
+    )
+
+
+def _waits_for_device(rank: RankState, place: Location | None, since: str, at: str) -> Activity:
+    moved = rank.activity("disk")
+    stacks = rank.stacks
+    where = f" in {stacks.state.wchan}" if stacks is not None and stacks.state.wchan else ""
+    return Activity(
+        "DDP806",
+        f"waits for a disk or device{where} {since}, {at}",
+        Severity.WARNING if moved >= MOVING else Severity.ERROR,
+        place,
+        "Look at the file system that it reads or writes (a hanging NFS server, a full or "
+        "failing disk): `dmesg`, `df`.",
+        (f"moved {shown_bytes(moved)} to or from a device within a second",),
+    )
 
 
 def _holds_the_gil(rank: RankState) -> bool:
@@ -120,7 +132,7 @@ def _holds_the_gil(rank: RankState) -> bool:
 
 def _native(rank: RankState, place: Location | None, since: str, at: str) -> Activity:
     cpu = rank.activity("cpu")
-    doing = f"busy, {_percent(cpu)} of a core" if rank.busy >= BUSY else "idle"
+    doing = f"busy, {percent(cpu)} of a core" if rank.busy >= BUSY else "idle"
     return Activity(
         "DDP810",
         f"holds the GIL in native code {since}, {at} ({doing}), so that none of its Python threads "
@@ -176,7 +188,7 @@ def _prompt(rank: RankState, starting: bool, duration: str) -> Activity:
     """It waits for somebody at the keyboard, or in pdb."""
     debugger = any(part in frame.path for frame in rank.frames for part in _DEBUGGERS)
     # Before the first step somebody may be asked at the terminal, and look for the answer.
-    asked = starting and not rank.step and not debugger and _is(rank, "terminal")
+    asked = starting and not rank.step and not debugger and is_seen(rank, "terminal")
     return Activity(
         "DDP808",
         f"waits for {'a command in the debugger (pdb)' if debugger else 'input'} at "
@@ -204,7 +216,7 @@ def _joining(rank: RankState) -> Activity | None:
 def _starting(rank: RankState, duration: str) -> Activity | None:
     """It is at work before its first step, or waits for the network there."""
     working = works(rank)
-    if not working and not _is(rank, "network"):
+    if not working and not is_seen(rank, "network"):
         return None
     waits = not working and not _went_on(rank)
     action = doing(rank)
@@ -232,77 +244,6 @@ def _place(rank: RankState) -> str:
     return f"`{name}` {brief(site)}"
 
 
-def doing(rank: RankState) -> str:
-    """What its process can be seen to do: ``idle``, ``computing (97 % of a core)``."""
-    seen = []
-    if rank.activity("characters") >= MOVING or rank.activity("disk") >= MOVING:
-        amount = max(rank.activity("characters"), rank.activity("disk"))
-        seen.append(f"reading or writing {_bytes(amount)}/s")
-    elif _exchanges(rank):
-        seen.append("sending or receiving over the network")
-    cpu, below = rank.activity("cpu"), rank.activity("children_cpu")
-    if computes(rank):
-        seen.append(_computing(cpu))
-    elif _children_compute(rank):
-        seen.append(f"waiting for its child processes, which are {_computing(below)}")
-    return ", ".join(seen) or "idle"
-
-
-def _computing(cpu: float) -> str:
-    """With how much of a core; little, if others have it."""
-    if cpu >= BUSY:
-        return f"computing ({_percent(cpu)} of a core)"
-    return f"short of CPU (gets {_percent(cpu)} of a core)"
-
-
-def computes(rank: RankState) -> bool:
-    """Whether it computes, or would if it had a core."""
-    return rank.busy >= BUSY or rank.on_queue
-
-
-def _children_compute(rank: RankState) -> bool:
-    share = max(rank.activity("children_busy"), rank.activity("children_cpu"))
-    return share >= BUSY or "R" in _text(rank, "children_letters")
-
-
-def _text(rank: RankState, key: str) -> str:
-    value = (rank.record.get("activity") or {}).get(key)
-    return value if isinstance(value, str) else ""
-
-
-def lacks_cpu(rank: RankState, limit: float) -> bool:
-    """Whether it works, and had no core for so much of its silence that this is why it is late."""
-    got = rank.seconds - rank.lost
-    # Its silence is counted in whole seconds.
-    return rank.lost > got and got < limit + 1 and works(rank)
-
-
-def starves(rank: RankState) -> bool:
-    """Whether it would do something if it had a core."""
-    return computes(rank) and rank.activity("cpu") < BUSY
-
-
-def works(rank: RankState) -> bool:
-    """Whether it makes progress that can be seen from outside."""
-    return (
-        computes(rank)
-        or _children_compute(rank)
-        or rank.activity("characters") >= MOVING
-        or rank.activity("disk") >= MOVING
-        or _exchanges(rank)
-        or _stirs(rank)
-    )
-
-
-def _stirs(rank: RankState) -> bool:
-    """Whether it did anything since it was looked at before (`examination`)."""
-    return (
-        rank.activity("wrote") > 0
-        or rank.activity("since_cpu") >= STIRS
-        or rank.activity("since_children_cpu") >= STIRS
-    )
-
-
 def came_since(rank: RankState) -> bool:
     """Whether it was seen to join the others at the second of two looks."""
     return any(frame.function in _JOINING for frame in rank.later_frames)
@@ -314,21 +255,6 @@ def _went_on(rank: RankState) -> bool:
     return later is not None and rank.frame is not None and later != rank.frame
 
 
-def waits_for_network(rank: RankState) -> bool:
-    """Whether it, or a process that it started, waits for something from a socket."""
-    return _is(rank, "network") or _is(rank, "children_network")
-
-
-def _is(rank: RankState, key: str) -> bool:
-    """Whether something was seen of it (`ddpdoctor.system.activity`)."""
-    return bool((rank.record.get("activity") or {}).get(key))
-
-
-def _exchanges(rank: RankState) -> bool:
-    """Whether something comes or goes at a socket that it waits for."""
-    return _is(rank, "network") and rank.activity("switches") >= LIVELY
-
-
 def _loop(rank: RankState) -> Activity | None:
     """An endless loop: at two moments within one ``while`` that cannot end."""
     found = _endless(rank.frames, rank.later_frames)
@@ -338,7 +264,7 @@ def _loop(rank: RankState) -> Activity | None:
     return Activity(
         "DDP807",
         f"runs in an endless loop, {quoted(place)}, for {rank.seconds} s "
-        f"({_percent(rank.activity('cpu'))} of a core)",
+        f"({percent(rank.activity('cpu'))} of a core)",
         Severity.ERROR,
         place,
         _GIVE_AN_END,
@@ -396,7 +322,7 @@ def _prompts(rank: RankState, frames: tuple[Frame, ...]) -> bool:
         and is_user_path(last.path)
         and any(word in statement(last.path, last.line) for word in _PROMPT)
     )
-    return (_is(rank, "input") and not computes(rank)) or (asks and not works(rank))
+    return (is_seen(rank, "input") and not computes(rank)) or (asks and not works(rank))
 
 
 def _in_store(frames: tuple[Frame, ...]) -> bool:
@@ -453,14 +379,14 @@ def _of_workers(
         return what, Severity.ERROR, f"Continue it: `kill -CONT {stopped[0].pid}`."
     if not number:
         return "which are gone", Severity.ERROR, "See the workers' own output for why."
-    if _is(rank, "children_network"):
+    if is_seen(rank, "children_network"):
         what = f"{'which waits' if one else 'one of which waits'} for the network"
         fix = "Look at the storage that the data come from, and give each request a timeout."
         return what, Severity.WARNING, fix
-    if _children_compute(rank):
-        what = f"which {_be(number)} {_computing(rank.activity('children_cpu'))}"
+    if children_compute(rank):
+        what = f"which {_be(number)} {computing(rank.activity('children_cpu'))}"
         return what, Severity.WARNING, "Make loading faster, or use more workers."
-    if _stirs(rank):
+    if stirs(rank):
         what = f"which work{'s' if one else ''} now and then"
         return what, Severity.WARNING, "Make loading faster, or use more workers."
     return (
@@ -478,14 +404,3 @@ def _count(number: int) -> str:
 
 def _be(number: int) -> str:
     return "is" if number == 1 else "are"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
-
-
-def _bytes(number: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number:.0f} bytes"

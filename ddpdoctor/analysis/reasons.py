@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from ddpdoctor.analysis.awaited import ADVICE, awaited
 from ddpdoctor.analysis.lag import Lag
 from ddpdoctor.analysis.pace import BORNE_OUT
 from ddpdoctor.analysis.profiles import Profile, Spot, profiles, spot
 from ddpdoctor.core.finding import Location
 from ddpdoctor.run.records.supervisor import ProfileRequestRecord
 from ddpdoctor.run.snapshot import Rank, Run
-from ddpdoctor.stacks.code import code_of
 from ddpdoctor.stacks.model import Frame
 
 PATIENCE = 90.0
@@ -40,46 +39,6 @@ SLOWED = 0.85
 
 READINGS = 3
 """Times that the clock of a core must have been read to tell anything."""
-
-_FILES = {
-    "subprocess.py": "a process that it started",
-    "socket.py": "the network",
-    "ssl.py": "the network",
-    "client.py": "the network",
-    "queue.py": "a queue",
-    "queues.py": "a queue",
-    "connection.py": "a queue",
-    "threading.py": "a lock or another thread",
-}
-"""What a function of these files of the standard library waits for."""
-
-_WORDS = (
-    (re.compile(r"\bsleep\("), "sleep"),
-    (re.compile(r"lock\b|\.acquire\(|semaphore", re.IGNORECASE), "a lock"),
-    (re.compile(r"\.join\("), "a lock or another thread"),
-    (re.compile(r"subprocess|\.communicate\(|\bsystem\(|check_(?:call|output)"), "process"),
-    (re.compile(r"\bfsync\(|\.flush\("), "the disk"),
-    (re.compile(r"queue", re.IGNORECASE), "a queue"),
-    (re.compile(r"\.?read(?:line|lines|into)?\(|\bopen\(|\bload\("), "a file"),
-)
-"""The same, by what stands in the line."""
-
-_SOCKET = re.compile(r"\.(?:recv(?:from|msg)?(?:_into)?|sendall|accept|connect)\(|urlopen\(")
-"""Calls that wait in native code, so that no file of the standard library is seen."""
-
-_WAIT_FIX = {
-    "sleep": "Take the pause out of the training loop: retry in a thread, or before training.",
-    "a lock": "Find who holds the lock: another process or thread. Take it less often, or not in "
-    "every step.",
-    "a lock or another thread": "Let the thread that is waited for work ahead, or do not wait for "
-    "it in every step.",
-    "a queue": "Let what fills the queue work ahead: more workers, a longer queue.",
-    "a process that it started": "Start the process once, or let it run while training goes on.",
-    "the network": "Fetch ahead of time, in a thread, or once before training.",
-    "a file": "Read ahead: in loader workers or a thread, in larger pieces, from a faster disk.",
-    "the disk": "Read and write less in the loop: every hundredth step, in a thread, or on a "
-    "faster disk.",
-}
 
 
 @dataclass(frozen=True)
@@ -153,39 +112,10 @@ def _reason(
     place: Spot | None,
     works: bool,
 ) -> Reason:
-    known = mine is not None and bool(others)
-    alone = place is not None and not place.others
-    if known:
-        assert mine is not None
-        if _more(mine, others, "gc") >= BORNE_OUT * lag.gap:
-            return _placed(
-                place,
-                ": Python collects garbage",
-                f"Python's collector takes {shown_ms(mine.a_step('gc'))} a step, "
-                f"{shown_ms(_usual(others, 'gc'))} on the others",
-                fix="Make fewer objects that refer to each other in the loop, call gc.freeze() "
-                "after setting up, or raise gc.set_threshold(); do so on all ranks.",
-            )
-        threads = mine.record.threads
-        most = min(each.record.threads for each in others)
-        if 0 < threads < most and not alone:
-            return Reason(
-                f": it computes with {threads} thread{'s' if threads > 1 else ''}, the others "
-                f"with {most}",
-                _location(mine.calls("set_num_threads")),
-                fix="Give all ranks as many threads: torch.set_num_threads() or OMP_NUM_THREADS.",
-            )
-        if works and _faults(mine, others) >= BORNE_OUT * lag.gap:
-            return _placed(
-                place,
-                ": it touches new memory" + _within(place),
-                f"{mine.a_step('minor'):.0f} page faults a step, "
-                f"{_usual(others, 'minor'):.0f} on the others",
-                fix="Keep large buffers from step to step instead of making new ones.",
-            )
-        slowed = _slow_core(run, lag, mine, others) if works and not alone else None
-        if slowed is not None:
-            return slowed
+    if mine is not None and others:
+        counted = _by_counters(run, lag, mine, others, place, works)
+        if counted is not None:
+            return counted
     if mine is not None and lag.phase == "data" and mine.record.children and not works:
         return _for_workers(mine, others, place)
     if place is not None and not works and place.blocked("SD") >= BLOCKED:
@@ -195,20 +125,59 @@ def _reason(
     return _elsewhere(lag, mine, others, works)
 
 
+def _by_counters(
+    run: Run,
+    lag: Lag,
+    mine: Profile,
+    others: Sequence[Profile],
+    place: Spot | None,
+    works: bool,
+) -> Reason | None:
+    """What the counters of Python and of the kernel say: garbage, threads, page faults, clocks."""
+    alone = place is not None and not place.others
+    if _more(mine, others, "gc") >= BORNE_OUT * lag.gap:
+        return _placed(
+            place,
+            ": Python collects garbage",
+            f"Python's collector takes {shown_ms(mine.a_step('gc'))} a step, "
+            f"{shown_ms(_usual(others, 'gc'))} on the others",
+            fix="Make fewer objects that refer to each other in the loop, call gc.freeze() "
+            "after setting up, or raise gc.set_threshold(); do so on all ranks.",
+        )
+    threads = mine.record.threads
+    most = min(each.record.threads for each in others)
+    if 0 < threads < most and not alone:
+        return Reason(
+            f": it computes with {threads} thread{'s' if threads > 1 else ''}, the others "
+            f"with {most}",
+            _location(mine.calls("set_num_threads")),
+            fix="Give all ranks as many threads: torch.set_num_threads() or OMP_NUM_THREADS.",
+        )
+    if works and _faults(mine, others) >= BORNE_OUT * lag.gap:
+        return _placed(
+            place,
+            ": it touches new memory" + _within(place),
+            f"{mine.a_step('minor'):.0f} page faults a step, "
+            f"{_usual(others, 'minor'):.0f} on the others",
+            fix="Keep large buffers from step to step instead of making new ones.",
+        )
+    return _slow_core(run, lag, mine, others) if works and not alone else None
+
+
 def _waiting(mine: Profile | None, others: Sequence[Profile], place: Spot) -> Reason:
-    what = _awaited(place)
+    what = awaited(place)
     if mine is not None and place.blocked("D") >= AT_DISK:
         what = "the disk"
     if what in ("", "a file") and mine is not None and _more(mine, others, "major") >= 1:
         what = "the disk"
     if what == "sleep":
-        return _placed(place, ": it sleeps" + _within(place), fix=_WAIT_FIX[what])
+        return _placed(place, ": it sleeps" + _within(place), fix=ADVICE[what])
     words = f": it waits for {what}" if what else ": it waits"
     evidence = []
     if what in ("a file", "the disk") and mine is not None:
         disk, moved = mine.a_step("disk"), mine.a_step("characters")
         evidence.append(f"it reads and writes {_bytes(moved)} a step, {_bytes(disk)} of it on disk")
-    return _placed(place, words + _within(place), *evidence, fix=_WAIT_FIX.get(what, ""))
+    return _placed(place, words + _within(place), *evidence, fix=ADVICE.get(what, ""))
 
 
 def _for_workers(mine: Profile, others: Sequence[Profile], place: Spot | None) -> Reason:
@@ -364,17 +333,6 @@ def _name(frame: Frame) -> str:
 
 def _within(place: Spot | None) -> str:
     return f" in {place.function}()" if place is not None and place.function else ""
-
-
-def _awaited(place: Spot) -> str:
-    """What a line waits for, as it and the function that it is in tell; empty if they do not."""
-    text = code_of([place.frame], place.taken).get(place.frame, "")
-    for pattern, what in _WORDS:
-        if pattern.search(text):
-            return "a process that it started" if what == "process" else what
-    files = [stack.waits[0] for stack in place.stacks]
-    known = next((_FILES[each] for each in files if each in _FILES), "")
-    return known or ("the network" if _SOCKET.search(text) else "")
 
 
 def _usual(others: Sequence[Profile], name: str) -> float:

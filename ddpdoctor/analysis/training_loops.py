@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ddpdoctor.analysis.endings import PATIENCE
-from ddpdoctor.analysis.hang_snapshot import location
+from ddpdoctor.analysis.places import location
 from ddpdoctor.analysis.sources import Loop, Source, source_of
 from ddpdoctor.core.finding import Location
 from ddpdoctor.run.names import BEFORE_FORWARD

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ddpdoctor.analysis.hang_snapshot import Call, HangSnapshot, RankState
+from ddpdoctor.analysis.calls import Call
+from ddpdoctor.analysis.hang_snapshot import HangSnapshot, RankState
 from ddpdoctor.core.opening import whole
 from ddpdoctor.run.names import MOST_WORLD
 from ddpdoctor.run.status import Phase

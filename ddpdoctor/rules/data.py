@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
+from ddpdoctor.analysis.departures import departures
 from ddpdoctor.analysis.draws import (
     FEW,
     WHOLE,
@@ -24,7 +25,6 @@ from ddpdoctor.analysis.endings import PATIENCE
 from ddpdoctor.core import relations
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
 from ddpdoctor.core.ranks import named
-from ddpdoctor.rules.control_flow import departures
 from ddpdoctor.run.records.process import ErrorRecord
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.run.status import Phase

@@ -6,34 +6,23 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ddpdoctor.analysis import collective_mismatch, ports
+from ddpdoctor.analysis import collective_mismatch
 from ddpdoctor.analysis.exit_waits import exit_wait
 from ddpdoctor.analysis.guards import only_sleeps
-from ddpdoctor.analysis.hang_snapshot import HangSnapshot, RankState, brief, hang_snapshot, quoted
-from ddpdoctor.analysis.rank_activity import (
-    Activity,
-    activity_of,
-    came_since,
-    lacks_cpu,
-    starves,
-    state_of,
-    works,
-)
+from ddpdoctor.analysis.hang_snapshot import HangSnapshot, RankState, hang_snapshot
+from ddpdoctor.analysis.places import brief, quoted
+from ddpdoctor.analysis.process_activity import lacks_cpu, starves
+from ddpdoctor.analysis.rank_activity import Activity, activity_of, state_of
 from ddpdoctor.analysis.waits import Blocked, blocked
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.opening import integer
 from ddpdoctor.core.ranks import named
 from ddpdoctor.core.relations import STANDSTILL
 from ddpdoctor.rules.out_of_step import guarded, mismatch, order, same_number, waiting_line
+from ddpdoctor.rules.rendezvous import CHECK_NETWORK, before_joining
 from ddpdoctor.run.snapshot import Run
-from ddpdoctor.stacks.user_frames import user_frames
 
 _PLURAL = {"is": "are", "has": "have", "does": "do"}
-
-_START = (
-    "Start the missing ranks, or correct the world size; all need the same address and port, and a "
-    "network that lets them through."
-)
 
 NATIVE = 4
 """Native frames that are shown."""
@@ -84,7 +73,7 @@ def _short_of_cpu(still: HangSnapshot) -> bool:
 
 def _explained(run: Run, still: HangSnapshot) -> Iterator[Finding]:
     if not any(rank.joined for rank in still.ranks):
-        yield from _before_joining(run, still)
+        yield from before_joining(run, still)
         return
     waits = blocked(still)
     states = [(rank, seen) for rank in still.ranks if (seen := state_of(rank)) is not None]
@@ -94,7 +83,7 @@ def _explained(run: Run, still: HangSnapshot) -> Iterator[Finding]:
     elif waits:
         yield from _of_waits(run, still, waits)
     elif still.record.everybody:
-        yield from _nobody_waits(still)
+        yield from _none_waits(still)
 
 
 def _unexplained(run: Run, still: HangSnapshot) -> Iterator[Finding]:
@@ -190,7 +179,7 @@ def _activities(
             fix=each.fix
             or "Let every rank call the same collectives in the same order; work that "
             "one rank does alone has to be shorter than the collectives' timeout.",
-            traceback=_traceback(ranks[0]),
+            traceback=ranks[0].traceback,
             moment=still.record.time,
         )
 
@@ -262,42 +251,32 @@ def _all_there(still: HangSnapshot, one: Blocked) -> Iterator[Finding]:
         ranks=tuple(rank.rank for rank in waiting),
         location=waiting[0].site,
         evidence=(*(waiting_line(rank) for rank in waiting[:4]), *_without_stacks(still)),
-        fix="Check the network and the interface that the backend took "
-        "(NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME; NCCL_DEBUG=INFO says).",
+        fix=CHECK_NETWORK,
     )
 
 
-# -- nobody waits in a collective
+# -- none waits in a collective
 
 
-def _nobody_waits(still: HangSnapshot) -> Iterator[Finding]:
+def _none_waits(still: HangSnapshot) -> Iterator[Finding]:
     starting = all(not rank.step for rank in still.ranks)
     seen = [
         (rank, exit_wait(rank) or activity_of(rank, starting))
         for rank in still.ranks
         if rank.looked_at
     ]
-    named_ = [(rank, each) for rank, each in seen if each.code not in ("DDP802", "DDP811")]
-    if named_:
-        yield from _activities(still, named_, None)
+    explained = [(rank, each) for rank, each in seen if each.code not in ("DDP802", "DDP811")]
+    if explained:
+        yield from _activities(still, explained, None)
         return
-    idle = [
-        (rank, each)
-        for rank, each in seen
-        if each.severity >= Severity.ERROR
-        and rank.joined
-        and not rank.ended
-        and rank.frame is not None
-    ]
-    if not idle or len(idle) < len(seen):
-        return
-    if all(r.site is not None and only_sleeps(r.site.path, r.site.line) for r, _ in idle):
-        # Together they do nothing for a while: a pause between epochs, say.
+    idle = [(rank, each) for rank, each in seen if _is_idle(rank, each)]
+    # Ranks that only sleep do nothing for a while together: a pause between epochs, say.
+    if not idle or len(idle) < len(seen) or all(_only_sleeps(rank) for rank, _ in idle):
         return
     rank, each = idle[0]
     yield Finding(
         code="DDP814",
-        about="nobody waits",
+        about="none waits",
         severity=Severity.WARNING,
         message=f"no rank has moved for {min(r.seconds for r, _ in idle)} s and none waits in a "
         f"collective: {named([rank.rank])} {each.text}",
@@ -305,131 +284,17 @@ def _nobody_waits(still: HangSnapshot) -> Iterator[Finding]:
         location=each.location,
         evidence=tuple(f"rank {r.rank} {e.text}" for r, e in idle[1:5]),
         fix="If they wait for something outside (a file, a server, a queue), look there.",
-        traceback=_traceback(rank),
+        traceback=rank.traceback,
     )
 
 
-def _before_joining(run: Run, still: HangSnapshot) -> Iterator[Finding]:
-    """No rank has come out of ``init_process_group``."""
-    seen = [(rank, activity_of(rank, True)) for rank in still.ranks]
-    joining = [(rank, each) for rank, each in seen if each.code == "DDP813"]
-    others = [(rank, each) for rank, each in seen if each.code != "DDP813"]
-    late = [
-        (rank, each)
-        for rank, each in others
-        if rank.frame is not None
-        and not lacks_cpu(rank, still.record.limit)
-        and not came_since(rank)
-    ]
-    if joining and late:
-        yield from _late(late, [rank for rank, _ in joining], still)
-    elif any(rank.dead_for is None for rank, _ in others):
-        # They are on their way, or do not say where they are.
-        return
-    elif joining and (still.record.launcher_works or any(works(rank) for rank, _ in joining)):
-        # They import what they need, say; or the store of the launcher has no core to answer on.
-        return
-    elif joining and _all_come(still):
-        rank, each = joining[0]
-        yield Finding(
-            code="DDP814",
-            about="all there",
-            severity=Severity.WARNING,
-            message=f"all ranks have been in init_process_group for {still.seconds:.0f} s and "
-            "it does not end: the network between them, or the backend",
-            ranks=tuple(rank.rank for rank, _ in joining),
-            location=each.location,
-            fix="Check the network and the interface that the backend took "
-            "(NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME; NCCL_DEBUG=INFO says).",
-            traceback=_traceback(rank),
-        )
-    elif joining:
-        rank, each = joining[0]
-        who = named([rank.rank for rank, _ in joining])
-        verb = "wait" if len(joining) > 1 else "waits"
-        missing, fix, evidence = "ranks that never came", _START, _launched(run)
-        store = ports.unopened(run)
-        if store is not None:
-            missing = f"a store at {ports.address(store)} that no rank opens"
-            fix, evidence = ports.advice(store)
-        yield Finding(
-            code="DDP813",
-            about="rendezvous",
-            severity=Severity.ERROR,
-            message=f"{who} {verb} in init_process_group at {quoted(each.location)} for "
-            f"{missing}, for {still.seconds:.0f} s",
-            ranks=tuple(rank.rank for rank, _ in joining),
-            location=each.location,
-            evidence=evidence,
-            fix=fix,
-            traceback=_traceback(rank),
-        )
-    elif (
-        not still.ranks
-        and run.manifest.get("launcher") == "torchrun"
-        and _option(run, "--nnodes") not in (None, "1")
-    ):
-        nodes = _option(run, "--nnodes")
-        yield Finding(
-            code="DDP813",
-            about="rendezvous",
-            severity=Severity.ERROR,
-            message=f"torchrun has waited in rendezvous for {still.seconds:.0f} s: of "
-            f"{nodes} nodes, not all have come",
-            evidence=_launched(run),
-            fix="Start the command on every node, with the same --nnodes, --rdzv-id and "
-            "--rdzv-endpoint (or --master-addr), each with its own --node-rank; check that the "
-            "endpoint can be reached from there.",
-        )
+def _is_idle(rank: RankState, each: Activity) -> bool:
+    working = each.severity < Severity.ERROR
+    return rank.joined and not rank.ended and not working and rank.frame is not None
 
 
-def _all_come(still: HangSnapshot) -> bool:
-    """Whether as many ranks are in ``init_process_group`` as it was called for."""
-    asked = {rank.stacks.world_size for rank in still.ranks if rank.stacks is not None}
-    return 0 not in asked and max(asked, default=0) in range(1, len(still.ranks) + 1)
-
-
-def _late(
-    late: Sequence[tuple[RankState, Activity]], joining: Sequence[RankState], still: HangSnapshot
-) -> Iterator[Finding]:
-    """Ranks that have not come to ``init_process_group`` yet, where others wait for them."""
-    waits = f"{named([r.rank for r in joining])} {'wait' if len(joining) > 1 else 'waits'}"
-    for rank, each in late[:3]:
-        unknown = each.code == "DDP802"
-        text = f"has not come to init_process_group: it {each.text}" if unknown else each.text
-        yield Finding(
-            code=each.code,
-            about=f"late {rank.rank}",
-            # It may wait for a lock or a file that will come; nothing was ever done together.
-            severity=min(each.severity, Severity.WARNING) if unknown else each.severity,
-            message=f"rank {rank.rank} {text}; {waits} for it in init_process_group for "
-            f"{still.seconds:.0f} s, at {quoted(joining[0].site)}",
-            ranks=(rank.rank,),
-            location=each.location,
-            evidence=each.evidence,
-            fix=each.fix
-            or "Let all ranks join first, or prepare the data before the job starts; the others' "
-            "timeout runs.",
-            traceback=_traceback(rank),
-        )
-
-
-def _launched(run: Run) -> tuple[str, ...]:
-    words = ("--nnodes", "--nproc-per-node", "--node-rank", "--rdzv-endpoint", "--master-addr")
-    seen = [f"{word} {value}" for word in words if (value := _option(run, word)) is not None]
-    return (f"started with {' '.join(seen)}",) if seen else ()
-
-
-def _option(run: Run, name: str) -> str | None:
-    """The value of torchrun's option, in either spelling."""
-    words = [str(word) for word in run.manifest.get("command") or ()]
-    for spelling in (name, name[:2] + name[2:].replace("-", "_")):
-        for at, word in enumerate(words):
-            if word == spelling and at + 1 < len(words):
-                return words[at + 1]
-            if word.startswith(f"{spelling}="):
-                return word.partition("=")[2]
-    return None
+def _only_sleeps(rank: RankState) -> bool:
+    return rank.site is not None and only_sleeps(rank.site.path, rank.site.line)
 
 
 # -- in words
@@ -450,12 +315,6 @@ def _native(rank: RankState) -> tuple[str, ...]:
     """What a rank does below Python, the innermost frames."""
     frames = rank.stacks.native[-NATIVE:] if rank.stacks is not None else ()
     return (f"native frames of rank {rank.rank}: {' > '.join(frames)}",) if frames else ()
-
-
-def _traceback(rank: RankState) -> str:
-    """The user's part of a rank's stack, as a traceback is written."""
-    frames = user_frames(rank.frames)
-    return "".join(f'  File "{f.path}", line {f.line}, in {f.function}\n' for f in frames)
 
 
 def _gloo(run: Run) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from ddpdoctor.analysis.departures import departures
 from ddpdoctor.analysis.draws import Pass, Passes, matched, same_part
 from ddpdoctor.analysis.replicas import elements
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.ranks import named
 from ddpdoctor.core.relations import MISPAIRED, STANDSTILL, STANDSTILLS, brings_about
-from ddpdoctor.rules.control_flow import departures
 from ddpdoctor.run.records.replicas import FingerprintRecord, StatisticsRecord
 from ddpdoctor.run.records.training import EvaluationRecord
 from ddpdoctor.run.snapshot import Rank, Run

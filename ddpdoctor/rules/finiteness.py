@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TypeVar
 
 from ddpdoctor.analysis.arithmetic import MOST, lines_of
-from ddpdoctor.analysis.hang_snapshot import quoted
+from ddpdoctor.analysis.places import quoted
 from ddpdoctor.analysis.replicas import Replica, replicas
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
 from ddpdoctor.core.ranks import named

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ddpdoctor.analysis import collective_mismatch
 from ddpdoctor.analysis.blame import alone_by_guard, comes_after, way_past
+from ddpdoctor.analysis.calls import Call
+from ddpdoctor.analysis.departures import departures
 from ddpdoctor.analysis.endings import PATIENCE, endings, first_failure, mispaired
-from ddpdoctor.analysis.hang_snapshot import Call, brief, location, quoted
+from ddpdoctor.analysis.places import brief, location, quoted
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
 from ddpdoctor.core.ranks import named
 from ddpdoctor.core.relations import ABORT, MISPAIRED, brings_about, came_first, ended_by, event
-from ddpdoctor.rules.control_flow import departures
 from ddpdoctor.rules.diagnosis import diagnosed
 from ddpdoctor.rules.out_of_step import finding, guarded_finding
 from ddpdoctor.run.names import BEFORE_FORWARD
@@ -178,11 +180,8 @@ def _failure(run: Run) -> _Failure | None:
         rank: [collective_mismatch.call_of(each) for each in found if not each.point_to_point]
         for rank, found in collective_mismatch.rings(run).items()
     }
-    inside = _unfinished(calls)
-    if cause is None:
-        # Lost for another reason, ranks may have been in different collectives for a moment.
-        late = ends[0].time - PATIENCE
-        inside = {rank: call for rank, call in inside.items() if call.began < late}
+    # Lost for another reason, ranks may have been in different collectives for a moment.
+    inside = _unfinished(calls, ends[0].time - PATIENCE if cause is None else math.inf)
     if not inside:
         return None
     first = min(inside.values(), key=lambda call: call.began)
@@ -190,19 +189,26 @@ def _failure(run: Run) -> _Failure | None:
     elsewhere = tuple(
         rank.rank
         for rank in run.last
-        if rank.rank in calls
-        and rank.rank not in inside
-        and _count(calls[rank.rank], first) < first.sequence
-        and _was_in(rank) in (Phase.BACKWARD.label, *BEFORE_FORWARD)
+        if rank.rank in calls and rank.rank not in inside and _in_ddp(rank, calls[rank.rank], first)
     )
     before = {rank: _preceding(calls[rank], first) for rank in (*same, *elsewhere)}
     return _Failure(same, elsewhere, before) if elsewhere else None
 
 
-def _unfinished(calls: dict[int, list[Call]]) -> dict[int, Call]:
-    """The calls from Python that ranks had made and that had not returned."""
+def _unfinished(calls: dict[int, list[Call]], before: float) -> dict[int, Call]:
+    """The calls from Python, begun before a moment, in which ranks still were at the end."""
     last = {rank: found[-1] for rank, found in calls.items() if found}
-    return {rank: call for rank, call in last.items() if not call.done and call.site is not None}
+    return {
+        rank: call
+        for rank, call in last.items()
+        if not call.done and call.site is not None and call.began < before
+    }
+
+
+def _in_ddp(rank: Rank, calls: list[Call], call: Call) -> bool:
+    """Whether a rank that had not made a call was in a collective of DDP's own instead."""
+    behind = _count(calls, call) < call.sequence
+    return behind and _was_in(rank) in (Phase.BACKWARD.label, *BEFORE_FORWARD)
 
 
 def _number(call: Call) -> tuple[object, int]:

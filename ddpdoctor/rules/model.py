@@ -138,19 +138,7 @@ def unused_parameters(run: Run) -> Iterator[Finding]:
 def _unused(run: Run, missing: Missing) -> Finding:
     first = next(iter(missing.records.values()), None)
     error = next((missing.errors[rank] for rank in sorted(missing.errors)), None)
-    names: list[str] = []
-    count = total = 0
-    if first is not None:
-        names = [
-            f"{each.name} ({each.owner})" if each.owner else each.name for each in first.parameters
-        ]
-        count, total = first.count, first.of
-    elif error is not None:
-        number = min(missing.errors)
-        rank = next(rank for rank in run.last if rank.rank == number)
-        names = reduction.without_gradient(rank, error)
-        count = len(names)
-        total = len(reduction.parameter_names(rank.ddp(0)))
+    names, count, total = _unused_names(run, missing, first, error)
     some = bool(missing.silent)
     who = f"on {named(missing.ranks)} only" if some else "on any rank"
     if len(run.last) == 1:
@@ -166,16 +154,6 @@ def _unused(run: Run, missing: Missing) -> Finding:
         )
     if some:
         evidence.append(f"{named(missing.silent)} missed none in that backward")
-    evidence += missing.fate()
-    finds = error is not None and "`find_unused_parameters=True` is enabled" in error.message
-    fix = (
-        "Let every output of forward take part in the loss on every rank, or return fewer."
-        if finds
-        else "Take the same branch on every rank, or pass find_unused_parameters=True to DDP."
-        if some
-        else "Use them in the loss, freeze them before DDP is built, or pass "
-        "find_unused_parameters=True if they are unused now and then."
-    )
     source = first if first is not None else error
     return Finding(
         code="DDP305",
@@ -183,10 +161,39 @@ def _unused(run: Run, missing: Missing) -> Finding:
         message=f"{what} got no gradient {who}" + (f": {listed(names, count)}" if names else ""),
         ranks=tuple(missing.ranks),
         location=source.location if source is not None else None,
-        evidence=tuple(evidence),
-        fix=fix,
+        evidence=(*evidence, *missing.fate()),
+        fix=_unused_fix(error, some),
         traceback=error.traceback if error is not None else "",
         about=f"module {missing.ddp}",
+    )
+
+
+def _unused_names(
+    run: Run, missing: Missing, first: NoGradientRecord | None, error: ErrorRecord | None
+) -> tuple[list[str], int, int]:
+    """The names of the parameters, as far as known; how many they are, and how many there are."""
+    if first is not None:
+        names = [
+            f"{each.name} ({each.owner})" if each.owner else each.name for each in first.parameters
+        ]
+        return names, first.count, first.of
+    if error is None:
+        return [], 0, 0
+    number = min(missing.errors)
+    rank = next(rank for rank in run.last if rank.rank == number)
+    names = reduction.without_gradient(rank, error)
+    return names, len(names), len(reduction.parameter_names(rank.ddp(0)))
+
+
+def _unused_fix(error: ErrorRecord | None, some: bool) -> str:
+    """What to do, where ``some`` ranks only miss gradients, or all do."""
+    if error is not None and "`find_unused_parameters=True` is enabled" in error.message:
+        return "Let every output of forward take part in the loss on every rank, or return fewer."
+    if some:
+        return "Take the same branch on every rank, or pass find_unused_parameters=True to DDP."
+    return (
+        "Use them in the loss, freeze them before DDP is built, or pass "
+        "find_unused_parameters=True if they are unused now and then."
     )
 
 

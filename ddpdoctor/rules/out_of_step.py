@@ -7,8 +7,10 @@ from dataclasses import replace
 
 from ddpdoctor.analysis import collective_mismatch
 from ddpdoctor.analysis.blame import Blame, Group, alone_by_guard
+from ddpdoctor.analysis.calls import Call
 from ddpdoctor.analysis.guards import statement
-from ddpdoctor.analysis.hang_snapshot import Call, RankState, brief, quoted
+from ddpdoctor.analysis.hang_snapshot import RankState
+from ddpdoctor.analysis.places import brief, quoted
 from ddpdoctor.analysis.waits import Blocked
 from ddpdoctor.core.finding import Finding, Location, Severity
 from ddpdoctor.core.ranks import named
