@@ -9,13 +9,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ddpdoctor.analysis.exceptions import exit_call, in_short, is_consequence, notes_of
+from ddpdoctor.analysis.exit_statuses import (
+    exit_status,
+    printed_statuses,
+    recorded_end,
+    signal_name,
+    spawned_statuses,
+)
+from ddpdoctor.analysis.places import location
 from ddpdoctor.core.finding import Location
 from ddpdoctor.core.opening import whole
 from ddpdoctor.run.records.process import (
-    EndRecord,
     ErrorRecord,
     ExitRecord,
-    OuterError,
     ResourceFacts,
     ShownErrorRecord,
     ThreadErrorRecord,
@@ -27,27 +34,6 @@ Kind = Literal["exception", "exit", "signal", "abort-at-exit"]
 
 PATIENCE = 3_000_000_000
 """Nanoseconds in one phase after which a rank of a live job is taken to wait for its peers."""
-
-_VICTIM = re.compile(
-    r"Connection closed by peer"
-    r"|Connection reset by peer"
-    r"|Broken pipe"
-    r"|Timed out waiting \d+ms for (?:recv|send)"
-    r"|Gloo connectFullMesh failed"
-    r"|Socket Timeout|wait timeout after \d+ms|Socket closed"
-    r"|failed to recv, got 0 bytes|should dump"
-    r"|NCCL communicator (?:was|is) aborted|remote process exited|ncclRemoteError"
-    r"|Watchdog caught collective operation timeout|NCCL operation timed out"
-    r"|Application timeout caused pair closure",
-    re.IGNORECASE,
-)
-"""What a rank says whose peers are gone: the consequence of a failure elsewhere."""
-
-_COMMON = re.compile(r"Connection reset by peer|Broken pipe|Socket (?:Timeout|closed)", re.I)
-"""What a database or a download says, too."""
-
-_OF_TORCH = re.compile(r"gloo|nccl|TCPStore|c10d|\[[^\]]*\.(?:cc|cpp|h):\d+\]", re.IGNORECASE)
-_THROUGH_TORCH = re.compile(r"[/\\]torch[/\\](?:distributed|autograd|_tensor|nn[/\\]parallel)")
 
 _MISPAIRED = re.compile(
     r"op\.preamble\.length <= op\.nbytes|Received data size doesn't match expected size"
@@ -70,19 +56,6 @@ _OF_RANK = re.compile(r"\[rank(\d+)\]:")
 _HEAD = 2_000
 """Characters before such words in which the rank stands, in the same line."""
 
-_WRAPPERS = (
-    "ChildFailedError",
-    "ProcessRaisedException",
-    "ProcessExitedException",
-    "CalledProcessError",
-    "SignalException",
-)
-"""Exceptions of launchers: they only say that a child failed."""
-
-_NOISE = re.compile(
-    r"\x1b\[[\d;]*m|\[/[^\]]*\.(?:cc|cpp|h):\d+\]\s*|\s*\[[\da-fA-F.:]+\](?::\d+)?|^\[[^\]]*\.cpp:\d+\]\s*"
-)
-
 _FATAL = re.compile(r"Fatal Python error: ([A-Z][a-z ]+)")
 _FATAL_SIGNALS = {
     "Segmentation fault": signal.SIGSEGV,
@@ -98,19 +71,6 @@ _ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 _STARVED = ("Empty", "TimeoutError", "BrokenBarrierError")
 """What the main thread raises that waits in vain for another one."""
-
-_IN_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)")
-
-_TORCHRUN_EXIT = re.compile(r"exitcode\s*: (-?\d+)\s*\(pid: (\d+)\)")
-_TORCHRUN_LOG = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
-
-
-_SPAWNED = re.compile(r"process \d+ terminated with (?:signal (SIG[A-Z]+)|exit code (\d+))")
-"""What ``torch.multiprocessing.spawn`` says of the first of its processes that failed."""
-
-_STOPPED = re.compile(r"(?:Terminating|Sending) process (\d+) (?:via|closing) signal (SIG[A-Z]+)")
-"""What it says of each of the others, which it ends, and what torchrun says of them."""
-
 
 NOTHING = ResourceFacts()
 """Of an exception that is about no file."""
@@ -178,11 +138,11 @@ def endings(run: Run, restart: int) -> list[Ending]:
 
     What happened after somebody asked the job to stop is no failure and left out, too.
     """
-    statuses = _statuses_in(run.stderr)
+    statuses = printed_statuses(run.stderr)
     aborted = _aborted(run.stderr)
     found: list[Ending] = []
     ranks = run.attempt(restart)
-    statuses |= _spawned(run, ranks, statuses)
+    statuses |= spawned_statuses(run, ranks, statuses)
     for rank in ranks:
         ending = _rank_ending(rank, statuses, bool(run.exit_status), aborted)
         if ending is not None:
@@ -237,7 +197,7 @@ def mispaired(run: Run, cause: Ending) -> bool:
 def _rank_ending(
     rank: Rank, statuses: dict[int, int], job_failed: bool, aborted: frozenset[int]
 ) -> Ending | None:
-    status = _status(rank, statuses)
+    status = exit_status(rank, statuses)
     if status == 0 or rank.status is None:
         # Whatever it recorded was caught, or did not matter.
         return None
@@ -292,33 +252,6 @@ def _signal_ending(rank: Rank, status: int, when: int, aborted: frozenset[int]) 
     )
 
 
-def _spawned(run: Run, ranks: tuple[Rank, ...], statuses: dict[int, int]) -> dict[int, int]:
-    """The exit statuses, by pid, of ranks whose parent took them before they were seen."""
-    unknown = {
-        rank.status.pid: rank.exit.time
-        for rank in ranks
-        if rank.exit is not None
-        and rank.status is not None
-        and _status(rank, statuses) is None
-        and not _recorded_end(rank)
-    }
-    stopped = {
-        int(pid): _number(name)
-        for pid, name in _STOPPED.findall(run.stderr)
-        if int(pid) in unknown and _number(name)
-    }
-    said = _SPAWNED.search(run.stderr)
-    first = min(unknown.keys() - stopped.keys(), key=lambda pid: unknown[pid], default=None)
-    status = _number(said[1]) or int(said[2] or 0) if said is not None else 0
-    return {**stopped, **({first: status} if first is not None and status else {})}
-
-
-def _number(name: str | None) -> int:
-    """The exit status of a process that a signal of that name ended; 0 if there is none."""
-    number = getattr(signal, name, None) if name else None
-    return -int(number) if isinstance(number, signal.Signals) else 0
-
-
 def _unseen_endings(
     run: Run, ranks: tuple[Rank, ...], statuses: dict[int, int], found: list[Ending]
 ) -> Iterator[Ending]:
@@ -333,8 +266,8 @@ def _unseen_endings(
         if (
             rank.exit is None
             or rank.status is None
-            or _recorded_end(rank)
-            or _status(rank, statuses) is not None
+            or recorded_end(rank)
+            or exit_status(rank, statuses) is not None
         ):
             continue
         when = rank.exit.time
@@ -374,22 +307,15 @@ def _stray_endings(run: Run, restart: int, joined: set[int]) -> Iterator[Ending]
             yield _exit_call(record.rank, record, initialized=False)
 
 
-def _recorded_end(rank: Rank) -> bool:
-    """Whether a rank itself recorded how it ends."""
-    return any(map(rank.records.of, (EndRecord, ErrorRecord, ExitRecord)))
-
-
 def _exception(
     rank: int | None, record: ErrorRecord, status: int | None = None, initialized: bool = True
 ) -> Ending:
-    name = record.exception
-    wrapper = name.rpartition(".")[2] in _WRAPPERS
     return Ending(
         rank=rank,
         time=record.time,
         kind="exception",
-        victim=wrapper or name == "KeyboardInterrupt" or _lost_peer(record),
-        text=_in_short(record),
+        victim=is_consequence(record),
+        text=in_short(record),
         where=_moment(record.step, record.collective or record.phase),
         location=record.location,
         traceback=record.traceback,
@@ -397,34 +323,8 @@ def _exception(
         status=status,
         file=record.file or NOTHING,
         initialized=initialized,
-        notes=tuple(_notes(record)),
+        notes=tuple(notes_of(record)),
     )
-
-
-def _in_short(error: ErrorRecord | OuterError) -> str:
-    """An exception with the first line of its message."""
-    name = error.exception or "an exception"
-    first = next((line for line in error.message.splitlines() if line.strip()), "")
-    return f"{name}: {_clean(first)}" if first else name
-
-
-def _notes(record: ErrorRecord) -> Iterator[str]:
-    """What became of an exception before it ended the process."""
-    if isinstance(record, ThreadErrorRecord) and record.thread:
-        yield f"it ended the thread {record.thread[:60]!r}, which the main one waited for"
-    outer, left = record.outer, record.left
-    if outer is not None:
-        place = f" at {outer.location}" if outer.location is not None else ""
-        worker = _IN_WORKER.match(outer.message)
-        if worker is not None:
-            yield f"in {worker[1]}, whose batch was awaited{place}"
-        else:
-            yield f"it was raised again as {_in_short(outer)[:160]}{place}"
-    if left is not None:
-        place = f" at {left.location}" if left.location is not None else ""
-        yield f"the script caught it and ended itself by {_call(left)}{place}"
-    elif isinstance(record, ShownErrorRecord):
-        yield "the script caught it, printed it, and ended itself"
 
 
 def _of_thread(rank: Rank, end: ErrorRecord | ExitRecord) -> ThreadErrorRecord | None:
@@ -435,43 +335,19 @@ def _of_thread(rank: Rank, end: ErrorRecord | ExitRecord) -> ThreadErrorRecord |
     return failed[-1] if failed else None
 
 
-def _call(record: ExitRecord) -> str:
-    return f"{record.how}({record.status if record.said is None else repr(record.said)})"
-
-
 def _exit_call(rank: int | None, record: ExitRecord, initialized: bool = True) -> Ending:
     return Ending(
         rank=rank,
         time=record.time,
         kind="exit",
         victim=False,
-        text=_call(record),
+        text=exit_call(record),
         where=_moment(record.step, record.phase),
         location=record.location,
         message=record.refused,
         status=record.status,
         initialized=initialized,
     )
-
-
-def _lost_peer(record: ErrorRecord) -> bool:
-    """Whether torch says that a peer is gone; the same words of a download are its own failure."""
-    name, message = record.exception, record.message
-    if name != "RuntimeError" and not name.startswith("torch."):
-        return False
-    found = _VICTIM.search(message)
-    if found is None or not _COMMON.fullmatch(found[0]):
-        return found is not None
-    trace = record.traceback
-    return bool(_OF_TORCH.search(message) or not trace or _THROUGH_TORCH.search(trace))
-
-
-def _clean(message: str) -> str:
-    """A message without the C++ source lines and socket addresses that gloo and c10d put into it.
-
-    The addresses are wrong besides: gloo prints ports byte-swapped.
-    """
-    return _NOISE.sub("", message).strip()
 
 
 def _moment(step: object, phase: object) -> str:
@@ -495,31 +371,4 @@ def _site(rank: Rank) -> Location | None:
 
 def last_line(rank: Rank) -> Location | None:
     """The line of the user's code that the probe saw last."""
-    path, _, line = rank.status.site.rpartition(":") if rank.status is not None else ("", "", "")
-    return Location(path, whole(line)) if path and line.isdigit() else None
-
-
-def _status(rank: Rank, statuses: dict[int, int]) -> int | None:
-    if rank.exit is not None and rank.exit.status is not None:
-        return rank.exit.status
-    printed = statuses.get(rank.status.pid) if rank.status is not None else None
-    if printed is None and rank.exit is not None and rank.exit.oom:
-        return -signal.SIGKILL
-    return printed
-
-
-def _statuses_in(stderr: str) -> dict[int, int]:
-    """Exit statuses by pid, as torchrun printed them."""
-    return {
-        int(pid): int(status)
-        for pattern in (_TORCHRUN_EXIT, _TORCHRUN_LOG)
-        for status, pid in pattern.findall(stderr)
-    }
-
-
-def signal_name(number: int) -> str:
-    """``SIGKILL`` for 9; ``signal 99`` for one without a name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    return location(rank.status.site) if rank.status is not None else None

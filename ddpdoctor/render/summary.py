@@ -75,7 +75,7 @@ def _ending(run: Run) -> str:
         return "; the job hung and was ended"
     if run.ended_by_debugger:
         return "; the job was ended by the debugger"
-    from ddpdoctor.analysis.endings import signal_name
+    from ddpdoctor.analysis.exit_statuses import signal_name
 
     how = f"ended by {signal_name(-status)}" if status < 0 else f"failed with exit status {status}"
     asked = " after it was asked to stop" if run.stopped_at is not None else ""
