@@ -2,8 +2,9 @@
 
     python benchmarks/load.py --busy 20 --at-once 4
 
-The order of the jobs is always the same, so that `--skip` goes on where `--minutes` ended. Jobs
-that are sick only where cores are free, as they say in their heads, are left out.
+The order of the jobs is always the same, so that `--skip` goes on where `--minutes` or Ctrl-C
+ended: no more jobs are started, and those that run are waited for. Jobs that are sick only where
+cores are free, as they say in their heads, are left out.
 
 Every job runs with ``--kill-on-hang``. Of a sick job its marks say what is to be found; a healthy
 one and a healed twin must stay without a finding above info, and must not be ended. "As the tests
@@ -19,9 +20,11 @@ import contextlib
 import os
 import platform
 import random
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -78,7 +81,7 @@ class Row:
 def busy(number: int, nice: int) -> Iterator[None]:
     """So many processes that compute."""
     command = ["nice", "-n", str(nice), sys.executable, "-c", BUSY, str(os.getpid())]
-    others = [subprocess.Popen(command) for _ in range(number)]
+    others = [subprocess.Popen(command, start_new_session=True) for _ in range(number)]
     try:
         yield
     finally:
@@ -108,6 +111,7 @@ def outcome(kind: Kind, path: Path, limit: float) -> Outcome:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
+                start_new_session=True,
             )
             try:
                 status = job.wait(limit)
@@ -173,8 +177,12 @@ def main() -> None:
     rows: dict[str, Row] = {kind: Row() for kind in ("sick", "healed", "healthy")}
     load: list[float] = []
 
+    stopped = threading.Event()
+    signal.signal(signal.SIGINT, lambda *_: stopped.set())
+
     def one(job: tuple[Kind, Path]) -> Outcome | None:
-        return outcome(*job, asked.limit) if time.monotonic() < deadline else None
+        late = stopped.is_set() or time.monotonic() >= deadline
+        return None if late else outcome(*job, asked.limit)
 
     with (
         busy(asked.busy, asked.nice),
@@ -199,6 +207,8 @@ def main() -> None:
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; "
         f"load {min(load, default=0):.0f} to {max(load, default=0):.0f}"
     )
+    if len(load) < len(jobs):
+        print(f"{len(jobs) - len(load)} jobs were not started: --skip {asked.skip + len(load)}")
     print(
         "| jobs | runs | named | with a false error | with a false warning | ended wrongly "
         "| as the tests want |"

@@ -146,7 +146,7 @@ def test_some_ranks_alone(stuck: Stuck) -> None:
     assert none.status == 2
     assert none.stderr.splitlines() == [
         f"ddpdoctor: error: {stuck.run_dir.name} has no rank 9",
-        "ddpdoctor: without --rank you see the ranks there are",
+        "ddpdoctor: leave out --rank to see all ranks",
     ]
 
 
