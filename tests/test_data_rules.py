@@ -12,7 +12,7 @@ import pytest
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.probe.observers.loops import runs_to_end
 from ddpdoctor.probe.observers.passes import SAMPLE, Pass, sample_of
-from ddpdoctor.rules import data, shards, streams
+from ddpdoctor.rules import data, epoch_order, shards, streams, uneven_inputs
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.snapshot import Rank, Run
@@ -76,9 +76,9 @@ def run_of(
 
 
 RULES = (
-    data.sampler_not_used, data.unsharded, data.order_repeated, data.wrong_shard,
-    data.seeds_differ, data.uneven, data.other_split, streams.same_stream, streams.same_workers,
-    shards.not_reduced, shards.padded,
+    data.sampler_not_used, data.unsharded, epoch_order.order_repeated, data.wrong_shard,
+    data.seeds_differ, uneven_inputs.uneven, data.other_split, streams.same_stream,
+    streams.same_workers, shards.not_reduced, shards.padded,
 )  # fmt: skip
 
 

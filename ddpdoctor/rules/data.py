@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
 
 from ddpdoctor.analysis.departures import departures
 from ddpdoctor.analysis.draws import (
@@ -12,22 +11,17 @@ from ddpdoctor.analysis.draws import (
     WHOLE,
     Pass,
     Passes,
-    matched,
     other_data,
     overlap,
-    passes_of,
     same_data,
     same_order,
     same_part,
     training,
 )
-from ddpdoctor.analysis.endings import PATIENCE
 from ddpdoctor.core import relations
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
 from ddpdoctor.core.ranks import named
-from ddpdoctor.run.records.process import ErrorRecord
 from ddpdoctor.run.snapshot import Run
-from ddpdoctor.run.status import Phase
 
 REPEATED = 0.1
 """The part of a rank's own draws above which it draws with replacement."""
@@ -94,7 +88,7 @@ def _unsharded_finding(code: str, passes: Passes, message: str, at: Location, fi
         location=at,
         evidence=(
             *lines,
-            f"read at {first.read} by {_sampler_name(first)}, {len(each)} ranks",
+            f"read at {first.read} by {first.sampler.name or 'no sampler'}, {len(each)} ranks",
         ),
         fix=fix,
         subjects=frozenset((f"loader {first.made}",)),
@@ -183,101 +177,6 @@ def unsharded(run: Run) -> Iterator[Finding]:
             "and call sampler.set_epoch(epoch) before each epoch.",
         )
         return
-
-
-def _sampler_name(one: Pass) -> str:
-    return one.sampler.name or "no sampler"
-
-
-@rule("DDP103", "missing-set-epoch", Severity.WARNING)
-def order_repeated(run: Run) -> Iterator[Finding]:
-    """Every epoch draws the same samples in the same order.
-
-    What it finds
-        A shuffling sampler with a `set_epoch` method that gave a training loader exactly the same
-        samples in the same order in two consecutive passes.
-
-    Why it is bad
-        `DistributedSampler` derives the order from its seed and the epoch number only. If the
-        number does not change, every epoch repeats the same batches, and no rank ever sees the
-        other ranks' samples.
-
-    How to fix it
-        Call `set_epoch(epoch)` on the sampler that the loader uses, before the loop over the
-        loader.
-
-    Example
-        Wrong:
-            for epoch in range(9):
-                train(loader)
-        Right:
-            for epoch in range(9):
-                sampler.set_epoch(epoch)
-                train(loader)
-
-    When it stays silent
-        With `shuffle=False`, for samples in ascending order, for samplers without `set_epoch`, in
-        the first epoch, for evaluation loaders, and if the order changed in any other way.
-    """
-    compared: dict[object, dict[int, tuple[Pass, Pass] | None]] = {}
-    for rank in run.last:
-        loaders: dict[object, list[Pass]] = {}
-        for one in passes_of(rank):
-            loaders.setdefault(one.place, []).append(one)
-        for place, passes in loaders.items():
-            for pair in pairwise(passes):
-                if _comparable(*pair):
-                    compared.setdefault(place, {})[rank.rank] = pair if _repeats(*pair) else None
-                    break
-    for found in compared.values():
-        sick = {number: pair for number, pair in found.items() if pair is not None}
-        if len(found) < len(run.last) or not sick:
-            continue
-        before, again = sick[min(sick)]
-        at, epoch = again.read, again.sampler.epoch
-        evidence = [
-            f"passes {before.record.number + 1} and {again.record.number + 1} over it gave "
-            f"the same {before.head[0]} samples first, in the same order",
-            f"{_sampler_name(again)} built at {again.at}",
-        ]
-        if epoch is not None:
-            evidence.append(f"its epoch was {before.sampler.epoch}, then {epoch}")
-        whose = "every rank" if len(sick) == len(run.last) else named(sick)
-        yield Finding(
-            code="DDP103",
-            about=str(at),
-            severity=Severity.WARNING,
-            message=f"{whose} draws the same samples in the same order in each epoch at {at}: "
-            f"set_epoch does not reach the loader's {_sampler_name(again)}",
-            ranks=tuple(sorted(sick)),
-            location=at,
-            evidence=tuple(evidence),
-            fix="Call set_epoch(epoch) with the epoch's number, on the sampler of this loader, at "
-            "the top of the epoch loop.",
-        )
-
-
-def _comparable(before: Pass, again: Pass) -> bool:
-    """Whether two passes follow each other with one shuffling sampler."""
-    sampler = before.sampler
-    return (
-        before.trains
-        and again.trains
-        and again.record.number == before.record.number + 1
-        and sampler.id is not None
-        and sampler.id == again.sampler.id
-        and sampler.set_epoch
-        and sampler.shuffle is not False
-        and before.head[0] == again.head[0] >= FEW
-        and 0.2 < before.record.falls / max(1, before.record.draws) < 0.9
-    )
-
-
-def _repeats(before: Pass, again: Pass) -> bool:
-    one, other = before.record, again.record
-    if one.state == other.state == "ended" and one.draws == other.draws:
-        return one.order == other.order
-    return before.head == again.head
 
 
 @rule("DDP105", "sampler-wrong-rank", Severity.ERROR)
@@ -383,7 +282,7 @@ def seeds_differ(run: Run) -> Iterator[Finding]:
         if not same_data(passes):
             continue
         if name == "epoch" and departures(run, suspected=True):
-            # The ranks have come apart, and their next epochs with them; no relation of rules,
+            # The ranks are in different epochs, as a consequence; no relation of rules,
             # since a decision is only suspected here, and may do no harm yet.
             continue
         at = passes[group[0]].at
@@ -403,129 +302,6 @@ def seeds_differ(run: Run) -> Iterator[Finding]:
             fix=f"Give the sampler the same {name} on every rank.",
         )
         return
-
-
-@rule(
-    "DDP109",
-    "uneven-inputs",
-    Severity.ERROR,
-    supersedes={
-        "DDP801": relations.same_ranks_afterwards,
-        "DDP802": relations.same_ranks_afterwards,
-        "DDP803": relations.afterwards,
-        "DDP815": relations.same_ranks_afterwards,
-    },
-)
-def uneven(run: Run) -> Iterator[Finding]:
-    """The ranks have different numbers of batches: the rank with fewer will stop before the others.
-
-    What it finds
-        A training loop over a loader that has more batches on one rank of a DDP group than on
-        another. This is known from the loaders' lengths during the first epoch if the source of the
-        loop shows that it takes every batch; otherwise once the rank with more batches waits alone.
-
-    Why it is bad
-        Every backward is a collective. The rank that ran out of batches continues with something
-        else, and the others wait for it until their timeout, or pair with its next step.
-
-    How to fix it
-        Give every rank the same number of batches (`DistributedSampler` pads, `drop_last=True`
-        cuts), or run the loop inside `with model.join():`.
-
-    Example
-        Wrong:
-            for batch in DataLoader(my_files(rank)):  # 100 files on rank 0, 97 on rank 1
-                train(batch)
-        Right:
-            with model.join():
-                for batch in DataLoader(my_files(rank)):
-                    train(batch)
-
-    When it stays silent
-        Inside `join()`. For loops that may stop before the loader ends (`break`, `islice`, `zip`, a
-        generator), unless they really leave a rank alone. For evaluation loaders, and for iterable
-        data sets, whose length is not known. DDP801 and DDP803, which follow from it, are not
-        reported as well.
-    """
-    for passes in matched(run):
-        each = list(passes.values())
-        counts = {one.rank: one.record.batches for one in each if one.record.batches is not None}
-        if len(counts) < len(each) or not _is_uneven(run, passes):
-            continue
-        few, many = min(counts.values()), max(counts.values())
-        short = sorted(rank for rank, count in counts.items() if count < many)
-        first = passes[short[0]]
-        ends = [_ran_out(run, passes[rank]) for rank in short]
-        yield Finding(
-            code="DDP109",
-            moment=min((end for end in ends if end), default=0),
-            about=str(first.made),
-            severity=Severity.ERROR,
-            message=f"{named(short)} will run out of batches before the others: the loader built "
-            f"at {first.made} has {few} batches on {named([r for r in short if counts[r] == few])}"
-            f" and {many} elsewhere",
-            ranks=tuple(short),
-            location=first.made,
-            evidence=(
-                *(
-                    f"rank {rank}: {counts[rank]} batches of {passes[rank].length} samples"
-                    for rank in sorted(counts)[:8]
-                ),
-                f"read at {first.read}",
-            ),
-            fix="Give all ranks the same number of batches (a DistributedSampler, or drop_last and "
-            "equal shards), or wrap the loop in `with model.join():`.",
-        )
-        return
-
-
-def _is_uneven(run: Run, passes: Passes) -> bool:
-    """Whether ranks train on different numbers of batches, and that will do harm, or did."""
-    each = list(passes.values())
-    if not all(one.trains for one in each) or any(one.record.joins for one in each):
-        return False
-    if len({one.record.batches for one in each}) == 1:
-        return False
-    return all(one.record.to_end for one in each) or _left_alone(run, passes)
-
-
-def _ran_out(run: Run, one: Pass) -> int:
-    """When a rank had had all batches of a pass, in Unix nanoseconds; 0 if it still has some."""
-    status = run.rank(one.rank).status
-    if one.closed:
-        return one.record.closed if one.record.state == "ended" else 0
-    # Of a rank that aborts right after it, the end of the pass is not written any more.
-    had = status is not None and status.armed - one.record.armed >= (one.record.batches or 0)
-    return status.since if status is not None and had else 0
-
-
-def _left_alone(run: Run, passes: Passes) -> bool:
-    """Whether a rank with more batches failed in, or hangs in, a step that one with fewer left."""
-    few = min(one.record.batches or 0 for one in passes.values())
-    short = [one for one in passes.values() if one.record.batches == few]
-    over = [
-        (one.record.armed_after or 0) if one.closed else one.record.armed + few
-        for one in short
-        if _ran_out(run, one)
-    ]
-    return bool(over) and any(
-        _is_alone(run, one, max(over)) for one in passes.values() if one not in short
-    )
-
-
-def _is_alone(run: Run, one: Pass, over: int) -> bool:
-    """Whether a rank waits for, or failed in, a step behind the last of the others."""
-    rank = run.rank(one.rank)
-    if rank.status is None:
-        return False
-    error = rank.records.first(ErrorRecord)
-    armed = error.armed if error is not None else rank.status.armed
-    if one.closed and (error is None or armed != one.record.armed_after):
-        return False
-    # Native code, or a signal, may have ended it without another record.
-    died = rank.exit is not None and rank.ended is None and not rank.status.unwritten
-    waits = error is not None or died or run.waits_for(rank) > PATIENCE
-    return waits and armed > over and rank.status.phase in (Phase.BACKWARD, Phase.ENDED)
 
 
 @rule("DDP110", "unseeded-random-split", Severity.ERROR)

@@ -1,28 +1,28 @@
-"""Divergence (DDP7xx, DDP319): replicas that stopped being equal."""
+"""Divergence (DDP701, DDP319): parameters that stopped being equal on all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from ddpdoctor.analysis import averaging
-from ddpdoctor.analysis.replicas import Difference, Replica, odd, replicas
+from ddpdoctor.analysis.replica_changes import (
+    awaits_distances,
+    gradients_since,
+    hyper_difference,
+    is_between,
+    rank_only_changes,
+)
+from ddpdoctor.analysis.replicas import Difference, Replica, replicas
 from ddpdoctor.analysis.writes import likely, on_some_ranks, ranks_of
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
 from ddpdoctor.core.ranks import named
 from ddpdoctor.core.relations import LIKELY, PARAMETERS, certain, of_likely, same_subject
-from ddpdoctor.run.records.replicas import CutRecord, LoadRecord, OutsideRecord, ResumeRecord
-from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.rules.replica_evidence import bounds, member, tensors
+from ddpdoctor.run.records.replicas import LoadRecord, OutsideRecord
+from ddpdoctor.run.snapshot import Run
 
 CAUSES = ("DDP301", "DDP302", "DDP303", "DDP305", "DDP306", "DDP308")
 """Faults of which parameters that differ are the consequence."""
-
-HYPER = ("lr", "momentum", "betas", "weight_decay")
-_WORDS = {
-    "lr": "learning rate",
-    "momentum": "momentum",
-    "betas": "betas",
-    "weight_decay": "weight decay",
-}
 
 
 @rule("DDP701", "parameters-differ", Severity.ERROR, yields_to=dict.fromkeys(CAUSES, certain))
@@ -57,7 +57,7 @@ def parameters_differ(run: Run) -> Iterator[Finding]:
     """
     for replica in replicas(run):
         difference = replica.difference("parameters")
-        if difference is None or _more_to_come(replica):
+        if difference is None or awaits_distances(replica):
             continue
         if averaging.pending(run) or not replica.lasts(difference):
             continue
@@ -71,8 +71,8 @@ def parameters_differ(run: Run) -> Iterator[Finding]:
             severity=Severity.ERROR,
             message=f"{_which(guilty, everyone, 'parameters')} {difference.since}: {cause}",
             ranks=guilty or everyone,
-            location=_member(replica, guilty).site("optimizer"),
-            evidence=(*_bounds(replica, difference), *_tensors(replica, difference), *evidence),
+            location=member(replica, guilty).site("optimizer"),
+            evidence=(*bounds(replica, difference), *tensors(replica, difference), *evidence),
             fix="Change parameters and gradients in the same way on every rank (the same seed, or "
             "a broadcast from one rank), and only between backward and optimizer.step().",
         )
@@ -97,7 +97,7 @@ def _cause(replica: Replica, difference: Difference) -> tuple[str, tuple[str, ..
     changed = [
         rank.rank
         for rank in replica.ranks
-        if any(_in_doubt(each, replica, difference) for each in rank.records.of(OutsideRecord))
+        if any(is_between(each, replica, difference) for each in rank.records.of(OutsideRecord))
     ]
     equal = (
         (f"gradients are equal at {len(rich)} of {len(rich)} steps looked at",)
@@ -109,12 +109,7 @@ def _cause(replica: Replica, difference: Difference) -> tuple[str, tuple[str, ..
             "they were changed outside of the optimizer's step, differently on each rank",
             (f"{named(changed)} changed them between two optimizer steps", *equal),
         )
-    return "they went apart within or between optimizer steps", equal
-
-
-def _in_doubt(record: OutsideRecord, replica: Replica, difference: Difference) -> bool:
-    """Whether a record of changed parameters falls between the last equality and the difference."""
-    return record.module == replica.module and difference.within(record.step + 1)
+    return "they became different within or between optimizer steps", equal
 
 
 def _which(guilty: tuple[int, ...], everyone: tuple[int, ...], what: str) -> str:
@@ -122,62 +117,6 @@ def _which(guilty: tuple[int, ...], everyone: tuple[int, ...], what: str) -> str
         verb = "have" if len(guilty) > 1 else "has"
         return f"{named(guilty)} {verb} other {what} than the other ranks"
     return f"{named(everyone)} have different {what}"
-
-
-def _member(replica: Replica, guilty: tuple[int, ...]) -> Rank:
-    return next((rank for rank in replica.ranks if rank.rank in guilty), replica.ranks[0])
-
-
-def _bounds(replica: Replica, difference: Difference) -> Iterator[str]:
-    if difference.equal is not None:
-        yield f"equal after step {difference.equal}, different after step {difference.first}"
-    yield (
-        f"{difference.seen} fingerprints show it, the last of step {replica.steps[-1]} "
-        f"({replica.type}, {len(replica.names)} parameters)"
-    )
-
-
-def _more_to_come(replica: Replica) -> bool:
-    """Whether ranks are about to tell how far they are apart; a finding waits a little for it."""
-    return replica.asked and not replica.distances
-
-
-def _tensors(replica: Replica, difference: Difference) -> Iterator[str]:
-    """Which tensors differ, and how far apart their elements are, or else their norms."""
-    found = next(replica.rich(difference.first), None)
-    if found is None:
-        return
-    step, details = found
-    everyone = sorted(details)
-    length = min(len(each) for each in details.values())
-    differing = [
-        index
-        for index in range(min(length, len(replica.names)))
-        if len({details[rank][index][0] for rank in everyone}) > 1
-    ]
-    if not differing:
-        return
-    yield f"{len(differing)} of {len(replica.names)} tensors differ after step {step}"
-    apart = {each.name: each for each in replica.distances if each.most and each.step >= step}
-    shown = {replica.names[index] for index in differing[:3]}
-    for each in [*apart.values()][:3]:
-        shown.discard(each.name)
-        looked = (
-            f"all {each.count:,} elements"
-            if each.looked == each.count
-            else f"{each.looked:,} elements looked at (of {each.count:,})"
-        )
-        yield (
-            f"{each.name}: max difference {each.most:.3g} after step {each.step} between "
-            f"{named(each.ranks)}, of {looked}"
-        )
-    for index in (each for each in differing[:3] if replica.names[each] in shown):
-        norms = [details[rank][index][1] for rank in everyone]
-        listed = ", ".join(
-            f"{norm:.6g} on rank {rank}"
-            for rank, norm in list(zip(everyone, norms, strict=True))[:4]
-        )
-        yield f"{replica.names[index]}: norm {listed}"
 
 
 # -- weights changed on some ranks
@@ -226,8 +165,8 @@ def rank_only_weight_change(run: Run) -> Iterator[Finding]:
     """
     for replica in replicas(run):
         difference = replica.difference("parameters")
-        changes = difference and _rank_only_changes(replica, difference)
-        if difference is None or _more_to_come(replica):
+        changes = difference and rank_only_changes(replica, difference)
+        if difference is None or awaits_distances(replica):
             continue
         if not changes:
             where = _likely_change(run, replica, difference)
@@ -253,10 +192,10 @@ def rank_only_weight_change(run: Run) -> Iterator[Finding]:
             ranks=guilty,
             location=lines[0] if len(lines) == 1 else getattr(record, "location", None),
             evidence=(
-                *_bounds(replica, difference),
+                *bounds(replica, difference),
                 f"{named(guilty)} {what} before step {step}{detail}",
                 *likely(lines, "weights"),
-                *_tensors(replica, difference),
+                *tensors(replica, difference),
             ),
             fix=_ALIKE,
         )
@@ -275,9 +214,9 @@ def _likely(run: Run, replica: Replica, difference: Difference, where: Location)
         ranks=guilty or everyone,
         location=where,
         evidence=(
-            *_bounds(replica, difference),
+            *bounds(replica, difference),
             *likely([where], "weights"),
-            *_tensors(replica, difference),
+            *tensors(replica, difference),
         ),
         fix=_ALIKE,
     )
@@ -288,346 +227,17 @@ def _likely_change(run: Run, replica: Replica, difference: Difference) -> Locati
 
     What is written through `.data` is seen by nothing but its effect.
     """
-    rich = [each for step in replica.steps if (each := _gradients(replica, difference, step))]
+    rich = [each for step in replica.steps if (each := gradients_since(replica, difference, step))]
     if not rich or any(len(set(map(str, each.values()))) > 1 for each in rich):
         return None
     seen = any(
-        _in_doubt(record, replica, difference)
+        is_between(record, replica, difference)
         for rank in replica.ranks
         for record in rank.records.of(OutsideRecord)
     )
     lines = [] if seen else on_some_ranks(run, "weights")
     # It is likely only as long as nothing else is known, be it said or not.
-    if len(lines) != 1 or any(_hyper_difference(each) for each in replicas(run)):
+    if len(lines) != 1 or any(hyper_difference(each) for each in replicas(run)):
         return None
     state = replica.difference("state")
     return None if state and state.first <= difference.first else lines[0]
-
-
-def _gradients(replica: Replica, difference: Difference, step: int) -> dict[int, object]:
-    """The hashes of the gradients in a step from the difference on, where they are known."""
-    return replica.values(step, "gradients") if step >= difference.first else {}
-
-
-def _rank_only_changes(
-    replica: Replica, difference: Difference
-) -> Mapping[int, LoadRecord | OutsideRecord]:
-    """The ranks that changed weights when the others did not, with the record that says so."""
-    loads = {
-        rank.rank: [
-            record
-            for record in rank.records.of(LoadRecord)
-            if record.module == replica.module and difference.within(record.step)
-        ]
-        for rank in replica.ranks
-    }
-    most = max(len(each) for each in loads.values())
-    loaded = {rank: each[-1] for rank, each in loads.items() if each and len(each) == most}
-    if loaded:
-        return loaded if len(loaded) < len(replica.ranks) else {}
-    changed = {
-        rank.rank: record
-        for rank in replica.ranks
-        for record in rank.records.of(OutsideRecord)
-        if _in_doubt(record, replica, difference)
-    }
-    # A rank sees such a change only behind a fingerprint, and ranks differ in their pace.
-    looked = all(
-        step < 0 or step in prints
-        for step in {record.step for record in changed.values()}
-        for prints in replica.prints.values()
-    )
-    return changed if looked and len(changed) < len(replica.ranks) else {}
-
-
-# -- hyper-parameters
-
-
-@rule(
-    "DDP702",
-    "hyper-parameters-differ",
-    Severity.ERROR,
-    supersedes={"DDP701": same_subject},
-)
-def hyper_parameters_differ(run: Run) -> Iterator[Finding]:
-    """The optimizer's hyper-parameters differ between ranks.
-
-    What it finds
-        A learning rate, momentum, betas or weight decay of a parameter group that differs between
-        ranks after the same step.
-
-    Why it is bad
-        The gradients are equal, but each rank takes a different step: the parameters diverge
-        without any error.
-
-    How to fix it
-        Make the same decision on all ranks: average the metric that a scheduler gets, and do not
-        derive hyper-parameters from the rank.
-
-    Example
-        Wrong:
-            scheduler.step(validation_loss)  # the loss of this rank's data
-        Right:
-            dist.all_reduce(validation_loss, op=dist.ReduceOp.AVG)
-            scheduler.step(validation_loss)
-
-    When it stays silent
-        For values on a GPU, for groups after the fourth, and, in a running job, for a difference in
-        a single fingerprint.
-    """
-    for replica in replicas(run):
-        found = _hyper_difference(replica)
-        if found is None:
-            continue
-        difference, (optimizer, group, index) = found
-        values = {
-            rank: _at(value, optimizer, group, index)
-            for rank, value in replica.values(difference.first, "hyper").items()
-        }
-        written_at = on_some_ranks(run, "hyper-parameters")
-        everyone = tuple(sorted(values))
-        guilty = odd(values) or _who_changed(replica, difference, optimizer, group, index)
-        if guilty in ((), everyone) and next(_cuts(replica, difference), None) is None:
-            # A scheduler changes it on all ranks; the line says who did more.
-            guilty = ranks_of(run, written_at)
-        cut = _cut(replica, difference, guilty or everyone)
-        member = _member(replica, guilty)
-        what = _WORDS[HYPER[index]]
-        listed = ", ".join(f"{_value(values[rank])} on rank {rank}" for rank in everyone[:4])
-        groups = f"parameter group {group}, optimizer {optimizer}"
-        lines = [] if cut else written_at
-        written = lines[0] if len(lines) == 1 else member.site("optimizer")
-        parameters = replica.difference("parameters")
-        yield Finding(
-            code="DDP702",
-            about=f"module {replica.module} {HYPER[index]}",
-            subjects=_parameters_since(run, difference.first),
-            severity=Severity.ERROR,
-            message=f"the {what} differs between ranks {difference.since}: {listed}"
-            + ("; ReduceLROnPlateau follows a metric that is not averaged" if cut else ""),
-            ranks=guilty or everyone,
-            location=cut.location if cut else written,
-            evidence=(
-                *_bounds(replica, difference),
-                f"{groups}: {listed}",
-                *(
-                    f"{named((rank,))} cut it before step {record.step}"
-                    for rank, record in _cuts(replica, difference)
-                ),
-                *((f"the parameters differ {parameters.since}",) if parameters else ()),
-                *likely(lines, "hyper-parameters"),
-            ),
-            fix="Average the metric over the ranks (dist.all_reduce) before scheduler.step(metric)."
-            if cut
-            else "Set the same value on every rank.",
-        )
-
-
-def _parameters_since(run: Run, step: int) -> frozenset[str]:
-    """The parameters, as subjects, that differ from a step on, or a later one."""
-    return frozenset(
-        f"{PARAMETERS}{replica.module}"
-        for replica in replicas(run)
-        if (difference := replica.difference("parameters")) and step <= difference.first
-    )
-
-
-def _value(value: object) -> str:
-    return f"{value:g}" if isinstance(value, (int, float)) else str(value)
-
-
-Place = tuple[int, int, int]
-"""Optimizer, parameter group and index in `HYPER`."""
-
-
-def _hyper_difference(replica: Replica) -> tuple[Difference, Place] | None:
-    """The first hyper-parameter that differs."""
-    difference = replica.difference("hyper", heals=False)
-    if difference is None:
-        return None
-    values = list(replica.values(difference.first, "hyper").values())
-    for optimizer, group, index in _places(values[0]):
-        found = [_at(value, optimizer, group, index) for value in values]
-        if None not in found and len({repr(each) for each in found}) > 1:
-            return difference, (optimizer, group, index)
-    return None
-
-
-def _places(hyper: object) -> Iterator[Place]:
-    for optimizer, groups in enumerate(hyper if isinstance(hyper, tuple) else ()):
-        for group, _ in enumerate(groups):
-            for index, _ in enumerate(HYPER):
-                yield optimizer, group, index
-
-
-def _at(hyper: object, optimizer: int, group: int, index: int) -> object:
-    try:
-        return hyper[optimizer][group][index]  # type: ignore[index]
-    except (LookupError, TypeError):
-        return None
-
-
-def _who_changed(
-    replica: Replica, difference: Difference, optimizer: int, group: int, index: int
-) -> tuple[int, ...]:
-    """The ranks whose value is no more what it was on all of them."""
-    if difference.equal is None:
-        return ()
-    before = replica.values(difference.equal, "hyper")
-    after = replica.values(difference.first, "hyper")
-    return tuple(
-        rank
-        for rank in sorted(after)
-        if _at(before.get(rank), optimizer, group, index)
-        != _at(after[rank], optimizer, group, index)
-    )
-
-
-def _cuts(replica: Replica, difference: Difference) -> Iterator[tuple[int, CutRecord]]:
-    for rank in replica.ranks:
-        for record in rank.records.of(CutRecord):
-            if difference.within(record.step):
-                yield rank.rank, record
-
-
-def _cut(replica: Replica, difference: Difference, guilty: tuple[int, ...]) -> CutRecord | None:
-    """The moment in which a scheduler cut a guilty rank's learning rate."""
-    cuts = [record for rank, record in _cuts(replica, difference) if rank in guilty]
-    return cuts[-1] if cuts else None
-
-
-# -- the optimizer's state
-
-
-@rule(
-    "DDP703",
-    "optimizer-state-differs",
-    Severity.ERROR,
-    supersedes={"DDP701": same_subject},
-)
-def optimizer_state_differs(run: Run) -> Iterator[Finding]:
-    """The optimizer's state was loaded on some ranks only, and differs since then.
-
-    What it finds
-        Momentum, moments or step counts (a hash of all tensors in `optimizer.state`) that differ
-        between ranks, after an `optimizer.load_state_dict` on some ranks only.
-
-    Why it is bad
-        DDP broadcasts the model's weights when it is created, but not the optimizer's state. With
-        equal gradients, each rank takes a different step, and the parameters diverge.
-
-    How to fix it
-        Load the checkpoint on every rank, including the optimizer's state.
-
-    Example
-        Wrong:
-            if rank == 0:
-                optimizer.load_state_dict(checkpoint["optimizer"])
-        Right:
-            optimizer.load_state_dict(checkpoint["optimizer"])
-
-    When it stays silent
-        For `ZeroRedundancyOptimizer`, whose state is sharded, for states that every rank loaded,
-        and for differences of unknown cause (DDP701 reports the parameters).
-    """
-    for replica in replicas(run):
-        found = _resumed_alone(replica)
-        if not found:
-            continue
-        difference, resumed = found
-        guilty = tuple(sorted(resumed))
-        others = [rank for rank in sorted(replica.prints) if rank not in guilty]
-        record = resumed[guilty[0]]
-        parameters = replica.difference("parameters")
-        yield Finding(
-            code="DDP703",
-            about="optimizer state",
-            # From which step on it differs is seen late: not each fingerprint has the state.
-            subjects=_parameters_since(run, 0),
-            severity=Severity.ERROR,
-            message=f"{named(guilty)} loaded the optimizer's state and {named(others)} did not: "
-            f"it differs {difference.since}",
-            ranks=guilty,
-            location=record.location,
-            evidence=(
-                *_bounds(replica, difference),
-                f"{named(guilty)} loaded the state of {record.what} before step {record.step}",
-                *((f"the parameters differ {parameters.since}",) if parameters else ()),
-            ),
-            fix="Load the optimizer's state on every rank.",
-        )
-        return
-
-
-def _resumed_alone(replica: Replica) -> tuple[Difference, dict[int, ResumeRecord]] | None:
-    """Since when the state differs, and which ranks alone had loaded one before."""
-    difference = replica.difference("state")
-    if difference is None:
-        return None
-    loads = {
-        rank.rank: [
-            record for record in rank.records.of(ResumeRecord) if difference.within(record.step)
-        ]
-        for rank in replica.ranks
-    }
-    most = max(len(each) for each in loads.values())
-    loaded = {rank: each[-1] for rank, each in loads.items() if each and len(each) == most}
-    return (difference, loaded) if loaded and len(loaded) < len(replica.ranks) else None
-
-
-# -- the scale of mixed precision
-
-
-@rule("DDP705", "scale-differs", Severity.ERROR, supersedes={"DDP701": same_subject})
-def scale_differs(run: Run) -> Iterator[Finding]:
-    """The GradScaler's scale differs between ranks.
-
-    What it finds
-        Different loss scales at the same step.
-
-    Why it is bad
-        DDP averages gradients that are still scaled, and each rank divides the average by its
-        scale: gradients have the wrong size, ranks skip different steps, and the replicas diverge.
-
-    How to fix it
-        Create the scaler with the same arguments and load its state on every rank. Run every
-        backward through DDP's all-reduce, so that all ranks see the same overflows.
-
-    Example
-        Wrong:
-            if rank == 0:
-                scaler.load_state_dict(checkpoint["scaler"])
-        Right:
-            scaler.load_state_dict(checkpoint["scaler"])
-
-    When it stays silent
-        For a difference that disappears, and, in a running job, for a difference in a single
-        fingerprint.
-    """
-    for replica in replicas(run):
-        difference = replica.difference("scale")
-        if difference is None:
-            continue
-        parameters = replica.difference("parameters")
-        if parameters and parameters.first < difference.first:
-            # The consequence: replicas that differ overflow at different steps. No relation of
-            # rules, since replicas that are averaged differ without a finding.
-            continue
-        values = replica.values(difference.first, "scale")
-        guilty = odd(values)
-        everyone = tuple(sorted(values))
-        shown = ", ".join(f"{_value(values[rank])} on rank {rank}" for rank in everyone[:4])
-        yield Finding(
-            code="DDP705",
-            about="scale",
-            subjects=_parameters_since(run, difference.first),
-            severity=Severity.ERROR,
-            message=f"the GradScaler's scale differs between ranks {difference.since}: {shown}",
-            ranks=guilty or everyone,
-            location=_member(replica, guilty).site("optimizer"),
-            evidence=(
-                *_bounds(replica, difference),
-                *((f"the parameters differ {parameters.since}",) if parameters else ()),
-            ),
-            fix="Make the scaler with the same arguments, and load its state, on every rank.",
-        )
