@@ -47,8 +47,8 @@ def lines_of(
         forward: Where the model is called.
         backward: Where ``backward()`` is; both may be in one function, or in two.
         order: Which one of how many operations of that name it is that is looked for.
-        constant: Whether what is looked for took in something that is not finite and was computed
-            by nobody: a constant, perhaps.
+        constant: Whether what is looked for took in something that is not finite and no
+            operation computed: a constant, perhaps.
     """
     found = _candidates(operations, forward, backward)
     if order is not None and order[1] == len(found):

@@ -1,7 +1,7 @@
 """Parameters that the job itself averages: which lines do, and whether they have run yet.
 
 Replicas of a local SGD differ until they are averaged for the first time, which may be at the end
-of an epoch. Until then only the source tells them from replicas that differ by mistake.
+of an epoch. Until then only the source distinguishes them from replicas that differ by mistake.
 """
 
 from __future__ import annotations

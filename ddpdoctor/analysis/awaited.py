@@ -50,7 +50,7 @@ ADVICE = {
 
 
 def awaited(place: Spot) -> str:
-    """What a line waits for, as it and the function that it is in tell; empty if they do not."""
+    """What a line waits for, as it and the function that it is in show; empty if they do not."""
     text = code_of([place.frame], place.taken).get(place.frame, "")
     for pattern, what in _WORDS:
         if pattern.search(text):

@@ -81,12 +81,12 @@ def stop_location(rank: Rank, place: Place) -> Location | None:
     if isinstance(outer, ast.While) and not endless(outer):
         ways.append(outer)
     # A `for` ends by itself, too: after another number of epochs, say.
-    deciding = [each for each in ways if not source.counts(each)]
+    conditional = [each for each in ways if not source.counts(each)]
     if isinstance(outer, ast.While):
-        deciding = deciding or ways
-    if not deciding:
+        conditional = conditional or ways
+    if not conditional:
         return None
-    return Location(path, deciding[0].lineno if len(deciding) == 1 else outer.lineno)
+    return Location(path, conditional[0].lineno if len(conditional) == 1 else outer.lineno)
 
 
 def call_to_exit(rank: Rank) -> ExitRecord | None:

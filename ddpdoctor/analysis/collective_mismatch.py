@@ -1,4 +1,4 @@
-"""Collectives that ought to be one and the same, and are not: ranks whose calls have come apart."""
+"""Collectives that ought to be one and the same, and are not: ranks whose calls differ."""
 
 from __future__ import annotations
 

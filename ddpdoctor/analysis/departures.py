@@ -122,9 +122,9 @@ class _Case:
                 continue
             place = place_of(members[0].frames)
             if place is not None:
-                decision = self._skipped(members, place) or self._left(members, place)
-                if decision is not None:
-                    yield decision
+                departure = self._skipped(members, place) or self._left(members, place)
+                if departure is not None:
+                    yield departure
 
     def _skipped(self, members: list[Trace], place: Place) -> Departure | None:
         for trace in members:
@@ -261,7 +261,7 @@ class _Case:
     def _harms(
         self, alone: Sequence[Trace], wanting: Sequence[Trace], place: Place, location: Location
     ) -> bool:
-        """Whether the ranks' steps are bound to come apart, or have done so."""
+        """Whether the ranks' steps are bound to differ, or do so already."""
         # A loop that counts its steps may make up for one that was skipped.
         bound = place.counts_on(location) and all(each.state == "ended" for each in wanting)
         return self._suspected or bound or self._collapsed(alone, wanting)

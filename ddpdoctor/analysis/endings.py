@@ -156,7 +156,7 @@ def endings(run: Run, restart: int) -> list[Ending]:
     )
     if run.exit_status is not None and limit is None:
         stops = [each for each in found if each.interrupted]
-        # Ctrl-C reaches every rank; a signal to a single one is nobody's consequence.
+        # Ctrl-C reaches every rank; a signal to a single one is a cause.
         if len(stops) == 1 and len(ranks) > 1 and stops[0] is found[0]:
             found[0] = replace(stops[0], victim=False)
     return found
@@ -175,7 +175,7 @@ def _aborted(stderr: str) -> frozenset[int]:
 
 
 def first_failure(run: Run, restart: int) -> Ending | None:
-    """The cause of an attempt's failure: the earliest end that is nobody else's consequence.
+    """The cause of an attempt's failure: the earliest end that is no consequence of another.
 
     A rank's own failure counts before that of a process that never was one (a helper's, say).
     """
@@ -257,7 +257,7 @@ def _unseen_endings(
 ) -> Iterator[Ending]:
     """Ranks of a live job that ended first and without a word.
 
-    Their launcher took the exit status before it was seen, and tells it only once the others have
+    Their launcher took the exit status before it was seen, and prints it only once the others have
     ended, too, which may hang.
     """
     if run.exit_status is not None or all(rank.exit is not None for rank in ranks):

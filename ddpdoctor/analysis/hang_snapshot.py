@@ -213,12 +213,12 @@ class RankState:
         if inner is None:
             return self.phase == Phase.BACKWARD.label
         if self.flight is None:
-            # Nobody tells which of DDP's collectives are pending: then idling where torch waits is
+            # Which of DDP's collectives are pending is not known: then idling where torch waits is
             # waiting. A backward also compiles: that idles in a process or behind a lock.
             places = _COLLECTIVES if self.phase == Phase.BACKWARD.label else _DDP
             idles = not (self.busy >= BUSY or self.on_queue)
             return idles and any(part in inner.path for part in places)
-        # A backward that still computes waits for nobody, nor does who only began a collective;
+        # A backward that still computes does not wait, nor does a rank that only began a collective;
         # DDP's constructor and the way into its forward wait, too, and are no phase.
         pending = any(not each.done for each in self.flight or ())
         return pending and any(part in inner.path for part in _COLLECTIVES)

@@ -1,4 +1,4 @@
-"""What lies behind a store that cannot be opened, or that nobody opens."""
+"""What lies behind a store that cannot be opened, or that no process opens."""
 
 from __future__ import annotations
 

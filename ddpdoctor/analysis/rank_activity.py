@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddpdoctor.analysis.guards import constant_while, statement
 from ddpdoctor.analysis.hang_snapshot import BUSY, RankState
+from ddpdoctor.analysis.loader_workers import workers_activity, workers_of
 from ddpdoctor.analysis.places import brief, quoted
 from ddpdoctor.analysis.process_activity import (
     MOVING,
-    children_compute,
     computes,
-    computing,
     doing,
     is_seen,
     percent,
     shown_bytes,
-    stirs,
     works,
 )
 from ddpdoctor.core.finding import Location, Severity
 from ddpdoctor.stacks.model import Frame, from_record
 from ddpdoctor.stacks.user_frames import innermost, is_user_path
-from ddpdoctor.system.process_state import ChildState
 
 NOTICED = 5.0
 """Seconds within which a launcher notices that a rank has died."""
@@ -59,7 +55,7 @@ class Activity:
 
 
 def state_of(rank: RankState) -> Activity | None:
-    """What its process's state tells, whatever its code does; None if it may simply be at work."""
+    """What its process's state shows, whatever its code does; None if it may simply be at work."""
     letters = rank.letters
     unusual = letters == "DD" or "T" in letters or "t" in letters
     if rank.ended or not (unusual or rank.dead_for is not None or rank.silent):
@@ -331,14 +327,7 @@ def _in_store(frames: tuple[Frame, ...]) -> bool:
 
 def _loader(rank: RankState, place: Location | None, since: str) -> Activity:
     """It waits for a DataLoader, with or without workers."""
-    stacks = rank.stacks
-    children = [
-        child
-        for child in (stacks.state.children if stacks is not None else ())
-        if "resource_tracker" not in child.command
-    ]
-    dead = [child for child in children if child.letter in ("Z", "X")]
-    stopped = [child for child in children if child.letter in ("T", "t")]
+    children = workers_of(rank)
     waits_for_workers = any(
         frame.function in ("_try_get_data", "_get_data") for frame in rank.frames[-12:]
     )
@@ -351,7 +340,7 @@ def _loader(rank: RankState, place: Location | None, since: str) -> Activity:
             place,
         )
     workers = f"the {'worker' if len(children) == 1 else f'{len(children)} workers'}"
-    what, severity, fix = _of_workers(rank, children, dead, stopped)
+    what, severity, fix = workers_activity(rank, children)
     return Activity(
         "DDP809",
         f"waits for {workers} of its DataLoader at {quoted(place)}{since}, {what}",
@@ -360,47 +349,3 @@ def _loader(rank: RankState, place: Location | None, since: str) -> Activity:
         fix,
         tuple(f"worker {each.pid} is in state {each.letter}" for each in children[:6]),
     )
-
-
-def _of_workers(
-    rank: RankState,
-    children: Sequence[ChildState],
-    dead: Sequence[ChildState],
-    stopped: Sequence[ChildState],
-) -> tuple[str, Severity, str]:
-    """What the workers of a DataLoader do, how bad that is, and what to do about it."""
-    number, one = len(children), len(children) == 1
-    if dead:
-        what = "which died" if one else f"{_count(len(dead))} of which died"
-        return what, Severity.ERROR, "See the worker's own output for why."
-    if stopped:
-        who = "which" if one else f"{_count(len(stopped))} of which"
-        what = f"{who} {_be(len(stopped))} stopped (SIGSTOP)"
-        return what, Severity.ERROR, f"Continue it: `kill -CONT {stopped[0].pid}`."
-    if not number:
-        return "which are gone", Severity.ERROR, "See the workers' own output for why."
-    if is_seen(rank, "children_network"):
-        what = f"{'which waits' if one else 'one of which waits'} for the network"
-        fix = "Look at the storage that the data come from, and give each request a timeout."
-        return what, Severity.WARNING, fix
-    if children_compute(rank):
-        what = f"which {_be(number)} {computing(rank.activity('children_cpu'))}"
-        return what, Severity.WARNING, "Make loading faster, or use more workers."
-    if stirs(rank):
-        what = f"which work{'s' if one else ''} now and then"
-        return what, Severity.WARNING, "Make loading faster, or use more workers."
-    return (
-        f"which sleep{'s' if one else ''}, too: deadlocked",
-        Severity.ERROR,
-        "A worker waits for a lock, a queue or a file: a lock that was held when it was forked "
-        "(threads, a library with a pool) never opens. Try `multiprocessing_context='spawn'` "
-        "or num_workers=0.",
-    )
-
-
-def _count(number: int) -> str:
-    return "one" if number == 1 else str(number)
-
-
-def _be(number: int) -> str:
-    return "is" if number == 1 else "are"

@@ -38,7 +38,7 @@ SLOWED = 0.85
 """Part of the others' clock below which a rank's core counts as slow."""
 
 READINGS = 3
-"""Times that the clock of a core must have been read to tell anything."""
+"""Times that the clock of a core must have been read to say anything."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def explain(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
     others: list[Profile] = []
     place = None
     for number, _ in _asked(run, lag.rank.rank):
-        # Samples between two epochs, say, with no step among them, do not tell of steps.
+        # Samples between two epochs, say, with no step among them, say nothing of steps.
         found = {
             rank: each for rank, each in profiles(run.last, number).items() if each.record.steps
         }

@@ -1,4 +1,4 @@
-"""Who waits for whom: a collective that some ranks are in and others never came to."""
+"""Who waits for whom: a collective that some ranks are in and others never reached."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _members(
         return parsed(members)
     if group in ("", "0"):
         return frozenset(range(still.world_size))
-    # A group that nobody described: those that ever used it.
+    # A group that no rank described: those that ever used it.
     return frozenset(
         rank.rank
         for rank in still.ranks
@@ -114,7 +114,7 @@ def _last(rank: RankState, numbering: tuple[str, str], flight: bool) -> int:
 
 
 def _by_phase(still: HangSnapshot, waiting: list[RankState]) -> Iterator[Blocked]:
-    """By what the status pages tell alone: all in one phase are taken to be in one collective."""
+    """By the status pages alone: all in one phase are taken to be in one collective."""
     kinds = sorted({(rank.phase, str(rank.record.get("collective"))) for rank in waiting})
     known = {rank.rank for rank in still.ranks}
     for kind in kinds:

@@ -80,7 +80,7 @@ def _subjects(run: Run, restart: int, cause: Ending, *, lost: bool) -> frozenset
 
 
 def _consequences(run: Run, restart: int, cause: Ending) -> Iterator[str]:
-    # A victim may tell of its end before anybody has seen the end of the rank that it lost.
+    # A victim may report its end before the end of the rank that it lost was seen.
     later = [
         each
         for each in endings(run, restart)

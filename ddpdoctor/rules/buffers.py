@@ -16,7 +16,7 @@ ENOUGH = 3
 """Looks in a row that have to show a difference."""
 
 NEAR = 0.5
-"""Of the larger norm, how far apart the values of two ranks may be to be versions of one."""
+"""Of the larger norm, how far the values of two ranks may differ to be versions of one."""
 
 SLOW = 0.75
 """Of the distance between ranks, how far a buffer may move in a step to be one that gathers."""
@@ -126,7 +126,7 @@ def _names(replica: Replica) -> set[str]:
 
 
 def _difference(replica: Replica, name: str) -> _Difference | None:
-    """Since when a buffer differs, if it went apart and stayed so."""
+    """Since when a buffer differs, if it became different and stayed so."""
     looks: list[_Look] = [
         (step, records, [record.names.index(name) for record in records])
         for (step, _), records in _looks(replica).items()
@@ -172,7 +172,7 @@ def _norm(values: tuple[float, ...]) -> float:
 def _gathers(looks: list[_Look]) -> bool:
     """Whether ranks hold versions of one thing: alike, and changing little in a step.
 
-    What is computed anew from each batch moves as far in a step as ranks are apart.
+    What is computed from each batch moves as far in a step as ranks differ.
     """
     samples = {
         step: [_values(record, at) for record, at in zip(records, places, strict=True)]
@@ -182,12 +182,12 @@ def _gathers(looks: list[_Look]) -> bool:
     if not pairs:
         return False
     before, after = pairs[-1]
-    apart = [_distance(after[0], other) for other in after[1:]]
+    differences = [_distance(after[0], other) for other in after[1:]]
     moved = [_distance(one, other) for one, other in zip(before, after, strict=True)]
     size = max(map(_norm, after))
-    if not all(map(math.isfinite, (*apart, *moved, size))):
+    if not all(map(math.isfinite, (*differences, *moved, size))):
         return False
-    return 0 < max(apart) <= NEAR * size and max(moved) <= SLOW * max(apart)
+    return 0 < max(differences) <= NEAR * size and max(moved) <= SLOW * max(differences)
 
 
 def _distance(one: tuple[float, ...], other: tuple[float, ...]) -> float:

@@ -28,7 +28,7 @@ _HOLDS = {
     "wrapper": "the whole DDP wrapper, pickled",
     "module": "a whole model, pickled",
 }
-"""What a checkpoint holds that it should not, as the probe tells it."""
+"""What a checkpoint holds that it should not, as the probe reports it."""
 
 _NEEDS = {
     "wrapped": "a model that is not wrapped in DDP refuses these names",

@@ -23,7 +23,7 @@ from ddpdoctor.run.snapshot import Run
 
 
 def _lapses(finding: Finding, run: Run) -> Lapsed | None:
-    """Of a step that was left out only the newest steps tell."""
+    """A step that was left out shows in the newest steps alone."""
     return fact(finding, run) if STANDSTILL in finding.subjects else None
 
 
@@ -71,38 +71,38 @@ def rank_local_decision(run: Run) -> Iterator[Finding]:
         stopped, and where a loop that counts its steps makes up for a skipped batch.
     """
     made = departures(run)
-    for decision in made:
-        yield _finding(decision)
+    for departure in made:
+        yield _finding(departure)
     if not made:
         yield from map(updates.finding, updates.left_out(run))
 
 
-def _finding(decision: Departure) -> Finding:
-    who, others = named(decision.ranks), named(each.rank.rank for each in decision.others)
-    loop = decision.place.location
-    if decision.kind == "skipped":
-        what = f"skipped batch {decision.batch} of the training loop (step {decision.step})"
+def _finding(departure: Departure) -> Finding:
+    who, others = named(departure.ranks), named(each.rank.rank for each in departure.others)
+    loop = departure.place.location
+    if departure.kind == "skipped":
+        what = f"skipped batch {departure.batch} of the training loop (step {departure.step})"
         went = f"{others} trained on it"
-    elif decision.kind == "left":
-        after = "" if decision.batch is None else f", after {_batches(decision.batch)}"
-        what = f"left the training loop in step {decision.step}{after}"
+    elif departure.kind == "left":
+        after = "" if departure.batch is None else f", after {_batches(departure.batch)}"
+        what = f"left the training loop in step {departure.step}{after}"
         went = f"{others} went on"
     else:
-        what = f"began no further epoch after {decision.step} steps"
+        what = f"began no further epoch after {departure.step} steps"
         went = f"{others} did"
     return Finding(
         code="DDP403",
-        about=f"{decision.kind} {decision.location}",
+        about=f"{departure.kind} {departure.location}",
         subjects=frozenset((MISPAIRED, STANDSTILL)),
         severity=Severity.ERROR,
         message=f"{who} alone {what} while {went}: the value that decided was not reduced",
-        ranks=decision.ranks,
-        location=decision.location,
+        ranks=departure.ranks,
+        location=departure.location,
         evidence=(
-            *(_did(each, loop) for each in (*decision.traces, *decision.others)[:6]),
+            *(_did(each, loop) for each in (*departure.traces, *departure.others)[:6]),
             *(
-                [f"the training loop is at {_beside(loop, decision.location)}"]
-                if loop != decision.location
+                [f"the training loop is at {_beside(loop, departure.location)}"]
+                if loop != departure.location
                 else []
             ),
         ),

@@ -61,7 +61,7 @@ def _unsharded(run: Run) -> Iterator[Passes]:
         everything = all(_draws_all(one) for one in each) and 4 * doubled >= total
         beyond = all(_exceeds_share(one, len(each)) for one in each) and 8 * doubled >= total
         if not same_part(passes):
-            # Each draws from a part of its own, however much they share.
+            # Each draws from its own part, however much they share.
             continue
         if (everything or beyond or same_order(passes)) and same_data(passes):
             yield passes

@@ -152,7 +152,7 @@ def _activities(
     kinds: dict[object, list[tuple[RankState, Activity]]] = defaultdict(list)
     for rank, each in seen:
         if each.severity < Severity.ERROR and lacks_cpu(rank, still.record.limit):
-            # It has not had the time that everybody is given.
+            # It has not had the time that every rank is given.
             continue
         kinds[each.code, each.location, each.severity].append((rank, each))
     culprits = {rank.rank for rank, _ in seen}
@@ -217,7 +217,7 @@ def _sentence(
 
 
 def _all_there(still: HangSnapshot, one: Blocked) -> Iterator[Finding]:
-    """Nobody is missing who could be seen."""
+    """No rank is missing that could be seen."""
     same = same_number([one])
     if same is not None:
         yield mismatch(same)

@@ -19,7 +19,7 @@ MOST = 64
 """Evaluations that a rank writes down; with that many, later ones are not known."""
 
 APART = 0.01
-"""How far statistics have to be apart to change an evaluation: means in standard deviations,
+"""How far statistics have to differ to change an evaluation: means in standard deviations,
 variances as a part of themselves."""
 
 
@@ -169,7 +169,7 @@ def evaluation_differs(run: Run) -> Iterator[Finding]:
         passes = evaluations.get((tuple(sorted(group)), armed))
         if passes is None or set(records) != set(group) or not set(group) <= set(members):
             continue
-        name, most, differing = _statistics_apart([records[each] for each in sorted(group)])
+        name, most, differing = _worst_statistics([records[each] for each in sorted(group)])
         if most < APART:
             continue
         first = passes[min(passes)]
@@ -222,7 +222,7 @@ def _combined(one: Pass) -> int:
     return (one.record.reductions or 0) + (one.record.gathers or 0)
 
 
-def _statistics_apart(records: list[StatisticsRecord]) -> tuple[str, float, int]:
+def _worst_statistics(records: list[StatisticsRecord]) -> tuple[str, float, int]:
     """The layer that differs most of those looked at, by how much, and how many layers differ."""
     hashes = zip(*(record.hashes for record in records), strict=False)
     differing = {place // 2 for place, values in enumerate(hashes) if len(set(values)) > 1}
@@ -233,20 +233,20 @@ def _statistics_apart(records: list[StatisticsRecord]) -> tuple[str, float, int]
         pairs = [[elements(each) for each in record.samples[places]] for record in records]
         if any(len(pair) != 2 for pair in pairs):
             continue
-        apart = _apart([(mean, variance) for mean, variance in pairs])
-        if apart > found[1]:
-            found = (names[index] if index < len(names) else "", apart)
+        distance = _distance([(mean, variance) for mean, variance in pairs])
+        if distance > found[1]:
+            found = (names[index] if index < len(names) else "", distance)
     return (*found, len(differing))
 
 
-def _apart(statistics: list[tuple[tuple[float, ...], tuple[float, ...]]]) -> float:
-    """How far means and variances of a layer are apart between ranks."""
+def _distance(statistics: list[tuple[tuple[float, ...], tuple[float, ...]]]) -> float:
+    """How far means and variances of a layer differ between ranks."""
     (mean, variance), *others = statistics
     size, deviation = math.hypot(*variance), math.sqrt(sum(map(abs, variance)))
     if not size or any(len(each) != len(mean) for pair in statistics for each in pair):
         return 0.0
-    apart = max(
+    distance = max(
         max(math.dist(mean, theirs) / deviation, math.dist(variance, spread) / size)
         for theirs, spread in others
     )
-    return apart if math.isfinite(apart) else 0.0
+    return distance if math.isfinite(distance) else 0.0

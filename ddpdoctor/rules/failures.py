@@ -86,7 +86,7 @@ def _diagnosis(run: Run, restart: int) -> Diagnosis | None:
         if failure is None or failure.weight <= Weight.CONSEQUENCE or failure.code in OF_ENDINGS:
             return None
         if failure.weight == Weight.GENERIC:
-            # NCCL's own warnings tell what its exception leaves open.
+            # NCCL's own warnings say what its exception leaves open.
             warned = next(_in_stderr(run, restart, cause, Weight.GENERIC), None)
             if warned is not None:
                 return warned
@@ -107,7 +107,7 @@ def _named_elsewhere(run: Run, cause: Ending) -> bool:
 
 
 def _known(ending: Ending) -> tuple[Failure | None, Mapping[str, str]]:
-    """The failure that an exception tells of."""
+    """The failure that an exception reports."""
     found = recognise(ending.printed, ending.traceback)
     printed = parse(ending.traceback)
     chained = printed.known if printed is not None else (None, {})
@@ -130,10 +130,10 @@ def _of_victims(run: Run, restart: int) -> Diagnosis | None:
                 return None
             line = matching_line(failure, ending.printed)
             return Diagnosis(restart, ending, failure, groups, line, likely=True, lost=True)
-    return None if victims else next(_of_nobody(run, restart), None)
+    return None if victims else next(_without_rank(run, restart), None)
 
 
-def _of_nobody(run: Run, restart: int) -> Iterator[Diagnosis]:
+def _without_rank(run: Run, restart: int) -> Iterator[Diagnosis]:
     """What stands in stderr where no rank recorded anything: the launcher's own failure, say."""
     if endings(run, restart):
         return

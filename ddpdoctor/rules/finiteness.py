@@ -15,7 +15,7 @@ from ddpdoctor.run.records.model import NonfiniteGradientRecord, NonfiniteRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
 LASTING = 3
-"""Steps on end with losses that are not finite, on all ranks, which tell that it stays so."""
+"""Steps on end with losses that are not finite, on all ranks, which show that it stays so."""
 
 
 NEVER = 1 << 62

@@ -142,7 +142,7 @@ def groups_in_different_order(run: Run) -> Iterator[Finding]:
 
 
 def _different(run: Run, code: str) -> Iterator[Finding]:
-    """The first collective that the rings tell to be another one on some ranks."""
+    """The first collective that is another one on some ranks, by their rings."""
     calls = collective_mismatch.rings(run)
     if len(calls) < 2:
         return

@@ -70,7 +70,7 @@ class Missing:
 
 
 def missing_gradients(run: Run) -> Iterator[Missing]:
-    """The modules with such parameters, once every rank had its chance to tell."""
+    """The modules with such parameters, once every rank had its chance to report."""
     records: dict[int, dict[int, NoGradientRecord]] = {}
     for rank in run.last:
         for record in rank.records.of(NoGradientRecord):

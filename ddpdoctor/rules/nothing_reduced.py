@@ -64,7 +64,7 @@ def nothing_reduced(run: Run) -> Iterator[Finding]:
     looks = _looks(ranks)
     if len(looks) < LOOKS or not _settled(run, max(looks)):
         return
-    if not _one_training(looks.values()) or _exchanged(ranks) or _kept_apart(ranks):
+    if not _one_training(looks.values()) or _exchanged(ranks) or _separate_files(ranks):
         return
     if not _diverge(looks):
         return
@@ -174,8 +174,8 @@ def _unused(rank: Rank) -> bool:
     )
 
 
-def _kept_apart(ranks: Sequence[Rank]) -> bool:
-    """Whether each rank saves a file of its own."""
+def _separate_files(ranks: Sequence[Rank]) -> bool:
+    """Whether each rank saves its own file."""
     files = [{record.file for record in rank.records.of(SaveRecord)} for rank in ranks]
     return all(
         mine and all(mine.isdisjoint(other) for other in files if other is not mine)

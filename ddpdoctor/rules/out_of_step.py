@@ -137,7 +137,7 @@ def same_number(waits: Sequence[Blocked]) -> collective_mismatch.Mismatch | None
 
 
 def _placed(call: Call, rank: RankState) -> Call:
-    """A call with the lines that led to it: a Flight Recorder may not tell them."""
+    """A call with the lines that led to it: a Flight Recorder may lack them."""
     if call.chain:
         return call
     site, *callers = _lines(rank) or (None,)

@@ -65,7 +65,7 @@ def not_reduced(run: Run) -> Iterator[Finding]:
         each = list(passes.values())
         if len(each) != len(run.last) or any(one.record.collectives != 0 for one in each):
             continue
-        if _kept_apart(run, passes):
+        if _separate_files(run, passes):
             continue
         first = each[0]
         at = first.read
@@ -89,8 +89,8 @@ def not_reduced(run: Run) -> Iterator[Finding]:
         return
 
 
-def _kept_apart(run: Run, passes: Passes) -> bool:
-    """Whether each rank saved a file of its own before it went on: they are to stay apart."""
+def _separate_files(run: Run, passes: Passes) -> bool:
+    """Whether each rank saved its own file before it went on: results are to stay separate."""
     files: list[str] = []
     for rank in run.last:
         one = passes[rank.rank]

@@ -122,7 +122,7 @@ def same_workers(run: Run) -> Iterator[Finding]:
         that each shuffle differently, for evaluation loaders, and for tensors on a GPU.
     """
     sick: dict[tuple[object, ...], list[tuple[Pass, int, int]]] = {}
-    heard: Counter[tuple[object, ...]] = Counter()
+    observed: Counter[tuple[object, ...]] = Counter()
     for rank in run.last:
         known: set[tuple[object, ...]] = set()
         for one in passes_of(rank):
@@ -133,10 +133,10 @@ def same_workers(run: Run) -> Iterator[Finding]:
                 copied = _copies(one)
                 if copied is not None:
                     sick.setdefault(one.place, []).append((one, *copied))
-        heard.update(known)
+        observed.update(known)
     for place, found in sick.items():
-        if heard[place] < len(run.last):
-            # The other ranks may be about to tell the same.
+        if observed[place] < len(run.last):
+            # The other ranks may be about to report the same.
             continue
         first, doubled, of = found[0]
         ranks = tuple(one.rank for one, _, _ in found)

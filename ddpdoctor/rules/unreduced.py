@@ -28,8 +28,8 @@ PARAMETERS_DIFFER = 1e-12
 
 
 CERTAIN = 6
-"""Later sightings that must show parameters apart, without one that shows them equal again, before
-it is said of a job that runs on; of one that has ended, one."""
+"""Later sightings that must show different parameters, without one that shows them equal again,
+before it is said of a job that runs on; of one that has ended, one."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Unreduced:
     """The parameter whose gradients differed most."""
     norms: dict[int, float]
     """The norm of its gradient, by rank."""
-    apart: tuple[int, str, float]
+    drift: tuple[int, str, float]
     """Step and name of the parameter that was seen to differ between ranks, and by how much."""
 
 
@@ -111,7 +111,7 @@ def _harm(number: int, cause: str, steps: Sightings, needed: int, certain: int) 
             names=tuple(name for name in spreads if spreads[name] >= GRADIENTS_DIFFER),
             worst=worst,
             norms={rank: record.gradients[worst] for rank, record in records.items()},
-            apart=moved[0],
+            drift=moved[0],
         )
     return None
 
@@ -129,7 +129,7 @@ def _evidence(found: Unreduced) -> tuple[str, ...]:
     norms = ", ".join(
         f"{norm:.6g} on rank {rank}" for rank, norm in sorted(found.norms.items())[:4]
     )
-    step, name, spread = found.apart
+    step, name, spread = found.drift
     return (
         f"in step {found.record.step} the gradient of {found.worst} had the norm {norms} "
         "when the optimizer used it",

@@ -1,4 +1,4 @@
-"""Optimizer steps that some ranks alone left out, though their backward was everybody's (DDP403).
+"""Optimizer steps that some ranks alone left out, though every rank ran their backward (DDP403).
 
 Every rank still calls the same collectives, so that nothing hangs: the replicas silently diverge.
 """
@@ -38,7 +38,7 @@ def left_out(run: Run) -> Iterator[LeftOut]:
     """The first such step of each DDP module."""
     for replica in replicas(run):
         found = _first(replica)
-        if found is not None and _apart(replica, found):
+        if found is not None and _diverged(replica, found):
             yield found
 
 
@@ -62,7 +62,7 @@ def _first(replica: Replica) -> LeftOut | None:
     return None
 
 
-def _apart(replica: Replica, found: LeftOut) -> bool:
+def _diverged(replica: Replica, found: LeftOut) -> bool:
     """Whether it did harm: from there on the ranks differ in reduced backwards, or in parameters.
 
     Backwards of a rank's own, through another model, are in neither.
