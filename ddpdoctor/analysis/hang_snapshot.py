@@ -218,7 +218,7 @@ class RankState:
             places = _COLLECTIVES if self.phase == Phase.BACKWARD.label else _DDP
             idles = not (self.busy >= BUSY or self.on_queue)
             return idles and any(part in inner.path for part in places)
-        # A backward that still computes does not wait, nor does a rank that only began a collective;
+        # A backward that still computes does not wait, nor does one that only began a collective;
         # DDP's constructor and the way into its forward wait, too, and are no phase.
         pending = any(not each.done for each in self.flight or ())
         return pending and any(part in inner.path for part in _COLLECTIVES)
