@@ -234,11 +234,17 @@ def _until(connection: socket.socket, wanted: object) -> None:
     while True:
         head = b""
         while not head.endswith(b"\r\n\r\n"):
-            head += connection.recv(1)
+            head += _some(connection, 1)
         size = int(head.partition(b":")[2])
         body = b""
         while len(body) < size:
-            body += connection.recv(size - len(body))
+            body += _some(connection, size - len(body))
         message = json.loads(body)
         if wanted in (message.get("request_seq"), message.get("event")):
             return
+
+
+def _some(connection: socket.socket, most: int) -> bytes:
+    found = connection.recv(most)
+    assert found, "the debugger was refused"
+    return found

@@ -5,11 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 from ddpdoctor.core import opening
 from ddpdoctor.core.opening import integer
+from ddpdoctor.system.process_state import Turns, lacked, read_turns
+
+STARVED = 20.0
+"""How many times as long a process may take to answer if all that it lacks is a core."""
+
+LOOK = 1.0
+"""Seconds between two looks at what the process has had of the cores."""
 
 Message = dict[str, Any]
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -76,16 +84,32 @@ class RankLink:
     async def ask(self, do: str, timeout: float, **values: object) -> Message:
         """Say something and wait for the answer.
 
+        Seconds in which a thread of the process wants a core and has none do not count, up to
+        `STARVED` times as many.
+
         Raises:
             SilentError: There was none within ``timeout`` seconds, or the process has ended.
         """
         self._asked += 1
         number = self._asked
-        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
         self.send(do, ask=number, **values)
         try:
-            return await asyncio.wait_for(answer, timeout)
-        except asyncio.TimeoutError:
-            raise SilentError(f"no answer within {timeout:.0f} s") from None
+            left, most = timeout, time.monotonic() + STARVED * timeout
+            while left > 0 and time.monotonic() < most:
+                began, before = time.monotonic(), read_turns(self.pid)
+                await asyncio.wait({answer}, timeout=min(left, LOOK))
+                if answer.done():
+                    return answer.result()
+                seconds = time.monotonic() - began
+                left -= seconds - _lacked(before, read_turns(self.pid), seconds)
+            raise SilentError(f"no answer within {timeout:.0f} s")
         finally:
             del self._answers[number]
+
+
+def _lacked(before: Turns, after: Turns, seconds: float) -> float:
+    """For how long a process had to wait for a core, by the thread of it that waited longest."""
+    waits = (lacked(before.get(thread, turn), turn, seconds) for thread, turn in after.items())
+    return max(waits, default=0.0)
