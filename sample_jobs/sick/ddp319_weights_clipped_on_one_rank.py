@@ -25,7 +25,7 @@ def main() -> None:
             optimizer.step()
         if dist.get_rank() == 0:
             for parameter in ddp.parameters():
-                parameter.data.clamp_(-0.1, 0.1)  # expect: DDP319 ranks 0,1
+                parameter.data.clamp_(-0.1, 0.1)  # expect: DDP319 rank 0
     del ddp, optimizer
     gc.collect()
     dist.destroy_process_group()
