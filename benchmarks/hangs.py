@@ -104,6 +104,7 @@ def generate(path: Path, ranks: int) -> None:
     """A run directory of ranks that are in an all-reduce, all but one."""
     from ddpdoctor.run.journal import Journal
     from ddpdoctor.run.names import FORMAT, rank_stem
+    from ddpdoctor.run.records.process import OpenRecord
     from ddpdoctor.run.ring import RingWriter
     from ddpdoctor.run.status import Phase, StatusPage, page_name, page_text
 
@@ -122,8 +123,15 @@ def generate(path: Path, ranks: int) -> None:
         page.set_site(page_text("/job/train.py:61"))
         page.set_collective(page_name("" if absent else "all_reduce"))
         journal = Journal(stem + ".jsonl", 1 << 20)
-        opened = {"kind": "open", "format": FORMAT, "rank": rank, "namespace": f"node{rank // 8}"}
-        journal.write([{**opened, "world_size": ranks, "backend": "nccl", "host": "node"}])
+        opened = OpenRecord(
+            format=FORMAT,
+            rank=rank,
+            namespace=f"node{rank // 8}",
+            world_size=ranks,
+            backend="nccl",
+            host="node",
+        )
+        journal.write([opened])
         journal.close()
         ring = RingWriter(stem + ".collectives")
         name, group = ring.text("all_reduce"), ring.text(f"0|0-{ranks - 1}")

@@ -13,7 +13,9 @@ from ddpdoctor.run import rundir
 from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.names import FORMAT, rank_stem
-from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.base import Record
+from ddpdoctor.run.records.process import ErrorRecord, OpenRecord
+from ddpdoctor.run.records.supervisor import JobRecord, RankExitRecord
 from ddpdoctor.run.snapshot import PHASES
 from ddpdoctor.run.status import Parts, Phase, StatusPage, page_name, page_text
 from ddpdoctor.system.gpu.poller import file_name
@@ -101,15 +103,14 @@ class Generated:
             journal = Journal(f"{stem}.jsonl", self.journal_limit)
             journal.write(
                 [
-                    {
-                        "kind": "open",
-                        "format": FORMAT,
-                        "rank": rank,
-                        "host": self.node(rank),
-                        "namespace": namespace(),
-                        "backend": "nccl" if self.gpus else "gloo",
-                        "versions": {"python": "3.11.7"},
-                    }
+                    OpenRecord(
+                        format=FORMAT,
+                        rank=rank,
+                        host=self.node(rank),
+                        namespace=namespace(),
+                        backend="nccl" if self.gpus else "gloo",
+                        versions={"python": "3.11.7"},
+                    )
                 ]
             )
             if self.gpus:
@@ -129,11 +130,11 @@ class Generated:
     def end(self, status: int | None = 0) -> None:
         """Let the run be over."""
         if status is not None:
-            self.tell({"kind": "job", "time": time.time_ns(), "status": status})
+            self.tell(JobRecord(time=time.time_ns(), status=status))
         if self.lock is not None:
             self.lock.close()
 
-    def tell(self, record: JsonObject) -> None:
+    def tell(self, record: Record | bytes) -> None:
         """A record of the supervisor."""
         assert self.supervisor is not None
         self.supervisor.write([record])
@@ -142,7 +143,7 @@ class Generated:
         """So many steps, of all or some ranks, ending now."""
         for rank in self.every if ranks is None else ranks:
             each = self.every[rank]
-            lines: list[JsonObject | bytes] = []
+            lines: list[Record | bytes] = []
             for _ in range(count):
                 parts = each.parts._replace(number=each.step, split=split)
                 lines.append(step_line(parts, each.clock, each.step // 100))
@@ -174,29 +175,27 @@ class Generated:
     def exit(self, rank: int, status: int | None, oom: str = "") -> None:
         """A rank's process ended."""
         self.tell(
-            {
-                "kind": "rank_exit",
-                "time": time.time_ns(),
-                "rank": rank,
-                "restart": self.restart,
-                "pid": os.getpid(),
-                "status": status,
-                "oom": oom,
-            }
+            RankExitRecord(
+                time=time.time_ns(),
+                rank=rank,
+                restart=self.restart,
+                pid=os.getpid(),
+                status=status,
+                oom=oom,
+            )
         )
 
     def error(self, rank: int, exception: str, message: str) -> None:
         """A rank's uncaught exception."""
         self.every[rank].journal.write(
             [
-                {
-                    "kind": "error",
-                    "time": time.time_ns(),
-                    "exception": exception,
-                    "message": message,
-                    "path": "/job/train.py",
-                    "line": 12,
-                }
+                ErrorRecord(
+                    time=time.time_ns(),
+                    exception=exception,
+                    message=message,
+                    path="/job/train.py",
+                    line=12,
+                )
             ]
         )
 

@@ -11,8 +11,8 @@ import ddpdoctor.rules  # noqa: F401 (registers the rules)
 from ddpdoctor.run.journal_reader import JournalReader
 from ddpdoctor.run.names import FORMAT
 from ddpdoctor.run.reader import RunReader
-from ddpdoctor.run.records.base import JsonObject, Record, as_json
-from ddpdoctor.run.records.decode import RANK_RECORDS
+from ddpdoctor.run.records.base import JsonObject, Record, as_json, json_line
+from ddpdoctor.run.records.decode import RANK_RECORDS, SUPERVISOR_RECORDS
 from ddpdoctor.run.snapshot import Rank
 from ddpdoctor.run.status import StatusPage
 
@@ -25,8 +25,10 @@ def new_page(path: Path, rank: int = 3) -> StatusPage:
     return StatusPage(str(path), rank=rank, world_size=8, local_rank=1, restart=2, started=77)
 
 
-def step(number: int, pad: int = 0) -> JsonObject:
-    return {"kind": "step", "step": number, "start": number, "total": 1, "pad": "x" * pad}
+def step(number: int, pad: int = 0) -> bytes:
+    """A step's line, so many bytes longer than it has to be."""
+    found = {"kind": "step", "step": number, "start": number, "total": 1, "pad": "x" * pad}
+    return json_line(found)
 
 
 def new_run(directory: Path, manifest: object = None) -> Path:
@@ -43,18 +45,19 @@ def new_journal(directory: Path) -> Path:
 
 
 class Numbered(dict[str, type[Record]]):
-    """Kinds of records that have a number and nothing else, kept as those that are declared."""
+    """Kinds of records with a number, and with letters that need room: kept as the declared."""
 
     def get(self, kind: str, default: Any = None) -> Any:
         if kind == "of-a-later-version":
             return default
         if kind not in self:
-            kept = RANK_RECORDS[kind].kept if kind in RANK_RECORDS else 0
+            declared: type[Record] | None = {**SUPERVISOR_RECORDS, **RANK_RECORDS}.get(kind)
             namespace = {
                 "kind": kind,
-                "kept": kept,
+                "kept": declared.kept if declared is not None else 0,
                 "number": 0,
-                "__annotations__": {"number": int},
+                "pad": "",
+                "__annotations__": {"number": int, "pad": str},
                 "__module__": __name__,
             }
             kinds = type("Numbered", (Record,), namespace)
@@ -62,12 +65,21 @@ class Numbered(dict[str, type[Record]]):
         return self[kind]
 
 
+_numbered = Numbered()
+
+
+def numbered(kind: str, number: int, pad: int = 0) -> Record:
+    """A record with a number, and so many letters."""
+    found: Record = _numbered.get(kind)(number=number, pad="x" * pad)
+    return found
+
+
 class Reader:
     """Reads the journal of rank 0, again and again."""
 
     def __init__(self, journal: Path, window: int = 10_000) -> None:
         self._reader = RunReader(journal.parent, window=window)
-        self._numbers = JournalReader(journal, window, kinds=Numbered())
+        self._numbers = JournalReader(journal, window, kinds=_numbered)
         self.rank: Rank
 
     def poll(self) -> None:

@@ -21,7 +21,7 @@ from ddpdoctor.probe.runtime import shield, torch_private
 from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.model import DdpRecord
-from ddpdoctor.run.records.process import OpenRecord
+from ddpdoctor.run.records.process import FaultRecord, OpenRecord
 from ddpdoctor.run.records.supervisor import GpusRecord
 from ddpdoctor.run.snapshot import Rank, Records, Run
 from ddpdoctor.run.status import Phase, Status
@@ -61,9 +61,9 @@ def a_run(*ranks: Rank) -> Run:
     return Run(path=Path(), manifest={}, ranks=ranks)
 
 
-def looked(watch: GpuWatch, run: Run, enough: int = 1) -> list[JsonObject]:
+def looked(watch: GpuWatch, run: Run, enough: int = 1) -> list[GpusRecord | FaultRecord]:
     """What is told within a while, the first ``enough`` of it at once."""
-    found: list[JsonObject] = []
+    found: list[GpusRecord | FaultRecord] = []
     deadline = time.monotonic() + (10 if enough else 0.5)
     while time.monotonic() < deadline and len(found) < max(enough, 1):
         found += watch.look_at(run)
@@ -79,7 +79,8 @@ def test_what_the_ranks_hold_is_told_when_it_is_news(machine: Machine) -> None:
     watch = GpuWatch(first=0, again=0)
     run = a_run(rank(0, 101, "aaaa"), rank(1, 102, "bbbb"))
     (told,) = looked(watch, run)
-    assert [(each["rank"], each["device_uuid"], each["bytes"]) for each in told["held"]] == [
+    assert isinstance(told, GpusRecord)
+    assert [(each.rank, each.device_uuid, each.bytes) for each in told.held] == [
         (0, A, 5),
         (1, A, 6),
         (1, B, None),
@@ -90,7 +91,7 @@ def test_what_the_ranks_hold_is_told_when_it_is_news(machine: Machine) -> None:
         {"uuid": B, "processes": [[102, 1], [101, 1]]},
     )
     (again,) = looked(watch, run)
-    assert len(again["held"]) == 4
+    assert isinstance(again, GpusRecord) and len(again.held) == 4
 
 
 def test_a_job_on_the_cpu_or_of_another_namespace_never_touches_nvml() -> None:
@@ -118,7 +119,7 @@ def test_a_reader_that_fails_is_asked_no_more() -> None:
     watch = GpuWatch(Broken, first=0, again=0)
     run = a_run(rank(0, 101, "aaaa"))
     (told,) = looked(watch, run)
-    assert told["kind"] == "fault"
+    assert isinstance(told, FaultRecord)
     assert looked(watch, run, 0) == []
     assert Broken.asked == 1
 

@@ -28,6 +28,7 @@ from ddpdoctor.run import mapped, rundir
 from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.journal_reader import MOST_KEPT, JournalReader
 from ddpdoctor.run.reader import RunReader
+from ddpdoctor.run.records.base import json_line
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.process import EndRecord
 from ddpdoctor.run.records.replicas import FingerprintRecord
@@ -244,9 +245,9 @@ def test_records_that_are_many_leave_room_for_those_that_are_rare(tmp_path: Path
     path = tmp_path / "rank-0000.r0.jsonl"
     journal = Journal(str(path), 1 << 30)
     filler = "x" * 10_000
-    rare = {"kind": "ddp", "module": "Net"}
-    many = ({"kind": "fingerprint", "step": each, "x": filler} for each in range(6_000))
-    journal.write([rare, *many])
+    line = {"kind": "fingerprint", "x": filler}
+    journal.write([DdpRecord(module="Net")])
+    journal.write(json_line({**line, "step": each}) for each in range(6_000))
     journal.close()
     reader = JournalReader(path)
     reader.poll()

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core import opening
 from ddpdoctor.run.journal import Journal, segment_line
-from ddpdoctor.run.records.base import encode
-from tests.journals import SMALL, Reader, new_journal, step
+from ddpdoctor.run.records.base import json_line
+from tests.journals import SMALL, Reader, new_journal, numbered, step
 
 # -- readers
 
@@ -43,7 +43,7 @@ from tests.journals import SMALL, Reader, new_journal, step
 )
 def test_garbage_is_skipped(tmp_path: Path, garbage: bytes) -> None:
     path = new_journal(tmp_path)
-    path.write_bytes(encode(step(1)) + garbage + encode(step(2)) + encode({"kind": "end"}))
+    path.write_bytes(step(1) + garbage + step(2) + json_line({"kind": "end"}))
     reader = Reader(path)
     reader.poll()
     assert reader.steps == [1, 2]
@@ -52,7 +52,8 @@ def test_garbage_is_skipped(tmp_path: Path, garbage: bytes) -> None:
 
 def test_keys_of_a_later_version_are_ignored(tmp_path: Path) -> None:
     path = new_journal(tmp_path)
-    path.write_bytes(encode({**step(1), "of_a_later_version": {"a": 1}, "loss": 0.5}))
+    later = {"kind": "step", "step": 1, "of_a_later_version": {"a": 1}, "loss": 0.5}
+    path.write_bytes(json_line(later))
     reader = Reader(path)
     reader.poll()
     assert [(each.step, each.loss) for each in reader.rank.steps] == [(1, 0.5)]
@@ -61,7 +62,7 @@ def test_keys_of_a_later_version_are_ignored(tmp_path: Path) -> None:
 @given(cut=st.integers(0, 400))
 @settings(max_examples=60, deadline=None)
 def test_a_torn_last_line_is_read_once_it_is_whole(cut: int) -> None:
-    whole = b"".join(encode(step(number)) for number in range(6)) + encode({"kind": "end"})
+    whole = b"".join(step(number) for number in range(6)) + json_line({"kind": "end"})
     with tempfile.TemporaryDirectory() as name:
         path = new_journal(Path(name))
         path.write_bytes(whole[:cut])
@@ -89,7 +90,7 @@ def replay(actions: list[Action], directory: Path) -> tuple[Reader, Reader]:
         elif what == "step":
             journal.write([step(number, pad)])
         else:
-            journal.write([{"kind": what, "number": number, "pad": "x" * (pad % 800)}])
+            journal.write([numbered(what, number, pad % 800)])
     journal.close()
     live.poll()
     once = Reader(path)
@@ -182,8 +183,8 @@ def test_a_segment_whose_first_line_is_not_whole_is_not_there_yet(
     tmp_path: Path, head: bytes
 ) -> None:
     path = new_journal(tmp_path)
-    older = [segment_line(0), *(encode(step(number)) for number in range(4))]
-    newer = [segment_line(1), *(encode(step(number)) for number in range(4, 8))]
+    older = [segment_line(0), *(step(number) for number in range(4))]
+    newer = [segment_line(1), *(step(number) for number in range(4, 8))]
     path.write_bytes(b"".join(older[:3]))
     live = Reader(path)
     live.poll()
@@ -227,7 +228,7 @@ def test_a_reader_keeps_up_with_a_writer_in_another_thread(tmp_path: Path) -> No
 
 def test_a_window_keeps_the_newest_steps(tmp_path: Path) -> None:
     path = new_journal(tmp_path)
-    path.write_bytes(b"".join(encode(step(number)) for number in range(100)))
+    path.write_bytes(b"".join(step(number) for number in range(100)))
     reader = Reader(path, window=7)
     reader.poll()
     assert reader.steps == list(range(93, 100))

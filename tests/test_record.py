@@ -11,7 +11,7 @@ import ddpdoctor.rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.run.names import FORMAT
 from ddpdoctor.run.reader import RunReader, read_manifest
-from ddpdoctor.run.records.base import JsonObject, encode
+from ddpdoctor.run.records.base import JsonObject, json_line
 from ddpdoctor.run.records.process import OpenRecord
 from tests.journals import PACKAGE, new_page, new_run, step
 
@@ -45,7 +45,7 @@ def test_a_run_is_read_while_its_files_are_still_missing(tmp_path: Path) -> None
         (),
     )
     (tmp_path / "rank-0003.r2.jsonl").write_bytes(
-        encode({"kind": "open", "host": "here"}) + encode(step(0))
+        json_line({"kind": "open", "host": "here"}) + step(0)
     )
     (rank,) = reader.snapshot().ranks
     assert rank.opened.host == "here"
@@ -74,8 +74,8 @@ def test_a_rank_of_a_newer_format_is_left_out_and_named(tmp_path: Path) -> None:
     new_run(tmp_path)
     new_page(tmp_path / "rank-0000.r0.status", rank=0)
     new_page(tmp_path / "rank-0001.r0.status", rank=1)
-    (tmp_path / "rank-0000.r0.jsonl").write_bytes(encode({"kind": "open", "format": FORMAT}))
-    (tmp_path / "rank-0001.r0.jsonl").write_bytes(encode({"kind": "open", "format": FORMAT + 1}))
+    (tmp_path / "rank-0000.r0.jsonl").write_bytes(json_line({"kind": "open", "format": FORMAT}))
+    (tmp_path / "rank-0001.r0.jsonl").write_bytes(json_line({"kind": "open", "format": FORMAT + 1}))
     run = RunReader(tmp_path).snapshot()
     assert [rank.rank for rank in run.ranks] == [0]
     assert len(run.unreadable) == 1
@@ -102,8 +102,8 @@ def test_records_with_odd_values_do_not_keep_a_run_from_being_read(
     new_run(tmp_path)
     new_page(tmp_path / "rank-0000.r0.status", rank=0)
     if not name.startswith("rank"):
-        (tmp_path / "rank-0000.r0.jsonl").write_bytes(encode({"kind": "open"}))
-    (tmp_path / name).write_bytes(encode(record))
+        (tmp_path / "rank-0000.r0.jsonl").write_bytes(json_line({"kind": "open"}))
+    (tmp_path / name).write_bytes(json_line(record))
     run = RunReader(tmp_path).snapshot()
     assert run.restarts == (0,)
     assert run.exit_status is None
@@ -114,7 +114,7 @@ def test_a_damaged_page_is_named_and_its_rank_stays(tmp_path: Path) -> None:
     new_run(tmp_path)
     (tmp_path / "rank-0000.r0.status").write_bytes(b"")
     (tmp_path / "rank-0000.r0.jsonl").write_bytes(
-        encode({"kind": "open", "host": "here"}) + encode(step(0))
+        json_line({"kind": "open", "host": "here"}) + step(0)
     )
     run = RunReader(tmp_path).snapshot()
     (rank,) = run.ranks

@@ -14,7 +14,7 @@ import pytest
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
 from ddpdoctor.probe.runtime.recorder import QUEUE, Lazy, NotYet, Recorder
 from ddpdoctor.run.journal import SEGMENT_SIZE, Journal, segment_number
-from ddpdoctor.run.records.base import encode
+from ddpdoctor.run.records.base import json_line
 from ddpdoctor.run.records.process import FaultRecord, OpenRecord
 from ddpdoctor.run.status import Phase, read_status
 from tests.conftest import LIMIT
@@ -25,7 +25,7 @@ URGENT = FaultRecord(error="urgent")
 
 def note(kind: str) -> Lazy:
     """A line of that kind."""
-    return lambda last: encode({"kind": kind})
+    return lambda last: json_line({"kind": kind})
 
 
 # -- the recorder
@@ -76,7 +76,7 @@ def test_a_record_that_is_not_ready_holds_those_behind_it_until_the_last_chance(
     def busy(last: bool) -> bytes:
         if not last:
             raise NotYet
-        return encode({"kind": "late"})
+        return json_line({"kind": "late"})
 
     rig.recorder.add(note("a"))
     rig.recorder.add(busy)
@@ -138,7 +138,7 @@ def test_what_cannot_wait_is_written_while_the_writing_thread_is_at_work(rig: Ri
     def slow(last: bool) -> bytes:
         held.set()
         done.wait(30)
-        return encode({"kind": "slow"})
+        return json_line({"kind": "slow"})
 
     rig.recorder.add(slow)
     rig.recorder.start()
@@ -179,7 +179,7 @@ def test_lines_written_at_once_are_whole_while_the_journal_rotates(tmp_path: Pat
     thread.start()
     said = 0
     while not over.is_set():
-        journal.write_now(encode({"kind": "loop", "number": said}))
+        journal.write_now(json_line({"kind": "loop", "number": said}))
         said += 1
     thread.join()
     journal.close()

@@ -15,6 +15,7 @@ from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.names import FORMAT, rank_stem
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.status import Phase, StatusPage
 from tests.written import MS, SECOND, T0, Written
 
@@ -203,7 +204,7 @@ def test_the_same_waits_for_data_are_one_finding_whichever_ranks_show_it(tmp_pat
 def test_ranks_of_other_machines_are_not_watched_by_their_pids(written: Written) -> None:
     from ddpdoctor.supervise.ranks import RankWatch
 
-    elsewhere = {"kind": "open", "format": FORMAT, "rank": 0, "namespace": "another machine"}
+    elsewhere = OpenRecord(format=FORMAT, rank=0, namespace="another machine")
     stem = written.path / rank_stem(0, 0)
     StatusPage(f"{stem}.status", rank=0, world_size=1, local_rank=0, restart=0, started=T0)
     journal = Journal(f"{stem}.jsonl", 1 << 20)

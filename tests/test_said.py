@@ -23,7 +23,7 @@ from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.names import FORMAT
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.base import JsonObject
-from ddpdoctor.run.records.supervisor import FindingRecord
+from ddpdoctor.run.records.supervisor import FindingRecord, JobRecord
 from ddpdoctor.run.reported import (
     PATIENCE,
     Event,
@@ -315,7 +315,7 @@ def directory(tmp_path: Path, *snapshots: tuple[list[Finding], Run]) -> Path:
     journal = Journal(str(tmp_path / "supervisor.jsonl"), 1 << 20)
     for found, at in snapshots:
         journal.write(list(shows.news(said.take(found, at))))
-    journal.write([{"kind": "job", "time": 9, "status": 0}])
+    journal.write([JobRecord(time=9, status=0)])
     journal.close()
     return tmp_path
 

@@ -16,7 +16,7 @@ import pytest
 from ddpdoctor.analysis.profiles import Profile, spot
 from ddpdoctor.probe.observers import sampling
 from ddpdoctor.probe.runtime.budget import Budget
-from ddpdoctor.run.records.base import JsonObject, encode
+from ddpdoctor.run.records.base import JsonObject, json_line
 from ddpdoctor.run.records.decode import parse
 from ddpdoctor.run.records.training import ProfileRecord
 from ddpdoctor.run.requests import MOST_PROFILES, PROFILE, Asking
@@ -52,7 +52,7 @@ def sampled(work: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> Json
 
 def profile(record: JsonObject) -> ProfileRecord:
     """A record as it is read back."""
-    found = parse(encode(record))
+    found = parse(json_line(record))
     assert isinstance(found, ProfileRecord)
     return found
 

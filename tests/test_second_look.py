@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ddpdoctor.core.finding import RULES, examine
+from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.process import EndRecord
 from ddpdoctor.run.records.supervisor import RankExitRecord
 from ddpdoctor.run.snapshot import Rank, Records, Run
@@ -24,7 +25,6 @@ from ddpdoctor.system import activity
 from tests.conftest import LIMIT
 from tests.hanging_ranks import stacks, status
 from tests.starved import needs_linux
-from tests.written import supervisor_records
 
 # -- looked at again
 
@@ -33,7 +33,7 @@ class Told:
     """What the watch writes and says."""
 
     def __init__(self) -> None:
-        self.records: list[dict[str, Any]] = []
+        self.records: list[Record] = []
         self.notes: list[str] = []
 
     def note(self, text: str) -> None:
@@ -41,7 +41,7 @@ class Told:
 
     @property
     def kinds(self) -> list[str]:
-        return [record["kind"] for record in self.records]
+        return [record.kind for record in self.records]
 
 
 class Watched:
@@ -63,7 +63,7 @@ class Watched:
 
     def run(self) -> Run:
         one = Rank(0, 0, self.page, records=Records([EndRecord(time=1)]), exit=self.exits)
-        written = supervisor_records(*self.told.records)
+        written = Records(self.told.records)
         return Run(self.path, {}, (one,), supervisor=written, taken=time.time_ns())
 
     def examined(self) -> None:

@@ -14,9 +14,10 @@ from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.names import FORMAT, rank_stem
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.status import Phase, StatusPage
 from ddpdoctor.system.core_clocks import CoreClocks
-from tests.written import MS, T0, Written
+from tests.written import MS, T0, Written, writable
 
 STEPS = 120
 
@@ -41,7 +42,8 @@ def rank(written: Written, number: int, records: Iterable[JsonObject]) -> None:
         f"{stem}.status", rank=number, world_size=3, local_rank=number, restart=0, started=T0
     ).show(Phase.ENDED, T0, 0)
     journal = Journal(f"{stem}.jsonl", 1 << 20)
-    journal.write([{"kind": "open", "format": FORMAT, "rank": number, "backend": "gloo"}, *records])
+    opened = OpenRecord(format=FORMAT, rank=number, backend="gloo")
+    journal.write([opened, *map(writable, records)])
     journal.close()
 
 
@@ -349,14 +351,14 @@ def test_clocks_are_read_where_the_kernel_tells_them(tmp_path: Path) -> None:
         (folder / "scaling_cur_freq").write_text(f"{clock}\n")
         (folder / "cpuinfo_max_freq").write_text("3600000\n")
     clocks = CoreClocks(processes, cores)
-    assert clocks.record() == {}
+    assert not clocks.highest
     # Rank 2's core tells nothing, and rank 3 is gone.
     pids = {0: 10, 1: 11, 2: 12, 3: 99}
     clocks.look(pids)
     (cores / "cpu4" / "cpufreq" / "scaling_cur_freq").write_text("3500000\n")
     (cores / "cpu3" / "cpufreq" / "scaling_cur_freq").write_text("700000\n")
     clocks.look(pids)
-    assert clocks.record() == {"clocks": [[0, 800000, 3600000, 2], [1, 3500000, 3600000, 2]]}
+    assert list(clocks.highest) == [(0, 800000, 3600000, 2), (1, 3500000, 3600000, 2)]
 
 
 def test_loader_workers(written: Written) -> None:

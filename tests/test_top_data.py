@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.core.finding import to_record
 from ddpdoctor.run import rundir
+from ddpdoctor.run.records.base import json_line
+from ddpdoctor.run.reported import Reported, to_journal
 from ddpdoctor.top import output
 from ddpdoctor.top.choosing import open_source
 from ddpdoctor.top.live import LiveSource
@@ -97,8 +98,8 @@ def test_output_belongs_to_the_rank_that_its_mark_says(make: Make) -> None:
 def test_findings_come_with_their_time(make: Make) -> None:
     run = make(2)
     source = living(run)
-    run.tell({"kind": "finding", "time": 5_000_000_000, **to_record(FOUND)})
-    run.tell({"kind": "finding", "nonsense": 1})
+    run.tell(to_journal(Reported(1, FOUND, 0), 5_000_000_000))
+    run.tell(json_line({"kind": "finding", "nonsense": 1}))
     snapshot = source.read(ALL)
     (row,) = snapshot.findings
     assert (row.finding.code, row.time) == ("DDP610", 5.0)
@@ -109,7 +110,7 @@ def test_ten_thousand_findings(make: Make) -> None:
     run = make(1)
     source = living(run)
     for number in range(10_000):
-        run.tell({"kind": "finding", "time": number + 1, **to_record(FOUND)})
+        run.tell(to_journal(Reported(number + 1, FOUND, 0), number + 1))
     snapshot = source.read(ALL)
     assert len(snapshot.findings) == 500
     assert snapshot.findings[-1].time == 10_000 / 1e9

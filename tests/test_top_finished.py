@@ -17,8 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpdoctor.core.finding import to_record
 from ddpdoctor.run.journal import Journal
+from ddpdoctor.run.records.base import json_line
+from ddpdoctor.run.reported import Reported, to_journal
 from ddpdoctor.run.status import Phase
 from ddpdoctor.top import steplog, times
 from ddpdoctor.top.choosing import open_source
@@ -52,7 +53,7 @@ def test_a_finished_run_is_a_replay_over_its_steps(make: Make) -> None:
     run = make(3, slow={2: ("data", 30)})
     run.start()
     run.steps(100)
-    run.tell({"kind": "finding", "time": time.time_ns() + 10**12, **to_record(FOUND)})
+    run.tell(to_journal(Reported(1, FOUND, 0), time.time_ns() + 10**12))
     run.beat(phase=Phase.ENDED)
     run.end(0)
     source = open_source(str(run.path))
@@ -157,7 +158,7 @@ def test_any_step_is_found(
     for step, pad in enumerate(pads):
         journal.write([step_line(USUAL._replace(number=step), 0)])
         if pad:
-            journal.write([{"kind": "note", "pad": "x" * pad}])
+            journal.write([json_line({"kind": "note", "pad": "x" * pad})])
     journal.close()
     log = StepLog(path)
     kept = [

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
+from ddpdoctor.run.records.supervisor import DebugRecord, SignalRecord
 from ddpdoctor.run.status import Phase
 from ddpdoctor.top.live import LiveSource
 from ddpdoctor.top.silence import Silence
@@ -139,18 +140,18 @@ def test_a_rank_that_writes_no_heartbeat_is_not_stale(make: Make) -> None:
 def test_a_rank_in_the_debugger_says_so(make: Make) -> None:
     run = make(2)
     source = living(run)
-    debug = {"kind": "debug", "time": 1, "rank": 1, "port": 5679}
-    run.tell({**debug, "state": "ready"})
+    debug = DebugRecord(time=1, rank=1, port=5679, state="ready")
+    run.tell(debug)
     assert [row.state for row in source.read(ALL).ranks] == ["running", "running"]
-    run.tell({**debug, "state": "attached"})
-    run.tell({**debug, "state": "stopped", "place": "/job/train.py:40"})
+    run.tell(replace(debug, state="attached"))
+    run.tell(replace(debug, state="stopped", place="/job/train.py:40"))
     run.beat([0], phase=Phase.BACKWARD, ago=90)
     snapshot = source.read(ALL)
     assert snapshot.ranks[0].state == "debugger" and snapshot.ranks[0].debug_port == 5679
     assert snapshot.verdict.text == (
         "rank 1 stands in the debugger at train.py:40: the others wait for it"
     )
-    run.tell({**debug, "state": "detached"})
+    run.tell(replace(debug, state="detached"))
     assert {row.state for row in source.read(ALL).ranks} == {"running"}
 
 
@@ -194,7 +195,7 @@ def test_a_rank_that_has_not_begun_is_waited_for(make: Make) -> None:
 def test_a_job_that_is_asked_to_stop_blames_nobody(make: Make) -> None:
     run = make(2)
     source = living(run)
-    run.tell({"kind": "signal", "time": 1, "signal": 2})
+    run.tell(SignalRecord(time=1, signal=2))
     run.exit(1, -2)
     verdict = source.read(ALL).verdict
     assert (verdict.text, verdict.rank) == ("the job was asked to stop, and is ending", None)
@@ -204,7 +205,7 @@ def test_ranks_that_wait_for_a_debugger_before_they_begin(make: Make) -> None:
     run = make(0)
     run.start()
     for rank in (0, 1):
-        run.tell({"kind": "debug", "time": 1, "rank": rank, "state": "waits", "port": 5678 + rank})
+        run.tell(DebugRecord(time=1, rank=rank, state="waits", port=5678 + rank))
     text = LiveSource(run.path, 1.0).read(ALL).verdict.text
     assert text == "starting: ranks 0 and 1 wait for a debugger (`ddpdoctor attach`)"
 

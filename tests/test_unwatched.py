@@ -79,7 +79,7 @@ def test_processes_that_were_started_as_ranks(
     finally:
         os.killpg(process.pid, 9)
         process.wait()
-    assert [says in str(each["why"]) for each in told] == ([True] if says else [])
+    assert [says in each.why for each in told] == ([True] if says else [])
 
 
 def _children(pid: int) -> str:

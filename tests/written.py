@@ -12,8 +12,11 @@ from ddpdoctor.core.finding import RULES, Finding, examine
 from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.names import FORMAT, rank_stem
 from ddpdoctor.run.reader import RunReader
-from ddpdoctor.run.records.base import JsonObject, Record
+from ddpdoctor.run.records.base import JsonObject, Record, json_line
 from ddpdoctor.run.records.decode import SUPERVISOR_RECORDS, decode
+from ddpdoctor.run.records.model import DdpRecord
+from ddpdoctor.run.records.process import OpenRecord
+from ddpdoctor.run.records.supervisor import JobRecord
 from ddpdoctor.run.snapshot import Records
 from ddpdoctor.run.status import Phase, StatusPage, page_name
 
@@ -31,6 +34,11 @@ def supervisor_records(*lines: JsonObject) -> Records:
     """The same of the supervisor."""
     read = (decode(line, SUPERVISOR_RECORDS) for line in lines)
     return Records(each for each in read if each is not None)
+
+
+def writable(record: Record | JsonObject | bytes) -> Record | bytes:
+    """What a journal takes: lines that no writer of today makes are written as they are."""
+    return json_line(record) if isinstance(record, dict) else record
 
 
 @dataclass
@@ -61,9 +69,9 @@ class Written:
         page.reduced(reduced)
         page.set_collective(page_name(collective))
         journal = Journal(f"{stem}.jsonl", 1 << 20)
-        opened = {"kind": "open", "format": FORMAT, "rank": number, "backend": "nccl"}
-        ddp = {"kind": "ddp", "device": f"cuda:{number}", "group_ranks": [0, 1]}
-        journal.write([opened, ddp, *records])
+        opened = OpenRecord(format=FORMAT, rank=number, backend="nccl")
+        ddp = DdpRecord(device=f"cuda:{number}", group_ranks=(0, 1))
+        journal.write([opened, ddp, *map(writable, records)])
         journal.close()
 
     def findings(self, *, status: int | None = None, stderr: str = "") -> list[Finding]:
@@ -71,8 +79,9 @@ class Written:
         (self.path / "run.json").write_text(json.dumps(manifest))
         (self.path / "stderr.log").write_text(stderr)
         journal = Journal(str(self.path / "supervisor.jsonl"), 1 << 20)
-        ends = [] if status is None else [{"kind": "job", "time": T0, "status": status}]
-        journal.write([*self.supervisor, *ends])
+        journal.write(map(writable, self.supervisor))
+        if status is not None:
+            journal.write([JobRecord(time=T0, status=status)])
         journal.close()
         return examine(RunReader(self.path).snapshot(), RULES.values())
 

@@ -6,12 +6,9 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from ddpdoctor import __version__
-
-if TYPE_CHECKING:
-    from ddpdoctor.run.records.base import JsonObject
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _PLACES = 4
@@ -22,6 +19,17 @@ _MOST = 200
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class Fault(NamedTuple):
+    """A part failed."""
+
+    time: int
+    """Unix nanoseconds."""
+    part: str
+    error: str
+    places: tuple[str, ...]
+    """Lines of ours, innermost first."""
 
 
 class Faults:
@@ -38,7 +46,7 @@ class Faults:
         self._say = say
         self._rest = rest
         self._broken: set[str] = set()
-        self._records: list[JsonObject] = []
+        self._fresh: list[Fault] = []
 
     def __contains__(self, part: str) -> bool:
         return part in self._broken
@@ -62,13 +70,13 @@ class Faults:
             return
         for part, error in fresh:
             self._broken.add(part)
-            fault = {"part": part, "error": repr(error)[:_MOST], "places": places(error)}
-            self._records.append({"kind": "fault", "time": time.time_ns(), **fault})
+            shown, where = repr(error)[:_MOST], tuple(places(error))
+            self._fresh.append(Fault(time.time_ns(), part, shown, where))
         self._say(f"warning: {words(fresh)}; {self._rest}")
 
-    def take(self) -> list[JsonObject]:
-        """The records of what failed since the last call, for a journal."""
-        taken, self._records = self._records, []
+    def take(self) -> list[Fault]:
+        """What failed since the last call."""
+        taken, self._fresh = self._fresh, []
         return taken
 
 

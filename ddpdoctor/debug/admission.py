@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
-from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.supervisor import DebugRecord
 from ddpdoctor.system import peers
 
 
@@ -14,10 +15,10 @@ class Admission:
 
     Args:
         unidentified: Let in at the TCP ports whose user cannot be determined, too.
-        report: Takes a ``debug`` record for each user that is refused, once.
+        report: Takes a record for each user that is refused, once.
     """
 
-    def __init__(self, unidentified: bool, report: Callable[[JsonObject], None]) -> None:
+    def __init__(self, unidentified: bool, report: Callable[[DebugRecord], None]) -> None:
         self._unidentified = unidentified
         self._report = report
         self._refused: set[int | None] = set()
@@ -43,5 +44,6 @@ class Admission:
         if uid not in self._refused:
             # Once: whoever is refused could fill the terminal with it.
             self._refused.add(uid)
-            self._report({"state": "refused", "uid": uid, "why": why, "at": place})
+            now = time.time_ns()
+            self._report(DebugRecord(time=now, state="refused", uid=uid, why=why, door=place))
         return False

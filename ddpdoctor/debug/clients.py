@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import time
 
 from ddpdoctor.debug import dap
 from ddpdoctor.debug.admission import Admission
 from ddpdoctor.debug.rank_link import Message, RankLink, SilentError, Streams
 from ddpdoctor.debug.ranks import Ranks
 from ddpdoctor.debug.slots import Slot, Slots
+from ddpdoctor.run.records.supervisor import DebugRecord
 
 ANSWER = 5.0
 """Seconds that a rank has to answer at all."""
@@ -84,7 +86,8 @@ class Clients:
             # The run is over; asyncio.streams logs a cancelled handler as an error.
             pass
         except Exception as error:
-            self._slots.report({"state": "fault", "error": repr(error)})
+            fault = DebugRecord(time=time.time_ns(), state="fault", error=repr(error))
+            self._slots.report(fault)
         finally:
             self._slots.tasks.discard(task)
             writer.close()

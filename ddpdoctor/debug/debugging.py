@@ -18,6 +18,7 @@ from ddpdoctor.debug.gateway import Gateway
 from ddpdoctor.debug.partial_stops import PartialStops
 from ddpdoctor.run.environment import DEBUG
 from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.supervisor import DebugRecord
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.system import peers
 
@@ -168,18 +169,18 @@ class Debugging:
                 )
                 return
 
-    def look(self) -> list[JsonObject]:
+    def look(self) -> list[DebugRecord]:
         """Take in what has happened, say it, and return its records for the journal."""
         records = self._gateway.take()
         for state in ("attached", "detached"):
-            ranks = [record["rank"] for record in records if record["state"] == state]
+            ranks = [each.rank for each in records if each.state == state and each.rank is not None]
             if ranks:
                 verb = "attached to" if state == "attached" else "detached from"
                 self._speaker.note(f"debugger {verb} {named(ranks)}")
         for record in records:
-            if record["state"] != "fault":
+            if record.state != "fault":
                 self._say(record)
-        if any(record["state"] == "ready" for record in records):
+        if any(record.state == "ready" for record in records):
             self._write(self._gateway.ranks)
         return records
 
@@ -189,27 +190,26 @@ class Debugging:
         if text:
             self._speaker.say(text)
 
-    def _say(self, record: JsonObject) -> None:
-        state = record["state"]
-        if state == "waits":
-            rank, name = record["rank"], self._editor.configuration(record["rank"])
-            where = f"{relative(str(record['path']))}:{record['line']}"
-            why = "is held by an uncaught exception" if record["why"] == "error" else "waits"
+    def _say(self, record: DebugRecord) -> None:
+        state, rank = record.state, record.rank
+        where = f"{relative(record.path)}:{record.line}"
+        if state == "waits" and rank is not None:
+            name = self._editor.configuration(rank)
+            why = "is held by an uncaught exception" if record.why == "error" else "waits"
             self._speaker.say(f'rank {rank} {why} at {where}; attach with F5 "{name}"')
         elif state == "expects" and not self._expects:
             self._expects = True
-            where = f"{relative(str(record['path']))}:{record['line']}"
             self._speaker.say(
                 f"{where} calls breakpoint(): collectives wait for at least an hour in this run"
             )
         elif state == "no port":
             self._speaker.say(
-                f"rank {record['rank']} wants a debugger, but all {len(self._ports.numbers)} ports "
+                f"rank {rank} wants a debugger, but all {len(self._ports.numbers)} ports "
                 "are taken by other ranks: it goes on"
             )
         elif state == "listening":
-            ranks = named(record["ranks"])
-            who = "" if len(record["ranks"]) == len(self._gateway.ranks) else f" to {ranks}"
+            every = len(record.ranks) == len(self._gateway.ranks)
+            who = "" if every else f" to {named(record.ranks)}"
             self._speaker.say(
                 f"all ranks listening on {self._ports.host}:{_span(self._ports.numbers)}; they "
                 f'start when a debugger is attached{who}: F5 "{self._editor.compound}"'
@@ -217,13 +217,13 @@ class Debugging:
         elif state == "stop":
             self.stopped = True
         elif state == "refused":
-            if record["uid"] is not None:
-                who = f"uid {record['uid']}"
+            if record.uid is not None:
+                who = f"uid {record.uid}"
             else:
-                who = f"a client whose user is not known ({record['why']})"
-            self._speaker.say(f"refused: {who} at {record['at']}")
+                who = f"a client whose user is not known ({record.why})"
+            self._speaker.say(f"refused: {who} at {record.door}")
         elif state == "broken":
-            self._speaker.say(f"warning: the debug ports are closed: {record['error']}")
+            self._speaker.say(f"warning: the debug ports are closed: {record.error}")
 
     def _write(self, ports: dict[int, int]) -> None:
         if ports == self._written:

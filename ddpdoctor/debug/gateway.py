@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from ddpdoctor.debug.debug_ports import Ports
 from ddpdoctor.debug.ranks import Ranks
 from ddpdoctor.debug.slots import Slots, Stop
 from ddpdoctor.run.names import CONTROL, short_path
-from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.supervisor import DebugRecord
 
 _SOCKET_STAYS: dict[str, Any] = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
 """From 3.13 on asyncio removes the socket's file, by its name, which led there only to bind it."""
@@ -106,7 +107,7 @@ class Gateway:
             with contextlib.suppress(OSError):
                 os.unlink(path)
 
-    def take(self) -> list[JsonObject]:
+    def take(self) -> list[DebugRecord]:
         """What has happened since the last call: ``debug`` records for the journal."""
         return self._slots.take()
 
@@ -126,7 +127,7 @@ class Gateway:
         try:
             asyncio.run(self._main())
         except Exception as error:
-            self._slots.report({"state": "broken", "error": repr(error)})
+            self._report("broken", error)
 
     async def _main(self) -> None:
         assert self._control is not None
@@ -156,8 +157,10 @@ class Gateway:
 
     def _fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A fault of ours that no task waited for: into the records, not on the screen."""
-        error = context.get("exception") or context.get("message")
-        self._slots.report({"state": "fault", "error": repr(error)})
+        self._report("fault", context.get("exception") or context.get("message"))
+
+    def _report(self, state: str, error: object) -> None:
+        self._slots.report(DebugRecord(time=time.time_ns(), state=state, error=repr(error)))
 
     def _cancel(self) -> None:
         if self._main_task is not None:

@@ -19,7 +19,7 @@ from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import LOOPBACK
 from ddpdoctor.debug import debug_ports
 from ddpdoctor.debug.gateway import Gateway
-from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.supervisor import DebugRecord
 
 JOINS = 60.0
 """Seconds for the process to connect to us once gdb has let it go."""
@@ -100,15 +100,15 @@ def _happens(
     while news.wait(timeout):
         news.clear()
         for record in gateway.take():
-            if record["state"] == "refused":
+            if record.state == "refused":
                 say(_refused(record))
-            elif record["state"] == state:
+            elif record.state == state:
                 return True
     return False
 
 
-def _refused(record: JsonObject) -> str:
-    who = f"uid {record['uid']}" if record["uid"] is not None else f"a client ({record['why']})"
+def _refused(record: DebugRecord) -> str:
+    who = f"uid {record.uid}" if record.uid is not None else f"a client ({record.why})"
     return f"refused: {who}"
 
 

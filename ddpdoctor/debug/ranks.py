@@ -9,9 +9,12 @@ from typing import Any
 
 import psutil
 
+from ddpdoctor.core.location import Location
+from ddpdoctor.core.opening import integer
 from ddpdoctor.debug.admission import Admission
 from ddpdoctor.debug.rank_link import Message, RankLink, Streams
 from ddpdoctor.debug.slots import Slot, Slots
+from ddpdoctor.run.records.supervisor import DebugRecord
 
 NO_MORE = 4.0
 """Seconds without a new rank after which a gate counts those that are there."""
@@ -73,7 +76,8 @@ class Ranks:
                     await self._said(slot, message)
                 elif message.get("say") == "waits":
                     link.send("release")
-                    self._slots.report({"state": "no port", "rank": link.rank})
+                    now = time.time_ns()
+                    self._slots.report(DebugRecord(time=now, state="no port", rank=link.rank))
         finally:
             self._links.discard(link)
             if slot is not None and slot.link is link:
@@ -142,12 +146,14 @@ class Ranks:
             # Not awaited: this rank's own answer comes through the caller.
             self._slots.begin(self.lift_timeouts())
             if slot.session is None or not slot.session.attached:
-                self._slots.report_rank(slot, "waits", **_place(message))
+                self._slots.report_rank(
+                    slot, "waits", at=_location(message), why=str(message.get("why") or "")
+                )
         elif message.get("say") == "workers":
             if self.on_workers is not None:
                 self._slots.begin(self.on_workers(slot))
         elif message.get("say") == "expects":
-            self._slots.report_rank(slot, "expects", **_place(message))
+            self._slots.report_rank(slot, "expects", at=_location(message))
         elif message.get("say") == "goes on":
             self._error_seen |= message.get("why") == "error"
             slot.waits = None
@@ -179,13 +185,14 @@ class Ranks:
         if missing:
             if not self._said_listening:
                 self._said_listening = True
-                self._slots.report({"state": "listening", "ranks": [slot.rank for slot in wanted]})
+                ranks = tuple(slot.rank for slot in wanted)
+                self._slots.report(DebugRecord(time=time.time_ns(), state="listening", ranks=ranks))
             return
         self.gate_open = True
         for slot in self._slots.linked:
             if slot.link is not None:
                 slot.link.send("go")
-        self._slots.report({"state": "gate open"})
+        self._slots.report(DebugRecord(time=time.time_ns(), state="gate open"))
 
     # -- timeouts
 
@@ -208,8 +215,8 @@ class Ranks:
             link.send("restore")
 
 
-def _place(message: Message) -> Message:
-    return {name: message.get(name) for name in ("why", "path", "line")}
+def _location(message: Message) -> Location:
+    return Location(str(message.get("path") or ""), integer(message, "line"))
 
 
 def _lives(pid: int) -> bool:

@@ -10,9 +10,10 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ddpdoctor.core.location import Location
 from ddpdoctor.debug import dap
 from ddpdoctor.debug.rank_link import Message, RankLink
-from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.supervisor import DebugRecord
 
 
 @dataclass
@@ -54,7 +55,7 @@ class Slots:
 
     def __init__(self, numbers: tuple[int, ...]) -> None:
         self._slots = [Slot(index, port) for index, port in enumerate(numbers)]
-        self._records: deque[JsonObject] = deque()
+        self._records: deque[DebugRecord] = deque()
         self._changed = asyncio.Condition()
         self.tasks: set[asyncio.Task[None]] = set()
         """What runs beside what goes on."""
@@ -93,25 +94,45 @@ class Slots:
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    def report(self, record: JsonObject) -> None:
-        """Give the supervisor a ``debug`` record for the journal."""
-        self._records.append({"kind": "debug", "time": time.time_ns(), **record})
+    def report(self, record: DebugRecord) -> None:
+        """Give the supervisor a record for the journal."""
+        self._records.append(record)
         self.news()
 
-    def report_rank(self, slot: Slot, state: str, **more: object) -> None:
-        """The same, about one rank."""
+    def report_rank(
+        self,
+        slot: Slot,
+        state: str,
+        *,
+        place: str = "",
+        at: Location | None = None,
+        why: str = "",
+    ) -> None:
+        """The same, about one rank.
+
+        Args:
+            slot: Its port.
+            state: As the record has it.
+            place: Of the stop.
+            at: The line that it waits at.
+            why: It waits.
+        """
         self.report(
-            {
-                "state": state,
-                "rank": slot.rank,
-                "local_rank": slot.index,
-                "port": slot.port,
-                "pid": slot.link.pid if slot.link is not None else None,
-                **more,
-            }
+            DebugRecord(
+                time=time.time_ns(),
+                state=state,
+                rank=slot.rank,
+                local_rank=slot.index,
+                port=slot.port,
+                pid=slot.link.pid if slot.link is not None else None,
+                place=place,
+                path=at.path if at is not None else "",
+                line=at.line if at is not None else 0,
+                why=why,
+            )
         )
 
-    def take(self) -> list[JsonObject]:
+    def take(self) -> list[DebugRecord]:
         """What was reported since the last call; from any thread."""
         taken = []
         while self._records:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import BinaryIO
 
-from ddpdoctor.run.records.base import EVERY, JsonObject, Record, encode
+from ddpdoctor.run.records.base import EVERY, Record, encode
 
 _SEGMENT = b'{"kind":"segment","number":"%012d"}\n'
 SEGMENT_SIZE = len(_SEGMENT % 0)
@@ -64,21 +64,16 @@ class Journal:
         self._written = len(data)
         self._check(os.write(descriptor, data), len(data))
 
-    def write(self, records: Iterable[Record | JsonObject | bytes]) -> None:
+    def write(self, records: Iterable[Record | bytes]) -> None:
         """Append records, or lines made already, in one write (two where a segment ends)."""
         chunk: list[bytes] = []
         size = 0
         for record in records:
-            line = record if isinstance(record, bytes) else encode(record)
-            if isinstance(record, Record):
+            if isinstance(record, bytes):
+                line = record
+            else:
+                line = encode(record)
                 self._keep(record.kind, record.kept, line)
-            elif isinstance(record, dict):
-                # Until all writers have moved to records.
-                from ddpdoctor.run.records.decode import RANK_RECORDS, SUPERVISOR_RECORDS
-
-                kind = str(record.get("kind"))
-                declared: type[Record] | None = {**SUPERVISOR_RECORDS, **RANK_RECORDS}.get(kind)
-                self._keep(kind, declared.kept if declared is not None else 0, line)
             if self._written + size + len(line) > self._half:
                 self._append(chunk)
                 chunk, size = [], 0

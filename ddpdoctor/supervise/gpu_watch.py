@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 
 from ddpdoctor.run.environment import namespace
-from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.model import DdpRecord
+from ddpdoctor.run.records.process import FaultRecord
+from ddpdoctor.run.records.supervisor import GpusRecord, HeldMemory
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.run.status import Phase
 from ddpdoctor.system.gpu.nvml import NvmlReader
@@ -44,10 +45,10 @@ class GpuWatch:
         self._namespace = namespace()
         self._due: float | None = None
         self._thread: threading.Thread | None = None
-        self._seen: list[JsonObject] = []
+        self._seen: list[GpusRecord | FaultRecord] = []
         self._reported: set[tuple[object, ...]] = set()
 
-    def look_at(self, run: Run) -> Iterator[JsonObject]:
+    def look_at(self, run: Run) -> Iterator[GpusRecord | FaultRecord]:
         """Start a look when one is due; what the last one saw, if that is news."""
         ranks = self._ranks(run)
         now = time.monotonic()
@@ -61,11 +62,11 @@ class GpuWatch:
             self._thread.start()
         while self._seen:
             record = self._seen.pop(0)
-            if record["kind"] == "fault":
+            if isinstance(record, FaultRecord):
                 self._due = float("inf")
                 yield record
                 continue
-            key = {(each["rank"], each["restart"], each["device_uuid"]) for each in record["held"]}
+            key = {(each.rank, each.restart, each.device_uuid) for each in record.held}
             if key - self._reported:
                 self._reported |= key
                 yield record
@@ -90,25 +91,25 @@ class GpuWatch:
         try:
             self._seen.append(self._held(ranks))
         except Exception as error:
-            self._seen.append({"kind": "fault", "time": time.time_ns(), "error": repr(error)})
+            self._seen.append(FaultRecord(time=time.time_ns(), error=repr(error)))
 
-    def _held(self, ranks: dict[int, tuple[int, int]]) -> JsonObject:
+    def _held(self, ranks: dict[int, tuple[int, int]]) -> GpusRecord:
         if self._reader is None:
             self._reader = self._make()
-        held: list[JsonObject] = []
+        held: list[HeldMemory] = []
         for device in self._reader.devices():
             # A partition has another UUID for the driver than the whole.
             for process in (not device.mig and self._reader.processes(device)) or ():
                 place = ranks.get(process.pid)
                 if place is not None:
                     held.append(
-                        {
-                            "rank": place[0],
-                            "restart": place[1],
-                            "device_uuid": device.uuid,
-                            "gpu": device.index,
-                            "name": device.name,
-                            "bytes": process.memory,
-                        }
+                        HeldMemory(
+                            rank=place[0],
+                            restart=place[1],
+                            device_uuid=device.uuid,
+                            gpu=device.index,
+                            name=device.name,
+                            bytes=process.memory,
+                        )
                     )
-        return {"kind": "gpus", "time": time.time_ns(), "held": held}
+        return GpusRecord(time=time.time_ns(), held=tuple(held))

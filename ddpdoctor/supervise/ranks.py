@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import psutil
 
 from ddpdoctor.run.environment import namespace
-from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.supervisor import RankExitRecord
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.system import proc
 from ddpdoctor.system.oom import OomWatch
@@ -57,7 +57,7 @@ class RankWatch:
         """File descriptors that become readable when a rank ends."""
         return list(self._watched)
 
-    def follow(self, run: Run) -> Iterator[JsonObject]:
+    def follow(self, run: Run) -> Iterator[RankExitRecord]:
         """Start watching the ranks that are new in ``run``; the records of those already gone."""
         for rank in run.ranks:
             key = (rank.rank, rank.restart)
@@ -95,7 +95,7 @@ class RankWatch:
             if not watched.leads_session:
                 watched.children |= proc.children(watched.pid)
 
-    def ended(self, descriptor: int) -> JsonObject:
+    def ended(self, descriptor: int) -> RankExitRecord:
         """A rank's end, as a record; call it as soon as its descriptor is readable."""
         watched = self._watched.pop(descriptor)
         status = proc.zombie_status(watched.pid)
@@ -138,14 +138,8 @@ class RankWatch:
                 del self._leftovers[pid]
 
 
-def _exit_record(rank: int, restart: int, pid: int, status: int | None, oom: str) -> JsonObject:
+def _exit_record(rank: int, restart: int, pid: int, status: int | None, oom: str) -> RankExitRecord:
     """How a rank's process ended; ``status`` is None where it was not seen."""
-    return {
-        "kind": "rank_exit",
-        "time": time.time_ns(),
-        "rank": rank,
-        "restart": restart,
-        "pid": pid,
-        "status": status,
-        "oom": oom,
-    }
+    return RankExitRecord(
+        time=time.time_ns(), rank=rank, restart=restart, pid=pid, status=status, oom=oom
+    )

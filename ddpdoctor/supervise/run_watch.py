@@ -6,7 +6,7 @@ import contextlib
 import json
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +17,9 @@ from ddpdoctor.render.report import Reporter
 from ddpdoctor.run import rundir
 from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.reader import RunReader
-from ddpdoctor.run.records.base import JsonObject, Record
-from ddpdoctor.run.records.process import EndRecord, ErrorRecord, ExitRecord
+from ddpdoctor.run.records.base import Record
+from ddpdoctor.run.records.process import EndRecord, ErrorRecord, ExitRecord, FaultRecord
+from ddpdoctor.run.records.supervisor import JobRecord, SignalRecord, UnwatchedRecord
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.supervise import job_environment
 from ddpdoctor.supervise.gpu_poll import GpuPoll
@@ -131,7 +132,7 @@ class RunWatch:
         if option and self._directory is not None:
             why = of_option(option)
             self._reporter.say(f"{why}: leave out {option}, or this process is not watched")
-            self.write({"kind": "unwatched", "time": time.time_ns(), "why": why})
+            self.write(UnwatchedRecord(time=time.time_ns(), why=why))
 
     def _stop_watching(self) -> None:
         """Let the job run, and do nothing else."""
@@ -203,7 +204,7 @@ class RunWatch:
             self._look_at(run, now)
         if self._gpu_poll is not None and self._gpu_poll.failed is not None:
             self._reporter.faults.failed([("the GPU poll", self._gpu_poll.failed)])
-        self._note(self._reporter.faults.take)
+        self._note(self._faults)
 
     def _look_at(self, run: Run, now: float) -> None:
         guarded = self._guarded
@@ -233,13 +234,18 @@ class RunWatch:
             # With what was written in between.
             self._examine(self._read() or run)
 
-    def _note(self, report: Callable[[], Iterable[Record | JsonObject]]) -> bool:
+    def _note(self, report: Callable[[], Iterable[Record]]) -> bool:
         """Write what a part reports; whether it was anything."""
         reported = False
         for record in report():
             self.write(record)
             reported = True
         return reported
+
+    def _faults(self) -> Iterator[FaultRecord]:
+        """What failed in ddpdoctor itself since the last call."""
+        for each in self._reporter.faults.take():
+            yield FaultRecord(time=each.time, part=each.part, error=each.error, places=each.places)
 
     def _rank_ended(self, descriptor: int) -> None:
         self.write(self._ranks.ended(descriptor))
@@ -264,22 +270,23 @@ class RunWatch:
         else:
             self.killed = True
             self._reporter.note("the job hangs: ending it (--kill-on-hang)")
-            self._end("hang", min(own.grace, KILL_GRACE))
+            self._end(min(own.grace, KILL_GRACE), hang=True)
 
     def _end_for_debugger(self) -> None:
         """With ``--stop-with-debugger``: end all ranks, since the person has stopped debugging."""
         if self._may_end:
             self._reporter.note("the debugger was stopped: ending the job")
-            self._end("debugger", self._command.own.grace)
+            self._end(self._command.own.grace, debugger=True)
 
     @property
     def _may_end(self) -> bool:
         """Whether the job still runs, and was not asked to end."""
         return self._keepers.status is None and self._signals.deadline is None
 
-    def _end(self, why: str, grace: float) -> None:
-        now = time.time_ns()
-        self.write({"kind": "signal", "time": now, "signal": signal.SIGTERM, why: True})
+    def _end(self, grace: float, *, hang: bool = False, debugger: bool = False) -> None:
+        self.write(
+            SignalRecord(time=time.time_ns(), signal=signal.SIGTERM, hang=hang, debugger=debugger)
+        )
         self._signals.end_job(grace)
 
     def slept(self, seconds: float) -> None:
@@ -317,7 +324,7 @@ class RunWatch:
         run = self._read()
         if run is not None and self._hangs is not None:
             self._guarded(_HANGS, self._hangs.end, run, status)
-        self.write({"kind": "job", "time": time.time_ns(), "status": status})
+        self.write(JobRecord(time=time.time_ns(), status=status))
         run = self._read()
         if run is not None:
             self._examine(run)
@@ -327,7 +334,7 @@ class RunWatch:
         """Print how the run ended."""
         if run is not None:
             self._guarded("the summary", self._reporter.summary, run)
-        self._note(self._reporter.faults.take)
+        self._note(self._faults)
 
     def close(self) -> None:
         """Let go of everything."""
@@ -363,7 +370,7 @@ class RunWatch:
         self._reader = None
         return None
 
-    def write(self, record: Record | JsonObject) -> None:
+    def write(self, record: Record) -> None:
         """Write a record of the supervisor, as long as the disk takes it."""
         if self._journal is None:
             return

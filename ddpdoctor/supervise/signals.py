@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from ddpdoctor.core.job import Command
-from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.supervisor import SignalRecord
 from ddpdoctor.supervise import processes, terminal
 from ddpdoctor.supervise.keepers import Keepers
 from ddpdoctor.supervise.passthrough import Passthrough
@@ -58,7 +58,7 @@ class JobSignals:
         """Those that ask the job to end."""
         self.deadline: float | None = None
         """When the job must have ended (monotonic seconds)."""
-        self._records: list[JsonObject] = []
+        self._records: list[SignalRecord] = []
         self._repeated = False
         self._woken, self._wake = os.pipe()
         for end in (self._woken, self._wake):
@@ -105,7 +105,7 @@ class JobSignals:
         self.deadline = time.monotonic() + grace
         self._send(signal.SIGTERM)
 
-    def take(self) -> list[JsonObject]:
+    def take(self) -> list[SignalRecord]:
         """The records of what came since the last call, for the journal."""
         taken = []
         while self._records:
@@ -161,7 +161,7 @@ class JobSignals:
         if number == signal.SIGHUP and self._had_terminal and not terminal.lives():
             grace = min(grace, HANGUP_GRACE)
         self.deadline = min(self.deadline or float("inf"), time.monotonic() + grace)
-        self._records.append({"kind": "signal", "time": time.time_ns(), "signal": number})
+        self._records.append(SignalRecord(time=time.time_ns(), signal=number))
         self._pass_on_every(number, frame)
 
     def _pass_on_every(self, number: int, frame: FrameType | None) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from ddpdoctor.analysis.lag import Lag, lags
 from ddpdoctor.analysis.reasons import PATIENCE
 from ddpdoctor.run.environment import namespace
-from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.base import Record
+from ddpdoctor.run.records.supervisor import BusyProcess, CoreClock, ProfileRequestRecord
 from ddpdoctor.run.records.training import ProfileRecord
 from ddpdoctor.run.requests import MOST_PROFILES, PROFILE, Asking
 from ddpdoctor.run.snapshot import Run
@@ -42,7 +43,7 @@ class Stragglers:
         OSError: The file for the ranks cannot be made.
     """
 
-    def __init__(self, directory: Path, write: Callable[[JsonObject], None]) -> None:
+    def __init__(self, directory: Path, write: Callable[[Record], None]) -> None:
         self._page = Asking(str(directory), PROFILE)
         self._write = write
         self._asked = 0
@@ -83,7 +84,7 @@ class Stragglers:
         self._before = now, _cpu_seconds()
         self._clocks = CoreClocks()
         self._page.ask(self._asked)
-        self._record({"rank": lag.rank.rank})
+        self._record(rank=lag.rank.rank)
         return False
 
     def close(self) -> None:
@@ -111,18 +112,24 @@ class Stragglers:
         self._waiting = set()
         if self._before is not None:
             busy = _busy(self._before, (now, _cpu_seconds()))
-            self._record({"busy": busy, **self._clocks.record()})
+            self._record(busy=busy, clocks=self._clocks.highest)
         return True
 
-    def _record(self, words: JsonObject) -> None:
+    def _record(
+        self,
+        rank: int | None = None,
+        busy: tuple[BusyProcess, ...] = (),
+        clocks: tuple[CoreClock, ...] = (),
+    ) -> None:
         self._write(
-            {
-                "kind": "profile",
-                "time": time.time_ns(),
-                "restart": self._restart,
-                "asked": self._asked,
-                **words,
-            }
+            ProfileRequestRecord(
+                time=time.time_ns(),
+                restart=self._restart,
+                asked=self._asked,
+                rank=rank,
+                busy=busy,
+                clocks=clocks,
+            )
         )
 
 
@@ -134,17 +141,18 @@ def _cpu_seconds() -> dict[int, float]:
 
 def _busy(
     before: tuple[float, dict[int, float]], after: tuple[float, dict[int, float]]
-) -> list[list[object]]:
-    """The busiest processes: pid, share of a core, the core they ran on last, command."""
+) -> tuple[BusyProcess, ...]:
+    """The busiest processes."""
     seconds = max(after[0] - before[0], 0.1)
     shares = {
         pid: (cpu - before[1].get(pid, 0.0)) / seconds
         for pid, cpu in after[1].items()
         if pid != os.getpid()
     }
-    found: list[list[object]] = []
+    found: list[BusyProcess] = []
     for pid in sorted(shares, key=lambda each: -shares[each])[:NAMED]:
         stat = proc.read_stat(pid)
         if shares[pid] >= BUSY and stat is not None:
-            found.append([pid, round(shares[pid], 2), stat.core, proc.described(pid)])
-    return found
+            share = round(shares[pid], 2)
+            found.append(BusyProcess(pid, share, stat.core, proc.described(pid)))
+    return tuple(found)

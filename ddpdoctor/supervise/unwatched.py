@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 
-from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.supervisor import UnwatchedRecord
 from ddpdoctor.system import proc
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)*t?)?$")
@@ -78,12 +78,12 @@ class Unwatched:
         self._entry = entry
         self._reported = False
 
-    def look(self, root: int) -> Iterator[JsonObject]:
+    def look(self, root: int) -> Iterator[UnwatchedRecord]:
         """What is new of the processes below ``root``: at most one record in a run."""
         why = "" if self._reported else next(filter(None, map(self._reason, _ranks(root))), "")
         if why:
             self._reported = True
-            yield {"kind": "unwatched", "time": time.time_ns(), "why": why}
+            yield UnwatchedRecord(time=time.time_ns(), why=why)
 
     def _reason(self, pid: int) -> str:
         option = bare_option(proc.words(pid))

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.supervisor import CoreClock
 from ddpdoctor.system.proc import PROC, read_stat
 
 MOST = 16
@@ -28,7 +28,7 @@ class CoreClocks:
         self, processes: Path = PROC, cores: Path = Path("/sys/devices/system/cpu")
     ) -> None:
         self._processes, self._cores = processes, cores
-        self._seen: dict[int, tuple[int, int, int]] = {}
+        self._seen: dict[int, CoreClock] = {}
 
     def look(self, pids: Mapping[int, int]) -> None:
         """Read the clock of the core that each rank is on; ``pids`` by rank."""
@@ -40,13 +40,12 @@ class CoreClocks:
                 folder = self._cores / f"cpu{stat.core}" / "cpufreq"
                 clock = int((folder / "scaling_cur_freq").read_bytes())
                 most = int((folder / "cpuinfo_max_freq").read_bytes())
-                highest, of, readings = self._seen.get(rank, (0, 0, 0))
-                self._seen[rank] = max(clock, highest), max(most, of), readings + 1
+                seen = self._seen.get(rank, CoreClock(rank, 0, 0, 0))
+                self._seen[rank] = CoreClock(
+                    rank, max(clock, seen.clock), max(most, seen.most), seen.readings + 1
+                )
 
-    def record(self) -> JsonObject:
-        """By rank: the highest clock that was read and the highest of such a core, kHz; readings.
-
-        Empty where nothing is known.
-        """
-        seen = [[rank, *self._seen[rank]] for rank in sorted(self._seen)]
-        return {"clocks": seen} if seen else {}
+    @property
+    def highest(self) -> tuple[CoreClock, ...]:
+        """What was read, by rank; empty where nothing is known."""
+        return tuple(self._seen[rank] for rank in sorted(self._seen))

@@ -5,8 +5,8 @@ has its own budget. A rank looks at the multiples of its interval, which is a po
 ranks always share the multiples of the larger one.
 
 Where the supervisor suspects that ranks differ it names a step a little ahead (see
-`ddpdoctor.run.record.Suspicion`): from there on each is looked at. A separate credit pays for that,
-at most twice in the life of a rank.
+`ddpdoctor.run.requests.Suspicion`): from there on each is looked at. A separate credit pays for
+that, at most twice in the life of a rank.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from ddpdoctor.probe.runtime import control, rank, shield
 from ddpdoctor.probe.runtime.threads import background
 from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.names import STACKS_SUFFIX, stacks_stem
-from ddpdoctor.run.records.base import JsonObject, encode
+from ddpdoctor.run.records.base import JsonObject, json_line
 
 MOST_FRAMES = 200
 """Frames of one thread that are reported, the innermost ones."""
@@ -100,7 +100,7 @@ def declare() -> None:
         "namespace": namespace(),
         "cwd": os.getcwd(),
     }
-    os.write(file, encode(declaration))
+    os.write(file, json_line(declaration))
 
 
 def declare_worker() -> None:
@@ -145,7 +145,7 @@ def _serve(declared: _Declared) -> None:
         while requests.poll()[0][1] == select.POLLIN and declared.is_whole():
             with contextlib.suppress(OSError):
                 # The disk may be full.
-                os.write(declared.file, encode(_answer()))
+                os.write(declared.file, json_line(_answer()))
             # Only now: as long as the request lies there it is known to be unanswered.
             os.read(reading, 4096)
             if declared.signal and signal.getsignal(declared.signal) is not signal.SIG_DFL:

@@ -90,19 +90,25 @@ def key_of(name: str) -> str:
     return name.removesuffix("_")
 
 
-def encode(record: Record | JsonObject) -> bytes:
-    """One journal line; a value JSON has no word for becomes the name of its type.
+def encode(record: Record) -> bytes:
+    """One journal line; a record that cannot be encoded becomes one of its kind that says so."""
+    try:
+        return json_line(as_json(record))
+    except Exception as error:
+        return json_line({"kind": record.kind, "unsayable": type(error).__name__})
+
+
+def json_line(found: JsonObject) -> bytes:
+    """One line of JSON; a value JSON has no word for becomes the name of its type.
 
     Not its ``repr``: that may be the job's own code, or wait for a GPU, and a rank's writing thread
-    runs neither. A record that cannot be encoded becomes one of its kind that says so.
+    runs neither.
+
+    Raises:
+        TypeError: A key is no string.
+        ValueError: It contains itself.
     """
-    try:
-        found = as_json(record) if isinstance(record, Record) else record
-        text = json.dumps(found, separators=(",", ":"), default=_plain)
-    except Exception as error:
-        kind = record.kind if isinstance(record, Record) else str(record.get("kind"))
-        text = json.dumps({"kind": kind, "unsayable": type(error).__name__}, separators=(",", ":"))
-    return text.encode() + b"\n"
+    return json.dumps(found, separators=(",", ":"), default=_plain).encode() + b"\n"
 
 
 def _plain(value: object) -> JsonObject | str:

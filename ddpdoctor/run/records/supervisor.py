@@ -111,7 +111,8 @@ class DebugRecord(PlacedRecord):
     time: int
     state: str
     """Of a rank: ``ready``, ``waits``, ``attached``, ``stopped``, ``running``, ``goes on``,
-    ``detached``, ``gone``, ...; of the gateway: ``listening``, ``gate open``, ``fault``, ..."""
+    ``detached``, ``gone``, ...; of the gateway: ``listening``, ``gate open``, ``refused``,
+    ``fault``, ..."""
     rank: int | None = None
     local_rank: int | None = None
     port: int | None = None
@@ -122,6 +123,10 @@ class DebugRecord(PlacedRecord):
     why: str = ""
     ranks: tuple[int, ...] = ()
     error: str = ""
+    uid: int | None = None
+    """The user of a client that was refused, None if that is not known."""
+    door: str = ""
+    """Where that client came in, for a person."""
 
     @property
     def at(self) -> str:

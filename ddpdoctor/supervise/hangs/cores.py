@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ddpdoctor.run.environment import namespace
-from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.supervisor import NoCoreRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.system import proc
 from ddpdoctor.system.process_state import Turn, lacked, read_turn
@@ -82,19 +82,18 @@ class Cores:
         known.written = known.lost
         return known.lost
 
-    def records(self, run: Run) -> Iterator[JsonObject]:
+    def records(self, run: Run) -> Iterator[NoCoreRecord]:
         """What ranks have lost, as far as it is news."""
         for rank in run.last:
             lost = self.news(rank.status.pid) if rank.status is not None else None
             if rank.status is not None and lost is not None:
-                yield {
-                    "kind": "no_core",
-                    "time": time.time_ns(),
-                    "rank": rank.rank,
-                    "restart": rank.restart,
-                    "since": rank.status.since,
-                    "lost": round(lost * 1e9),
-                }
+                yield NoCoreRecord(
+                    time=time.time_ns(),
+                    rank=rank.rank,
+                    restart=rank.restart,
+                    since=rank.status.since,
+                    lost=round(lost * 1e9),
+                )
 
 
 def is_loaded() -> bool:

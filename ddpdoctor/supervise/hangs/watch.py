@@ -15,10 +15,9 @@ from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.opening import integer
 from ddpdoctor.core.relations import STANDSTILL
 from ddpdoctor.run import rundir
-from ddpdoctor.run.records.base import JsonObject, Record
-from ddpdoctor.run.records.decode import SUPERVISOR_RECORDS, decode
+from ddpdoctor.run.records.base import JsonObject, Record, as_json
 from ddpdoctor.run.records.process import EndRecord, ErrorRecord, ExitRecord
-from ddpdoctor.run.records.supervisor import RankExitRecord
+from ddpdoctor.run.records.supervisor import HangOverRecord, HangRecord, RankExitRecord
 from ddpdoctor.run.requests import Asking
 from ddpdoctor.run.snapshot import HANG, Records, Run
 from ddpdoctor.supervise.hangs import examination
@@ -63,7 +62,7 @@ class HangWatch:
         self,
         directory: Path,
         hang_after: float | None,
-        write: Callable[[JsonObject], None],
+        write: Callable[[Record], None],
         note: Callable[[str], None],
         wake: Callable[[], None],
     ) -> None:
@@ -77,7 +76,7 @@ class HangWatch:
         self._start = Start(hang_after if hang_after is not None else LEAST)
         self._number = 0
         self._thread: threading.Thread | None = None
-        self._found: JsonObject | None = None
+        self._found: HangRecord | None = None
         self._pending = False
         """What was found is not written yet."""
         self._written = False
@@ -151,7 +150,7 @@ class HangWatch:
         gave_up = self._ended and _failed(run, self._examined_at, (ErrorRecord,))
         if self._hung is not None and status == 0 and not gave_up:
             # It did come to its end.
-            self._write({"kind": "hang_over", "time": time.time_ns(), "number": self._number})
+            self._write(HangOverRecord(time=time.time_ns(), number=self._number))
         self._ended = True
 
     def close(self) -> None:
@@ -161,7 +160,7 @@ class HangWatch:
     @property
     def _examined_at(self) -> int:
         """When what was found was seen (Unix nanoseconds); 0 if nothing was."""
-        return integer(self._found or {}, "time")
+        return self._found.time if self._found is not None else 0
 
     # -- when
 
@@ -215,16 +214,15 @@ class HangWatch:
         self._thread.start()
 
     def _gather(self, run: Run, still: Still, number: int, waiting: list[int]) -> None:
-        record: JsonObject = {
-            "kind": "hang",
-            "time": time.time_ns(),
-            "number": number,
-            "restart": run.restarts[-1],
-            "seconds": round(still.seconds, 1),
-            "everybody": still.everybody,
-            "fresh": still.fresh,
-            "limit": round(still.limit, 1),
-        }
+        found = HangRecord(
+            time=time.time_ns(),
+            number=number,
+            restart=run.restarts[-1],
+            seconds=round(still.seconds, 1),
+            everybody=still.everybody,
+            fresh=still.fresh,
+            limit=round(still.limit, 1),
+        )
         try:
             ranks = examination.examine(
                 run, number, waiting, self._before, self._seen, self._start.pid
@@ -233,20 +231,21 @@ class HangWatch:
             for rank, lost in still.lost.items():
                 if rank in self._before:
                     self._before[rank]["lost"] = round(lost, 1)
-            record["launcher_works"] = any(each.get("launcher_works") for each in ranks)
-            record["file"] = f"hang-{number:04d}.json"
-            self._put(record)
+            works = any(each.get("launcher_works") for each in ranks)
+            with_file = replace(found, launcher_works=works, file=f"hang-{number:04d}.json")
+            self._put(with_file)
+            found = with_file
         except Exception as error:
             # Said, and the job goes on.
-            record["trouble"] = repr(error)
-            record.pop("file", None)
-        self._found, self._pending = record, True
+            found = replace(found, trouble=repr(error))
+        self._found, self._pending = found, True
         self._wake()
 
-    def _put(self, record: JsonObject) -> None:
-        whole = {**record, "ranks": [self._before[rank] for rank in sorted(self._before)]}
+    def _put(self, found: HangRecord) -> None:
+        ranks = tuple(self._before[rank] for rank in sorted(self._before))
+        whole = as_json(replace(found, ranks=ranks))
         text = json.dumps(whole, separators=(",", ":"), default=str)
-        rundir.put(self._directory / record["file"], text.encode())
+        rundir.put(self._directory / found.file, text.encode())
 
     def _look_below(self, run: Run) -> bool:
         """Whether the native frames of those who are to blame for sure are looked at first.
@@ -254,7 +253,7 @@ class HangWatch:
         py-spy, where it is installed, holds each for a second or two; the job does nothing anyway.
         """
         found = self._found
-        if found is None or "file" not in found or self._below == self._number:
+        if found is None or not found.file or self._below == self._number:
             return False
         self._below = self._number
         ranks = self._guilty(run)
@@ -262,7 +261,7 @@ class HangWatch:
             self._work(partial(self._hold, found, ranks))
         return bool(ranks)
 
-    def _hold(self, found: JsonObject, ranks: frozenset[int]) -> None:
+    def _hold(self, found: HangRecord, ranks: frozenset[int]) -> None:
         with contextlib.suppress(Exception):
             examination.add_native(self._before.values(), ranks, self._native)
             self._put(found)
@@ -274,10 +273,9 @@ class HangWatch:
         """Who is to blame for sure, by what was found."""
         from ddpdoctor.rules.diagnosis import guilty
 
-        found = decode(self._found, SUPERVISOR_RECORDS) if self._found is not None else None
-        if found is None:
+        if self._found is None:
             return frozenset()
-        return guilty(replace(run, supervisor=Records((*run.supervisor, found))))
+        return guilty(replace(run, supervisor=Records((*run.supervisor, self._found))))
 
     def _doubts(self, run: Run) -> bool:
         """Whether those to blame are looked at once more before it is said.
@@ -288,7 +286,7 @@ class HangWatch:
         if hung is None or self._confirmed == self._number or self._found is None:
             return False
         loaded = any(lost > 0.1 * hung.seconds for lost in hung.lost.values())
-        if "file" not in self._found or not (loaded or is_loaded()):
+        if not self._found.file or not (loaded or is_loaded()):
             return False
         self._confirmed = self._number
         if not self._guilty(run):
@@ -324,7 +322,7 @@ class HangWatch:
     def _over(self) -> None:
         """What was found is not true any more."""
         if not self._pending:
-            self._write({"kind": "hang_over", "time": time.time_ns(), "number": self._number})
+            self._write(HangOverRecord(time=time.time_ns(), number=self._number))
         self._hung, self._found, self._marks, self._said = None, None, {}, False
         self._pending = self._written = False
 
@@ -333,7 +331,7 @@ class HangWatch:
         found = self._found
         if found is None or self._thread is not None or not self._stands(run, time.monotonic()):
             return False
-        if "file" not in found or self._by_calls:
+        if not found.file or self._by_calls:
             return True
         self._look_again(run)
         if self._guilty(run):
