@@ -157,20 +157,30 @@ class FindingLog:
             return ("restated", weight, again.code) if settled else None
         if entry.reported.restart != run.restarts[-1]:
             return None
-        cause = next((each for each in found if explains(each, entry.now)), None)
-        if cause is not None:
-            where = "below" if cause.identity in new else "above"
-            return "explained", f"explained by {cause.code} {where}", cause.code
-        other = next((each for each in new.values() if _replaces(each, entry.now)), None)
-        if other is not None and other.code == entry.now.code:
-            return "restated", "restated below", other.code
-        if other is not None:
-            return "explained", f"explained by {other.code} below", other.code
+        better = _explanation(entry.now, found, new)
+        if better is not None:
+            return better
         rule = RULES.get(entry.now.code)
         lapsed = (rule.lapses if rule is not None else fact)(entry.now, run)
         if lapsed is None or (entry.missing < PATIENCE and not final and not lapsed.sure):
             return None
         return lapsed.why, lapsed.reason, ""
+
+
+def _explanation(
+    before: Finding, found: Sequence[Finding], new: Mapping[object, Finding]
+) -> tuple[Why, str, str] | None:
+    """The finding that explains an earlier one, or says the same better."""
+    cause = next((each for each in found if explains(each, before)), None)
+    if cause is not None:
+        where = "below" if cause.identity in new else "above"
+        return "explained", f"explained by {cause.code} {where}", cause.code
+    other = next((each for each in new.values() if _replaces(each, before)), None)
+    if other is not None and other.code == before.code:
+        return "restated", "restated below", other.code
+    if other is not None:
+        return "explained", f"explained by {other.code} below", other.code
+    return None
 
 
 _A = {"info": "an info", "warning": "a warning", "error": "an error"}
