@@ -14,6 +14,8 @@ from ddpdoctor.probe.runtime import shield, vitals
 from ddpdoctor.probe.runtime.recorder import Recorder
 from ddpdoctor.probe.runtime.vitals import Vitals
 from ddpdoctor.run.journal import Journal
+from ddpdoctor.run.records.decode import parse
+from ddpdoctor.run.records.process import FaultRecord
 from ddpdoctor.run.status import PAGE_SIZE, Parts, StatusPage, read_status
 from tests.conftest import LIMIT
 
@@ -156,7 +158,9 @@ def test_a_fault_in_a_round_is_written_and_ends_the_rounds(tmp_path: Path) -> No
         time.sleep(0.05)
     recorder.close(5)
     assert calls == [1]
-    assert b'"hook":"test_vitals","error":"ValueError"' in (tmp_path / "journal").read_bytes()
+    lines = (tmp_path / "journal").read_bytes().splitlines()
+    (fault,) = [each for each in map(parse, lines) if isinstance(each, FaultRecord)]
+    assert (fault.hook, fault.error) == ("test_vitals", "ValueError")
 
 
 def test_a_writing_thread_that_fails_prints_nothing(
