@@ -28,6 +28,7 @@ from tests.written import Written
 
 if TYPE_CHECKING:
     from tests.candidates import Candidates
+    from tests.pseudo_terminal import Open, Terminal
 
 ROOT = Path(__file__).parent.parent
 JOBS = Path(__file__).parent / "jobs"
@@ -322,3 +323,44 @@ def candidates(doctor: Doctor) -> Iterator[Candidates]:
 def written(tmp_path: Path) -> Written:
     """A run directory to write by hand."""
     return Written(tmp_path)
+
+
+@pytest.fixture
+def bystanders(tmp_path: Path) -> Iterator[None]:
+    """Processes that are not of the job, and look as much like it as they can."""
+    ours = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], cwd=tmp_path)
+    daemon = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)", "torch.distributed.run", "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "DDPDOCTOR_RUN_ID": "1700000000-of-another-run"},
+        start_new_session=True,
+    )
+    try:
+        yield
+        assert ours.poll() is None, "a process that is not of the job was ended"
+        assert daemon.poll() is None, "a process of another run was ended"
+    finally:
+        for process in (ours, daemon):
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def terminal(doctor: Doctor) -> Iterator[Open]:
+    """Opens terminals with ``ddpdoctor run WORDS``, or with WORDS alone (``watch=False``)."""
+    from tests.pseudo_terminal import Terminal
+
+    opened: list[Terminal] = []
+
+    def start(*words: str, watch: bool = True, rows: int = 30, columns: int = 100) -> Terminal:
+        ours = (sys.executable, "-m", "ddpdoctor", "run") if watch else ()
+        opened.append(Terminal(doctor, *ours, *words, rows=rows, columns=columns))
+        return opened[-1]
+
+    yield start
+    for one in opened:
+        one.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            one.process.wait(15)
+        one.process.kill()
+        one.process.wait()

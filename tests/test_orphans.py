@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -29,6 +26,8 @@ from tests.left_behind import (
     processes,
     wait_until,
 )
+
+pytestmark = pytest.mark.usefixtures("bystanders")
 
 STUCK = '''
 """Two ranks in a group, each with DataLoader workers that sleep in user code and ignore SIGTERM."""
@@ -124,26 +123,6 @@ def kill_together(*processes: psutil.Process) -> None:
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
-
-
-@pytest.fixture(autouse=True)
-def bystanders(tmp_path: Path) -> Iterator[None]:
-    """Processes that are not of the job, and look as much like it as they can."""
-    ours = subprocess.Popen([PYTHON, "-c", "import time; time.sleep(600)"], cwd=tmp_path)
-    daemon = subprocess.Popen(
-        [PYTHON, "-c", "import time; time.sleep(600)", "torch.distributed.run", "train.py"],
-        cwd=tmp_path,
-        env={**os.environ, "DDPDOCTOR_RUN_ID": "1700000000-of-another-run"},
-        start_new_session=True,
-    )
-    try:
-        yield
-        assert ours.poll() is None, "a process that is not of the job was ended"
-        assert daemon.poll() is None, "a process of another run was ended"
-    finally:
-        for process in (ours, daemon):
-            process.kill()
-            process.wait()
 
 
 def start_stuck(doctor: Doctor, *words: str, options: tuple[str, ...] = ()) -> Live:

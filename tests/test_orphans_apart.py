@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -26,25 +22,7 @@ from tests.left_behind import (
     wait_until,
 )
 
-
-@pytest.fixture(autouse=True)
-def bystanders(tmp_path: Path) -> Iterator[None]:
-    """Processes that are not of the job, and look as much like it as they can."""
-    ours = subprocess.Popen([PYTHON, "-c", "import time; time.sleep(600)"], cwd=tmp_path)
-    daemon = subprocess.Popen(
-        [PYTHON, "-c", "import time; time.sleep(600)", "torch.distributed.run", "train.py"],
-        cwd=tmp_path,
-        env={**os.environ, "DDPDOCTOR_RUN_ID": "1700000000-of-another-run"},
-        start_new_session=True,
-    )
-    try:
-        yield
-        assert ours.poll() is None, "a process that is not of the job was ended"
-        assert daemon.poll() is None, "a process of another run was ended"
-    finally:
-        for process in (ours, daemon):
-            process.kill()
-            process.wait()
+pytestmark = pytest.mark.usefixtures("bystanders")
 
 
 # -- what a job leaves behind, and what hides

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shlex
 import shutil
@@ -18,29 +17,10 @@ from tests.conftest import LIMIT
 
 if TYPE_CHECKING:
     from tests.conftest import Doctor
-from tests.pseudo_terminal import COUNT, PYTHON, Open, Terminal, wait_until
+from tests.pseudo_terminal import COUNT, PYTHON, Open, wait_until
 
 TRAIN = str(Path(__file__).parent / "jobs" / "train.py")
 INTERRUPT, QUIT = b"\x03", b"\x1c"
-
-
-@pytest.fixture
-def terminal(doctor: Doctor) -> Iterator[Open]:
-    """Opens terminals with ``ddpdoctor run WORDS``, or with WORDS alone (``watch=False``)."""
-    opened: list[Terminal] = []
-
-    def start(*words: str, watch: bool = True, rows: int = 30, columns: int = 100) -> Terminal:
-        ours = (PYTHON, "-m", "ddpdoctor", "run") if watch else ()
-        opened.append(Terminal(doctor, *ours, *words, rows=rows, columns=columns))
-        return opened[-1]
-
-    yield start
-    for one in opened:
-        one.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            one.process.wait(15)
-        one.process.kill()
-        one.process.wait()
 
 
 WHAT_IT_SEES = """

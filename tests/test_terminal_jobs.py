@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,27 +15,7 @@ from tests.conftest import LIMIT
 
 if TYPE_CHECKING:
     from tests.conftest import Doctor
-from tests.pseudo_terminal import COUNT, PYTHON, Open, Terminal, wait_until
-
-
-@pytest.fixture
-def terminal(doctor: Doctor) -> Iterator[Open]:
-    """Opens terminals with ``ddpdoctor run WORDS``, or with WORDS alone (``watch=False``)."""
-    opened: list[Terminal] = []
-
-    def start(*words: str, watch: bool = True, rows: int = 30, columns: int = 100) -> Terminal:
-        ours = (PYTHON, "-m", "ddpdoctor", "run") if watch else ()
-        opened.append(Terminal(doctor, *ours, *words, rows=rows, columns=columns))
-        return opened[-1]
-
-    yield start
-    for one in opened:
-        one.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            one.process.wait(15)
-        one.process.kill()
-        one.process.wait()
-
+from tests.pseudo_terminal import COUNT, PYTHON, Open, wait_until
 
 # -- job control
 
