@@ -113,6 +113,10 @@ def cuttable_layers(arch: str) -> list[nn.Module]:
     layers: list[nn.Module] = []
     for module in ARCHITECTURES[arch](CLASSES):
         layers += list(module) if isinstance(module, nn.Sequential) else [module]
+    for layer in layers:
+        if isinstance(layer, nn.ReLU):
+            # A stage must leave what it receives as it is.
+            layer.inplace = False
     return layers
 
 
@@ -129,8 +133,7 @@ def measure(layers: list[nn.Module], images: Tensor) -> list[float]:
     for _ in range(3):
         inputs = images
         for number, layer in enumerate(layers):
-            # A copy: some layers work in place.
-            inputs = inputs.detach().requires_grad_(True).clone()
+            inputs = inputs.detach().requires_grad_()
             started = clock(images.device)
             outputs = layer(inputs)
             outputs.sum().backward()
@@ -210,7 +213,7 @@ def build_stage(args: argparse.Namespace, world: World) -> tuple[TimedStage, nn.
     images = torch.zeros(size, device=world.device)
     with torch.no_grad():
         between = whole.eval()[:cut](images).requires_grad_()
-        logits = whole[cut:](between.clone()).requires_grad_()
+        logits = whole[cut:](between).requires_grad_()
     module = (whole[:cut] if number == 0 else whole[cut:]).train()
     wrapped = DistributedDataParallel(
         module,

@@ -63,7 +63,11 @@ def check_healthy(done: Result, job: str, ranks: int = 2) -> None:
 
 @pytest.mark.parametrize("job", [MNIST, FLOWERS, IMAGENET, PIPELINE, GPT, FSDP])
 def test_ddpdoctor_finds_nothing(doctor: Doctor, job: str) -> None:
-    check_healthy(doctor.run("--nproc-per-node", "2", "--", str(JOBS / job), *SMALL[job]), job)
+    done = doctor.run("--nproc-per-node", "2", "--", str(JOBS / job), *SMALL[job])
+    check_healthy(done, job)
+    assert all(step.forward for rank in done.run.ranks for step in rank.steps)
+    stages = [rank.status.stage for rank in done.run.ranks if rank.status is not None]
+    assert stages == (["0", "1"] if job == PIPELINE else ["", ""])
 
 
 def test_ddpdoctor_finds_nothing_where_the_script_spawns_its_ranks(doctor: Doctor) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from ddpdoctor.analysis.pace import BORNE_OUT, WARM_UP, own_time, stands_out
+from ddpdoctor.analysis.stages import Stage, alike, stages
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.snapshot import PHASES, Rank, Run
@@ -94,14 +95,34 @@ class Lag:
 
 
 def lags(run: Run, enough: int = ENOUGH, few: int = FEW) -> Iterator[Lag]:
-    """The ranks of the last attempt that hold the others up.
+    """The ranks of the last attempt that hold others up which do the same work.
 
     Args:
         run: The run.
         enough: Steps after the warm-up that it takes.
         few: Steps, those of the warm-up included, that a surplus takes which is plain to see.
     """
-    ranks = run.last
+    for ranks in alike(run):
+        yield from _lags(run, ranks, enough, few)
+
+
+def stage_lags(run: Run) -> Iterator[tuple[Stage, Lag]]:
+    """The stages of a pipeline that hold the others up: of each its median rank is compared."""
+    found = {_middle(run, stage.ranks).rank: stage for stage in stages(run)}
+    for lag in _lags(run, [run.rank(number) for number in found], ENOUGH, FEW):
+        yield found[lag.rank.rank], lag
+
+
+def _middle(run: Run, ranks: Sequence[Rank]) -> Rank:
+    """The median one of ranks that do the same work; of two the faster one."""
+    times = {
+        rank.rank: median([_net(step) for step in _usable(run, rank).values()] or [0.0])
+        for rank in ranks
+    }
+    return sorted(ranks, key=lambda rank: times[rank.rank])[(len(ranks) - 1) // 2]
+
+
+def _lags(run: Run, ranks: Sequence[Rank], enough: int, few: int) -> Iterator[Lag]:
     if len(ranks) < 2:
         return
     usable = {rank.rank: _usable(run, rank) for rank in ranks}
@@ -139,8 +160,9 @@ def still_slower(run: Run, number: int) -> bool:
 
     On a crowded machine some steps do not show what the ones before and after them do.
     """
-    mine = next((_usable(run, rank) for rank in run.last if rank.rank == number), {})
-    others = [_usable(run, rank) for rank in run.last if rank.rank != number]
+    ranks = next((each for each in alike(run) if any(n.rank == number for n in each)), ())
+    mine = next((_usable(run, rank) for rank in ranks if rank.rank == number), {})
+    others = [_usable(run, rank) for rank in ranks if rank.rank != number]
     common = set(mine).intersection(*others)
     if not others or not common:
         return False

@@ -11,6 +11,10 @@ SLOWER = 0.15
 BORNE_OUT = 0.5
 """How much of the surplus must be seen again as the others' wait."""
 
+UNEVEN = 2.0
+"""How many times as long as the others a stage of a pipeline takes. Layers cannot be cut: of a
+network of few of them the best cut may well give one stage 1.7 times the work."""
+
 DATA_SHARE = 0.20
 """Data wait, as a part of the step, above which a rank is data-bound."""
 

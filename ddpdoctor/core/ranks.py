@@ -50,12 +50,12 @@ def bracketed(ranks: Iterable[int]) -> str:
     return f"[{spans(ranks)}]"
 
 
-def named(ranks: Iterable[int]) -> str:
-    """``rank 1``, ``ranks 0, 2 and 3``, ``ranks 0,2-7``."""
+def named(ranks: Iterable[int], noun: str = "rank") -> str:
+    """``rank 1``, ``ranks 0, 2 and 3``, ``ranks 0,2-7``; or of what else is numbered."""
     chosen = sorted(set(ranks))
     words = [str(number) for number in chosen]
     if len(words) == 1:
-        return f"rank {words[0]}"
+        return f"{noun} {words[0]}"
     if len(words) > SHORT:
-        return f"ranks {spans(chosen)}"
-    return f"ranks {', '.join(words[:-1])} and {words[-1]}"
+        return f"{noun}s {spans(chosen)}"
+    return f"{noun}s {', '.join(words[:-1])} and {words[-1]}"

@@ -35,6 +35,7 @@ from ddpdoctor.probe.observers.replicas import Models, Replicas
 from ddpdoctor.probe.observers.samples import Samples
 from ddpdoctor.probe.observers.sampling import Profiles
 from ddpdoctor.probe.observers.schedulers import Schedulers
+from ddpdoctor.probe.observers.stages import Stages
 from ddpdoctor.probe.observers.steps import StepTracker
 from ddpdoctor.probe.observers.weights import Changes
 from ddpdoctor.probe.observers.zeroing import Zeroing
@@ -128,6 +129,7 @@ def observe(state: RankState) -> None:
     # A loss is written before the fingerprint of its step.
     losses = Losses(state, replicas)
     subscribe(Exits(state))
+    subscribe(Stages(state))
     subscribe(replicas)
     subscribe(Gradients(state, replicas, pacing, optimizers.owned), pacing.paced)
     subscribe(optimizers.Optimizers(state, replicas))

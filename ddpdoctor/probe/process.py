@@ -7,7 +7,15 @@ from collections.abc import Callable
 from types import ModuleType
 
 from ddpdoctor.probe import joining
-from ddpdoctor.probe.hooks import collectives, ddp, exits, process_group, setup, training
+from ddpdoctor.probe.hooks import (
+    collectives,
+    ddp,
+    exits,
+    forwards,
+    process_group,
+    setup,
+    training,
+)
 from ddpdoctor.probe.observers import flight, weights
 from ddpdoctor.probe.runtime import debugger, events, forks, rank, shield, stacks
 from ddpdoctor.probe.runtime.imports import when_imported
@@ -23,6 +31,12 @@ _INSTALL: tuple[tuple[str, Callable[[ModuleType], None]], ...] = (
     ("torch.utils.data.dataset", setup.install_subset),
     ("torch.utils.data.distributed", setup.install_distributed_sampler),
     ("torch.autograd", training.install_backward),
+    ("torch.distributed.pipelining.stage", setup.install_stages),
+    ("torch.distributed.pipelining.stage", forwards.install_stages),
+    # Where it is in 2.6 and later, and where in 2.4 and 2.5.
+    ("torch.distributed.fsdp._fully_shard._fully_shard", forwards.install_sharded),
+    ("torch.distributed._composable.fsdp.fully_shard", forwards.install_sharded),
+    ("torch.distributed.checkpoint.state_dict", training.install_state_dict),
     ("torch.distributed.algorithms.join", setup.install_join),
     ("torch.optim.optimizer", training.install_optimizer),
     ("torch.amp.grad_scaler", training.install_scaler),

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ddpdoctor.analysis.lag import ENOUGH, lags, on_gpu, still_slower
 from ddpdoctor.analysis.pace import DATA_SHARE, NOTICEABLE, PHASE_NAMES, WARM_UP
 from ddpdoctor.analysis.reasons import asked_lately, explain, shown_ms
+from ddpdoctor.analysis.stages import stage_of
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.ranks import named
 from ddpdoctor.core.relations import Lapsed, pace
@@ -63,25 +64,28 @@ def straggler(run: Run) -> Iterator[Finding]:
         if reason is None:
             continue
         rank, name = lag.rank.rank, PHASE_NAMES[lag.phase]
+        who, others, waits = f"rank {rank}", "the others", "a step in the all-reduce"
+        stage = stage_of(run, rank)
+        if stage is not None:
+            who, others = f"{who} ({stage.name} of {stage.of})", "the other replicas"
+            waits = "a step"
         evidence: tuple[str, ...] = (
-            f"own time {shown_ms(lag.own[0])} a step; the others {shown_ms(lag.own[1])} "
+            f"own time {shown_ms(lag.own[0])} a step; {others} {shown_ms(lag.own[1])} "
             f"(medians of {lag.steps} steps)",
             f"{name}: {shown_ms(lag.slow)} against {shown_ms(lag.usual)}",
-            f"the others wait {shown_ms(lag.wait[1])} a step in the all-reduce, rank {rank} "
-            f"{shown_ms(lag.wait[0])}",
+            f"{others} wait {shown_ms(lag.wait[1])} {waits}, rank {rank} {shown_ms(lag.wait[0])}",
         )
         if not lag.crowded and not lag.calm:
             evidence += (
                 f"not counted: rank {rank} waits {shown_ms(lag.cores[0])} a step for a CPU core, "
-                f"the others {shown_ms(lag.cores[1])}: the machine is crowded",
+                f"{others} {shown_ms(lag.cores[1])}: the machine is crowded",
             )
         where = "" if lag.crowded else f", in its {name}"
         yield Finding(
             code="DDP610",
             about=f"rank {rank}",
             severity=Severity.WARNING,
-            message=f"rank {rank} holds the others up by {shown_ms(lag.gap)} a step{where}"
-            f"{reason.words}",
+            message=f"{who} holds {others} up by {shown_ms(lag.gap)} a step{where}{reason.words}",
             ranks=(rank,),
             location=reason.location or lag.rank.site(lag.phase),
             evidence=(*reason.evidence, *evidence),

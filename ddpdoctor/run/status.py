@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -98,6 +98,8 @@ class Status(NamedTuple):
     """The most that it ever had given out."""
     gpu: str = ""
     """UUID of the rank's GPU, without the prefix that NVML gives it; empty if it has none."""
+    stage: str = ""
+    """The stages of a pipeline that the rank runs, from 0: ``1``, ``0,2``; empty without one."""
 
 
 _MAGIC = b"DDPDOCT\0"
@@ -119,7 +121,8 @@ _MEMORY = struct.Struct("<4q")
 _MEMORY_AT = 208
 _GPU_AT, _GPU_SIZE = 240, 16
 _COLLECTIVE_AT, _COLLECTIVE_SIZE = 256, 64
-_SITE_AT, _SITE_SIZE = 320, 704
+_SITE_AT, _SITE_SIZE = 320, 688
+_STAGE_AT, _STAGE_SIZE = 1008, 16
 _WHOLE = struct.Struct("<8sIIqiiiiq 8q2Iq 3q 8x4q qq 4q16s")
 """All of them at once, for readers: up to the first text."""
 _PHASES = {int(phase): phase for phase in Phase}
@@ -181,6 +184,11 @@ class StatusPage:
             return
         if len(raw) == _GPU_SIZE:
             self._memory[_GPU_AT : _GPU_AT + _GPU_SIZE] = raw
+
+    def set_stage(self, stages: Iterable[int]) -> None:
+        """Store the stages of a pipeline that the rank runs."""
+        text = ",".join(map(str, stages)).encode()[: _STAGE_SIZE - 1]
+        self._memory[_STAGE_AT : _STAGE_AT + _STAGE_SIZE] = text.ljust(_STAGE_SIZE, b"\0")
 
     def set_unwritten(self) -> None:
         """Say that the disk refused the journal."""
@@ -261,6 +269,7 @@ def parse_status(page: bytes, path: str) -> Status:
         reserved - 1 if reserved > 0 else None,
         peak - 1 if peak > 0 else None,
         _uuid(gpu),
+        _text(page, _STAGE_AT, _STAGE_SIZE),
     )
 
 

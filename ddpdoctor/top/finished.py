@@ -104,6 +104,7 @@ def _row(last: RankRow, number: int, steps: list[StepLine], history: int) -> Ran
         node=last.node,
         local_rank=last.local_rank,
         restart=last.restart,
+        stage=last.stage,
         pid=last.pid,
         # A rank that has no such step had come to its end, or had not begun.
         state="running" if reached else "starting" if waits or not parts else last.state,

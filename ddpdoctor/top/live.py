@@ -185,6 +185,7 @@ class LiveSource:
             node=node,
             local_rank=local,
             restart=status.restart,
+            stage=status.stage,
             pid=status.pid,
             state=state,
             said=said,

@@ -73,6 +73,8 @@ class RankRow:
     node: str
     local_rank: int | None = None
     restart: int = 0
+    stage: str = ""
+    """The stages of a pipeline that it runs, from 0: ``1``, ``0,2``; empty without one."""
     pid: int | None = None
     state: str = "running"
     """``starting``, ``running``, ``stale``, ``debugger``, ``ended`` or ``dead``."""

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ddpdoctor.analysis.pace import DATA_SHARE, NOTICEABLE, PHASE_NAMES, WARM_UP, stands_out
+from ddpdoctor.analysis.pace import DATA_SHARE, NOTICEABLE, PHASE_NAMES, UNEVEN, WARM_UP, stands_out
 from ddpdoctor.core import units
 from ddpdoctor.core.ranks import named
 from ddpdoctor.top import times
@@ -264,10 +264,11 @@ def _speed(rows: Sequence[RankRow], facts: Facts) -> Verdict:
     if not timed or facts.seen < ENOUGH or fewest < WARM_UP:
         return Verdict("the first steps: too early to say who is slow", "info")
     known = {row.rank: row.times for row in timed if row.times is not None}
-    return _straggler(known) or _data_bound(list(known.values())) or _healthy(timed, facts)
+    stages = {row.rank: row.stage for row in timed}
+    return _straggler(known, stages) or _data_bound(list(known.values())) or _healthy(timed, facts)
 
 
-def _straggler(timed: dict[int, Times]) -> Verdict | None:
+def _straggler(timed: dict[int, Times], stages: dict[int, str]) -> Verdict | None:
     if len(timed) < 2:
         return None
     # Which part of a backward was a wait is known of all, or else not used of any.
@@ -289,10 +290,16 @@ def _straggler(timed: dict[int, Times]) -> Verdict | None:
     # Ranks that are as slow are no victims: the others would wait for them just the same.
     slow = sorted(rank for rank in timed if own[rank] > own[worst] - gap / 2)
     rest = [rank for rank in timed if rank not in slow]
-    gap = own[worst] - middle(own[rank] for rank in rest)
+    usual = middle(own[rank] for rank in rest)
+    apart = {stages[rank] for rank in slow}.isdisjoint(stages[rank] for rank in rest)
+    if apart and own[worst] < UNEVEN * usual:
+        return None
+    gap = own[worst] - usual
     names = [name for name in PHASE_NAMES if split or name != "backward"]
     phases = _slow_phases([timed[rank] for rank in slow], [timed[rank] for rank in rest], names)
-    return _slow_ranks(slow, gap, gap / total, phases)
+    number = {stages[rank] for rank in slow}
+    stage = number.pop() if len(number) == 1 else ""
+    return _slow_ranks(slow, stage, gap, gap / total, phases)
 
 
 def _slow_phases(slow: Sequence[Times], rest: Sequence[Times], names: Sequence[str]) -> set[str]:
@@ -301,10 +308,13 @@ def _slow_phases(slow: Sequence[Times], rest: Sequence[Times], names: Sequence[s
     return {max(names, key=lambda name: getattr(each, name) - usual[name]) for each in slow}
 
 
-def _slow_ranks(slow: Sequence[int], gap: float, share: float, phases: set[str]) -> Verdict:
+def _slow_ranks(
+    slow: Sequence[int], stage: str, gap: float, share: float, phases: set[str]
+) -> Verdict:
     who = named(slow)
     who = who if len(who) <= 30 else f"{len(slow)} ranks"
-    verb, whose = ("hold", "their") if len(slow) > 1 else ("holds", "its")
+    who = f"stage {stage} ({who})" if stage else who
+    verb, whose = ("hold", "their") if len(slow) > 1 and not stage else ("holds", "its")
     text = f"{who} {verb} the others up by {units.duration(gap)} a step ({share:.0%})"
     where = f", in {whose} {PHASE_NAMES[phases.pop()]}" if len(phases) == 1 else ""
     # Of equally slow ranks always the same one comes first, so that nothing jumps.

@@ -58,6 +58,16 @@ def _model_given(process_group: Any, tensors: Any, *args: Any, **kwargs: Any) ->
         subscriber(ddp, process_group, tensors)
 
 
+def install_stages(module: ModuleType) -> None:
+    """Each stage of a pipeline that is built."""
+    after(getattr(module, torch_private.STAGE, None), "__init__", _stage_built)
+
+
+def _stage_built(result: None, stage: Any, *args: Any, **kwargs: Any) -> None:
+    for subscriber in events.stage_built:
+        subscriber(stage)
+
+
 def install_clipping(module: ModuleType) -> None:
     """Functions that clip gradients, before ``torch.nn.utils`` copies their names."""
     for name in CLIPPING:

@@ -116,9 +116,29 @@ def install_optimizer(module: ModuleType) -> None:
     after(module.Optimizer, "load_state_dict", _optimizer_loaded)
 
 
+_initializing = 0
+"""How many calls of torch's own are under way that step an optimizer to have its state made."""
+
+
+def install_state_dict(module: ModuleType) -> None:
+    """``get_state_dict`` and its kin step an optimizer that has no state yet, without training."""
+    around(module, torch_private.INIT_OPTIMIZER, "optimizer", _initializes, _initialized)
+
+
+def _initializes(*args: Any, **kwargs: Any) -> bool:
+    global _initializing
+    _initializing += 1
+    return True
+
+
+def _initialized(begun: bool, result: Any, error: BaseException | None) -> None:
+    global _initializing
+    _initializing -= 1
+
+
 def _step_begins(optimizer: Any, args: Any, kwargs: Any) -> None:
     tracker = rank.active
-    if tracker is None or rank.is_compiling() or "optimizer" in shield.off:
+    if tracker is None or _initializing or rank.is_compiling() or "optimizer" in shield.off:
         return
     try:
         frame = sys._getframe(1)

@@ -31,6 +31,9 @@ class Observer:
     def ddp_built(self, ddp: Any) -> None:
         """A DistributedDataParallel was built: the module."""
 
+    def stage_built(self, stage: Any) -> None:
+        """A stage of a pipeline was built."""
+
     def model_given(self, ddp: Any, process_group: Any, tensors: Any) -> None:
         """DDP's constructor is about to compare the parameters of its model between ranks."""
 
@@ -99,6 +102,7 @@ class Observer:
 
 
 ddp_built: list[Callable[[Any], None]] = []
+stage_built: list[Callable[[Any], None]] = []
 model_given: list[Callable[[Any, Any, Any], None]] = []
 forward_begins: list[Callable[[Any, bool], None]] = []
 evaluation_begins: list[Callable[[Any], None]] = []

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+from ddpdoctor.probe.runtime import torch_private
+
 
 def backends(c10d: Any) -> Iterator[Any]:
     """The backends (gloo, NCCL) of every process group: ``_world.pg_map`` (2.1 to 2.15).
@@ -71,6 +73,17 @@ def group_ranks(ddp: Any) -> list[int]:
     """The global ranks that share a DDP module."""
     distributed: Any = sys.modules["torch"].distributed
     return list(distributed.get_process_group_ranks(ddp.process_group))
+
+
+def pipeline_ranks(stage: Any) -> list[int]:
+    """The global ranks of the pipeline that a stage belongs to: ``group``, None for all of them."""
+    distributed: Any = sys.modules["torch"].distributed
+    return list(distributed.get_process_group_ranks(stage.group or distributed.group.WORLD))
+
+
+def is_reduced(stage: Any) -> bool:
+    """Whether a stage's module is a DDP module that other ranks have, too."""
+    return torch_private.is_ddp(stage.submod) and len(group_ranks(stage.submod)) > 1
 
 
 def flight_recorder_switch(c10d: Any, version: str) -> str:

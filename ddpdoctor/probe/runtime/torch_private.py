@@ -66,6 +66,28 @@ which line loaded onto another rank's GPU.
 """
 
 
+STAGE = "_PipelineStageBase"
+"""Of ``torch.distributed.pipelining.stage`` (2.4 to 2.15), the base of all stages.
+
+Without it ranks of a pipeline are compared as if they did the same work.
+"""
+
+STAGE_FORWARD = "forward_maybe_with_nosync"
+"""Of that base (2.4 to 2.15), the forward of a micro-batch, ``other`` without it."""
+
+INIT_OPTIMIZER = "_init_optim_state"
+"""Of ``torch.distributed.checkpoint.state_dict`` (2.2 to 2.15), which steps a new optimizer once.
+
+Without it that counts as a step of the training.
+"""
+
+
+def is_ddp(module: Any) -> bool:
+    """Whether it is a DistributedDataParallel."""
+    parallel: Any = sys.modules.get("torch.nn.parallel.distributed")
+    return parallel is not None and isinstance(module, parallel.DistributedDataParallel)
+
+
 def inside_forward(ddp_class: Any) -> Any:
     """``DistributedDataParallel._inside_ddp_forward`` (2.4 to 2.15), a context manager.
 

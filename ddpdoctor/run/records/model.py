@@ -49,6 +49,21 @@ class DdpRecord(PlacedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageRecord(PlacedRecord):
+    """A stage of a pipeline was built (``torch.distributed.pipelining``)."""
+
+    kind = "stage"
+    kept = 64
+
+    stage: int
+    """From 0."""
+    stages: int
+    """How many the pipeline has."""
+    group: tuple[int, ...] = ()
+    """The ranks of the pipeline, which are one replica of the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRecord(PlacedRecord):
     """The parameters that a rank gave to DDP; long."""
 

@@ -37,6 +37,7 @@ class Column:
 
 _COLUMNS = (
     Column("rank", "rank", 4, 100, live=False),
+    Column("stage", "stage", 5, 96, live=False),
     Column("gpu", "gpu", 7, 40, live=False, left=True),
     Column("step", "step", 6, 80, live=False),
     Column("phase", "doing", 9, 15, left=True),
@@ -83,10 +84,11 @@ def fitting(ranks: Sequence[RankRow], room: int) -> tuple[tuple[Column, ...], in
         "step": max(4, max(steps, default=4)),
     }
     gpus = any(row.gpu is not None for row in ranks)
+    staged = any(row.stage for row in ranks)
     possible = [
         replace(column, width=widths.get(column.name, column.width))
         for column in _COLUMNS
-        if gpus or not column.of_gpu
+        if (gpus or not column.of_gpu) and (staged or column.name != "stage")
     ]
     wished = [(column.importance, column.name, column.width) for column in possible]
     # Beyond what eighty columns hold, the trend deserves room before the rarer columns do.

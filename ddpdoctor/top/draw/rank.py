@@ -98,6 +98,7 @@ def activity(row: RankRow, processes: Sequence[str], room: int) -> list[Line]:
 def full(row: RankRow, scene: Scene) -> list[Line]:
     """Everything that is known of a rank, the most important first."""
     facts = [f"rank {row.rank} on {row.node or 'this node'}"]
+    facts += [f"stage {row.stage}"] if row.stage else []
     facts += [f"pid {row.pid}"] if row.pid is not None else []
     facts += [f"local rank {row.local_rank}"] if row.local_rank is not None else []
     facts += [f"restart {row.restart}"] if row.restart else []
