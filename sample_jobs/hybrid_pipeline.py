@@ -8,8 +8,9 @@ Between the replicas, each stage averages its gradients with the same stage of t
 the process group of that stage).
 
 How long a stage takes decides how long its replica takes: the other one waits, which is the bubble.
-``--split auto`` measures the layers and picks the cut; ``--split N`` cuts after the layer N. The
-job needs an even number of ranks under ``ddpdoctor run`` or ``torchrun``, such as 2 or 4.
+``--split auto`` measures the layers and picks the cut; ``--split N`` cuts after the layer N. Under
+``ddpdoctor run`` or ``torchrun`` the job needs an even number of ranks, such as 2 or 4; alone, as a
+single process, it has one stage with all layers, to compare with.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def parse_args() -> argparse.Namespace:
     if PipelineStage is None:
         parser.error(f"torch {torch.__version__} has no torch.distributed.pipelining; 2.4 has")
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks % STAGES:
+    if ranks > 1 and ranks % STAGES:
         parser.error(
             f"{ranks} ranks are no whole number of replicas with {STAGES} stages: start it with "
             "torchrun --nproc-per-node 4"
@@ -150,6 +151,8 @@ def propose_cut(times: list[float]) -> int:
 
 def choose_cut(args: argparse.Namespace, world: World) -> int:
     """Return how many layers the first stage has; the same on every rank."""
+    if world.size == 1:
+        return len(cuttable_layers(args.arch))
     if args.split != "auto":
         return int(args.split)
     # Rank 0 measures and decides: two measurements never agree.
@@ -168,6 +171,11 @@ def choose_cut(args: argparse.Namespace, world: World) -> int:
         print(f"--split {int(cut)}: stage 0 gets {first:.0%} of the work", flush=True)
     dist.broadcast(cut, src=0)
     return int(cut)
+
+
+def stages_of(world: World) -> int:
+    """Return the number of stages that each replica has."""
+    return min(STAGES, world.size)
 
 
 class TimedStage(PipelineStage or object):  # type: ignore[misc]
@@ -200,8 +208,9 @@ class TimedStage(PipelineStage or object):  # type: ignore[misc]
 
 def build_stage(args: argparse.Namespace, world: World) -> tuple[TimedStage, nn.Module]:
     """Return this rank's stage, in DDP over the same stage of all replicas, and its module."""
+    stages = stages_of(world)
     mesh = init_device_mesh(
-        world.device.type, (world.size // STAGES, STAGES), mesh_dim_names=("replica", "stage")
+        world.device.type, (world.size // stages, stages), mesh_dim_names=("replica", "stage")
     )
     number = mesh.get_local_rank("stage")
     cut = choose_cut(args, world)
@@ -223,7 +232,7 @@ def build_stage(args: argparse.Namespace, world: World) -> tuple[TimedStage, nn.
     stage = TimedStage(
         wrapped,
         number,
-        STAGES,
+        stages,
         world.device,
         input_args=(images if number == 0 else between,),
         output_args=between if number == 0 else logits,
@@ -235,8 +244,7 @@ def build_stage(args: argparse.Namespace, world: World) -> tuple[TimedStage, nn.
 def train(args: argparse.Namespace, world: World) -> None:
     """Train for ``args.steps`` steps; rank 0 prints the summary."""
     stage, module = build_stage(args, world)
-    replica, replicas = world.rank // STAGES, world.size // STAGES
-    last = stage.stage_index == STAGES - 1
+    replica, replicas = world.rank // stages_of(world), world.size // stages_of(world)
     optimizer = torch.optim.SGD(module.parameters(), lr=args.lr, momentum=0.9)
     options: dict[str, Any] = {}
     if "scale_grads" in inspect.signature(ScheduleGPipe).parameters:
@@ -269,15 +277,16 @@ def train(args: argparse.Namespace, world: World) -> None:
         stage.busy = 0.0
         losses: list[Tensor] = []
         optimizer.zero_grad()
-        if last:
-            schedule.step(target=labels.to(world.device), losses=losses)
+        inputs = [images.to(world.device)] if stage.is_first else []
+        if stage.is_last:
+            schedule.step(*inputs, target=labels.to(world.device), losses=losses)
         else:
-            schedule.step(images.to(world.device))
+            schedule.step(*inputs)
         optimizer.step()
         ended = clock(world.device)
         step_times.append(ended - started)
         busy.append(stage.busy)
-        if last and replica == 0:
+        if stage.is_last and replica == 0:
             loss = torch.stack(losses).sum().item()
             print(
                 f"step {step}/{args.steps} time {step_times[-1]:.4f} s loss {loss:.4f}", flush=True
@@ -295,13 +304,14 @@ def report(
     dist.all_gather(every, mine)
     if world.rank != 0:
         return
+    stages = stages_of(world)
     shares = [float(each[0] / each[1]) for each in every]
     for rank, share in enumerate(shares):
-        print(f"replica {rank // STAGES} stage {rank % STAGES} (rank {rank}): busy {share:.0%}")
-    ideal = (STAGES - 1) / (args.micro_batches + STAGES - 1)
-    rate = args.batch_size * (world.size // STAGES) * len(step_times) / sum(step_times)
+        print(f"replica {rank // stages} stage {rank % stages} (rank {rank}): busy {share:.0%}")
+    ideal = (stages - 1) / (args.micro_batches + stages - 1)
+    rate = args.batch_size * (world.size // stages) * len(step_times) / sum(step_times)
     print(
-        f"summary: {world.size // STAGES} replicas of {STAGES} stages, bubble "
+        f"summary: {world.size // stages} replicas of {stages} stages, bubble "
         f"{1 - sum(shares) / len(shares):.0%} ({ideal:.0%} with equal stages and no waiting), "
         f"{rate:.1f} images/s",
         flush=True,
@@ -312,6 +322,10 @@ def main() -> None:
     """Run the job."""
     args = parse_args()
     world = join_world(args.backend)
+    if world.backend == "none":
+        # A stage belongs to a process group, if only of one rank.
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     if world.backend == "gloo":
         # It sends from CPU to CPU alone.
         world = replace(world, device=torch.device("cpu"))
