@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
 import textwrap
-import threading
 from collections.abc import Sequence
 from typing import TextIO
 
 from ddpdoctor.core import units
 from ddpdoctor.core.control_characters import json_text, shown
 from ddpdoctor.preflight.check import Outcome, Status, outcome_record
-from ddpdoctor.render import terminal
+from ddpdoctor.render.status_line import StatusLine
 
 _STYLE = {
     Status.PASS: "32",
@@ -91,7 +87,7 @@ def document(outcomes: Sequence[Outcome], host: str, exit_status: int, seconds: 
     )
 
 
-class Progress:
+class Progress(StatusLine):
     """A line on a terminal that says what is still running; nothing anywhere else.
 
     Args:
@@ -100,49 +96,17 @@ class Progress:
     """
 
     def __init__(self, names: Sequence[str], stream: TextIO | None = None) -> None:
-        self._stream = sys.stderr if stream is None else stream
+        super().__init__(stream)
         self._running = list(names)
         self._total = len(self._running)
-        self._shows = self._stream.isatty() and not terminal.is_dumb()
-        self._lock = threading.Lock()
-        self._show()
+        self._count()
 
     def seen(self, outcome: Outcome) -> None:
         """A check ended."""
-        with self._lock:
-            if outcome.check in self._running:
-                self._running.remove(outcome.check)
-            self._show()
+        if outcome.check in self._running:
+            self._running.remove(outcome.check)
+        self._count()
 
-    def say(self, text: str) -> None:
-        """A line for somebody who waits, on a terminal or in a log; from any thread."""
-        text = shown(text, "\n")
-        with self._lock:
-            self._write(f"\r\x1b[K{text}\n" if self._shows else f"{text}\n")
-            self._show()
-
-    def close(self) -> None:
-        """Take the line away."""
-        with self._lock:
-            if self._shows:
-                self._write("\r\x1b[K")
-                self._shows = False
-
-    def _show(self) -> None:
-        if not self._shows:
-            return
-        try:
-            width = os.get_terminal_size(self._stream.fileno()).columns or 80
-        except OSError:
-            width = 80
+    def _count(self) -> None:
         done = self._total - len(self._running)
-        text = f"{done} of {self._total} checks done; running: {', '.join(self._running)}"
-        if len(text) >= width:
-            text = text[: max(0, width - 4)] + "..."
-        self._write(f"\r\x1b[K{text}")
-
-    def _write(self, text: str) -> None:
-        # The reader may be gone: that is no reason to end the checks.
-        with contextlib.suppress(OSError):
-            self._stream.write(text)
-            self._stream.flush()
+        self.show(f"{done} of {self._total} checks done; running: {', '.join(self._running)}")

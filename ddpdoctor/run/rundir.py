@@ -27,6 +27,9 @@ from ddpdoctor.core.errors import DoctorError
 KEEP = 20
 """How many runs of the base directory stay; the oldest finished ones go first."""
 
+KEEP_SERIES = 5
+"""How many directories of `ddpdoctor scale`, each with many runs, stay beside them."""
+
 MANIFEST = "run.json"
 LATEST = "latest"
 
@@ -165,6 +168,23 @@ def create(chosen: str | None) -> Path:
         return path
     base = private_base()
     path = base / _fresh_name()
+    _private(path)
+    return path
+
+
+def create_series(chosen: str | None) -> Path:
+    """Make a directory for several runs; without a chosen one the oldest of them go.
+
+    Raises:
+        DoctorError: The directory cannot be made private, or is not empty.
+        OSError: The disk says no: full, read-only, not permitted.
+    """
+    if chosen is not None:
+        return create(chosen)
+    base = private_base()
+    for old in sorted(base.glob("scale-*"))[: 1 - KEEP_SERIES]:
+        shutil.rmtree(old, ignore_errors=True)
+    path = base / f"scale-{_fresh_name()}"
     _private(path)
     return path
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import signal
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -275,6 +276,7 @@ def sockets(process: Path) -> set[int]:
 # -- system calls that Python has no name for
 
 
+_PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -284,6 +286,12 @@ def become_subreaper() -> None:
     """From now on, orphans below this process become its children rather than init's."""
     if _libc is not None:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_with_parent() -> None:
+    """From now on this process gets SIGTERM when its parent ends, however that ends."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def set_name(name: str) -> None:

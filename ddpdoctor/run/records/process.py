@@ -38,6 +38,21 @@ class OpenRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OverrideRecord(PlacedRecord):
+    """ddpdoctor overrode an argument of the job's, as `ddpdoctor scale` was asked to."""
+
+    kind = "override"
+    kept = 64
+
+    owner: str
+    """The class: ``DistributedDataParallel``."""
+    name: str
+    value: str
+    was: str = ""
+    """What the script gave; empty where it gave nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EndRecord(Record):
     """The regular end of a rank's script."""
 

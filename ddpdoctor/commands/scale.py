@@ -1,0 +1,289 @@
+"""``ddpdoctor scale``: the same job at several sizes, and what keeps it from scaling."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddpdoctor.core import options
+from ddpdoctor.core.control_characters import shown
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.options import Given, Parser, Value
+from ddpdoctor.core.units import count
+from ddpdoctor.render import terminal
+from ddpdoctor.run import rundir
+from ddpdoctor.run.overrides import KNOWN
+from ddpdoctor.scale import chart, document, picture, plan, reference, table
+from ddpdoctor.scale.launch import Launch, launch
+from ddpdoctor.scale.outcome import Outcome, rows
+from ddpdoctor.scale.plan import Planned, Size
+from ddpdoctor.scale.running import Stopped, stop_at_signals
+from ddpdoctor.scale.session import STRONG, WEAK, Session
+from ddpdoctor.supervise import command as job_command
+from ddpdoctor.supervise import command_line
+from ddpdoctor.system.gpu.visible import visible
+
+DEFAULT_REPEATS = 3
+DEFAULT_WARMUP = 5
+RESULTS = "scale.json"
+_MOST_RANKS = 1024
+
+
+def _list(least: int, what: str) -> Value:
+    def convert(text: str) -> tuple[int, ...]:
+        numbers = text.split(",")
+        if not all(each.isascii() and each.isdigit() and len(each) < 7 for each in numbers):
+            raise ValueError(text)
+        found = tuple(sorted({int(each) for each in numbers}))
+        if found[0] < least or found[-1] > _MOST_RANKS:
+            raise ValueError(text)
+        return found
+
+    return Value(convert, f"{what}, each from {least} to {_MOST_RANKS}, such as 1,2,4")
+
+
+def _tried(text: str) -> tuple[str, tuple[str, ...]]:
+    name, _, values = text.partition("=")
+    if not name or not all(values.split(",")):
+        raise ValueError(text)
+    return name, tuple(dict.fromkeys(values.split(",")))
+
+
+def _compared(text: str) -> tuple[str, ...]:
+    words = tuple(dict.fromkeys(text.split(",")))
+    if not set(words) <= {"torch", "apex"}:
+        raise ValueError(text)
+    return words
+
+
+PARSER = Parser(
+    "scale",
+    """\
+Usage: ddpdoctor scale [OPTIONS] [RUN OPTIONS] [TORCHRUN OPTIONS] [--]
+                       SCRIPT [ARGS...]
+
+Run the same job, unedited, at several sizes, and say what adding ranks brings,
+what keeps it from bringing more, and what to try. Each run is a `ddpdoctor run`
+with its own run directory; times come from the records of its ranks.
+
+Options:
+  --nproc N,N,...   Ranks per node [default: 1, 2, 4, ... as many as GPUs are
+                    visible; 1 and 2 without a GPU].
+  --nnodes N,N,...  Nodes; start the same command on each, with --node-rank and
+                    --rdzv-endpoint HOST:PORT. Each run takes the next port.
+  --repeat N        Runs of each size, interleaved [default: 3].
+  --warmup N        First steps of each run that do not count [default: 5].
+  --weak            Keep the batch of a rank as it is at the smallest size.
+  --strong          Keep the batch of all ranks together: each gets its part.
+  --try NAME=V,V,...
+                    Also run with these values, in place of the script's:
+                    bucket_cap_mb, gradient_as_bucket_view, static_graph,
+                    find_unused_parameters, broadcast_buffers, comm_hook
+                    (fp16_compress, bf16_compress), accumulation (all-reduce
+                    each n-th backward alone), num_workers, pin_memory,
+                    batch_size; may be given more than once.
+  --compare torch,apex
+                    Also run with apex's DistributedDataParallel.
+  --reference       Print published figures of ResNet-50 beside; without a
+                    script, only these.
+  --plot FILE       Draw throughput and efficiency into FILE.svg or FILE.png.
+  --json            Print one JSON object in place of the table.
+  --run-dir DIR     Keep run directories, logs and scale.json in DIR, new or
+                    empty [default: a directory below <tmp>/ddpdoctor-<uid>/].
+  -h, --help        Show this text.
+
+--weak, --strong, --try and --compare change arguments of torch's own classes
+in the ranks, by the probe: each change is recorded, and the script stays as it
+is. Every option of `ddpdoctor run` and of torchrun is passed on.
+
+Exit status: 0; 1 if a size crashed or hung (the others go on); 2 for bad input.
+What was measured until then, or until Ctrl-C, is printed and kept.
+""",
+    {
+        "--nproc": _list(1, "numbers of ranks"),
+        "--nnodes": _list(1, "numbers of nodes"),
+        "--repeat": options.number(1, 1000),
+        "--warmup": options.number(0, 100_000),
+        "--try": Value(_tried, "NAME=VALUE,VALUE, such as bucket_cap_mb=1,25,100", repeated=True),
+        "--compare": Value(_compared, "torch,apex"),
+        "--plot": options.FILE,
+        "--run-dir": options.DIRECTORY,
+    },
+    leading=True,
+)
+
+
+def main(words: Sequence[str]) -> int:
+    """Make the runs and print what they took.
+
+    Raises:
+        DoctorError: The command line cannot work, or the job cannot be measured.
+    """
+    given = PARSER.read(words, command_line.PARSER.options)
+    if given.help:
+        sys.stdout.write(PARSER.help)
+        return 0
+    if "--reference" in given and not given.rest:
+        _print(reference.lines(()))
+        return 0
+    if not given.rest:
+        raise DoctorError(
+            "no script to run", "for example: ddpdoctor scale --nproc 1,2 -- train.py"
+        )
+    nodes = given.get("--nnodes", (1,))
+    sizes = plan.sizes(nodes, given.get("--nproc") or _default_sizes(os.environ))
+    started = launch(given, nodes)
+    _check(given, sizes, started)
+    variants = plan.variants(given.get("--try", ()), given.get("--compare", ()))
+    every = list(plan.plan(sizes, variants, given.get("--repeat", DEFAULT_REPEATS)))
+    _check_command(started, every[-1])
+    plot = picture.check(given.get("--plot")) if "--plot" in given else None
+    try:
+        folder = rundir.create_series(given.get("--run-dir"))
+    except OSError as error:
+        raise DoctorError(f"no directory for the runs: {error}") from None
+    return _measure(given, started, every, folder, plot)
+
+
+def _measure(
+    given: Given, started: Launch, every: Sequence[Planned], folder: Path, plot: Path | None
+) -> int:
+    facts = _facts(given, folder)
+
+    def keep(outcomes: Sequence[Outcome]) -> None:
+        try:
+            rundir.put(folder / RESULTS, document.document(outcomes, facts).encode())
+        except OSError as error:
+            raise DoctorError(f"cannot write {folder / RESULTS}: {error.strerror}") from None
+
+    session = Session(folder, started.words, facts["warmup"], facts["scaling"], keep)
+    stop_at_signals()
+    try:
+        session.run([each for each in every if started.takes_part(each)])
+    except DoctorError:
+        _show(given, session.outcomes, facts, plot)
+        raise
+    except Stopped as stopped:
+        _show(given, session.outcomes, facts, plot)
+        return 128 + stopped.number
+    except KeyboardInterrupt:
+        _show(given, session.outcomes, facts, plot)
+        return 130
+    _show(given, session.outcomes, facts, plot)
+    return 1 if any(each.failure and each.status != 0 for each in session.outcomes) else 0
+
+
+# -- what cannot work is said before anything is started
+
+
+def _default_sizes(environ: Mapping[str, str]) -> tuple[int, ...]:
+    gpus = visible(environ) or 2
+    return tuple(1 << power for power in range(gpus.bit_length()) if 1 << power <= gpus)
+
+
+def _check(given: Given, sizes: Sequence[Size], started: Launch) -> None:
+    gpus, most = visible(os.environ), max(size.local for size in sizes)
+    if gpus and most > gpus:
+        raise DoctorError(
+            f"{most} ranks on a node need {most} GPUs, and {gpus} are visible",
+            "leave them out of --nproc; CUDA_VISIBLE_DEVICES= runs a job on CPUs",
+        )
+    if WEAK_OPTION in given and STRONG_OPTION in given:
+        raise DoctorError("--weak and --strong are two ways to scale", "choose one")
+    if (WEAK_OPTION in given or STRONG_OPTION in given) and len({s.nodes for s in sizes}) > 1:
+        raise DoctorError(
+            "--weak and --strong need a run of the smallest size on every node",
+            "name one number of nodes",
+        )
+    for name, values in given.get("--try", ()):
+        _check_tried(name, values)
+    if "apex" in given.get("--compare", ()) and not _is_there("apex.parallel"):
+        raise DoctorError(
+            "--compare apex needs NVIDIA Apex, and apex.parallel is not installed",
+            "build it from https://github.com/NVIDIA/apex, or leave apex out",
+        )
+
+
+WEAK_OPTION, STRONG_OPTION = f"--{WEAK}", f"--{STRONG}"
+
+
+def _check_tried(name: str, values: Sequence[str]) -> None:
+    known = {each: override for each, override in KNOWN.items() if each != "ddp"}
+    if name not in known:
+        raise DoctorError(f"--try {name}: not known", f"known are {', '.join(known)}")
+    for value in values:
+        try:
+            known[name].convert(value)
+        except ValueError:
+            raise DoctorError(f"--try {name} needs {known[name].wanted}, not {value!r}") from None
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _check_command(started: Launch, planned: Planned) -> None:
+    """Let ``ddpdoctor run`` refuse what it would refuse in each run."""
+    words = ["--no-debug", "--no-vscode", *started.words(planned)]
+    command = job_command.build(words, os.environ)
+    if command is None or not command.through_torchrun:
+        raise DoctorError(
+            f"{started.rest[0]} starts the ranks itself, and scale has to choose their number",
+            "name the script alone: ddpdoctor scale --nproc 1,2 -- train.py",
+        )
+
+
+# -- what is shown and kept
+
+
+def _facts(given: Given, folder: Path) -> dict[str, Any]:
+    scaling = next((each for each in (WEAK, STRONG) if f"--{each}" in given), "")
+    return {
+        "command": given.rest,
+        "repeats": given.get("--repeat", DEFAULT_REPEATS),
+        "warmup": given.get("--warmup", DEFAULT_WARMUP),
+        "scaling": scaling,
+        "directory": str(folder),
+    }
+
+
+def _show(
+    given: Given, outcomes: Sequence[Outcome], facts: Mapping[str, Any], plot: Path | None
+) -> None:
+    """Print what was measured, and draw it."""
+    published = "--reference" in given
+    if "--json" in given:
+        print(document.document(outcomes, dict(facts), published=published))
+    elif outcomes:
+        _print([_title(facts), ""])
+        found = rows(outcomes)
+        ascii_only = terminal.only_ascii(sys.stdout, terminal.given_environment())
+        _print(table.lines(found, ascii_only=ascii_only))
+        if published:
+            _print(["", *reference.lines(found)])
+        _print(["", f"kept in {facts['directory']}"])
+    sys.stdout.flush()
+    if plot is not None and any(each.measured for each in outcomes):
+        picture.write(plot, chart.chart(_title(facts), rows(outcomes)))
+
+
+def _title(facts: Mapping[str, Any]) -> str:
+    scripts = [word for word in facts["command"] if word.endswith(".py")]
+    name = os.path.basename((scripts or facts["command"])[0])
+    scaling = f", {facts['scaling']} scaling" if facts["scaling"] else ""
+    return (
+        f"{name}{scaling}: medians of {count(facts['repeats'], 'run')}, "
+        f"the first {count(facts['warmup'], 'step')} of each left out"
+    )
+
+
+def _print(lines: Sequence[str] | Any) -> None:
+    for line in lines:
+        print(shown(line))

@@ -1,0 +1,179 @@
+"""Overrides arguments of the job's, only where `ddpdoctor scale` was asked to try others.
+
+The one hook that changes what a job does. Without the environment variable it installs nothing;
+each override is recorded with the line of the script. One that cannot be made is a recorded fault,
+and the job then runs as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import sys
+import weakref
+from types import ModuleType
+from typing import Any
+
+from ddpdoctor.probe.runtime import rank, shield
+from ddpdoctor.probe.runtime.clocks import CudaClock
+from ddpdoctor.probe.runtime.sites import caller
+from ddpdoctor.run.overrides import DDP, KNOWN, LOADER, VARIABLE, Value, parse
+from ddpdoctor.run.records.process import OverrideRecord
+from ddpdoctor.run.status import Phase
+
+_BEHAVIOUR = ("accumulation", "comm_hook", "ddp")
+"""Those that are no arguments of a constructor."""
+
+_NEED_WORKERS = ("persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout")
+_MOST = 64
+
+
+def _wanted(owner: str) -> dict[str, Value]:
+    wanted = parse(os.environ.get(VARIABLE, ""))
+    return {name: value for name, value in wanted.items() if KNOWN[name].owner == owner}
+
+
+def install_ddp(module: ModuleType) -> None:
+    """``torch.nn.parallel.DistributedDataParallel``."""
+    wanted = _wanted(DDP)
+    behaviour = {name: wanted.pop(name) for name in _BEHAVIOUR if name in wanted}
+    ddp_class = module.DistributedDataParallel
+    if wanted:
+        _override(ddp_class, wanted)
+    if "comm_hook" in behaviour:
+        _register(ddp_class, str(behaviour["comm_hook"]))
+    if "accumulation" in behaviour:
+        _accumulate(ddp_class, int(behaviour["accumulation"]))
+    if "ddp" in behaviour:
+        _replace(ddp_class, str(behaviour["ddp"]))
+
+
+def install_loader(module: ModuleType) -> None:
+    """``torch.utils.data.DataLoader``."""
+    wanted = _wanted(LOADER)
+    if wanted:
+        _override(module.DataLoader, wanted)
+
+
+def _note(owner: type, name: str, value: object, was: object = "") -> None:
+    record = OverrideRecord(
+        owner=owner.__name__, name=name, value=str(value), was=str(was), **caller().place
+    )
+    rank.add(record, _MOST, (owner, name, record.path, record.line))
+
+
+def _override(owner: Any, wanted: dict[str, Value]) -> None:
+    """Replace arguments of a constructor."""
+    original = owner.__init__
+    signature = inspect.signature(original)
+    unknown = [name for name in wanted if name not in signature.parameters]
+    if unknown:
+        raise ValueError(f"this torch has no {owner.__name__}({unknown[0]})")
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            bound = signature.bind(self, *args, **kwargs)
+            _change(owner, bound.arguments, wanted)
+            args, kwargs = bound.args[1:], bound.kwargs
+        except Exception as error:
+            # Torch itself says what is wrong with the script's own arguments.
+            shield.fault(f"override of {owner.__name__}", error)
+        try:
+            original(self, *args, **kwargs)
+        except BaseException as error:
+            shield.hide_frame(error)
+            raise
+
+    owner.__init__ = __init__
+
+
+def _change(owner: Any, arguments: dict[str, Any], wanted: dict[str, Value]) -> None:
+    for name, value in wanted.items():
+        if name == "batch_size" and (
+            arguments.get("batch_sampler") is not None or arguments.get(name, 1) is None
+        ):
+            continue
+        _note(owner, name, value, arguments.get(name, ""))
+        arguments[name] = value
+    if wanted.get("num_workers") == 0:
+        for name in _NEED_WORKERS:
+            arguments.pop(name, None)
+
+
+def _register(ddp_class: Any, name: str) -> None:
+    """Register a communication hook of torch's; one that the script registers has no effect."""
+    build, register = ddp_class.__init__, ddp_class.register_comm_hook
+
+    @functools.wraps(build)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        hooks = importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
+        register(self, None, getattr(hooks, f"{name}_hook"))
+        _note(ddp_class, "comm_hook", name)
+
+    ddp_class.__init__ = __init__
+    ddp_class.register_comm_hook = _ignored
+
+
+def _ignored(*args: object, **kwargs: object) -> None:
+    """What the script calls to register another one."""
+
+
+def _accumulate(ddp_class: Any, every: int) -> None:
+    """All-reduce after every n-th backward alone, as ``no_sync`` does around the others."""
+    forward = ddp_class.forward
+    passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(forward)
+    def accumulating(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self not in passes:
+            _note(ddp_class, "accumulation", every)
+        if not sys.modules["torch"].is_grad_enabled() or not self.require_backward_grad_sync:
+            return forward(self, *args, **kwargs)
+        passes[self] = passes.get(self, 0) + 1
+        if passes[self] % every == 0:
+            return forward(self, *args, **kwargs)
+        with self.no_sync():
+            return forward(self, *args, **kwargs)
+
+    ddp_class.forward = accumulating
+
+
+def _replace(ddp_class: Any, name: str) -> None:
+    """Let the constructor return apex's class: Python calls no ``__init__`` of ours on that."""
+
+    def __new__(cls: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        wrapped = importlib.import_module("apex.parallel").DistributedDataParallel(module)
+        _note(ddp_class, "ddp", name)
+        _time(wrapped)
+        return wrapped
+
+    ddp_class.__new__ = __new__
+
+
+@shield.shielded
+def _time(wrapped: Any) -> None:
+    """Time the forward of a module that is not torch's DDP, whose all-reduce has no timers."""
+    state = rank.current()
+    if state is None:
+        return
+    tracker = state.tracker
+    device = next(iter(wrapped.parameters())).device
+    if device.type == "cuda":
+        tracker.use_device(CudaClock(sys.modules["torch"].cuda, device))
+
+    @shield.shielded
+    def begins(*args: object) -> None:
+        if sys.modules["torch"].is_grad_enabled():
+            tracker.forward(True)
+        tracker.enter(int(Phase.FORWARD), caller())
+
+    @shield.shielded
+    def ended(*args: object) -> None:
+        tracker.leave(None)
+
+    wrapped.register_forward_pre_hook(begins)
+    wrapped.register_forward_hook(ended)

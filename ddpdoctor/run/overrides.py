@@ -1,0 +1,93 @@
+"""What `ddpdoctor scale` tries on an unedited job: arguments of torch's own, overridden by name.
+
+The environment of the job names them, and the probe overrides them where the script gives others.
+Standard library only: ranks read this, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+VARIABLE = "DDPDOCTOR_OVERRIDES"
+"""The environment variable that holds them: ``bucket_cap_mb=25 num_workers=4``."""
+
+DDP, LOADER = "DistributedDataParallel", "DataLoader"
+
+Value = bool | int | float | str
+
+
+class Override(NamedTuple):
+    """An argument that can be overridden."""
+
+    owner: str
+    """The class whose argument it is, or whose behaviour it changes."""
+    convert: Callable[[str], Value]
+    """From its text; raises ValueError if that cannot be."""
+    wanted: str
+    """What the text must be, for the sentence "bucket_cap_mb needs ..."."""
+
+
+def _megabytes(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e6:
+        raise ValueError(text)
+    return value
+
+
+def _count(least: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least):
+            raise ValueError(text)
+        return int(text)
+
+    return convert
+
+
+def _one_of(**values: Value) -> Callable[[str], Value]:
+    def convert(text: str) -> Value:
+        try:
+            return values[text.lower()]
+        except KeyError:
+            raise ValueError(text) from None
+
+    return convert
+
+
+_switch = _one_of(true=True, false=False)
+_SWITCH = "true or false"
+
+KNOWN: dict[str, Override] = {
+    "bucket_cap_mb": Override(DDP, _megabytes, "a number of megabytes"),
+    "gradient_as_bucket_view": Override(DDP, _switch, _SWITCH),
+    "static_graph": Override(DDP, _switch, _SWITCH),
+    "find_unused_parameters": Override(DDP, _switch, _SWITCH),
+    "broadcast_buffers": Override(DDP, _switch, _SWITCH),
+    "comm_hook": Override(
+        DDP,
+        _one_of(fp16_compress="fp16_compress", bf16_compress="bf16_compress"),
+        "fp16_compress or bf16_compress",
+    ),
+    "accumulation": Override(DDP, _count(1), "a number of backward passes, 1 or more"),
+    "ddp": Override(DDP, _one_of(apex="apex"), "apex"),
+    "num_workers": Override(LOADER, _count(0), "a number, 0 or more"),
+    "pin_memory": Override(LOADER, _switch, _SWITCH),
+    "batch_size": Override(LOADER, _count(1), "a number of samples, 1 or more"),
+}
+"""By name. ``comm_hook`` registers one of torch's, ``accumulation`` all-reduces every n-th backward
+alone, ``ddp`` replaces the class; all others are arguments of the constructor."""
+
+
+def parse(text: str) -> dict[str, Value]:
+    """The values that the environment asks for, by name.
+
+    Raises:
+        ValueError: A name is not known, or its value cannot be.
+    """
+    found: dict[str, Value] = {}
+    for word in text.split():
+        name, _, value = word.partition("=")
+        if name not in KNOWN:
+            raise ValueError(name)
+        found[name] = KNOWN[name].convert(value)
+    return found

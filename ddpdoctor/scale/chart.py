@@ -1,0 +1,173 @@
+"""The chart of ``--plot``: throughput and efficiency over ranks, each with its ideal line.
+
+Made of lines, dots and texts alone: what writes a file (`ddpdoctor.scale.picture`) stays short.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from ddpdoctor.core import units
+from ddpdoctor.scale.outcome import Row
+
+WIDTH, HEIGHT = 820, 400
+"""Pixels."""
+
+_TOP, _BOTTOM, _PANEL = 50, 340, 320
+_LEFTS = (60, 470)
+_DASH = 6.0
+_TICKS = 4
+_GREY, _BLACK = "#9aa0a6", "#202124"
+_COLOURS = ("#1a73e8", "#d93025", "#188038", "#e37400", "#9334e6", "#007b83", "#a0522d", "#5f6368")
+
+
+class Stroke(NamedTuple):
+    """A straight line, in pixels from the upper left corner."""
+
+    x1: float
+    y1: float
+    x2: float
+    y2: float
+    colour: str
+    width: float
+
+
+class Dot(NamedTuple):
+    """A filled circle."""
+
+    x: float
+    y: float
+    radius: float
+    colour: str
+
+
+class Label(NamedTuple):
+    """A text; ``y`` is its middle, ``anchor`` where ``x`` is: ``start``, ``middle`` or ``end``."""
+
+    x: float
+    y: float
+    text: str
+    anchor: str
+    colour: str
+
+
+Shape = Stroke | Dot | Label
+
+
+class _Panel(NamedTuple):
+    """One of the two diagrams."""
+
+    left: float
+    most_ranks: int
+    top_value: float
+
+    def at(self, ranks: float, value: float) -> tuple[float, float]:
+        """The pixel of a point."""
+        x = self.left + _PANEL * ranks / (self.most_ranks * 1.05)
+        return x, _BOTTOM - (_BOTTOM - _TOP) * value / self.top_value
+
+
+def chart(title: str, rows: Sequence[Row]) -> list[Shape]:
+    """The shapes of the chart; without anything measured the title alone."""
+    found: list[Shape] = [Label(WIDTH / 2, 16, title, "middle", _BLACK)]
+    shown = [row for row in rows if row.measured is not None]
+    if not shown:
+        return found
+    names = list(dict.fromkeys(row.variant.name for row in shown))
+    most = max(row.size.ranks for row in shown)
+    rates = [row.measured.rate for row in shown if row.measured is not None]
+    base = next((row for row in shown if row.is_base), None)
+    per_rank = base.measured.rate / base.size.ranks if base and base.measured else 0.0
+    throughput = _Panel(_LEFTS[0], most, _round_up(max(*rates, per_rank * most, 1e-9)))
+    highest = max((max(row.efficiencies) for row in shown if row.efficiencies), default=1.0)
+    shares = _Panel(_LEFTS[1], most, max(1.1, highest * 1.05))
+    samples = any(row.measured is not None and row.measured.samples for row in shown)
+    found += _axes(throughput, "samples/s" if samples else "steps/s", shown, units.figures)
+    found += _axes(shares, "efficiency", shown, units.percent)
+    found += _dashes(*throughput.at(0, 0), *throughput.at(most, per_rank * most))
+    found += _dashes(*shares.at(0, 1.0), *shares.at(most, 1.0))
+    for place, name in enumerate(names):
+        colour = _COLOURS[place % len(_COLOURS)]
+        mine = [row for row in shown if row.variant.name == name]
+        points = [(row.size.ranks, row.measured.rate) for row in mine if row.measured is not None]
+        found += _curve(throughput, points, colour)
+        found += _curve(
+            shares,
+            [(row.size.ranks, row.efficiency) for row in mine if row.efficiency is not None],
+            colour,
+        )
+        found += _spreads(shares, mine, colour)
+    return found + _legend(names)
+
+
+def _axes(
+    panel: _Panel, title: str, rows: Sequence[Row], text: Callable[[float], str]
+) -> Iterator[Shape]:
+    yield Label(panel.left, _TOP - 14, title, "start", _BLACK)
+    for tick in range(_TICKS + 1):
+        value = panel.top_value * tick / _TICKS
+        _, y = panel.at(0, value)
+        yield Stroke(panel.left, y, panel.left + _PANEL, y, "#e8eaed", 1)
+        yield Label(panel.left - 6, y, text(value), "end", _BLACK)
+    yield Stroke(panel.left, _BOTTOM, panel.left + _PANEL, _BOTTOM, _GREY, 1)
+    for ranks in sorted({row.size.ranks for row in rows}):
+        x, y = panel.at(ranks, 0)
+        yield Stroke(x, y, x, y + 4, _GREY, 1)
+        yield Label(x, y + 13, str(ranks), "middle", _BLACK)
+    yield Label(panel.left + _PANEL / 2, _BOTTOM + 28, "ranks", "middle", _BLACK)
+
+
+def _curve(panel: _Panel, points: Sequence[tuple[int, float]], colour: str) -> Iterator[Shape]:
+    placed = [panel.at(*point) for point in sorted(points)]
+    for start, end in pairwise(placed):
+        yield Stroke(*start, *end, colour, 2)
+    for x, y in placed:
+        yield Dot(x, y, 3.5, colour)
+
+
+def _spreads(panel: _Panel, rows: Sequence[Row], colour: str) -> Iterator[Shape]:
+    for row in rows:
+        if row.spread is not None and not row.is_base:
+            x, low = panel.at(row.size.ranks, row.spread[0])
+            _, high = panel.at(row.size.ranks, row.spread[1])
+            yield Stroke(x, low, x, high, colour, 1)
+            yield Stroke(x - 4, low, x + 4, low, colour, 1)
+            yield Stroke(x - 4, high, x + 4, high, colour, 1)
+
+
+def _dashes(x1: float, y1: float, x2: float, y2: float) -> Iterator[Shape]:
+    """The ideal line."""
+    parts = max(1, int(math.hypot(x2 - x1, y2 - y1) / _DASH))
+    for part in range(0, parts, 2):
+        start, end = part / parts, min(1.0, (part + 1) / parts)
+        yield Stroke(
+            x1 + (x2 - x1) * start,
+            y1 + (y2 - y1) * start,
+            x1 + (x2 - x1) * end,
+            y1 + (y2 - y1) * end,
+            _GREY,
+            1.5,
+        )
+
+
+def _legend(names: Sequence[str]) -> list[Shape]:
+    found: list[Shape] = []
+    x = float(_LEFTS[0])
+    for place, name in enumerate([*names[: len(_COLOURS)], None]):
+        text = "ideal" if name is None else name or "as it is"
+        colour = _GREY if name is None else _COLOURS[place]
+        if x + 30 + 7 * len(text) > WIDTH:
+            break
+        found.append(Stroke(x, HEIGHT - 14, x + 16, HEIGHT - 14, colour, 2))
+        found.append(Label(x + 22, HEIGHT - 14, text, "start", _BLACK))
+        x += 40 + 7 * len(text)
+    return found
+
+
+def _round_up(value: float) -> float:
+    """The next of 1, 2, 4, 5, 8 and their tens."""
+    size = 10.0 ** math.floor(math.log10(value))
+    return next(step * size for step in (1, 2, 4, 5, 8, 10) if step * size >= value * 0.9999)

@@ -1,0 +1,237 @@
+"""What was measured, for a person: the table, why a size loses, what to try, bars."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from ddpdoctor.core import units
+from ddpdoctor.core.units import TimeUnit, unit_for
+from ddpdoctor.scale.causes import Cause, cause
+from ddpdoctor.scale.measured import Measured
+from ddpdoctor.scale.outcome import Outcome, Row
+from ddpdoctor.scale.plan import AS_IT_IS
+
+WIDTH = 80
+
+NOISE = 0.15
+"""How much slower than the fastest repeat the slowest may be."""
+
+_BAR = 40
+"""Columns of the longest bar."""
+
+_HEAD = ("ranks", "step", "data", "forward", "backward", "optim", "other", "exposed")
+_WIDTHS = (5, 6, 6, 9, 10, 7, 7, 9)
+_RATE, _EFFICIENCY = 10, 11
+
+
+def lines(rows: Sequence[Row], *, ascii_only: bool) -> Iterator[str]:
+    """Everything but the heading; each line of 80 columns at most.
+
+    Args:
+        rows: What was measured, the job as it is first.
+        ascii_only: Whether the terminal can show nothing else.
+    """
+    measured = [row.measured for row in rows if row.measured is not None]
+    if measured:
+        yield from _table(rows, measured)
+        yield ""
+    yield from _sentences(rows)
+    bars = list(_bars(rows, ascii_only))
+    if bars:
+        yield ""
+        yield from bars
+
+
+def base_of(rows: Sequence[Row]) -> Row | None:
+    """The row that the others are compared with."""
+    return next((row for row in rows if row.is_base), None)
+
+
+def cause_of(row: Row, rows: Sequence[Row]) -> Cause | None:
+    """Why a row is less efficient than the smallest size; None where that is not known."""
+    base = base_of(rows)
+    if base is None or base.measured is None or row.measured is None or row.efficiency is None:
+        return None
+    outcome = next(each for each in row.outcomes if each.measured is row.measured)
+    return cause(base.measured, row.measured, row.efficiency, outcome.findings)
+
+
+# -- the table
+
+
+def _table(rows: Sequence[Row], measured: Sequence[Measured]) -> Iterator[str]:
+    unit = unit_for(max(each.step for each in measured))
+    rate = "samples/s" if any(each.samples is not None for each in measured) else "steps/s"
+    head = "".join(name.rjust(width) for name, width in zip(_HEAD, _WIDTHS, strict=True))
+    yield f"{head}{rate.rjust(_RATE)}{'efficiency'.rjust(_EFFICIENCY)}"
+    variant = AS_IT_IS
+    for row in rows:
+        if row.variant != variant:
+            variant = row.variant
+            yield f"{variant.name}:"
+        yield _line(row, unit)
+    yield from textwrap.wrap(
+        f"times of an iteration in {unit.name}; exposed: communication that no computation hides"
+        + ("" if all(each.exposed is not None for each in measured) else " (-: not known)"),
+        WIDTH,
+    )
+
+
+def _line(row: Row, unit: TimeUnit) -> str:
+    measured = row.measured
+    where = str(row.size.ranks)
+    if measured is None:
+        failure = row.failure
+        why = failure.failure if failure is not None else "not measured"
+        return textwrap.shorten(f"{where.rjust(_WIDTHS[0])}  {why}", WIDTH, placeholder=" ...")
+    times = (
+        measured.step,
+        measured.data,
+        measured.forward,
+        measured.backward,
+        measured.optimizer,
+        measured.other,
+        measured.exposed,
+    )
+    cells = [where, *(units.time_in(value, unit) for value in times)]
+    text = "".join(cell.rjust(width) for cell, width in zip(cells, _WIDTHS, strict=True))
+    text += units.figures(measured.rate).rjust(_RATE)
+    return f"{text} {_efficiency(row).rjust(_EFFICIENCY - 1)}"
+
+
+def _efficiency(row: Row) -> str:
+    """``86%``, with its spread over the repeats ``86% 84-88``."""
+    text = units.percent(row.efficiency)
+    if row.is_base or row.spread is None:
+        return text
+    low, high = (f"{100 * each:.0f}" for each in row.spread)
+    return f"{text} {low}-{high}"
+
+
+# -- sentences
+
+
+def _sentences(rows: Sequence[Row]) -> Iterator[str]:
+    base = base_of(rows)
+    for row in rows:
+        failure = row.failure
+        if failure is not None:
+            yield from _failure(row, failure)
+        elif row.variant == AS_IT_IS and not row.is_base:
+            yield from _loss(row, rows)
+    if base is not None:
+        yield from _tried(rows)
+        yield from _noise(rows)
+    yield from _found(rows)
+
+
+def _failure(row: Row, failure: Outcome) -> Iterator[str]:
+    name = f", {row.variant.name}" if row.variant.name else ""
+    yield from _wrapped(f"{row.size.words}{name}: {failure.failure}")
+    if (failure.directory / "run.json").exists():
+        yield f"  ddpdoctor report {failure.directory}"
+    yield f"  its output: {failure.log}"
+
+
+def _loss(row: Row, rows: Sequence[Row]) -> Iterator[str]:
+    found = cause_of(row, rows)
+    if found is None or row.efficiency is None:
+        return
+    if found.name == "none":
+        yield from _wrapped(f"{row.size.words}: {found.words}")
+        return
+    yield from _wrapped(f"{row.size.words} lose {100 * (1 - row.efficiency):.0f}%: {found.words}")
+    for each in found.tries:
+        yield from textwrap.wrap(
+            f"try {each}", WIDTH, initial_indent="  ", subsequent_indent="      "
+        )
+
+
+def _tried(rows: Sequence[Row]) -> Iterator[str]:
+    """Of each size, what the best of what was tried brings."""
+    plain = {row.size: row for row in rows if row.variant == AS_IT_IS and row.measured}
+    for size, row in plain.items():
+        others = [
+            each
+            for each in rows
+            if each.size == size and each.variant != AS_IT_IS and each.efficiency is not None
+        ]
+        if not others or row.efficiency is None:
+            continue
+        best = max(others, key=lambda each: each.efficiency or 0.0)
+        gain = (best.efficiency or 0.0) / row.efficiency - 1
+        yield from _wrapped(f"tried with {size.words}: {_gain(best, row, gain)}")
+
+
+def _gain(best: Row, row: Row, gain: float) -> str:
+    apart = not (best.spread and row.spread) or best.spread[0] > row.spread[1]
+    if gain <= 0.0:
+        return f"nothing is faster than the script as it is; next is {best.variant.name}"
+    if not apart:
+        return (
+            f"{best.variant.name} is fastest, by {100 * gain:.0f}%, which is within the spread of "
+            "the repeats"
+        )
+    return f"{best.variant.name} is {100 * gain:.0f}% faster than the script as it is"
+
+
+def _noise(rows: Sequence[Row]) -> Iterator[str]:
+    """How far the repeats of the job as it is are apart, where that is more than a little."""
+    worst, where = 0.0, None
+    for row in rows:
+        steps = [each.measured.step for each in row.outcomes if each.measured is not None]
+        if row.variant == AS_IT_IS and len(steps) > 1 and max(steps) / min(steps) - 1 > worst:
+            worst, where = max(steps) / min(steps) - 1, row
+    if where is not None and worst >= NOISE:
+        yield from _wrapped(
+            f"the repeats with {where.size.words} differ by up to {100 * worst:.0f}%: the machine "
+            "is busy with something else, and so no small difference counts"
+        )
+
+
+def _found(rows: Sequence[Row]) -> Iterator[str]:
+    """Findings of the job as it is, in runs that went through; DDP610 has its sentence."""
+    seen: dict[str, Outcome] = {}
+    for row in rows:
+        if row.variant == AS_IT_IS:
+            for each in row.outcomes:
+                for finding in each.findings if each.measured is not None else ():
+                    if finding.severity.label != "info" and finding.code != "DDP610":
+                        seen.setdefault(finding.code, each)
+    for code, outcome in seen.items():
+        yield from _wrapped(
+            f"found with {outcome.planned.words}: {code}; ddpdoctor report {outcome.directory}"
+        )
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+
+
+# -- bars
+
+
+def _bars(rows: Sequence[Row], ascii_only: bool) -> Iterator[str]:
+    """Throughput of the job as it is, each bar up to the ideal: efficiency 100%."""
+    shown = [row for row in rows if row.variant == AS_IT_IS and row.measured and row.efficiency]
+    if len(shown) < 2:
+        return
+    full, empty = ("#", ".") if ascii_only else ("█", "░")
+    ideals = [_ideal(row) for row in shown]
+    longest = max(ideals)
+    yield f"throughput ({full}) and what is lost against the ideal ({empty})"
+    for row, ideal in zip(shown, ideals, strict=True):
+        room = max(1, round(_BAR * ideal / longest))
+        filled = min(room, max(1, round(room * (row.efficiency or 0.0))))
+        bar = full * filled + empty * (room - filled)
+        rate = units.figures(row.measured.rate if row.measured else None)
+        yield f"{row.size.ranks:>5} {bar.ljust(_BAR)} {rate} {units.percent(row.efficiency)}"
+
+
+def _ideal(row: Row) -> float:
+    """The throughput with an efficiency of 100%, or more where it is more."""
+    rate = row.measured.rate if row.measured is not None else 0.0
+    return max(rate, rate / (row.efficiency or 1.0))
