@@ -140,7 +140,7 @@ def main(words: Sequence[str]) -> int:
     _check(given, sizes, started)
     variants = plan.variants(given.get("--try", ()), given.get("--compare", ()))
     every = list(plan.plan(sizes, variants, given.get("--repeat", DEFAULT_REPEATS)))
-    _check_command(started, every[-1])
+    _check_command(started)
     plot = picture.check(given.get("--plot")) if "--plot" in given else None
     try:
         folder = rundir.create_series(given.get("--run-dir"))
@@ -229,9 +229,9 @@ def _is_there(module: str) -> bool:
         return False
 
 
-def _check_command(started: Launch, planned: Planned) -> None:
+def _check_command(started: Launch) -> None:
     """Let ``ddpdoctor run`` refuse what it would refuse in each run."""
-    words = ["--no-debug", "--no-vscode", *started.words(planned)]
+    words = ["--no-debug", "--no-vscode", *started.typed, "--", *started.rest]
     command = job_command.build(words, os.environ)
     if command is None or not command.through_torchrun:
         raise DoctorError(
@@ -279,7 +279,7 @@ def _title(facts: Mapping[str, Any]) -> str:
     name = os.path.basename((scripts or facts["command"])[0])
     scaling = f", {facts['scaling']} scaling" if facts["scaling"] else ""
     return (
-        f"{name}{scaling}: medians of {count(facts['repeats'], 'run')}, "
+        f"{name}{scaling}: the median of {count(facts['repeats'], 'run')}, "
         f"the first {count(facts['warmup'], 'step')} of each left out"
     )
 

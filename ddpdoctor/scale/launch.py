@@ -28,6 +28,7 @@ class Launch:
     Attributes:
         typed: Options of ``ddpdoctor run`` and torchrun for every run.
         rest: The script and its arguments.
+        alone: Whether a run on one node chooses a free port to meet at.
         node: Which of several nodes this is.
         host: Where node 0 is.
         port: The port of the first run; each one has its own, since a node may still be in the one
@@ -36,6 +37,7 @@ class Launch:
 
     typed: tuple[str, ...]
     rest: tuple[str, ...]
+    alone: bool = True
     node: int = 0
     host: str = ""
     port: int = 0
@@ -51,7 +53,7 @@ class Launch:
 
     def _meeting(self, planned: Planned) -> list[str]:
         if planned.size.nodes == 1:
-            return ["--standalone"] if self.host else []
+            return ["--standalone"] if self.alone else []
         return [
             *("--nnodes", str(planned.size.nodes), "--node-rank", str(self.node)),
             *("--master-addr", self.host, "--master-port", str(self.port + planned.number - 1)),
@@ -75,8 +77,7 @@ def launch(given: Given, nodes: Sequence[int]) -> Launch:
     rest = tuple(given.rest)
     if max(nodes) == 1:
         typed = [word for each in given.passed for word in each.words]
-        meets = any(name in values for name in _MEETING)
-        return Launch((*typed, *(() if meets else ("--standalone",))), rest)
+        return Launch(tuple(typed), rest, alone=not any(name in values for name in _MEETING))
     kept = [each for each in given.passed if _spelled(each) not in _MEETING]
     typed = [word for each in kept for word in each.words]
     if "--rdzv-conf" not in values:
@@ -93,7 +94,7 @@ def launch(given: Given, nodes: Sequence[int]) -> Launch:
         )
     if int(node) >= max(nodes):
         raise DoctorError(f"--node-rank {node} is none of {max(nodes)} nodes, which count from 0")
-    return Launch(tuple(typed), rest, int(node), host, int(port or DEFAULT_PORT))
+    return Launch(tuple(typed), rest, node=int(node), host=host, port=int(port or DEFAULT_PORT))
 
 
 def _spelled(option: Passed) -> str:

@@ -1,4 +1,8 @@
-"""What a run took: medians of the step records that its ranks wrote. Times are seconds."""
+"""What a run took, by the step records that its ranks wrote. Times are seconds.
+
+A rank's times are means over the middle half of its steps, ordered by their length: as robust as
+medians against a busy machine, and the parts of an iteration still add up to it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ _NANO = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """An iteration: medians over the steps of a rank, means over the ranks of this node."""
+    """An iteration: that of a typical step, as a mean over the ranks of this node."""
 
     ranks: int
     """Of all nodes."""
@@ -67,8 +71,7 @@ def measure(run: Run, warmup: int) -> Measured | None:
     parts = timed if split else [steps for _, steps in ranks]
 
     def of(name: str) -> float:
-        medians = [float(median(getattr(step, name) for step in steps)) for steps in parts]
-        return mean(medians) * _NANO
+        return mean(mean(getattr(step, name) for step in _middle(steps)) for steps in parts) * _NANO
 
     exposed = of("wait")
     first = next((each for each in built if each is not None), None)
@@ -77,7 +80,7 @@ def measure(run: Run, warmup: int) -> Measured | None:
     return Measured(
         ranks=max(run.world_size, len(run.last)),
         steps=min(map(len, every)),
-        step=mean(median(step.total for step in steps) for steps in every) * _NANO,
+        step=mean(mean(step.total for step in _middle(steps)) for steps in every) * _NANO,
         data=of("data"),
         forward=of("forward"),
         backward=of("backward"),
@@ -101,19 +104,25 @@ def _usable(run: Run, steps: Iterable[StepRecord], warmup: int) -> list[StepReco
     ]
 
 
+def _middle(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
+    """The steps of neither the shortest nor the longest quarter."""
+    quarter = len(steps) // 4
+    return sorted(steps, key=lambda step: step.total)[quarter : len(steps) - quarter]
+
+
 def _mean_known(
     every: Sequence[Sequence[StepRecord]],
     of: Callable[[StepRecord], int | None],
     unit: float = 1.0,
 ) -> float | None:
-    """The mean over the ranks of their medians; None if a rank's is not known."""
-    medians = []
+    """The mean over the ranks of what a typical step has; None if a rank's is not known."""
+    typical = []
     for steps in every:
-        known = [value for step in steps if (value := of(step)) is not None]
+        known = [value for step in _middle(steps) if (value := of(step)) is not None]
         if not known:
             return None
-        medians.append(median(known))
-    return mean(medians) * unit
+        typical.append(mean(known))
+    return mean(typical) * unit
 
 
 def _gradient_bytes(built: DdpRecord | None) -> int:

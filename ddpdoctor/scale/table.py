@@ -21,8 +21,8 @@ _BAR = 40
 """Columns of the longest bar."""
 
 _HEAD = ("ranks", "step", "data", "forward", "backward", "optim", "other", "exposed")
-_WIDTHS = (5, 6, 6, 9, 10, 7, 7, 9)
-_RATE, _EFFICIENCY = 10, 11
+_WIDTHS = (5, 6, 6, 8, 9, 7, 7, 8)
+_RATE, _EFFICIENCY = 10, 13
 
 
 def lines(rows: Sequence[Row], *, ascii_only: bool) -> Iterator[str]:
@@ -84,7 +84,8 @@ def _line(row: Row, unit: TimeUnit) -> str:
     if measured is None:
         failure = row.failure
         why = failure.failure if failure is not None else "not measured"
-        return textwrap.shorten(f"{where.rjust(_WIDTHS[0])}  {why}", WIDTH, placeholder=" ...")
+        room = WIDTH - _WIDTHS[0] - 2
+        return f"{where.rjust(_WIDTHS[0])}  {textwrap.shorten(why, room, placeholder=' ...')}"
     times = (
         measured.step,
         measured.data,
