@@ -104,7 +104,7 @@ def measured(ranks: int = 1, **values: Any) -> Measured:
     found = {"exposed": 0.0, "samples": 8.0, **parts, **values}
     own = sum(found[name] for name in SMALL)
     found.setdefault("step", own + (found["exposed"] or 0.0))
-    return Measured(ranks=ranks, steps=15, **found)
+    return Measured(ranks=ranks, local=ranks, steps=15, **found)
 
 
 def outcome(of: Planned, result: Measured | None, *, failure: str = "", status: int = 0) -> Outcome:

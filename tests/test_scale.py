@@ -275,6 +275,7 @@ BASE = measured()
         ("batch", {"exposed": 0.090}, "too small a batch: forward and backward take 60.0 ms"),
         ("cores", {"backward": 0.080}, "oversubscribed cores: a rank computes 1.6 times as long"),
         ("cores", {"exposed": 0.030, "core_wait": 0.025}, "a rank waits 25.0 ms of 94.0 ms for"),
+        ("cores", {"backward": 0.080}, "although 2 ranks have 64 cores"),
         ("compute", {"backward": 0.080, "cpu": False}, "the computation itself takes 1.65 times"),
         (
             "communication",
@@ -284,12 +285,21 @@ BASE = measured()
         ("other", {"other": 0.050}, "code between the phases: 50.0 ms"),
     ],
 )
-def test_causes(name: str, changed: dict[str, Any], words: str) -> None:
+def test_causes(
+    name: str, changed: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(causes, "_cores_here", lambda: 64)
     this = measured(2, **changed)
     found = causes.cause(BASE, this, BASE.step / this.step)
     assert found.name == name
     assert words in found.words
     assert bool(found.tries) == (name != "none")
+
+
+def test_more_ranks_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(causes, "_cores_here", lambda: 1)
+    found = causes.cause(BASE, measured(2, backward=0.080), 0.6)
+    assert found.words.endswith("times as long as one alone, as 2 ranks share 1 core")
 
 
 def test_strong_scaling_loses_by_too_small_a_batch() -> None:

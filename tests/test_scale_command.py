@@ -30,12 +30,11 @@ from ddpdoctor.scale import running
 from ddpdoctor.scale.launch import launch
 from ddpdoctor.scale.plan import Planned
 from ddpdoctor.scale.session import Session
-from tests.conftest import JOBS, ROOT, Doctor
+from tests.conftest import JOBS, Doctor
 from tests.launching import wait_until
 from tests.scale_runs import planned, steps, write_run
 
 TRAIN = str(JOBS / "train.py")
-RESNET = str(ROOT / "sample_jobs" / "resnet50_synthetic.py")
 
 
 # -- bad input
@@ -293,9 +292,9 @@ def test_overrides_are_read_from_the_environment() -> None:
 
 
 @pytest.fixture
-def group() -> Iterator[None]:
+def group(tmp_path: Path) -> Iterator[None]:
     """A process group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -413,26 +412,25 @@ def test_without_the_variable_nothing_is_installed(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-def test_resnet_on_one_and_two_ranks(doctor: Doctor) -> None:
-    small = ("--iterations", "10", "--batch-size", "2", "--image-size", "33")
+def test_one_and_two_ranks(doctor: Doctor) -> None:
     result = doctor.cli(
         "scale", "--nproc", "1,2", "--repeat", "1", "--json", "--run-dir", "runs", "--plot",
-        "a.svg", "--try", "bucket_cap_mb=1", RESNET, *small,
+        "a.svg", "--try", "bucket_cap_mb=1", TRAIN, "--steps", "12",
     )  # fmt: skip
     assert result.status == 0, result.stderr
     one, two, tried = json.loads(result.stdout)["rows"]
     assert (one["ranks"], two["ranks"], tried["variant"]) == (1, 2, "bucket_cap_mb=1")
     for row in (one, two, tried):
         measured = row["median"]
-        assert (measured["steps"], measured["samples"]) == (5, 2)
+        assert (measured["steps"], measured["samples"]) == (7, 16)
         parts = ("data", "forward", "backward", "optimizer")
-        assert 0 < sum(measured[name] for name in parts) <= 1.5 * measured["step"]
+        assert all(0 < measured[name] < measured["step"] for name in parts)
         assert measured["exposed"] is not None
     assert two["median"]["bucket_bytes"] != 1 << 20
     assert tried["median"]["bucket_bytes"] == 1 << 20
     run = RunReader(Path(tried["runs"][0]["directory"])).snapshot()
     (record,) = run.ranks[0].records.of(OverrideRecord)
-    assert (record.name, record.value, record.path) == ("bucket_cap_mb", "1.0", RESNET)
+    assert (record.name, record.value, record.path) == ("bucket_cap_mb", "1.0", TRAIN)
     assert (doctor.directory / "a.svg").read_text().startswith("<svg")
     assert "run 3 of 3: 2 ranks, bucket_cap_mb=1: " in result.stderr
 
@@ -440,7 +438,7 @@ def test_resnet_on_one_and_two_ranks(doctor: Doctor) -> None:
 @pytest.mark.slow
 def test_a_crash_with_two_ranks_leaves_the_others(doctor: Doctor) -> None:
     result = doctor.cli(
-        "scale", "--nproc", "1,2", "--repeat", "2", TRAIN, "--steps", "12", "--fail", "exception"
+        "scale", "--nproc", "1,2", "--repeat", "1", TRAIN, "--steps", "12", "--fail", "exception"
     )
     assert result.status == 1
     assert "crashed: DDP901 rank 1 raised ValueError: the wrong sort of batch" in result.stdout

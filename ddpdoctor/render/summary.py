@@ -8,6 +8,7 @@ from statistics import median
 
 from ddpdoctor.core import units
 from ddpdoctor.core.finding import Finding
+from ddpdoctor.run.records.process import OverrideRecord
 from ddpdoctor.run.records.supervisor import UnwatchedRecord
 from ddpdoctor.run.snapshot import PHASES, Run
 
@@ -18,6 +19,15 @@ def lines(run: Run) -> Iterator[str]:
     pace = _pace(run)
     if pace:
         yield pace
+    overridden = sorted(
+        {
+            f"{record.name}={record.value}"
+            for rank in run.last
+            for record in rank.records.of(OverrideRecord)
+        }
+    )
+    if overridden:
+        yield f"overridden for `ddpdoctor scale`: {', '.join(overridden)}"
     lost = sum(rank.status.dropped for rank in run.last if rank.status is not None)
     if lost:
         yield f"{lost} records could not be written and are missing"

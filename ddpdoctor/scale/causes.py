@@ -66,7 +66,7 @@ def cause(
     if efficiency >= GOOD:
         return NONE if efficiency < BETTER else FASTER
     share = this.samples / base.samples if this.samples and base.samples else 1.0
-    lost = this.step - base.step * share
+    lost = (1.0 - efficiency) * this.step
     straggler = next((each for each in findings if each.code == "DDP610"), None)
     if straggler is not None:
         return Cause(
@@ -81,7 +81,7 @@ def cause(
         "other": this.other - base.other * share,
     }
     if _lacks_cores(base, this, share, lost, grown):
-        return _cores(base, this, share)
+        return _cores(base, this, share, lost)
     most = max(grown, key=grown.__getitem__)
     if most == "data":
         return Cause(
@@ -113,17 +113,27 @@ def _lacks_cores(
     return waited >= WAITED * lost or (slower and grown["compute"] >= WAITED * lost)
 
 
-def _cores(base: Measured, this: Measured, share: float) -> Cause:
+def _cores(base: Measured, this: Measured, share: float, lost: float) -> Cause:
     cores = _cores_here()
-    if this.core_wait is not None and this.core_wait >= WAITED * (this.step - base.step * share):
+    if this.core_wait is not None and this.core_wait >= WAITED * lost:
         how = f"a rank waits {_of(this.core_wait, this)} for one"
     else:
         how = f"a rank computes {this.compute / (base.compute * share):.1f} times as long as one"
         how += " alone" if base.ranks == 1 else f" of {base.ranks}"
+    ranks, has = units.count(this.local, "rank"), units.count(cores, "core")
+    if this.local <= cores:
+        return Cause(
+            "cores",
+            f"oversubscribed cores: {how}, although {ranks} have {has}: other programs, their own "
+            "threads and workers, or the memory that they share hold them up",
+            (
+                "fewer threads and workers a rank (OMP_NUM_THREADS, num_workers), or a machine "
+                "that is idle",
+            ),
+        )
     return Cause(
         "cores",
-        f"oversubscribed cores: {how}, as {units.count(this.ranks, 'rank')} share "
-        f"{units.count(cores, 'core')}",
+        f"oversubscribed cores: {how}, as {ranks} share {has}",
         ("fewer ranks, fewer threads a rank (OMP_NUM_THREADS), or more cores for the job",),
     )
 

@@ -28,6 +28,8 @@ class Measured:
 
     ranks: int
     """Of all nodes."""
+    local: int
+    """Those of this node."""
     steps: int
     """How many of each rank were counted, after the warm-up."""
     step: float
@@ -71,7 +73,8 @@ def measure(run: Run, warmup: int) -> Measured | None:
     parts = timed if split else [steps for _, steps in ranks]
 
     def of(name: str) -> float:
-        return mean(mean(getattr(step, name) for step in _middle(steps)) for steps in parts) * _NANO
+        typical = [float(mean(getattr(step, name) for step in _middle(each))) for each in parts]
+        return mean(typical) * _NANO
 
     exposed = of("wait")
     first = next((each for each in built if each is not None), None)
@@ -79,6 +82,7 @@ def measure(run: Run, warmup: int) -> Measured | None:
     on_cpu = first is None or first.device == "cpu"
     return Measured(
         ranks=max(run.world_size, len(run.last)),
+        local=len(ranks),
         steps=min(map(len, every)),
         step=mean(mean(step.total for step in _middle(steps)) for steps in every) * _NANO,
         data=of("data"),

@@ -221,18 +221,15 @@ def _bars(rows: Sequence[Row], ascii_only: bool) -> Iterator[str]:
     if len(shown) < 2:
         return
     full, empty = ("#", ".") if ascii_only else ("█", "░")
-    ideals = [_ideal(row) for row in shown]
+    rates = [row.measured.rate for row in shown if row.measured is not None]
+    base = base_of(rows)
+    a_rank = base.measured.rate / base.size.ranks if base and base.measured else 0.0
+    ideals = [max(rate, a_rank * row.size.ranks) for row, rate in zip(shown, rates, strict=True)]
     longest = max(ideals)
     yield f"throughput ({full}) and what is lost against the ideal ({empty})"
-    for row, ideal in zip(shown, ideals, strict=True):
+    for row, rate, ideal in zip(shown, rates, ideals, strict=True):
         room = max(1, round(_BAR * ideal / longest))
-        filled = min(room, max(1, round(room * (row.efficiency or 0.0))))
+        filled = max(1, round(room * rate / ideal))
         bar = full * filled + empty * (room - filled)
-        rate = units.figures(row.measured.rate if row.measured else None)
-        yield f"{row.size.ranks:>5} {bar.ljust(_BAR)} {rate} {units.percent(row.efficiency)}"
-
-
-def _ideal(row: Row) -> float:
-    """The throughput with an efficiency of 100%, or more where it is more."""
-    rate = row.measured.rate if row.measured is not None else 0.0
-    return max(rate, rate / (row.efficiency or 1.0))
+        percent = units.percent(row.efficiency)
+        yield f"{row.size.ranks:>5} {bar.ljust(_BAR)} {units.figures(rate)} {percent}"
