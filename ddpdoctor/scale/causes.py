@@ -16,6 +16,9 @@ GOOD = 0.97
 BETTER = 1.1
 """Efficiency from which on the smallest size is no good measure."""
 
+STRAGGLERS = ("DDP610", "DDP612")
+"""What the rules call a rank, and a stage of a pipeline, that the others wait for."""
+
 SLOWER = 1.15
 """Of how many times the computation a rank on CPUs is said to lack cores."""
 
@@ -67,7 +70,7 @@ def cause(
         return NONE if efficiency < BETTER else FASTER
     share = this.samples / base.samples if this.samples and base.samples else 1.0
     lost = (1.0 - efficiency) * this.step
-    straggler = next((each for each in findings if each.code == "DDP610"), None)
+    straggler = next((each for each in findings if each.code in STRAGGLERS), None)
     if straggler is not None:
         return Cause(
             "straggler",

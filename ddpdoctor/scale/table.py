@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ddpdoctor.core import units
 from ddpdoctor.core.units import TimeUnit, unit_for
-from ddpdoctor.scale.causes import Cause, cause
+from ddpdoctor.scale.causes import STRAGGLERS, Cause, cause
 from ddpdoctor.scale.measured import Measured
 from ddpdoctor.scale.outcome import Outcome, Row
 from ddpdoctor.scale.plan import AS_IT_IS
@@ -192,13 +192,13 @@ def _noise(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _found(rows: Sequence[Row]) -> Iterator[str]:
-    """Findings of the job as it is, in runs that went through; DDP610 has its sentence."""
+    """Findings of the job as it is, in runs that went through; a straggler has its sentence."""
     seen: dict[str, Outcome] = {}
     for row in rows:
         if row.variant == AS_IT_IS:
             for each in row.outcomes:
                 for finding in each.findings if each.measured is not None else ():
-                    if finding.severity.label != "info" and finding.code != "DDP610":
+                    if finding.severity.label != "info" and finding.code not in STRAGGLERS:
                         seen.setdefault(finding.code, each)
     for code, outcome in seen.items():
         yield from _wrapped(
