@@ -5,12 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from tests.conftest import LIMIT
 
-if TYPE_CHECKING:
-    pass
 PYTHON = sys.executable
 TORCHRUN = (PYTHON, "-m", "torch.distributed.run")
 
@@ -28,8 +25,8 @@ while True:
 """
 
 
-def wait_until(condition: Callable[[], bool], timeout: float = LIMIT) -> None:
+def wait_until(condition: Callable[[], bool], what: str = "it", timeout: float = LIMIT) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() < deadline, "never happened"
+        assert time.monotonic() < deadline, f"never happened: {what}"
         time.sleep(0.02)

@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
-from tests.conftest import LIMIT
+from tests.launching import wait_until
 
 if TYPE_CHECKING:
     from tests.conftest import Doctor
 
-PYTHON = sys.executable
 TOKEN = "DDPDOCTOR_TEST_TOKEN"
-DEADLINE = 10.0
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout: float = LIMIT) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.02)
 
 
 def alive(pid: int) -> bool:
@@ -55,12 +43,7 @@ def described(left: list[psutil.Process]) -> list[str]:
 
 
 def assert_all_end(doctor: Doctor, *besides: int) -> None:
-    deadline = time.monotonic() + DEADLINE
-    left = processes(doctor)
-    while left and time.monotonic() < deadline:
-        time.sleep(0.1)
-        left = processes(doctor)
-    assert not left, f"alive {DEADLINE} s later: {described(left)}"
+    wait_until(lambda: not processes(doctor), "the end of the job's processes")
     for pid in besides:
         assert not alive(pid)
 

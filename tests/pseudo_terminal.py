@@ -7,7 +7,6 @@ import os
 import select
 import struct
 import subprocess
-import sys
 import termios
 import time
 from collections.abc import Callable
@@ -17,15 +16,6 @@ from tests.conftest import LIMIT
 
 if TYPE_CHECKING:
     from tests.conftest import Doctor
-
-PYTHON = sys.executable
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout: float = LIMIT) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.02)
 
 
 class Terminal:

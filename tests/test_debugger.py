@@ -383,7 +383,7 @@ def test_ctrl_c_ends_the_wait_at_a_breakpoint(job: Job) -> None:
     job.start(job=PAUSING)
     job.wait_for_words("attach with F5")
     job.live.process.send_signal(signal.SIGINT)
-    result = job.live.finish(20)
+    result = job.live.finish()
     assert result.status == 1
     assert "KeyboardInterrupt" in result.stderr
 

@@ -68,7 +68,7 @@ def test_equal_bits_have_equal_hashes_and_no_others(
         assert hashed(-tensor) != before
 
 
-def test_bits_that_compare_equal_are_told_apart() -> None:
+def test_bits_that_compare_equal_differ() -> None:
     zeros = torch.zeros(10)
     assert hashed(zeros) != hashed(-zeros)
     quiet = torch.full((10,), float("nan"))

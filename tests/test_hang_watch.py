@@ -51,7 +51,7 @@ def test_long_steps_get_more_time() -> None:
     assert signs.look(still, STEPS * 10 + 1.0) is not None
 
 
-def test_the_first_step_is_told_apart() -> None:
+def test_the_first_step_has_its_own_words() -> None:
     signs = Signs(5.0)
     still = job(status(0, Phase.WAIT, step=0))
     signs.look(still, 0.0)

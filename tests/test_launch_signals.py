@@ -45,7 +45,7 @@ def wait_for_files(live: Live, folder: Path, *names: str, timeout: float = LIMIT
             raise AssertionError(f"ended too soon: {live.err.read_text('utf-8', 'replace')}")
         return all((folder / name).exists() for name in names)
 
-    wait_until(there, timeout)
+    wait_until(there, timeout=timeout)
 
 
 # -- the same exit status
@@ -145,7 +145,7 @@ def test_a_schedulers_warning_reaches_the_job(name: str, doctor: Doctor) -> None
     live = doctor.start("--", PYTHON, "save.py")
     wait_for_files(live, doctor.directory, "ready0")
     live.process.send_signal(signal.Signals[name])
-    assert live.finish(20).status == 4
+    assert live.finish().status == 4
 
 
 def test_an_ignored_signal_stays_ignored(doctor: Doctor) -> None:
@@ -196,7 +196,7 @@ def test_after_the_grace_period_the_job_is_ended(name: str, doctor: Doctor) -> N
     live = doctor.start("--grace", "0.5", "--", PYTHON, "stubborn.py")
     wait_for_files(live, doctor.directory, "ready0")
     live.process.send_signal(signal.Signals[name])
-    assert live.finish(20).status == -signal.SIGKILL
+    assert live.finish().status == -signal.SIGKILL
 
 
 def test_no_grace_at_all(doctor: Doctor) -> None:
@@ -204,7 +204,7 @@ def test_no_grace_at_all(doctor: Doctor) -> None:
     live = doctor.start("--grace", "0", "--", "bash", "-c", f"{PYTHON} stubborn.py & wait; wait")
     wait_for_files(live, doctor.directory, "ready0")
     live.process.send_signal(signal.SIGINT)
-    live.finish(20)
+    live.finish()
 
 
 def test_the_job_has_its_grace_period(doctor: Doctor) -> None:
@@ -234,7 +234,7 @@ def test_a_second_interrupt_ends_at_once(doctor: Doctor) -> None:
     live.process.send_signal(signal.SIGINT)
     wait_for_files(live, doctor.directory, "got-SIGINT")
     live.process.send_signal(signal.SIGINT)
-    result = live.finish(20)
+    result = live.finish()
     assert result.status == -signal.SIGKILL
     assert "ending the job now" in result.ours
 
@@ -249,7 +249,7 @@ def test_an_interrupt_after_a_term_is_the_first_of_its_kind(doctor: Doctor) -> N
     wait_for_files(live, doctor.directory, "got-SIGINT")
     assert live.process.poll() is None
     live.process.send_signal(signal.SIGINT)
-    assert live.finish(20).status == -signal.SIGKILL
+    assert live.finish().status == -signal.SIGKILL
 
 
 def test_a_job_with_an_emptied_environment_can_be_stopped(doctor: Doctor) -> None:

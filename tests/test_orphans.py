@@ -15,16 +15,14 @@ from tests.conftest import LIMIT
 
 if TYPE_CHECKING:
     from tests.conftest import Doctor, Live
+from tests.launching import PYTHON, wait_until
 from tests.left_behind import (
-    DEADLINE,
-    PYTHON,
     _words,
     alive,
     assert_all_end,
     name,
     pid_in,
     processes,
-    wait_until,
 )
 
 pytestmark = pytest.mark.usefixtures("bystanders")
@@ -168,7 +166,7 @@ def test_kill_torchrun(doctor: Doctor) -> None:
 def test_kill_a_rank(doctor: Doctor) -> None:
     live = start_stuck(doctor, "helper")
     os.kill(pid_in(doctor.directory / "rank-1.0"), signal.SIGKILL)
-    assert live.finish(DEADLINE + 5).status == 1
+    assert live.finish().status == 1
     assert processes(doctor) == []
 
 
@@ -176,7 +174,7 @@ def test_kill_a_rank(doctor: Doctor) -> None:
 def test_kill_a_worker(doctor: Doctor) -> None:
     live = start_stuck(doctor)
     os.kill(pid_in(doctor.directory / "worker-1"), signal.SIGKILL)
-    assert live.finish(DEADLINE + 5).status == 1
+    assert live.finish().status == 1
     assert processes(doctor) == []
 
 
@@ -185,12 +183,12 @@ def test_the_job_outlives_its_keepers_and_not_the_supervisor(doctor: Doctor) -> 
     live = start_stuck(doctor, "stubborn", "helper")
     for keeper in keepers_of(live):
         keeper.kill()
-    wait_until(lambda: standby_of(live) is not None, "a standby", 10)
+    wait_until(lambda: standby_of(live) is not None, "a standby")
     for _ in range(2):
         first = standby_of(live)
         assert first is not None
         first.kill()
-        wait_until(lambda old=first: standby_of(live) not in (None, old), "a new one", 10)  # type: ignore[misc]
+        wait_until(lambda old=first: standby_of(live) not in (None, old), "a new one")  # type: ignore[misc]
     assert live.process.poll() is None
     assert alive(pid_in(doctor.directory / "rank-0.0"))
     time.sleep(2.0)  # it looks every half second what there is
@@ -321,7 +319,7 @@ def test_kill_everything_but_the_ranks(
 def test_asked_to_stop(number: signal.Signals, doctor: Doctor) -> None:
     live = start_stuck(doctor, "stubborn", "helper")
     live.process.send_signal(number)
-    assert live.finish(DEADLINE + 5).status != 0
+    assert live.finish().status != 0
     assert processes(doctor) == []
 
 
@@ -350,7 +348,7 @@ def test_workers_of_a_killed_rank_are_gone_while_the_restarted_job_goes_on(
     os.kill(pid_in(doctor.directory / "rank-1.0"), signal.SIGKILL)
     again = [doctor.directory / f"rank-{rank}.1" for rank in (0, 1)]
     try:
-        wait_until(lambda: not any(map(alive, workers)), "the workers' end", DEADLINE)
+        wait_until(lambda: not any(map(alive, workers)), "the workers' end")
         wait_until(lambda: all(path.exists() for path in again), "the second attempt")
         assert live.process.poll() is None
         assert all(alive(pid_in(path)) for path in again)
@@ -373,7 +371,7 @@ def test_a_rank_that_no_torchrun_started_leaves_no_workers(doctor: Doctor) -> No
     pid = pid_in(worker)
     time.sleep(2.2)  # the supervisor notes a rank's children every second
     os.kill(pid_in(doctor.directory / "rank-0.0"), signal.SIGKILL)
-    wait_until(lambda: not alive(pid), "the worker's end", DEADLINE)
+    wait_until(lambda: not alive(pid), "the worker's end")
     assert live.process.poll() is None
     live.process.communicate(b"\n", timeout=LIMIT)
     assert live.process.returncode == 14

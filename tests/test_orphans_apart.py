@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from tests.conftest import LIMIT
+
 if TYPE_CHECKING:
     from tests.conftest import Doctor
+from tests.launching import PYTHON, wait_until
 from tests.left_behind import (
-    DEADLINE,
-    PYTHON,
     _words,
     alive,
     assert_all_end,
     pid_in,
     processes,
-    wait_until,
 )
 
 pytestmark = pytest.mark.usefixtures("bystanders")
@@ -87,8 +87,8 @@ def test_a_process_whose_environment_is_gone(end: str, doctor: Doctor) -> None:
     try:
         if end == "asked":
             live.process.send_signal(signal.SIGTERM)
-        live.process.wait(DEADLINE + 5)
-        wait_until(lambda: not alive(process.pid), "its end", DEADLINE)
+        live.process.wait(LIMIT)
+        wait_until(lambda: not alive(process.pid), "its end")
     finally:
         with contextlib.suppress(psutil.Error):
             process.kill()
@@ -110,7 +110,7 @@ def test_a_run_within_a_run(doctor: Doctor) -> None:
     live = doctor.start("--grace", "0.5", "--", "bash", "-c", inner)
     wait_until((doctor.directory / "inner").exists, "the inner job")
     live.process.send_signal(signal.SIGTERM)
-    live.process.wait(DEADLINE + 5)
+    live.process.wait(LIMIT)
     assert_all_end(doctor)
 
 
@@ -121,7 +121,7 @@ def test_two_runs_side_by_side_do_not_meet(doctor: Doctor) -> None:
         wait_until((doctor.directory / name).exists, name)
     first.process.kill()
     first.process.wait()
-    wait_until(lambda: not any("3600" in _words(p) for p in processes(doctor)), "its end", 10)
+    wait_until(lambda: not any("3600" in _words(p) for p in processes(doctor)), "its end")
     assert second.process.poll() is None
     second.process.communicate(b"\n")
     assert second.process.returncode == 12

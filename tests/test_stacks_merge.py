@@ -87,7 +87,7 @@ def test_a_rank_may_end_where_others_go_on() -> None:
     assert [child.ranks for child in root.children] == [(1,)]
 
 
-def test_ranks_without_a_stack_are_told_apart() -> None:
+def test_ranks_without_a_stack_stand_alone() -> None:
     merged = merge([stacks_of(0, TRAIN), stacks_of(1, trouble="has ended")])
     assert [each.rank for each in merged.missing] == [1]
     assert merged.roots[0].ranks == (0,)

@@ -17,7 +17,8 @@ from tests.conftest import LIMIT
 
 if TYPE_CHECKING:
     from tests.conftest import Doctor
-from tests.pseudo_terminal import COUNT, PYTHON, Open, wait_until
+from tests.launching import PYTHON, wait_until
+from tests.pseudo_terminal import COUNT, Open
 
 TRAIN = str(Path(__file__).parent / "jobs" / "train.py")
 INTERRUPT, QUIT = b"\x03", b"\x1c"
@@ -255,7 +256,7 @@ def screen(doctor: Doctor) -> Iterator[Callable[..., list[str]]]:
         script = f"cd {shlex.quote(str(doctor.directory))}; {command}; touch over; sleep 600"
         call("new-session", "-d", "-x", str(columns), "-y", "50", "bash", "-c", script)
         wait_until(over.exists, command, 60)
-        wait_until(lambda: "records in" in call("capture-pane", "-p", "-J"), "the summary", 10)
+        wait_until(lambda: "records in" in call("capture-pane", "-p", "-J"), "the summary")
         return call("capture-pane", "-p").splitlines()
 
     yield show

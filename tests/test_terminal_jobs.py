@@ -15,7 +15,8 @@ from tests.conftest import LIMIT
 
 if TYPE_CHECKING:
     from tests.conftest import Doctor
-from tests.pseudo_terminal import COUNT, PYTHON, Open, wait_until
+from tests.launching import PYTHON, wait_until
+from tests.pseudo_terminal import COUNT, Open
 
 # -- job control
 

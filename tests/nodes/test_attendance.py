@@ -166,7 +166,7 @@ def test_whoever_is_early_waits_for_node_0(nodes: Make) -> None:
 
 
 @pytest.mark.slow
-def test_something_else_at_the_endpoint_is_told_apart(nodes: Make) -> None:
+def test_something_else_at_the_endpoint_is_named(nodes: Make) -> None:
     checks = nodes(2)
     first = checks.lab.hosts[0]
     served = (
