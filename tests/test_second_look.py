@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ddpdoctor.core.finding import RULES, examine
 from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.process import EndRecord
 from ddpdoctor.run.records.supervisor import RankExitRecord
-from ddpdoctor.run.snapshot import Rank, Records, Run
+from ddpdoctor.run.snapshot import NO_RECORDS, Rank, Records, Run
 from ddpdoctor.run.status import Phase
 from ddpdoctor.stacks.model import ENDING, from_record
 from ddpdoctor.supervise.hangs import examination, watch
@@ -51,6 +52,7 @@ class Watched:
         self.path, self.told = path, Told()
         self.page = status(0, Phase.ENDED)._replace(pid=pid)
         self.exits: RankExitRecord | None = None
+        self.started = True
         self.watch = HangWatch(path, 0.1, self.told.records.append, self.told.note, lambda: None)
         told = {**stacks(0, ("/job/log.py", 8, "finish")), "trouble": ENDING}
         seen = from_record({**told, "pid": pid, "state": {"letter": "S"}})
@@ -64,7 +66,8 @@ class Watched:
     def run(self) -> Run:
         one = Rank(0, 0, self.page, records=Records([EndRecord(time=1)]), exit=self.exits)
         written = Records(self.told.records)
-        return Run(self.path, {}, (one,), supervisor=written, taken=time.time_ns())
+        ranks = (one,) if self.started else ()
+        return Run(self.path, {}, ranks, supervisor=written, taken=time.time_ns())
 
     def examined(self) -> None:
         deadline = time.monotonic() + LIMIT
@@ -97,6 +100,23 @@ def test_what_still_hangs_is_confirmed(watched: Watched) -> None:
     watched.examined()
     assert watched.hangs() and watched.watch.confirmed(watched.run())
     assert watched.told.kinds == ["hang"]
+
+
+@needs_linux
+def test_a_start_that_came_to_ranks_is_over_though_one_of_them_fails(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they do from then on is looked at as ever."""
+    monkeypatch.setattr(watch, "SETTLE", 0.1)
+    watched.started = False
+    watched.examined()
+    watched.started = True
+    failed = RankExitRecord(rank=1, restart=0, status=1, time=time.time_ns())
+    other = Rank(1, 0, status(1, Phase.ENDED), records=NO_RECORDS, exit=failed)
+    alone = watched.run
+    monkeypatch.setattr(watched, "run", lambda: replace(alone(), ranks=(*alone().ranks, other)))
+    while watched.told.kinds != ["hang", "hang_over", "hang"]:
+        watched.examined()
 
 
 @needs_linux

@@ -16,7 +16,7 @@ def report(losses: "queue.Queue[float | None]") -> None:
     worst = 0.0
     while True:
         try:
-            loss = losses.get(timeout=30)  # expect: DDP815 rank 0
+            loss = losses.get(timeout=60)  # expect: DDP815 rank 0
         except queue.Empty:
             return
         if loss is None:

@@ -183,8 +183,9 @@ class HangWatch:
         if now - self._moved < SETTLE:
             return False
         self._moved = None
-        if _failed(run, self._examined_at):
-            # Not going on but giving up: what was found is why.
+        if hung.ranks and _failed(run, self._examined_at):
+            # Not going on but giving up: what was found is why. A start that came to ranks was
+            # only slow, whatever becomes of them.
             self._ended = True
             return self._pending and self._examined(run)
         seconds = now - SETTLE - min(self._marks.values(), default=self._start.began)
