@@ -32,6 +32,7 @@ COUNTED = {
     "keyword_inputs": 4,
     "two_losses": 5,
     "two_optimizers": 5,
+    "optimizer_state_made_for_a_checkpoint": 5,
     "optimizer_made_anew": 5,
     "optimizer_made_anew_with_a_scheduler": 15,
     "optimizer_in_an_optimizer": 5,

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
@@ -160,6 +161,14 @@ def two_losses() -> None:
             out[:, 0].mean().backward(retain_graph=True)
         note(out[:, 1].square().mean()).backward()
         optimizer.step()
+
+
+@loop
+def optimizer_state_made_for_a_checkpoint() -> None:
+    ddp = model()
+    optimizer = sgd(ddp)
+    get_state_dict(ddp, optimizer)
+    train(ddp, optimizer, batches())
 
 
 @loop
