@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 LAYERS = 12
-WIDTH = 512
+WIDTH = 384
 MICRO_BATCHES = 4
 CUT = 6
 
@@ -28,7 +28,7 @@ def main() -> None:
     )
     schedule = ScheduleGPipe(stage, MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    for _ in range(50):
+    for _ in range(40):
         inputs = torch.randn(64 * MICRO_BATCHES, WIDTH)
         optimizer.zero_grad()
         if rank == 0:
