@@ -111,6 +111,8 @@ def test_a_run_without_findings_is_known_by_its_last_line(tmp_path: Path) -> Non
     (tmp_path / "log").write_text("usage: train.py\ntrain.py: error: no such option\n\n")
     found = judged(planned(2), tmp_path / "gone", tmp_path / "log", 2, 5)
     assert found.failure == "failed with exit status 2: train.py: error: no such option"
+    found = judged(planned(2), tmp_path / "gone", tmp_path / "no log", -9, 5)
+    assert found.failure == "ended by SIGKILL"
     write_run(tmp_path / "run", 2, steps(), status=HANG, ended=False)
     found = judged(planned(2), tmp_path / "run", tmp_path / "log", HANG, 5)
     assert found.failure == "hung, and was ended"
@@ -254,6 +256,14 @@ def test_a_single_size_needs_no_bars() -> None:
     lines = shown([outcome(planned(1), measured())])
     assert lines[1].split()[-1] == "100%"
     assert not any("throughput" in line for line in lines)
+
+
+def test_sizes_on_nodes_differ_by_name() -> None:
+    made = [outcome(planned(1), measured()), outcome(planned(2), measured(2))]
+    lines = shown([*made, outcome(planned(2, nodes=2), measured(2, exposed=0.03))])
+    assert [line.split()[0] for line in lines[1:4]] == ["1", "2", "2x1"]
+    assert "2 nodes with 8 ranks each" in " ".join(lines)
+    assert "2 ranks on 2 nodes lose 32%: communication" in " ".join(lines)
 
 
 def test_bars_in_unicode() -> None:

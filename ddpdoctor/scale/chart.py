@@ -19,7 +19,9 @@ WIDTH, HEIGHT = 820, 400
 _TOP, _BOTTOM, _PANEL = 50, 340, 320
 _LEFTS = (60, 470)
 _DASH = 6.0
-_TICKS = 4
+_QUARTER = 0.25
+"""Between two ticks of the efficiency."""
+
 _GREY, _BLACK = "#9aa0a6", "#202124"
 _COLOURS = ("#1a73e8", "#d93025", "#188038", "#e37400", "#9334e6", "#007b83", "#a0522d", "#5f6368")
 
@@ -63,6 +65,7 @@ class _Panel(NamedTuple):
     left: float
     most_ranks: int
     top_value: float
+    ticks: int
 
     def at(self, ranks: float, value: float) -> tuple[float, float]:
         """The pixel of a point."""
@@ -81,9 +84,10 @@ def chart(title: str, rows: Sequence[Row]) -> list[Shape]:
     rates = [row.measured.rate for row in shown if row.measured is not None]
     base = next((row for row in shown if row.is_base), None)
     per_rank = base.measured.rate / base.size.ranks if base and base.measured else 0.0
-    throughput = _Panel(_LEFTS[0], most, _round_up(max(*rates, per_rank * most, 1e-9)))
+    throughput = _Panel(_LEFTS[0], most, _round_up(max(*rates, per_rank * most, 1e-9)), 4)
     highest = max((max(row.efficiencies) for row in shown if row.efficiencies), default=1.0)
-    shares = _Panel(_LEFTS[1], most, max(1.1, highest * 1.05))
+    quarters = max(4, math.ceil(highest / _QUARTER))
+    shares = _Panel(_LEFTS[1], most, quarters * _QUARTER, quarters if quarters <= 8 else 1)
     samples = any(row.measured is not None and row.measured.samples for row in shown)
     found += _axes(throughput, "samples/s" if samples else "steps/s", shown, units.figures)
     found += _axes(shares, "efficiency", shown, units.percent)
@@ -107,8 +111,8 @@ def _axes(
     panel: _Panel, title: str, rows: Sequence[Row], text: Callable[[float], str]
 ) -> Iterator[Shape]:
     yield Label(panel.left, _TOP - 14, title, "start", _BLACK)
-    for tick in range(_TICKS + 1):
-        value = panel.top_value * tick / _TICKS
+    for tick in range(panel.ticks + 1):
+        value = panel.top_value * tick / panel.ticks
         _, y = panel.at(0, value)
         yield Stroke(panel.left, y, panel.left + _PANEL, y, "#e8eaed", 1)
         yield Label(panel.left - 6, y, text(value), "end", _BLACK)

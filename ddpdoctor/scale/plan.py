@@ -29,6 +29,11 @@ class Size(NamedTuple):
         return f"{count(self.ranks, 'rank')}{on}"
 
     @property
+    def short(self) -> str:
+        """``4``, or ``2x8`` for two nodes with eight each."""
+        return f"{self.nodes}x{self.local}" if self.nodes > 1 else str(self.local)
+
+    @property
     def order(self) -> tuple[int, int]:
         """By ranks, and then by nodes."""
         return self.ranks, self.nodes
@@ -69,9 +74,8 @@ class Planned(NamedTuple):
     @property
     def directory(self) -> str:
         """The name of its directory."""
-        nodes = f"{self.size.nodes}x{self.size.local}" if self.size.nodes > 1 else self.size.local
         variant = f"-{self.variant.name}" if self.variant.name else ""
-        return f"{self.number:03d}-ranks-{nodes}{variant}"
+        return f"{self.number:03d}-ranks-{self.size.short}{variant}"
 
 
 def sizes(nodes: Sequence[int], local: Sequence[int]) -> list[Size]:

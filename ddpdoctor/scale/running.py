@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import ddpdoctor
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.run.overrides import VARIABLE
 from ddpdoctor.run.reader import glance
@@ -34,6 +35,14 @@ OPTIONS = (
 THREADS = "OMP_NUM_THREADS"
 """torchrun sets it to 1 from two ranks on; so does every run here, one rank too, to compare like
 with like. One that a person has set stays."""
+
+
+_ENTRY = (
+    "import sys; sys.path = [each for each in sys.path if each]; sys.path.append(sys.argv.pop(1)); "
+    "from ddpdoctor.cli import main; sys.exit(main())"
+)
+"""``python -m ddpdoctor`` without the working directory in the path: a script's ``json.py`` may be
+there. What ``python -m`` finds there, this finds behind everything else."""
 
 
 class Stopped(BaseException):
@@ -84,7 +93,8 @@ def start(
     environment.setdefault(THREADS, "1")
     if overrides:
         environment[VARIABLE] = " ".join(f"{name}={value}" for name, value in overrides.items())
-    command = [sys.executable, "-m", "ddpdoctor", "run", *OPTIONS, "--run-dir", str(directory)]
+    here = str(Path(ddpdoctor.__file__).parents[1])
+    command = [sys.executable, "-c", _ENTRY, here, "run", *OPTIONS, "--run-dir", str(directory)]
     try:
         with log.open("wb") as file:
             process = subprocess.Popen(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
+from ddpdoctor.analysis.exit_statuses import signal_name
 from ddpdoctor.core import opening, units
 from ddpdoctor.core.errors import HANG, DoctorError
 from ddpdoctor.core.finding import RULES, Finding, Rule, Severity, examine
@@ -218,7 +219,8 @@ def _failed(status: int, log: Path) -> str:
     except OSError:
         text = ""
     last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
-    return f"failed with exit status {status}" + (f": {last}" if last else "")
+    how = f"ended by {signal_name(-status)}" if status < 0 else f"failed with exit status {status}"
+    return f"{how}: {last}" if last else how
 
 
 def in_words(outcome: Outcome) -> str:

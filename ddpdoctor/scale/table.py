@@ -73,14 +73,15 @@ def _table(rows: Sequence[Row], measured: Sequence[Measured]) -> Iterator[str]:
         yield _line(row, unit)
     yield from textwrap.wrap(
         f"times of an iteration in {unit.name}; exposed: communication that no computation hides"
-        + ("" if all(each.exposed is not None for each in measured) else " (-: not known)"),
+        + ("" if all(each.exposed is not None for each in measured) else " (-: not known)")
+        + ("; 2x8: 2 nodes with 8 ranks each" if any(row.size.nodes > 1 for row in rows) else ""),
         WIDTH,
     )
 
 
 def _line(row: Row, unit: TimeUnit) -> str:
     measured = row.measured
-    where = str(row.size.ranks)
+    where = row.size.short
     if measured is None:
         failure = row.failure
         why = failure.failure if failure is not None else "not measured"
@@ -232,4 +233,4 @@ def _bars(rows: Sequence[Row], ascii_only: bool) -> Iterator[str]:
         filled = max(1, round(room * rate / ideal))
         bar = full * filled + empty * (room - filled)
         percent = units.percent(row.efficiency)
-        yield f"{row.size.ranks:>5} {bar.ljust(_BAR)} {units.figures(rate)} {percent}"
+        yield f"{row.size.short:>5} {bar.ljust(_BAR)} {units.figures(rate)} {percent}"
