@@ -239,9 +239,15 @@ def test_what_was_measured_is_kept_if_a_person_stops(
     assert "    1  64.0" in capsys.readouterr().out
 
 
-def test_strong_scaling_divides_the_batch(started: dict[str, Any]) -> None:
+def test_strong_scaling_divides_the_batch(
+    started: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(started, "--nproc", "1,2,4", "--repeat", "1", "--strong") == 0
     assert started["overrides"] == [{}, {"batch_size": "4"}, {"batch_size": "2"}]
+    assert kept(started)["rows"][2]["runs"][0]["overrides"] == {"batch_size": "2"}
+    out = capsys.readouterr().out
+    assert "samples of a rank in an iteration (ranks): 8 (1), 4 (2), 2 (4)\n" in out
+    assert "the script is unchanged" in " ".join(out.split())
 
 
 def test_weak_scaling_keeps_the_batch_of_a_rank(started: dict[str, Any]) -> None:

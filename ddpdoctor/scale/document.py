@@ -68,6 +68,7 @@ def _run(outcome: Outcome) -> dict[str, Any]:
         "directory": str(outcome.directory),
         "log": str(outcome.log),
         "exit_status": outcome.status,
+        "overrides": outcome.overrides,
         "failure": outcome.failure or None,
         "findings": [to_record(each) for each in outcome.findings],
         "measured": _measured(outcome.measured),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -27,6 +27,8 @@ class Outcome:
     failure: str = ""
     """Why there is nothing measured, in a clause; empty where there is."""
     findings: tuple[Finding, ...] = ()
+    overrides: dict[str, str] = field(default_factory=dict)
+    """What was overridden in it: by its variant, and for weak or strong scaling."""
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,9 @@ class Session:
         directory, log, status = running.start(
             planned, self._words(planned), overrides, self._folder, step
         )
-        outcome = judged(planned, directory, log, status, self._warmup)
+        outcome = replace(
+            judged(planned, directory, log, status, self._warmup), overrides=overrides
+        )
         self._check_batch(outcome)
         self.outcomes.append(outcome)
         self._keep(self.outcomes)

@@ -71,12 +71,29 @@ def _table(rows: Sequence[Row], measured: Sequence[Measured]) -> Iterator[str]:
             variant = row.variant
             yield f"{variant.name}:"
         yield _line(row, unit)
+    yield from _footnotes(rows, measured, unit)
+
+
+def _footnotes(rows: Sequence[Row], measured: Sequence[Measured], unit: TimeUnit) -> Iterator[str]:
     yield from textwrap.wrap(
         f"times of an iteration in {unit.name}; exposed: communication that no computation hides"
         + ("" if all(each.exposed is not None for each in measured) else " (-: not known)")
         + ("; 2x8: 2 nodes with 8 ranks each" if any(row.size.nodes > 1 for row in rows) else ""),
         WIDTH,
     )
+    batches = {
+        row.size.short: f"{row.measured.samples:g}"
+        for row in rows
+        if row.variant == AS_IT_IS and row.measured is not None and row.measured.samples is not None
+    }
+    if len(set(batches.values())) > 1:
+        words = ", ".join(f"{samples} ({size})" for size, samples in batches.items())
+        yield from _wrapped(f"samples of a rank in an iteration (ranks): {words}")
+    if any(outcome.overrides for row in rows for outcome in row.outcomes):
+        yield from _wrapped(
+            "rows under a name, and batch_size for --weak and --strong: overridden in the ranks "
+            "by ddpdoctor; the script is unchanged"
+        )
 
 
 def _line(row: Row, unit: TimeUnit) -> str:
