@@ -13,7 +13,7 @@ from ddpdoctor.core.options import Given, Parser, Value, seconds, text
 from ddpdoctor.core.torchrun import known_options
 from ddpdoctor.preflight.check import Check
 from ddpdoctor.preflight.place import places
-from ddpdoctor.preflight.situation import DEFAULT_PORT, Options, split_endpoint
+from ddpdoctor.preflight.situation import DEFAULT_PORT, USUAL_TIMEOUT, Options, split_endpoint
 
 _ANY = Value(str, "a value")
 _PLACED = ("--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-endpoint", "--rdzv-id")
@@ -158,7 +158,7 @@ def _options(values: Mapping[str, str], given: Given, environ: Mapping[str, str]
         module="-m" in values or "--module" in values,
         program="--no-python" in values,
         checkpoint_dir=Path(folder) if folder else None,
-        timeout=given.get("--timeout", 60.0),
+        timeout=given.get("--timeout", USUAL_TIMEOUT),
         kill_orphans="--kill-orphans" in given,
     )
 

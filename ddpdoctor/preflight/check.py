@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import queue
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -88,6 +89,15 @@ def finding(severity: Severity, message: str, *, fix: str, paste: str, **more: A
         more: Other fields of :class:`Finding`.
     """
     return Finding("", severity, message, fix=fix, paste=paste, **more)
+
+
+def typed(line: str, *values: object) -> str:
+    """A line to type: each value takes the place of a ``{}``, as one word of a shell.
+
+    The one way by which a value comes into such a line, since a name, a path or a version may be
+    anything, and may be another machine's.
+    """
+    return line.format(*(shlex.quote(str(value)) for value in values))
 
 
 failure = partial(finding, Severity.ERROR)

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import replace
 
+from ddpdoctor.preflight.check import typed
 from ddpdoctor.preflight.place import Seat, seat
 from ddpdoctor.preflight.protocol.addresses import own_host
 from ddpdoctor.preflight.situation import Situation, joined_endpoint
@@ -64,7 +65,7 @@ def check_line(
 def line_on_node_0(place: Seat, nproc: int) -> str:
     """The line that starts the check on node 0, typed there, where this node does not know it."""
     line = check_line(place, nproc, rank=0, host="")
-    return f'{line} --rdzv-endpoint "$(hostname):{place.port}"'
+    return line + typed(' --rdzv-endpoint "$(hostname):"{}', place.port)
 
 
 def corrected_line(
@@ -122,7 +123,7 @@ def open_port(port: int, address: str) -> str:
         port: Which.
         address: One of the machine, or of one that is to reach it: IPv6 has its own rules.
     """
-    return f"sudo {_tables(address)} -I INPUT -p tcp --dport {port} -j ACCEPT"
+    return typed("sudo {} -I INPUT -p tcp --dport {} -j ACCEPT", _tables(address), port)
 
 
 def let_through(chain: str, side: str, addresses: Iterable[str]) -> str:
@@ -137,7 +138,7 @@ def let_through(chain: str, side: str, addresses: Iterable[str]) -> str:
     for address in addresses:
         by_family.setdefault(_tables(address), []).append(address)
     return " && ".join(
-        f"sudo {tables} -I {chain} -p tcp {side} {','.join(listed)} -j ACCEPT"
+        typed("sudo {} -I {} -p tcp {} {} -j ACCEPT", tables, chain, side, ",".join(listed))
         for tables, listed in by_family.items()
     )
 

@@ -30,6 +30,10 @@ DEFAULT_PORT = 29500
 """torchrun's, for ``--rdzv-endpoint HOST`` and for ``MASTER_PORT``."""
 
 
+USUAL_TIMEOUT = 60.0
+"""Seconds for everything, unless ``--timeout`` gives more or less."""
+
+
 @dataclass(frozen=True)
 class Options:
     """What was asked for on the command line; None or empty where nothing was.
@@ -57,8 +61,13 @@ class Options:
     module: bool = False
     program: bool = False
     checkpoint_dir: Path | None = None
-    timeout: float = 60.0
+    timeout: float = USUAL_TIMEOUT
     kill_orphans: bool = False
+
+    @property
+    def scale(self) -> float:
+        """How much longer than usual every stage may take, by ``--timeout``; 1 at least."""
+        return max(1.0, self.timeout / USUAL_TIMEOUT)
 
 
 class Once:

@@ -6,12 +6,11 @@ import contextlib
 import errno
 import os
 import secrets
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.preflight.check import Outcome, check, failure, judged, skipped, warning
+from ddpdoctor.preflight.check import Outcome, check, failure, judged, skipped, typed, warning
 from ddpdoctor.preflight.deadline import bounded
 from ddpdoctor.preflight.situation import Situation
 from ddpdoctor.preflight.words import GIB, MIB, shown
@@ -118,23 +117,24 @@ def _dead(folder: Path) -> Finding:
         f"{folder} does not answer: nothing came back within {PATIENCE:.0f} s",
         fix="Its file server is down or overloaded: ask its administrator, or choose another "
         "folder.",
-        paste=f"mount | grep -F -- {shlex.quote(top)}",
+        paste=typed("mount | grep -F -- {}", top),
     )
 
 
 def _findings(folder: Path, problem: str, free: int, inodes: int) -> Iterator[Finding]:
-    quoted = shlex.quote(str(folder))
     if problem:
         missing = problem == _WORDS[errno.ENOENT]
         yield failure(
             f"checkpoints cannot be written to {folder}: {problem}",
             fix="Make it, or choose another one." if missing else "Choose another folder.",
-            paste=f"mkdir -p {quoted}" if missing else f"ls -ld {quoted}; df -h {quoted}",
+            paste=typed("mkdir -p {}", folder)
+            if missing
+            else typed("ls -ld {0}; df -h {0}", folder),
         )
     elif free < LEAST or inodes == 0:
         without = "" if inodes else ", and no inodes for another file"
         yield warning(
             f"{folder} has {shown(free)} free{without}",
             fix="Free some space, or choose another folder, before the first checkpoint is due.",
-            paste=f"df -h {quoted}; df -i {quoted}",
+            paste=typed("df -h {0}; df -i {0}", folder),
         )

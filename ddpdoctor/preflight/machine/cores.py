@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, finding, judged, warning
+from ddpdoctor.preflight.check import Outcome, check, finding, judged, typed, warning
 from ddpdoctor.preflight.command_lines import corrected_line
 from ddpdoctor.preflight.machine import container
 from ddpdoctor.preflight.situation import Situation, visible_gpus
@@ -70,10 +70,10 @@ def _findings(situation: Situation, have: float, threads: int) -> Iterator[Findi
             f"{nproc} ranks will share {counted(have, 'core')} and wait for each other",
             evidence=(f"{counted(have, 'core')} by {where}; this machine has {os.cpu_count()}",),
             fix="Give the container or the batch job more cores, or start fewer ranks.",
-            paste=f"#SBATCH --cpus-per-task={nproc}"
+            paste=typed("#SBATCH --cpus-per-task={}", nproc)
             if "SLURM_JOB_ID" in situation.environ
-            else f"docker run --cpus={nproc} ..."
-            if quota is not None
+            else container.run_line(situation, f"--cpus={nproc}")
+            if quota is not None and container.kind(situation) in ("docker", "podman")
             else corrected_line(situation, nproc=max(1, int(have))),
             about="cores",
         )
@@ -83,6 +83,6 @@ def _findings(situation: Situation, have: float, threads: int) -> Iterator[Findi
             f"OMP_NUM_THREADS={threads} makes {threads * nproc} threads of {nproc} ranks, on "
             f"{counted(have, 'core')}",
             fix=f"Give each rank {counted(fair, 'thread')}.",
-            paste=f"export OMP_NUM_THREADS={fair}",
+            paste=typed("export OMP_NUM_THREADS={}", fair),
             about="threads",
         )

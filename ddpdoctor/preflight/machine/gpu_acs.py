@@ -9,7 +9,7 @@ from itertools import combinations
 from pathlib import Path
 
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.preflight.check import Outcome, check, judged, skipped, warning
+from ddpdoctor.preflight.check import Outcome, check, judged, skipped, typed, warning
 from ddpdoctor.preflight.machine.gpu_facts import bus_gpus, no_gpu
 from ddpdoctor.preflight.situation import Situation, gpu_facts, names, text
 
@@ -98,14 +98,15 @@ def gpu_acs(situation: Situation) -> Outcome:
 def _findings(situation: Situation, on: list[Port], ports: int) -> Iterator[Finding]:
     if not on or not _uses_pcie(situation):
         return
-    listed = " ".join(port.address for port in on)
     yield warning(
         f"PCIe access control (ACS) redirects on {len(on)} of {ports} switch ports above GPUs: "
         "transfers between GPUs go by way of the processor",
         evidence=tuple(f"{port.address}: ACS control {port.control:#06x}" for port in on[:8]),
         fix="Turn it off until the next boot, or for good in the BIOS; not where virtual machines "
         "get devices of their own:",
-        paste=f"for port in {listed}; do sudo setpci -v -s $port ECAP_ACS+0x6.w=0000; done",
+        paste="; ".join(
+            typed("sudo setpci -v -s {} ECAP_ACS+0x6.w=0000", port.address) for port in on
+        ),
         about="acs",
     )
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, failure, finding, judged, note, skipped
+from ddpdoctor.preflight.check import (
+    Outcome,
+    check,
+    failure,
+    finding,
+    judged,
+    note,
+    skipped,
+    typed,
+)
 from ddpdoctor.preflight.machine import container, versions
 from ddpdoctor.preflight.machine.gpu_facts import NO_DRIVER, driverless, no_gpu, on_the_bus
 from ddpdoctor.preflight.situation import Situation, gpu_facts
@@ -61,7 +70,7 @@ def _findings(situation: Situation, facts: GpuFacts, on_bus: int) -> Iterator[Fi
         elif facts.code == _NO_PERMISSION:
             fix, paste = "Give this user access to the devices.", "ls -l /dev/nvidia*; id"
         elif facts.code in NO_DRIVER and inside in ("docker", "podman"):
-            fix, paste = "Give the container the GPUs.", f"{inside} run --gpus all ..."
+            fix, paste = "Give the container the GPUs.", typed("{} run --gpus all ...", inside)
         elif facts.code in NO_DRIVER:
             fix, paste = "Load the driver.", "sudo modprobe nvidia"
         else:
@@ -103,6 +112,6 @@ def _lost(index: int, why: str) -> Finding:
         f"GPU {index} does not answer: {why}",
         fix="Reset it, or reboot; if it comes back lost, it has to be replaced. Until then leave "
         "it out by CUDA_VISIBLE_DEVICES.",
-        paste=f"sudo nvidia-smi --gpu-reset -i {index}",
+        paste=typed("sudo nvidia-smi --gpu-reset -i {}", index),
         about=f"gpu {index}",
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.core.opening import whole
-from ddpdoctor.preflight.check import Outcome, check, failure, judged, warning
+from ddpdoctor.preflight.check import Outcome, check, failure, judged, typed, warning
 from ddpdoctor.preflight.machine.gpu_facts import job_gpus
 from ddpdoctor.preflight.situation import Situation
 from ddpdoctor.system.gpu.health import Health
@@ -91,14 +91,14 @@ def _memory(gpu: Health) -> Iterator[Finding]:
         yield failure(
             f"GPU {index} has no spare memory rows left for a faulty one",
             fix="It has to be replaced; leave it out by CUDA_VISIBLE_DEVICES until then.",
-            paste=f"nvidia-smi -q -i {index} -d ROW_REMAPPER",
+            paste=typed("nvidia-smi -q -i {} -d ROW_REMAPPER", index),
             about=f"rows {index}",
         )
     elif gpu.rows_pending:
         yield warning(
             f"GPU {index} has a faulty memory row that waits for a reset to be replaced",
             fix="Reset it, or reboot, before the job starts.",
-            paste=f"sudo nvidia-smi --gpu-reset -i {index}",
+            paste=typed("sudo nvidia-smi --gpu-reset -i {}", index),
             about=f"rows {index}",
         )
     if gpu.uncorrected:
@@ -107,7 +107,7 @@ def _memory(gpu: Health) -> Iterator[Finding]:
             f"GPU {index}: {count} memory error{'s' if count != 1 else ''} that ECC could not "
             "correct since the driver was loaded",
             fix="Reset it, or reboot; if they come back, it has to be replaced.",
-            paste=f"sudo nvidia-smi --gpu-reset -i {index}",
+            paste=typed("sudo nvidia-smi --gpu-reset -i {}", index),
             about=f"ecc {index}",
         )
 
@@ -119,7 +119,7 @@ def _throttled(gpu: Health) -> Iterator[Finding]:
         yield warning(
             f"GPU {gpu.device.index} is throttled{degrees}: {', '.join(reasons)}",
             fix="Check its cooling and power supply; all ranks wait for this one.",
-            paste=f"nvidia-smi -q -i {gpu.device.index} -d PERFORMANCE,TEMPERATURE,POWER",
+            paste=typed("nvidia-smi -q -i {} -d PERFORMANCE,TEMPERATURE,POWER", gpu.device.index),
             about=f"throttled {gpu.device.index}",
         )
 

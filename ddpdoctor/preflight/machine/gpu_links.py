@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.preflight.check import Outcome, check, judged, note, skipped, warning
+from ddpdoctor.preflight.check import Outcome, check, judged, note, skipped, typed, warning
 from ddpdoctor.preflight.machine.gpu_facts import job_gpus
 from ddpdoctor.preflight.situation import Situation, gpu_facts, text
 from ddpdoctor.preflight.words import first
@@ -67,7 +67,7 @@ def _findings(gpus: Sequence[Health]) -> Iterator[Finding]:
 
 def _pcie(gpu: Health, peers: Sequence[Health]) -> Iterator[Finding]:
     index = gpu.device.index
-    paste = f"nvidia-smi -q -i {index} | grep -A12 'GPU Link Info'"
+    paste = typed("nvidia-smi -q -i {} | grep -A12 'GPU Link Info'", index)
     what, about = "", "lanes"
     if gpu.width and gpu.width_most and gpu.width < gpu.width_most:
         what = f"has {gpu.width} of {gpu.width_most} PCIe lanes"
@@ -100,7 +100,7 @@ def _nvlink(gpu: Health, peers: Sequence[Health]) -> Iterator[Finding]:
         yield warning(
             f"GPU {gpu.device.index} has {up} of {most} NVLinks up, fewer than its peers",
             fix="Reset the GPUs, or reboot; check the bridge or the fabric manager.",
-            paste=f"nvidia-smi nvlink --status -i {gpu.device.index}",
+            paste=typed("nvidia-smi nvlink --status -i {}", gpu.device.index),
             about=f"nvlink {gpu.device.index}",
         )
 

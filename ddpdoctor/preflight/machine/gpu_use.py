@@ -16,6 +16,7 @@ from ddpdoctor.preflight.check import (
     judged,
     note,
     skipped,
+    typed,
     warning,
 )
 from ddpdoctor.preflight.command_lines import corrected_line
@@ -74,7 +75,7 @@ def _visible(
             f"CUDA_VISIBLE_DEVICES={wanted}: {entry}, so that CUDA sees {seen} of {len(gpus)} GPUs",
             fix="Correct the entry: CUDA ignores it and all that follow, and everything if one is "
             "listed twice.",
-            paste=f"export CUDA_VISIBLE_DEVICES={','.join(map(str, range(len(gpus))))}",
+            paste=typed("export CUDA_VISIBLE_DEVICES={}", ",".join(map(str, range(len(gpus))))),
             about="CUDA_VISIBLE_DEVICES",
         )
     elif situation.nproc > seen and not parted:
@@ -103,7 +104,7 @@ def _visible(
             else f"GPU {indices} is partitioned (MIG): a process sees one instance, and NCCL "
             "connects none",
             fix="Make an instance, or turn MIG off." if empty else "Turn MIG off for this job.",
-            paste=f"sudo nvidia-smi -i {indices.replace(' ', '')} -mig 0",
+            paste=typed("sudo nvidia-smi -i {} -mig 0", indices.replace(" ", "")),
             about="MIG",
         )
 
@@ -124,7 +125,7 @@ def _closed(gpu: Health) -> Finding:
         else f"GPU {index} is in compute mode Exclusive, and another process has it",
         evidence=tuple(f"pid {process.pid}" for process in gpu.processes[:4]),
         fix="Set it back to the default.",
-        paste=f"sudo nvidia-smi -i {index} -c 0",
+        paste=typed("sudo nvidia-smi -i {} -c 0", index),
         about=f"compute mode {index}",
     )
 

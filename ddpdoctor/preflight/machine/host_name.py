@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, finding, judged
+from ddpdoctor.preflight.check import Outcome, check, finding, judged, typed
 from ddpdoctor.preflight.machine import versions
 from ddpdoctor.preflight.machine.interfaces import (
     ADDRESSES,
@@ -111,4 +111,6 @@ def _unknown(name: Lookup, wanted: str, many: bool) -> Finding:
 
 
 def _hosts_line(address: str, name: str) -> str:
-    return f"echo '{address} {name}' | sudo tee -a /etc/hosts" if address else ADDRESSES
+    if not address:
+        return ADDRESSES
+    return typed("echo {} {} | sudo tee -a /etc/hosts", address, name)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, failure, finding, judged
+from ddpdoctor.preflight.check import Outcome, check, failure, finding, judged, typed
 from ddpdoctor.preflight.machine.lookups import ALL, endpoint_name, own_name
 from ddpdoctor.preflight.situation import Situation, visible_gpus
 
@@ -180,7 +180,7 @@ def best(among: Iterable[Interface], address: str = "") -> Interface | None:
 
 def export_line(interface: Interface) -> str:
     """The line that makes gloo and NCCL use an interface."""
-    return f"export GLOO_SOCKET_IFNAME={interface.name} NCCL_SOCKET_IFNAME={interface.name}"
+    return typed("export GLOO_SOCKET_IFNAME={0} NCCL_SOCKET_IFNAME={0}", interface.name)
 
 
 @check("network-interface", "DDP004", limit=ALL)
@@ -229,7 +229,7 @@ def _findings(
             f"the loopback interface {down.name} is down: the ranks of this machine cannot connect "
             "to each other",
             fix="Bring it up.",
-            paste=f"sudo ip link set {down.name} up",
+            paste=typed("sudo ip link set {} up", down.name),
             about="loopback",
         )
     towards = situation.shared(endpoint_name)
@@ -244,7 +244,7 @@ def _findings(
         severity, message = problem
         listed = ", ".join(each.name for each in here if each.outward) or "none"
         # Without the variable the library chooses by itself, and may find one.
-        otherwise = f"unset {variable}" if choice.reason == variable else ADDRESSES
+        otherwise = typed("unset {}", variable) if choice.reason == variable else ADDRESSES
         yield finding(
             severity,
             message,

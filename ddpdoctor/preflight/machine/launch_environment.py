@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, finding, judged, passed
+from ddpdoctor.preflight.check import Outcome, check, finding, judged, passed, typed
 from ddpdoctor.preflight.command_lines import meeting_point, run_line
 from ddpdoctor.preflight.place import Place, number, places, seat
 from ddpdoctor.preflight.protocol.addresses import is_local
@@ -80,7 +79,7 @@ def _numbers(environ: Mapping[str, str]) -> Iterator[Finding]:
             yield _wrong(
                 f"{name} is {environ[name]!r}, which is not a number",
                 "Leave it to the launcher.",
-                f"unset {name}",
+                typed("unset {}", name),
                 about=name,
             )
     for name, of in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
@@ -89,7 +88,7 @@ def _numbers(environ: Mapping[str, str]) -> Iterator[Finding]:
             yield _wrong(
                 f"{name} is {rank}, but {of} is {size}: ranks count from 0",
                 "Leave them to the launcher.",
-                f"unset {name} {of}",
+                typed("unset {} {}", name, of),
                 about=f"{name} range",
             )
     port = number(environ, "MASTER_PORT")
@@ -105,7 +104,7 @@ def _numbers(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield _wrong(
             f"MASTER_ADDR is {address!r}: it takes a name or an address, without scheme and port",
             "Put the port into MASTER_PORT.",
-            f"export MASTER_ADDR={_host_in(address)}",
+            typed("export MASTER_ADDR={}", _host_in(address)),
             about="MASTER_ADDR",
         )
 
@@ -114,7 +113,7 @@ def _host_in(address: str) -> str:
     """The name in what is more than one: ``tcp://node0:29500``, ``node0:29500``, ``node0/``."""
     name = address.rpartition("//")[2].partition("/")[0]
     name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
-    return shlex.quote(name or "NODE0")
+    return name or "NODE0"
 
 
 def _incomplete(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -128,7 +127,7 @@ def _incomplete(environ: Mapping[str, str]) -> Iterator[Finding]:
             f"{there} {'are' if len(placed) > 1 else 'is'} set, but not {', '.join(missing)}",
             "init_process_group wants all of them. torchrun sets them itself; if a job is started "
             "without it, set the others, too.",
-            f"unset {' '.join(sorted(placed))}",
+            "unset RANK WORLD_SIZE",
             about="incomplete",
             warning=True,
         )
@@ -163,7 +162,7 @@ def _launched_twice(situation: Situation, place: Place) -> Iterator[Finding]:
             "Start torchrun once a node, or one rank a task.",
             "#SBATCH --ntasks-per-node=1"
             if place.launcher == "Slurm"
-            else f"mpirun --map-by ppr:1:node {each}",
+            else "mpirun --map-by ppr:1:node " + each,
             about="twice",
         )
 

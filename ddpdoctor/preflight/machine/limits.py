@@ -9,7 +9,7 @@ from itertools import chain
 from math import inf
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, finding, judged, warning
+from ddpdoctor.preflight.check import Outcome, check, finding, judged, typed, warning
 from ddpdoctor.preflight.machine import container
 from ddpdoctor.preflight.situation import Situation, names, text
 from ddpdoctor.preflight.words import GIB, MIB, shown
@@ -78,9 +78,11 @@ def _files(situation: Situation) -> Iterator[Finding]:
         f"a process may open {files:.0f} files, and a rank of {world} needs about {wanted}",
         fix="Raise the limit in the shell that starts the job."
         + ("" if enough else f" The hard limit is {most:.0f}: only an administrator can raise it."),
-        paste=f"ulimit -n {goal:.0f}"
+        paste=typed("ulimit -n {}", f"{goal:.0f}")
         if enough
-        else f"echo '* - nofile {max(65536, wanted)}' | sudo tee -a /etc/security/limits.conf",
+        else typed(
+            "echo {} | sudo tee -a /etc/security/limits.conf", f"* - nofile {max(65536, wanted)}"
+        ),
         about="open files",
     )
 
@@ -126,7 +128,7 @@ def _sizes() -> Iterator[Finding]:
             yield warning(
                 what.format(shown(size)) + effect,
                 fix="Raise the limit in the shell that starts the job.",
-                paste=f"ulimit {flag} unlimited",
+                paste=typed("ulimit {} unlimited", flag),
                 about=about,
             )
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.preflight.check import Outcome, check, failure, judged, warning
+from ddpdoctor.preflight.check import Outcome, check, failure, judged, typed, warning
 from ddpdoctor.preflight.deadline import bounded
 from ddpdoctor.preflight.situation import Situation
 
@@ -131,7 +130,7 @@ def _findings(
         yield failure(
             f"the rendezvous' host {endpoint.name} does not resolve: {endpoint.problem}",
             fix="Correct the name, give its address instead, or put it into /etc/hosts.",
-            paste=f"getent hosts {shlex.quote(endpoint.name)}",
+            paste=typed("getent hosts {}", endpoint.name),
             about="endpoint",
         )
     slow = [each for each in asked if each.seconds > SLOW and (each.addresses or each != endpoint)]

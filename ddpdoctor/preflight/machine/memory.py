@@ -9,7 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, failure, finding, judged, skipped, warning
+from ddpdoctor.preflight.check import (
+    Outcome,
+    check,
+    failure,
+    finding,
+    judged,
+    skipped,
+    typed,
+    warning,
+)
 from ddpdoctor.preflight.machine import container
 from ddpdoctor.preflight.situation import Situation, visible_gpus
 from ddpdoctor.preflight.words import GIB, KIB, MIB, shown
@@ -79,9 +88,9 @@ def _findings(
     paste = "ps aux --sort=-rss | head"
     if limit < wanted and source != "the machine":
         paste = (
-            f"{inside} run --memory {max(1, 2 * wanted // GIB)}g ..."
+            typed("{} run --memory {}g ...", inside, max(1, 2 * wanted // GIB))
             if inside in ("docker", "podman")
-            else f"#SBATCH --mem={max(1, 2 * wanted // GIB)}G"
+            else typed("#SBATCH --mem={}G", max(1, 2 * wanted // GIB))
             if "SLURM_JOB_ID" in situation.environ
             else paste
         )
@@ -138,9 +147,11 @@ def shared_memory(situation: Situation) -> Outcome:
                     f"{folder} cannot be written: {problem}",
                     fix="NCCL and DataLoader workers need it: mount a tmpfs there that this user "
                     "may write.",
-                    paste=f"sudo mount -t tmpfs -o rw,nosuid,nodev,mode=1777,size=8g tmpfs {folder}"
+                    paste=typed(
+                        "sudo mount -t tmpfs -o rw,nosuid,nodev,mode=1777,size=8g tmpfs {}", folder
+                    )
                     if problem != "it is full"
-                    else f"ls -lS {folder}",
+                    else typed("ls -lS {}", folder),
                 )
             ],
         )
@@ -173,7 +184,7 @@ def _short(situation: Situation, size: int, free: int, wanted: int) -> Iterator[
             evidence=largest,
             fix="Remove what dead jobs left there (the largest files are named above), or give it "
             "more room.",
-            paste=f"ls -lS {folder}",
+            paste=typed("ls -lS {}", folder),
         )
 
 
@@ -186,8 +197,8 @@ def _larger(situation: Situation) -> str:
     if where == "kubernetes":
         return "volumes: [{name: shm, emptyDir: {medium: Memory, sizeLimit: 8Gi}}]"
     if where:
-        return f"{where} run --shm-size=8g ..."
-    return f"sudo mount -o remount,size=8g {situation.shm}"
+        return typed("{} run --shm-size=8g ...", where)
+    return typed("sudo mount -o remount,size=8g {}", situation.shm)
 
 
 def _unwritable(folder: Path) -> str:

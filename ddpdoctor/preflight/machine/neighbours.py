@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.preflight.check import Outcome, check, judged, skipped, warning
+from ddpdoctor.preflight.check import Outcome, check, judged, skipped, typed, warning
 from ddpdoctor.preflight.situation import Situation
 
 NEARLY = 0.9
@@ -61,7 +61,11 @@ def _findings(situation: Situation, entries: int, most: int) -> Iterator[Finding
         f"the kernel's neighbour table holds {entries} of {most} entries"
         + (f", and the job has {nodes} nodes" if nodes > 1 else ""),
         fix="Raise its thresholds, on every node.",
-        paste=f"sudo sysctl -w net.ipv4.neigh.default.gc_thresh1={wanted // 4} "
-        f"net.ipv4.neigh.default.gc_thresh2={wanted // 2} "
-        f"net.ipv4.neigh.default.gc_thresh3={wanted}",
+        paste=typed(
+            "sudo sysctl -w net.ipv4.neigh.default.gc_thresh1={} "
+            "net.ipv4.neigh.default.gc_thresh2={} net.ipv4.neigh.default.gc_thresh3={}",
+            wanted // 4,
+            wanted // 2,
+            wanted,
+        ),
     )

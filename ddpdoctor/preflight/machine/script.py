@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
-import shlex
 import sys
 import warnings
 import zipfile
@@ -15,7 +14,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from ddpdoctor.core.finding import Finding, Location
-from ddpdoctor.preflight.check import Outcome, check, failure, judged, passed, skipped
+from ddpdoctor.preflight.check import Outcome, check, failure, judged, passed, skipped, typed
 from ddpdoctor.preflight.situation import Situation
 
 _SEARCHED = frozenset({"path", "modules", "meta_path", "path_hooks"})
@@ -243,7 +242,7 @@ def _no_module(name: str, message: str) -> Outcome:
     finding = failure(
         message,
         fix="Check its name, or start the job where it can be imported.",
-        paste=f"python -m {shlex.quote(name)} --help",
+        paste=typed("python -m {} --help", name),
     )
     return judged(f"no module {name}", [finding])
 
@@ -260,7 +259,7 @@ def _unreadable(name: str, error: OSError) -> Finding:
     return failure(
         f"the script {name} cannot be read: {(error.strerror or str(error)).lower()}",
         fix=f"Check the path{hint}" if hint else "Check the path and the working directory.",
-        paste=f"ls -l {shlex.quote(str(folder / close[0] if close else folder))}",
+        paste=typed("ls -l {}", folder / close[0] if close else folder),
     )
 
 
@@ -278,7 +277,7 @@ def _examined(path: Path, source: bytes, folder: Path) -> Outcome:
             f"{getattr(error, 'msg', None) or error}",
             location=Location(str(path), line),
             fix="Correct the line.",
-            paste=f"python -m py_compile {shlex.quote(str(path))}",
+            paste=typed("python -m py_compile {}", path),
         )
         return judged(f"{path.name} does not parse", [finding])
     found = imports_of(tree, folder)
@@ -298,17 +297,16 @@ def _examined(path: Path, source: bytes, folder: Path) -> Outcome:
 
 def _missing(path: Path, folder: Path, each: Import) -> Finding:
     root = nearby(each.module, folder)
-    quoted = shlex.quote(each.module)
     if root is not None:
         fix = f"It is in {root}, where Python does not look: add that to PYTHONPATH, on every node."
-        paste = f"export PYTHONPATH={shlex.quote(str(root))}${{PYTHONPATH:+:$PYTHONPATH}}"
+        paste = typed("export PYTHONPATH={}${{PYTHONPATH:+:$PYTHONPATH}}", root)
     elif each.module in _OWN:
         fix = "It looks like a module of the project: add its folder to PYTHONPATH. To find it:"
-        paste = f"find . -name {quoted}.py -o -name {quoted} -type d"
+        paste = typed("find . -name {}.py -o -name {} -type d", each.module, each.module)
     else:
         fix = "Install it in the environment of the job, on every node, or correct PYTHONPATH."
         name = DISTRIBUTIONS.get(each.module, each.module)
-        paste = f"{shlex.quote(sys.executable)} -m pip install {shlex.quote(name)}"
+        paste = typed("{} -m pip install {}", sys.executable, name)
     return failure(
         f"{path.name} imports {each.module}, which this Python ({sys.executable}) does not find",
         location=Location(str(path), each.line),

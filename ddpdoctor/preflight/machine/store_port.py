@@ -8,7 +8,7 @@ import socket
 import struct
 
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.preflight.check import Outcome, check, failure, judged, passed, skipped
+from ddpdoctor.preflight.check import Outcome, check, failure, judged, passed, skipped, typed
 from ddpdoctor.preflight.command_lines import corrected_line
 from ddpdoctor.preflight.machine import versions
 from ddpdoctor.preflight.machine.interfaces import interfaces, owner
@@ -104,14 +104,14 @@ def _taken(situation: Situation, number: int, holders: list[Listed]) -> Finding:
         evidence=tuple(evidence),
         fix=f"Choose another port, the same on every node ({free} is free here), or end the "
         "process if it is a left-over.",
-        paste=_with_port(situation, free) if free else f"ss -tlnp 'sport = :{number}'",
+        paste=_with_port(situation, free) if free else typed("ss -tlnp {}", f"sport = :{number}"),
     )
 
 
 def _with_port(situation: Situation, number: int) -> str:
     if situation.options.endpoint or situation.endpoint is None:
         return corrected_line(situation, port=number)
-    return f"export MASTER_PORT={number}"
+    return typed("export MASTER_PORT={}", number)
 
 
 def _reserved(situation: Situation, number: int) -> Finding:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping
 from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, finding, judged
+from ddpdoctor.preflight.check import Outcome, check, finding, judged, typed
 from ddpdoctor.preflight.situation import Situation, names, text, visible_gpus
 
 OFF = frozenset({"", "0", "false", "off", "no"})
@@ -129,7 +128,7 @@ def _findings(situation: Situation, sources: Mapping[str, Mapping[str, str]]) ->
                 fix="Remove it, from the shell's start files and the image as well."
                 if inside
                 else f"Remove the line from {source}.",
-                paste=f"unset {each.name}" if inside else _without(each.name, source),
+                paste=typed("unset {}", each.name) if inside else _without(each.name, source),
                 about=each.name,
             )
 
@@ -137,7 +136,7 @@ def _findings(situation: Situation, sources: Mapping[str, Mapping[str, str]]) ->
 def _without(name: str, source: str) -> str:
     """The line that takes a variable out of a file."""
     sudo = "sudo " if source.startswith("/etc/") else ""
-    return f"{sudo}sed -i '/^ *{name} *=/d' {shlex.quote(source)}"
+    return typed(f"{sudo}sed -i {{}} {{}}", f"/^ *{name} *=/d", source)
 
 
 def _files(situation: Situation) -> dict[str, dict[str, str]]:

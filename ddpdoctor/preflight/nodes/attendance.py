@@ -21,7 +21,7 @@ from ddpdoctor.preflight.protocol.addresses import is_local, own_host
 from ddpdoctor.preflight.protocol.meet import LOCAL_LIMIT, Meeting, meeting_of
 from ddpdoctor.preflight.protocol.messages import Caller
 from ddpdoctor.preflight.situation import Situation
-from ddpdoctor.preflight.words import counted
+from ddpdoctor.preflight.words import counted, first
 
 
 @check("nodes", "DDP050", scope="nodes", limit=LIMIT)
@@ -34,7 +34,8 @@ def attendance(situation: Situation) -> Outcome:
         closed port, dropped packets, or another service at that port. This is reported within ten
         seconds, unless node 0 may simply start later. An endpoint that is not set or is on
         localhost. A node rank 0 that is not where the endpoint points. A node with a different
-        rendezvous id, one node too many, or a node that left in the middle.
+        rendezvous id, one node too many, or a node that left in the middle, with what it or node 0
+        knows of the reason.
 
     Why it is bad
         torchrun waits silently for 10 minutes or more, on the nodes that did everything right.
@@ -64,13 +65,24 @@ def attendance(situation: Situation) -> Outcome:
     here = sum(not node.lost for node in meeting.nodes)
     seconds = meeting.report.gathered
     detail = f"{here} of {meeting.expected} nodes are here"
+    detail += "".join(f"; {each}" for each in _uninvited(meeting))
     return judged(detail, [*_absent(meeting, seconds, situation), *_others(meeting, situation)])
+
+
+def _uninvited(meeting: Meeting) -> list[str]:
+    """A line about callers that did not prove the rendezvous id: they change no verdict."""
+    count, strangers = meeting.report.uninvited, meeting.report.strangers
+    if not strangers:
+        return []
+    who = first([f"{each.host} {each.address}".strip() for each in strangers], 3)
+    calls = f"{counted(count, 'call')} with another rendezvous id, or none"
+    return [f"{calls} {'was' if count == 1 else 'were'} turned away: {who}"]
 
 
 def _absent(meeting: Meeting, seconds: float, situation: Situation) -> Iterator[Finding]:
     blocked = meeting.report.blocked
     missing = meeting.expected - len(meeting.nodes) - len(blocked)
-    if missing <= len(meeting.report.strangers):
+    if missing <= 0:
         return
     absent = _absent_ranks(meeting)
     if absent is None or len(absent) != missing:
@@ -82,6 +94,7 @@ def _absent(meeting: Meeting, seconds: float, situation: Situation) -> Iterator[
         who += f" and {len(absent) - 8} more" if len(absent) > 8 else ""
     absence = f"{who} did not come within {seconds:.0f} s"
     here = f"here: {meeting.hosts(list(range(len(meeting.nodes))))}"
+    seen = (here, *_uninvited(meeting))
     if meeting.foreign and len(meeting.nodes) == 1:
         yield _elsewhere(meeting, situation, absence)
         return
@@ -89,7 +102,7 @@ def _absent(meeting: Meeting, seconds: float, situation: Situation) -> Iterator[
         fix, paste = meeting_point(meeting.seat, situation)
         yield failure(
             f"{absence}: on every node, {meeting.seat.endpoint} is that node itself",
-            evidence=(here, f"nodes that share this machine have {LOCAL_LIMIT:.0f} s to come"),
+            evidence=(*seen, f"nodes that share this machine have {LOCAL_LIMIT:.0f} s to come"),
             fix=fix,
             paste=paste,
             about="absent",
@@ -109,7 +122,7 @@ def _absent(meeting: Meeting, seconds: float, situation: Situation) -> Iterator[
     yield finding(
         severity,
         absence,
-        evidence=(here,),
+        evidence=seen,
         fix=fix,
         paste=check_line(
             meeting.seat,
@@ -147,16 +160,6 @@ def _absent_ranks(meeting: Meeting) -> list[int] | None:
 
 def _others(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
     yield from _blocked(meeting)
-    absent = _absent_ranks(meeting)
-    rank = absent[0] if absent and len(absent) == 1 else None
-    for stranger in meeting.report.strangers:
-        yield failure(
-            f"{stranger.host} ({stranger.address}) came with another rendezvous id",
-            fix="Give --rdzv-id the same value on every node, or leave it out on all of them. "
-            + (f"On {stranger.host}:" if rank is not None else "As on this node:"),
-            paste=check_line(meeting.seat, situation.nproc, rank=rank),
-            about=f"stranger {stranger.address}",
-        )
     lost = {node.facts.host for node in meeting.nodes if node.lost}
     for extra in meeting.report.surplus:
         if extra.host in lost:
@@ -173,6 +176,7 @@ def _others(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
         if node.lost:
             yield failure(
                 f"{meeting.name(index)} went away during {node.lost}",
+                evidence=(node.why,) if node.why else (),
                 fix="See what its own check reports, and whether it was interrupted. Then start "
                 "the check again on all nodes; here:",
                 paste=check_line(meeting.seat, situation.nproc),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, finding, judged
+from ddpdoctor.preflight.check import Outcome, finding, judged, typed
 from ddpdoctor.preflight.nodes.judging import across_nodes, bad_ways, interface
 from ddpdoctor.preflight.protocol.addresses import gloo_dials, is_loopback
 from ddpdoctor.preflight.protocol.meet import Meeting
@@ -102,8 +102,8 @@ def _wrong(
         evidence=(*evidence, at),
         fix=f"Name the interface, or correct the line of {host} in /etc/hosts. On {host}, in the "
         "job's environment:",
-        paste=f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}"
+        paste=typed("export GLOO_SOCKET_IFNAME={0} NCCL_SOCKET_IFNAME={0}", name)
         if name
-        else f"echo '{reached} {host}' | sudo tee -a /etc/hosts",
+        else typed("echo {} {} | sudo tee -a /etc/hosts", reached, host),
         about=f"gloo {index}",
     )

@@ -8,6 +8,7 @@ from functools import wraps
 from typing import Literal
 
 from ddpdoctor.preflight.check import Outcome, Run, Status, check, could_not_run, skipped
+from ddpdoctor.preflight.protocol.addresses import is_loopback
 from ddpdoctor.preflight.protocol.meet import Meeting, meeting_of
 from ddpdoctor.preflight.protocol.messages import Facts
 from ddpdoctor.preflight.protocol.pairs import Dialled
@@ -149,6 +150,16 @@ def blame(bad: Iterable[Way], tested: Iterable[Way]) -> list[Blame]:
         elif i < j:
             found.append(Blame("between", j, ((i, j), (j, i))))
     return found
+
+
+def translated(meeting: Meeting, index: int) -> tuple[str, ...]:
+    """A node's own addresses, if the one at which the others dial it is none of them; else empty.
+
+    Then an address is translated between them: NAT, a tunnel, a load balancer, a container.
+    """
+    node = meeting.nodes[index]
+    own = tuple(each for _, _, addresses in node.facts.interfaces for each in addresses)
+    return () if is_loopback(node.address) or node.address in own else own
 
 
 def bad_ways(meeting: Meeting, kind: str) -> dict[Way, Dialled]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, failure, finding, judged, warning
+from ddpdoctor.preflight.check import Outcome, failure, finding, judged, typed, warning
 from ddpdoctor.preflight.command_lines import let_through
 from ddpdoctor.preflight.nodes.judging import (
     Blame,
@@ -15,6 +15,7 @@ from ddpdoctor.preflight.nodes.judging import (
     bad_ways,
     blame,
     interface,
+    translated,
 )
 from ddpdoctor.preflight.protocol.addresses import gloo_dials
 from ddpdoctor.preflight.protocol.meet import Meeting
@@ -37,7 +38,18 @@ _WORDS = {
     "no host": "no machine answers at that address",
     "silent": "the connection opens, and then nothing comes",
     "stranger": "something else answers there",
+    "lossy": "so many packets are lost that 64 KiB do not arrive in time",
 }
+
+LOSS_FIX = (
+    "Check the cable, the switch port and the interface of {}: count errors and drops. There:"
+)
+
+TRANSLATED_FIX = (
+    "gloo and NCCL announce a machine's own addresses and dial these: no port that is opened, or "
+    "forwarded, helps. Give the nodes a network in which each is reached at an address of its own "
+    "(a container: --network host; a VPN: name its interface). In the job's environment:"
+)
 
 
 @across_nodes("links", "DDP053")
@@ -48,7 +60,8 @@ def links(meeting: Meeting) -> Outcome:
         Every node connects to every other node, in both directions, on ports chosen by the kernel,
         as gloo and NCCL do. A failed connection is tried once more. A node that no other node can
         reach, or that can reach no other node, is named as a node; a single failed connection is
-        named with its direction.
+        named with its direction. Packets that are lost, whatever their size, and a node behind a
+        translation of addresses (NAT, a container's network) are named as such.
 
     Why it is bad
         gloo and NCCL do not use the rendezvous port. Every rank listens on a port chosen by the
@@ -85,6 +98,13 @@ def _findings(meeting: Meeting, failed: dict[Way, Dialled], ways: list[Way]) -> 
         if each in single[MOST_WAYS:]:
             continue
         outcome = failed[each.ways[0]].outcome
+        if outcome == "lossy":
+            yield _lossy(meeting, each, failed, ways)
+            continue
+        hidden = translated(meeting, each.ways[0][1])
+        if hidden:
+            yield _translated(meeting, each, hidden)
+            continue
         closed = outcome not in ("silent", "stranger")
         used = any(_is_used(meeting, way) for way in each.ways)
         evidence = tuple(_evidence(meeting, each, failed, ways))
@@ -95,7 +115,7 @@ def _findings(meeting: Meeting, failed: dict[Way, Dialled], ways: list[Way]) -> 
             fix=_fix(meeting, each) if closed else SILENT_FIX,
             paste=_paste(meeting, each)
             if closed
-            else f"ip route get {meeting.nodes[each.ways[0][1]].address}",
+            else typed("ip route get {}", meeting.nodes[each.ways[0][1]].address),
             about=each.about,
         )
     if len(single) > MOST_WAYS:
@@ -111,6 +131,38 @@ def _findings(meeting: Meeting, failed: dict[Way, Dialled], ways: list[Way]) -> 
             paste=_paste(meeting, more[0]),
             about="more ways",
         )
+
+
+def _lossy(meeting: Meeting, each: Blame, failed: dict[Way, Dialled], ways: list[Way]) -> Finding:
+    name = interface(meeting, each.node)[0] or "eth0"
+    where = each.words(meeting, "on the way to", "on the way from", "to and from")
+    return failure(
+        f"packets are lost {where}: {_WORDS['lossy'].partition(' that ')[2]}",
+        evidence=(
+            *_evidence(meeting, each, failed, ways),
+            "a connection opens, and a part of it arrives",
+        ),
+        fix=LOSS_FIX.format(each.hosts(meeting)),
+        paste=typed("ip -s link show dev {}", name),
+        about=each.about,
+    )
+
+
+def _translated(meeting: Meeting, each: Blame, own: Sequence[str]) -> Finding:
+    source, target = each.ways[0]
+    node = meeting.nodes[target]
+    name = next((name for name, _, has in node.facts.interfaces if own[0] in has), "eth0")
+    return failure(
+        f"{meeting.name(source)} does not reach {meeting.name(target)}: {node.address}, where it "
+        "comes from, is none of its own addresses",
+        evidence=(
+            f"{node.facts.host} has {', '.join(own[:4])}",
+            "an address is translated on the way: NAT, a tunnel, a load balancer, a container",
+        ),
+        fix=TRANSLATED_FIX,
+        paste=typed("export GLOO_SOCKET_IFNAME={0} NCCL_SOCKET_IFNAME={0}", name),
+        about=each.about,
+    )
 
 
 def _is_used(meeting: Meeting, way: Way) -> bool:
@@ -166,9 +218,13 @@ def _fix(meeting: Meeting, each: Blame) -> str:
             f"Open {hosts} for each other on all TCP ports, in their firewalls or their security "
             f"group. On {host}, and the same on the other:"
         )
+    outgoing = ""
+    if each.kind == "way":
+        # What leaves one end and what reaches the other look the same from here.
+        outgoing = f", or allow it in the outgoing rules of {meeting.host(each.ways[0][0])}"
     return (
         f"Open {host} for the other nodes on all TCP ports, in its firewall or its security "
-        f"group. On {host}:"
+        f"group{outgoing}. On {host}:"
     )
 
 
@@ -239,9 +295,9 @@ def _losses(meeting: Meeting, lossy: dict[Way, Dialled], ways: list[Way]) -> Ite
             if passes
             else f"Check the network of {hosts}: its cable, its driver, a rule by packet size. "
             "Its counters of errors:",
-            paste=f"sudo ip link set dev {name} mtu {passes}"
+            paste=typed("sudo ip link set dev {} mtu {}", name, passes)
             if passes
-            else f"ip -s link show dev {name}",
+            else typed("ip -s link show dev {}", name),
             about=each.about,
         )
 
@@ -264,6 +320,6 @@ def _differing(meeting: Meeting) -> Iterator[Finding]:
             f"MTU {mtu}: {meeting.hosts(indices)}" for mtu, indices in sorted(by_mtu.items())
         ),
         fix="Give the interfaces of all nodes one MTU.",
-        paste=f"sudo ip link set dev {name} mtu {min(by_mtu)}",
+        paste=typed("sudo ip link set dev {} mtu {}", name, min(by_mtu)),
         about="mtu",
     )

@@ -10,7 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.preflight.check import Outcome, could_not_run, failure, judged, skipped, warning
+from ddpdoctor.preflight.check import (
+    Outcome,
+    could_not_run,
+    failure,
+    judged,
+    skipped,
+    typed,
+    warning,
+)
 from ddpdoctor.preflight.machine.nccl import advice
 from ddpdoctor.preflight.nodes.judging import across_nodes, grouped, interface
 from ddpdoctor.preflight.protocol.meet import Meeting
@@ -141,7 +149,7 @@ def _slow_gloo(meeting: Meeting, bus: float, least: float) -> Finding:
         evidence=tuple(sorted(addresses))[:8],
         fix="Let gloo use the interface that the nodes reach each other by, in the job's "
         "environment on every node (its name may differ):",
-        paste=f"export GLOO_SOCKET_IFNAME={interface(meeting, 0)[0] or 'eth0'}",
+        paste=typed("export GLOO_SOCKET_IFNAME={}", interface(meeting, 0)[0] or "eth0"),
         about="bus",
     )
 

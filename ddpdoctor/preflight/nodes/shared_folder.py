@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import shlex
 from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.preflight.check import Outcome, failure, judged, note, skipped, warning
+from ddpdoctor.preflight.check import Outcome, failure, judged, note, skipped, typed, warning
 from ddpdoctor.preflight.nodes.judging import across_nodes
 from ddpdoctor.preflight.protocol.meet import Meeting
 from ddpdoctor.preflight.protocol.messages import Folder
@@ -45,14 +44,13 @@ def shared_folder(meeting: Meeting) -> Outcome:
     writer = test.asked[0]
     folder = meeting.nodes[writer].facts.folder
     if test.error:
-        quoted = shlex.quote(folder)
         message = f"{folder} cannot be written on {meeting.name(writer)}"
         wrong = failure(
             f"{message}: {test.error}",
             fix="Make the folder, or let this user write there.",
-            paste=f"mkdir -p {quoted}"
+            paste=typed("mkdir -p {}", folder)
             if test.error == os.strerror(errno.ENOENT)
-            else f"ls -ld {quoted}; df -h {quoted}",
+            else typed("ls -ld {0}; df -h {0}", folder),
             about="write",
         )
         return judged(message, [wrong])
@@ -70,7 +68,7 @@ def _findings(meeting: Meeting, test: Folder, writer: int, folder: str) -> Itera
             evidence=(f"a file that {meeting.host(writer)} wrote there was not seen",),
             fix="Mount the same file system there on every node, or copy checkpoints before a "
             "resume.",
-            paste=f"findmnt -T {shlex.quote(folder)}",
+            paste=typed("findmnt -T {}", folder),
             about="blind",
         )
     elif len(set(filter(None, test.listings))) > 1:
@@ -78,7 +76,7 @@ def _findings(meeting: Meeting, test: Folder, writer: int, folder: str) -> Itera
             f"the nodes see the same {folder}, but not the same files in it",
             fix="A process writes there now, or a node's view is old: wait, and check again. On "
             "each:",
-            paste=f"ls -la {shlex.quote(folder)}",
+            paste=typed("ls -la {}", folder),
             about="listing",
         )
     unasked = [index for index in range(len(meeting.nodes)) if index not in test.asked]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, failure, finding, judged, skipped, warning
+from ddpdoctor.preflight.check import Outcome, failure, finding, judged, skipped, typed, warning
 from ddpdoctor.preflight.nodes.judging import across_nodes, grouped, of_all, usual_of
 from ddpdoctor.preflight.protocol.meet import Meeting
 from ddpdoctor.preflight.protocol.messages import Facts
@@ -68,7 +67,7 @@ def _software(meeting: Meeting) -> Iterator[Finding]:
         usual = usual_of(torch)
         wanted = usual if usual != "none" else next(each for each in torch if each != "none")
         # Without the label of its build (+cu126), which an index need not have.
-        paste = f"pip install torch=={wanted.partition('+')[0]}"
+        paste = typed("pip install torch=={}", wanted.partition("+")[0])
         yield _differ(meeting, "torch", torch, severity, paste)
     nccl = grouped(meeting, lambda facts: facts.nccl)
     if len(nccl) > 1:
@@ -78,12 +77,11 @@ def _software(meeting: Meeting) -> Iterator[Finding]:
         yield _differ(meeting, "the NVIDIA driver", driver, Severity.WARNING, DRIVER)
     python = grouped(meeting, lambda facts: _minor(facts.python))
     if len(python) > 1:
-        yield _differ(
-            meeting, "Python", python, Severity.WARNING, f"python{usual_of(python)} -m venv venv"
-        )
+        paste = typed("python{} -m venv venv", usual_of(python))
+        yield _differ(meeting, "Python", python, Severity.WARNING, paste)
     own = grouped(meeting, lambda facts: facts.ddpdoctor)
     if len(own) > 1:
-        paste = f"pip install ddpdoctor=={usual_of(own)}"
+        paste = typed("pip install ddpdoctor=={}", usual_of(own))
         yield _differ(meeting, "ddpdoctor", own, Severity.WARNING, paste)
 
 
@@ -124,7 +122,9 @@ def _settings(meeting: Meeting) -> Iterator[Finding]:
                 f"{value}: {meeting.hosts(indices)}" for value, indices in sorted(groups.items())
             )[:8],
             fix="Set it alike on every node, or on none.",
-            paste=f"export {name}={shlex.quote(usual)}" if usual != "not set" else f"unset {name}",
+            paste=typed("export {}={}", name, usual)
+            if usual != "not set"
+            else typed("unset {}", name),
             about=name,
         )
 
@@ -172,19 +172,19 @@ def _code(meeting: Meeting) -> Iterator[Finding]:
         yield failure(
             f"{script} cannot be read on {meeting.hosts(lacking)}",
             fix="Put it there, name the same script on every node, or use a shared folder. There:",
-            paste=f"ls -l {shlex.quote(script)}",
+            paste=typed("ls -l {}", script),
             about="lacking",
         )
     hashes = grouped(meeting, lambda facts: facts.script_hash)
     if len(hashes) > 1:
         yield _code_differs(
-            meeting, f"{script} is not the same file", hashes, f"sha256sum {shlex.quote(script)}"
+            meeting, f"{script} is not the same file", hashes, typed("sha256sum {}", script)
         )
     commits = grouped(meeting, lambda facts: facts.commit[:9])
     if len(commits) > 1:
         usual = usual_of(commits)
         yield _code_differs(
-            meeting, f"the commit of {script} differs", commits, f"git checkout {usual}"
+            meeting, f"the commit of {script} differs", commits, typed("git checkout {}", usual)
         )
         return
     changes = grouped(meeting, lambda facts: (facts.changes or "none") if facts.commit else "")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
+from dataclasses import replace
 
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.preflight.check import failure
-from ddpdoctor.preflight.command_lines import NO_ID, check_line, meeting_point, open_port
+from ddpdoctor.preflight.check import failure, typed
+from ddpdoctor.preflight.command_lines import check_line, line_on_node_0, meeting_point, open_port
 from ddpdoctor.preflight.protocol.addresses import is_local
 from ddpdoctor.preflight.protocol.caller import Problem
 from ddpdoctor.preflight.protocol.meet import Meeting
@@ -27,12 +27,21 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
     if not host:
         fix, paste = meeting_point(meeting.seat, situation)
         return _finding("no rendezvous endpoint is given (--rdzv-endpoint)", fix, paste)
+    if problem.kind == "other id":
+        # No line to paste leaves the id out: without one the meeting is open to anybody.
+        return _finding(
+            f"the check at {_at(meeting, problem)} is of another job: it has another rendezvous id",
+            "If it is this job's, give --rdzv-id the same value on every node. If it is another "
+            "one's, choose another port, on every node; here:",
+            check_line(replace(meeting.seat, port=_other_port(port)), situation.nproc),
+            f"the rendezvous id here is {meeting.seat.rdzv_id!r}",
+        )
     if meeting.holder:
         return _finding(
             f"port {port} cannot be listened on here: {problem.words}",
             "Node rank 0 needs it: stop what holds the port, or choose another one in "
             "--rdzv-endpoint on every node.",
-            f"ss -tlnp 'sport = :{port}'",
+            typed("ss -tlnp {}", f"sport = :{port}"),
         )
     if problem.kind in ("refused", "dropped", "prohibited", "unreachable", "no route", "no host"):
         if is_local(host):
@@ -43,7 +52,16 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
                 paste,
                 f"within {problem.waited:.0f} s nothing listened there",
             )
-        return _closed(meeting, problem)
+        if meeting.own_endpoint:
+            return _finding(
+                f"the endpoint {meeting.seat.endpoint} is this machine, which is node rank "
+                f"{meeting.seat.rank}: node rank 0 is not here",
+                "Name the machine of node rank 0 in --rdzv-endpoint, on every node. There, this "
+                "starts the check:",
+                line_on_node_0(meeting.seat, situation.nproc),
+                f"within {problem.waited:.0f} s nothing listened there",
+            )
+        return _closed(meeting, problem, situation)
     where = meeting.seat.endpoint
     at = _at(meeting, problem)
     again = check_line(meeting.seat, situation.nproc)
@@ -52,7 +70,7 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
             f"the name {host} does not resolve on this node",
             "If the name is right, add it to /etc/hosts here: typed on that machine, this prints "
             "the line. Or give its address in --rdzv-endpoint, on every node.",
-            f'echo "$(hostname -I | cut -d " " -f 1)" {shlex.quote(host)}',
+            typed('echo "$(hostname -I | cut -d " " -f 1)" {}', host),
             problem.words,
         )
     if problem.kind in ("silent", "other service"):
@@ -60,13 +78,7 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
             f"another program answers at {at}, not `ddpdoctor check`",
             f"Stop what holds port {port} on {host} (a job that still runs?), or choose another "
             "port in --rdzv-endpoint on every node.",
-            f"ss -tlnp 'sport = :{port}'",
-        )
-    if problem.kind == "other id":
-        return _finding(
-            f"the check at {at} has another rendezvous id than {meeting.seat.rdzv_id!r}",
-            "Give --rdzv-id the same value on every node, or leave it out on all of them:",
-            check_line(meeting.seat, situation.nproc, rdzv_id=NO_ID),
+            typed("ss -tlnp {}", f"sport = :{port}"),
         )
     if problem.kind == "late":
         return _finding(
@@ -97,12 +109,25 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
     )
 
 
-def _closed(meeting: Meeting, problem: Problem) -> Finding:
+def _other_port(port: int) -> int:
+    return port + 1 if port < 65535 else port - 1
+
+
+def _closed(meeting: Meeting, problem: Problem, situation: Situation) -> Finding:
     """There is no connection to the endpoint."""
     host, port = meeting.seat.host, meeting.seat.port
     at = _at(meeting, problem)
     opened = open_port(port, problem.address or host)
     door = f"the check runs there: it answers at port {problem.door}" if problem.door else ""
+    if problem.behind:
+        return _finding(
+            f"{at} is not the machine of node 0, but leads to it for other ports: {problem.behind}",
+            f"An address is translated on the way (NAT, a load balancer, a container): forward TCP "
+            f"port {port} as well, or name an address of node 0 itself in --rdzv-endpoint, on "
+            "every node. gloo and NCCL need that in any case. Here:",
+            check_line(meeting.seat, situation.nproc, host=problem.behind),
+            door,
+        )
     sender = f"{problem.sender} says so by ICMP" if problem.sender else ""
     in_firewall = f"Open TCP port {port} in the firewall of {host}, or of the network (a security "
     in_firewall += f"group). On {host}:"
@@ -142,13 +167,13 @@ def _closed(meeting: Meeting, problem: Problem) -> Finding:
             f"no machine answers at {problem.address}"
             + (f", the address of {host} on this node" if problem.address != host else ""),
             "Check the address: an old line in /etc/hosts, or a machine that is down.",
-            f"getent ahosts {shlex.quote(host)}",
+            typed("getent ahosts {}", host),
         )
     if problem.kind == "no route":
         return _finding(
             f"{at} cannot be reached: {problem.words}",
             "This machine has no route to it: name an endpoint in a network that both have.",
-            f"ip route get {problem.address}",
+            typed("ip route get {}", problem.address),
         )
     if problem.kind == "prohibited":
         return _finding(

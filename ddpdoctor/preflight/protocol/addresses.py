@@ -47,6 +47,26 @@ def gloo_dials(own: str, other: str) -> bool:
     return first.version != second.version or first.packed >= second.packed
 
 
+def may_be_node(address: str, coordinator: str) -> bool:
+    """Whether an address may be another node's, by the one at which node 0 was reached.
+
+    Not this machine itself, the machine's own link (where clouds keep credentials), many at once,
+    nor the Internet where node 0 is in a private network.
+    """
+    try:
+        one, zero = ipaddress.ip_address(address), ipaddress.ip_address(coordinator)
+    except ValueError:
+        return False
+    if one.is_multicast or one.is_unspecified:
+        return False
+    if zero.is_loopback:
+        # Node 0 is on this very machine.
+        return True
+    if one.is_loopback or (one.is_link_local and not zero.is_link_local):
+        return False
+    return not (zero.is_private and one.is_global)
+
+
 def is_loopback(address: str) -> bool:
     """Whether an address leads only to the machine itself."""
     try:

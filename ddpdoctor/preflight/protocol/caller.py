@@ -7,11 +7,11 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from ddpdoctor.preflight.protocol import wire
+from ddpdoctor.preflight.protocol import admission, wire
 from ddpdoctor.preflight.protocol.connecting import Closed, ConnectError, connect
 from ddpdoctor.preflight.protocol.messages import Knock, Welcome
+from ddpdoctor.preflight.protocol.validation import unpacked
 from ddpdoctor.preflight.protocol.wire import Link, WireError
-from ddpdoctor.run.records.decoder import decoder
 
 GREETING_LIMIT = 3.0
 CLOCK_QUESTIONS = 8
@@ -21,7 +21,7 @@ Kind = Literal[
     "unresolved",  # the endpoint's name is not known here
     "silent",  # connected, but nothing was said
     "other service",  # connected to something that is no check
-    "other id",  # a check with another rendezvous id
+    "other id",  # a check with another rendezvous id, most likely of another job
     "late",  # a check that went on without this node
     "full",  # a check that has all its nodes
     "gone",  # the connection was lost
@@ -44,6 +44,7 @@ class Problem:
         echoes: Whether it answers a ping.
         here: The host names of those that are there already.
         door: The other port at which the coordinator itself answers; 0 if it does not.
+        behind: The coordinator's own address, where that is not the one that was dialled.
         waited: Seconds until this was settled.
     """
 
@@ -55,6 +56,7 @@ class Problem:
     echoes: bool = False
     here: tuple[str, ...] = ()
     door: int = 0
+    behind: str = ""
     waited: float = 0.0
 
 
@@ -74,12 +76,16 @@ class Call:
         identity: Which coordinator it is.
         offset: What the coordinator's clock is ahead, in seconds.
         uncertainty: Half the round trip of that estimate, in seconds.
+        address: Where it was called.
+        reached: Where the call ended: another address if one is translated on the way.
     """
 
     link: Link
     identity: str
     offset: float
     uncertainty: float
+    address: str = ""
+    reached: str = ""
 
 
 async def call_once(address: str, port: int, key: bytes, hostname: str) -> Call:
@@ -136,11 +142,15 @@ async def _introduce(link: Link, address: str, key: bytes, hostname: str) -> Cal
         half = (time.monotonic() - began) / 2
         if half < uncertainty:
             uncertainty, offset = half, answer.time - (wall + half)
-    return Call(link, welcome.identity, offset, uncertainty)
+    return Call(link, welcome.identity, offset, uncertainty, address, welcome.reached)
 
 
 async def _answer(link: Link) -> Welcome:
-    return decoder(Welcome)(await link.receive(GREETING_LIMIT))
+    message = await link.receive(GREETING_LIMIT, admission.BYTES)
+    try:
+        return unpacked(Welcome, message)
+    except ValueError as error:
+        raise WireError(str(error)) from None
 
 
 def refused(welcome: Welcome, address: str = "") -> CallError:

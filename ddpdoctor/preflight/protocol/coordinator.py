@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ddpdoctor.preflight.protocol import connecting, wire
+from ddpdoctor.preflight.protocol import admission, connecting, wire
 from ddpdoctor.preflight.protocol.addresses import is_loopback
 from ddpdoctor.preflight.protocol.joining import side_doors
 from ddpdoctor.preflight.protocol.messages import (
@@ -23,12 +23,15 @@ from ddpdoctor.preflight.protocol.messages import (
     Welcome,
     unpack,
 )
+from ddpdoctor.preflight.protocol.validation import unpacked
 from ddpdoctor.preflight.protocol.wire import Link, WireError
 from ddpdoctor.run.records.base import as_json
-from ddpdoctor.run.records.decoder import decoder
 
 KNOCK_LIMIT = 10.0
 """Seconds for a caller to show what it is, and for a node to gather its facts."""
+
+UNPROVED_LIMIT = 60.0
+"""Seconds for a proof on a machine that does not get further; see `admission.SECONDS`."""
 
 MOST_CLOCK_QUESTIONS = 64
 TOKEN_BYTES = 16
@@ -36,8 +39,8 @@ LOOK_EVERY = 0.5
 DISAGREEING_WAIT = 3.0
 """Seconds for more nodes after the last one, once it is known that their options differ."""
 
-STRANGERS_WAIT = 3.0
-"""Seconds for more nodes, once those that are missing were here with another id."""
+MOST_STRANGERS = 32
+"""Callers with another id that are remembered; all are counted."""
 
 SEGMENT = 536
 """Bytes of payload per packet between the coordinator and the nodes."""
@@ -55,6 +58,7 @@ class Member:
         offset: How far the coordinator's clock is ahead of the node's, in seconds.
         uncertainty: Half a round trip of that estimate, in seconds.
         lost: In which phase it went away; empty while it is here.
+        why: What was seen of that.
     """
 
     link: Link
@@ -64,6 +68,7 @@ class Member:
     offset: float
     uncertainty: float
     lost: str = ""
+    why: str = ""
 
 
 class Coordinator:
@@ -73,13 +78,18 @@ class Coordinator:
         listening: Bound to the rendezvous port.
         key: Of :func:`wire.key_of`.
         nnodes: How many nodes are expected.
+        scale: How much longer than usual everything may take.
     """
 
-    def __init__(self, listening: socket.socket, key: bytes, nnodes: int) -> None:
+    def __init__(
+        self, listening: socket.socket, key: bytes, nnodes: int, scale: float = 1.0
+    ) -> None:
         self.identity = wire.nonce()
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.members: list[Member] = []
         self.strangers: list[Caller] = []
+        self.uninvited = 0
+        """How many calls came without a proof."""
         self.surplus: list[Caller] = []
         self.blocked: list[Caller] = []
         self.callers = False
@@ -87,11 +97,13 @@ class Coordinator:
         self._listening = listening
         self._key = key
         self._nnodes = nnodes
+        self._scale = scale
+        self._admission = admission.Admission()
         self._gathered = asyncio.Event()
         self._complete = asyncio.Event()
         self._given_up = False
-        self._came = self._last_stranger = 0.0
-        """When the last one came, and the last one with another id."""
+        self._came = 0.0
+        """When the last one came."""
         self._servers: list[asyncio.Server] = []
         self._watches: list[asyncio.Task[None]] = []
 
@@ -118,7 +130,7 @@ class Coordinator:
         Returns:
             Those that came, ordered by node rank; a node without one comes last.
         """
-        while time.monotonic() < self._limit(until) and not self._given_up:
+        while time.monotonic() < until and not self._given_up:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._complete.wait(), LOOK_EVERY)
             numbers = {self._nnodes, *(member.facts.nnodes for member in self.members)}
@@ -136,14 +148,6 @@ class Coordinator:
         await asyncio.gather(*self._watches)
         self.members.sort(key=lambda each: (each.facts.rank is None, each.facts.rank or 0))
         return self.members
-
-    def _limit(self, until: float) -> float:
-        """Until when nodes are waited for, as it is known now."""
-        known = len(self.members) + len(self.blocked)
-        if self.strangers and known + len(self.strangers) >= self._nnodes:
-            # The missing ones were here, with another id: they hardly come again.
-            return min(until, self._last_stranger + STRANGERS_WAIT)
-        return until
 
     def give_up(self) -> None:
         """Wait for no more nodes: the endpoint does not lead here."""
@@ -182,20 +186,30 @@ class Coordinator:
                 return
             try:
                 await member.link.send(order)
-                answers[index] = decoder(Answer)(await member.link.receive(seconds))
-            except WireError:
-                member.lost = phase
+                answer = unpacked(Answer, await member.link.receive(seconds))
+            except (WireError, ValueError) as error:
+                member.lost, member.why = phase, str(error)
+                return
+            if answer.failed:
+                member.lost, member.why = phase, answer.failed
+                return
+            answers[index] = answer
 
         await asyncio.gather(*(one(*each) for each in orders.items()))
         return answers
 
-    async def send_all(self, order: Order) -> None:
-        """Send the same to all nodes that are still here."""
+    async def send_all(self, order: Order, seconds: float) -> None:
+        """Send the same to all nodes that are still here, and wait until they have it.
+
+        Where packets are lost it takes a while, and what is not sent when this process ends is lost
+        as well: nodes without the report would say that node 0 went away.
+        """
         data = wire.packed(order)
 
         async def one(member: Member) -> None:
             with contextlib.suppress(WireError):
                 await member.link.send_packed(data)
+                await member.link.receive(seconds)
 
         await asyncio.gather(*(one(member) for member in self.members if not member.lost))
 
@@ -203,7 +217,9 @@ class Coordinator:
         link = Link(reader, writer)
         member = None
         # A cancellation ends the check, and asyncio would print it.
-        with contextlib.suppress(WireError, ValueError, OSError, TypeError, asyncio.CancelledError):
+        with contextlib.suppress(
+            WireError, ValueError, OSError, TypeError, TimeoutError, asyncio.CancelledError
+        ):
             member = await self._admit(link)
         if member is None:
             await link.close()
@@ -224,24 +240,41 @@ class Coordinator:
             self._complete.set()
         self._watches.append(asyncio.ensure_future(self._watch(member)))
 
+    async def _proved(self, link: Link, address: str) -> Knock | None:
+        """What a caller says first, if it proves that it knows the rendezvous id."""
+        with self._admission.place(link.writer, address) as placed:
+            if not placed:
+                return None
+            challenge = wire.nonce()
+            link.writer.write(wire.greeting(challenge))
+            receiving = link.receive(UNPROVED_LIMIT, admission.BYTES)
+            message = await admission.in_time(receiving)
+            try:
+                knock = unpacked(Knock, message)
+            except ValueError:
+                knock = Knock()
+            if wire.proves(knock.proof, self._key, "node", challenge):
+                return knock
+            self.uninvited += 1
+            caller = Caller(knock.host, address)
+            self.strangers = [*_without(self.strangers, caller), caller][-MOST_STRANGERS:]
+            await admission.in_time(link.send(Welcome(refused="id")))
+        return None
+
     async def _admit(self, link: Link) -> Member | None:
-        challenge = wire.nonce()
-        link.writer.write(wire.greeting(challenge))
-        knock = decoder(Knock)(await link.receive(KNOCK_LIMIT))
         address = _plain(link.writer.get_extra_info("peername"))
+        reached = _plain(link.writer.get_extra_info("sockname"))
         self.callers = self.callers or not is_loopback(address)
-        caller = Caller(knock.host[:255], address)
-        if not wire.proves(knock.proof, self._key, "node", challenge):
-            self._last_stranger = time.monotonic()
-            self.strangers = [*_without(self.strangers, caller), caller]
-            await link.send(Welcome(refused="id"))
+        first = await self._proved(link, address)
+        if first is None:
             return None
+        caller = Caller(first.host, address)
         welcome = self._refusal(caller) if self._is_closed() else Welcome()
-        proof = wire.proof(self._key, "coordinator", knock.nonce)
-        await link.send(replace(welcome, proof=proof, identity=self.identity))
+        proof = wire.proof(self._key, "coordinator", first.nonce)
+        await link.send(replace(welcome, proof=proof, identity=self.identity, reached=reached))
         for _ in range(0 if welcome.refused else MOST_CLOCK_QUESTIONS):
-            message = await link.receive(KNOCK_LIMIT)
-            knock = decoder(Knock)(message)
+            message = await link.receive(KNOCK_LIMIT * self._scale)
+            knock = unpacked(Knock, message)
             if knock.blocked:
                 # It came by the side door, because it finds the rendezvous port closed.
                 caller = replace(caller, rank=knock.rank, kind=knock.blocked)
@@ -252,7 +285,7 @@ class Coordinator:
                     link,
                     unpack(message["facts"]),
                     address,
-                    _plain(link.writer.get_extra_info("sockname")),
+                    reached,
                     knock.offset,
                     knock.uncertainty,
                 )

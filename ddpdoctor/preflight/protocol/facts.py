@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 from ddpdoctor import __version__
+from ddpdoctor.core.control_characters import shown
 from ddpdoctor.preflight.machine.interfaces import interfaces
 from ddpdoctor.preflight.machine.link_capacity import inside, outside
 from ddpdoctor.preflight.machine.nccl import why_no_nccl
@@ -16,6 +18,13 @@ from ddpdoctor.preflight.machine.versions import versions
 from ddpdoctor.preflight.place import Seat
 from ddpdoctor.preflight.protocol.addresses import advertised, is_loopback
 from ddpdoctor.preflight.protocol.messages import Facts
+from ddpdoctor.preflight.protocol.validation import (
+    LONGEST,
+    is_host,
+    is_interface,
+    is_variable,
+    is_version,
+)
 from ddpdoctor.preflight.situation import Situation, text, visible_gpus
 
 NO_LINK = ("no GPU", 0.0)
@@ -32,7 +41,7 @@ def gather(situation: Situation, seat: Seat, pair_port: int, *, reduces: bool) -
     folder = situation.options.checkpoint_dir
     gpus = situation.shared(visible_gpus)
     return Facts(
-        host=situation.hostname,
+        host=host_of(situation),
         rank=seat.rank,
         nnodes=seat.nnodes,
         nproc=situation.nproc,
@@ -42,7 +51,9 @@ def gather(situation: Situation, seat: Seat, pair_port: int, *, reduces: bool) -
         interfaces=tuple(
             (each.name, each.mtu, each.addresses)
             for each in situation.shared(interfaces)
-            if each.running and any(not is_loopback(address) for address in each.addresses)
+            if each.running
+            and is_interface(each.name)
+            and any(not is_loopback(address) for address in each.addresses)
         ),
         pair_port=pair_port,
         reduces=reduces,
@@ -50,22 +61,32 @@ def gather(situation: Situation, seat: Seat, pair_port: int, *, reduces: bool) -
         no_nccl=why_no_nccl(situation, situation.nproc, nodes=seat.nnodes),
         inside=inside(situation) if gpus else NO_LINK,
         outside=outside(situation) if gpus else NO_LINK,
-        torch=installed.torch,
-        nccl=installed.nccl,
-        driver=installed.driver,
-        python=installed.python,
+        torch=_version(installed.torch),
+        nccl=_version(installed.nccl),
+        driver=_version(installed.driver),
+        python=_version(installed.python),
         ddpdoctor=__version__,
         variables={
-            name: value
+            name: shown(value)[:LONGEST]
             for name, value in sorted(situation.environ.items())
-            if name.startswith(_PREFIXES)
+            if name.startswith(_PREFIXES) and is_variable(name)
         },
-        script=script,
+        script=shown(script),
         script_hash=script_hash,
         commit=commit,
         changes=changes,
-        folder=str(folder) if folder else "",
+        folder=str(folder) if folder and str(folder).isprintable() else "",
     )
+
+
+def host_of(situation: Situation) -> str:
+    """This machine's name as the others are given it: what is no name of a machine is left out."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", situation.hostname).lstrip(".-")[:253]
+    return name if is_host(name) else "unnamed"
+
+
+def _version(text: str) -> str:
+    return text if is_version(text) else ""
 
 
 def _machine(situation: Situation) -> str:

@@ -276,7 +276,9 @@ class _Attempts:
                     if side is not None:
                         with contextlib.suppress(WireError):
                             await side.link.send({"blocked": again.kind, "rank": goal.rank})
-                    raise CallError(replace(again, door=door, waited=waited)) from None
+                    behind = "" if side is None or side.reached == address else side.reached
+                    settled = replace(again, door=door, behind=behind, waited=waited)
+                    raise CallError(settled) from None
             finally:
                 if side is not None:
                     await side.link.close()

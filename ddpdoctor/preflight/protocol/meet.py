@@ -22,7 +22,7 @@ from ddpdoctor.preflight.protocol.addresses import is_local, mine
 from ddpdoctor.preflight.protocol.caller import Call, CallError, Kind, Problem
 from ddpdoctor.preflight.protocol.connecting import words_of
 from ddpdoctor.preflight.protocol.coordinator import Coordinator
-from ddpdoctor.preflight.protocol.facts import gather
+from ddpdoctor.preflight.protocol.facts import gather, host_of
 from ddpdoctor.preflight.protocol.joining import SETTLED_AFTER, SPEAK_AFTER, Goal, call_any, join
 from ddpdoctor.preflight.protocol.messages import Facts, Node, Report
 from ddpdoctor.preflight.protocol.pairs import Listener
@@ -62,6 +62,7 @@ class Meeting:
         problem: Why this node did not meet the others; None if it did.
         holder: Whether this node was to coordinate.
         foreign: The endpoint's addresses, if this node has node rank 0 and they are not its own.
+        own_endpoint: Whether the endpoint is this machine's, and it is not node rank 0.
         report: Of the coordinator.
     """
 
@@ -70,6 +71,7 @@ class Meeting:
     problem: Problem | None = None
     holder: bool = False
     foreign: tuple[str, ...] = ()
+    own_endpoint: bool = False
     report: Report = field(default_factory=Report)
 
     @property
@@ -137,7 +139,8 @@ async def _until_cancelled(situation: Situation) -> Meeting:
 async def _meet(situation: Situation) -> Meeting:
     began = time.monotonic()
     deadline = began + situation.deadline.left()
-    gather_until = began + min(GATHER_LIMIT, situation.options.timeout / 2)
+    scale = situation.options.scale
+    gather_until = began + min(GATHER_LIMIT * scale, situation.options.timeout / 2)
     place = seat(situation)
     listener = Listener()
     ranks = Ranks(situation.environ)
@@ -147,7 +150,7 @@ async def _meet(situation: Situation) -> Meeting:
         if reduces:
             await ranks.start(situation.nproc)
         facts = await asyncio.to_thread(gather, situation, place, port, reduces=reduces)
-        goal = Goal(place.host, place.port, key_of(place.rdzv_id), situation.hostname, place.rank)
+        goal = Goal(place.host, place.port, key_of(place.rdzv_id), host_of(situation), place.rank)
         participant = Participant(
             situation, place, goal, facts, listener, ranks, gather_until, deadline
         )
@@ -180,7 +183,7 @@ class Participant:
         at_home = mine(addresses, self.situation.shared(interfaces))
         if self.seat.rank == 0 or (self.seat.rank is None and at_home):
             return await self._coordinate(at_home, addresses)
-        return await self._join()
+        return replace(await self._join(), own_endpoint=at_home)
 
     async def _coordinate(self, at_home: bool, addresses: tuple[str, ...]) -> Meeting:
         try:
@@ -190,10 +193,13 @@ class Participant:
                 # As torchrun does: another process of this machine holds the store.
                 return await self._join()
             problem = Problem("refused", words=words_of(error))
+            if error.errno == errno.EADDRINUSE:
+                problem = await self._who_listens(problem)
             return Meeting(self.seat, problem=problem, holder=True)
-        here = Coordinator(listening, self.goal.key, self.seat.nnodes)
+        scale = self.situation.options.scale
+        here = Coordinator(listening, self.goal.key, self.seat.nnodes, scale)
         await here.open()
-        phases = Phases(here, self.seat.nnodes, self.seat.port, self.deadline)
+        phases = Phases(here, self.seat.nnodes, self.seat.port, self.deadline, scale)
         lead = asyncio.ensure_future(phases.run(self.gather_until))
         work = asyncio.ensure_future(self._work_here())
         scout = asyncio.ensure_future(self._scout(here, at_home))
@@ -213,12 +219,22 @@ class Participant:
             await asyncio.gather(lead, work, scout, reminder, return_exceptions=True)
             await here.close()
 
+    async def _who_listens(self, problem: Problem) -> Problem:
+        """Why the port is taken: a check of another job says that it is one."""
+        try:
+            call = await self._call_here()
+        except CallError as error:
+            return error.problem if error.problem.kind == "other id" else problem
+        await call.link.close()
+        return replace(problem, words=f"{problem.words}: this check runs here already")
+
+    async def _call_here(self) -> Call:
+        goal = self.goal
+        return await caller.call_once("127.0.0.1", goal.port, goal.key, goal.hostname)
+
     async def _work_here(self) -> Meeting:
         """Take part as any other node."""
-        goal = self.goal
-        return await self._work(
-            await caller.call_once("127.0.0.1", goal.port, goal.key, goal.hostname)
-        )
+        return await self._work(await self._call_here())
 
     async def _say_who_is_missing(self, here: Coordinator) -> None:
         """Tell a person who waits, after a while, for whom."""
@@ -273,7 +289,7 @@ class Participant:
 
     async def _work(self, call: Call) -> Meeting:
         """Do what the coordinator asks for, until it reports what came of it."""
-        worker = Worker(call, self.seat.host, self.facts, self.listener, self.ranks)
+        worker = Worker(call, self.seat, self.facts, self.listener, self.ranks)
         try:
             report = await worker.run(self.deadline)
         except WireError as error:

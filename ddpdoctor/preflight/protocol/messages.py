@@ -11,8 +11,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ddpdoctor.preflight.protocol.pairs import Dialled, Target
+from ddpdoctor.preflight.protocol.validation import (
+    Address,
+    Count,
+    Hexadecimal,
+    Host,
+    Index,
+    Interface,
+    Port,
+    Printable,
+    Rank,
+    Variable,
+    Version,
+    Word,
+    unpacked_whole,
+)
 from ddpdoctor.run.records.base import Part
-from ddpdoctor.run.records.decoder import required
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,31 +57,31 @@ class Facts(Part):
         folder: The checkpoint folder, if one was given.
     """
 
-    host: str
-    rank: int | None
-    nnodes: int
-    nproc: int
+    host: Host
+    rank: Rank
+    nnodes: Count
+    nproc: Count
     machine: str
-    gloo_address: str
+    gloo_address: Address
     gloo_why: str
-    interfaces: tuple[tuple[str, int, tuple[str, ...]], ...]
-    pair_port: int
+    interfaces: tuple[tuple[Interface, int, tuple[Address, ...]], ...]
+    pair_port: Port
     reduces: bool
-    gpus: int
+    gpus: Count
     no_nccl: str
     inside: tuple[str, float]
     outside: tuple[str, float]
-    torch: str
-    nccl: str
-    driver: str
-    python: str
-    ddpdoctor: str
-    variables: dict[str, str]
-    script: str
-    script_hash: str
-    commit: str
-    changes: str
-    folder: str
+    torch: Version
+    nccl: Version
+    driver: Version
+    python: Version
+    ddpdoctor: Version
+    variables: dict[Variable, Printable]
+    script: Printable
+    script_hash: Hexadecimal
+    commit: Hexadecimal
+    changes: Hexadecimal
+    folder: Printable
 
 
 def unpack(message: Mapping[str, object]) -> Facts:
@@ -76,7 +90,7 @@ def unpack(message: Mapping[str, object]) -> Facts:
     Raises:
         ValueError: They are damaged.
     """
-    return required(Facts, message)
+    return unpacked_whole(Facts, message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +103,11 @@ class Knock(Part):
         uncertainty: Half a round trip of that estimate.
     """
 
-    proof: str = ""
-    nonce: str = ""
-    host: str = ""
-    rank: int | None = None
-    blocked: str = ""
+    proof: Hexadecimal = ""
+    nonce: Hexadecimal = ""
+    host: Host = ""
+    rank: Rank = None
+    blocked: Word = ""
     offset: float = 0.0
     uncertainty: float = 0.0
 
@@ -108,14 +122,16 @@ class Welcome(Part):
         here: The host names of the nodes that are there, if it is refused.
         nnodes: How many are expected.
         time: The coordinator's clock, in answer to a question.
+        reached: The address of the coordinator's machine at which the connection ended.
     """
 
-    proof: str = ""
-    identity: str = ""
-    refused: str = ""
-    here: tuple[str, ...] = ()
-    nnodes: int = 0
+    proof: Hexadecimal = ""
+    identity: Hexadecimal = ""
+    refused: Word = ""
+    here: tuple[Host, ...] = ()
+    nnodes: Count = 0
     time: float = 0.0
+    reached: Address = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +145,7 @@ class Stage(Part):
     """
 
     name: str = ""
-    nodes: tuple[int, ...] = ()
+    nodes: tuple[Index, ...] = ()
     error: str = ""
     bus: float = 0.0
 
@@ -158,7 +174,7 @@ class RankResult(Part):
         stages: By NCCL, where it was tested.
     """
 
-    node: int = -1
+    node: Index = -1
     rank: int = -1
     ok: bool = False
     error: str = ""
@@ -178,6 +194,10 @@ class Answer(Part):
         seen: Whether that file is in its checkpoint folder.
         listing: A hash of what is in that folder.
         ranks: Of the collective test.
+        failed: Why it could not do what it was asked for.
+        waited: For which part of the measurement either end waited for a core.
+        sent: Small messages of the measurement, both ways.
+        resent: Segments of these that were sent again.
     """
 
     dialled: tuple[Dialled, ...] = ()
@@ -186,8 +206,12 @@ class Answer(Part):
     bandwidth: float = 0.0
     error: str = ""
     seen: bool = False
-    listing: str = ""
+    listing: Hexadecimal = ""
     ranks: tuple[RankResult, ...] = ()
+    failed: str = ""
+    waited: float = 0.0
+    sent: int = 0
+    resent: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,13 +223,15 @@ class Node(Part):
         offset: How far the coordinator's clock is ahead of the node's.
         uncertainty: Half a round trip of that estimate.
         lost: In which phase it went away; empty if it stayed.
+        why: What was seen of that.
     """
 
     facts: Facts
-    address: str
+    address: Address
     offset: float = 0.0
     uncertainty: float = 0.0
     lost: str = ""
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,10 +242,10 @@ class Caller(Part):
         kind: Why the rendezvous port is closed for it, if it is.
     """
 
-    host: str = ""
-    address: str = ""
-    rank: int | None = None
-    kind: str = ""
+    host: Host = ""
+    address: Address = ""
+    rank: Rank = None
+    kind: Word = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,15 +257,21 @@ class Speeds(Part):
         rtt: The median; likewise the bandwidth.
         least: The lowest bandwidth.
         slow: From, to, round trip, bandwidth.
-        cells: From and to of all, where some are slow.
+        lossy: From, to, small messages, and how many of these were sent again.
+        cells: From and to of all, where some are slow or lossy.
+        starved: Those that looked slow while an end waited for a core most of the time.
+        untested: Why none was measured.
     """
 
     measured: int = 0
     rtt: float = 0.0
     bandwidth: float = 0.0
     least: float = 0.0
-    slow: tuple[tuple[int, int, float, float], ...] = ()
-    cells: tuple[tuple[int, int], ...] = ()
+    slow: tuple[tuple[Index, Index, float, float], ...] = ()
+    lossy: tuple[tuple[Index, Index, int, int], ...] = ()
+    cells: tuple[tuple[Index, Index], ...] = ()
+    starved: Count = 0
+    untested: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,9 +285,9 @@ class Folder(Part):
         listings: The hashes of what is in the folder.
     """
 
-    asked: tuple[int, ...] = ()
+    asked: tuple[Index, ...] = ()
     error: str = ""
-    seen: tuple[int, ...] = ()
+    seen: tuple[Index, ...] = ()
     listings: tuple[str, ...] = ()
 
 
@@ -269,8 +301,8 @@ class StageReport(Part):
     """
 
     name: str = ""
-    errors: tuple[tuple[int, tuple[int, ...], str], ...] = ()
-    sets: tuple[tuple[tuple[int, ...], float], ...] = ()
+    errors: tuple[tuple[Index, tuple[Index, ...], str], ...] = ()
+    sets: tuple[tuple[tuple[Index, ...], float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +317,7 @@ class NcclReport(Part):
 
     correct: int = 0
     stages: tuple[StageReport, ...] = ()
-    again: tuple[tuple[int, int, bool], ...] = ()
+    again: tuple[tuple[Index, Index, bool], ...] = ()
     untested: str = ""
 
 
@@ -307,7 +339,7 @@ class Reduction(Part):
     """
 
     skipped: str = ""
-    unready: tuple[tuple[int, str, float], ...] = ()
+    unready: tuple[tuple[Index, str, float], ...] = ()
     world: int = 0
     limit: float = 0.0
     correct: int = 0
@@ -324,19 +356,21 @@ class Report(Part):
 
     Attributes:
         expected: How many nodes were to come.
-        strangers: Those that have another rendezvous id.
+        strangers: Those that have another rendezvous id, or none.
+        uninvited: How many calls came from such.
         surplus: Those that came when all were there.
         blocked: Those for which the rendezvous port is closed.
         bad: From, to, at which address (``route`` or ``gloo``), and what came of it twice.
         gathered: Seconds that the nodes were waited for.
     """
 
-    expected: int = 0
+    expected: Count = 0
     nodes: tuple[Node, ...] = ()
     strangers: tuple[Caller, ...] = ()
+    uninvited: int = 0
     surplus: tuple[Caller, ...] = ()
     blocked: tuple[Caller, ...] = ()
-    bad: tuple[tuple[int, int, str, Dialled], ...] = ()
+    bad: tuple[tuple[Index, Index, Word, Dialled], ...] = ()
     speed: Speeds = field(default_factory=Speeds)
     folder: Folder = field(default_factory=Folder)
     reduction: Reduction = field(default_factory=Reduction)
@@ -365,18 +399,18 @@ class Order(Part):
         report: At the end.
     """
 
-    do: str = ""
-    index: int = -1
-    token: str = ""
+    do: Word = ""
+    index: Index = -1
+    token: Hexadecimal = ""
     targets: tuple[Target, ...] = ()
     needed: bool = False
     limit: float = 0.0
-    action: str = ""
-    port: int = 0
-    world: int = 0
-    first: int = 0
+    action: Word = ""
+    port: Port = 0
+    world: Count = 0
+    first: Count = 0
     stage_limit: float = 0.0
     patience: float = 0.0
     nccl: bool = False
-    node_of: tuple[int, ...] = ()
+    node_of: tuple[Index, ...] = ()
     report: Report | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import secrets
 import struct
 import time
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ddpdoctor.preflight.protocol import speeds
+from ddpdoctor.preflight.protocol import admission, speeds
 from ddpdoctor.preflight.protocol.connecting import (
     Closed,
     ConnectError,
@@ -25,10 +26,15 @@ from ddpdoctor.preflight.protocol.connecting import (
     patient,
     words_of,
 )
+from ddpdoctor.preflight.protocol.tcp_info import counts
+from ddpdoctor.preflight.protocol.validation import Address, Index, Port
 from ddpdoctor.run.records.base import Part
 
 BLOCK = 64 * 1024
 """Bytes sent each way: enough for packets of the largest size."""
+
+PART = 8 * 1024
+"""Bytes of it that arrive only where packets of full size do."""
 
 STALL_LIMIT = 3.0
 """Seconds for 64 KiB that arrive in milliseconds where they arrive at all."""
@@ -42,7 +48,13 @@ _SESSION_LIMIT = 60.0
 _HELLO = struct.Struct("!16sIc")
 _EXCHANGE, _SPEED = b"E", b"S"
 _OK, _NOT_ME = b"\x01", b"\x00"
-_BROKEN = (OSError, asyncio.IncompleteReadError, asyncio.TimeoutError, struct.error)
+_BROKEN = (
+    OSError,
+    asyncio.IncompleteReadError,
+    asyncio.TimeoutError,
+    TimeoutError,
+    struct.error,
+)
 
 Outcome = Literal[
     "ok",
@@ -54,6 +66,7 @@ Outcome = Literal[
     "stranger",  # connected, to something else
     "forth",  # the 64 KiB from the dialling node did not arrive
     "back",  # the 64 KiB from the dialled node did not arrive
+    "lossy",  # they arrived in part: packets of all sizes are lost
 ]
 
 _OUTCOMES: dict[Closed, Outcome] = {
@@ -73,10 +86,10 @@ class Target(Part):
         mss: Largest segment in bytes, to learn whether smaller packets pass; 0 for the kernel's.
     """
 
-    index: int = -1
-    address: str = ""
-    port: int = 0
-    mss: int = 0
+    index: Index = -1
+    address: Address = ""
+    port: Port = 0
+    mss: Port = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +109,14 @@ class Dialled(Part):
     passes: int = 0
 
 
+def pair_token(token: bytes) -> bytes:
+    """What the nodes show each other: of a coordinator's token, and no bytes of its choice.
+
+    Whoever plays node 0 can have a node dial an address; it cannot have it say anything there.
+    """
+    return hashlib.sha256(b"ddpdoctor pair\0" + token).digest()[:16]
+
+
 class Listener:
     """What the other nodes dial: it answers those of this check, and only those."""
 
@@ -103,11 +124,12 @@ class Listener:
         self.token = b""
         self.index = -1
         self._server: asyncio.Server | None = None
+        self._admission = admission.Admission()
 
     async def open(self) -> int:
         """Listen on a port of the kernel's choice; the port."""
         listening = listen(0)
-        self._server = await asyncio.start_server(self._answer, sock=listening)
+        self._server = await asyncio.start_server(self._answer, sock=listening, backlog=1024)
         return int(listening.getsockname()[1])
 
     def admit(self, index: int, token: bytes) -> None:
@@ -127,7 +149,12 @@ class Listener:
             writer.close()
 
     async def _session(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        token, index, what = _HELLO.unpack(await reader.readexactly(_HELLO.size))
+        peer = writer.get_extra_info("peername")
+        with self._admission.place(writer, str(peer[0]) if peer else "") as placed:
+            if not placed:
+                return
+            hello = await admission.in_time(reader.readexactly(_HELLO.size))
+        token, index, what = _HELLO.unpack(hello)
         if not self.token or not secrets.compare_digest(token, self.token):
             return
         writer.write(_OK if index == self.index else _NOT_ME)
@@ -193,7 +220,8 @@ class _Dialler:
                 self._exchanging.release()
             await self._patience.within(work, STALL_LIMIT)
         except TimeoutError:
-            pass
+            if reached[-1] in STALLS and max(counts(writer)[1:]) > PART:
+                reached.append("lossy")
         except OSError as error:
             words = words_of(error)
         except asyncio.IncompleteReadError:

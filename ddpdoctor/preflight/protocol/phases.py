@@ -23,6 +23,7 @@ from ddpdoctor.preflight.protocol.messages import (
     StageReport,
 )
 from ddpdoctor.preflight.protocol.pairs import STALL_LIMIT, STALLS, Dialled, Target
+from ddpdoctor.preflight.protocol.ranks import LATE
 from ddpdoctor.preflight.protocol.reduction import AGAIN
 
 SMALL_SEGMENTS = (536, 1160, 1240, 1360, 1410)
@@ -44,6 +45,12 @@ STAGE_LIMIT_RANK = 0.01
 
 IMPORT_LIMIT = 25.0
 
+END_LIMIT = 10.0
+"""Seconds for the report to reach all nodes."""
+
+STARVED = "not all ranks could import torch: for lack of CPU, no link can be judged"
+"""Importing torch keeps the cores busy, and links look slow."""
+
 MOST_SETS = 64
 """Sets of nodes of one stage whose bus bandwidth is reported: the slowest."""
 
@@ -60,12 +67,14 @@ class Phases:
         nnodes: How many nodes are expected.
         port: Of the rendezvous.
         deadline: Monotonic time at which all has to be over.
+        scale: How much longer than usual each stage may take.
     """
 
     coordinator: Coordinator
     nnodes: int
     port: int
     deadline: float
+    scale: float = 1.0
 
     async def run(self, gather_until: float) -> None:
         """Gather the nodes, test what lies between them, and send all of them the same report."""
@@ -76,13 +85,15 @@ class Phases:
         rosters = {
             index: Order("roster", index=index, token=token) for index in range(len(members))
         }
-        await self.coordinator.ask(rosters, "the roster", 10)
+        await self.coordinator.ask(rosters, "the roster", 10 * self.scale)
         dials = await self._dials(members)
         bad = {(i, j) for i, j, kind in dials if kind == "route"}
         reason = self._why_no_reduction(members, dials)
         # Importing torch keeps the cores busy, and would be taken for a slow link.
         unready = await self._settle(members, needed=not reason)
-        speed = await self._speeds(members, bad)
+        speed = Speeds(untested=STARVED) if _lacking_cpu(unready) else Speeds()
+        if not speed.untested:
+            speed = await self._speeds(members, bad)
         folder = await self._folder(members)
         reason = reason or self._why_no_reduction(members, dials)
         if unready:
@@ -93,7 +104,8 @@ class Phases:
         report = Report(
             expected=self.nnodes,
             nodes=tuple(_node(member, members) for member in members),
-            strangers=tuple(self.coordinator.strangers[:32]),
+            strangers=tuple(self.coordinator.strangers),
+            uninvited=self.coordinator.uninvited,
             surplus=tuple(self.coordinator.surplus[:32]),
             blocked=tuple(self.coordinator.blocked[:256]),
             bad=tuple((*cell, dials[cell]) for cell in sorted(dials)),
@@ -102,7 +114,10 @@ class Phases:
             reduction=reduction,
             gathered=gathered,
         )
-        await self.coordinator.send_all(Order("end", report=report))
+        left = self.deadline - time.monotonic()
+        await self.coordinator.send_all(
+            Order("end", report=report), max(1.0, min(END_LIMIT * self.scale, left))
+        )
 
     async def _dials(self, members: Sequence[Member]) -> dict[Cell, Dialled]:
         """Every node dials every other; what failed twice."""
@@ -137,7 +152,7 @@ class Phases:
             for index, listed in cells.items()
         }
         # A busy machine takes longer, and is not to be taken for one that went away.
-        seconds = 3 * (CONNECT_LIMIT + STALL_LIMIT) + 0.2 * nodes
+        seconds = (3 * (CONNECT_LIMIT + STALL_LIMIT) + 0.2 * nodes) * self.scale
         answers = await self.coordinator.ask(orders, "dialling", seconds)
         return {
             cell: result
@@ -152,7 +167,8 @@ class Phases:
         """Wait until the ranks have imported torch; the nodes on which not all have, and why."""
         left = self.deadline - time.monotonic()
         # Of a short time limit half is for the import, and half for what comes after it.
-        limit = max(1.0, min(IMPORT_LIMIT, max(left - REDUCTION_LIMIT, left / 2)))
+        rest = max(left - REDUCTION_LIMIT * self.scale, left / 2)
+        limit = max(1.0, min(IMPORT_LIMIT * self.scale, rest))
         order = Order("settle", needed=needed, limit=limit)
         orders = dict.fromkeys(range(len(members)), order)
         answers = await self.coordinator.ask(orders, "importing torch", limit + 5)
@@ -168,21 +184,29 @@ class Phases:
             cells = [(i, (i + shift) % len(members)) for i in range(len(members))]
             measured |= await self._measure(members, [cell for cell in cells if cell not in bad])
         confirmed = set()
-        for cell in speeds.outliers(measured)[:MOST_SUSPECTS]:
+        for cell in speeds.suspects(measured)[:MOST_SUSPECTS]:
             # Alone this time: the other nodes are idle. The best counts, since a busy machine makes
             # a link look slow, and nothing makes it look fast.
             for _ in range(TIMES_ALONE):
                 again = await self._measure(members, [cell])
                 if cell in again:
                     measured[cell] = speeds.better(measured[cell], again[cell])
-                if cell not in speeds.outliers(measured):
+                if cell not in speeds.outliers(measured) and not measured[cell].lossy:
                     break
             else:
                 confirmed.add(cell)
         if not measured:
             return Speeds()
-        slow = [cell for cell in speeds.outliers(measured) if cell in confirmed]
+        lossy = [cell for cell in measured if cell in confirmed and measured[cell].lossy]
+        # What is lost is sent again, and late: that is one fault.
+        outliers = [cell for cell in speeds.outliers(measured) if cell in confirmed]
+        outliers = [cell for cell in outliers if cell not in lossy]
+        slow = [cell for cell in outliers if measured[cell].waited < speeds.STARVED]
         return Speeds(
+            starved=len(outliers) - len(slow),
+            lossy=tuple(
+                (*each, measured[each].sent, measured[each].resent) for each in lossy[:256]
+            ),
             measured=len(measured),
             rtt=median_high(speed.rtt for speed in measured.values()),
             bandwidth=median_high(speed.bandwidth for speed in measured.values()),
@@ -190,18 +214,23 @@ class Phases:
             slow=tuple(
                 (*each, measured[each].rtt, measured[each].bandwidth) for each in slow[:256]
             ),
-            cells=tuple(measured) if slow else (),
+            cells=tuple(measured) if slow or lossy else (),
         )
 
     async def _measure(
         self, members: Sequence[Member], cells: Sequence[speeds.Cell]
     ) -> dict[speeds.Cell, speeds.Speed]:
-        orders = {i: Order("speed", targets=(_targets(members, i, j)["route"],)) for i, j in cells}
-        answers = await self.coordinator.ask(orders, "measuring", 2 * speeds.LIMIT)
-        return {
-            (i, j): speeds.Speed(answers[i].rtt, answers[i].bandwidth)
+        # Where gloo will dial, if that is not on the way to node 0.
+        targets = {(i, j): _targets(members, i, j) for i, j in cells}
+        orders = {
+            i: Order("speed", targets=(targets[i, j].get("gloo", targets[i, j]["route"]),))
             for i, j in cells
-            if i in answers and answers[i].bandwidth
+        }
+        answers = await self.coordinator.ask(orders, "measuring", 3 * speeds.LIMIT * self.scale)
+        return {
+            (i, j): speeds.Speed(each.rtt, each.bandwidth, each.waited, each.sent, each.resent)
+            for i, j in cells
+            if (each := answers.get(i)) is not None and each.bandwidth
         }
 
     async def _folder(self, members: Sequence[Member]) -> Folder:
@@ -211,12 +240,14 @@ class Phases:
         writer, *others = asked
         look = Order("folder", action="look", token=self.coordinator.token.hex())
         write, remove = replace(look, action="write"), replace(look, action="remove")
-        written = await self.coordinator.ask({writer: write}, "the folder", 10)
+        written = await self.coordinator.ask({writer: write}, "the folder", 10 * self.scale)
         error = written[writer].error if writer in written else "no answer"
         if error:
             return Folder(asked, error)
-        answers = await self.coordinator.ask(dict.fromkeys(asked, look), "the folder", 15)
-        await self.coordinator.ask({writer: remove}, "the folder", 10)
+        answers = await self.coordinator.ask(
+            dict.fromkeys(asked, look), "the folder", 15 * self.scale
+        )
+        await self.coordinator.ask({writer: remove}, "the folder", 10 * self.scale)
         seen = tuple(index for index in others if index in answers and answers[index].seen)
         return Folder(asked, "", seen, tuple(answers[index].listing for index in sorted(answers)))
 
@@ -246,13 +277,14 @@ class Phases:
         nccl = not any(member.facts.no_nccl for member in members)
         left = max(4.0, self.deadline - time.monotonic() - 3)
         # What the ranks know by then has to reach us in time.
-        patience = left - 2 if nccl else min(REDUCTION_LIMIT + 3, left - 2)
+        most = REDUCTION_LIMIT * self.scale
+        patience = left - 2 if nccl else min(most + 3, left - 2)
         order = Order(
             "reduce",
-            limit=min(REDUCTION_LIMIT, patience - 1),
+            limit=min(most, patience - 1),
             port=self.port,
             world=len(node_of),
-            stage_limit=min(STAGE_LIMIT + len(node_of) * STAGE_LIMIT_RANK, patience),
+            stage_limit=min(STAGE_LIMIT * self.scale + len(node_of) * STAGE_LIMIT_RANK, patience),
             patience=patience,
             nccl=nccl,
             node_of=tuple(node_of),
@@ -314,6 +346,10 @@ def nccl_report(results: Sequence[RankResult]) -> NcclReport:
     )
 
 
+def _lacking_cpu(unready: Sequence[tuple[int, str, float]]) -> bool:
+    return any(why == LATE for _, why, _ in unready)
+
+
 def _targets(members: Sequence[Member], source: int, target: int) -> dict[str, Target]:
     """Where a node dials another: at the address it has on the way to us, and at gloo's."""
     here, there = members[source], members[target]
@@ -333,4 +369,4 @@ def _node(member: Member, members: Sequence[Member]) -> Node:
     if is_loopback(address):
         reached = (other.reached for other in members if not is_loopback(other.reached))
         address = next(reached, address)
-    return Node(member.facts, address, member.offset, member.uncertainty, member.lost)
+    return Node(member.facts, address, member.offset, member.uncertainty, member.lost, member.why)

@@ -19,7 +19,17 @@ GREETING = b"ddpdoctor check 1 "
 """What a coordinator says first, before its nonce; the number is the protocol's."""
 
 GREETING_BYTES = len(GREETING) + 33
-_LARGEST = 64 * 2**20
+
+LARGEST = 64 << 20
+"""Bytes of a message of the coordinator: the report holds what is known of every two nodes."""
+
+OF_A_NODE = 4 << 20
+"""Bytes of a message of a node, which knows of itself and of its ways to the others."""
+
+_EXPANDS = 12
+"""So many times its bytes may a message take in memory, as those do that are sent; a list of empty
+lists takes 25 times."""
+
 _HEAD = struct.Struct("!I")
 
 Message = Part | Mapping[str, Any]
@@ -97,14 +107,14 @@ class Link:
         except (OSError, RuntimeError) as error:
             raise WireError(str(error)) from error
 
-    async def receive(self, seconds: float) -> dict[str, Any]:
-        """The next message.
+    async def receive(self, seconds: float, most: int = OF_A_NODE) -> dict[str, Any]:
+        """The next message, of so many bytes at most.
 
         Raises:
             WireError: There is none within so many seconds, or it is damaged.
         """
         try:
-            return await asyncio.wait_for(self._receive(), seconds)
+            return await asyncio.wait_for(self._receive(most), seconds)
         except asyncio.TimeoutError:
             raise WireError(f"no answer within {seconds:.0f} s") from None
         except asyncio.IncompleteReadError:
@@ -112,11 +122,14 @@ class Link:
         except (OSError, ValueError) as error:
             raise WireError(str(error)) from error
 
-    async def _receive(self) -> dict[str, Any]:
+    async def _receive(self, most: int) -> dict[str, Any]:
         (length,) = _HEAD.unpack(await self.reader.readexactly(_HEAD.size))
-        if length > _LARGEST:
+        if length > most:
             raise ValueError("a message that is too large")
-        message = opening.loads(await self.reader.readexactly(length))
+        data = await self.reader.readexactly(length)
+        if opening.expanded(data) > max(_EXPANDS * most, opening.MOST_EXPANDED):
+            raise ValueError("a message that takes too much memory")
+        message = opening.loads(data)
         if not isinstance(message, dict):
             raise ValueError("a message that is no JSON object")
         return message

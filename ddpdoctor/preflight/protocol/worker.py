@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import os
+import resource
 import time
-from collections.abc import Coroutine
-from dataclasses import dataclass
+from collections.abc import Coroutine, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ddpdoctor.core import opening
+from ddpdoctor.preflight.place import Seat
 from ddpdoctor.preflight.protocol import pairs
+from ddpdoctor.preflight.protocol.addresses import may_be_node
 from ddpdoctor.preflight.protocol.caller import Call, refused
+from ddpdoctor.preflight.protocol.connecting import words_of
 from ddpdoctor.preflight.protocol.messages import Answer, Facts, Order, Report, Welcome
-from ddpdoctor.preflight.protocol.pairs import Listener
+from ddpdoctor.preflight.protocol.pairs import Dialled, Listener, Target
 from ddpdoctor.preflight.protocol.ranks import Ranks
-from ddpdoctor.preflight.protocol.wire import WireError
-from ddpdoctor.run.records.decoder import decoder
+from ddpdoctor.preflight.protocol.validation import unpacked
+from ddpdoctor.preflight.protocol.wire import LARGEST, WireError
 
 LOOK_EVERY = 0.2
 """Seconds after which it is noticed that the coordinator is gone."""
@@ -30,7 +36,7 @@ class Worker:
 
     Attributes:
         call: The connection to the coordinator.
-        host: Of the rendezvous.
+        seat: This node's place in the job.
         facts: What this node reports of itself.
         listener: What the other nodes dial.
         ranks: Its processes for the collective test.
@@ -38,11 +44,13 @@ class Worker:
     """
 
     call: Call
-    host: str
+    seat: Seat
     facts: Facts
     listener: Listener
     ranks: Ranks
     index: int = -1
+    written: str = ""
+    """The token of the file that this node has written into the checkpoint folder."""
 
     async def run(self, deadline: float) -> Report:
         """Do what is asked for until the end.
@@ -61,14 +69,32 @@ class Worker:
         await link.send(
             {"facts": self.facts, "offset": call.offset, "uncertainty": call.uncertainty}
         )
+        try:
+            return await self._obey(deadline)
+        except ValueError as error:
+            raise WireError(str(error)) from None
+        finally:
+            # Whoever plays node 0 may never ask for it.
+            if self.written:
+                remove(Path(self.facts.folder), self.written)
+
+    async def _obey(self, deadline: float) -> Report:
+        link = self.call.link
         while True:
-            message = await link.receive(max(0.1, deadline - time.monotonic()))
-            order = decoder(Order)(message)
+            message = await link.receive(max(0.1, deadline - time.monotonic()), LARGEST)
+            order = unpacked(Order, message)
             if order.do == "leave":
-                raise refused(decoder(Welcome)(message))
+                raise refused(unpacked(Welcome, message))
             if order.do == "end" and order.report is not None:
+                with contextlib.suppress(WireError):
+                    await link.send(Answer())
                 return order.report
-            await link.send(await self._while_connected(self._do(order)))
+            try:
+                answer = await self._while_connected(self._do(order))
+            except OSError as error:
+                # Too many open files, say: node 0 reports it to all.
+                answer = Answer(failed=_words(error))
+            await link.send(answer)
 
     async def _while_connected(self, doing: Coroutine[Any, Any, Answer]) -> Answer:
         """Do something for as long as the coordinator is there: without it, ranks wait in vain.
@@ -92,19 +118,18 @@ class Worker:
     async def _do(self, order: Order) -> Answer:
         if order.do == "roster":
             self.index = order.index
-            self.listener.admit(order.index, bytes.fromhex(order.token))
+            self.listener.admit(order.index, pairs.pair_token(order.token.encode()))
         elif order.do == "dial":
-            results = await pairs.dial_all(order.targets, self.listener.token)
-            return Answer(dialled=tuple(results))
+            return Answer(dialled=tuple(await self._dial(order.targets)))
         elif order.do == "settle" and order.needed:
             return Answer(unready=await self.ranks.ready(order.limit))
         elif order.do == "settle":
             await self.ranks.stop()
-        elif order.do == "speed" and order.targets:
+        elif order.do == "speed" and order.targets and self._allows(order.targets[0]):
             speed = await pairs.speed(order.targets[0], self.listener.token)
-            return Answer() if speed is None else Answer(rtt=speed.rtt, bandwidth=speed.bandwidth)
-        elif order.do == "folder":
-            return await asyncio.to_thread(_in_folder, Path(self.facts.folder), order)
+            return Answer() if speed is None else Answer(**asdict(speed))
+        elif order.do == "folder" and self.facts.folder:
+            return await asyncio.to_thread(self._in_folder, Path(self.facts.folder), order)
         elif order.do == "reduce":
             # A rank that waits in vain ends at its own limits and says so; this one is for hung
             # ones.
@@ -114,8 +139,8 @@ class Worker:
 
     def _of_rank(self, order: Order, local: int) -> dict[str, Any]:
         return {
-            "host": self.host,
-            "port": order.port,
+            "host": self.seat.host,
+            "port": self.seat.port,
             "rank": order.first + local,
             "local_rank": local,
             "world": order.world,
@@ -126,15 +151,34 @@ class Worker:
             "node_of": order.node_of,
         }
 
+    def _allows(self, target: Target) -> bool:
+        """Whether another node may be there: a stranger that plays node 0 names what it likes."""
+        return target.port >= 1024 and may_be_node(target.address, self.call.address)
 
-def _in_folder(folder: Path, order: Order) -> Answer:
-    """Test whether the checkpoint folder is the same on all nodes: one's file is seen by all."""
-    if order.action == "write":
-        return Answer(error=write(folder, order.token))
-    if order.action == "remove":
-        remove(folder, order.token)
-        return Answer()
-    return Answer(seen=seen(folder, order.token), listing=listing(folder))
+    async def _dial(self, targets: Sequence[Target]) -> list[Dialled]:
+        allowed = [each for each in targets if self._allows(each)]
+        results = iter(await pairs.dial_all(allowed, self.listener.token))
+        not_dialled = Dialled("unreachable", error="no address of another node: not dialled")
+        return [next(results) if self._allows(each) else not_dialled for each in targets]
+
+    def _in_folder(self, folder: Path, order: Order) -> Answer:
+        """Test whether the checkpoint folder is one on all nodes: one's file is seen by all."""
+        if order.action == "write" and not self.written:
+            error = write(folder, order.token)
+            self.written = "" if error else order.token
+            return Answer(error=error)
+        if order.action == "remove":
+            remove(folder, self.written)
+            self.written = ""
+            return Answer()
+        return Answer(seen=seen(folder, order.token), listing=listing(folder))
+
+
+def _words(error: OSError) -> str:
+    if error.errno == errno.EMFILE:
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"{words_of(error)} (limit {files}: raise it with ulimit -n)"
+    return words_of(error)
 
 
 PREFIX = ".ddpdoctor-check-"
@@ -149,7 +193,8 @@ SAMPLE = 200
 def write(folder: Path, token: str) -> str:
     """Write the file that the others look for; what went wrong, or empty."""
     try:
-        (folder / f"{PREFIX}{token}").write_text(token)
+        with open(folder / f"{PREFIX}{token}", "x") as file:
+            file.write(token)
     except OSError as error:
         return error.strerror or str(error)
     return ""
@@ -162,7 +207,7 @@ def seen(folder: Path, token: str) -> bool:
         with contextlib.suppress(OSError):
             # Listing the folder makes an NFS client ask the server again.
             os.listdir(folder)
-            if (folder / f"{PREFIX}{token}").read_text() == token:
+            if opening.contents(folder / f"{PREFIX}{token}", 4096) == token.encode():
                 return True
         if time.monotonic() >= until:
             return False
