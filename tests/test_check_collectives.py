@@ -164,7 +164,7 @@ def test_nccl_takes_no_memory_where_somebody_needs_it(monkeypatch: pytest.Monkey
 def test_too_little_time_is_no_failure(doctor: Doctor) -> None:
     result = doctor.run(*CHECK, "--json", "--timeout", "1", watch=False)
     told = record(result)
-    assert (result.status, told["status"]) == (3, "could not run")
+    assert (result.status, told["status"]) == (4, "could not run")
     assert told["detail"].endswith("give it more time with --timeout")
 
 

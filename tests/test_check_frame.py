@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import ddpdoctor.preflight  # noqa: F401 (registers the checks)
-from ddpdoctor.commands.check import COULD_NOT_RUN, exit_status
+from ddpdoctor.commands.check import NOT_TESTED, WRONG_USAGE, exit_status
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight import arguments
@@ -69,7 +69,7 @@ def test_a_check_that_breaks_or_does_not_end_is_told_and_the_others_go_on() -> N
     assert outcomes[0].detail == "no answer within 0 s"
     assert outcomes[1].detail == "RuntimeError: no such thing"
     assert sorted(seen) == ["broken", "endless", "well"]
-    assert exit_status(outcomes) == COULD_NOT_RUN
+    assert exit_status(outcomes) == NOT_TESTED
 
 
 def test_an_interrupt_tells_the_checks_to_stop() -> None:
@@ -109,11 +109,15 @@ def test_the_worst_finding_decides(severities: list[Severity], status: Status, c
     assert exit_status([outcome, skipped("no GPU")]) == code
 
 
-def test_a_failure_outweighs_a_check_that_could_not_run() -> None:
+def test_failures_and_what_was_not_tested_are_bits_of_their_own() -> None:
     outcomes = outcomes_of(
         made("broken", broken), made("bad", lambda s: judged("", [finding(Severity.ERROR)]))
     )
-    assert exit_status(outcomes) == 2
+    assert exit_status(outcomes) == 2 + 4
+    outcomes = outcomes_of(
+        made("broken", broken), made("bad", lambda s: judged("", [finding(Severity.WARNING)]))
+    )
+    assert exit_status(outcomes) == 1 + 4
 
 
 def test_the_table_fits_eighty_columns_and_names_everything() -> None:
@@ -257,13 +261,13 @@ def test_the_commands_words(doctor: Doctor) -> None:
     assert page.startswith("DDP005 shared-memory (check)\n")
     assert doctor.cli("explain", "shared-memory").stdout == page
     wrong = doctor.cli("check", "--only", "shared-memry")
-    assert wrong.status == COULD_NOT_RUN
+    assert wrong.status == WRONG_USAGE
     assert wrong.stderr.splitlines() == [
         "ddpdoctor: error: there is no check 'shared-memry'",
         "ddpdoctor: did you mean shared-memory? `ddpdoctor check --list` lists them",
     ]
     nothing = doctor.cli("check", "--only", "")
-    assert nothing.status == COULD_NOT_RUN
+    assert nothing.status == WRONG_USAGE
     assert nothing.stderr.startswith(
         "ddpdoctor: error: option --only needs the name of a check, not ''\n"
     )
@@ -276,7 +280,7 @@ def test_the_commands_words(doctor: Doctor) -> None:
 
 @pytest.mark.parametrize(
     ("words", "status"),
-    [("check", COULD_NOT_RUN), ("vscode", 2), ("run --no-vscode --debug-port 0 -- /bin/true", 0)],
+    [("check", WRONG_USAGE), ("vscode", 2), ("run --no-vscode --debug-port 0 -- /bin/true", 0)],
 )
 def test_a_directory_that_was_removed(tmp_path: Path, words: str, status: int) -> None:
     folder = tmp_path / "job"
@@ -319,7 +323,7 @@ def test_how_it_ended_is_told_by_the_status_wherever_the_words_go(
 
 def test_a_full_disk_under_the_output_is_told(doctor: Doctor) -> None:
     status, told = checking(doctor, "CHECK >/dev/full")
-    assert status == COULD_NOT_RUN
+    assert status == WRONG_USAGE
     assert told == "ddpdoctor: error: the output cannot be written: its disk is full\n"
 
 
@@ -327,7 +331,7 @@ def test_progress_that_is_not_read_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w", buffering=1, closefd=True) as stream:
-        progress = Progress(["links"], stream)
+        progress = Progress(["links"], stream=stream)
         progress.say("waiting for node0:29500")
         progress.close()
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -6,10 +6,9 @@ import io
 import os
 import shutil
 import signal
-import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FrameType
 
@@ -21,13 +20,18 @@ from ddpdoctor.preflight import arguments
 from ddpdoctor.preflight.check import CHECKS, Check, Outcome, Status, run_checks
 from ddpdoctor.preflight.deadline import Deadline
 from ddpdoctor.preflight.machine import orphans
-from ddpdoctor.preflight.nodes.attendance import next_line
-from ddpdoctor.preflight.place import places
+from ddpdoctor.preflight.nodes.attendance import next_line, open_words
+from ddpdoctor.preflight.nodes.verdicts import excluded, records
+from ddpdoctor.preflight.place import places, seat
 from ddpdoctor.preflight.situation import Situation, gpu_facts
 from ddpdoctor.render import checks as render
 from ddpdoctor.render import terminal
 
-COULD_NOT_RUN = 3
+WARNED, FAILED, NOT_TESTED = 1, 2, 4
+"""Of the exit status: the worst of the first two, and beside it the third as a bit of its own, so
+that a scheduler can tell a node that is broken from one that had no time."""
+
+WRONG_USAGE = 3
 
 
 def main(words: Sequence[str]) -> int:
@@ -40,7 +44,7 @@ def main(words: Sequence[str]) -> int:
         asked = arguments.parse(words)
         chosen = arguments.choose(asked, CHECKS)
     except DoctorError as error:
-        raise DoctorError(error.message, error.hint, status=COULD_NOT_RUN) from None
+        raise DoctorError(error.message, error.hint, status=WRONG_USAGE) from None
     if asked.help:
         sys.stdout.write(arguments.PARSER.help)
         return 0
@@ -52,9 +56,7 @@ def main(words: Sequence[str]) -> int:
         return 0
     if working_directory.is_gone():
         gone = working_directory.GONE
-        raise DoctorError(
-            f"{gone}: torch would not start", working_directory.GO_THERE, COULD_NOT_RUN
-        )
+        raise DoctorError(f"{gone}: torch would not start", working_directory.GO_THERE, WRONG_USAGE)
     return _check(asked, chosen)
 
 
@@ -74,12 +76,12 @@ def _check(asked: arguments.Arguments, chosen: list[Check]) -> int:
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGHUP, _stop)
     began = time.monotonic()
-    deadline = Deadline(asked.options.timeout)
+    deadline = Deadline(asked.options.most)
     names = [check.name for check in chosen]
     situation = Situation(asked.options, deadline=deadline, chosen=frozenset(names))
     if asked.options.kill_orphans:
         _end_orphans(situation)
-    progress = render.Progress(names)
+    progress = render.Progress(names, None if asked.json else _rows(situation, names))
     situation = replace(situation, say=progress.say)
     try:
         # It may have to wake up all GPUs first, which no check is to be blamed for.
@@ -87,33 +89,64 @@ def _check(asked: arguments.Arguments, chosen: list[Check]) -> int:
         outcomes = run_checks(chosen, situation, progress.seen)
     finally:
         progress.close()
-    status = exit_status(outcomes)
     seconds = time.monotonic() - began
+    _to_reader(lambda: _print(asked, situation, outcomes, seconds))
+    return exit_status(outcomes)
+
+
+def _to_reader(write: Callable[[], None]) -> None:
+    """Write to standard output, whose reader may have seen enough (`| head -1`)."""
     try:
-        _print(asked, situation, outcomes, seconds)
+        write()
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever reads has seen enough (`| head -1`); how it ended remains true.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    return status
+
+
+def _rows(situation: Situation, names: Sequence[str]) -> Callable[[Outcome], None]:
+    """What prints the rows of the table as they are known, in their order."""
+    colour, width = terminal.wants_colour(1), _width()
+    _to_reader(lambda: print(shown(_heading(situation), "\n"), end=""))
+    known: dict[str, Outcome] = {}
+    left = list(names)
+
+    def row(outcome: Outcome) -> None:
+        known[outcome.check] = outcome
+        while left and left[0] in known:
+            line = render.table([known[left.pop(0)]], colour=colour, width=width)
+            _to_reader(lambda line=line: print(line, end=""))  # type: ignore[misc]
+
+    return row
+
+
+def _width() -> int:
+    return min(shutil.get_terminal_size((80, 24)).columns, 100)
 
 
 def _print(
     asked: arguments.Arguments, situation: Situation, outcomes: list[Outcome], seconds: float
 ) -> None:
-    host = socket.gethostname()
+    without = excluded(outcomes)
     if asked.json:
-        print(render.document(outcomes, host, exit_status(outcomes), seconds))
+        nodes = records(situation, outcomes)
+        status = exit_status(outcomes)
+        print(
+            render.document(
+                outcomes, situation.hostname, status, seconds, nodes=nodes, exclude=without
+            )
+        )
         return
-    colour = terminal.wants_colour(1)
-    width = min(shutil.get_terminal_size((80, 24)).columns, 100)
-    sys.stdout.write(shown(_heading(situation, host), "\n"))
-    sys.stdout.write(render.table(outcomes, colour=colour, width=width))
+    colour, width = terminal.wants_colour(1), _width()
     sys.stdout.write(render.findings(outcomes, colour=colour, width=width))
     print(f"\n{render.summary(outcomes, seconds)}")
+    words = open_words(situation, outcomes)
+    if words:
+        print(f"\n{shown(words, chr(10))}")
     line = next_line(situation, outcomes)
     if line:
         print(f"\nstart the job on this node with:\n{shown(line)}")
+    if without and seat(situation).rank in (0, None):
+        print(f"\nnodes to exclude:\n{shown(','.join(without))}")
 
 
 def _end_orphans(situation: Situation) -> None:
@@ -124,12 +157,16 @@ def _end_orphans(situation: Situation) -> None:
         return
     for orphan in found:
         print(shown(orphans.describe(orphan)))
+    if situation.options.yes:
+        left = orphans.kill(found)
+        print(f"{len(found) - len(left)} of {len(found)} ended\n")
+        return
     if not sys.stdin.isatty():
         pids = " ".join(str(orphan.process.pid) for orphan in found)
         raise DoctorError(
             "--kill-orphans asks before it ends anything, and there is no terminal to ask on",
-            f"kill -9 {pids}",
-            status=COULD_NOT_RUN,
+            f"ddpdoctor check --kill-orphans --yes, or kill -9 {pids}",
+            status=WRONG_USAGE,
         )
     try:
         answer = input(f"End {'these' if len(found) > 1 else 'this'}? [y/N] ")
@@ -142,23 +179,20 @@ def _end_orphans(situation: Situation) -> None:
     print(f"{len(found) - len(left)} of {len(found)} ended\n")
 
 
-def _heading(situation: Situation, host: str) -> str:
+def _heading(situation: Situation) -> str:
     nodes, ranks = situation.options.nnodes, situation.nproc
     words = f"{ranks} rank{'s' if ranks != 1 else ''}"
     if nodes > 1:
         rank = situation.options.node_rank
         words = f"{'a node' if rank is None else f'node {rank}'} of {nodes}, {words} here"
-    return f"{host}: {words}\n\n"
+    return f"{situation.hostname}: {words}\n\n"
 
 
 def exit_status(outcomes: Sequence[Outcome]) -> int:
-    """0 healthy, 1 warnings, 2 failures, 3 a check could not run; a failure outweighs the rest."""
+    """0 healthy, 1 warnings, 2 failures; 4 more where something could not be tested."""
     statuses = {outcome.status for outcome in outcomes}
-    if Status.FAIL in statuses:
-        return 2
-    if Status.COULD_NOT_RUN in statuses:
-        return COULD_NOT_RUN
-    return 1 if Status.WARN in statuses else 0
+    worst = FAILED if Status.FAIL in statuses else WARNED if Status.WARN in statuses else 0
+    return worst | (NOT_TESTED if Status.COULD_NOT_RUN in statuses else 0)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

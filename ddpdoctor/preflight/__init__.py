@@ -11,7 +11,7 @@ _TABLE = """
     orphans host-name lookups network-interface neighbour-table port gpu-driver gpu-count gpu-memory
     gpu-health gpu-links gpu-peers gpu-acs collectives
     nodes same-job clocks links packet-size gloo-addresses link-speed node-versions same-code
-    shared-folder gloo-nodes nccl-nodes
+    shared-folder gloo-nodes nccl-nodes verdicts
 """
 """The order of the table; across nodes: who is here, what is between them, what they have."""
 

@@ -39,21 +39,25 @@ Options:
   --skip A,B          All but these.
   --list              List the checks.
   --json              Print one JSON object in place of the table.
-  --timeout SECONDS   Most seconds for everything [default: 60].
+  --timeout SECONDS   Most seconds for everything; more of it gives every stage
+                      more [default: 60].
+  --soak MINUTES      Repeat the collectives for so long: a burn-in.
   --kill-orphans      Offer to end the ranks that a dead job left behind.
+  --yes               End them without a question.
   -h, --help          Show this text.
 
 Other options of torchrun are accepted, so that its line can be tried with
 `ddpdoctor check` in its place. SCRIPT is read and its imports are looked up; it
 is not run. Under srun or mpirun, nodes and ranks come from their variables.
 
-Exit status: 0 healthy; 1 warnings; 2 failures; 3 a check itself could not run,
-or the command line is wrong.
+Exit status: 0 healthy; 1 warnings; 2 failures; 4 more where something could not
+be tested (4, 5, 6); 3 the command line is wrong.
 """,
     {
         **dict.fromkeys((*_PLACED, "--checkpoint-dir", "--skip"), _ANY),
         "--only": text("the name of a check"),
         "--timeout": seconds(1, 3600),
+        "--soak": seconds(0.01, 1440),
     },
     leading=True,
 )
@@ -159,7 +163,9 @@ def _options(values: Mapping[str, str], given: Given, environ: Mapping[str, str]
         program="--no-python" in values,
         checkpoint_dir=Path(folder) if folder else None,
         timeout=given.get("--timeout", USUAL_TIMEOUT),
+        soak=60 * given.get("--soak", 0.0),
         kill_orphans="--kill-orphans" in given,
+        yes="--yes" in given,
     )
 
 

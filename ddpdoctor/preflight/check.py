@@ -42,6 +42,7 @@ class Outcome:
         findings: What is wrong, each with its fix and, in `Finding.paste`, a line to type.
         check: The check's name; `ddpdoctor.preflight.running` fills it in.
         seconds: How long it took; filled in as well.
+        exclude: The nodes that a job has to do without, by host name.
     """
 
     status: Status
@@ -49,6 +50,7 @@ class Outcome:
     findings: tuple[Finding, ...] = ()
     check: str = ""
     seconds: float = 0.0
+    exclude: tuple[str, ...] = ()
 
 
 def passed(detail: str) -> Outcome:
@@ -66,12 +68,12 @@ def could_not_run(reason: str) -> Outcome:
     return Outcome(Status.COULD_NOT_RUN, reason)
 
 
-def judged(detail: str, findings: Iterable[Finding]) -> Outcome:
+def judged(detail: str, findings: Iterable[Finding], *, exclude: Iterable[str] = ()) -> Outcome:
     """Tested: the worst finding decides; information alone, or nothing, is a pass."""
     found = tuple(sorted(findings, key=lambda finding: -finding.severity))
     worst = max((finding.severity for finding in found), default=Severity.INFO)
     status = {Severity.ERROR: Status.FAIL, Severity.WARNING: Status.WARN}.get(worst, Status.PASS)
-    return Outcome(status, detail, found)
+    return Outcome(status, detail, found, exclude=tuple(dict.fromkeys(exclude)))
 
 
 class Skip(Exception):
@@ -214,13 +216,23 @@ def run_checks(
     threads = {}
     began = time.monotonic()
     for each in wanted:
-        own = situation.within(each.limit)
+        own = situation.within(each.limit * situation.options.scale)
         thread = threading.Thread(
             target=_run, args=(each, own, answers), name=f"check {each.name}", daemon=True
         )
         threads[each.name] = thread
     outcomes: dict[str, Outcome] = {}
-    limits = {each.name: min(each.limit, situation.deadline.left()) + GRACE for each in wanted}
+    scale = situation.options.scale
+    limits = {
+        each.name: min(each.limit * scale, situation.deadline.left()) + GRACE for each in wanted
+    }
+    situation.verdicts.expect(each.name for each in wanted if each.scope == "machine")
+
+    def ended(outcome: Outcome) -> None:
+        outcomes[outcome.check] = outcome
+        situation.verdicts.add(outcome.check, outcome)
+        seen(outcome)
+
     try:
         for thread in threads.values():
             thread.start()
@@ -229,14 +241,12 @@ def run_checks(
             open_limits = [limit for name, limit in limits.items() if name not in outcomes]
             for outcome in _next(answers, max(0.05, min(open_limits) - passed)):
                 if outcome.check not in outcomes:
-                    outcomes[outcome.check] = outcome
-                    seen(outcome)
+                    ended(outcome)
             passed = time.monotonic() - began
             for name, limit in limits.items():
                 if name not in outcomes and passed > limit:
                     late = could_not_run(f"no answer within {limit - GRACE:.0f} s")
-                    outcomes[name] = replace(late, check=name, seconds=passed)
-                    seen(outcomes[name])
+                    ended(replace(late, check=name, seconds=passed))
     except BaseException:
         situation.deadline.cancel()
         until = time.monotonic() + CLEANUP

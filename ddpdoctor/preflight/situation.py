@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,7 +49,9 @@ class Options:
         program: Whether it is no Python at all (``--no-python``).
         checkpoint_dir: Where the job writes checkpoints.
         timeout: Seconds that everything may take.
+        soak: Seconds for which the collectives are repeated.
         kill_orphans: Whether orphan ranks are offered to be ended.
+        yes: Whether they are ended without a question.
     """
 
     nproc: int | None = None
@@ -62,7 +64,14 @@ class Options:
     program: bool = False
     checkpoint_dir: Path | None = None
     timeout: float = USUAL_TIMEOUT
+    soak: float = 0.0
     kill_orphans: bool = False
+    yes: bool = False
+
+    @property
+    def most(self) -> float:
+        """Seconds that everything may take, the repeated collectives included."""
+        return self.timeout + self.soak
 
     @property
     def scale(self) -> float:
@@ -93,6 +102,32 @@ class Once:
         self._values[gather] = value
 
 
+class Verdicts:
+    """What the checks of this machine found so far: the other nodes are shown it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._awaited: set[str] = set()
+        self._outcomes: list[Any] = []
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Begin: these checks of the machine run."""
+        with self._lock:
+            self._awaited = set(names)
+
+    def add(self, name: str, outcome: Any) -> None:
+        """A check ended; one of those across nodes is none of the machine's."""
+        with self._lock:
+            if name in self._awaited:
+                self._awaited.discard(name)
+                self._outcomes.append(outcome)
+
+    def so_far(self) -> tuple[list[Any], list[str]]:
+        """The outcomes, and the names of the checks that still run."""
+        with self._lock:
+            return list(self._outcomes), sorted(self._awaited)
+
+
 @dataclass(frozen=True)
 class Situation:
     """The facts that all checks share. Sources of facts can be replaced in tests.
@@ -106,6 +141,7 @@ class Situation:
         shm: Where POSIX shared memory is mounted.
         deadline: Until when the check that holds this may run.
         once: Facts that are gathered when they are first needed.
+        verdicts: What the checks of this machine found so far.
         chosen: The names of the checks that run; None for all.
         say: Takes a line for a person who waits; it does not change any outcome.
     """
@@ -118,6 +154,7 @@ class Situation:
     shm: Path = Path("/dev/shm")
     deadline: Deadline = field(default_factory=lambda: Deadline(60.0))
     once: Once = field(default_factory=Once)
+    verdicts: Verdicts = field(default_factory=Verdicts)
     chosen: frozenset[str] | None = None
     say: Callable[[str], None] = lambda _: None
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
-from typing import TextIO
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TextIO
 
 from ddpdoctor.core import units
 from ddpdoctor.core.control_characters import json_text, shown
@@ -74,13 +74,32 @@ def summary(outcomes: Sequence[Outcome], seconds: float) -> str:
     return f"{units.count(len(outcomes), 'check')} in {seconds:.1f} s: {', '.join(counts)}"
 
 
-def document(outcomes: Sequence[Outcome], host: str, exit_status: int, seconds: float) -> str:
-    """All outcomes as one JSON object."""
+def document(
+    outcomes: Sequence[Outcome],
+    host: str,
+    exit_status: int,
+    seconds: float,
+    *,
+    nodes: Sequence[Mapping[str, Any]] = (),
+    exclude: Sequence[str] = (),
+) -> str:
+    """All outcomes as one JSON object.
+
+    Args:
+        outcomes: Of the checks.
+        host: This machine's name.
+        exit_status: Of the command.
+        seconds: That all of it took.
+        nodes: The nodes that met, with what their own checks found.
+        exclude: The host names of those that a job has to do without.
+    """
     return json_text(
         {
             "host": host,
             "exit_status": exit_status,
             "seconds": round(seconds, 3),
+            "nodes": list(nodes),
+            "exclude": list(exclude),
             "checks": [outcome_record(outcome) for outcome in outcomes],
         },
         indent=2,
@@ -92,11 +111,18 @@ class Progress(StatusLine):
 
     Args:
         names: The checks that were started.
+        row: Prints what is known of a check that ended.
         stream: Where the line stands.
     """
 
-    def __init__(self, names: Sequence[str], stream: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        row: Callable[[Outcome], None] | None = None,
+        stream: TextIO | None = None,
+    ) -> None:
         super().__init__(stream)
+        self._row = row
         self._running = list(names)
         self._total = len(self._running)
         self._count()
@@ -105,6 +131,9 @@ class Progress(StatusLine):
         """A check ended."""
         if outcome.check in self._running:
             self._running.remove(outcome.check)
+        row = self._row
+        if row is not None:
+            self.aside(lambda: row(outcome))
         self._count()
 
     def _count(self) -> None:

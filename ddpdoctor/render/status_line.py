@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import threading
+from collections.abc import Callable
 from typing import TextIO
 
 from ddpdoctor.core.control_characters import shown
@@ -36,6 +37,14 @@ class StatusLine:
         text = shown(text, "\n")
         with self._lock:
             self._write(f"\r\x1b[K{text}\n" if self._shows else f"{text}\n")
+            self._draw()
+
+    def aside(self, write: Callable[[], None]) -> None:
+        """Take the line away while something is written to another stream of the terminal."""
+        with self._lock:
+            if self._shows:
+                self._write("\r\x1b[K")
+            write()
             self._draw()
 
     def close(self) -> None:

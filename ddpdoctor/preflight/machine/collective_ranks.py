@@ -1,10 +1,10 @@
-"""The ranks of the self-test, as a program: ``python collective_ranks.py BACKEND RANKS SECONDS``.
+"""The ranks of the self-test, a program: ``python collective_ranks.py BACKEND RANKS SECONDS SOAK``.
 
 It imports torch once and forks the ranks, so that many ranks start in the time of one. Rank 0
 serves the store, on a free port of the loopback. Each rank writes lines of JSON to stdout:
 ``{"rank": 0, "did": "all_reduce"}`` for each collective whose result was right, ``"wrong": "..."``
 for one that was not, ``"error": "..."`` for an exception or for a rank that a signal ended,
-``"done": true`` at the end. The end of stdin ends it all.
+``"done": true`` and the rounds of the tests at the end. The end of stdin ends it all.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 ELEMENTS = 1000
 """So that a reduction goes through more than one packet."""
 
+
+LARGE = 1 << 22
+"""Of those that are repeated: 16 MiB."""
 
 OPENING = "opening its GPU"
 """What a rank reports before it opens CUDA, which can take long, or never come back."""
@@ -44,8 +48,15 @@ def _keep_output() -> None:
     os.dup2(2, 1)
 
 
-def main(backend: str, ranks: int, seconds: float) -> int:
-    """Start the ranks and wait for them; the number that did not end well."""
+def main(backend: str, ranks: int, seconds: float, soak: float) -> int:
+    """Start the ranks and wait for them; the number that did not end well.
+
+    Args:
+        backend: ``gloo`` or ``nccl``.
+        ranks: How many.
+        seconds: For each collective.
+        soak: Seconds for which all of it is repeated.
+    """
     from datetime import timedelta
 
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is, since 1.0
@@ -64,7 +75,7 @@ def main(backend: str, ranks: int, seconds: float) -> int:
             os.close(port_write)
             port = int(os.read(port_read, 16))
             store = TCPStore("127.0.0.1", port, ranks, is_master=False, timeout=limit)
-            os._exit(_rank(backend, rank, ranks, store, limit))
+            os._exit(_rank(backend, rank, ranks, store, limit, soak))
         children.append(pid)
     os.close(port_read)
     threading.Thread(target=_end_with_stdin, daemon=True).start()
@@ -74,7 +85,7 @@ def main(backend: str, ranks: int, seconds: float) -> int:
     store = TCPStore("127.0.0.1", 0, ranks, is_master=True, timeout=limit, wait_for_workers=False)
     for _ in range(1, ranks):
         os.write(port_write, f"{store.port:<16}".encode())
-    failed = _rank(backend, 0, ranks, store, limit)
+    failed = _rank(backend, 0, ranks, store, limit, soak)
     ended.join()
     return failed + sum(status != 0 for status in statuses)
 
@@ -127,7 +138,7 @@ def _end_with_stdin() -> None:
     os._exit(1)
 
 
-def _rank(backend: str, rank: int, ranks: int, store: Any, limit: Any) -> int:
+def _rank(backend: str, rank: int, ranks: int, store: Any, limit: Any, soak: float) -> int:
     """Take part as one rank; 0 if every result was right."""
     import torch.distributed as dist
 
@@ -140,13 +151,18 @@ def _rank(backend: str, rank: int, ranks: int, store: Any, limit: Any) -> int:
             backend, store=store, rank=rank, world_size=ranks, timeout=limit, device_id=bound
         )
         report(rank, did="init_process_group")
-        for name, test in TESTS.items():
-            problem = test(rank, ranks, device)
-            if problem:
-                wrong += 1
-                report(rank, wrong=f"{name}: {problem}")
-            else:
-                report(rank, did=name)
+        ends, rounds = time.monotonic() + soak, 0
+        while rounds == 0 or _goes_on(time.monotonic() < ends, device):
+            rounds += 1
+            for name, test in {**TESTS, **(SOAKING if soak else {})}.items():
+                problem = test(rank, ranks, device)
+                if problem:
+                    wrong += 1
+                    report(rank, wrong=f"{name}: {problem}")
+                elif rounds == 1:
+                    report(rank, did=name)
+            if not soak or wrong:
+                break
         # None leaves while another may still need its connection, or its GPU's memory.
         if store.add("came to the end", 1) == ranks:
             store.set("all came to the end", "1")
@@ -155,8 +171,18 @@ def _rank(backend: str, rank: int, ranks: int, store: Any, limit: Any) -> int:
         report(rank, error=_one_line(error))
         _flush()
         return 1
-    report(rank, done=True)
+    report(rank, done=True, rounds=rounds)
     return 1 if wrong else 0
+
+
+def _goes_on(time_left: bool, device: torch.device) -> bool:
+    """Whether all ranks begin another round: rank 0 has the clock."""
+    import torch
+    import torch.distributed as dist
+
+    flag = torch.tensor([int(time_left)], device=device)
+    dist.broadcast(flag, src=0)
+    return bool(flag.item())
 
 
 def _one_line(error: BaseException) -> str:
@@ -197,6 +223,15 @@ def _all_reduce(rank: int, ranks: int, device: torch.device) -> str:
     dist.all_reduce(values)
     expected = torch.arange(ELEMENTS, dtype=torch.float64, device=device) * ranks
     return _compare(values, expected + ranks * (ranks - 1) / 2)
+
+
+def _large_all_reduce(rank: int, ranks: int, device: torch.device) -> str:
+    import torch
+    import torch.distributed as dist
+
+    values = torch.full((LARGE,), float(rank + 1), device=device)
+    dist.all_reduce(values)
+    return _compare(values, torch.full_like(values, ranks * (ranks + 1) / 2))
 
 
 def _broadcast(rank: int, ranks: int, device: torch.device) -> str:
@@ -276,9 +311,12 @@ TESTS: dict[str, Callable[[int, int, torch.device], str]] = {
     "a DDP step": _ddp_step,
 }
 
+SOAKING = {"a large all_reduce": _large_all_reduce}
+"""What is repeated besides, so that links and memory are busy."""
+
 if __name__ == "__main__":
     # The folder of this file is no place to import from.
     del sys.path[0]
-    status = main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
+    status = main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]))
     # gloo's threads race with the interpreter's own exit.
     os._exit(1 if status else 0)

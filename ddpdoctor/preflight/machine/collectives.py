@@ -16,11 +16,13 @@ from pathlib import Path
 
 from ddpdoctor.core import opening
 from ddpdoctor.core.finding import Finding
+from ddpdoctor.core.opening import whole
 from ddpdoctor.preflight.check import Outcome, check, could_not_run, failure, judged, skipped
 from ddpdoctor.preflight.deadline import Deadline, ended
 from ddpdoctor.preflight.machine import versions
 from ddpdoctor.preflight.machine.nccl import advice, why_no_nccl
 from ddpdoctor.preflight.situation import Situation, visible_gpus
+from ddpdoctor.preflight.words import duration
 
 PROGRAM = Path(__file__).with_name("collective_ranks.py")
 
@@ -72,6 +74,8 @@ class Answers:
     """The exit status of rank 0's process, as `subprocess` has it; None if it had to be ended."""
     stderr: str = ""
     seconds: float = 0.0
+    rounds: int = 0
+    """How often all the collectives were run."""
 
     @property
     def silent(self) -> bool:
@@ -98,6 +102,7 @@ class Answers:
             self.errors[rank] = str(message["error"])
         if message.get("done"):
             self.done.add(rank)
+            self.rounds = max(self.rounds, whole(str(message.get("rounds", 1))))
 
 
 @check("collectives", "DDP015", limit=LIMIT)
@@ -136,16 +141,20 @@ def collectives(situation: Situation) -> Outcome:
     without = why_no_nccl(situation, on_gpus)
     if not without:
         wanted.append(("nccl", on_gpus))
-    answers = [run_ranks(situation, backend, ranks) for backend, ranks in wanted]
+    soak = situation.options.soak / len(wanted)
+    answers = [run_ranks(situation, backend, ranks, soak) for backend, ranks in wanted]
     late = next((each for each in answers if each.silent), None)
     if late is not None:
         return could_not_run(
-            f"torch was not ready within {late.seconds:.0f} s on {late.ranks} ranks: give it more "
-            "time with --timeout"
+            f"not tested, for lack of CPU: torch was not ready within {late.seconds:.0f} s on "
+            f"{late.ranks} ranks; --timeout gives it more time"
         )
     gloo, *nccl = answers
     parts = [f"{gloo.right} of {gloo.ranks} ranks reduced correctly with gloo"]
     parts += [f"{each.right} of {each.ranks} with NCCL" for each in nccl]
+    if soak:
+        rounds = ", ".join(f"{each.rounds} with {each.backend}" for each in answers)
+        parts.append(f"repeated for {duration(situation.options.soak)}: {rounds}")
     if without:
         parts.append(f"NCCL skipped: {without}")
     if situation.nproc > MOST_RANKS:
@@ -169,11 +178,18 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {**kept, **threads, "PYTHONWARNINGS": "ignore"}
 
 
-def run_ranks(situation: Situation, backend: str, ranks: int) -> Answers:
-    """Run the ranks of one backend to their end, or to the deadline of the check."""
+def run_ranks(situation: Situation, backend: str, ranks: int, soak: float = 0.0) -> Answers:
+    """Run the ranks of one backend to their end, or to the deadline of the check.
+
+    Args:
+        situation: Of the check.
+        backend: ``gloo`` or ``nccl``.
+        ranks: How many.
+        soak: Seconds for which the collectives are repeated.
+    """
     answers = Answers(backend, ranks)
     began = time.monotonic()
-    seconds = min(TIMEOUT, max(1.0, situation.deadline.left() - 5))
+    seconds = min(TIMEOUT * situation.options.scale, max(1.0, situation.deadline.left() - soak - 5))
     # gloo needs no GPU, and must not be held up by one, nor take its memory.
     own = {"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {}
     with (
@@ -182,7 +198,7 @@ def run_ranks(situation: Situation, backend: str, ranks: int) -> Answers:
         tempfile.TemporaryFile() as stderr,
     ):
         process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), backend, str(ranks), str(seconds)],
+            [sys.executable, str(PROGRAM), backend, str(ranks), str(seconds), str(soak)],
             env={**environment(situation.environ), **own, "TMPDIR": folder},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

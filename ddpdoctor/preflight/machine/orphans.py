@@ -177,7 +177,7 @@ def _findings(found: list[Orphan]) -> Iterator[Finding]:
         f"{len(found)} process{'es' if many else ''} of an earlier job "
         f"{'are' if many else 'is'} still alive without a launcher, with {' and '.join(holds)}",
         evidence=tuple(describe(orphan) for orphan in found[:8]),
-        fix="End them if they are not needed; this asks first.",
+        fix="End them if they are not needed; this asks first (--yes: it does not).",
         paste="ddpdoctor check --kill-orphans",
     )
 

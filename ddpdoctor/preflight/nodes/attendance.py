@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Sequence
 
 from ddpdoctor.core.finding import Finding, Severity
@@ -14,13 +15,21 @@ from ddpdoctor.preflight.check import (
     finding,
     judged,
 )
-from ddpdoctor.preflight.command_lines import check_line, meeting_point, open_port, run_line, words
+from ddpdoctor.preflight.command_lines import (
+    NO_ID,
+    check_line,
+    meeting_point,
+    open_port,
+    run_line,
+    words,
+)
 from ddpdoctor.preflight.nodes.judging import LIMIT
 from ddpdoctor.preflight.nodes.unreached import CLOSED, own_problem
+from ddpdoctor.preflight.place import seat
 from ddpdoctor.preflight.protocol.addresses import is_local, own_host
 from ddpdoctor.preflight.protocol.meet import LOCAL_LIMIT, Meeting, meeting_of
 from ddpdoctor.preflight.protocol.messages import Caller
-from ddpdoctor.preflight.situation import Situation
+from ddpdoctor.preflight.situation import ATTENDANCE, Situation
 from ddpdoctor.preflight.words import counted, first
 
 
@@ -66,7 +75,18 @@ def attendance(situation: Situation) -> Outcome:
     seconds = meeting.report.gathered
     detail = f"{here} of {meeting.expected} nodes are here"
     detail += "".join(f"; {each}" for each in _uninvited(meeting))
-    return judged(detail, [*_absent(meeting, seconds, situation), *_others(meeting, situation)])
+    findings = [*_absent(meeting, seconds, situation), *_others(meeting, situation)]
+    return judged(detail, findings, exclude=_without(meeting))
+
+
+def _without(meeting: Meeting) -> Iterator[str]:
+    """The nodes that did not come, went away, or are blocked, as far as their names are known."""
+    names = meeting.seat.names
+    for rank in _absent_ranks(meeting) or ():
+        if rank < len(names):
+            yield names[rank]
+    yield from (node.facts.host for node in meeting.nodes if node.lost)
+    yield from (each.host for each in meeting.report.blocked if each.host)
 
 
 def _uninvited(meeting: Meeting) -> list[str]:
@@ -205,6 +225,19 @@ def _caller(caller: Caller) -> str:
     """A node that was not admitted, for a person."""
     rank = "" if caller.rank is None else f"node {caller.rank}, "
     return f"{caller.host} ({rank}{caller.address})"
+
+
+def open_words(situation: Situation, outcomes: Sequence[Outcome]) -> str:
+    """What it means that no rendezvous id was given, and one to give; empty if one was."""
+    if not any(outcome.check == ATTENDANCE for outcome in outcomes):
+        return ""
+    place = seat(situation)
+    if place.rdzv_id != NO_ID or not place.host or is_local(place.host):
+        return ""
+    return (
+        f"no --rdzv-id: whoever reaches port {place.port} of node 0 could take part in this check\n"
+        f"to let in the job's nodes alone, on every node: --rdzv-id {secrets.token_hex(8)}"
+    )
 
 
 def next_line(situation: Situation, outcomes: Sequence[Outcome]) -> str:

@@ -42,7 +42,14 @@ def clocks(meeting: Meeting) -> Outcome:
     ahead = [-node.offset for node in meeting.nodes]
     spread = max(ahead) - min(ahead)
     detail = f"{of_all(meeting)}, at most {spread:.3f} s apart"
-    return judged(detail, _findings(meeting, ahead))
+    findings = list(_findings(meeting, ahead))
+    median = statistics.median(ahead)
+    far = [
+        node.facts.host
+        for node, own in zip(meeting.nodes, ahead, strict=True)
+        if len(ahead) > 2 and _severity(abs(own - median) - node.uncertainty) is Severity.ERROR
+    ]
+    return judged(detail, findings, exclude=far)
 
 
 def _findings(meeting: Meeting, ahead: list[float]) -> Iterator[Finding]:

@@ -110,6 +110,11 @@ class Blame:
             "way": f"from {source} to {target}",
         }[self.kind]
 
+    @property
+    def guilty(self) -> bool:
+        """Whether it is one node's fault, and not that of a way between two."""
+        return self.kind in ("into", "out of", "both")
+
     def hosts(self, meeting: Meeting) -> str:
         """The host names of the nodes to look at."""
         host = meeting.host(self.node)

@@ -88,7 +88,8 @@ def links(meeting: Meeting) -> Outcome:
     good = len([way for way in ways if way not in failed])
     total = meeting.expected * (meeting.expected - 1)
     detail = f"{good} of {total} directions between nodes are open"
-    return judged(detail, _findings(meeting, failed, ways))
+    without = [meeting.host(each.node) for each in blame(failed, ways) if each.guilty]
+    return judged(detail, _findings(meeting, failed, ways), exclude=without)
 
 
 def _findings(meeting: Meeting, failed: dict[Way, Dialled], ways: list[Way]) -> Iterator[Finding]:
@@ -273,7 +274,9 @@ def packet_size(meeting: Meeting) -> Outcome:
     passed = len([way for way in ways if way not in lossy])
     total = meeting.expected * (meeting.expected - 1)
     detail = f"64 KiB arrived in {passed} of {total} directions"
-    return judged(detail, [*_losses(meeting, lossy, ways), *_differing(meeting)])
+    without = [meeting.host(each.node) for each in blame(lossy, ways) if each.guilty]
+    findings = [*_losses(meeting, lossy, ways), *_differing(meeting)]
+    return judged(detail, findings, exclude=without)
 
 
 def _losses(meeting: Meeting, lossy: dict[Way, Dialled], ways: list[Way]) -> Iterator[Finding]:

@@ -100,6 +100,8 @@ def gloo_reduction(meeting: Meeting) -> Outcome:
         f"{counted(test.world, 'rank')} reduced correctly"
     )
     findings = list(_failed_gloo(meeting, test))
+    if test.rounds:
+        detail += f", {counted(test.rounds, 'time')}"
     least = meeting.report.speed.least
     if test.bus:
         why_not = _why_not_compared(test, least)
@@ -115,8 +117,8 @@ def _unready(meeting: Meeting, test: Reduction) -> Outcome:
     if not broken:
         hosts = meeting.hosts([index for index, *_ in test.unready])
         return could_not_run(
-            f"torch was not imported within {test.unready[0][2]:.0f} s on {hosts}: give it more "
-            "time with --timeout"
+            f"not tested, for lack of CPU: torch was not imported within {test.unready[0][2]:.0f} s "
+            f"on {hosts}; --timeout gives it more time"
         )
     wrong = failure(
         f"torch cannot be imported on {meeting.hosts(broken)}",

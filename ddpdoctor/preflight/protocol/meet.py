@@ -199,7 +199,8 @@ class Participant:
         scale = self.situation.options.scale
         here = Coordinator(listening, self.goal.key, self.seat.nnodes, scale)
         await here.open()
-        phases = Phases(here, self.seat.nnodes, self.seat.port, self.deadline, scale)
+        soak = self.situation.options.soak
+        phases = Phases(here, self.seat.nnodes, self.seat.port, self.deadline, scale, soak)
         lead = asyncio.ensure_future(phases.run(self.gather_until))
         work = asyncio.ensure_future(self._work_here())
         scout = asyncio.ensure_future(self._scout(here, at_home))
@@ -289,7 +290,8 @@ class Participant:
 
     async def _work(self, call: Call) -> Meeting:
         """Do what the coordinator asks for, until it reports what came of it."""
-        worker = Worker(call, self.seat, self.facts, self.listener, self.ranks)
+        own = self.situation.verdicts
+        worker = Worker(call, self.seat, self.facts, self.listener, self.ranks, own)
         try:
             report = await worker.run(self.deadline)
         except WireError as error:

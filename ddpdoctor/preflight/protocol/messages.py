@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from ddpdoctor.preflight.protocol.pairs import Dialled, Target
 from ddpdoctor.preflight.protocol.validation import (
     Address,
+    Code,
     Count,
     Hexadecimal,
     Host,
@@ -171,6 +172,7 @@ class RankResult(Part):
         ok: Whether gloo reduced correctly.
         bus: Bytes per second over each link.
         idle: For which part of the time its cores had nothing to do.
+        rounds: How often gloo's all_reduce was repeated.
         stages: By NCCL, where it was tested.
     """
 
@@ -180,7 +182,31 @@ class RankResult(Part):
     error: str = ""
     bus: float = 0.0
     idle: float = 0.0
+    rounds: int = 0
     stages: Stages | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Said(Part):
+    """A finding of a check of one machine, as the others are shown it."""
+
+    check: Word = ""
+    code: Code = ""
+    severity: Word = ""
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict(Part):
+    """What the checks of one machine found.
+
+    Attributes:
+        findings: Above information, the worst first.
+        untested: The checks that could not run, and those that had not ended.
+    """
+
+    findings: tuple[Said, ...] = ()
+    untested: tuple[Word, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +220,7 @@ class Answer(Part):
         seen: Whether that file is in its checkpoint folder.
         listing: A hash of what is in that folder.
         ranks: Of the collective test.
+        verdict: Of the checks of its machine.
         failed: Why it could not do what it was asked for.
         waited: For which part of the measurement either end waited for a core.
         sent: Small messages of the measurement, both ways.
@@ -208,6 +235,7 @@ class Answer(Part):
     seen: bool = False
     listing: Hexadecimal = ""
     ranks: tuple[RankResult, ...] = ()
+    verdict: Verdict = field(default_factory=Verdict)
     failed: str = ""
     waited: float = 0.0
     sent: int = 0
@@ -334,6 +362,7 @@ class Reduction(Part):
         correct_nodes: Nodes on which it did on all ranks.
         bus: As in :class:`RankResult`, of the slowest rank.
         idle: As in :class:`RankResult`, of the busiest.
+        rounds: As in :class:`RankResult`.
         wrong: The ranks on which gloo failed.
         nccl: None if it was not tested.
     """
@@ -346,6 +375,7 @@ class Reduction(Part):
     correct_nodes: int = 0
     bus: float = 0.0
     idle: float = 0.0
+    rounds: int = 0
     wrong: tuple[RankResult, ...] = ()
     nccl: NcclReport | None = None
 
@@ -361,6 +391,7 @@ class Report(Part):
         surplus: Those that came when all were there.
         blocked: Those for which the rendezvous port is closed.
         bad: From, to, at which address (``route`` or ``gloo``), and what came of it twice.
+        verdicts: Of the machines, in the order of the nodes.
         gathered: Seconds that the nodes were waited for.
     """
 
@@ -374,6 +405,7 @@ class Report(Part):
     speed: Speeds = field(default_factory=Speeds)
     folder: Folder = field(default_factory=Folder)
     reduction: Reduction = field(default_factory=Reduction)
+    verdicts: tuple[Verdict, ...] = ()
     gathered: float = 0.0
 
 
@@ -382,7 +414,8 @@ class Order(Part):
     """What the coordinator has a node do.
 
     Attributes:
-        do: ``roster``, ``dial``, ``settle``, ``speed``, ``folder``, ``reduce``, ``leave``, ``end``.
+        do: ``roster``, ``dial``, ``settle``, ``speed``, ``folder``, ``reduce``, ``verdict``,
+            ``leave``, ``end``.
         index: The node's own, of a roster.
         token: Proves to its peers that they are of this check; names the file in the folder.
         targets: To dial; of ``speed`` one.
@@ -396,6 +429,7 @@ class Order(Part):
         patience: Seconds for all of it.
         nccl: Whether NCCL is tested.
         node_of: The node of each rank.
+        soak: Seconds for which the all_reduce over all ranks is repeated.
         report: At the end.
     """
 
@@ -413,4 +447,5 @@ class Order(Part):
     patience: float = 0.0
     nccl: bool = False
     node_of: tuple[Index, ...] = ()
+    soak: float = 0.0
     report: Report | None = None

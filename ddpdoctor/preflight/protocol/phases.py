@@ -12,6 +12,7 @@ from ddpdoctor.preflight.protocol.addresses import gloo_dials, is_loopback
 from ddpdoctor.preflight.protocol.connecting import CONNECT_LIMIT
 from ddpdoctor.preflight.protocol.coordinator import Coordinator, Member
 from ddpdoctor.preflight.protocol.messages import (
+    Answer,
     Folder,
     NcclReport,
     Node,
@@ -21,6 +22,7 @@ from ddpdoctor.preflight.protocol.messages import (
     Report,
     Speeds,
     StageReport,
+    Verdict,
 )
 from ddpdoctor.preflight.protocol.pairs import STALL_LIMIT, STALLS, Dialled, Target
 from ddpdoctor.preflight.protocol.ranks import LATE
@@ -45,6 +47,9 @@ STAGE_LIMIT_RANK = 0.01
 
 IMPORT_LIMIT = 25.0
 
+VERDICT_LIMIT = 10.0
+"""Seconds for the checks of all machines to end, once all else is known."""
+
 END_LIMIT = 10.0
 """Seconds for the report to reach all nodes."""
 
@@ -68,6 +73,7 @@ class Phases:
         port: Of the rendezvous.
         deadline: Monotonic time at which all has to be over.
         scale: How much longer than usual each stage may take.
+        soak: Seconds for which the collectives are repeated.
     """
 
     coordinator: Coordinator
@@ -75,6 +81,7 @@ class Phases:
     port: int
     deadline: float
     scale: float = 1.0
+    soak: float = 0.0
 
     async def run(self, gather_until: float) -> None:
         """Gather the nodes, test what lies between them, and send all of them the same report."""
@@ -112,12 +119,23 @@ class Phases:
             speed=speed,
             folder=folder,
             reduction=reduction,
+            verdicts=await self._verdicts(members),
             gathered=gathered,
         )
         left = self.deadline - time.monotonic()
         await self.coordinator.send_all(
             Order("end", report=report), max(1.0, min(END_LIMIT * self.scale, left))
         )
+
+    async def _verdicts(self, members: Sequence[Member]) -> tuple[Verdict, ...]:
+        """What each machine's own checks found: they run beside all of this."""
+        left = self.deadline - time.monotonic()
+        limit = max(1.0, min(VERDICT_LIMIT * self.scale, left / 2))
+        order = Order("verdict", limit=limit)
+        orders = dict.fromkeys(range(len(members)), order)
+        answers = await self.coordinator.ask(orders, "the verdicts", limit + 5 * self.scale)
+        none = Answer()
+        return tuple(answers.get(index, none).verdict for index in range(len(members)))
 
     async def _dials(self, members: Sequence[Member]) -> dict[Cell, Dialled]:
         """Every node dials every other; what failed twice."""
@@ -165,7 +183,7 @@ class Phases:
         self, members: Sequence[Member], *, needed: bool
     ) -> list[tuple[int, str, float]]:
         """Wait until the ranks have imported torch; the nodes on which not all have, and why."""
-        left = self.deadline - time.monotonic()
+        left = self.deadline - self.soak - time.monotonic()
         # Of a short time limit half is for the import, and half for what comes after it.
         rest = max(left - REDUCTION_LIMIT * self.scale, left / 2)
         limit = max(1.0, min(IMPORT_LIMIT * self.scale, rest))
@@ -278,7 +296,7 @@ class Phases:
         left = max(4.0, self.deadline - time.monotonic() - 3)
         # What the ranks know by then has to reach us in time.
         most = REDUCTION_LIMIT * self.scale
-        patience = left - 2 if nccl else min(most + 3, left - 2)
+        patience = left - 2 if nccl else min(most + 3 + self.soak, left - 2)
         order = Order(
             "reduce",
             limit=min(most, patience - 1),
@@ -287,6 +305,7 @@ class Phases:
             stage_limit=min(STAGE_LIMIT * self.scale + len(node_of) * STAGE_LIMIT_RANK, patience),
             patience=patience,
             nccl=nccl,
+            soak=self.soak,
             node_of=tuple(node_of),
         )
         orders = {
@@ -307,6 +326,7 @@ class Phases:
             correct_nodes=len(answers.keys() - {result.node for result in wrong}),
             bus=min((result.bus for result in results), default=0.0),
             idle=min((result.idle for result in results), default=0.0),
+            rounds=min((result.rounds for result in results), default=0),
             wrong=tuple(wrong[:64]),
             nccl=nccl_report(results) if nccl else None,
         )

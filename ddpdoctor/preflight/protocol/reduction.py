@@ -34,6 +34,9 @@ counts: other work makes a link look slow, and nothing makes it look fast."""
 AGAIN = "with another node"
 """The stage in which the nodes of a pair that failed are paired with others."""
 
+ALL_NODES = "of all nodes"
+"""The last stage: all ranks; it is the one that is repeated in a burn-in."""
+
 AGAIN_S, MOST_ROUNDS = 10, 2
 """Seconds and rounds for that: every node has its turn in them, unless nearly all failed."""
 
@@ -100,9 +103,28 @@ def _gloo(order: Order) -> dict[str, Any]:
     if world > 1 and not wrong:
         cores, cpu = _Cores(), torch.device("cpu")
         result |= {"bus": _bus_bandwidth("gloo", cpu, world, None, limit), "idle": cores.idle()}
+    if not order["stages"] and not wrong:
+        rounds, result["error"] = _soaked(rank, world, order.get("soak", 0.0))
+        result |= {"rounds": rounds, "ok": not result["error"]}
     # As a barrier; torch's own looks for GPUs first, which is none of gloo's business.
     dist.all_reduce(torch.zeros(1))
     return result
+
+
+def _soaked(rank: int, world: int, seconds: float) -> tuple[int, str]:
+    """Repeat the test for so many seconds: how often, and what went wrong; rank 0 has the clock."""
+    import torch
+    import torch.distributed as dist
+
+    until, rounds, wrong = time.monotonic() + seconds, 0, ""
+    while seconds:
+        goes_on = torch.tensor([int(time.monotonic() < until)])
+        dist.broadcast(goes_on, src=0)
+        if wrong or not goes_on.item():
+            break
+        wrong = _wrong(rank, world)
+        rounds += 1
+    return rounds, wrong
 
 
 def _wrong(rank: int, world: int) -> str:
@@ -225,10 +247,11 @@ def _limited(
     """Run a stage on a thread: where NCCL cannot connect, its first call never returns."""
     seconds = limit.total_seconds()
     name, nodes = doing["name"], doing["nodes"]
-    call = partial(_stage, name, nodes, ranks, group, order, limit)
+    soak = order.get("soak", 0.0) if name == ALL_NODES else 0.0
+    call = partial(_stage, name, nodes, ranks, group, order, limit, soak)
     words = f"no end within {seconds:.0f} s: the ranks did not connect"
     late = {**doing, "error": words, "bus": 0.0}
-    return next(iter(_on_thread(call, seconds + GRACE_S)), late)
+    return next(iter(_on_thread(call, seconds + soak + GRACE_S)), late)
 
 
 def _stages(nodes: int) -> list[tuple[str, list[list[int]]]]:
@@ -237,7 +260,7 @@ def _stages(nodes: int) -> list[tuple[str, list[list[int]]]]:
     for power in (2**bit for bit in range((nodes - 1).bit_length())):
         pairs = [[a, a ^ power] for a in range(nodes) if a < a ^ power < nodes]
         stages.append((f"between nodes {power} apart", pairs))
-    return [*stages, ("of all nodes", [list(range(nodes))])]
+    return [*stages, (ALL_NODES, [list(range(nodes))])]
 
 
 def _with_others(failed: list[list[int]], nodes: int) -> list[list[list[int]]]:
@@ -257,7 +280,13 @@ def _with_others(failed: list[list[int]], nodes: int) -> list[list[list[int]]]:
 
 
 def _stage(
-    name: str, nodes: list[int], ranks: list[int], group: Any, order: Order, limit: timedelta
+    name: str,
+    nodes: list[int],
+    ranks: list[int],
+    group: Any,
+    order: Order,
+    limit: timedelta,
+    soak: float = 0.0,
 ) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
@@ -269,10 +298,16 @@ def _stage(
             device = torch.device("cuda", order["local_rank"])
             # Of this thread.
             torch.cuda.set_device(device)
-        ones = torch.full((ELEMENTS,), float(order["rank"] + 1), device=device)
-        _finish(dist.all_reduce(ones, group=group, async_op=True), limit)
-        if not bool((ones == float(sum(each + 1 for each in ranks))).all()):
-            return {**stage, "error": "all_reduce gave a wrong sum"}
+        until, again = time.monotonic() + soak, True
+        while again:
+            ones = torch.full((ELEMENTS,), float(order["rank"] + 1), device=device)
+            _finish(dist.all_reduce(ones, group=group, async_op=True), limit)
+            if not bool((ones == float(sum(each + 1 for each in ranks))).all()):
+                return {**stage, "error": "all_reduce gave a wrong sum"}
+            flag = torch.tensor([float(time.monotonic() < until)], device=device)
+            # All of them go on while all of them have time.
+            _finish(dist.all_reduce(flag, dist.ReduceOp.MIN, group=group, async_op=True), limit)
+            again = bool(flag.item())
         if len(ranks) > 1:
             stage["bus"] = _bus_bandwidth(backend, device, len(ranks), group, limit)
     except Exception as error:

@@ -9,22 +9,36 @@ import hashlib
 import os
 import resource
 import time
-from collections.abc import Coroutine, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ddpdoctor.core import opening
+from ddpdoctor.core.finding import Severity
+from ddpdoctor.preflight.check import Outcome, Status
 from ddpdoctor.preflight.place import Seat
 from ddpdoctor.preflight.protocol import pairs
 from ddpdoctor.preflight.protocol.addresses import may_be_node
 from ddpdoctor.preflight.protocol.caller import Call, refused
 from ddpdoctor.preflight.protocol.connecting import words_of
-from ddpdoctor.preflight.protocol.messages import Answer, Facts, Order, Report, Welcome
+from ddpdoctor.preflight.protocol.messages import (
+    Answer,
+    Facts,
+    Order,
+    Report,
+    Said,
+    Verdict,
+    Welcome,
+)
 from ddpdoctor.preflight.protocol.pairs import Dialled, Listener, Target
 from ddpdoctor.preflight.protocol.ranks import Ranks
 from ddpdoctor.preflight.protocol.validation import unpacked
 from ddpdoctor.preflight.protocol.wire import LARGEST, WireError
+from ddpdoctor.preflight.situation import Verdicts
+
+MOST_FINDINGS, MOST_SAID = 16, 500
+"""Findings of a machine that the others are shown, and characters of each."""
 
 LOOK_EVERY = 0.2
 """Seconds after which it is noticed that the coordinator is gone."""
@@ -40,6 +54,7 @@ class Worker:
         facts: What this node reports of itself.
         listener: What the other nodes dial.
         ranks: Its processes for the collective test.
+        verdicts: What the checks of this machine find.
         index: Its own among the nodes; -1 until it is known.
     """
 
@@ -48,6 +63,7 @@ class Worker:
     facts: Facts
     listener: Listener
     ranks: Ranks
+    verdicts: Verdicts = field(default_factory=Verdicts)
     index: int = -1
     written: str = ""
     """The token of the file that this node has written into the checkpoint folder."""
@@ -121,6 +137,8 @@ class Worker:
             self.listener.admit(order.index, pairs.pair_token(order.token.encode()))
         elif order.do == "dial":
             return Answer(dialled=tuple(await self._dial(order.targets)))
+        elif order.do == "verdict":
+            return Answer(verdict=await self._verdict(order.limit))
         elif order.do == "settle" and order.needed:
             return Answer(unready=await self.ranks.ready(order.limit))
         elif order.do == "settle":
@@ -149,7 +167,16 @@ class Worker:
             "patience": order.patience,
             "stages": "nccl" if order.nccl else "",
             "node_of": order.node_of,
+            "soak": order.soak,
         }
+
+    async def _verdict(self, limit: float) -> Verdict:
+        """What this machine's own checks found, once they have ended or the time is over."""
+        until = time.monotonic() + limit
+        while self.verdicts.so_far()[1] and time.monotonic() < until:
+            await asyncio.sleep(LOOK_EVERY)
+        outcomes, running = self.verdicts.so_far()
+        return verdict_of(outcomes, running)
 
     def _allows(self, target: Target) -> bool:
         """Whether another node may be there: a stranger that plays node 0 names what it likes."""
@@ -172,6 +199,21 @@ class Worker:
             self.written = ""
             return Answer()
         return Answer(seen=seen(folder, order.token), listing=listing(folder))
+
+
+def verdict_of(outcomes: Iterable[Outcome], running: Sequence[str]) -> Verdict:
+    """The outcomes of one machine's checks, as the others are shown them."""
+    said = [(each.check, finding) for each in outcomes for finding in each.findings]
+    said = [each for each in said if each[1].severity > Severity.INFO]
+    said.sort(key=lambda each: -each[1].severity)
+    late = [each.check for each in outcomes if each.status is Status.COULD_NOT_RUN]
+    return Verdict(
+        tuple(
+            Said(check, finding.code, finding.severity.label, finding.message[:MOST_SAID])
+            for check, finding in said[:MOST_FINDINGS]
+        ),
+        (*late, *running),
+    )
 
 
 def _words(error: OSError) -> str:
