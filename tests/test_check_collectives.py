@@ -165,7 +165,7 @@ def test_too_little_time_is_no_failure(doctor: Doctor) -> None:
     result = doctor.run(*CHECK, "--json", "--timeout", "1", watch=False)
     told = record(result)
     assert (result.status, told["status"]) == (4, "could not run")
-    assert told["detail"].endswith("give it more time with --timeout")
+    assert told["detail"].endswith("--timeout gives it more time")
 
 
 @pytest.mark.slow

@@ -267,7 +267,7 @@ def test_a_node_does_not_wait_for_its_ranks_when_node_0_is_gone() -> None:
             call = await call_once("127.0.0.1", port, key, "node1")
             situation = Situation(Options(nproc=1, nnodes=1), environ={})
             facts = gather(situation, seat(situation), await listener.open(), reduces=True)
-            worker = Worker(call, seat(situation).host, facts, listener, own)
+            worker = Worker(call, seat(situation), facts, listener, own)
             running = asyncio.ensure_future(worker.run(time.monotonic() + 3600))
             await here.gather(time.monotonic() + 30)
             question = Order("settle", needed=True, limit=3600)

@@ -70,7 +70,8 @@ def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
 def bounded(call: Callable[[], T], seconds: float) -> T:
     """What a call returns that cannot be interrupted: a name lookup, a file on a dead server.
 
-    It runs on a thread that is left behind if it does not come back.
+    It runs on a thread that is left behind if it does not come back. The seconds are those of the
+    time that this process gets.
 
     Raises:
         TimeoutError: It did not come back in time.
@@ -98,10 +99,36 @@ def while_it_goes_on(call: Callable[[Callable[[], None]], T], seconds: float) ->
         further.set()
 
     threading.Thread(target=run, daemon=True).start()
-    while further.wait(seconds):
+    while _waited(further, seconds):
         further.clear()
         if answers:
             return answers[0]
         if errors:
             raise errors[0]
     raise TimeoutError
+
+
+def waited_for_core() -> float:
+    """For how long this thread has waited for a core so far, in seconds; 0 if nothing says so."""
+    try:
+        with open("/proc/thread-self/schedstat") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+TICK_S = 0.05
+
+
+def _waited(event: threading.Event, seconds: float) -> bool:
+    """Wait for an event for so many seconds of the time that this process gets.
+
+    A tick that comes late, because others have the cores, counts as two at most.
+    """
+    had = 0.0
+    while had < seconds:
+        began = time.monotonic()
+        if event.wait(min(TICK_S, seconds - had)):
+            return True
+        had += min(time.monotonic() - began, 2 * TICK_S)
+    return event.is_set()

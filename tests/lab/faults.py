@@ -97,6 +97,54 @@ def slow_cable(lab: Lab, host: Host, megabits: int) -> None:
     )  # fmt: skip
 
 
+def lossy_cable(lab: Lab, host: Host, percent: int) -> None:
+    """Lose so many of the packets that reach ``host``."""
+    for each in lab.hosts:
+        # Virtual cables carry many packets as one, and would lose all of them.
+        each.run("ip", "link", "set", INTERFACE, "gso_max_segs", "1")
+    lab.at_switch(
+        "tc", "qdisc", "replace", "dev", host.port, "root", "netem", "loss", f"{percent}%"
+    )
+
+
+def behind_router(lab: Lab, host: Host) -> None:
+    """Put ``host`` behind a router that gives its packets an address of its own (source NAT).
+
+    By tc's own translation, which needs no netfilter: what the host sends leaves its port with the
+    router's address, and what is sent there reaches it only as an answer would.
+    """
+    router = f"{lab.network}.253"
+    lab.at_switch("tc", "qdisc", "add", "dev", host.port, "clsact")
+    lab.at_switch(
+        "tc", "filter", "add", "dev", host.port, "ingress", "protocol", "ip", "u32",
+        "match", "ip", "src", f"{host.address}/32",
+        "action", "nat", "egress", f"{host.address}/32", router,
+    )  # fmt: skip
+    lab.at_switch(
+        "tc", "filter", "add", "dev", host.port, "egress", "protocol", "ip", "prio", "1", "u32",
+        "match", "ip", "dst", f"{router}/32", "match", "ip", "protocol", "6", "0xff",
+        "match", "u8", "0x02", "0x12", "at", "33", "action", "drop",
+    )  # fmt: skip
+    lab.at_switch(
+        "tc", "filter", "add", "dev", host.port, "egress", "protocol", "ip", "prio", "2", "u32",
+        "match", "ip", "dst", f"{router}/32",
+        "action", "nat", "ingress", f"{router}/32", host.address,
+    )  # fmt: skip
+    mac = host.run("cat", f"/sys/class/net/{INTERFACE}/address").strip()
+    for each in lab.hosts:
+        if each is not host:
+            each.run("ip", "neigh", "add", router, "lladdr", mac, "dev", INTERFACE)
+
+
+def until_listening(host: Host, port: int) -> None:
+    """Wait until something listens on a port of a host."""
+    host.run(
+        "sh", "-ec",
+        f"for i in $(seq 600); do grep -qi ':{port:04X} .* 0A ' /proc/net/tcp /proc/net/tcp6 && "
+        "exit 0; sleep 0.1; done; exit 1",
+    )  # fmt: skip
+
+
 def second_network(lab: Lab, megabits: int) -> str:
     """Give every host a slow interface on a network of its own; its name."""
     name = "eth1"

@@ -79,8 +79,13 @@ def test_a_node_too_many(nodes: Make) -> None:
 @pytest.mark.slow
 def test_another_rendezvous_id(nodes: Make) -> None:
     said = nodes(2).run("--timeout", "8", *WITHOUT_TORCH, each={1: ("--rdzv-id", "other")})
-    assert "node1 (10.77.0.2) came with another rendezvous id" in said[0].messages
-    assert "has another rendezvous id than 'other'" in said[1].messages
+    (absent,) = said[0].findings("nodes")
+    assert absent["message"] == "node rank 1 did not come within 4 s"
+    assert "another rendezvous id, or none" in absent["evidence"][1]
+    assert absent["evidence"][1].endswith(": node1 10.77.0.2")
+    (other,) = said[1].findings("nodes")
+    assert "is of another job: it has another rendezvous id" in other["message"]
+    assert other["paste"].endswith("--rdzv-endpoint node0:29501 --rdzv-id other")
 
 
 def test_an_id_that_was_corrected_in_time_is_no_fault(nodes: Make) -> None:

@@ -113,4 +113,4 @@ def _unknown(name: Lookup, wanted: str, many: bool) -> Finding:
 def _hosts_line(address: str, name: str) -> str:
     if not address:
         return ADDRESSES
-    return typed("echo {} {} | sudo tee -a /etc/hosts", address, name)
+    return typed("echo {} | sudo tee -a /etc/hosts", f"{address} {name}")

@@ -109,6 +109,6 @@ def _wrong(
         "job's environment:",
         paste=typed("export GLOO_SOCKET_IFNAME={0} NCCL_SOCKET_IFNAME={0}", name)
         if name
-        else typed("echo {} {} | sudo tee -a /etc/hosts", reached, host),
+        else typed("echo {} | sudo tee -a /etc/hosts", f"{reached} {host}"),
         about=f"gloo {index}",
     )

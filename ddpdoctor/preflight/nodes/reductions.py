@@ -117,8 +117,8 @@ def _unready(meeting: Meeting, test: Reduction) -> Outcome:
     if not broken:
         hosts = meeting.hosts([index for index, *_ in test.unready])
         return could_not_run(
-            f"not tested, for lack of CPU: torch was not imported within {test.unready[0][2]:.0f} s "
-            f"on {hosts}; --timeout gives it more time"
+            "not tested, for lack of CPU: torch was not imported within "
+            f"{test.unready[0][2]:.0f} s on {hosts}; --timeout gives it more time"
         )
     wrong = failure(
         f"torch cannot be imported on {meeting.hosts(broken)}",

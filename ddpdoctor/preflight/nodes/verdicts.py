@@ -22,7 +22,7 @@ def verdicts(meeting: Meeting) -> Outcome:
 
     What it finds
         Nothing of its own: each node sends the warnings and errors of the checks of its machine
-        (DDP001 to DDP049) to node 0, which sends them to all. Each is shown here as information,
+        (DDP001 to DDP026) to node 0, which sends them to all. Each is shown here as information,
         with its node.
 
     Why it is bad

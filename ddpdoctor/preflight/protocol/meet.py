@@ -41,6 +41,7 @@ LOCAL_LIMIT = 10.0
 
 CANCEL_LATENCY = 0.2
 SCOUT_EVERY = 1.0
+CALLS_HERE = 5
 NAMED_NODES = 4
 """Of more absent nodes the number is shown while they are waited for."""
 
@@ -235,6 +236,11 @@ class Participant:
 
     async def _work_here(self) -> Meeting:
         """Take part as any other node."""
+        for _ in range(CALLS_HERE):
+            # Strangers may have all the places for a moment.
+            with contextlib.suppress(CallError):
+                return await self._work(await self._call_here())
+            await asyncio.sleep(SCOUT_EVERY)
         return await self._work(await self._call_here())
 
     async def _say_who_is_missing(self, here: Coordinator) -> None:

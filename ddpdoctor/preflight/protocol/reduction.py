@@ -247,11 +247,15 @@ def _limited(
     """Run a stage on a thread: where NCCL cannot connect, its first call never returns."""
     seconds = limit.total_seconds()
     name, nodes = doing["name"], doing["nodes"]
-    soak = order.get("soak", 0.0) if name == ALL_NODES else 0.0
-    call = partial(_stage, name, nodes, ranks, group, order, limit, soak)
+    call = partial(_stage, name, nodes, ranks, group, order, limit)
     words = f"no end within {seconds:.0f} s: the ranks did not connect"
     late = {**doing, "error": words, "bus": 0.0}
-    return next(iter(_on_thread(call, seconds + soak + GRACE_S)), late)
+    return next(iter(_on_thread(call, seconds + _soak(name, order) + GRACE_S)), late)
+
+
+def _soak(name: str, order: Order) -> float:
+    """Seconds for which a stage is repeated."""
+    return float(order.get("soak", 0.0)) if name == ALL_NODES else 0.0
 
 
 def _stages(nodes: int) -> list[tuple[str, list[list[int]]]]:
@@ -280,13 +284,7 @@ def _with_others(failed: list[list[int]], nodes: int) -> list[list[list[int]]]:
 
 
 def _stage(
-    name: str,
-    nodes: list[int],
-    ranks: list[int],
-    group: Any,
-    order: Order,
-    limit: timedelta,
-    soak: float = 0.0,
+    name: str, nodes: list[int], ranks: list[int], group: Any, order: Order, limit: timedelta
 ) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
@@ -298,7 +296,7 @@ def _stage(
             device = torch.device("cuda", order["local_rank"])
             # Of this thread.
             torch.cuda.set_device(device)
-        until, again = time.monotonic() + soak, True
+        until, again = time.monotonic() + _soak(name, order), True
         while again:
             ones = torch.full((ELEMENTS,), float(order["rank"] + 1), device=device)
             _finish(dist.all_reduce(ones, group=group, async_op=True), limit)

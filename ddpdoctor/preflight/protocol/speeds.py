@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ddpdoctor.preflight.deadline import waited_for_core
 from ddpdoctor.preflight.protocol.tcp_info import counts
 
 MEASURE_S = 0.05
@@ -132,15 +133,6 @@ def suspects(measured: Mapping[Cell, Speed]) -> list[Cell]:
     return list(dict.fromkeys([*outliers(measured), *resent]))
 
 
-def waited() -> float:
-    """For how long this thread has waited for a core so far, in seconds; 0 if nothing says so."""
-    try:
-        with open("/proc/thread-self/schedstat") as file:
-            return int(file.read().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return 0.0
-
-
 async def measure(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Speed:
     """The sending side, on a connection to a node that :func:`serve` answers on.
 
@@ -157,16 +149,16 @@ async def measure(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
         pinging.cancel()
         return Speed(LIMIT, 0.1, 0.0, max(1, LEAST_PINGS), resent)
     rtt, sent = pinging.result()
-    acked, sending, waits = counts(writer).acked, time.monotonic(), waited()
+    acked, sending, waits = counts(writer).acked, time.monotonic(), waited_for_core()
     try:
         received, seconds, away, back = await asyncio.wait_for(_send(reader, writer), LIMIT)
     except asyncio.TimeoutError:
         # So much of it came, at least.
         passed = time.monotonic() - sending
         came = max(1, counts(writer).acked - acked)
-        return Speed(rtt, came / passed, (waited() - waits) / passed, 2 * sent, resent)
+        return Speed(rtt, came / passed, (waited_for_core() - waits) / passed, 2 * sent, resent)
     # Both ends may have waited at once; the time of neither is the link's.
-    share = min(1.0, (waited() - waits + away) / max(seconds, 1e-6))
+    share = min(1.0, (waited_for_core() - waits + away) / max(seconds, 1e-6))
     own = max(seconds * max(1 - share, 0.1), 1e-6)
     return Speed(rtt, received / own, share, 2 * sent, resent + back)
 
@@ -178,11 +170,11 @@ async def _round_trips(
     until, rtt, away = time.monotonic() + PINGS_S, float("inf"), 0.0
     for number in range(1, PINGS + 1):
         last = number == PINGS or (number >= LEAST_PINGS and time.monotonic() > until)
-        began, waits = time.monotonic(), waited()
+        began, waits = time.monotonic(), waited_for_core()
         writer.write(LAST if last else PING)
         (there,) = _PONG.unpack(await reader.readexactly(_PONG.size))
         took = time.monotonic() - began
-        lost = waited() - waits + (there - away if number > 1 else 0.0)
+        lost = waited_for_core() - waits + (there - away if number > 1 else 0.0)
         away = there
         rtt = min(rtt, max(took - max(lost, 0.0), took / 10))
         if last:
@@ -207,14 +199,14 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     """The receiving side: echo the pings, then count what comes and how long it takes."""
     for _ in range(PINGS):
         ping = await reader.readexactly(1)
-        writer.write(_PONG.pack(waited()))
+        writer.write(_PONG.pack(waited_for_core()))
         if ping == LAST:
             break
     await reader.readexactly(1)
     resent = counts(writer).resent
-    began, waits, received = time.monotonic(), waited(), 0
+    began, waits, received = time.monotonic(), waited_for_core(), 0
     while data := await reader.read(2**20):
         received += len(data)
     passed = time.monotonic() - began
-    writer.write(_ANSWER.pack(received, passed, max(0.0, waited() - waits), resent))
+    writer.write(_ANSWER.pack(received, passed, max(0.0, waited_for_core() - waits), resent))
     await writer.drain()

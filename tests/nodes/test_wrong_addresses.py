@@ -1,0 +1,95 @@
+"""``ddpdoctor check`` across nodes, in a lab: addresses that are another node's, or translated."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+
+import pytest
+
+from tests.conftest import LIMIT
+from tests.lab import faults
+from tests.lab.checking import PORT, WITHOUT_TORCH, Make, agreeing
+
+
+@pytest.mark.slow
+def test_an_endpoint_that_is_another_node_is_named_there(nodes: Make) -> None:
+    said = nodes(2).run(*WITHOUT_TORCH, "--rdzv-endpoint", f"node1:{PORT}", "--timeout", "24")
+    here, there = (each.findings("nodes")[0]["message"] for each in said)
+    assert here.startswith("the other nodes look for node rank 0 at node1 (10.77.0.2)")
+    assert there == (
+        f"the endpoint node1:{PORT} is this machine, which is node rank 1: node rank 0 is not here"
+    )
+
+
+@pytest.mark.slow
+def test_a_node_behind_a_translated_address_is_told_so(nodes: Make) -> None:
+    """Its packets leave with an address of the router's: no port that is opened helps."""
+    checks = nodes(3)
+    faults.behind_router(checks.lab, checks.lab.hosts[2])
+    said = checks.run(*WITHOUT_TORCH, "--timeout", "120")
+    told = agreeing(said[:2], "DDP053")
+    assert "does not reach node2 (node 2): 10.77.0.253, where it comes from, is none of its" in told
+    (finding, *_) = said[0].findings("links")
+    assert "gloo and NCCL announce a machine's own addresses" in finding["fix"]
+    assert "iptables" not in finding["paste"]
+
+
+@pytest.mark.slow
+def test_another_job_on_the_port_fails_no_complete_job(nodes: Make) -> None:
+    checks = nodes(4)
+    first, second, third, fourth = checks.lab.hosts
+    own = ("--nnodes", "2", *WITHOUT_TORCH, "--timeout", "120")
+    running = [
+        checks.start(host, checks.words(host, "--json", *own, "--rdzv-id", "one"))
+        for host in (first, second)
+    ]
+    others = [
+        checks.start(
+            host,
+            checks.words(
+                host, "--json", *own, "--rdzv-id", "two", "--node-rank", str(rank),
+            ),
+        )
+        for rank, host in ((1, third), (1, fourth))
+    ]  # fmt: skip
+    for process, out, err in running:
+        assert process.wait(LIMIT) == 0, out.read_text() + err.read_text()
+    for process, out, _ in others:
+        assert process.wait(LIMIT) & 2
+        text = out.read_text()
+        if "had all its nodes" not in text:
+            assert "is of another job" in text or "refuses" in text
+
+
+@pytest.mark.slow
+def test_a_check_of_another_job_holds_the_port_on_this_machine(nodes: Make) -> None:
+    checks = nodes(2)
+    first = checks.lab.hosts[0]
+    patient = (*WITHOUT_TORCH, "--timeout", "200")
+    waiting, _, _ = checks.start(first, checks.words(first, *patient, "--rdzv-id", "one"))
+    faults.until_listening(first, PORT)
+    (said,) = checks.run(*patient, "--rdzv-id", "two", hosts=[first])
+    (finding,) = said.findings("nodes")
+    assert "is of another job: it has another rendezvous id" in finding["message"]
+    assert "--rdzv-id two" in finding["paste"]
+    waiting.kill()
+
+
+@pytest.mark.slow
+def test_every_node_shows_what_is_wrong_with_each_machine(nodes: Make) -> None:
+    checks = nodes(2)
+    words = shlex.join(
+        [sys.executable, "-m", "ddpdoctor", *checks.words(checks.lab.hosts[1])[3:], *WITHOUT_TORCH]
+    )
+    second = checks.start(
+        checks.lab.hosts[1], ["sh", "-c", f"ulimit -n 128; exec {words} --json --timeout 200"]
+    )
+    (first,) = checks.run(*WITHOUT_TORCH, "--timeout", "200", hosts=checks.lab.hosts[:1])
+    assert second[0].wait(LIMIT) == 2
+    assert first.status == 0
+    assert "node1 (node 1): a process may open 128 files" in first.messages
+    assert first.document["exclude"] == ["node1"]
+    (zero, one) = first.document["nodes"]
+    assert (zero["exclude"], one["exclude"]) == (False, True)
+    assert [each["check"] for each in one["findings"]] == ["limits"]
