@@ -15,7 +15,13 @@ from ddpdoctor.preflight.nodes import attendance, reductions
 from ddpdoctor.preflight.place import Seat
 from ddpdoctor.preflight.protocol.caller import Problem
 from ddpdoctor.preflight.protocol.meet import Meeting, meet_or_fail, meeting_of
-from ddpdoctor.preflight.protocol.messages import Facts, Node, Reduction, Report, Speeds
+from ddpdoctor.preflight.protocol.report import (
+    Facts,
+    Node,
+    Reduction,
+    Report,
+    Speeds,
+)
 from ddpdoctor.preflight.situation import Once, Situation, gpu_facts, visible_gpus
 from ddpdoctor.run.records.decoder import decoder
 from ddpdoctor.system.gpu.health import GpuFacts, Health

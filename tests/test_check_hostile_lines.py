@@ -21,7 +21,8 @@ from ddpdoctor.preflight.nodes.unreached import own_problem
 from ddpdoctor.preflight.place import Seat
 from ddpdoctor.preflight.protocol.caller import Problem
 from ddpdoctor.preflight.protocol.meet import Meeting, meet_or_fail
-from ddpdoctor.preflight.protocol.messages import (
+from ddpdoctor.preflight.protocol.pairs import Dialled
+from ddpdoctor.preflight.protocol.report import (
     Caller,
     Facts,
     Folder,
@@ -33,7 +34,6 @@ from ddpdoctor.preflight.protocol.messages import (
     Speeds,
     Verdict,
 )
-from ddpdoctor.preflight.protocol.pairs import Dialled
 from ddpdoctor.preflight.situation import Options, Situation
 from ddpdoctor.render import checks as render
 from tests.test_check_meeting import FACTS

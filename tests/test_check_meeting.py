@@ -24,9 +24,18 @@ from ddpdoctor.preflight.protocol.coordinator import Coordinator, listen
 from ddpdoctor.preflight.protocol.facts import gather
 from ddpdoctor.preflight.protocol.joining import Goal, join, side_doors
 from ddpdoctor.preflight.protocol.meet import Meeting, meet_or_fail
-from ddpdoctor.preflight.protocol.messages import Caller, Facts, Node, Order, Report, unpack
+from ddpdoctor.preflight.protocol.messages import (
+    Order,
+)
 from ddpdoctor.preflight.protocol.pairs import Listener, Target, dial_all, speed
 from ddpdoctor.preflight.protocol.ranks import Ranks
+from ddpdoctor.preflight.protocol.report import (
+    Caller,
+    Facts,
+    Node,
+    Report,
+    unpack,
+)
 from ddpdoctor.preflight.protocol.wire import WireError
 from ddpdoctor.preflight.protocol.worker import Worker
 from ddpdoctor.preflight.situation import Options, Situation

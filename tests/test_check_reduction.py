@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 
 from ddpdoctor.preflight.protocol import ranks
-from ddpdoctor.preflight.protocol.messages import RankResult
 from ddpdoctor.preflight.protocol.phases import nccl_report
 from ddpdoctor.preflight.protocol.ranks import PROGRAM
 from ddpdoctor.preflight.protocol.reduction import _with_others
+from ddpdoctor.preflight.protocol.report import (
+    RankResult,
+)
 from ddpdoctor.run.records.decoder import decoder
 from tests.conftest import TOKEN
 

@@ -21,9 +21,15 @@ from ddpdoctor.preflight.protocol import admission, wire, worker
 from ddpdoctor.preflight.protocol.addresses import may_be_node
 from ddpdoctor.preflight.protocol.caller import Call, CallError, call_once
 from ddpdoctor.preflight.protocol.coordinator import MOST_STRANGERS, Coordinator, listen
-from ddpdoctor.preflight.protocol.messages import Knock, Order, unpack
+from ddpdoctor.preflight.protocol.messages import (
+    Knock,
+    Order,
+)
 from ddpdoctor.preflight.protocol.pairs import Listener, Target
 from ddpdoctor.preflight.protocol.ranks import Ranks
+from ddpdoctor.preflight.protocol.report import (
+    unpack,
+)
 from ddpdoctor.preflight.protocol.validation import unpacked
 from ddpdoctor.preflight.protocol.worker import Worker
 from ddpdoctor.run.records.base import as_json
@@ -162,7 +168,7 @@ HOSTILE = (
     "a\ntouch pwned", "\x1b[2J", "../../etc/passwd", "x" * 5000,
 )  # fmt: skip
 
-FIELDS = {
+FIELDS: dict[str, Callable[[str], Any]] = {
     "host": lambda text: text,
     "gloo_address": lambda text: text,
     "interfaces": lambda text: [[text, 1500, ["10.0.0.1"]]],

@@ -30,7 +30,10 @@ from ddpdoctor.debug.vscode.launch_json import AttachPoint, PathMapping
 from ddpdoctor.preflight.machine import gpu_health
 from ddpdoctor.preflight.machine.collectives import Answers
 from ddpdoctor.preflight.protocol import coordinator, echo, speeds, wire
-from ddpdoctor.preflight.protocol.messages import Facts, unpack
+from ddpdoctor.preflight.protocol.report import (
+    Facts,
+    unpack,
+)
 from ddpdoctor.probe.runtime import control, shield
 from ddpdoctor.run.records.base import as_json
 from ddpdoctor.supervise import processes

@@ -28,7 +28,7 @@ from ddpdoctor.render import checks as render
 from ddpdoctor.render import terminal
 
 WARNED, FAILED, NOT_TESTED = 1, 2, 4
-"""Of the exit status: the worst of the first two, and beside it the third as a bit of its own, so
+"""Of the exit status: the worst of the first two, and beside it the third as a separate bit, so
 that a scheduler can tell a node that is broken from one that had no time."""
 
 WRONG_USAGE = 3

@@ -97,43 +97,41 @@ def slow_cable(lab: Lab, host: Host, megabits: int) -> None:
     )  # fmt: skip
 
 
-def lossy_cable(lab: Lab, host: Host, percent: int) -> None:
-    """Lose so many of the packets that reach ``host``."""
+def lossy_cable(lab: Lab, host: Host, *, heavy: bool = False) -> None:
+    """Lose 6 % of the packets that reach ``host``, or 31 %: those with certain numbers (IP's ID).
+
+    What is sent again has another number, and comes through.
+    """
     for each in lab.hosts:
         # Virtual cables carry many packets as one, and would lose all of them.
         each.run("ip", "link", "set", INTERFACE, "gso_max_segs", "1")
-    lab.at_switch(
-        "tc", "qdisc", "replace", "dev", host.port, "root", "netem", "loss", f"{percent}%"
-    )
+    lane = _lane(lab, host, reject=False)
+    where = ["dev", host.port, "egress", "protocol", "ip", "prio", "10"]
+    redirect = ["action", "mirred", "egress", "redirect", "dev", lane]
+    for value, mask in (("0x05", "0x0f"), *((("0x02", "0x03"),) if heavy else ())):
+        tcp = ["match", "ip", "protocol", "6", "0xff", "match", "u8", value, mask, "at", "5"]
+        lab.at_switch("tc", "filter", "add", *where, "u32", *tcp, *redirect)
 
 
-def behind_router(lab: Lab, host: Host) -> None:
-    """Put ``host`` behind a router that gives its packets an address of its own (source NAT).
-
-    By tc's own translation, which needs no netfilter: what the host sends leaves its port with the
-    router's address, and what is sent there reaches it only as an answer would.
-    """
-    router = f"{lab.network}.253"
-    lab.at_switch("tc", "qdisc", "add", "dev", host.port, "clsact")
-    lab.at_switch(
-        "tc", "filter", "add", "dev", host.port, "ingress", "protocol", "ip", "u32",
-        "match", "ip", "src", f"{host.address}/32",
-        "action", "nat", "egress", f"{host.address}/32", router,
-    )  # fmt: skip
-    lab.at_switch(
-        "tc", "filter", "add", "dev", host.port, "egress", "protocol", "ip", "prio", "1", "u32",
-        "match", "ip", "dst", f"{router}/32", "match", "ip", "protocol", "6", "0xff",
-        "match", "u8", "0x02", "0x12", "at", "33", "action", "drop",
-    )  # fmt: skip
-    lab.at_switch(
-        "tc", "filter", "add", "dev", host.port, "egress", "protocol", "ip", "prio", "2", "u32",
-        "match", "ip", "dst", f"{router}/32",
-        "action", "nat", "ingress", f"{router}/32", host.address,
-    )  # fmt: skip
-    mac = host.run("cat", f"/sys/class/net/{INTERFACE}/address").strip()
-    for each in lab.hosts:
-        if each is not host:
-            each.run("ip", "neigh", "add", router, "lladdr", mac, "dev", INTERFACE)
+FORWARDS = """
+import socket, sys, threading
+def pump(source, target):
+    while data := source.recv(65536):
+        target.sendall(data)
+    target.shutdown(socket.SHUT_WR)
+server = socket.create_server(("", int(sys.argv[2])))
+while True:
+    here = server.accept()[0]
+    try:
+        there = socket.create_connection((sys.argv[1], int(sys.argv[2])), 5)
+    except OSError:
+        here.close()
+        continue
+    there.settimeout(None)
+    for pair in ((here, there), (there, here)):
+        threading.Thread(target=pump, args=pair, daemon=True).start()
+"""
+"""A load balancer in front of a port: host and port."""
 
 
 def until_listening(host: Host, port: int) -> None:

@@ -28,7 +28,9 @@ from ddpdoctor.preflight.nodes.unreached import CLOSED, own_problem
 from ddpdoctor.preflight.place import seat
 from ddpdoctor.preflight.protocol.addresses import is_local, own_host
 from ddpdoctor.preflight.protocol.meet import LOCAL_LIMIT, Meeting, meeting_of
-from ddpdoctor.preflight.protocol.messages import Caller
+from ddpdoctor.preflight.protocol.report import (
+    Caller,
+)
 from ddpdoctor.preflight.situation import ATTENDANCE, Situation
 from ddpdoctor.preflight.words import counted, first
 

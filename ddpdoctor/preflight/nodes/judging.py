@@ -10,8 +10,10 @@ from typing import Literal
 from ddpdoctor.preflight.check import Outcome, Run, Status, check, could_not_run, skipped
 from ddpdoctor.preflight.protocol.addresses import is_loopback
 from ddpdoctor.preflight.protocol.meet import Meeting, meeting_of
-from ddpdoctor.preflight.protocol.messages import Facts
 from ddpdoctor.preflight.protocol.pairs import Dialled
+from ddpdoctor.preflight.protocol.report import (
+    Facts,
+)
 from ddpdoctor.preflight.situation import ATTENDANCE, Situation
 
 LIMIT = 3600.0

@@ -8,7 +8,9 @@ from ddpdoctor.core.finding import Finding
 from ddpdoctor.preflight.check import Outcome, could_not_run, judged, skipped, typed, warning
 from ddpdoctor.preflight.nodes.judging import across_nodes, blame, interface
 from ddpdoctor.preflight.protocol.meet import Meeting
-from ddpdoctor.preflight.protocol.messages import Speeds
+from ddpdoctor.preflight.protocol.report import (
+    Speeds,
+)
 from ddpdoctor.preflight.protocol.speeds import FLOOR, LEAST_TO_COMPARE
 from ddpdoctor.preflight.words import counted
 

@@ -47,7 +47,7 @@ LOSS_FIX = (
 
 TRANSLATED_FIX = (
     "gloo and NCCL announce a machine's own addresses and dial these: no port that is opened, or "
-    "forwarded, helps. Give the nodes a network in which each is reached at an address of its own "
+    "forwarded, helps. Give the nodes a network in which each is reached at an address that it has "
     "(a container: --network host; a VPN: name its interface). In the job's environment:"
 )
 
@@ -104,7 +104,7 @@ def _findings(meeting: Meeting, failed: dict[Way, Dialled], ways: list[Way]) -> 
             continue
         hidden = translated(meeting, each.ways[0][1])
         if hidden:
-            yield _translated(meeting, each, hidden)
+            yield from _translated(meeting, each, hidden)
             continue
         closed = outcome not in ("silent", "stranger")
         used = any(_is_used(meeting, way) for way in each.ways)
@@ -149,11 +149,16 @@ def _lossy(meeting: Meeting, each: Blame, failed: dict[Way, Dialled], ways: list
     )
 
 
-def _translated(meeting: Meeting, each: Blame, own: Sequence[str]) -> Finding:
-    source, target = each.ways[0]
+def _translated(meeting: Meeting, each: Blame, own: Sequence[str]) -> Iterator[Finding]:
+    unreached = bad_ways(meeting, "gloo")
+    needed = [way for way in each.ways if way in unreached]
+    if not needed and not any(node.facts.gpus for node in meeting.nodes):
+        # gloo's own address is reached: only the way to the endpoint is translated.
+        return
+    source, target = (needed or each.ways)[0]
     node = meeting.nodes[target]
     name = next((name for name, _, has in node.facts.interfaces if own[0] in has), "eth0")
-    return failure(
+    yield failure(
         f"{meeting.name(source)} does not reach {meeting.name(target)}: {node.address}, where it "
         "comes from, is none of its own addresses",
         evidence=(

@@ -22,8 +22,11 @@ from ddpdoctor.preflight.check import (
 from ddpdoctor.preflight.machine.nccl import advice
 from ddpdoctor.preflight.nodes.judging import across_nodes, grouped, interface
 from ddpdoctor.preflight.protocol.meet import Meeting
-from ddpdoctor.preflight.protocol.messages import NcclReport, Reduction
 from ddpdoctor.preflight.protocol.ranks import BROKEN
+from ddpdoctor.preflight.protocol.report import (
+    NcclReport,
+    Reduction,
+)
 from ddpdoctor.preflight.words import counted
 
 FAR_BELOW = 8

@@ -10,7 +10,9 @@ from ddpdoctor.core.finding import Finding
 from ddpdoctor.preflight.check import Outcome, failure, judged, note, skipped, typed, warning
 from ddpdoctor.preflight.nodes.judging import across_nodes
 from ddpdoctor.preflight.protocol.meet import Meeting
-from ddpdoctor.preflight.protocol.messages import Folder
+from ddpdoctor.preflight.protocol.report import (
+    Folder,
+)
 
 
 @across_nodes("shared-folder", "DDP059")

@@ -8,7 +8,9 @@ from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, failure, finding, judged, skipped, typed, warning
 from ddpdoctor.preflight.nodes.judging import across_nodes, grouped, of_all, usual_of
 from ddpdoctor.preflight.protocol.meet import Meeting
-from ddpdoctor.preflight.protocol.messages import Facts
+from ddpdoctor.preflight.protocol.report import (
+    Facts,
+)
 
 DRIVER = "nvidia-smi --query-gpu=driver_version --format=csv"
 

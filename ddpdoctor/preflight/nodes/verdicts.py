@@ -9,7 +9,9 @@ from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, judged, note
 from ddpdoctor.preflight.nodes.judging import across_nodes
 from ddpdoctor.preflight.protocol.meet import Meeting, meeting_of
-from ddpdoctor.preflight.protocol.messages import Verdict
+from ddpdoctor.preflight.protocol.report import (
+    Verdict,
+)
 from ddpdoctor.preflight.situation import Situation
 from ddpdoctor.preflight.words import counted
 
@@ -21,7 +23,7 @@ def verdicts(meeting: Meeting) -> Outcome:
     """What the checks of the other machines found, shown on every node.
 
     What it finds
-        Nothing of its own: each node sends the warnings and errors of the checks of its machine
+        Nothing itself: each node sends the warnings and errors of the checks of its machine
         (DDP001 to DDP026) to node 0, which sends them to all. Each is shown here as information,
         with its node.
 
@@ -46,7 +48,7 @@ def verdicts(meeting: Meeting) -> Outcome:
         if any(said.severity == ERROR for said in verdict.findings)
     ]
     well = sum(not each.findings for each in meeting.report.verdicts)
-    detail = f"{counted(well, 'node')} of {meeting.expected} without a fault of their own"
+    detail = f"{counted(well, 'node')} of {meeting.expected} without a fault in their own checks"
     late = [i for i, each in enumerate(meeting.report.verdicts) if each.untested]
     if late:
         detail += f"; not all was tested on {meeting.hosts(late)}"

@@ -9,7 +9,10 @@ from typing import Literal
 
 from ddpdoctor.preflight.protocol import admission, wire
 from ddpdoctor.preflight.protocol.connecting import Closed, ConnectError, connect
-from ddpdoctor.preflight.protocol.messages import Knock, Welcome
+from ddpdoctor.preflight.protocol.messages import (
+    Knock,
+    Welcome,
+)
 from ddpdoctor.preflight.protocol.validation import unpacked
 from ddpdoctor.preflight.protocol.wire import Link, WireError
 

@@ -16,11 +16,13 @@ from ddpdoctor.preflight.protocol.addresses import is_loopback
 from ddpdoctor.preflight.protocol.joining import side_doors
 from ddpdoctor.preflight.protocol.messages import (
     Answer,
-    Caller,
-    Facts,
     Knock,
     Order,
     Welcome,
+)
+from ddpdoctor.preflight.protocol.report import (
+    Caller,
+    Facts,
     unpack,
 )
 from ddpdoctor.preflight.protocol.validation import unpacked

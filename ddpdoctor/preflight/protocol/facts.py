@@ -17,7 +17,9 @@ from ddpdoctor.preflight.machine.nccl import why_no_nccl
 from ddpdoctor.preflight.machine.versions import versions
 from ddpdoctor.preflight.place import Seat
 from ddpdoctor.preflight.protocol.addresses import advertised, is_loopback
-from ddpdoctor.preflight.protocol.messages import Facts
+from ddpdoctor.preflight.protocol.report import (
+    Facts,
+)
 from ddpdoctor.preflight.protocol.validation import (
     LONGEST,
     is_host,

@@ -24,10 +24,14 @@ from ddpdoctor.preflight.protocol.connecting import words_of
 from ddpdoctor.preflight.protocol.coordinator import Coordinator
 from ddpdoctor.preflight.protocol.facts import gather, host_of
 from ddpdoctor.preflight.protocol.joining import SETTLED_AFTER, SPEAK_AFTER, Goal, call_any, join
-from ddpdoctor.preflight.protocol.messages import Facts, Node, Report
 from ddpdoctor.preflight.protocol.pairs import Listener
 from ddpdoctor.preflight.protocol.phases import Phases
 from ddpdoctor.preflight.protocol.ranks import Ranks
+from ddpdoctor.preflight.protocol.report import (
+    Facts,
+    Node,
+    Report,
+)
 from ddpdoctor.preflight.protocol.wire import WireError, key_of
 from ddpdoctor.preflight.protocol.worker import Worker
 from ddpdoctor.preflight.situation import Situation

@@ -13,10 +13,15 @@ from ddpdoctor.preflight.protocol.connecting import CONNECT_LIMIT
 from ddpdoctor.preflight.protocol.coordinator import Coordinator, Member
 from ddpdoctor.preflight.protocol.messages import (
     Answer,
+    Order,
+)
+from ddpdoctor.preflight.protocol.pairs import STALL_LIMIT, STALLS, Dialled, Target
+from ddpdoctor.preflight.protocol.ranks import LATE
+from ddpdoctor.preflight.protocol.reduction import AGAIN
+from ddpdoctor.preflight.protocol.report import (
     Folder,
     NcclReport,
     Node,
-    Order,
     RankResult,
     Reduction,
     Report,
@@ -24,9 +29,6 @@ from ddpdoctor.preflight.protocol.messages import (
     StageReport,
     Verdict,
 )
-from ddpdoctor.preflight.protocol.pairs import STALL_LIMIT, STALLS, Dialled, Target
-from ddpdoctor.preflight.protocol.ranks import LATE
-from ddpdoctor.preflight.protocol.reduction import AGAIN
 
 SMALL_SEGMENTS = (536, 1160, 1240, 1360, 1410)
 """Bytes of payload per packet that are tried where 64 KiB stalled: packets of 40 bytes more."""

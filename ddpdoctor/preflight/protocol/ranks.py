@@ -15,7 +15,10 @@ from typing import Any
 
 from ddpdoctor.core import opening
 from ddpdoctor.preflight.machine.collectives import environment
-from ddpdoctor.preflight.protocol.messages import RankResult, Stage
+from ddpdoctor.preflight.protocol.report import (
+    RankResult,
+    Stage,
+)
 from ddpdoctor.run.records.decoder import decoder
 
 Order = Mapping[str, Any]

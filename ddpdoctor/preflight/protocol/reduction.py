@@ -31,11 +31,8 @@ BATCHES, BATCH_S, MOST_IN_BATCH = 3, 0.05, 20
 """Batches of each size, the seconds that one is to take, and its reductions at most. The best
 counts: other work makes a link look slow, and nothing makes it look fast."""
 
-AGAIN = "with another node"
-"""The stage in which the nodes of a pair that failed are paired with others."""
-
-ALL_NODES = "of all nodes"
-"""The last stage: all ranks; it is the one that is repeated in a burn-in."""
+AGAIN = "with another node"  # the stage in which the nodes of a pair that failed get others
+ALL_NODES = "of all nodes"  # the last stage, which a burn-in repeats
 
 AGAIN_S, MOST_ROUNDS = 10, 2
 """Seconds and rounds for that: every node has its turn in them, unless nearly all failed."""
@@ -91,9 +88,7 @@ def _gloo(order: Order) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    limit = timedelta(seconds=order["limit"])
-    rank, world = order["rank"], order["world"]
-    # All of it within one limit: the store's waits, the connections, and each collective.
+    limit, rank, world = timedelta(seconds=order["limit"]), order["rank"], order["world"]
     store = dist.TCPStore(  # type: ignore[attr-defined]
         order["host"], order["port"], world, rank == 0, timeout=limit, wait_for_workers=False
     )
@@ -103,28 +98,23 @@ def _gloo(order: Order) -> dict[str, Any]:
     if world > 1 and not wrong:
         cores, cpu = _Cores(), torch.device("cpu")
         result |= {"bus": _bus_bandwidth("gloo", cpu, world, None, limit), "idle": cores.idle()}
-    if not order["stages"] and not wrong:
-        rounds, result["error"] = _soaked(rank, world, order.get("soak", 0.0))
-        result |= {"rounds": rounds, "ok": not result["error"]}
+    until, rounds = time.monotonic() + order.get("soak", 0.0), 0
+    while not (order["stages"] or wrong) and _goes_on(until, torch.device("cpu"), None, limit):
+        wrong, rounds = _wrong(rank, world), rounds + 1
+    result |= {"ok": not wrong, "error": wrong, "rounds": rounds}
     # As a barrier; torch's own looks for GPUs first, which is none of gloo's business.
     dist.all_reduce(torch.zeros(1))
     return result
 
 
-def _soaked(rank: int, world: int, seconds: float) -> tuple[int, str]:
-    """Repeat the test for so many seconds: how often, and what went wrong; rank 0 has the clock."""
+def _goes_on(until: float, device: Any, group: Any, limit: timedelta) -> bool:
+    """Whether a burn-in goes on: as long as all ranks have time left."""
     import torch
     import torch.distributed as dist
 
-    until, rounds, wrong = time.monotonic() + seconds, 0, ""
-    while seconds:
-        goes_on = torch.tensor([int(time.monotonic() < until)])
-        dist.broadcast(goes_on, src=0)
-        if wrong or not goes_on.item():
-            break
-        wrong = _wrong(rank, world)
-        rounds += 1
-    return rounds, wrong
+    flag = torch.tensor([float(time.monotonic() < until)], device=device)
+    _finish(dist.all_reduce(flag, dist.ReduceOp.MIN, group=group, async_op=True), limit)
+    return bool(flag.item())
 
 
 def _wrong(rank: int, world: int) -> str:
@@ -152,11 +142,8 @@ def _staged(order: Order, ends: float, report: Callable[[dict[str, Any]], None])
 
     By the backend that ``order["stages"]`` names: NCCL on GPUs, or gloo on the CPU.
 
-    Args:
-        order: What this rank is to do.
-        ends: Monotonic time at which all has to be over.
-        report: Called with what is known whenever it is more: ``stages`` that ended, ``doing`` the
-            one that has not, ``untested`` the one that there was no time for, ``ok`` in the end.
+    All has to be over at the monotonic time ``ends``; ``report`` gets what is known whenever it is
+    more: ``stages`` that ended, ``doing`` the one that has not, ``untested``, ``ok`` in the end.
     """
     import torch
     import torch.distributed as dist
@@ -230,12 +217,7 @@ def _staged(order: Order, ends: float, report: Callable[[dict[str, Any]], None])
 def _on_thread(call: Callable[[], Any], seconds: float) -> list[Any]:
     """What a call returns that may never; empty if it has not within so many seconds."""
     found: list[Any] = []
-
-    def run() -> None:
-        with contextlib.suppress(Exception):
-            found.append(call())
-
-    thread = threading.Thread(target=run, daemon=True)
+    thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
     thread.start()
     thread.join(max(0.0, seconds))
     return found
@@ -246,16 +228,10 @@ def _limited(
 ) -> dict[str, Any]:
     """Run a stage on a thread: where NCCL cannot connect, its first call never returns."""
     seconds = limit.total_seconds()
-    name, nodes = doing["name"], doing["nodes"]
-    call = partial(_stage, name, nodes, ranks, group, order, limit)
+    call = partial(_stage, doing["name"], doing["nodes"], ranks, group, order, limit)
     words = f"no end within {seconds:.0f} s: the ranks did not connect"
     late = {**doing, "error": words, "bus": 0.0}
-    return next(iter(_on_thread(call, seconds + _soak(name, order) + GRACE_S)), late)
-
-
-def _soak(name: str, order: Order) -> float:
-    """Seconds for which a stage is repeated."""
-    return float(order.get("soak", 0.0)) if name == ALL_NODES else 0.0
+    return next(iter(_on_thread(call, seconds + order.get("soak", 0.0) + GRACE_S)), late)
 
 
 def _stages(nodes: int) -> list[tuple[str, list[list[int]]]]:
@@ -268,9 +244,9 @@ def _stages(nodes: int) -> list[tuple[str, list[list[int]]]]:
 
 
 def _with_others(failed: list[list[int]], nodes: int) -> list[list[list[int]]]:
-    """Rounds in which each node of a pair that failed is paired with one that did not fail.
+    """Rounds in which each node of a pair that failed gets one that did not: is it node or link?
 
-    That shows whether a node or a link is at fault. None if no pairs failed, or all nodes did.
+    None if no pairs failed, or all nodes did.
     """
     suspects = sorted({node for pair in failed for node in pair})
     others = [node for node in range(nodes) if node not in suspects]
@@ -296,16 +272,13 @@ def _stage(
             device = torch.device("cuda", order["local_rank"])
             # Of this thread.
             torch.cuda.set_device(device)
-        until, again = time.monotonic() + _soak(name, order), True
+        until, again = time.monotonic() + order.get("soak", 0.0) * (name == ALL_NODES), True
         while again:
             ones = torch.full((ELEMENTS,), float(order["rank"] + 1), device=device)
             _finish(dist.all_reduce(ones, group=group, async_op=True), limit)
             if not bool((ones == float(sum(each + 1 for each in ranks))).all()):
                 return {**stage, "error": "all_reduce gave a wrong sum"}
-            flag = torch.tensor([float(time.monotonic() < until)], device=device)
-            # All of them go on while all of them have time.
-            _finish(dist.all_reduce(flag, dist.ReduceOp.MIN, group=group, async_op=True), limit)
-            again = bool(flag.item())
+            again = _goes_on(until, device, group, limit)
         if len(ranks) > 1:
             stage["bus"] = _bus_bandwidth(backend, device, len(ranks), group, limit)
     except Exception as error:
@@ -316,22 +289,19 @@ def _stage(
 def _bus_bandwidth(backend: str, device: Any, size: int, group: Any, limit: timedelta) -> float:
     """Bytes per second that an all_reduce moves over each link, as nccl-tests define it.
 
-    That is ``2 (n - 1) / n`` times the bytes reduced per second: what a ring of n ranks sends from
-    one to the next. The best of several sizes and batches.
+    ``2 (n - 1) / n`` times the bytes reduced per second, the best of several sizes and batches.
     """
     import torch
     import torch.distributed as dist
 
-    best = 0.0
-    sizes = BANDWIDTH_ELEMENTS[backend]
+    best, sizes = 0.0, BANDWIDTH_ELEMENTS[backend]
     for elements, larger in zip(sizes, (*sizes[1:], None), strict=True):
         values = torch.ones(elements, device=device)
         _batch(values, 1, group, limit)
         # All ranks have to make as many: the slowest decides.
         slowest = torch.tensor([_batch(values, 1, group, limit)], device=device)
         _finish(dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group, async_op=True), limit)
-        alone = max(float(slowest), 1e-6)
-        seconds = alone
+        alone = seconds = max(float(slowest), 1e-6)
         if alone < SLOW_S:
             count = max(1, min(MOST_IN_BATCH, int(BATCH_S / alone)))
             seconds = min(_batch(values, count, group, limit) for _ in range(BATCHES))
@@ -347,8 +317,7 @@ def _batch(values: Any, count: int, group: Any, limit: timedelta) -> float:
 
     began = time.monotonic()
     for _ in range(count):
-        # On a GPU one after the other on the stream; the last one is done when all are.
-        # Not the sum, which would grow without end.
+        # On a GPU the last one is done when all are. Not the sum, which would grow without end.
         work = dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=True)
         if values.device.type == "cpu":
             _finish(work, limit)
@@ -368,9 +337,8 @@ class _Cores:
     def idle(self) -> float:
         """For which part of the time even the busiest thread neither ran nor waited for a core.
 
-        That of the machine's cores if it is less: a rank may have waited for another one that
-        waited for a core. 0 if the kernel does not report it, or the container was held back by
-        its share of the cores.
+        That of the machine's cores if it is less: a rank may have waited for one that waited. 0 if
+        the kernel does not report it, or the container was held back by its share of the cores.
         """
         wall = time.monotonic() - self._began
         unused, total = _machine_seconds()

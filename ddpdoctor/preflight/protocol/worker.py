@@ -24,15 +24,17 @@ from ddpdoctor.preflight.protocol.caller import Call, refused
 from ddpdoctor.preflight.protocol.connecting import words_of
 from ddpdoctor.preflight.protocol.messages import (
     Answer,
-    Facts,
     Order,
-    Report,
-    Said,
-    Verdict,
     Welcome,
 )
 from ddpdoctor.preflight.protocol.pairs import Dialled, Listener, Target
 from ddpdoctor.preflight.protocol.ranks import Ranks
+from ddpdoctor.preflight.protocol.report import (
+    Facts,
+    Report,
+    Said,
+    Verdict,
+)
 from ddpdoctor.preflight.protocol.validation import unpacked
 from ddpdoctor.preflight.protocol.wire import LARGEST, WireError
 from ddpdoctor.preflight.situation import Verdicts
