@@ -43,8 +43,8 @@ def test_a_node_behind_a_load_balancer_is_told_so(nodes: Make, closed: bool) -> 
         assert told == ""
         return
     assert told == (
-        "node2 (node 2) does not reach node1 (node 1): 10.77.0.4, where it comes from, is none of "
-        "its own addresses"
+        "node2 (node 2) does not reach node1 (node 1): 10.77.0.4, where it comes from, is no "
+        "address that it has"
     )
     (finding,) = said[0].findings("links")
     assert "gloo and NCCL announce a machine's own addresses" in finding["fix"]
