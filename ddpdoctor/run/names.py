@@ -23,6 +23,12 @@ BUCKETS = "DDP's broadcast of the order of buckets"
 
 BEFORE_FORWARD = (BUFFERS, BUCKETS)
 
+VITALS = "vitals.jsonl"
+"""Memory of ranks and load of GPUs over time (`ddpdoctor.run.records.supervisor.VitalsRecord`)."""
+
+CODE = "code.json"
+"""What the job was started from (`ddpdoctor.run.code`)."""
+
 CONTROL = "control"
 """The socket in the run directory where the supervisor and its ranks meet."""
 

@@ -14,7 +14,7 @@ from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import Command
 from ddpdoctor.debug.debugging import Debugging
 from ddpdoctor.render.report import Reporter
-from ddpdoctor.run import rundir
+from ddpdoctor.run import code, rundir
 from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.base import Record
@@ -33,6 +33,7 @@ from ddpdoctor.supervise.signals import JobSignals
 from ddpdoctor.supervise.stragglers import Stragglers
 from ddpdoctor.supervise.suspicions import Suspicions
 from ddpdoctor.supervise.unwatched import Unwatched, bare_option, of_option
+from ddpdoctor.supervise.vitals import Vitals
 
 EXAMINE = 5.0
 """Seconds between two examinations of a job in which nothing has happened."""
@@ -87,7 +88,7 @@ class RunWatch:
         self._journal: Journal | None = None
         self._lock: rundir.Lock | None = None
         self._hangs: HangWatch | None = None
-        self._watches: dict[str, Suspicions | Stragglers | HangWatch] = {}
+        self._watches: dict[str, Suspicions | Stragglers | HangWatch | Vitals] = {}
         self.killed = False
         """The job hung and was ended for it."""
         self._trouble = 0
@@ -114,6 +115,7 @@ class RunWatch:
             self._showing = Showing(directory, self._passthrough)
             self._watches["the suspicions"] = Suspicions(directory, self.write)
             self._watches["the straggler watch"] = Stragglers(directory, self.write)
+            self._watches["the record of memory and GPUs"] = Vitals(directory)
             self._hangs = HangWatch(
                 directory,
                 self._command.own.hang_after,
@@ -165,6 +167,7 @@ class RunWatch:
         if self._directory is not None:
             with contextlib.suppress(OSError, DoctorError):
                 rundir.publish(self._directory)
+            self._guarded("the record of the code", code.keep, self._directory, self._command.argv)
             self._gpu_poll = GpuPoll(self._directory)
             self._guarded("the GPU poll", self._gpu_poll.start)
         if self._debugging is not None:

@@ -11,8 +11,15 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe.observers import files, launch_options, modes, samplers, weights
-from ddpdoctor.probe.runtime import events, shield, torch_loaders, torch_private
+from ddpdoctor.probe.observers import (
+    files,
+    launch_options,
+    modes,
+    readback,
+    samplers,
+    weights,
+)
+from ddpdoctor.probe.runtime import events, rank, shield, torch_loaders, torch_private
 from ddpdoctor.probe.runtime.sites import site_of
 from ddpdoctor.probe.runtime.wrapping import after, around, before
 
@@ -71,19 +78,23 @@ def _stage_built(result: None, stage: Any, *args: Any, **kwargs: Any) -> None:
 def install_clipping(module: ModuleType) -> None:
     """Functions that clip gradients, before ``torch.nn.utils`` copies their names."""
     for name in CLIPPING:
-        around(module, name, "clipping", _clips(name), _nothing, compiled=True)
+        around(module, name, "clipping", _clips(name), _clipped, compiled=True)
 
 
-def _clips(name: str) -> Callable[..., None]:
-    def clips(*args: Any, **kwargs: Any) -> None:
+def _clips(name: str) -> Callable[..., Any]:
+    def clips(*args: Any, **kwargs: Any) -> Any:
         for subscriber in events.clips:
             subscriber(name)
+        return rank.active
 
     return clips
 
 
-def _nothing(begun: Any, result: Any, error: BaseException | None) -> None:
-    """Nothing ends."""
+def _clipped(tracker: Any, result: Any, error: BaseException | None) -> None:
+    """Keep the norm that came back."""
+    # A tensor of another class may be spread over ranks: to read it would be a collective.
+    if type(result) is sys.modules["torch"].Tensor and result.numel() == 1:
+        tracker.step.norm = readback.loss_reader(result)
 
 
 def install_schedulers(module: ModuleType) -> None:

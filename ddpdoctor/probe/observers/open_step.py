@@ -32,7 +32,8 @@ class OpenStep:
 
     __slots__ = (
         "armed", "backwards", "cores", "epoch", "exposed", "fed", "fetched", "forwards", "loss",
-        "measured", "number", "outside", "skipped", "start", "timed", "times", "total", "vitals",
+        "measured", "norm", "number", "outside", "skipped", "start", "timed", "times", "total",
+        "vitals",
     )  # fmt: skip
 
     def __init__(self, number: int, start: int, vitals: Vitals) -> None:
@@ -53,6 +54,7 @@ class OpenStep:
         self.fed = 0
         """Samples that went into forwards, counted if no loader gave any."""
         self.loss: Any = None
+        self.norm: Any = None
         self.skipped = False
         self.outside = 0
         self.total = 0
@@ -99,9 +101,10 @@ class OpenStep:
             text += f',"cpu":{self.cores[0]},"waited":{self.cores[1]}'
         if self.fetched or self.fed:
             text += f',"samples":{self.fetched or self.fed}'
-        loss = self.loss() if callable(self.loss) else self.loss
-        if loss is not None:
-            text += f',"loss":{json.dumps(loss)}'
+        for name, given in (("loss", self.loss), ("norm", self.norm)):
+            value = given() if callable(given) else given
+            if value is not None:
+                text += f',"{name}":{json.dumps(value)}'
         if self.backwards != 1:
             text += f',"backwards":{self.backwards}'
         if self.skipped:

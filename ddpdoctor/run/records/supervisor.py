@@ -157,6 +157,48 @@ class GpusRecord(Record):
     held: tuple[HeldMemory, ...]
 
 
+class RankMemory(NamedTuple):
+    """Bytes that a rank holds; in JSON a list. None is not known, or no GPU."""
+
+    rank: int
+    rss: int | None
+    """Of its process."""
+    allocated: int | None
+    """Given out by torch's CUDA allocator."""
+    reserved: int | None
+    """Taken by it from the GPU."""
+
+
+class GpuVitals(NamedTuple):
+    """What a GPU did; in JSON a list. What is not known is None."""
+
+    host: str
+    gpu: int
+    """Its index."""
+    utilization: float | None
+    """From 0 to 1."""
+    memory_used: int | None
+    """Bytes."""
+    memory_total: int | None
+    """Bytes."""
+    power: float | None
+    """Watts."""
+    temperature: float | None
+    """Degrees Celsius."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VitalsRecord(Record):
+    """Memory of the ranks and load of the GPUs at a moment; in a file beside the journals."""
+
+    kind = "vitals"
+
+    time: int
+    restart: int
+    ranks: tuple[RankMemory, ...] = ()
+    gpus: tuple[GpuVitals, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspicionRecord(Record):
     """Ranks were asked to look closely at tensors."""

@@ -40,6 +40,8 @@ class StepRecord(Record):
     """For how long it was ready to run and had no CPU core."""
     samples: int | None = None
     loss: float | None = None
+    norm: float | None = None
+    """Norm of all gradients, as ``clip_grad_norm_`` returned it; None where none was called."""
     backwards: int = 1
     skipped: bool = False
     """A GradScaler, or the job, did not step the optimizer."""

@@ -1,0 +1,226 @@
+"""The steps of a whole run, however long, as a table of fixed size: ranks by columns of steps.
+
+A journal of 100,000 steps has 30 MB, and of 1,024 ranks 30 GB. So large ones are not read through:
+of each column a few neighbouring steps are read by their place in the file.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ddpdoctor.core import opening
+from ddpdoctor.run.names import rank_stem
+from ddpdoctor.run.snapshot import PHASES, Rank, Run
+
+PARTS = (*PHASES, "wait")
+"""What a step is divided into, in the order of :attr:`RankSeries.parts`."""
+
+MOST_READ = 512 << 20
+"""Bytes of all journals that are read through; of larger ones some steps of each column."""
+
+_SAMPLE = 2048
+"""Bytes that are read of a column: half a dozen steps."""
+
+_CHUNK = 1 << 20
+_OVERLAP = 1 << 10
+"""Bytes of the longest line of a step."""
+
+_STEP = re.compile(
+    rb'\{"kind":"step","step":(\d{1,15}),"start":(\d{1,19})(?:,"epoch":\d{1,18})?'
+    rb',"data":(\d{1,18}),"forward":(\d{1,18}),"backward":(\d{1,18}),"optimizer":(\d{1,18})'
+    rb',"other":(\d{1,18}),"wait":(\d{1,18}),"total":(\d{1,18}),"split":(true|false)'
+    rb'(?:,"cpu":\d{1,18},"waited":\d{1,18})?(?:,"samples":\d{1,18})?'
+    rb'(?:,"loss":([-+.\deEaNInfity]{1,24}))?(?:,"norm":([-+.\deEaNInfity]{1,24}))?[,}]'
+)
+"""A step as the probe writes it (`ddpdoctor.probe.observers.open_step`)."""
+
+_NUMBER = re.compile(rb'\{"kind":"step","step":(\d{1,15}),')
+NAN = math.nan
+
+
+@dataclass
+class RankSeries:
+    """One rank; each array has a value for each column, and NaN where nothing is known."""
+
+    rank: int
+    parts: tuple[array[float], ...]
+    """Nanoseconds a step, means, by `PARTS`."""
+    worst: array[float]
+    """Nanoseconds of the longest step."""
+    loss: array[float]
+    """The last one."""
+    norm: array[float]
+    """Of the gradients; the last one."""
+    starts: array[float]
+    """Unix nanoseconds at which the first step began."""
+    steps: int = 0
+    """How many were read."""
+    split: int = 0
+    """How many of them had their wait apart from the backward."""
+
+
+@dataclass
+class Series:
+    """The ranks of an attempt over its steps.
+
+    Column ``c`` holds the steps from ``edges[c]`` up to but without ``edges[c + 1]``.
+    """
+
+    edges: list[int] = field(default_factory=lambda: [0])
+    ranks: list[RankSeries] = field(default_factory=list)
+    sampled: bool = False
+    """Whether only some steps of each column were read."""
+
+    @property
+    def columns(self) -> int:
+        """How many columns there are."""
+        return len(self.edges) - 1
+
+
+def series(run: Run, ranks: Sequence[Rank], most_cells: int, most_columns: int = 2000) -> Series:
+    """The steps of ranks, in as many columns as there is room for.
+
+    Args:
+        run: The run.
+        ranks: Those of one attempt.
+        most_cells: Columns times ranks.
+        most_columns: Columns.
+    """
+    journals = {rank.rank: _Journal(run.path, rank) for rank in ranks}
+    spans = [span for each in journals.values() if (span := each.span()) is not None]
+    if not spans:
+        return Series()
+    first, last = min(span[0] for span in spans), max(span[1] for span in spans) + 1
+    columns = max(1, min(last - first, most_columns, most_cells // len(journals)))
+    edges = [first + (last - first) * each // columns for each in range(columns + 1)]
+    whole = sum(each.size for each in journals.values()) <= MOST_READ
+    found = Series(edges, sampled=not whole)
+    for number, journal in journals.items():
+        table = _Table(edges)
+        for match in journal.all() if whole else journal.some(columns):
+            table.add(match)
+        found.ranks.append(table.rank(number))
+    return found
+
+
+class _Table:
+    """Gathers one rank's steps by column."""
+
+    def __init__(self, edges: Sequence[int]) -> None:
+        self._first, self._last, self._columns = edges[0], edges[-1], len(edges) - 1
+        self._edges = edges
+        # A backward that holds the wait is not averaged with one that does not.
+        self._sums = {
+            split: [array("d", [0.0]) * self._columns for _ in PARTS] for split in (True, False)
+        }
+        self._counts = {split: array("q", [0]) * self._columns for split in (True, False)}
+        self._worst, self._loss, self._norm, self._starts = (
+            array("d", [NAN]) * self._columns for _ in range(4)
+        )
+
+    def add(self, match: re.Match[bytes]) -> None:
+        """Take in a step."""
+        step = int(match[1])
+        if not self._first <= step < self._last:
+            return
+        column = (step - self._first) * self._columns // (self._last - self._first)
+        # Integer division in `edges` rounds down: the column may be the one before.
+        column += self._edges[column + 1] <= step
+        split = match[10] == b"true"
+        self._counts[split][column] += 1
+        for sums, text in zip(self._sums[split], match.group(3, 4, 5, 6, 7, 8), strict=True):
+            sums[column] += int(text)
+        total, start = float(match[9]), float(match[2])
+        if not total <= self._worst[column]:
+            self._worst[column] = total
+        if not start >= self._starts[column]:
+            self._starts[column] = start
+        for kept, text in ((self._loss, match[11]), (self._norm, match[12])):
+            if text is not None:
+                kept[column] = _real(text)
+
+    def rank(self, number: int) -> RankSeries:
+        """What was gathered."""
+        parts = tuple(array("d", [NAN]) * self._columns for _ in PARTS)
+        for column in range(self._columns):
+            split = bool(self._counts[True][column])
+            count = self._counts[split][column]
+            if count:
+                for values, sums in zip(parts, self._sums[split], strict=True):
+                    values[column] = sums[column] / count
+        return RankSeries(
+            number, parts, self._worst, self._loss, self._norm, self._starts,
+            steps=sum(map(sum, self._counts.values())), split=sum(self._counts[True]),
+        )  # fmt: skip
+
+
+def _real(text: bytes) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return NAN
+
+
+class _Journal:
+    """The two segments of a rank's journal; what cannot be read of them is empty."""
+
+    def __init__(self, directory: Path, rank: Rank) -> None:
+        path = directory / f"{rank_stem(rank.rank, rank.restart)}.jsonl"
+        self._paths = (path.with_name(path.name + ".1"), path)
+        self.size = sum(map(_size, self._paths))
+
+    def span(self) -> tuple[int, int] | None:
+        """The numbers of the first and the last step."""
+        numbers: list[int] = []
+        for path in self._paths:
+            size = _size(path)
+            # The head of a segment has what must not be lost, a quarter of it at most.
+            for place in range(0, size, _CHUNK):
+                head = _NUMBER.search(_part(path, place, _CHUNK))
+                if head is not None:
+                    numbers.append(int(head[1]))
+                    break
+            tail = _NUMBER.findall(_part(path, max(0, size - 64 * _OVERLAP), 64 * _OVERLAP))
+            numbers += [int(each) for each in tail[-1:]]
+        return (min(numbers), max(numbers)) if numbers else None
+
+    def all(self) -> Iterator[re.Match[bytes]]:
+        """Every step."""
+        for path in self._paths:
+            rest = b""
+            for place in range(0, _size(path), _CHUNK):
+                data = rest + _part(path, place, _CHUNK)
+                whole = data.rfind(b"\n") + 1
+                yield from _STEP.finditer(data, 0, whole)
+                rest = data[whole:][-_CHUNK:]
+
+    def some(self, columns: int) -> Iterator[re.Match[bytes]]:
+        """Some steps of each column, and the last ones."""
+        for path in self._paths:
+            size = _size(path)
+            places = max(1, columns * size // max(1, self.size))
+            for place in range(places):
+                # Early in its column: a line that is cut off at either end is left out.
+                yield from _STEP.finditer(_part(path, size * place // places, _SAMPLE))
+            yield from _STEP.finditer(_part(path, max(0, size - _SAMPLE), _SAMPLE))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return 0
+
+
+def _part(path: Path, place: int, size: int) -> bytes:
+    try:
+        with opening.file(path) as file:
+            return os.pread(file.fileno(), size, place)
+    except OSError:
+        return b""
