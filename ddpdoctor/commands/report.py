@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from ddpdoctor.core.control_characters import shown
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.faults import Faults
 from ddpdoctor.core.finding import RULES, Finding, Severity, examine
-from ddpdoctor.core.options import OUTPUT, Given, Parser, seconds
+from ddpdoctor.core.options import DIRECTORY, FILE, OUTPUT, Given, Parser, seconds
 from ddpdoctor.core.units import count
 from ddpdoctor.failures import sources, verdict
 from ddpdoctor.failures.log import LogReader, Sighting
@@ -35,10 +35,11 @@ PARSER = Parser(
     "report",
     """\
 Usage: ddpdoctor report [OPTIONS] [RUN]
+       ddpdoctor report [OPTIONS] RUN RUN
        ddpdoctor report [OPTIONS] --log FILE...
 
-Show the findings of a finished run, or name the cause of a failure from the
-plain log of a job that ran without ddpdoctor.
+Show the findings of a finished run, compare two runs, or name the cause of a
+failure from the plain log of a job that ran without ddpdoctor.
 
 RUN is a run's id, its directory, or a copy of it from another machine
 [default: your newest finished run]. FILE is a log, also a compressed one
@@ -46,6 +47,11 @@ RUN is a run's id, its directory, or a copy of it from another machine
 all files of one job together, one per rank or one for all.
 
 Options:
+  --html FILE       Write the report with its charts into one HTML file, too: it
+                    needs no network, and opens from disk or by mail.
+  --trace FILE      Write a timeline of all ranks for ui.perfetto.dev, too;
+                    compressed if FILE ends in .gz.
+  --with DIR        Merge the traces of torch.profiler in DIR into that timeline.
   --log             Read plain logs in place of a run directory.
   --json            Each finding as a line of JSON, as `run --json` writes them.
   --output FORMAT   text, or problems: findings as lines that an editor's problem
@@ -59,7 +65,7 @@ source lines where the sources differ.
 Exit status: 0 nothing but infos; 1 warnings; 2 errors; 3 there is no such run
 or file, or it cannot be read.
 """,
-    {"--output": OUTPUT, "--wait": seconds()},
+    {"--output": OUTPUT, "--wait": seconds(), "--html": FILE, "--trace": FILE, "--with": DIRECTORY},
     status=UNREADABLE,
 )
 
@@ -77,11 +83,29 @@ def main(words: Sequence[str]) -> int:
     if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     try:
+        _check(given)
+        if len(given.rest) == 2 and "--log" not in given:
+            return _compare(given)
         found = _report_logs(given) if "--log" in given else _report_run(given)
     except DoctorError as error:
         raise PARSER.wrong(error.message, error.hint) from None
     worst = max((finding.severity for finding in found), default=Severity.INFO)
     return {Severity.ERROR: 2, Severity.WARNING: 1}.get(worst, 0)
+
+
+def _check(given: Given) -> None:
+    """Refuse options that do not go together.
+
+    Raises:
+        DoctorError: They do not.
+    """
+    if "--with" in given and "--trace" not in given:
+        raise DoctorError("--with needs --trace", "--trace FILE is what the traces are merged into")
+    for option in ("--html", "--trace"):
+        if option in given and "--log" in given:
+            raise DoctorError(f"{option} needs a run directory", "a plain log has no times")
+        if option in given and len(given.rest) > 1:
+            raise DoctorError(f"{option} takes one run", "name the run that it is to show")
 
 
 def _print_for_tools(given: Given, found: Iterable[Finding], script: str) -> bool:
@@ -100,17 +124,17 @@ def _print_for_tools(given: Given, found: Iterable[Finding], script: str) -> boo
 
 def _report_run(given: Given) -> list[Finding]:
     if len(given.rest) > 1:
-        raise DoctorError("report takes one run", "for plain logs: ddpdoctor report --log FILE...")
+        raise DoctorError(
+            "report takes one run, or two to compare",
+            "for plain logs: ddpdoctor report --log FILE...",
+        )
     path, remark = _chosen(given.rest[0] if given.rest else None)
     import ddpdoctor.rules  # noqa: F401 (registers the rules; not before they are needed)
 
     deadline = time.monotonic() + given.get("--wait", 0.0)
     while rundir.is_live(path) and time.monotonic() < deadline:
         time.sleep(0.1)
-    try:
-        run = RunReader(path, lenient=True).snapshot()
-    except OSError as error:
-        raise DoctorError(f"cannot read {path}: {error.strerror}") from None
+    run = _snapshot(path)
     live = rundir.is_live(path)
     if not live and run.exit_status is None:
         remark = "the supervisor was killed before the job ended, so how the job ended is unknown"
@@ -122,6 +146,7 @@ def _report_run(given: Given) -> list[Finding]:
     )
     found = faults.guarded("the findings of the live run", with_kept, found, run) or found
     faults.failed(failed)
+    _write_files(given, run, found, live, remark, faults)
     if _print_for_tools(given, found, script(run)):
         return found
     before = console.written_before(run)
@@ -139,6 +164,65 @@ def _report_run(given: Given) -> list[Finding]:
         _print(["the run is live; these are the findings so far"])
     _print([f"{summary.count(found)}; records in {run.path}"])
     return found
+
+
+def _snapshot(path: Path) -> Run:
+    try:
+        return RunReader(path, lenient=True).snapshot()
+    except OSError as error:
+        raise DoctorError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _write_files(
+    given: Given, run: Run, found: Sequence[Finding], live: bool, remark: str, faults: Faults
+) -> None:
+    """Write what ``--html`` and ``--trace`` ask for."""
+    if "--html" in given:
+        from ddpdoctor.render.html.content import content
+        from ddpdoctor.render.html.page import page
+
+        def html(path: str) -> int:
+            data = page(content(run, found, live=live, remark=remark)).encode()
+            return Path(path).write_bytes(data)
+
+        _write(given.get("--html"), faults, "the HTML report", html)
+    if "--trace" in given:
+        from ddpdoctor.render import profiler_traces, trace
+
+        name, folder = given.get("--trace"), given.get("--with")
+        profiles = [] if folder is None else profiler_traces.read(folder, run)
+
+        def events(path: str) -> int:
+            return trace.write(path, run, found, profiles, name.endswith(".gz"))
+
+        _write(name, faults, "the trace", events)
+
+
+def _write(name: str, faults: Faults, part: str, write: Callable[[str], int]) -> None:
+    """Write a file that was asked for, and say how large it is.
+
+    Raises:
+        DoctorError: It cannot be written, or what it shows cannot be made.
+    """
+    try:
+        open(name, "wb").close()
+    except OSError as error:
+        raise DoctorError(f"cannot write {name}: {error.strerror}") from None
+    size = faults.guarded(part, write, name)
+    if size is None:
+        raise DoctorError(f"{name} is not whole")
+    _complain(f"wrote {name}, {size / 1e6:.1f} MB")
+
+
+def _compare(given: Given) -> int:
+    """Compare two runs; 0, as a difference is no finding."""
+    from ddpdoctor.analysis.compare import compare
+    from ddpdoctor.render import comparison
+
+    before, after = (_snapshot(_chosen(name)[0]) for name in given.rest)
+    found = compare(before, after)
+    _print(comparison.json_lines(found) if "--json" in given else comparison.lines(found))
+    return 0
 
 
 def _chosen(name: str | None) -> tuple[Path, str]:

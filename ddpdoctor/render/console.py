@@ -10,10 +10,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from ddpdoctor.core import opening
 from ddpdoctor.core.control_characters import shown
 from ddpdoctor.core.finding import Finding, Location, Severity
 from ddpdoctor.failures.lines import users_file
+from ddpdoctor.render.code_frames import CONTEXT, code_frame
 from ddpdoctor.run.snapshot import Run
 
 _STYLE = {
@@ -21,9 +21,6 @@ _STYLE = {
     Severity.WARNING: "bold yellow",
     Severity.INFO: "bold cyan",
 }
-_CONTEXT = 2
-"""Lines of code shown above and below the guilty one."""
-
 _MAX_FRAMES = 6
 _FRAME = re.compile(r'^\s*File "(?P<path>[^"]+)", line (?P<line>\d+)(?:,? in (?P<name>.*))?$')
 _CAUSE = (
@@ -70,7 +67,7 @@ def render(
     console.print(head)
     if finding.location is not None:
         _code_frame(console, finding, finding.location, style, written)
-    for frame in _calls(finding):
+    for frame in calls(finding):
         console.print(Text(f"  {shown(frame)}", "dim"), soft_wrap=True)
     for line in finding.evidence:
         _bullet(console, "evidence:", line)
@@ -103,38 +100,14 @@ def written_before(run: Run) -> float:
     return started / 1e9 if here and isinstance(started, int) else 0.0
 
 
-def _as_it_was(finding: Finding, location: Location, line: str, written: float | None) -> bool:
-    """Whether a line of a source file is still what the job ran."""
-    head = re.compile(
-        rf'^\s*File "{re.escape(location.path)}", line {location.line}(?:, in .*)?\n +(\S.*)$',
-        re.MULTILINE,
-    )
-    reported = head.findall(finding.traceback)
-    if reported:
-        return line.strip() in (each.strip() for each in reported)
-    if written is None:
-        return True
-    try:
-        return opening.facts(location.path).st_mtime <= written
-    except OSError:
-        return False
-
-
 def _code_frame(
     console: Console, finding: Finding, location: Location, style: str, written: float | None
 ) -> None:
     console.print(
         Text(f"  --> {shown_path(location.path)}:{location.line}", "cyan"), soft_wrap=True
     )
-    first = max(1, location.line - _CONTEXT)
-    source = _source(location.path)[first - 1 : location.line + _CONTEXT]
-    lines = {number: shown(text.rstrip(), "\t") for number, text in enumerate(source, first)}
-    line = lines.get(location.line, "")
-    if not line or not _as_it_was(finding, location, line, written):
-        return
-    digits = len(str(location.line + _CONTEXT))
-    for number, text in lines.items():
-        guilty = number == location.line
+    digits = len(str(location.line + CONTEXT))
+    for number, text, guilty in code_frame(finding, written):
         if text:
             mark, look = (">", style) if guilty else (" ", "dim")
             row = Text(f"  {mark} {number:>{digits}} | ", look)
@@ -144,16 +117,7 @@ def _code_frame(
             console.print(row, soft_wrap=True)
 
 
-def _source(path: str) -> list[str]:
-    """The lines of a source file, as Python counts them; none if it cannot be read here."""
-    try:
-        text = opening.contents(path, opening.MOST_SOURCE, links=True)
-    except (OSError, ValueError):
-        return []
-    return io.TextIOWrapper(io.BytesIO(text), "utf-8", "replace").read().split("\n")
-
-
-def _calls(finding: Finding) -> list[str]:
+def calls(finding: Finding) -> list[str]:
     """The user's part of the traceback's calls, outermost first, if there is more than one."""
     text = finding.traceback
     for marker in _CAUSE:

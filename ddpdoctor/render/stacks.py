@@ -167,7 +167,7 @@ class _Tree:
             main = self.stacks[rank].main
             below = () if look.all_frames or main is None else tail(main.frames)
             if below:
-                ends[_below(below)].append(rank)
+                ends[inner_frames(below)].append(rank)
         for words, members in sorted(ends.items(), key=lambda each: each[1]):
             whose = f"{bracketed(members)} " if len(members) < len(ranks) or is_apart else ""
             yield ((f"{indent}{whose}{look.ellipsis} {words}", "dim"),)
@@ -210,7 +210,7 @@ def draw_others(stacks: Sequence[RankStacks], look: Look, code: Code) -> list[Li
         lines += tree._frames(frames, _INDENT)
         below = () if look.all_frames else tail(members[0][1].frames)
         if below:
-            lines.append(((f"{_INDENT}{look.ellipsis} {_below(below)}", "dim"),))
+            lines.append(((f"{_INDENT}{look.ellipsis} {inner_frames(below)}", "dim"),))
     return lines
 
 
@@ -219,7 +219,7 @@ def _plain(name: str) -> str:
     return "".join(each for each in name if not each.isdigit())
 
 
-def _below(frames: Sequence[Frame]) -> str:
+def inner_frames(frames: Sequence[Frame]) -> str:
     """Library frames below the user's innermost line, in a few words."""
     last = frames[-1]
     count = f"{units.count(len(frames), 'frame')} in {libraries(frames)}"

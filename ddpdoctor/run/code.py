@@ -108,16 +108,15 @@ def _commit(folder: Path) -> str:
     """The commit of the repository that a folder is in, by git's own files."""
     for place in (folder, *folder.parents):
         git = place / ".git"
+        if not git.exists():
+            continue
         try:
             if git.is_file():
                 # A worktree, or a submodule.
-                git = (place / git.read_text().partition("gitdir:")[2].strip()).resolve()
-            elif not git.is_dir():
-                continue
-            head = (git / "HEAD").read_text().strip()
+                git = (place / _text(git).partition("gitdir:")[2].strip()).resolve()
             common = git / "commondir"
-            shared = (git / common.read_text().strip()).resolve() if common.is_file() else git
-            return _resolved(head, git, shared)
+            shared = (git / _text(common)).resolve() if common.is_file() else git
+            return _resolved(_text(git / "HEAD"), git, shared)
         except OSError:
             return ""
     return ""
@@ -130,6 +129,12 @@ def _resolved(head: str, git: Path, shared: Path) -> str:
     name = head.removeprefix("ref:").strip()
     for place in (git / name, shared / name):
         if place.is_file():
-            return place.read_text().strip()[:40]
-    packed = (shared / "packed-refs").read_text().splitlines()
+            return _text(place)[:40]
+    packed = _text(shared / "packed-refs").splitlines()
     return next((line[:40] for line in packed if line.endswith(f" {name}")), "")
+
+
+def _text(path: Path) -> str:
+    return (
+        opening.contents(path, opening.MOST_RECORD, links=True).decode("utf-8", "replace").strip()
+    )

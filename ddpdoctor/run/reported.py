@@ -9,6 +9,7 @@ from typing import Literal
 
 from ddpdoctor.core.finding import RULES, Finding, Location, Severity, explains
 from ddpdoctor.core.relations import ABORT, MISPAIRED, fact
+from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.supervisor import FindingRecord, FoundLocation, RetractionRecord
 from ddpdoctor.run.snapshot import Run
 
@@ -266,17 +267,22 @@ def from_journal(record: FindingRecord) -> Finding | None:
     )
 
 
-def kept(run: Run) -> Iterator[Finding]:
-    """What was reported of a run and holds although no rule finds it again in its records."""
+def standing(records: Iterable[Record]) -> Iterable[tuple[Finding, int]]:
+    """What a supervisor's records report and do not withdraw, each with its attempt."""
     current: dict[int, tuple[Finding, int]] = {}
-    for each in run.supervisor:
+    for each in records:
         if isinstance(each, RetractionRecord):
             current.pop(each.retracts, None)
         elif isinstance(each, FindingRecord) and each.number is not None:
             finding = from_journal(each)
             if finding is not None:
                 current[each.number] = finding, each.restart
-    for finding, restart in current.values():
+    return current.values()
+
+
+def kept(run: Run) -> Iterator[Finding]:
+    """What was reported of a run and holds although no rule finds it again in its records."""
+    for finding, restart in standing(run.supervisor):
         rule = RULES.get(finding.code)
         if rule is None:
             continue

@@ -216,7 +216,7 @@ def live() -> list[Path]:
         DoctorError: The base directory is not this user's own.
         OSError: It cannot be read.
     """
-    return [entry.resolve() for entry in _newest_first() if is_live(entry)]
+    return [entry.resolve() for entry in newest_first() if is_live(entry)]
 
 
 def some_live() -> list[Path]:
@@ -243,10 +243,16 @@ def finished() -> list[Path]:
         DoctorError: The base directory is not this user's own.
         OSError: It cannot be read.
     """
-    return [entry.resolve() for entry in _newest_first() if not is_live(entry)]
+    return [entry.resolve() for entry in newest_first() if not is_live(entry)]
 
 
-def _newest_first() -> list[Path]:
+def newest_first() -> list[Path]:
+    """This user's runs, the newest first; links for those whose directory a person chose.
+
+    Raises:
+        DoctorError: The base directory is not this user's own.
+        OSError: It cannot be read.
+    """
     entries = [entry for base in _bases() for entry in _entries(base)]
     return sorted(entries, key=lambda entry: entry.name, reverse=True)
 

@@ -1,0 +1,105 @@
+"""Two runs side by side, as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ddpdoctor.analysis.compare import Change, Comparison
+from ddpdoctor.core import units
+from ddpdoctor.core.control_characters import json_text
+from ddpdoctor.core.ranks import named
+
+MOST_RANKS = 8
+"""Ranks that are named one by one."""
+
+_SAME = 0.01
+"""A change by less, as a part of the step, is none."""
+
+
+def lines(found: Comparison) -> Iterator[str]:
+    """What differs, the verdict first."""
+    yield _verdict(found)
+    yield ""
+    yield f"  {'a step, median':<16}{'before':>10}{'after':>10}   change"
+    for each in (*found.phases, found.total):
+        yield f"  {each.name:<16}{_time(each.before):>10}{_time(each.after):>10}   {_change(each)}"
+    if found.unsplit:
+        yield "  The wait for others is part of backward in one of the runs: compare their sum."
+    if found.ranks:
+        yield ""
+        yield "own time of ranks"
+        for each in found.ranks[:MOST_RANKS]:
+            where = found.slowest_phase[each.name]
+            times = f"{_time(each.before):>10}{_time(each.after):>10}"
+            yield f"  {'rank ' + each.name:<16}{times}   {_change(each)}, most of it in {where}"
+        more = [int(each.name) for each in found.ranks[MOST_RANKS:]]
+        if more:
+            yield f"  and {named(more)}"
+    yield ""
+    yield "changed" if found.facts or found.script else "command, versions and code are the same"
+    for fact in found.facts:
+        yield f"  {fact.name}"
+        yield f"    before: {fact.before or '-'}"
+        yield f"    after:  {fact.after or '-'}"
+    for line in found.script:
+        yield f"  {line}"
+
+
+def json_lines(found: Comparison) -> Iterator[str]:
+    """The same as one object; times are seconds, ``ranks`` is about their own time."""
+    yield json_text(
+        {
+            "before": found.names[0],
+            "after": found.names[1],
+            "step": _seconds(found.total),
+            "phases": {each.name: _seconds(each) for each in found.phases},
+            "ranks": {
+                each.name: {**_seconds(each), "phase": found.slowest_phase[each.name]}
+                for each in found.ranks
+            },
+            "changed": {each.name: [each.before, each.after] for each in found.facts},
+            "script": list(found.script),
+        }
+    )
+
+
+def _verdict(found: Comparison) -> str:
+    before, after = found.names
+    total = found.total
+    if total.before is None or total.after is None:
+        missing = " and ".join(
+            name for name, value in zip(found.names, (total.before, total.after), strict=True)
+            if value is None
+        )  # fmt: skip
+        return f"{before} and {after} cannot be compared by speed: {missing} closed no step"
+    if abs(total.difference) < _SAME * total.before:
+        return f"{after} is as fast as {before}: {_time(total.after)} a step"
+    # Of a longer wait the cause is a rank's own time.
+    own = [each for each in found.phases if each.name != "wait"]
+    most = max(own, key=lambda each: each.difference * (1 if total.difference > 0 else -1))
+    pace = "slower" if total.difference > 0 else "faster"
+    text = f"{after} is {pace} than {before}: {_change(total)} a step"
+    if found.ranks and abs(most.difference) < abs(found.ranks[0].difference) / 2:
+        rank = found.ranks[0]
+        return f"{text}, on rank {rank.name}, in {found.slowest_phase[rank.name]}"
+    return f"{text}, most of it in {most.name}"
+
+
+def _change(each: Change) -> str:
+    """``+41.0 ms (+18 %)``."""
+    if each.before is None or each.after is None:
+        return "-"
+    sign = "+" if each.difference >= 0 else "-"
+    share = f" ({sign}{abs(each.difference) / each.before:.0%})" if each.before > 0 else ""
+    return f"{sign}{_time(abs(each.difference))}{share}"
+
+
+def _time(nanoseconds: float | None) -> str:
+    return units.MISSING if nanoseconds is None else units.time(nanoseconds / 1e9)
+
+
+def _seconds(each: Change) -> dict[str, float | None]:
+    return {
+        "before": None if each.before is None else each.before / 1e9,
+        "after": None if each.after is None else each.after / 1e9,
+    }

@@ -1,0 +1,96 @@
+"""Puts the report's file together: template, style, scripts and data.
+
+What the run says is JSON in an inert element, and the script puts it on the page as text alone. A
+policy in the file lets no other script or style run, and nothing be fetched.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ddpdoctor.core import opening
+from ddpdoctor.core.control_characters import json_text, shown
+from ddpdoctor.render.colours import PHASES, SEVERITIES, Colour
+
+SCRIPTS = ("elements.js", "series.js", "charts.js", "heatmap.js", "sections.js", "page.js")
+"""In the order in which they run, behind the plotting library."""
+
+_LIBRARY = "uplot/"
+
+
+@lru_cache(maxsize=32)
+def _file(name: str) -> str:
+    return opening.contents(Path(__file__).parent / name, opening.MOST_SOURCE, links=True).decode()
+
+
+def page(content: dict[str, Any]) -> str:
+    """The HTML file.
+
+    Args:
+        content: What `ddpdoctor.render.html.content` made.
+    """
+    style = "\n".join((_colours(), _file(_LIBRARY + "uPlot.min.css"), _file("page.css")))
+    library = _file(_LIBRARY + "uPlot.iife.min.js")
+    script = "\n".join((library, *map(_file, SCRIPTS)))
+    parts = {
+        "policy": _policy(script, style),
+        "title": html.escape(shown(f"{content['title']} - ddpdoctor")),
+        "verdict": html.escape(shown(content["verdict"]["text"])),
+        "license": _file(_LIBRARY + "LICENSE"),
+        "style": style,
+        "script": script,
+        "data": _inert(content),
+    }
+    # The template is split, and not searched: what stands in a part is never a place for another.
+    pieces = _file("page.html").split("%%")
+    pieces[1::2] = [parts[name] for name in pieces[1::2]]
+    return "".join(pieces)
+
+
+def _inert(content: dict[str, Any]) -> str:
+    """JSON that cannot end the element that it stands in."""
+    text = json_text(_steerless(content), separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _steerless(value: Any) -> Any:
+    """The same without marks that turn the order of letters round, and other invisible ones."""
+    if isinstance(value, str):
+        return shown(value, "\n\t")
+    if isinstance(value, dict):
+        return {shown(str(key)): _steerless(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_steerless(each) for each in value]
+    return value
+
+
+def _policy(script: str, style: str) -> str:
+    return (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def _colours() -> str:
+    """The colours of phases and severities as variables, for light, dark and print."""
+
+    def variables(which: int) -> str:
+        named: dict[str, Colour] = {**PHASES, **SEVERITIES}
+        return "".join(f"--{name}:{colour[which]};" for name, colour in named.items())
+
+    light, dark = variables(0), variables(1)
+    return (
+        f":root{{{light}}}"
+        f"@media screen and (prefers-color-scheme:dark){{:root:not([data-theme=light]){{{dark}}}}}"
+        f"@media screen{{:root[data-theme=dark]{{{dark}}}}}"
+    )

@@ -1,0 +1,71 @@
+"""What a real run keeps for its reports: gradient norms, memory over time, its code."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddpdoctor.run import code, vitals
+from ddpdoctor.run.records.supervisor import VitalsRecord
+from ddpdoctor.run.step_series import series
+from ddpdoctor.supervise import vitals as keeping
+from tests.conftest import Doctor
+from tests.drawn_runs import write_run
+from tests.written import Written
+
+SCRIPT = """
+    import time
+
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(6):
+        model(torch.full((2, 4), 1.0 + step)).sum().backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if dist.get_rank() == 0:
+            print(f"norm {norm.item()!r}", flush=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.5)
+    dist.destroy_process_group()
+"""
+
+
+def test_a_run_keeps_norms_memory_and_code(doctor: Doctor) -> None:
+    script = doctor.write("train.py", SCRIPT)
+    result = doctor.run("--nproc-per-node", "2", str(script))
+    result.check_success()
+    printed = [float(line.split()[1]) for line in result.stdout.splitlines()]
+    steps = result.run.rank(0).steps
+    assert [step.norm for step in steps] == printed
+    found = series(result.run, result.run.last, 100)
+    assert list(found.ranks[0].norm) == printed, "the reader of long runs knows the same line"
+    samples = vitals.read(result.run_dir)
+    assert {memory.rank for each in samples for memory in each.ranks} <= {0, 1}
+    assert any(memory.rss for each in samples for memory in each.ranks)
+    kept = code.read(result.run_dir)
+    assert kept is not None and kept.text == script.read_text()
+    assert kept.files.keys() == {"train.py"}
+
+
+def test_memory_over_time_never_grows_large(
+    written: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(keeping.time, "monotonic", lambda: now[0])
+    run = write_run(written.path / "run", 2, 1)
+    (run / "vitals.jsonl").unlink()
+    watch = keeping.Vitals(run)
+    from ddpdoctor.run.reader import RunReader
+
+    snapshot = RunReader(run).snapshot()
+    for _ in range(4 * keeping.MOST):
+        assert watch.look(snapshot) is False
+        now[0] += keeping.EVERY
+    samples: list[VitalsRecord] = vitals.read(run)
+    assert keeping.MOST / 2 <= len(samples) <= keeping.MOST
+    assert [memory.rank for memory in samples[-1].ranks] == [0, 1]
