@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from ddpdoctor.run import code, vitals
+from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.supervisor import VitalsRecord
 from ddpdoctor.run.step_series import series
 from ddpdoctor.supervise import vitals as keeping
@@ -56,12 +59,11 @@ def test_memory_over_time_never_grows_large(
     written: Written, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(keeping.time, "monotonic", lambda: now[0])
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("ddpdoctor.supervise.vitals.time", clock)
     run = write_run(written.path / "run", 2, 1)
     (run / "vitals.jsonl").unlink()
     watch = keeping.Vitals(run)
-    from ddpdoctor.run.reader import RunReader
-
     snapshot = RunReader(run).snapshot()
     for _ in range(4 * keeping.MOST):
         assert watch.look(snapshot) is False

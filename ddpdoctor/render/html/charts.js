@@ -5,6 +5,9 @@ const HIGHLIGHTS = ["#e11d48", "#7c3aed", "#0891b2", "#ca8a04", "#16a34a", "#db2
 const FEW = 16;
 const charts = [];
 
+/* Steps and seconds are marked at whole numbers. */
+const WHOLE = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
+
 function axis(format, label, size) {
   return {
     stroke: variable("dim"), font: "12px system-ui, sans-serif", label, labelSize: label ? 18 : 0,
@@ -32,7 +35,7 @@ function chart(title, hint, x, make, options = {}) {
       width: Math.max(280, holder.clientWidth), height: options.height || 200,
       cursor: { drag: { x: true, y: false, setScale: true }, sync: made.shared ? { key: "steps" } : undefined, points: { size: 6 } },
       scales: { x: { time: false }, y: { range: options.range || ((_, low, high) => [options.floor ?? Math.min(0, low), high > low ? high * 1.06 : (high || 0) + 1e-9]) } },
-      axes: [axis(made.shared ? null : clock, "", 30), axis(options.format || duration)],
+      axes: [{ ...axis(made.shared ? null : clock, "", 30), incrs: WHOLE }, axis(options.format || duration)],
       series: [{ label: made.shared ? "step" : "time", value: (_, at) => (at === null ? "-" : made.shared ? at.toLocaleString("en") : clock(at)) }, ...series],
       bands, legend: { live: true }, hooks: {},
     };
@@ -52,8 +55,8 @@ let passing = false;
 function zoomed(plot) {
   const { min, max } = plot.scales.x;
   if (passing || min === null || min === undefined) return;
-  const whole = plot.data[0];
-  const range = min <= whole[0] && max >= whole[whole.length - 1] ? null : [min, max];
+  const xs = plot.data[0];
+  const range = min <= xs[0] && max >= xs[xs.length - 1] ? null : [min, max];
   if (JSON.stringify(range) === JSON.stringify(view.range)) return;
   view.change({ range });
 }
@@ -63,8 +66,8 @@ view.on((news) => {
   passing = true;
   for (const each of charts) {
     if (!each.plot || !each.shared) continue;
-    const whole = each.plot.data[0];
-    const [min, max] = news.range || [whole[0], whole[whole.length - 1]];
+    const xs = each.plot.data[0];
+    const [min, max] = news.range || [xs[0], xs[xs.length - 1]];
     if (each.plot.scales.x.min !== min || each.plot.scales.x.max !== max) each.plot.batch(() => each.plot.setScale("x", { min, max }));
   }
   // uPlot draws, and calls its hooks, at the end of the frame.

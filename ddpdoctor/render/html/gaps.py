@@ -20,7 +20,7 @@ def gaps(run: Run, steps: Series) -> Iterator[str]:
     seen = {rank.rank for rank in run.last}
     absent = set(range(min(run.world_size, 1 << 17))) - seen
     if seen and absent:
-        yield f"{named(absent)}: no records here; a run directory has the ranks of its own node"
+        yield f"{named(absent)}: no records here; a run directory has the ranks of one node"
     if len(run.restarts) > 1:
         yield "steps of attempts before the last one: the charts show the last"
     yield from _of_steps(steps)
