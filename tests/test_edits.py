@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def told() -> list[JsonObject]:
 @pytest.fixture
 def edits(told: list[JsonObject], monkeypatch: pytest.MonkeyPatch) -> Edits:
     """The edits of a rank that has a module and whose clipping is watched."""
-    state = a_rank(told)
+    state = a_rank(told, step=SimpleNamespace(norm=None))
     monkeypatch.setattr(rank, "active", state.tracker)
     replicas = Replicas(state)
     ddp = Module()
