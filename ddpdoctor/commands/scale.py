@@ -278,10 +278,10 @@ def _title(facts: Mapping[str, Any]) -> str:
     scripts = [word for word in facts["command"] if word.endswith(".py")]
     name = os.path.basename((scripts or facts["command"])[0])
     scaling = f", {facts['scaling']} scaling" if facts["scaling"] else ""
-    return (
-        f"{name}{scaling}: the median of {count(facts['repeats'], 'run')}, "
-        f"the first {count(facts['warmup'], 'step')} of each left out"
-    )
+    repeats, warmup = facts["repeats"], facts["warmup"]
+    runs = f"median of {repeats} runs" if repeats > 1 else "1 run"
+    dropped = f", without its first {count(warmup, 'step')}" if warmup else ""
+    return f"{name}{scaling}: {runs} of each size{dropped}"
 
 
 def _print(lines: Sequence[str] | Any) -> None:

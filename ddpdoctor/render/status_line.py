@@ -29,8 +29,9 @@ class StatusLine:
     def show(self, text: str) -> None:
         """Put another text into the line."""
         with self._lock:
-            self._text = shown(text)
-            self._draw()
+            if shown(text) != self._text:
+                self._text = shown(text)
+                self._draw()
 
     def say(self, text: str) -> None:
         """A line that stays, on a terminal or in a log."""

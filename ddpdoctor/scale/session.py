@@ -86,7 +86,7 @@ class Session:
         overrides = {**planned.variant.overrides, **self._fixed_batch(planned)}
 
         def step(number: int) -> None:
-            self._line.show(f"{head}: {units.count(number, 'step')}{rest}")
+            self._line.show(f"{head}: {units.count(number, 'step') if number else 'starts'}{rest}")
 
         directory, log, status = running.start(
             planned, self._words(planned), overrides, self._folder, step
