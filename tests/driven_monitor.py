@@ -13,7 +13,7 @@ from textual.pilot import Pilot
 from ddpdoctor.render.lines import plain
 from ddpdoctor.top.app import TopApp
 from ddpdoctor.top.snapshot import Snapshot
-from ddpdoctor.top.source import Want
+from ddpdoctor.top.source import Replay, Want
 from ddpdoctor.top.view import View
 from tests import top_snapshots as made
 from tests.conftest import LIMIT
@@ -23,6 +23,7 @@ class Frames:
     """A source that hands out frames, one step further each time."""
 
     interval = 0.02
+    replay: Replay | None = None
 
     def __init__(self, first: Snapshot) -> None:
         self.first = first
@@ -38,6 +39,9 @@ class Frames:
         self.count += 1
         rows = tuple(replace(row, step=self.count) for row in self.first.ranks)
         return replace(self.first, ranks=rows, time=self.first.time + self.count)
+
+    def history(self) -> tuple[Snapshot, ...]:
+        return ()
 
     def close(self) -> None:
         self.closed = True

@@ -104,13 +104,13 @@ def whole(path: Path) -> None:
 
 
 def steps(path: Path) -> None:
-    tail = steplog.StepTail(path, 10)
-    tail.poll()
     found = steplog.StepLog(path)
     found.span()
     found.until(5, 3)
+    found.newest(3)
     steplog.head(path, 1 << 20)
     steplog.last_error(path, 1 << 20)
+    steplog.last_pass(path, 1 << 20)
 
 
 def stderr(path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from ddpdoctor.supervise import gpu_poll
 from ddpdoctor.supervise.gpu_poll import GpuPoll
 from ddpdoctor.system.gpu.poller import file_name
+from ddpdoctor.top import hardware
 from tests.conftest import Doctor
 from tests.nvml_stub import Stub, build
 
@@ -55,7 +56,23 @@ def test_eight_gpus_in_base_units(stub: Stub) -> None:
         "clock_max": 1.98e9,
         "ecc_errors": 3,
         "throttle": ["power cap", "hardware thermal slowdown"],
+        "pcie": 1024 * 8001,
     }
+
+
+def test_links_and_processes(stub: Stub) -> None:
+    stub.has("links 3 18", "process 3 4103", "used 3 61")
+    told = stub.read(0)
+    assert gpu(told, 3)["processes"] == [[4103, 61 << 30]]
+    assert "nvlink" not in gpu(told, 3), "a counter is no rate"
+    assert "processes" not in gpu(told, 4)
+    time.sleep(0.2)
+    told = stub.read(6)
+    # The counters of the stub are milliseconds, and six seconds have passed by its clock.
+    assert 0 < gpu(told, 3)["nvlink"] < 1e9
+    assert "nvlink" not in gpu(told, 4)
+    held = hardware.gpus_of(told)[3]
+    assert held.processes == ((4103, 61 << 30),) and held.pcie == 1024 * 8001
 
 
 def test_the_slow_tier_is_asked_every_five_seconds(stub: Stub) -> None:

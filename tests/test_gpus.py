@@ -59,6 +59,7 @@ def test_a_gpu_is_read(machine: Machine) -> None:
         temperature=61,
         clock=1980,
         throttled=("power cap", "software thermal slowdown"),
+        processes=(Process(7, 2**30), Process(8, None)),
         ecc_errors=0,
     )
     assert reader.processes(device) == (Process(7, 2**30), Process(8, None))

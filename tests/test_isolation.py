@@ -23,7 +23,7 @@ from ddpdoctor.run.status import Phase
 from ddpdoctor.supervise.passthrough import Passthrough
 from ddpdoctor.supervise.run_watch import RunWatch
 from ddpdoctor.supervise.supervisor import Supervisor
-from ddpdoctor.top import verdict
+from ddpdoctor.top import headline
 from ddpdoctor.top.events import Events
 from ddpdoctor.top.hardware import GpuFiles
 from ddpdoctor.top.live import LiveSource
@@ -249,7 +249,7 @@ def test_a_fault_in_the_editors_files_leaves_the_debugger(
         (Stderr, "read", "the output"),
         (GpuFiles, "read", "the GPUs"),
         (Events, "poll", "events"),
-        (verdict, "judge", "the verdict"),
+        (headline, "judge", "the verdict"),
     ],
 )
 def test_a_part_of_the_monitor_that_fails_leaves_the_rest(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
@@ -15,6 +16,9 @@ import pytest
 from ddpdoctor.commands import top
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.render import terminal
+from ddpdoctor.top import demo
+from ddpdoctor.top.recording import Recording
+from ddpdoctor.top.source import ALL
 
 if TYPE_CHECKING:
     from tests.conftest import Doctor
@@ -68,8 +72,9 @@ def test_once_prints_a_frame_without_colour(doctor: Doctor) -> None:
     assert len(lines) == 30
     assert max(map(len, lines)) <= 120
     assert "\x1b" not in result.stdout
-    assert "rank 5" in lines[0]
-    assert lines[2].split()[:2] == ["!", "5"]
+    assert lines[0].split()[0] == "train.py"
+    assert "rank 5" in lines[1]
+    assert lines[4].split()[:2] == ["!", "5"]
 
 
 def test_once_in_the_locale_c_is_ascii(doctor: Doctor) -> None:
@@ -98,12 +103,21 @@ def test_a_full_disk_is_said(doctor: Doctor, how: str) -> None:
 def test_what_is_recorded_is_replayed(doctor: Doctor) -> None:
     file = str(doctor.directory / "frames.jsonl")
     assert doctor.cli("top", "--demo", "--once", "--record", file).status == 0
-    (frame,) = (json.loads(line) for line in Path(file).read_text().splitlines())
-    assert all(len(row["owns"]) == 60 for row in frame["ranks"]), "looked at or not"
+    (frame,) = (json.loads(line) for line in gzip.decompress(Path(file).read_bytes()).splitlines())
+    assert len(frame["ranks"]) == 8
     assert "is there already" in doctor.cli("top", "--demo", "--once", "--record", file).stderr
     result = doctor.cli("top", "--once", "--replay", file)
     assert result.status == 0
-    assert "rank 5" in result.stdout.splitlines()[0]
+    assert "rank 5" in result.stdout.splitlines()[1]
+
+
+def test_one_frame_of_a_recording_is_its_last(doctor: Doctor) -> None:
+    file = str(doctor.directory / "frames")
+    recording = Recording(file)
+    for second in range(5):
+        recording.add(demo.at(700 + second, 1000 + second, ALL))
+    recording.close()
+    assert "frame 5/5" in doctor.cli("top", "--once", "--replay", file).stdout
 
 
 def test_torch_is_never_imported_and_textual_only_on_a_terminal(tmp_path: Path) -> None:

@@ -95,6 +95,29 @@ def test_output_belongs_to_the_rank_that_its_mark_says(make: Make) -> None:
     assert source.read(ALL).output == ("the end",)
 
 
+@pytest.mark.parametrize(
+    "banner",
+    [
+        "W1123 08:00:00.119000 27481 torch/distributed/run.py:874] {}",
+        "[2024-01-02 03:04:05,678] {}",
+        "{}",
+    ],
+)
+def test_torchruns_banner_is_no_output_of_the_job(make: Make, banner: str) -> None:
+    run = make(1)
+    source = living(run)
+    said = (
+        "Setting OMP_NUM_THREADS environment variable for each process to be 1 in default, to "
+        "avoid your system being overloaded, please further tune the variable"
+    )
+    if banner[0] == "[":
+        banner = "[2024-01-02 03:04:05,678] torch.distributed.run: [WARNING] {}"
+    lines = [banner.format(each) for each in ("", "*" * 41, said, "*" * 41)]
+    mine = "W1123 08:00:01.1 27 torch/distributed/run.py:9] something else"
+    (run.path / rundir.STDERR_SO_FAR).write_text("\n".join([*lines, mine, "*****"]))
+    assert source.read(ALL).output == (mine, "*****")
+
+
 def test_findings_come_with_their_time(make: Make) -> None:
     run = make(2)
     source = living(run)
@@ -103,7 +126,8 @@ def test_findings_come_with_their_time(make: Make) -> None:
     snapshot = source.read(ALL)
     (row,) = snapshot.findings
     assert (row.finding.code, row.time) == ("DDP610", 5.0)
-    assert "found so far: 1 warning" in snapshot.verdict.text
+    assert snapshot.verdict.text == "DDP610: rank 1 holds the others up"
+    assert (snapshot.verdict.level, snapshot.verdict.rank) == ("warning", 1)
 
 
 def test_ten_thousand_findings(make: Make) -> None:
@@ -249,7 +273,7 @@ def test_nothing_heavy_is_imported() -> None:
         "from ddpdoctor.top.source import Want\n"
         "open_source(None, demo=True).read(Want())\n"
         "import ddpdoctor.top.live, ddpdoctor.top.finished, ddpdoctor.top.recording\n"
-        "import ddpdoctor.top.machine, ddpdoctor.top.output\n"
+        "import ddpdoctor.top.following, ddpdoctor.top.output\n"
         "bad = {'torch', 'textual', 'numpy', 'rich', 'ddpdoctor.rules', 'prometheus_client'}\n"
         "print(sorted(bad & set(sys.modules)))\n"
     )

@@ -25,8 +25,8 @@ from ddpdoctor.top import steplog, times
 from ddpdoctor.top.choosing import open_source
 from ddpdoctor.top.finished import FinishedSource
 from ddpdoctor.top.live import LiveSource
-from ddpdoctor.top.source import Replay, Want
-from ddpdoctor.top.steplog import StepLog, StepTail
+from ddpdoctor.top.source import Want
+from ddpdoctor.top.steplog import StepLog
 from tests.generated import MS, USUAL, Generated, step_line
 from tests.test_showing import FOUND
 from tests.top_runs import ALL, Make, living
@@ -56,18 +56,22 @@ def test_a_finished_run_is_a_replay_over_its_steps(make: Make) -> None:
     run.tell(to_journal(Reported(1, FOUND, 0), time.time_ns() + 10**12))
     run.beat(phase=Phase.ENDED)
     run.end(0)
-    source = open_source(str(run.path))
-    assert isinstance(source, Replay) and isinstance(source, FinishedSource)
+    source = open_source(str(run.path)).replay
+    assert isinstance(source, FinishedSource)
     assert (source.length, source.position) == (101, 100)
     end = source.read(ALL)
     assert end.verdict.text.startswith("the job succeeded after")
     assert {row.state for row in end.ranks} == {"ended"} and end.exit_status == 0
+    assert all(row.times is not None for row in end.ranks), "its last numbers stay"
+    assert end.median is not None and end.skew is not None and end.job.rate
+    history = list(source.history())
+    assert len(history) > 40 and source.position == 100
+    assert [each.job.step for each in history] == sorted(each.job.step or 0 for each in history)
     source.seek(40)
-    frame = source.read(Want(frozenset({2}), 10))
+    frame = source.read(Want(frozenset({2})))
     assert source.position == 40, "reading does not move"
     assert {row.step for row in frame.ranks} == {41} and len(frame.ranks) == 3
     assert frame.verdict.rank == 2 and frame.ranks[0].rank == 2
-    assert len(frame.ranks[0].owns) == 10 and frame.ranks[1].owns == ()
     assert frame.ranks[0].state == "running" and frame.exit_status is None
     assert frame.findings == () and len(end.findings) == 1
     source.seek(3)
@@ -91,7 +95,7 @@ def test_a_failed_run_names_the_rank(make: Make) -> None:
     source = FinishedSource(run.path, 1.0)
     end = source.read(ALL)
     assert end.verdict.text == (
-        "the job failed with exit status 1; rank 1: RuntimeError: boom (train.py:12)"
+        "the job failed with exit status 1 after 60 s; rank 1: RuntimeError: boom (train.py:12)"
     )
     assert end.ranks[0].rank == 1
     source.seek(23)
@@ -172,32 +176,37 @@ def test_any_step_is_found(
     assert numbers(log.until(number, count)) == [each for each in kept if each <= number][-count:]
 
 
-def test_a_tail_follows_a_journal_across_its_segments(tmp_path: Path) -> None:
+def test_the_newest_steps_across_segments(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     journal = Journal(str(path), 1 << 16)
-    tail = StepTail(path, 50)
-    tail.poll()
+    log = StepLog(path)
+    assert log.newest(5) == []
     number = 0
     for burst in (1, 3, 200, 1, 0, 700, 40, 2):
         journal.write([step_line(USUAL._replace(number=number + i), 0) for i in range(burst)])
         number += burst
-        tail.poll()
-        found = [step.parts.number for step in tail.steps]
-        # Just after a segment begins its older steps are in the other file.
-        assert found == list(range(found[0], number))
+        assert numbers(log.newest(16)) == list(range(max(0, number - 16), number))
     journal.close()
-    assert len(tail.steps) == 50
 
 
-def test_a_torn_line_is_taken_when_it_is_whole(tmp_path: Path) -> None:
-    path, line = tmp_path / "journal", step_line(USUAL._replace(number=7), 0)
-    tail = StepTail(path, 5)
-    path.write_bytes(line[:30])
-    tail.poll()
-    assert not tail.steps
-    path.write_bytes(line)
-    tail.poll()
-    assert [step.parts.number for step in tail.steps] == [7]
+@pytest.mark.parametrize(
+    ("more", "samples", "loss", "backwards"),
+    [
+        (b"", None, None, 1),
+        (b',"samples":32,"loss":2.5', 32, 2.5, 1),
+        (b',"samples":32,"loss":NaN', 32, None, 1),
+        (b',"loss":1e-05,"backwards":4', None, 1e-5, 4),
+        (b',"loss":-0.5,"later":[1]', None, -0.5, 1),
+    ],
+)
+def test_what_a_step_says_of_samples_and_loss(
+    more: bytes, samples: int | None, loss: float | None, backwards: int
+) -> None:
+    plain = step_line(USUAL, 7).rstrip()[:-1]
+    for line in (plain + more + b"}", plain.replace(b'"start":7,', b"") + more + b"}"):
+        step = steplog.parse(line)
+        assert step is not None and step.parts == USUAL
+        assert (step.samples, step.loss, step.backwards) == (samples, loss, backwards)
 
 
 def test_medians_add_up() -> None:

@@ -28,6 +28,10 @@ class Replayed(Frames):
     length = 10
     position = 0
 
+    def __init__(self, first: Snapshot) -> None:
+        super().__init__(first)
+        self.replay = self
+
     def read(self, want: Want) -> Snapshot:
         self.count = self.position
         return super().read(want)
@@ -62,10 +66,11 @@ class Replayed(Frames):
         ("a", "no run directory"),
         ("r", "a recording cannot be recorded"),
         ("c", "there are no live runs"),
-        ("? escape", "OWN, 0 to"),
-        ("? ?", "OWN, 0 to"),
+        ("? escape", "med "),
+        ("? ?", "med "),
         ("/ 3 enter", "filter 3"),
         ("/ 3 escape", "8 ranks"),
+        ("/ 3 enter / 5 enter", "filter 5"),
     ],
 )
 def test_a_key_shows(keys: str, shown: str) -> None:
@@ -128,7 +133,7 @@ def test_pause_holds_the_picture_and_going_back_steps_through_it() -> None:
 
 
 def test_a_replay_plays_stops_and_is_scrubbed() -> None:
-    source = Replayed(replace(made.run(2), live=False, exit_status=0))
+    source = Replayed(replace(made.run(2), live=False, state="ended", exit_status=0))
 
     async def test(app: TopApp, pilot: Pilot[None]) -> None:
         await until(pilot, lambda: "frame 10/10" in screen(app))
@@ -317,4 +322,4 @@ def test_of_a_directory_that_was_removed_no_end_is_claimed() -> None:
         assert "GONE" in screen(app)
         assert "ENDED" not in screen(app)
 
-    drive(monitor(replace(made.run(2), live=False, gone=True)), test)
+    drive(monitor(replace(made.run(2), live=False, state="gone")), test)

@@ -12,10 +12,11 @@ import pytest
 
 from ddpdoctor.run.records.supervisor import DebugRecord, SignalRecord
 from ddpdoctor.run.status import Phase
+from ddpdoctor.top.headline import judge
 from ddpdoctor.top.live import LiveSource
 from ddpdoctor.top.silence import Silence
 from ddpdoctor.top.snapshot import RankRow
-from ddpdoctor.top.verdict import Facts, judge
+from ddpdoctor.top.verdict import Facts
 from tests.generated import MS, USUAL, Generated
 from tests.top_runs import ALL, Make, living
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 from collections.abc import Iterator
@@ -14,9 +15,10 @@ from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.run import rundir
 from ddpdoctor.top import demo, output
 from ddpdoctor.top.choosing import live_runs, open_source
-from ddpdoctor.top.finished import FinishedSource
+from ddpdoctor.top.following import RunSource
 from ddpdoctor.top.recording import Recording, RecordingSource
-from ddpdoctor.top.source import Replay, Want
+from ddpdoctor.top.snapshot import Snapshot
+from ddpdoctor.top.source import Want
 from tests.generated import Generated
 from tests.top_runs import ALL, Make, living
 
@@ -69,34 +71,95 @@ def test_a_recording_is_played_again(tmp_path: Path) -> None:
         now[0] += 0.5
     recording.close()
     with path.open("ab") as file:
-        file.write(b'{"format":1,"torn')
+        file.write(gzip.compress(b'{"format":1,"torn')[:-9])
     played = open_source(None, demo=False, replay=str(path))
-    assert isinstance(played, Replay) and isinstance(played, RecordingSource)
+    assert isinstance(played, RecordingSource) and played.replay is played
     assert (played.length, played.position, played.interval) == (6, 0, 0.5)
+    for position in (0, 1, 2, 3, 4, 5, 2, 5, 0):
+        played.seek(position)
+        assert_same(played.read(ALL), frames[position])
+    assert [each.job.step for each in played.history()] == [each.job.step for each in frames]
+    assert played.position == 0
+    played.close()
+
+
+def assert_same(played: Snapshot, shown: Snapshot) -> None:
+    """But for the digits of its numbers."""
+
+    def flat(of: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+        each = of.items() if isinstance(of, dict) else enumerate(of)
+        for key, value in each:
+            if isinstance(value, (dict, list)):
+                yield from flat(value, f"{name}.{key}")
+            else:
+                yield f"{name}.{key}", value
+
+    before, after = dict(flat(output.record(shown))), dict(flat(output.record(played)))
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        if isinstance(value, float):
+            assert after[name] == pytest.approx(value, rel=1e-3), name
+        else:
+            assert after[name] == value, name
+
+
+def test_a_long_recording_is_small_and_read_from_anywhere(tmp_path: Path) -> None:
+    path = tmp_path / "recording"
+    recording = Recording(str(path))
+    for second in range(250):
+        recording.add(demo.at(700 + second, 1000 + second, ALL))
+    # What a monitor that is killed has written is there.
+    assert path.stat().st_size < 1000 * 250
+    played = RecordingSource(str(path))
+    assert played.length == 250
+    played.close()
+    recording.close()
+    played = RecordingSource(str(path))
+    for position in (249, 3, 130, 119, 120, 248):
+        played.seek(position)
+        assert_same(played.read(ALL), demo.at(700 + position, 1000 + position, ALL))
+    lines = gzip.decompress(path.read_bytes()).splitlines()
+    assert len(lines) == 250 and json.loads(lines[0])["kind"] == "demo"
+    played.close()
+
+
+def test_ranks_that_come_and_go_are_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "recording"
+    recording = Recording(str(path))
+    frames = [demo.at(700 + n, 1000 + n, ALL, ranks=ranks) for n, ranks in enumerate((2, 8, 1, 4))]
+    for frame in frames:
+        recording.add(frame)
+    recording.close()
+    played = RecordingSource(str(path))
     for position, frame in enumerate(frames):
         played.seek(position)
-        assert played.read(ALL) == frame
+        assert_same(played.read(ALL), frame)
     played.close()
 
 
 def test_a_damaged_frame_is_one_frame(tmp_path: Path) -> None:
     path = tmp_path / "recording"
-    line = output.line(demo.at(700, 1000, ALL))
-    path.write_text(f"{line}\nnonsense\n{line}\n")
+    recording = Recording(str(path))
+    recording.add(demo.at(700, 1000, ALL))
+    recording.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole + gzip.compress(b"nonsense\n") + whole)
     source = RecordingSource(str(path))
     source.seek(1)
     assert "frame 2" in source.read(ALL).verdict.text
     source.seek(2)
     assert len(source.read(ALL).ranks) == 8
+    assert len(list(source.history())) == 3
     source.close()
 
 
+@pytest.mark.parametrize("zipped", [False, True])
 @pytest.mark.parametrize(
-    "content", [b"", b"nonsense\n", b'{"format":99}\n', b"[]\n", b'{"kind":1}']
+    "content", [b"", b"nonsense\n", b'{"format":99}\n', b"[]\n", b'{"kind":1}', b"{}\n"]
 )
-def test_what_is_no_recording_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_what_is_no_recording_is_refused(tmp_path: Path, content: bytes, zipped: bool) -> None:
     path = tmp_path / "recording"
-    path.write_bytes(content)
+    path.write_bytes(gzip.compress(content) if zipped else content)
     with pytest.raises(DoctorError, match="no recording"):
         RecordingSource(str(path))
     with pytest.raises(DoctorError, match="there already"):
@@ -107,7 +170,9 @@ def test_what_is_no_recording_is_refused(tmp_path: Path, content: bytes) -> None
 
 def test_one_line_per_interval_until_the_run_is_over(make: Make) -> None:
     run = make(2)
-    source = living(run)
+    run.start()
+    run.steps(30)
+    source = RunSource(run.path, 1.0)
     out, slept = io.StringIO(), []
 
     def sleep(seconds: float) -> None:
@@ -120,10 +185,10 @@ def test_one_line_per_interval_until_the_run_is_over(make: Make) -> None:
     assert [line["live"] for line in lines] == [True, True, True, False]
     assert min(slept) >= 0
     out = io.StringIO()
-    output.watch(FinishedSource(run.path, 1.0), out, sleep=sleep)
+    output.watch(RunSource(run.path, 1.0), out, sleep=sleep)
     assert len(out.getvalue().splitlines()) == 31
     out = io.StringIO()
-    output.once(source, out)
+    output.once(RunSource(run.path, 1.0), out)
     assert json.loads(out.getvalue())["exit_status"] == 0
 
 

@@ -15,9 +15,12 @@ from pathlib import Path
 from ddpdoctor.core.finding import Finding, Location, Severity
 from ddpdoctor.render.lines import plain
 from ddpdoctor.top.draw import frame
+from ddpdoctor.top.draw.scene import Material
+from ddpdoctor.top.history import Point, point
 from ddpdoctor.top.snapshot import (
     FindingRow,
     Gpu,
+    Job,
     Machine,
     RankRow,
     Snapshot,
@@ -27,7 +30,7 @@ from ddpdoctor.top.snapshot import (
 from ddpdoctor.top.view import View
 
 GOLDENS = Path(__file__).parent / "goldens"
-SIZES = ((80, 24), (120, 30), (160, 50), (20, 5))
+SIZES = ((80, 24), (60, 15), (120, 30), (200, 60), (20, 5))
 NOW = 1_800_000_000.0
 GIB = 1 << 30
 SLOW = 1
@@ -66,8 +69,6 @@ def row(rank: int, *, per_node: int = 8, gpus: bool = True, split: bool = True) 
         step=1234,
         epoch=3,
         times=step,
-        owns=tuple(step.own * (1 + 0.1 * math.sin(rank + n / 3)) for n in range(120)),
-        totals=tuple(0.2 * (1 + 0.1 * math.sin(n / 5)) for n in range(120)),
         heartbeat=0.4,
         rss=3 * GIB,
         allocated=40 * GIB if gpus else None,
@@ -90,6 +91,34 @@ FINDING = Finding(
 )
 
 
+JOB = Job(
+    script="train.py --lr 0.1",
+    step=1234,
+    steps=5000,
+    epoch=3,
+    epochs=12,
+    rate=5.0,
+    samples_rate=5.0 * 32,
+    loss=2.31,
+    left=753.2,
+)
+
+
+def history(snapshot: Snapshot) -> tuple[Point, ...]:
+    """The same run for ten minutes before, with one slow rank less in the beginning."""
+    last = point(snapshot)
+    return tuple(
+        replace(
+            last,
+            time=NOW - 600 + 20 * n,
+            times=last.times if n > 10 else dict.fromkeys(last.times, last.median or times(0)),
+            skew=1.0 if n < 10 or last.skew is None else last.skew,
+            loss=6.0 / (1 + n / 10),
+        )
+        for n in range(30)
+    )
+
+
 def run(ranks: int, *, gpus: bool = True, split: bool = True) -> Snapshot:
     """A live run with rank 1 slowed down (a run of one rank has none that is)."""
     rows = sorted(
@@ -110,6 +139,7 @@ def run(ranks: int, *, gpus: bool = True, split: bool = True) -> Snapshot:
         started=NOW - 600,
         live=True,
         world_size=ranks,
+        job=JOB,
         ranks=tuple(rows),
         median=typical,
         skew=None if ranks == 1 or typical is None else 158 / 88,
@@ -138,6 +168,7 @@ def dead() -> Snapshot:
     return replace(
         died,
         ranks=(*others, last),
+        state="failing",
         verdict=Verdict("rank 2 died: killed by SIGKILL, out of memory", "error", 2),
     )
 
@@ -149,6 +180,42 @@ def stale() -> Snapshot:
 
 def held() -> Snapshot:
     return changed(run(4), 0, state="debugger", said="in the debugger at train.py:61")
+
+
+HANG = Finding(
+    "DDP401",
+    Severity.ERROR,
+    "ranks 0, 2 and 3 alone called barrier #1 (group of ranks 0-3) at `dist.barrier(metrics)` "
+    "train.py:30, under `if step == 5 and rank != 1:` (line 29): the other rank never reaches it",
+    (0, 2, 3),
+    Location("/data/train.py", 30),
+    ("rank 0 waits in barrier #1 at train.py:30 for 43 s",),
+    "Call it on every rank of the group: move it out of the branch.",
+)
+
+
+def hung() -> Snapshot:
+    still = run(4)
+    for rank in (0, 2, 3):
+        still = changed(still, rank, phase="wait", collective="barrier", since=43.0)
+    still = changed(still, 1, since=43.0)
+    verdict = Verdict(f"DDP401: {HANG.message}", "error", 0)
+    found = (*still.findings, FindingRow(HANG, NOW - 30))
+    return replace(still, state="hung", verdict=verdict, findings=found)
+
+
+def over() -> Snapshot:
+    """A run that ended well, with its last numbers."""
+    done = run(4)
+    for rank in range(4):
+        done = changed(
+            done, rank, state="ended", phase="", since=None, heartbeat=None, rss=None,
+            allocated=None, reserved=None, gpu=Gpu("node0", rank, f"GPU-{rank:04d}"),
+        )  # fmt: skip
+    text = "the job succeeded after 10 min; DDP610: rank 1 is the straggler"
+    return replace(
+        done, live=False, state="ended", exit_status=0, gpus=(), verdict=Verdict(text, "warning", 1)
+    )
 
 
 def mig() -> Snapshot:
@@ -182,6 +249,9 @@ CASES: dict[str, Callable[[], tuple[Snapshot, View]]] = {
     "dead": lambda: (dead(), View()),
     "stale": lambda: (stale(), View()),
     "debugger": lambda: (held(), View()),
+    "hung": lambda: (hung(), View()),
+    "ended": lambda: (over(), View(position=(99, 100))),
+    "no-colour": lambda: (run(8), View(colour=False)),
     "paused": lambda: (run(8), View(paused=True, position=(3, 9))),
     "no-gpu": lambda: (run(4, gpus=False), View()),
     "unsplit": lambda: (run(4, split=False), View()),
@@ -200,7 +270,8 @@ def picture(name: str) -> str:
     snapshot, view = CASES[name]()
     parts = []
     for width, height in SIZES:
-        drawn = frame.draw(snapshot, view, width, height)
+        material = Material(points=history(snapshot))
+        drawn = frame.draw(snapshot, view, width, height, material)
         parts.append(f"{width}x{height}\n" + "".join(f"{plain(x)}|\n" for x in drawn.lines))
     return "\n".join(parts)
 

@@ -24,7 +24,7 @@ Usage: ddpdoctor top [OPTIONS] [RUN|DIR]
 
 Show every rank of a live run: where its steps go, which rank holds up the
 others, GPU memory, utilization and power, and the findings so far. A finished
-run is played back.
+run shows its end; `,` and `.` go through its steps.
 
 RUN is a run's name, DIR its directory [default: your newest live run; without
 one the machine, until a run starts].
@@ -37,14 +37,15 @@ Options:
                     the run ends.
   --interval SECONDS
                     Time between two frames [default: 1].
-  --record FILE     Write the frames to FILE, which must not exist.
-  --replay FILE     Show the frames of FILE in place of a run.
+  --record FILE     Write the frames to FILE, which must not exist (gzip).
+  --replay FILE     Show the frames of FILE in place of a run; with --once, the
+                    last one.
   --demo            Show a made-up job.
   --ascii           Draw with ASCII alone [default: as the locale says].
   --readonly        No key sends a signal.
   --prometheus [HOST:]PORT
-                    Serve the run's numbers to Prometheus as well [HOST's
-                    default: 127.0.0.1].
+                    Serve the run's numbers to Prometheus as well, and without
+                    a terminal nothing else [HOST's default: 127.0.0.1].
   -h, --help        Show this text; ? in the monitor shows the keys.
 
 Leaving the monitor never touches the job. NO_COLOR is respected.
@@ -116,11 +117,17 @@ def _ascii(given: Given) -> bool:
     return "--ascii" in given or terminal.only_ascii(sys.stdout, terminal.given_environment())
 
 
+def _colour() -> bool:
+    from ddpdoctor.render import terminal
+
+    return terminal.wants_colour(1)
+
+
 def _once(given: Given, run: str | None) -> int:
     from ddpdoctor.top import output
     from ddpdoctor.top.view import View
 
-    view = View(ascii_only=_ascii(given), keys=False)
+    view = View(ascii_only=_ascii(given), colour=_colour(), keys=False)
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(contextlib.closing(_open(given, run)))
         output.picture(source, view, sys.stdout, _kept(given, stack))
@@ -161,6 +168,28 @@ def _json(given: Given, run: str | None) -> int:
     return 0
 
 
+def _serve(given: Given, run: str | None) -> int:
+    """Serve metrics and draw nothing, until the run is over; without a run, until it is ended."""
+    from ddpdoctor.top.source import ALL
+
+    newest: list[Snapshot] = []
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(contextlib.closing(_open(given, run)))
+        record = _kept(given, stack)
+        exporter = _exporter(given, lambda: newest[0] if newest else None)
+        if exporter is not None:
+            stack.enter_context(contextlib.closing(exporter))
+            print(f"ddpdoctor: {_served(exporter)}", file=sys.stderr, flush=True)
+        while True:
+            newest[:] = [source.read(ALL)]
+            if record is not None:
+                record(newest[0])
+            over = newest[0].kind == "run" and not newest[0].live
+            if over and run is not None:
+                return 0
+            time.sleep(source.interval)
+
+
 def _exporter(given: Given, latest: Callable[[], Snapshot | None]) -> Exporter | None:
     if "--prometheus" not in given:
         return None
@@ -178,6 +207,8 @@ def _monitor(given: Given, run: str | None) -> int:
     from ddpdoctor.run import rundir
 
     if not terminal.is_interactive():
+        if "--prometheus" in given:
+            return _serve(given, run)
         raise DoctorError(
             "top needs a terminal" + (" (TERM is dumb)" if terminal.is_dumb() else ""),
             "--once prints one frame, --json --watch is for machines",
@@ -196,11 +227,11 @@ def _monitor(given: Given, run: str | None) -> int:
 
     def fresh_recording() -> Recording:
         """A recording in the working directory, for the key."""
-        return Recording(f"ddpdoctor-top-{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
+        return Recording(f"ddpdoctor-top-{time.strftime('%Y%m%d-%H%M%S')}.jsonl.gz")
 
     app = TopApp(
         lambda: _open(given, run),
-        View(ascii_only=_ascii(given), readonly="--readonly" in given),
+        View(ascii_only=_ascii(given), colour=_colour(), readonly="--readonly" in given),
         # To choose from, if nothing was named.
         runs=[] if run is not None or made_up else live_runs(),
         list_runs=None if made_up else live_runs,

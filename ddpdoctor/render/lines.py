@@ -14,6 +14,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.style import Style
 
 from ddpdoctor.core.control_characters import shown
+from ddpdoctor.render.colours import PHASES, SEVERITIES
 
 Span = tuple[str, str]
 """A text, and its style's name; empty: plain."""
@@ -32,13 +33,11 @@ _STYLES = {
     "warning": "yellow",
     "error": "bold red",
     "status": "reverse",
-    "data": "magenta",
-    "forward": "cyan",
-    "backward": "green",
-    "optimizer": "yellow",
-    "other": "dim",
-    "wait": "red",
     "bar": "cyan",
+    "guilty": "bold reverse yellow",
+    **{phase: colour.ansi for phase, colour in PHASES.items()},
+    **{f"{name} meter": f"reverse {colour.ansi}" for name, colour in SEVERITIES.items()},
+    "grave": f"bold reverse {SEVERITIES['error'].ansi}",
 }
 
 

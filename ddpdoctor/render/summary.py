@@ -14,8 +14,10 @@ from ddpdoctor.run.snapshot import PHASES, Run
 
 
 def lines(run: Run) -> Iterator[str]:
-    """What ran, how it ended, how fast it was, and what could not be read."""
-    yield f"{_size(run)}{_ending(run)}"
+    """What ran, how it ended, how fast it was, and what could not be read; of every attempt."""
+    yield from _attempts(run)
+    again = f"attempt {run.restarts[-1] + 1}: " if len(run.restarts) > 1 else ""
+    yield f"{again}{_size(run)}{_ending(run)}"
     pace = _pace(run)
     if pace:
         yield pace
@@ -33,6 +35,19 @@ def lines(run: Run) -> Iterator[str]:
         yield f"{lost} records could not be written and are missing"
     for line in run.unreadable[:3]:
         yield f"not read: {line}"
+
+
+def _attempts(run: Run) -> Iterator[str]:
+    """The attempts that the launcher repeated: how far each came, and what ended it."""
+    for restart in run.restarts[:-1]:
+        from ddpdoctor.analysis.endings import endings
+
+        ended = next((each for each in endings(run, restart) if not each.victim), None)
+        why = "" if ended is None else f"; {ended.name}: {ended.text}"
+        ranks = run.attempt(restart)
+        steps = max((rank.status.step for rank in ranks if rank.status is not None), default=0)
+        text = f"{units.count(len(ranks), 'rank')}, {units.count(steps, 'step')}"
+        yield f"attempt {restart + 1}: {text}{why}"
 
 
 def count(current: Sequence[Finding]) -> str:

@@ -16,15 +16,22 @@ from ddpdoctor.top.canvas import Canvas
 from ddpdoctor.top.choosing import RunChoice
 from ddpdoctor.top.draw import frame
 from ddpdoctor.top.draw.scene import Material
+from ddpdoctor.top.history import Past, Point
 from ddpdoctor.top.keys import ACTIONS, MOVES, PURE, act, typed
 from ddpdoctor.top.questions import Questions
-from ddpdoctor.top.reader import Past, Position, Reader
+from ddpdoctor.top.reader import Position, Reader
 from ddpdoctor.top.snapshot import Snapshot, Verdict
 from ddpdoctor.top.source import Source, Want
-from ddpdoctor.top.view import View, chosen
+from ddpdoctor.top.view import View
 
 if TYPE_CHECKING:
     from ddpdoctor.top.recording import Recording
+
+WIDE = 160
+"""Columns from which there is room for the stack of the rank that is blamed."""
+
+STACK_EVERY = 10.0
+"""Seconds between two stacks of it."""
 
 MESSAGE = 10.0
 """Seconds for which a line stays that a key had to say."""
@@ -83,7 +90,7 @@ class TopApp(App[None]):
         self._message = ("", 0.0)
         """What is said, and since when."""
         self._canvas = Canvas()
-        self.reader = Reader(make, self._deliver, self._trouble)
+        self.reader = Reader(make, self._deliver, self._trouble, self._before)
         self._questions = Questions(self, tuple(runs), list_runs, make_run)
 
     @property
@@ -140,6 +147,9 @@ class TopApp(App[None]):
     def _trouble(self, text: str) -> None:
         self.call_later(self._failed, text)
 
+    def _before(self, points: list[Point]) -> None:
+        self.call_later(self._past.before, points)
+
     # -- frames
 
     def _arrived(self) -> None:
@@ -150,10 +160,12 @@ class TopApp(App[None]):
         self._newest, position = taken
         self.replayed = position is not None
         self.view = replace(self.view, trouble="")
-        if not self.replayed:
+        if not self.replayed or not self._past.points:
             self._past.add(self._newest)
-            if self.view.paused:
-                self._back = min(self._back + 1, len(self._past.frames) - 1)
+        if not self.replayed and self.view.paused:
+            self._back = min(self._back + 1, len(self._past.frames) - 1)
+        if self.size.width >= WIDE and not self.replayed:
+            self._questions.take_outlier(self._newest, STACK_EVERY)
         outdated = self._outdated()
         held = self.frozen or (self.view.paused and not self.replayed)
         if not held:
@@ -184,10 +196,8 @@ class TopApp(App[None]):
     def redraw(self) -> None:
         """Draw what is to be seen now."""
         width, height = self.size
-        row = chosen(self.shown, self.view)
-        memory = self._past.memory_of(None if row is None else row.rank)
         try:
-            material = replace(self.material, memory=memory)
+            material = replace(self.material, points=tuple(self._past.points))
             self.drawn = frame.draw(self.shown, self.view, width, height, material)
         except Exception as error:
             # A fault in a panel is a line on the screen, and the other panels still work.
@@ -272,6 +282,8 @@ class TopApp(App[None]):
             "pause": self._pause,
             "back": lambda: self._scrub(-1),
             "forth": lambda: self._scrub(1),
+            "far back": lambda: self._scrub(-1, tenths=True),
+            "far forth": lambda: self._scrub(1, tenths=True),
             "record": self._toggle_recording,
             "suspend": self.action_suspend_process,
             "redraw": self._refresh_all,
@@ -300,10 +312,11 @@ class TopApp(App[None]):
                 self.view = replace(self.view, position=None)
             self.reader.wake()
 
-    def _scrub(self, by: int) -> None:
+    def _scrub(self, by: int, *, tenths: bool = False) -> None:
         if self.replayed:
+            count = self.view.position[1] if self.view.position is not None else 1
             self.view = replace(self.view, paused=True)
-            self.reader.step(by)
+            self.reader.step(by * max(1, count // 10) if tenths else by)
             return
         frames = self._past.frames
         if not frames:
@@ -311,6 +324,7 @@ class TopApp(App[None]):
             return
         if not self.view.paused:
             self._pause()
+        by *= max(1, len(frames) // 10) if tenths else 1
         self._back = max(0, min(self._back - by, len(frames) - 1))
         at = len(frames) - 1 - self._back
         self.shown = frames[at]

@@ -64,7 +64,7 @@ def open_source(
     """The source that a command line asks for.
 
     Args:
-        name: A run's name or directory: live, or a `Replay` if it is over. None: the newest live
+        name: A run's name or directory. None: the newest live
             run, or the machine until there is one.
         demo: A made-up job instead.
         replay: A recording instead.
@@ -82,14 +82,9 @@ def open_source(
 
         return RecordingSource(replay)
     if name is None:
-        from ddpdoctor.top.machine import FollowingSource
+        from ddpdoctor.top.following import FollowingSource
 
         return FollowingSource(interval)
-    path = rundir.find(name)
-    if rundir.is_live(path):
-        from ddpdoctor.top.live import LiveSource
+    from ddpdoctor.top.following import RunSource
 
-        return LiveSource(path, interval)
-    from ddpdoctor.top.finished import FinishedSource
-
-    return FinishedSource(path, interval)
+    return RunSource(rundir.find(name), interval)

@@ -7,22 +7,28 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from zlib import crc32
 
 from ddpdoctor.core.finding import Finding, Location, Severity
 from ddpdoctor.run.status import Parts
-from ddpdoctor.top import steplog, times, verdict
-from ddpdoctor.top.live_rank import series
-from ddpdoctor.top.snapshot import FindingRow, Gpu, Machine, RankRow, Snapshot, Verdict
+from ddpdoctor.top import headline, times, verdict
+from ddpdoctor.top.snapshot import FindingRow, Gpu, Job, Machine, RankRow, Snapshot, Verdict
 from ddpdoctor.top.source import Want
 
-STEP = 0.25
+STEP = 0.222
 """Seconds that a step of the job takes."""
 
 AGE = 600.0
 """Seconds for which the job has run when it is first looked at."""
 
+_EPOCH, _EPOCHS = 1250, 90
+"""Steps of an epoch, and epochs."""
+
+_BATCH = 64
+"""Samples of a rank in a step."""
+
+_POINTS = 48
 _PER_NODE = 4
 _MS = 1_000_000
 _GIB = 2**30
@@ -46,6 +52,7 @@ class DemoSource:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.interval = interval
+        self.replay = None
         self._ranks = ranks
         self._seed = seed
         self._clock = clock
@@ -55,6 +62,14 @@ class DemoSource:
         """The present frame."""
         now = self._clock()
         return at(now - self._start + AGE, now, want, ranks=self._ranks, seed=self._seed)
+
+    def history(self) -> Iterator[Snapshot]:
+        """Frames from the job's beginning until now."""
+        now = self._clock()
+        age = now - self._start + AGE
+        for number in range(1, _POINTS):
+            then = age * number / _POINTS
+            yield at(then, now - age + then, Want(), ranks=self._ranks, seed=self._seed)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -66,17 +81,16 @@ def at(age: float, now: float, want: Want, *, ranks: int = 8, seed: int = 0) -> 
     slow = (5 + seed) % ranks
     rows, found = [], []
     for rank in range(ranks):
-        wanted = want.ranks is None or rank in want.ranks
-        count = max(times.WINDOW, want.history if wanted else 0)
-        steps = [
-            _step(seed, rank, each, slow) for each in range(max(0, number - count + 1), number + 1)
-        ]
+        first = max(0, number - times.WINDOW + 1)
+        steps = [_step(seed, rank, each, slow) for each in range(first, number + 1)]
         gpu = _gpu(seed, rank, number, slow)
         found.append(gpu)
-        rows.append(_row(rank, number, steps, gpu, age, want.history if wanted else 0))
+        rows.append(_row(rank, number, steps, gpu, age))
     findings = (FindingRow(_finding(slow), now - age + 30),) if ranks > 1 else ()
     seen = min(number, times.WINDOW)
-    facts = verdict.Facts(live=True, since_start=age, seen=seen, world_size=ranks)
+    facts = verdict.Facts(
+        live=True, since_start=age, seen=seen, world_size=ranks, findings=findings
+    )
     snapshot = Snapshot(
         time=now,
         kind="demo",
@@ -86,13 +100,29 @@ def at(age: float, now: float, want: Want, *, ranks: int = 8, seed: int = 0) -> 
         started=now - age,
         live=True,
         world_size=ranks,
+        job=_job(seed, number, ranks),
         gpus=tuple(found),
         machine=Machine("node-a", 0.31, 96, 212 * _GIB, 1024 * _GIB),
         findings=findings,
         output=(f"[rank{slow}]: UserWarning: slow storage: 3 of 8 workers wait",),
         environment={"torch": "2.13.0", "cuda": "13.0", "backend": "nccl", "launcher": "torchrun"},
     )
-    return verdict.judged(snapshot, rows, facts)
+    return headline.judged(snapshot, rows, facts)
+
+
+def _job(seed: int, number: int, ranks: int) -> Job:
+    steps = _EPOCH * _EPOCHS
+    return Job(
+        script="train.py --epochs 90",
+        step=number + 1,
+        steps=steps,
+        epoch=number // _EPOCH,
+        epochs=_EPOCHS,
+        rate=1 / STEP,
+        samples_rate=ranks * _BATCH / STEP,
+        loss=round(1.8 + 5.1 / (1 + number / 400) + 0.1 * _noise(seed, 0, number, 5), 3),
+        left=max(0, steps - number) * STEP,
+    )
 
 
 def _noise(seed: int, rank: int, step: int, what: int) -> float:
@@ -134,6 +164,9 @@ def _gpu(seed: int, rank: int, number: int, slow: int) -> Gpu:
         clock=1.98e9,
         clock_max=1.98e9,
         ecc_errors=0,
+        pcie=round((2.1 + 0.3 * swing) * 1e9),
+        nvlink=round((118 + 6 * swing) * 1e9),
+        processes=((4100 + rank, int(61.0 * _GIB)),),
     )
 
 
@@ -141,10 +174,9 @@ def _node(rank: int) -> str:
     return f"node-{'abcdefghijklmnopqrstuvwxyz'[rank // _PER_NODE % 26]}"
 
 
-def _row(rank: int, number: int, steps: list[Parts], gpu: Gpu, age: float, history: int) -> RankRow:
-    owns, totals = series([steplog.seconds(each) for each in steps], history)
+def _row(rank: int, number: int, steps: list[Parts], gpu: Gpu, age: float) -> RankRow:
     within = age % STEP
-    phases = (("data", 0.03), ("forward", 0.06), ("backward", 0.22), ("optimizer", STEP))
+    phases = (("data", 0.03), ("forward", 0.06), ("backward", 0.2), ("optimizer", STEP))
     phase = next((name for name, until in phases if within <= until), "optimizer")
     return RankRow(
         rank=rank,
@@ -155,10 +187,8 @@ def _row(rank: int, number: int, steps: list[Parts], gpu: Gpu, age: float, histo
         since=round(within, 3),
         site={"data": "train.py:57", "optimizer": "train.py:66"}.get(phase, "train.py:61"),
         step=number + 1,
-        epoch=number // 1250,
+        epoch=number // _EPOCH,
         times=times.of_steps(steps[-times.WINDOW :]),
-        owns=owns,
-        totals=totals,
         heartbeat=round(within, 3),
         rss=int((9.2 + 0.1 * _noise(0, rank, 0, 7)) * _GIB),
         allocated=int(31.4 * _GIB),

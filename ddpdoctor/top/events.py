@@ -16,6 +16,8 @@ from ddpdoctor.run.records.process import ErrorRecord, OpenRecord
 from ddpdoctor.run.records.supervisor import (
     DebugRecord,
     FindingRecord,
+    HangOverRecord,
+    HangRecord,
     JobRecord,
     RankExitRecord,
     RetractionRecord,
@@ -61,6 +63,7 @@ class Events:
         """Unix nanoseconds at which it ended."""
         self.asked = False
         """Whether the job was asked to stop."""
+        self._hung: int | None = None
 
     def poll(self) -> None:
         """Take in what is new."""
@@ -81,7 +84,8 @@ class Events:
             finding = from_journal(record)
             if finding is not None:
                 self.left_out += len(self._findings) == MOST_FINDINGS
-                row = FindingRow(finding, record.time / 1e9 if record.time else None)
+                when = record.time / 1e9 if record.time else None
+                row = FindingRow(finding, when, record.restart)
                 self._findings.append((record.number or 0, row))
         elif isinstance(record, RetractionRecord):
             left = [each for each in self._findings if each[0] != record.retracts]
@@ -95,6 +99,10 @@ class Events:
             self.ended = record.time or None
         elif isinstance(record, SignalRecord):
             self.asked = True
+        elif isinstance(record, HangRecord):
+            self._hung = record.restart if record.everybody else None
+        elif isinstance(record, HangOverRecord):
+            self._hung = None
 
     @property
     def unread(self) -> str:
@@ -116,6 +124,10 @@ class Events:
     def held(self) -> tuple[int, ...]:
         """Ranks that wait for a debugger."""
         return tuple(rank for rank, each in self.debug.items() if each.state == "waits")
+
+    def hung(self, attempt: int) -> bool:
+        """Whether no rank of this attempt made progress when that was looked at last."""
+        return self._hung == attempt
 
     def port(self, rank: int) -> int | None:
         """Where a debugger attaches to a rank."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from ddpdoctor.run.status import Parts
-from ddpdoctor.top import hardware, steplog, times, verdict
+from ddpdoctor.top import hardware, headline, times, verdict
 from ddpdoctor.top.live import LiveSource
-from ddpdoctor.top.live_rank import series, steady
 from ddpdoctor.top.pages import Pages
 from ddpdoctor.top.snapshot import RankRow, Snapshot
 from ddpdoctor.top.source import Want
 from ddpdoctor.top.steplog import StepLine, StepLog
+
+_POINTS = 48
+_READINGS, _FEWEST = 960, 10
+"""Steps of which the history of the run is made; how many of ranks are read at most; and the
+fewest that are worth it."""
 
 
 class FinishedSource:
@@ -23,14 +28,16 @@ class FinishedSource:
     Args:
         path: The run directory.
         interval: Seconds between frames while it plays.
+        end: Has read its end already.
 
     Raises:
         DoctorError: It is no run directory, or of a newer version.
     """
 
-    def __init__(self, path: Path, interval: float) -> None:
+    def __init__(self, path: Path, interval: float, end: LiveSource | None = None) -> None:
         self.interval = interval
-        self._end = LiveSource(path, interval)
+        self.path = path
+        self._end = end or LiveSource(path, interval)
         pages = Pages(path)
         pages.look()
         self._logs = {rank: StepLog(pages.path(rank, "jsonl")) for rank in pages.ranks}
@@ -40,6 +47,11 @@ class FinishedSource:
         self._steps = max(0, last - self._first + 1)
         self._position = self._steps
         self._last: Snapshot | None = None
+
+    @property
+    def replay(self) -> FinishedSource:
+        """Itself."""
+        return self
 
     @property
     def length(self) -> int:
@@ -63,40 +75,60 @@ class FinishedSource:
         """The frame at the position."""
         if self._position == self._steps:
             return self._end.read(want)
+        return self._at(self._first + self._position)
+
+    def history(self) -> Iterator[Snapshot]:
+        """Frames from the beginning to the end, evenly spread."""
+        # Of many ranks it would take long, and the charts begin with the monitor.
+        points = min(_POINTS, _READINGS // max(1, len(self._logs)))
+        every = max(1, self._steps // max(1, points)) if points >= _FEWEST else self._steps + 1
+        for position in range(every - 1, self._steps, every):
+            yield self._at(self._first + position)
+
+    def _at(self, number: int) -> Snapshot:
         if self._last is None:
             self._last = self._end.read(Want(frozenset()))
-        return self._at(self._first + self._position, self._last, want)
-
-    def _at(self, number: int, last: Snapshot, want: Want) -> Snapshot:
+        last = self._last
         moment, seen = 0, times.WINDOW
-        rows = []
+        rows, lines = [], []
         for row in last.ranks:
-            wanted = want.ranks is None or row.rank in want.ranks
-            count = max(times.WINDOW, want.history) if wanted else times.WINDOW
             log = self._logs.get(row.rank)
-            steps = log.until(number, count) if log is not None else []
+            steps = log.until(number, times.WINDOW) if log is not None else []
             if steps and steps[-1].parts.number == number:
                 moment = max(moment, steps[-1].end)
                 seen = min(seen, len(steps))
-            rows.append(_row(row, number, steps, want.history if wanted else 0))
+                lines.append(steps[-1])
+            rows.append(_row(row, number, steps))
         now = moment / 1e9 if moment else last.time
         found = tuple(each for each in last.findings if each.time is None or each.time <= now)
-        facts = verdict.Facts(live=False, seen=seen, findings=found, whole=False)
+        attempt = last.job.attempt
+        facts = verdict.Facts(live=True, seen=seen, findings=found, attempt=attempt, whole=False)
+        usual = times.of_ranks([row.times for row in rows if row.times is not None])
+        loss = [line.loss for line in lines if line.loss is not None]
+        job = replace(
+            last.job,
+            step=number + 1,
+            epoch=lines[0].epoch if lines else None,
+            rate=1 / usual.total if usual is not None and usual.total else None,
+            samples_rate=None,
+            loss=sum(loss) / len(loss) if loss else None,
+            left=None,
+        )
         snapshot = replace(
             last,
             time=now,
             exit_status=None,
+            job=job,
             gpus=tuple(hardware.silent(gpu, "") for gpu in last.gpus),
             machine=None,
             findings=found,
         )
-        return verdict.judged(snapshot, rows, facts)
+        return headline.judged(snapshot, rows, facts)
 
 
-def _row(last: RankRow, number: int, steps: list[StepLine], history: int) -> RankRow:
+def _row(last: RankRow, number: int, steps: list[StepLine]) -> RankRow:
     """A rank when step ``number`` was closed; what only its status page knew is not known."""
     parts: list[Parts] = [step.parts for step in steps]
-    owns, totals = series([steplog.seconds(each) for each in parts], history)
     reached = bool(parts) and parts[-1].number >= number
     waits = not reached and last.state not in ("ended", "dead")
     return RankRow(
@@ -111,8 +143,6 @@ def _row(last: RankRow, number: int, steps: list[StepLine], history: int) -> Ran
         said="" if reached or not parts else last.said,
         step=parts[-1].number + 1 if parts else None,
         epoch=steps[-1].epoch if steps else None,
-        times=times.of_steps(steady(parts)[-times.WINDOW :]),
-        owns=owns,
-        totals=totals,
+        times=times.of_steps(times.steady(parts)),
         gpu=None if last.gpu is None else hardware.silent(last.gpu, ""),
     )

@@ -17,7 +17,9 @@ from ddpdoctor.run.names import FORMAT
 from ddpdoctor.system.gpu.reader import same_uuid
 from ddpdoctor.top.snapshot import Gpu, Machine
 
-_REAL = frozenset(("utilization", "power", "power_limit", "temperature", "clock", "clock_max"))
+_REAL = frozenset(
+    ("utilization", "power", "power_limit", "temperature", "clock", "clock_max", "pcie", "nvlink")
+)
 _WHOLE = frozenset(("memory_used", "memory_total", "ecc_errors"))
 
 OLD = 10.0
@@ -62,10 +64,15 @@ def _gpu(node: str, record: Mapping[str, Any]) -> Gpu:
         uuid=str(record["uuid"]),
         name=str(record.get("name") or ""),
         throttle=tuple(str(word) for word in record.get("throttle") or ()),
+        processes=tuple((int(pid), _bytes(held)) for pid, held in record.get("processes") or ()),
         mig=bool(record.get("mig")),
         problem=str(record.get("problem") or ""),
         **numbers,
     )
+
+
+def _bytes(value: object) -> int | None:
+    return value if isinstance(value, int) else None
 
 
 def silent(gpu: Gpu, problem: str) -> Gpu:

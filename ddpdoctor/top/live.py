@@ -20,19 +20,23 @@ from ddpdoctor.run.reader import read_manifest
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.supervisor import RankExitRecord
 from ddpdoctor.run.status import Phase, Status
-from ddpdoctor.top import events, hardware, verdict
+from ddpdoctor.top import events, hardware, headline, steplog, verdict
 from ddpdoctor.top.events import Events
-from ddpdoctor.top.live_rank import LiveRank, series
+from ddpdoctor.top.live_rank import LiveRank
 from ddpdoctor.top.pages import Ages, Pages
+from ddpdoctor.top.progress import LOOKED_AT, Progress
 from ddpdoctor.top.silence import STOPPED, Silence
-from ddpdoctor.top.snapshot import Gpu, RankRow, Snapshot, Verdict
+from ddpdoctor.top.snapshot import Gpu, Job, RankRow, Snapshot, Verdict
 from ddpdoctor.top.source import Want
 from ddpdoctor.top.stderr import Stderr, clean
 
 T = TypeVar("T")
 
-LIST_EVERY = 2.0
+LIST_EVERY = 1.0
 """Seconds between two listings of the run directory."""
+
+PASSES_EVERY = 20.0
+"""Seconds between two looks at how long an epoch is."""
 
 STALE = 5.0
 """Seconds without a heartbeat, which comes four times a second, after which a rank is stale."""
@@ -59,6 +63,7 @@ class LiveSource:
         self.interval = interval
         self.path = path
         self._manifest: JsonObject = {}
+        self._progress = Progress({})
         self._read_manifest(rundir.is_live(path))
         self._pages = Pages(path)
         self._gpus = hardware.GpuFiles(path)
@@ -68,7 +73,7 @@ class LiveSource:
         self._ages = Ages()
         self._silence = Silence()
         self._namespace = namespace()
-        self._listed = float("-inf")
+        self._listed = self._passes = float("-inf")
         self._gone = False
         self._attempt: int | None = None
         self._ranks: dict[int, LiveRank] = {}
@@ -81,6 +86,7 @@ class LiveSource:
     def _read_manifest(self, live: bool) -> None:
         try:
             self._manifest = read_manifest(self.path)
+            self._progress = Progress(self._manifest)
         except DoctorError:
             # Of a run that begins it may be half-written.
             if not live:
@@ -108,14 +114,13 @@ class LiveSource:
                 row = self._part(f"rank {rank}", read)
                 if row is not None:
                     self._ranks[rank].row = row
-        for known in self._ranks.values():
-            known.rest(ticks)
         rows = [
             row
             for rank in pages
             if rank in self._ranks and (row := self._ranks[rank].row) is not None
         ]
-        return self._snapshot(rows, pages, found, nvml, now)
+        job = self._part("the progress", lambda: self._job(pages, rows, ticks)) or Job()
+        return self._snapshot(rows, pages, job, found, nvml, now)
 
     def _look(self, ticks: float) -> None:
         """See whether the run lives, what files there are, and whether an attempt has begun."""
@@ -131,6 +136,7 @@ class LiveSource:
         if self._pages.restart != self._attempt:
             self._attempt = self._pages.restart
             self._ranks.clear()
+            self._progress.restarted()
 
     def _part(self, name: str, read: Callable[[], T]) -> T | None:
         """A part of the frame; None if a fault of ours is in it, which a note then says."""
@@ -177,7 +183,6 @@ class LiveSource:
             beat = min(since, self._ages.age((rank, "beat"), status.beat, now, ticks))
         state, said = self._state(rank, known, status, beat)
         wanted = want.ranks is None or rank in want.ranks
-        owns, totals = series(known.steps(want.history, ticks) if wanted else (), want.history)
         local = status.local_rank if status.local_rank >= 0 else None
         here = node == self._manifest.get("host")
         row = RankRow(
@@ -196,8 +201,6 @@ class LiveSource:
             step=status.step,
             epoch=status.epoch,
             times=known.recent.times,
-            owns=owns,
-            totals=totals,
             heartbeat=beat,
             dropped=status.dropped,
             rss=status.rss,
@@ -228,14 +231,18 @@ class LiveSource:
         over = status.phase is Phase.ENDED
         ending = self._events.exits.get((rank, status.restart))
         if ending is not None:
-            return _ended(ending, known, over)
+            state, said = _ended(ending, known, over)
+            # Who ends at a signal that somebody sent has not failed.
+            asked = self._events.asked and known.error is None and (ending.status or 0) < 0
+            return ("ended" if asked else state), said
         if over and known.error is None:
             return "ended", ""
         if self._gone and not over:
             # The job may well live on: a directory that was removed says nothing of it.
             return "stale", "no more is known of it"
         if over or not self.live:
-            return "dead", events.died(None, known.error)
+            asked = self._events.asked and known.error is None
+            return "ended" if asked else "dead", events.died(None, known.error)
         debugged = self._events.debugged(rank)
         if debugged:
             return "debugger", debugged
@@ -246,10 +253,39 @@ class LiveSource:
 
     # -- the whole
 
+    def _job(self, pages: dict[int, Status], rows: list[RankRow], ticks: float) -> Job:
+        """How far the job is: by its ranks' pages, and the newest steps of a few."""
+        lines = [
+            line
+            for rank in self._pages.ranks[:LOOKED_AT]
+            if (known := self._ranks.get(rank)) is not None and (line := known.newest) is not None
+        ]
+        if rows and ticks - self._passes >= PASSES_EVERY:
+            self._passes = ticks
+            first = self._ranks[min(row.rank for row in rows)]
+            one = lines[0] if lines else None
+            self._progress.loads(steplog.last_pass(first.path, first.share), one)
+        step = max((status.step for status in pages.values()), default=None)
+        epochs = [status.epoch for status in pages.values() if status.epoch is not None]
+        timed = [row.times.total for row in rows if row.times is not None]
+        usual = sorted(timed)[len(timed) // 2] if timed else None
+        rate = self._progress.at(ticks, step, usual)
+        if not self.live:
+            # At the end it is slow, or has stopped: the usual one is its last number.
+            rate = 1 / usual if usual else None
+        return self._progress.job(
+            self._attempt or 0, step, max(epochs, default=None), rate, lines, self._world(pages)
+        )
+
+    @staticmethod
+    def _world(pages: dict[int, Status]) -> int | None:
+        return max((status.world_size for status in pages.values()), default=None)
+
     def _snapshot(
         self,
         rows: list[RankRow],
         pages: dict[int, Status],
+        job: Job,
         found: tuple[Gpu, ...],
         nvml: str,
         now: int,
@@ -268,13 +304,13 @@ class LiveSource:
             started=None if started is None else started / 1e9,
             live=self.live,
             exit_status=None if self.live else seen.status,
-            world_size=max((status.world_size for status in pages.values()), default=None),
+            world_size=self._world(pages),
+            job=job,
             gpus=found,
             machine=self._meter.read(),
             findings=seen.findings,
             output=self._stderr.lines,
             nvml=nvml,
-            gone=self._gone,
             environment=events.environment(
                 self._manifest, next((each for each in opened if each is not None), None)
             ),
@@ -290,14 +326,19 @@ class LiveSource:
             seen=min((len(recent) for recent in timed), default=0),
             held=seen.held,
             findings=seen.findings,
+            hung=seen.hung(job.attempt),
+            attempt=job.attempt,
+            attempts=job.attempts,
         )
-        snapshot = verdict.judged(snapshot, rows, facts, self._judge)
+        snapshot = headline.judged(snapshot, rows, facts, self._judge)
+        if self._gone:
+            snapshot = replace(snapshot, state="gone")
         return replace(snapshot, notes=self._notes(pages))
 
     def _judge(self, rows: Sequence[RankRow], facts: verdict.Facts) -> Verdict:
         if self._gone:
             return Verdict("the run directory is gone: this is what was there last", "warning")
-        found = self._part("the verdict", lambda: verdict.judge(rows, facts))
+        found = self._part("the verdict", lambda: headline.judge(rows, facts))
         return found or Verdict("not known", "warning")
 
     def _died(self, dead: set[int]) -> tuple[int, ...]:

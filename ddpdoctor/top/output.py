@@ -14,19 +14,21 @@ from typing import Any, TextIO
 from ddpdoctor.core import opening
 from ddpdoctor.core.control_characters import json_text
 from ddpdoctor.core.finding import from_record, to_record
+from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.top.snapshot import (
     FindingRow,
     Gpu,
+    Job,
     Machine,
     RankRow,
     Snapshot,
     Times,
     Verdict,
 )
-from ddpdoctor.top.source import ALL, Replay, Source, Want
+from ddpdoctor.top.source import ALL, Source, Want
 from ddpdoctor.top.view import View
 
-_MOST = 4 * opening.MOST_EXPANDED
+MOST = 4 * opening.MOST_EXPANDED
 """Bytes of memory that a snapshot may take: of a thousand ranks it is half of that."""
 
 FORMAT = 1
@@ -52,18 +54,27 @@ def picture(source: Source, view: View, out: TextIO, keep: Keep | None = None) -
     from ddpdoctor.render import terminal
     from ddpdoctor.render.lines import look, merged, plain
     from ddpdoctor.top.draw import frame
+    from ddpdoctor.top.draw.scene import Material
+    from ddpdoctor.top.history import Past, point
 
     room, height = (max(each, 1) for each in shutil.get_terminal_size((80, 24)))
     # Which ranks are in sight is known once there is a frame; only theirs are read in full.
     first = source.read(Want(frozenset()))
     visible = frame.draw(first, view, room, height).visible
-    if isinstance(source, Replay):
-        view = replace(view, position=(source.position, source.length))
+    replay = source.replay
+    if replay is not None:
+        # What a recording ended with is what a person asks for.
+        replay.seek(replay.length - 1)
+        view = replace(view, position=(replay.position, replay.length))
     snapshot = source.read(Want(visible) if keep is None else ALL)
     if keep is not None:
         keep(snapshot)
     colour = terminal.wants_colour(1)
-    for line in frame.draw(snapshot, view, room, height).lines:
+    past = Past()
+    past.add(snapshot)
+    past.before([point(each) for each in source.history()])
+    material = Material(points=tuple(past.points))
+    for line in frame.draw(snapshot, view, room, height, material).lines:
         text = plain(line).rstrip()
         if colour:
             text = "".join(look(style).render(part) for part, style in merged(line))
@@ -72,16 +83,21 @@ def picture(source: Source, view: View, out: TextIO, keep: Keep | None = None) -
 
 def line(snapshot: Snapshot) -> str:
     """A snapshot as one line of JSON."""
-    return json_text({"format": FORMAT, **_plain(snapshot)}, separators=(",", ":"))
+    return json_text(record(snapshot), separators=(",", ":"))
+
+
+def record(snapshot: Snapshot) -> JsonObject:
+    """A snapshot as a JSON object."""
+    return {"format": FORMAT, **_plain(snapshot)}
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, (str, int, float, dict)):
+    if value is None or isinstance(value, (str, int, float, dict)):
         return value
     if isinstance(value, tuple):
         return [_plain(each) for each in value]
     if isinstance(value, FindingRow):
-        record = {"time": value.time, **to_record(value.finding)}
+        record = {"time": value.time, "attempt": value.attempt, **to_record(value.finding)}
         return {key: each for key, each in record.items() if each is not None}
     if isinstance(value, Times):
         # Own time is what everything is about, and not left to the reader's arithmetic.
@@ -98,12 +114,24 @@ def read(text: str | bytes) -> Snapshot:
         ValueError: It is none, is damaged, or of a newer format.
     """
     try:
-        if opening.expanded(text if isinstance(text, bytes) else text.encode()) > _MOST:
+        if opening.expanded(text if isinstance(text, bytes) else text.encode()) > MOST:
             raise ValueError("too large")
-        record = opening.loads(text)
-        if record.pop("format") > FORMAT:
+        return of_record(opening.loads(text))
+    except RecursionError as error:
+        raise ValueError(f"no snapshot: {error}") from None
+
+
+def of_record(record: JsonObject) -> Snapshot:
+    """The snapshot of a JSON object.
+
+    Raises:
+        ValueError: It is none, is damaged, or of a newer format.
+    """
+    try:
+        if record["format"] > FORMAT:
             raise ValueError("written by a newer ddpdoctor")
-        return Snapshot(**{key: _READ.get(key, _same)(value) for key, value in record.items()})
+        fields = {key: value for key, value in record.items() if key != "format"}
+        return Snapshot(**{key: _READ.get(key, _same)(value) for key, value in fields.items()})
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"no snapshot: {error}") from None
 
@@ -117,7 +145,8 @@ def _rank(record: Mapping[str, Any]) -> RankRow:
 
 
 def _gpu(record: Mapping[str, Any]) -> Gpu:
-    return Gpu(**{**record, "throttle": tuple(record.get("throttle", ()))})
+    held = tuple((pid, size) for pid, size in record.get("processes", ()))
+    return Gpu(**{**record, "throttle": tuple(record.get("throttle", ())), "processes": held})
 
 
 def _times(record: Mapping[str, Any]) -> Times:
@@ -128,19 +157,20 @@ def _finding(record: Mapping[str, Any]) -> FindingRow:
     finding = from_record(record)
     if finding is None:
         raise ValueError("a finding is damaged")
-    return FindingRow(finding, record.get("time"))
+    return FindingRow(finding, record.get("time"), record.get("attempt", 0))
 
 
 _READ: Mapping[str, Callable[[Any], Any]] = {
     "verdict": lambda record: Verdict(**record),
     "machine": lambda record: Machine(**record),
+    "job": lambda record: Job(**record),
     "median": _times,
     "times": _times,
     "gpu": _gpu,
     "gpus": lambda records: tuple(map(_gpu, records)),
     "ranks": lambda records: tuple(map(_rank, records)),
     "findings": lambda records: tuple(map(_finding, records)),
-    **dict.fromkeys(("output", "notes", "owns", "totals"), tuple),
+    **dict.fromkeys(("output", "notes"), tuple),
 }
 """How the fields of a snapshot and of its ranks are read that are more than a value."""
 
@@ -182,7 +212,7 @@ def watch(
     Raises:
         DoctorError: There is nothing to show.
     """
-    replay = source if isinstance(source, Replay) else None
+    replay = source.replay
     if replay is not None:
         replay.seek(0)
     due = time.monotonic()
@@ -197,4 +227,4 @@ def watch(
         else:
             # A frame that came late does not make the next ones come in a rush.
             due = max(due + source.interval, time.monotonic())
-            sleep(due - time.monotonic())
+            sleep(max(0.0, due - time.monotonic()))

@@ -1,5 +1,7 @@
 """The run in Prometheus' text format: what NVIDIA's DCGM exporter cannot know.
 
+``docs/grafana.json`` is a dashboard of it.
+
 Labels are named as that exporter names them (``gpu``, ``UUID``, ``device``, ``modelName``,
 ``Hostname``), so that both join. What is not known has no sample.
 """
@@ -11,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -90,7 +92,6 @@ _NUMBERS: Mapping[str, tuple[str, str]] = {
         "What a rank spends itself in a step: all but the wait for others.",
     ),
     "rank_step_seconds": ("total", "A step of a rank, waits included."),
-    "rank_step": ("step", "Steps that a rank has done."),
     "rank_heartbeat_age_seconds": ("heartbeat", "Time since a rank was last seen to move."),
     "rank_resident_memory_bytes": ("rss", "Memory of a rank's process."),
     "rank_cuda_allocated_bytes": ("allocated", "What torch's CUDA allocator has given out."),
@@ -98,17 +99,33 @@ _NUMBERS: Mapping[str, tuple[str, str]] = {
         "reserved",
         "What torch's CUDA allocator has taken from the GPU.",
     ),
-    "rank_dropped_records": ("dropped", "Records that could not be written."),
 }
 """Numbers of a rank (`ddpdoctor.top.view.number`), and what they are."""
 
+_COUNTERS: Mapping[str, tuple[str, str]] = {
+    "rank_steps": ("step", "Steps that a rank has done in this attempt."),
+    "rank_dropped_records": ("dropped", "Records that could not be written."),
+}
+"""Of these Prometheus takes rates; their names end in ``_total``."""
+
+_OF_JOB: Mapping[str, tuple[str, str]] = {
+    "steps_per_second": ("rate", "Steps a second."),
+    "samples_per_second": ("samples_rate", "Samples a second of all ranks."),
+    "loss": ("loss", "The mean of the first ranks' losses."),
+    "seconds_left": ("left", "Time until the last step, where the length is known."),
+}
+
 
 def families(snapshot: Snapshot) -> Iterator[Metric]:
-    """The metrics of a snapshot."""
-    if snapshot.kind == "machine":
+    """The metrics of a snapshot; of a run that is over there are none."""
+    if snapshot.kind == "machine" or not snapshot.live:
         return
-    run = snapshot.run
-    rows = [(row, _labels(row, run)) for row in snapshot.ranks]
+    rows = [(row, _labels(row, snapshot.run)) for row in snapshot.ranks]
+    yield from _of_ranks(rows)
+    yield from _of_run(snapshot)
+
+
+def _of_ranks(rows: Sequence[tuple[RankRow, list[str]]]) -> Iterator[Metric]:
     phase = _gauge("rank_phase_seconds", "Where a step goes: medians.", (*_RANK, "phase", "split"))
     state = _gauge("rank_state", "1 for the state that a rank is in.", (*_RANK, "state"))
     for row, labels in rows:
@@ -119,30 +136,57 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
             for name in PHASES:
                 phase.add_metric([*labels, name, split], getattr(row.times, name))
     yield phase
-    for name, (field, what) in _NUMBERS.items():
-        family = _gauge(name, what, _RANK)
-        for row, labels in rows:
-            value = number(row, field)
-            if value is not None:
-                family.add_metric(labels, value)
-        yield family
+    for make, numbers in ((_gauge, _NUMBERS), (_counter, _COUNTERS)):
+        for name, (field, what) in numbers.items():
+            family = make(name, what, _RANK)
+            for row, labels in rows:
+                value = number(row, field)
+                if value is not None:
+                    family.add_metric(labels, value)
+            yield family
     yield state
-    step = _gauge("step_seconds", "A step of the median rank.", ("run",))
-    if snapshot.median is not None:
-        step.add_metric([run], snapshot.median.total)
-    yield step
-    found = _gauge("findings", "Findings so far.", ("run", "code", "severity"))
+
+
+def _of_run(snapshot: Snapshot) -> Iterator[Metric]:
+    run, job = snapshot.run, snapshot.job
+    for name, (field, what) in _OF_JOB.items():
+        family = _gauge(name, what, ("run",))
+        value = getattr(job, field)
+        if value is not None:
+            family.add_metric([run], value)
+        yield family
+    median = None if snapshot.median is None else snapshot.median.total
+    for name, what, value in (
+        ("step_seconds", "A step of the median rank.", median),
+        ("skew_ratio", "The largest own time, as a ratio to the median one.", snapshot.skew),
+    ):
+        family = _gauge(name, what, ("run",))
+        if value is not None:
+            family.add_metric([run], value)
+        yield family
+    restarts = _counter("restarts", "Attempts of the job that failed.", ("run",))
+    restarts.add_metric([run], job.attempt)
+    yield restarts
+    # Findings are withdrawn, too, so this is no counter.
+    found = _gauge("findings", "Findings that stand.", ("run", "code", "severity"))
     counts = Counter((row.finding.code, row.finding.severity.label) for row in snapshot.findings)
     for (code, severity), count in sorted(counts.items()):
         found.add_metric([run, code, severity], count)
     yield found
-    up = _gauge("run_up", "Whether the run lives.", ("run",))
-    up.add_metric([run], snapshot.live)
+    state = _gauge("run_state", "1 for the state that the run is in.", ("run", "state"))
+    state.add_metric([run, snapshot.state], 1)
+    yield state
+    up = _gauge("run_up", "1 while the run lives.", ("run",))
+    up.add_metric([run], 1)
     yield up
 
 
 def _gauge(name: str, what: str, labels: Sequence[str]) -> Any:
     return GaugeMetricFamily(f"ddpdoctor_{name}", what, labels=labels)
+
+
+def _counter(name: str, what: str, labels: Sequence[str]) -> Any:
+    return CounterMetricFamily(f"ddpdoctor_{name}", what, labels=labels)
 
 
 def _labels(row: RankRow, run: str) -> list[str]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ddpdoctor.top.app import TopApp
     from ddpdoctor.top.ask import Taken
     from ddpdoctor.top.signals import Choice
+    from ddpdoctor.top.snapshot import Snapshot
 
 T = TypeVar("T")
 
@@ -46,6 +47,7 @@ class Questions:
         self._list_runs = list_runs
         self._make_run = make_run
         self._choices: tuple[Choice, ...] = ()
+        self._outlier_due = 0.0
 
     def actions(self) -> dict[str, Callable[[], None]]:
         """What the keys do now."""
@@ -109,6 +111,28 @@ class Questions:
             asked = before.asked if processes is None else processes
             self._app.material = replace(before, taken=taken or before.taken, asked=asked)
             self._app.redraw()
+
+    def take_outlier(self, snapshot: Snapshot, every: float) -> None:
+        """Take the stack of the rank that is blamed, if the last one is ``every`` seconds old."""
+        rank, now = snapshot.verdict.rank, time.monotonic()
+        row = next((row for row in snapshot.ranks if row.rank == rank), None)
+        running = row is not None and row.state in ("running", "stale")
+        if not running or rank is None or not snapshot.live or snapshot.kind != "run":
+            self._app.material = replace(self._app.material, outlier=None)
+            return
+        if now < self._outlier_due:
+            return
+        self._outlier_due = now + every
+        from ddpdoctor.top import ask
+
+        def take() -> None:
+            self._app.call_later(self._show_outlier, ask.take(snapshot, False, (rank,)))
+
+        Thread(target=take, name="outlier", daemon=True).start()
+
+    def _show_outlier(self, taken: Taken) -> None:
+        self._app.material = replace(self._app.material, outlier=taken)
+        self._app.redraw()
 
     def _ask_attach(self) -> None:
         from ddpdoctor.top import ask

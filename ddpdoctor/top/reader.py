@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.top.history import Point, point
 from ddpdoctor.top.snapshot import Snapshot
-from ddpdoctor.top.source import Replay, Source, Want
+from ddpdoctor.top.source import Source, Want
 
 T = TypeVar("T")
 
@@ -25,38 +25,6 @@ AFTER_TROUBLE = 2.0
 """Seconds until a source that failed is asked again."""
 
 
-_ROWS = 4000
-"""Rows of ranks that are kept over all frames: what bounds the monitor's memory."""
-_FRAMES = 300
-_POINTS = 120
-"""Points of the memory of a rank."""
-
-
-class Past:
-    """Keeps the last frames, to go back to, and the memory of the ranks over them."""
-
-    def __init__(self) -> None:
-        self.frames: deque[Snapshot] = deque()
-        self.memory: dict[int, deque[int]] = {}
-
-    def add(self, snapshot: Snapshot) -> None:
-        """One more frame; the oldest ones go."""
-        if self.frames and self.frames[-1].path != snapshot.path:
-            self.frames.clear()
-            self.memory.clear()
-        self.frames.append(snapshot)
-        most = max(10, min(_FRAMES, _ROWS // max(len(snapshot.ranks), 1)))
-        while len(self.frames) > most:
-            self.frames.popleft()
-        for row in snapshot.ranks:
-            if row.memory is not None:
-                self.memory.setdefault(row.rank, deque(maxlen=_POINTS)).append(row.memory)
-
-    def memory_of(self, rank: int | None) -> Mapping[int, Sequence[int]]:
-        """The memory of one rank."""
-        return {} if rank is None else {rank: tuple(self.memory.get(rank, ()))}
-
-
 class Reader(threading.Thread):
     """Reads frame after frame and hands each to ``deliver``, or what went wrong to ``trouble``.
 
@@ -64,6 +32,7 @@ class Reader(threading.Thread):
         make: Makes the source; called in this thread, and again when it failed.
         deliver: Called in this thread with each frame.
         trouble: Called in this thread with what went wrong, in words.
+        before: Called in this thread with what was before the first frame of a run.
     """
 
     def __init__(
@@ -71,11 +40,15 @@ class Reader(threading.Thread):
         make: Callable[[], Source],
         deliver: Callable[[Snapshot, Position], None],
         trouble: Callable[[str], None],
+        before: Callable[[list[Point]], None],
     ) -> None:
         super().__init__(name="ddpdoctor-top-reader", daemon=True)
         self._make = make
         self._deliver = deliver
         self._trouble = trouble
+        self._before = before
+        self._run: str | None = None
+        """The directory of the run whose past is known."""
         self._wake = threading.Event()
         self._tasks: list[Task] = []
         self._lock = threading.Lock()
@@ -106,8 +79,12 @@ class Reader(threading.Thread):
         snapshot = self._guarded(lambda: source.read(self.want))
         if snapshot is None:
             return AFTER_TROUBLE
-        replay = source if isinstance(source, Replay) else None
+        replay = source.replay
         self._deliver(snapshot, None if replay is None else (replay.position, replay.length))
+        if snapshot.path != self._run:
+            self._run = snapshot.path
+            found = self._guarded(lambda: [point(frame) for frame in source.history()])
+            self._before(found or [])
         if replay is not None and self.playing:
             replay.seek(replay.position + 1)
         return source.interval
@@ -151,8 +128,9 @@ class Reader(threading.Thread):
         self.playing = False
 
         def moved() -> None:
-            if isinstance(self._source, Replay):
-                self._source.seek(self._source.position + by)
+            replay = None if self._source is None else self._source.replay
+            if replay is not None:
+                replay.seek(replay.position + by)
 
         self.ask(moved)
 

@@ -1,22 +1,39 @@
-"""Snapshots kept in a file, one a line, and played again."""
+"""Snapshots kept in a file, and played again: gzip of JSON lines, most of them differences.
+
+A file is a row of gzip members, so that ``zcat`` reads it. Each begins with a whole snapshot, at
+which reading can start; the lines that follow say what has changed, in numbers of four digits.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from array import array
-from typing import BinaryIO
+import zlib
+from collections.abc import Iterator
+from typing import Any, BinaryIO
 
 from ddpdoctor.core import opening
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.top import output
 from ddpdoctor.top.snapshot import Snapshot, Verdict
 from ddpdoctor.top.source import Want
 
-_CHUNK = 1 << 20
-
 MOST_FRAMES = 1 << 20
 """Frames that are played, the first ones: twelve days of one a second."""
+
+_MOST, _MOST_MEMBER = 1 << 31, 1 << 27
+"""Bytes that a file, and one of its members, may hold once it is expanded."""
+
+_MEMBER = 120
+"""Frames from one whole snapshot to the next."""
+
+_GZIP = 31
+_CHUNK = 1 << 18
+_POINTS = 120
+_EXACT = ("time", "started")
+_GONE = "-"
 
 
 class Recording:
@@ -32,6 +49,9 @@ class Recording:
     def __init__(self, path: str) -> None:
         self.path = path
         self._last: float | None = None
+        self._before: JsonObject = {}
+        self._count = 0
+        self._packer = zlib.compressobj(9, wbits=_GZIP)
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError:
@@ -49,14 +69,101 @@ class Recording:
         if snapshot.time == self._last:
             return
         self._last = snapshot.time
+        record = _keyed(output.record(snapshot))
+        whole = self._count % _MEMBER == 0
+        line = _line(record if whole else _difference(self._before, record))
+        self._before, self._count = record, self._count + 1
+        # What a monitor that is killed has written can be read.
+        data = self._packer.compress(line) + self._packer.flush(zlib.Z_SYNC_FLUSH)
+        if self._count % _MEMBER == 0:
+            data += self._packer.flush()
+            self._packer = zlib.compressobj(9, wbits=_GZIP)
+        self._write(data)
+
+    def _write(self, data: bytes) -> None:
         try:
-            self._file.write(f"{output.line(snapshot)}\n".encode())
+            self._file.write(data)
         except (OSError, ValueError) as error:
             raise DoctorError(f"cannot write {self.path}: {error}") from None
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file.
+
+        Raises:
+            DoctorError: Its end cannot be written.
+        """
+        try:
+            if self._count % _MEMBER:
+                self._write(self._packer.flush())
+        finally:
+            self._file.close()
+
+
+def _line(record: JsonObject) -> bytes:
+    return json.dumps(record, separators=(",", ":")).encode() + b"\n"
+
+
+def _keyed(record: JsonObject) -> JsonObject:
+    """A snapshot's record with ranks and GPUs by name, so that two of them compare."""
+    keyed = dict(_rounded(record))
+    gpus = {gpu["uuid"]: gpu for gpu in keyed.pop("gpus", ())}
+    rows = keyed.pop("ranks", ())
+    for row in rows:
+        row["times"] = {key: each for key, each in row.get("times", {}).items() if key != "own"}
+        if row.get("gpu", {}).get("uuid") in gpus:
+            row["gpu"] = row["gpu"]["uuid"]
+    ranks = {str(row["rank"]): row for row in rows}
+    return {**keyed, "gpus": gpus, "ranks": ranks, "order": [row["rank"] for row in rows]}
+
+
+def _listed(keyed: JsonObject) -> JsonObject:
+    """The record again."""
+    record = dict(keyed)
+    gpus, ranks = record.pop("gpus"), record.pop("ranks")
+    rows = []
+    for rank in record.pop("order"):
+        row = {key: each for key, each in ranks[str(rank)].items() if each != {}}
+        if isinstance(row.get("gpu"), str):
+            row["gpu"] = gpus[row["gpu"]]
+        rows.append(row)
+    return {**record, "gpus": list(gpus.values()), "ranks": rows}
+
+
+def _rounded(value: Any, name: str = "") -> Any:
+    if isinstance(value, float):
+        return round(value, 3) if name in _EXACT else float(f"{value:.4g}")
+    if isinstance(value, dict):
+        return {key: _rounded(each, key) for key, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list) else value
+
+
+def _difference(before: JsonObject, after: JsonObject) -> JsonObject:
+    """What has changed: new values, differences of objects, and the names that are gone."""
+    changed: JsonObject = {}
+    for key, value in after.items():
+        old = before.get(key)
+        if isinstance(value, dict) and isinstance(old, dict):
+            inner = _difference(old, value)
+            if inner:
+                changed[key] = inner
+        elif value != old or key not in before:
+            changed[key] = value
+    gone = [key for key in before if key not in after]
+    return {**changed, _GONE: gone} if gone else changed
+
+
+def _changed(before: JsonObject, difference: JsonObject) -> JsonObject:
+    """The object to which a difference leads."""
+    gone = difference.get(_GONE, ())
+    after = {key: value for key, value in before.items() if key not in gone}
+    for key, value in difference.items():
+        old = after.get(key)
+        if key != _GONE:
+            if isinstance(value, dict) and isinstance(old, dict):
+                after[key] = _changed(old, value)
+            else:
+                after[key] = value
+    return after
 
 
 class RecordingSource:
@@ -75,34 +182,91 @@ class RecordingSource:
         except OSError as error:
             raise DoctorError(f"cannot read {path}: {error.strerror}") from None
         self._path = path
-        self._places = self._index()
         self._position = 0
+        self._members: list[tuple[int, int]] = []
+        """Where the members begin, and the number of their first frame."""
+        self.length = 0
+        """How many frames there are."""
+        self._lines: tuple[int, list[bytes]] = (-1, [])
+        """The member that was read last."""
+        self._shown: tuple[int, JsonObject] = (-1, {})
+        """The frame that was read last."""
         try:
+            self._index()
+            if not self.length:
+                raise ValueError("it holds no frame")
             first = self._frame(0)
             self.interval = self._pace(first)
-        except (ValueError, IndexError) as error:
+        except (ValueError, zlib.error) as error:
             self._file.close()
-            why = f": {error}" if isinstance(error, ValueError) else ""
             raise DoctorError(
-                f"{path} is no recording{why}", "make one with `ddpdoctor top --record FILE`"
+                f"{path} is no recording: {error}", "make one with `ddpdoctor top --record FILE`"
             ) from None
 
-    def _index(self) -> array[int]:
-        """Where the lines begin, and behind the last whole one."""
-        places, at = array("Q", [0]), 0
-        while len(places) <= MOST_FRAMES and (chunk := self._file.read(_CHUNK)):
-            newline = chunk.find(b"\n")
-            while newline >= 0 and len(places) <= MOST_FRAMES:
-                places.append(at + newline + 1)
-                newline = chunk.find(b"\n", newline + 1)
-            at += len(chunk)
-        return places
+    @property
+    def replay(self) -> RecordingSource:
+        """Itself."""
+        return self
+
+    def _index(self) -> None:
+        """Find where the members begin, and count their frames."""
+        at, size, left = 0, os.fstat(self._file.fileno()).st_size, _MOST
+        while at < size and self.length < MOST_FRAMES and left > 0:
+            frames, expanded, end = 0, 0, at
+            for data, read in self._expanded(at):
+                frames, expanded, end = frames + data.count(b"\n"), expanded + len(data), read
+                if expanded > left:
+                    break
+            if frames:
+                self._members.append((at, self.length))
+            self.length, left = self.length + frames, left - expanded
+            if end <= at:
+                break
+            at = end
+
+    def _expanded(self, at: int) -> Iterator[tuple[bytes, int]]:
+        """The member that begins at a byte, in pieces, each with the byte behind what was read."""
+        unpacker, pending = zlib.decompressobj(wbits=_GZIP), b""
+        while not unpacker.eof:
+            if not pending:
+                pending = os.pread(self._file.fileno(), _CHUNK, at)
+                at += len(pending)
+            if not pending:
+                return
+            data = unpacker.decompress(pending, _CHUNK)
+            pending = unpacker.unused_data if unpacker.eof else unpacker.unconsumed_tail
+            yield data, at - len(pending)
 
     def _frame(self, position: int) -> Snapshot:
-        begin, end = self._places[position], self._places[position + 1]
-        if end - begin > opening.MOST_RECORD:
-            raise ValueError(f"frame {position + 1} is larger than {opening.MOST_RECORD >> 20} MB")
-        return output.read(os.pread(self._file.fileno(), end - begin, begin))
+        try:
+            return output.of_record(_listed(self._keyed_at(position)))
+        except (KeyError, TypeError, AttributeError, StopIteration, zlib.error) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from None
+
+    def _keyed_at(self, position: int) -> JsonObject:
+        number = next(n for n in reversed(range(len(self._members))) if self._first(n) <= position)
+        if self._lines[0] != number:
+            self._lines = number, self._read(self._members[number][0])
+            self._shown = -1, {}
+        first, lines = self._first(number), self._lines[1]
+        begun, record = self._shown
+        if not first <= begun <= position:
+            begun, record = first, _record(lines[0])
+        for frame in range(begun + 1, position + 1):
+            record = _changed(record, _record(lines[frame - first]))
+        self._shown = position, record
+        return record
+
+    def _first(self, number: int) -> int:
+        return self._members[number][1]
+
+    def _read(self, at: int) -> list[bytes]:
+        text = bytearray()
+        for data, _ in self._expanded(at):
+            text += data
+            if len(text) > _MOST_MEMBER:
+                raise ValueError(f"more than {_MOST_MEMBER >> 20} MB in {_MEMBER} frames")
+        return bytes(text).split(b"\n")[:-1]
 
     def _pace(self, first: Snapshot) -> float:
         """Seconds between the first two frames."""
@@ -112,11 +276,6 @@ class RecordingSource:
             return min(60.0, max(0.1, self._frame(1).time - first.time))
         except ValueError:
             return 1.0
-
-    @property
-    def length(self) -> int:
-        """How many frames there are."""
-        return len(self._places) - 1
 
     @property
     def position(self) -> int:
@@ -137,6 +296,32 @@ class RecordingSource:
                 time=time.time(), kind="run", verdict=Verdict(text, "warning"), notes=(str(error),)
             )
 
+    def history(self) -> Iterator[Snapshot]:
+        """Frames from the first to the last; of a long recording those that are whole."""
+        starts = [first for _, first in self._members]
+        numbers = range(self.length) if len(starts) < _POINTS // 8 else starts
+        before, self._position = self._position, 0
+        try:
+            for number in numbers[:: max(1, len(numbers) // _POINTS)]:
+                self._position = number
+                yield self.read(Want())
+        finally:
+            self._position = before
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _record(line: bytes) -> JsonObject:
+    """A line's object.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if opening.expanded(line) > output.MOST:
+        raise ValueError("too large")
+    record = opening.loads(line)
+    if not isinstance(record, dict):
+        raise ValueError("no object")
+    return record

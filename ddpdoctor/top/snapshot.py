@@ -33,6 +33,12 @@ class Gpu:
     clock_max: float | None = None
     throttle: tuple[str, ...] = ()
     ecc_errors: int | None = None
+    pcie: float | None = None
+    """Bytes a second over PCIe, both directions."""
+    nvlink: float | None = None
+    """Bytes a second over NVLink, both directions."""
+    processes: tuple[tuple[int, int | None], ...] = ()
+    """The processes that hold its memory: pid and bytes."""
     mig: bool = False
     problem: str = ""
     """Why numbers are missing, in words; empty if none are."""
@@ -89,10 +95,6 @@ class RankRow:
     step: int | None = None
     epoch: int | None = None
     times: Times | None = None
-    owns: tuple[float, ...] = ()
-    """Own time of the last steps, oldest first."""
-    totals: tuple[float, ...] = ()
-    """Duration of the last steps, oldest first."""
     heartbeat: float | None = None
     """Seconds since the rank was last seen to move."""
     dropped: int = 0
@@ -123,6 +125,8 @@ class Verdict:
     """``ok``, ``info``, ``warning`` or ``error``."""
     rank: int | None = None
     """The rank that is blamed."""
+    phase: str = ""
+    """The phase in which it is slow."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,38 @@ class FindingRow:
     finding: Finding
     time: float | None = None
     """Unix seconds."""
+    attempt: int = 0
+    """In which attempt of the job."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """How far the job is, and how fast."""
+
+    script: str = ""
+    """The script and its options."""
+    step: int | None = None
+    """Steps done."""
+    steps: int | None = None
+    """How many there will be, where the command or the loaders tell."""
+    epoch: int | None = None
+    epochs: int | None = None
+    rate: float | None = None
+    """Steps a second."""
+    samples_rate: float | None = None
+    """Samples a second of all ranks."""
+    loss: float | None = None
+    """The mean over the first ranks."""
+    left: float | None = None
+    """Seconds until the last step."""
+    attempt: int = 0
+    """Which attempt it is, from 0."""
+    attempts: int | None = None
+    """How many torchrun makes at most."""
+
+
+STATES = ("starting", "running", "hung", "restarting", "failing", "ended", "failed", "gone")
+"""The states of a run. ``failing``: ranks died, and the launcher has yet to end."""
 
 
 @dataclass(frozen=True)
@@ -165,10 +201,11 @@ class Snapshot:
     command: str = ""
     started: float | None = None
     live: bool = False
-    gone: bool = False
-    """The run directory was removed, so that it is not known whether the job lives."""
+    state: str = "running"
+    """One of `STATES`; ``gone`` if the run directory was removed, so that nothing is known."""
     exit_status: int | None = None
     world_size: int | None = None
+    job: Job = Job()
     ranks: tuple[RankRow, ...] = ()
     """Blamed ones first: by own time, descending; ranks that run nothing, at the end."""
     median: Times | None = None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from ddpdoctor.top.snapshot import Snapshot
 
@@ -13,37 +14,16 @@ class Want:
     """What the viewer looks at: lets the source skip work that is not seen."""
 
     ranks: frozenset[int] | None = None
-    """Ranks whose owns, totals and output are visible; None: all."""
-    history: int = 60
-    """How many of the last steps."""
+    """Ranks that are visible; None: all."""
 
 
 ALL = Want()
 
 
-class Source(Protocol):
-    """Makes one frame after another."""
+class Replay(Protocol):
+    """Frames that all exist already.
 
-    @property
-    def interval(self) -> float:
-        """Seconds between frames that are worth asking for."""
-
-    def read(self, want: Want) -> Snapshot:
-        """The present frame; may take a while, so call it in a separate thread.
-
-        Raises:
-            DoctorError: There is nothing to show, and there will not be.
-        """
-
-    def close(self) -> None:
-        """Let go of files and of the driver."""
-
-
-@runtime_checkable
-class Replay(Source, Protocol):
-    """A source whose frames all exist already.
-
-    ``read`` gives the frame at ``position`` and does not move: who plays, seeks.
+    Reading gives the frame at ``position`` and does not move: who plays, seeks.
     """
 
     @property
@@ -56,3 +36,28 @@ class Replay(Source, Protocol):
 
     def seek(self, position: int) -> None:
         """Go to a frame; beyond the ends, to the nearest."""
+
+
+class Source(Protocol):
+    """Makes one frame after another."""
+
+    @property
+    def interval(self) -> float:
+        """Seconds between frames that are worth asking for."""
+
+    @property
+    def replay(self) -> Replay | None:
+        """The frames to go to; None while the run lives."""
+
+    def read(self, want: Want) -> Snapshot:
+        """The present frame; may take a while, so call it in a separate thread.
+
+        Raises:
+            DoctorError: There is nothing to show, and there will not be.
+        """
+
+    def history(self) -> Iterable[Snapshot]:
+        """Frames from the first to the last, evenly spread, as many as make a chart."""
+
+    def close(self) -> None:
+        """Let go of files and of the driver."""

@@ -18,6 +18,13 @@ OF_RANK = 40
 """Lines that are shown of a rank."""
 
 _SIZE = 64 << 10
+_BANNER = re.compile(
+    r"(?:[A-Z]\d{4} [\d:.]+ \d+ \S*torch/distributed/run\.py:\d+\]"
+    r"|\[[\d :,-]+\] torch\.distributed\.run: \[WARNING\]"
+    r"|WARNING:torch\.distributed\.run:|WARNING:__main__:)?"
+    r"\s*(?:\*{41}|Setting OMP_NUM_THREADS environment variable .*)?\s*"
+)
+"""What torchrun says of OMP_NUM_THREADS at the start of each job, in torch 1.13 to 2.13."""
 _MARK = re.compile(r"\[(rank|default)(\d+)\]:\s?")
 
 
@@ -55,7 +62,7 @@ class Stderr:
         for raw in data.decode("utf-8", "replace").split("\n"):
             # Of a progress bar what was drawn last counts.
             line = clean(raw.rstrip("\r").rpartition("\r")[2]).rstrip()
-            if not line:
+            if _BANNER.fullmatch(line):
                 continue
             last.append(line)
             match = _MARK.match(line)

@@ -7,17 +7,17 @@ maps it, since a store that is gone is a SIGBUS, and nothing raises.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from ddpdoctor.core import opening
 from ddpdoctor.core.opening import integer
-from ddpdoctor.run.journal import SEGMENT_SIZE, segment_number
 from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.data import PassRecord
 from ddpdoctor.run.records.decoder import decoder
 from ddpdoctor.run.records.process import ErrorRecord, OpenRecord
 from ddpdoctor.run.status import Parts
@@ -28,11 +28,18 @@ _FAST = re.compile(
     rb',"data":(\d{1,18}),"forward":(\d{1,18}),"backward":(\d{1,18}),"optimizer":(\d{1,18})'
     rb',"other":(\d{1,18}),"wait":(\d{1,18}),"total":\d{1,18},"split":(?:(true)|false)'
     rb'(?:,"cpu":(\d{1,18}),"waited":(\d{1,18}))?'
+    rb'(?:,"samples":(\d{1,18}))?(?:,"loss":(-?\d[\d.e+-]{0,30}))?'
+    rb'(?:,"backwards":(\d{1,9}))?'
 )
 """A step as the probe writes it, which comes many times a second; other orders are read, too."""
 
 _DURATIONS = ("data", "forward", "backward", "optimizer", "other", "wait")
 _STEP_LINE = b'{"kind":"step"'
+
+_PASS_LINE = b'{"kind":"pass"'
+
+_ENDS = 1 << 18
+"""Bytes at an end of a journal in which rare records are looked for."""
 
 _LONGEST = 1 << 10
 """Bytes of a step; what is longer is none."""
@@ -44,16 +51,6 @@ _MOST = 1 << 20
 """Bytes that are read at most in search of steps."""
 
 
-Seconds = tuple[float, float, bool]
-"""Own time and duration of a step, and whether its backward was split from the wait."""
-
-
-def seconds(parts: Parts) -> Seconds:
-    """A step as series of numbers are made of it."""
-    total = parts.total
-    return (total - parts.wait) / 1e9, total / 1e9, parts.split
-
-
 class StepLine(NamedTuple):
     """A step as its journal has it."""
 
@@ -61,6 +58,9 @@ class StepLine(NamedTuple):
     start: int
     """Unix nanoseconds."""
     epoch: int | None
+    samples: int | None = None
+    loss: float | None = None
+    backwards: int = 1
 
     @property
     def end(self) -> int:
@@ -72,12 +72,17 @@ def parse(line: bytes) -> StepLine | None:
     """A journal's line as a step, None if it is none, or torn."""
     match = _FAST.match(line)
     if match is not None and line.endswith(b"}"):
-        number, start, epoch, *durations, split, cpu, waited = match.groups()
+        number, start, epoch, *durations, split, cpu, waited, samples, loss, backwards = (
+            match.groups()
+        )
         cores = int(cpu or 0), int(waited or 0)
         return StepLine(
             Parts._make((int(number), *map(int, durations), split is not None, *cores)),
             int(start),
             None if epoch is None else int(epoch),
+            None if samples is None else int(samples),
+            None if loss is None else _real(loss),
+            int(backwards or 1),
         )
     short = line.startswith(_STEP_LINE) and len(line) <= _LONGEST
     record = _json(line, opening.MOST_EXPANDED) if short else {}
@@ -90,7 +95,26 @@ def parse(line: bytes) -> StepLine | None:
         return None
     epoch = integer(record, "epoch", -1)
     parts = Parts._make((step, *numbers, record.get("split") is True, *cores))
-    return StepLine(parts, integer(record, "start"), None if epoch < 0 else epoch)
+    samples = integer(record, "samples", -1)
+    return StepLine(
+        parts,
+        integer(record, "start"),
+        None if epoch < 0 else epoch,
+        None if samples < 0 else samples,
+        _real(record.get("loss")),
+        integer(record, "backwards", 1),
+    )
+
+
+def _real(value: object) -> float | None:
+    """A number, None if it is none or not finite."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, bytes)):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 class _File:
@@ -142,56 +166,6 @@ def _lines_before(file: _File, end: int, count: int) -> list[StepLine]:
         size *= 4
 
 
-class StepTail:
-    """The newest steps of a journal that grows.
-
-    Args:
-        path: The journal.
-        keep: How many steps.
-    """
-
-    def __init__(self, path: Path, keep: int) -> None:
-        self._path = path
-        self._segment: int | None = None
-        self._offset = 0
-        self.keep = keep
-        self.steps: deque[StepLine] = deque(maxlen=keep)
-        self.seconds: deque[Seconds] = deque(maxlen=keep)
-        """Of the same steps: own time, duration, and whether the step was split."""
-
-    def poll(self) -> None:
-        """Take in what is new, and of that no more than is kept."""
-        with _opened(self._path) as files:
-            for file in files:
-                self._take(self._fresh(file))
-
-    def _fresh(self, file: _File) -> list[StepLine]:
-        """The steps of whole lines that have not been read."""
-        number, size = segment_number(file.read(SEGMENT_SIZE, 0)) or 0, file.size
-        if number != self._segment or size < self._offset:
-            self._segment, self._offset = number, 0
-        if size - self._offset > self.keep * _LINE + 4096:
-            tail = file.read(min(size, 65536), size - 65536)
-            self._offset = size - (len(tail) - tail.rfind(b"\n") - 1)
-            return _lines_before(file, size, self.keep)
-        data = file.read(size - self._offset, self._offset)
-        whole = data.rfind(b"\n") + 1
-        self._offset += whole
-        return [step for line in data[:whole].split(b"\n") if (step := parse(line)) is not None]
-
-    def _take(self, fresh: list[StepLine]) -> None:
-        last = self.steps[-1].parts.number if self.steps else -1
-        if fresh and fresh[0].parts.number > last + 1:
-            # What lies in between was skipped, or is in the segment before.
-            self.steps.clear()
-            self.seconds.clear()
-        # A segment begins with what must not be lost, but with no step of the one before.
-        for step in fresh:
-            if step.parts.number > last:
-                self.steps.append(step)
-                self.seconds.append(seconds(step.parts))
-
-
 class StepLog:
     """Random access to the steps of one rank, in both segments of its journal.
 
@@ -211,6 +185,15 @@ class StepLog:
                 numbers += [] if first is None else [first[1]]
                 numbers += [step.parts.number for step in _lines_before(file, file.size, 1)]
         return (numbers[0], numbers[-1]) if numbers else None
+
+    def newest(self, count: int) -> list[StepLine]:
+        """The last ``count`` steps, oldest first."""
+        found: list[StepLine] = []
+        with _opened(*self._paths) as files:
+            for file in reversed(files):
+                if len(found) < count:
+                    found = _lines_before(file, file.size, count - len(found)) + found
+        return found
 
     def until(self, number: int, count: int) -> list[StepLine]:
         """The last ``count`` steps up to step ``number``, oldest first."""
@@ -271,14 +254,29 @@ def last_error(path: Path, most: int) -> ErrorRecord | None:
     One that takes more than ``most`` bytes of memory is none.
     """
     with _opened(path) as files:
-        lines = [
-            line
-            for file in files
-            for line in file.read(1 << 18, file.size - (1 << 18)).split(b"\n")
-            if line.startswith(b'{"kind":"error"')
-        ]
+        lines = [line for file in files for line in _near_end(file, b'{"kind":"error"')]
     found = _json(lines[-1], most) if lines else {}
     return decoder(ErrorRecord)(found) if found else None
+
+
+def last_pass(path: Path, most: int) -> PassRecord | None:
+    """The newest pass over a loader that is trained on, as far as a look at both ends shows it."""
+    with _opened(path) as files:
+        lines = [line for file in files for line in _near_end(file, _PASS_LINE)]
+        for file in files if not lines else ():
+            lines += file.read(_ENDS, 0).split(b"\n")[:-1]
+    for line in reversed(lines):
+        found = _json(line, most) if line.startswith(_PASS_LINE) else {}
+        record = decoder(PassRecord)(found) if found else None
+        if record is not None and record.batches and record.marks:
+            return record
+    return None
+
+
+def _near_end(file: _File, kind: bytes) -> list[bytes]:
+    """The whole lines of a kind near the end of a file."""
+    lines = file.read(_ENDS, file.size - _ENDS).split(b"\n")
+    return [line for line in lines if line.startswith(kind)]
 
 
 def _json(line: bytes, most: int) -> JsonObject:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
-from ddpdoctor.analysis.pace import own_time
+from ddpdoctor.analysis.pace import WARM_UP, own_time
 from ddpdoctor.run.status import Parts
 from ddpdoctor.top.snapshot import PHASES, RankRow, Times
 
@@ -38,6 +38,12 @@ def of_steps(steps: Sequence[Parts]) -> Times | None:
     total = data + forward + backward + optimizer + other + wait
     lacked = sorted(map(_lacked, chosen))[half] / 1e9
     return Times(data, forward, backward, optimizer, other, wait, total, bool(split), lacked)
+
+
+def steady(steps: list[Parts]) -> list[Parts]:
+    """Steps without the first ones of a job, if there are any others."""
+    later = [parts for parts in steps if parts.number >= WARM_UP]
+    return later or steps
 
 
 def of_ranks(times: Sequence[Times]) -> Times | None:

@@ -33,6 +33,7 @@ class View:
     """The state of a viewer."""
 
     ascii_only: bool = False
+    colour: bool = True
     readonly: bool = False
     keys: bool = True
     """Whether there is a keyboard, so that a line says which keys there are."""

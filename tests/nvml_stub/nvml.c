@@ -12,6 +12,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 static int opened = 0;
@@ -195,6 +196,19 @@ int nvmlSystemGetCudaDriverVersion_v2(int *number) {
 }
 #define CHOICE(name, type, value) \
     int name(void *device, unsigned what, type *number) { DEVICE(#name); *number = (value); return 0; }
+CHOICE(nvmlDeviceGetPcieThroughput, unsigned, 1000 * (unsigned)(gpu + 1) + what)
+struct field { unsigned id, scope; long long timestamp, latency; unsigned type; int code; unsigned long long value; };
+int nvmlDeviceGetFieldValues(void *device, int count, struct field *values) {
+    struct timespec now;
+    int up, number;
+    DEVICE("nvmlDeviceGetFieldValues");
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    for (number = 0; number < count; number++) {
+        values[number].code = lookup("links", gpu, &up) && up ? 0 : 3;
+        values[number].value = (unsigned long long)now.tv_sec * 1000 + (unsigned long long)now.tv_nsec / 1000000;
+    }
+    return 0;
+}
 CHOICE(nvmlDeviceGetTemperature, unsigned, what == 0 ? 60 + (unsigned)gpu : 0)
 CHOICE(nvmlDeviceGetClockInfo, unsigned, what == 1 ? 1500 : 2600)
 CHOICE(nvmlDeviceGetMaxClockInfo, unsigned, what == 1 ? 1980 : 2619)

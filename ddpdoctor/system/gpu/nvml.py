@@ -54,6 +54,9 @@ _REPORTED = {"UtilizationRates": "utilization", "PowerUsage": "power", "Temperat
 _TEMPERATURE_GPU, _CLOCK_SM, _UNCORRECTED, _SINCE_DRIVER = 0, 1, 1, 0
 """NVML's numbers for a sensor, the clock of the multiprocessors, and the counter of errors."""
 
+_NVLINK_SENT_AND_RECEIVED, _ALL_LINKS = (138, 139), 0xFFFFFFFF
+"""NVML's numbers for what the links carried, without protocol, and for all links together."""
+
 _THROTTLED = {
     0x4: "power cap",
     0x8: "hardware slowdown",
@@ -130,6 +133,9 @@ class NvmlReader:
             clock=_number(self._ask(device, "ClockInfo", handle, _CLOCK_SM)),
             clock_max=_number(self._ask(device, "MaxClockInfo", handle, _CLOCK_SM)),
             throttled=self._throttled(device, handle),
+            pcie=self._pcie(device, handle),
+            nvlink=self._nvlink(device, handle),
+            processes=self.processes(device) or (),
             ecc_errors=_number(
                 self._ask(device, "TotalEccErrors", handle, _UNCORRECTED, _SINCE_DRIVER)
             ),
@@ -336,6 +342,19 @@ class NvmlReader:
         if memory is None:
             memory = self._ask(device, "MemoryInfo", handle)
         return _number(getattr(memory, "total", None)), _number(getattr(memory, "used", None))
+
+    def _pcie(self, device: Device, handle: Any) -> int | None:
+        """Each direction takes NVML 20 ms, in which it waits."""
+        sides = [_number(self._ask(device, "PcieThroughput", handle, each)) for each in (0, 1)]
+        known = [side for side in sides if side is not None]
+        return 1024 * sum(known) if known else None
+
+    def _nvlink(self, device: Device, handle: Any) -> int | None:
+        """By counters of KiB, which GPUs with NVLink have."""
+        fields = [(field, _ALL_LINKS) for field in _NVLINK_SENT_AND_RECEIVED]
+        found = self._ask(device, "FieldValues", handle, fields)
+        known = [int(each.value.ullVal) for each in found or () if each.nvmlReturn == 0]
+        return 1024 * sum(known) if known else None
 
     def _throttled(self, device: Device, handle: Any) -> tuple[str, ...] | None:
         queries = ("CurrentClocksEventReasons", "CurrentClocksThrottleReasons")

@@ -47,6 +47,8 @@ class Poller:
         self._known: dict[str, Device] = {}
         self._rest: dict[str, Reading] = {}
         self._slow_due = float("-inf")
+        self._carried: dict[str, tuple[float, int, float | None]] = {}
+        """What the NVLinks of a GPU had carried, when, and how much a second."""
 
     def read(self) -> JsonObject:
         """What they do now: ``format, time, host, nvml, gpus``.
@@ -67,11 +69,13 @@ class Poller:
                 if slow or device.uuid not in self._rest:
                     self._rest[device.uuid] = self._reader.rest(device)
                 problem = self._reader.problem(device) or self._reader.trouble
-                gpus.append(_record(device, brief, self._rest[device.uuid], problem))
+                rest = self._rest[device.uuid]
+                links = self._nvlink(device, rest, now)
+                gpus.append(_record(device, brief, rest, links, problem))
             else:
                 self._rest.pop(device.uuid, None)
                 trouble = self._reader.trouble or "not there any more"
-                gpus.append(_record(device, Reading(), Reading(), trouble))
+                gpus.append(_record(device, Reading(), Reading(), None, trouble))
         return {
             "format": FORMAT,
             "time": time.time_ns(),
@@ -80,12 +84,26 @@ class Poller:
             "gpus": gpus,
         }
 
+    def _nvlink(self, device: Device, rest: Reading, now: float) -> float | None:
+        """Bytes a second over NVLink, between the last two readings of the rest."""
+        if rest.nvlink is None:
+            self._carried.pop(device.uuid, None)
+            return None
+        since, before, rate = self._carried.get(device.uuid, (now, rest.nvlink, None))
+        if now > since and rest.nvlink >= before and now == self._slow_due - SLOWLY:
+            rate = (rest.nvlink - before) / (now - since)
+            since, before = now, rest.nvlink
+        self._carried[device.uuid] = since, before, rate
+        return rate
+
     def close(self) -> None:
         """Let go of the driver."""
         self._reader.close()
 
 
-def _record(device: Device, brief: Reading, rest: Reading, problem: str) -> JsonObject:
+def _record(
+    device: Device, brief: Reading, rest: Reading, nvlink: float | None, problem: str
+) -> JsonObject:
     silent = brief == Reading()
     numbers: dict[str, Any] = {
         "utilization": _ratio(brief.utilization),
@@ -102,6 +120,9 @@ def _record(device: Device, brief: Reading, rest: Reading, problem: str) -> Json
             "clock_max": _hertz(rest.clock_max),
             "ecc_errors": rest.ecc_errors,
             "throttle": list(rest.throttled) if rest.throttled else None,
+            "pcie": rest.pcie,
+            "nvlink": nvlink,
+            "processes": [[each.pid, each.memory] for each in rest.processes] or None,
         }
     words: dict[str, Any] = {
         "index": device.index,

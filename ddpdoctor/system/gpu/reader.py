@@ -54,6 +54,12 @@ class Reading:
     """The most that they can have."""
     throttled: tuple[str, ...] | None = None
     """Why the clocks are held down, in words; empty if they are not."""
+    pcie: int | None = None
+    """Bytes a second over PCIe, both directions, in the last 20 ms."""
+    nvlink: int | None = None
+    """Bytes over all NVLinks, both directions, since the driver was loaded."""
+    processes: tuple[Process, ...] = ()
+    """The processes that hold its memory."""
     ecc_errors: int | None = None
     """Memory errors since the driver was loaded that ECC could not correct."""
 

@@ -1,4 +1,4 @@
-"""The board: a line for each rank, in as many columns as there is room for."""
+"""The board: a line for each rank, its step as a bar, and as many numbers as there is room for."""
 
 from __future__ import annotations
 
@@ -12,21 +12,25 @@ from ddpdoctor.core import units
 from ddpdoctor.render.lines import Line, Span, columns, fit
 from ddpdoctor.top.draw import bars
 from ddpdoctor.top.draw.columns import (
+    LEAST_BAR,
     QUANTILES,
-    SHORT,
     TIMES,
     Column,
     cell,
+    cell_of,
     fitting,
     phase_cell,
-    text_of,
 )
+from ddpdoctor.top.draw.rank import doing, short_site
 from ddpdoctor.top.draw.scene import Scene
-from ddpdoctor.top.snapshot import RankRow
+from ddpdoctor.top.snapshot import PHASES, RankRow
 from ddpdoctor.top.view import by_node, number, selected
 
-NO_NUMBERS = ("dead", "ended", "starting", "debugger")
-"""States in which a rank's own numbers are history, and words take their place."""
+NO_NUMBERS = ("dead", "starting", "debugger")
+"""States in which words take the place of a rank's numbers, if there is no room for both."""
+
+_STILL = ("hung", "failing", "restarting")
+"""States of a run in which it matters what the ranks do, and no more how long their steps are."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,15 @@ class Drawn:
 
 
 def draw(scene: Scene, height: int) -> Drawn:
-    """The board in at most ``height`` lines: header, ranks, median."""
+    """The board in at most ``height`` lines: header, ranks, median, legend."""
     return _Board(scene).draw(height) if height > 0 else Drawn(())
+
+
+def lines_of(scene: Scene) -> int:
+    """The lines of a whole board."""
+    ranks = selected(scene.snapshot, scene.view)
+    nodes = len({row.node for row in scene.snapshot.ranks}) if scene.view.grouped else 0
+    return max(len(ranks), 1) + nodes + 4
 
 
 _Node = tuple[str, Sequence[RankRow]]
@@ -58,24 +69,28 @@ class _Board:
         self._marks = scene.marks
         self._ranks = selected(snapshot, scene.view)
         totals = [row.times.total for row in snapshot.ranks if row.times is not None]
-        self._unit = units.unit_for(max(totals, default=0.0))
-        self._columns, self._trend = fitting(snapshot.ranks, scene.room)
-        self._axis = 0.0
+        self._unit = units.unit_for(max(totals, default=1.0))
+        self._still = snapshot.state in _STILL
+        self._bar = scene.room
+        said = max((columns(self._words(row)) for row in self._ranks), default=0)
+        least = max(LEAST_BAR, min(said + 1, scene.room // 2)) if self._still else LEAST_BAR
+        self._columns, self._bar = fitting(snapshot.ranks, scene.room, least)
+        self._axis = bars.end(max(totals, default=0.0))
 
     def draw(self, height: int) -> Drawn:
         """At most so many lines."""
         snapshot, ranks = self._snapshot, self._ranks
-        header = 1 if height >= 3 else 0
+        spare = height - len(ranks)
+        header = 0 if height < 3 else 2 if spare >= 4 or height >= 12 else 1
         fits = height >= 5 or height - header > len(ranks)
         last = 1 if fits and snapshot.median is not None and len(ranks) > 1 else 0
-        body = height - header - last
+        timed = self._bar and self._axis and not self._still
+        legend = 1 if timed and (spare >= header + last + 1 or height >= 14) else 0
+        body = height - header - last - legend
         entries = self._entries(body)
         first, count, tail = self._window(entries, body)
         seen = entries[first : first + count]
-        shown = [each for each in seen if isinstance(each, RankRow)] or ranks[:1]
-        trend = max(self._trend, 1)
-        self._axis = bars.axis([own for row in shown for own in row.owns[-trend:]])
-        lines: list[Line] = [self._header()] if header else []
+        lines: list[Line] = self._header(header)
         about: dict[int, int] = {}
         for entry in seen:
             if isinstance(entry, RankRow):
@@ -92,6 +107,8 @@ class _Board:
             lines.append(((f"  {empty}", "dim"),))
         if last:
             lines.append(self._median_line())
+        if legend:
+            lines.append(self._legend())
         return Drawn(tuple(lines[:height]), about, first)
 
     # -- what is shown
@@ -134,53 +151,84 @@ class _Board:
     def _cells(self, text: Callable[[Column], str]) -> str:
         return "  " + "".join(f" {cell(column, text(column))}" for column in self._columns)
 
-    def _header(self) -> Line:
-        spans: list[Span] = [("  ", "head")]
+    def _header(self, lines: int) -> list[Line]:
+        """The titles; in a second line their units."""
+        titles: list[Span] = [("  ", "head")]
+        heads: list[Span] = [("  ", "head")]
         for column in self._columns:
-            title, width = column.title, column.width
-            text = title if len(title) <= width else SHORT.get(title, title)[:width]
-            style = "bold" if column.name == self._view.sort else "head"
-            spans += [(" ", "head"), (cell(column, text), style)]
-        if self._trend:
-            title = short = "OWN"
-            if self._axis:
-                end = f"{units.time_in(self._axis, self._unit)} {self._unit.name}"
-                title, short = f"OWN, 0 to {end}", f"<{end}".replace(" ", "")
-            text = title if len(title) <= self._trend else short
-            spans += [(" ", "head"), (fit(text, self._trend), "head")]
-        return tuple(spans)
+            title = column.title if len(column.title) <= column.width else "#"
+            phase = column.name if column.name in PHASES else "head"
+            style = "bold" if column.name == self._view.sort else phase
+            titles += [(" ", "head"), (cell(column, title), style)]
+            unit = self._unit.name if column.name in TIMES else column.unit
+            heads += [(" ", "head"), (cell(column, unit), "head")]
+        if self._bar and not self._still and self._axis:
+            end = f"{units.time_in(self._axis, self._unit)} {self._unit.name}"
+            title = "step" if lines > 1 else f"step, 0 to {end}"
+            titles.append((f" {fit(title, self._bar)}", "head"))
+            heads.append((f" 0{end:>{self._bar - 1}}", "head"))
+        return [tuple(titles), tuple(heads)][:lines]
 
     def _rank_line(self, row: RankRow) -> Line:
-        scene, marks, room = self._scene, self._marks, self._room
-        blamed = row.rank == self._snapshot.verdict.rank
-        style = "error" if row.state == "dead" else ""
-        if row.state in ("stale", "ended", "starting"):
-            style = "dim"
-        sign_style = "warning" if blamed and row.state != "dead" else style or "info"
-        if blamed and not style:
-            style = "bold"
+        scene, marks, verdict = self._scene, self._marks, self._snapshot.verdict
+        blamed = row.rank == verdict.rank
+        style = {"dead": "error", "stale": "dim", "ended": "dim", "starting": "dim"}.get(
+            row.state, ""
+        )
+        sign_style = verdict.level if blamed and row.state != "dead" else style or "info"
         cursor = row.rank == self._view.cursor
         head: list[Span] = [
             (marks.cursor if cursor else " ", ""),
             (marks.state(row.state, blamed), sign_style),
         ]
         used = 2
-        words = _words(row, self._trend)
+        words = self._words(row)
+        guilty = self._guilty(row) if blamed else ""
+        timed = row.times is not None and columns(words) <= self._bar
+        both = timed or not words or row.state not in NO_NUMBERS
         for column in self._columns:
-            if column.live and row.state in NO_NUMBERS and words:
+            if column.live and not both:
                 break
-            head.append((f" {cell(column, text_of(row, column, self._unit))}", style))
+            marked = "guilty" if column.name == guilty else style or ("bold" if blamed else "")
+            head += [(" ", ""), *cell_of(row, column, self._unit, marked)]
             used += column.width + 1
-        trend: tuple[Span, ...] = ()
+        bar: Line = ()
         if words:
-            head.append((f" {scene.cut(words, room - used - 1)}", style))
-        elif self._trend:
-            # Bars on a reversed ground would read as their opposite.
-            trend = ((f" {bars.sparkline(row.owns, self._axis, self._trend, marks)}", "bar"),)
+            head.append((f" {scene.cut(words, self._room - used - 1)}", style))
+        elif self._bar and row.times is not None:
+            bar = ((" ", ""), *bars.stacked(row.times, self._bar, self._axis, marks))
         if not cursor:
-            return (*head, *trend)
+            return (*head, *bar)
         text = "".join(text for text, _ in head)
-        return ((text if trend else fit(text, room), "cursor"), *trend)
+        return ((text if bar else fit(text, self._room), "cursor"), *bar)
+
+    def _guilty(self, row: RankRow) -> str:
+        """The phase in which a rank that holds the others up exceeds the median rank most."""
+        verdict, usual = self._snapshot.verdict, self._snapshot.median
+        if verdict.phase or verdict.level == "ok" or usual is None or row.times is None:
+            return verdict.phase
+        own = [phase for phase in PHASES if phase != "wait"]
+        excess = {name: getattr(row.times, name) - getattr(usual, name) for name in own}
+        worst = max(own, key=lambda name: excess[name])
+        return worst if excess[worst] > 0.05 * usual.total else ""
+
+    def _words(self, row: RankRow) -> str:
+        """What there is to say of a rank that does not simply run."""
+        room = self._bar or self._room // 2
+        if row.state == "stale":
+            text = row.said or f"no heartbeat for {units.duration(row.heartbeat)}"
+            return text if columns(text) <= room else f"stale {units.age(row.heartbeat)}"
+        if row.state == "running" and self._still:
+            since = "" if row.since is None else f" for {units.duration(row.since)}"
+            site = f", {short_site(row.site).rpartition('/')[2]}" if row.site else ""
+            return f"{doing(row)}{since}{site}"
+        if row.state in ("running", "ended") and row.times is not None:
+            return ""
+        if row.said and row.state == "dead" and not row.said.startswith("dead"):
+            return f"dead: {row.said}"
+        if row.state == "running":
+            return ""
+        return row.said or ("in the debugger" if row.state == "debugger" else row.state)
 
     def _node_line(self, node: str, ranks: Sequence[RankRow]) -> Line:
         """A node in one line: how many ranks, who is the slowest, how it stands."""
@@ -259,17 +307,14 @@ class _Board:
                     break
         return ((text, "info"),)
 
-
-def _words(row: RankRow, room: int) -> str:
-    """What there is to say of a rank that does not simply run."""
-    if row.state == "stale":
-        text = row.said or f"no heartbeat for {units.duration(row.heartbeat)}"
-        return text if columns(text) <= room else f"stale {units.age(row.heartbeat)}"
-    if row.state not in NO_NUMBERS:
-        return ""
-    if row.said and row.state == "dead" and not row.said.startswith("dead"):
-        return f"dead: {row.said}"
-    return row.said or ("in the debugger" if row.state == "debugger" else row.state)
+    def _legend(self) -> Line:
+        """What the colours of the bars mean."""
+        short = {"forward": "fwd", "backward": "bwd", "optimizer": "opt"}
+        spans: list[Span] = [("   ", "")]
+        for phase in PHASES:
+            name = phase if self._room >= 66 else short.get(phase, phase)
+            spans += [(bars.glyph(phase, self._marks) * 2, phase), (f" {name}  ", "dim")]
+        return tuple(spans)
 
 
 def _loads(ranks: Sequence[RankRow]) -> list[str]:

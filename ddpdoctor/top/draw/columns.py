@@ -6,15 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ddpdoctor.core import units
-from ddpdoctor.render.lines import columns, fit
+from ddpdoctor.render.lines import Line, columns, fit
+from ddpdoctor.top.draw import bars
 from ddpdoctor.top.snapshot import PHASES, RankRow, Times
 from ddpdoctor.top.view import number
 
-LEAST_TREND, MORE_TREND, MOST_TREND = 6, 15, 60
-"""Columns of own time over the last steps: the fewest worth drawing, how many more it gets before
-rare columns do, and the most."""
-
-_PHASES = (*PHASES, "own", "total")
+LEAST_BAR, MOST_BAR = 20, 80
+"""Columns of a step's bar: the fewest worth drawing, and the most."""
 
 TIMES = (*PHASES, "own", "total")
 
@@ -27,6 +25,8 @@ class Column:
     title: str
     width: int
     importance: int
+    unit: str = ""
+    """Empty for times, whose unit all of them share."""
     shown: Callable[[float | None], str] | None = None
     """How its numbers are shown, where it has numbers that are no times."""
     live: bool = True
@@ -38,28 +38,37 @@ class Column:
 _COLUMNS = (
     Column("rank", "rank", 4, 100, live=False),
     Column("stage", "stage", 5, 96, live=False),
-    Column("gpu", "gpu", 7, 40, live=False, left=True),
-    Column("step", "step", 6, 80, live=False),
+    Column("place", "gpu", 7, 52, live=False, left=True),
+    Column("step", "step", 6, 30, live=False),
     Column("phase", "doing", 9, 15, left=True),
-    Column("heartbeat", "beat", 4, 12, units.age),
+    Column("heartbeat", "beat", 4, 12, "ago", units.age),
     Column("own", "OWN", 5, 95),
-    Column("data", "data", 4, 66),
-    Column("forward", "fwd", 4, 62),
-    Column("backward", "bwd", 5, 64),
+    Column("data", "data", 4, 88),
+    Column("forward", "fwd", 4, 84),
+    Column("backward", "bwd", 5, 86),
     Column("optimizer", "opt", 4, 60),
     Column("wait", "wait", 5, 90),
-    Column("memory", "mem", 4, 70, units.size),
-    Column("memory_share", "mem%", 4, 14, units.percent, of_gpu=True),
-    Column("utilization", "util", 4, 72, units.percent, of_gpu=True),
-    Column("power", "watt", 4, 50, units.watts, of_gpu=True),
-    Column("temperature", "temp", 4, 13, units.degrees, of_gpu=True),
+    Column("memory", "mem", 5, 70, "bytes", units.size),
+    Column("utilization", "util", 5, 72, "%", units.percent, of_gpu=True),
+    Column("power", "watt", 4, 50, "W", units.watts, of_gpu=True),
+    Column("temperature", "temp", 4, 13, "C", units.degrees, of_gpu=True),
     Column("total", "total", 5, 11),
 )
-SHORT = {"rank": "#", "gpu": ""}
-"""Titles for columns that are narrower than their titles."""
+_BAR = 92
+"""How important the bar is."""
+
+_SOMETIMES = ("phase", "heartbeat", "memory", "utilization", "power", "temperature")
+"""What no rank of a run has that is over, or not every GPU: then there is no column."""
+
+_METERS = {"memory": 12, "utilization": 10}
+"""The columns that are bars, and how wide they are on a wide screen."""
 
 QUANTILES = (*TIMES, "memory", "utilization", "power")
 """The columns that say something of many ranks."""
+
+_MEMORY = ((0.95, "error"), (0.80, "warning"), (0.0, "good"))
+_UTILIZATION = ((0.70, "good"), (0.30, "warning"), (0.0, "error"))
+"""Colours from a share on: full memory is bad, and so is an idle GPU."""
 
 
 def phase_cell(times: Times | None, name: str, unit: units.TimeUnit) -> str:
@@ -73,26 +82,38 @@ def phase_cell(times: Times | None, name: str, unit: units.TimeUnit) -> str:
     return f"{mixed}{units.time_in(value, unit)}"
 
 
-def fitting(ranks: Sequence[RankRow], room: int) -> tuple[tuple[Column, ...], int]:
-    """The most important columns that fit, and the room for the trend (0: none)."""
+def fitting(
+    ranks: Sequence[RankRow], room: int, least: int = LEAST_BAR
+) -> tuple[tuple[Column, ...], int]:
+    """The most important columns that fit, and the room for the bar, or words (0: none).
+
+    Args:
+        ranks: The rows.
+        room: Columns of the screen.
+        least: Columns that the bar needs.
+    """
     digits = max((len(str(row.rank)) for row in ranks), default=1)
-    place_width = max((columns(place(row, 99)) for row in ranks), default=4)
+    gpus = any(row.gpu is not None for row in ranks)
+    nodes = len({row.node for row in ranks}) > 1
     steps = [len(str(row.step)) for row in ranks if row.step is not None]
+    place_width = max((columns(place(row, 99)) for row in ranks), default=4)
     widths = {
         "rank": max(4 if room >= 40 else 2, digits),
-        "gpu": max(3, min(place_width, 8 if room < 100 else 12 if room < 140 else 20)),
+        "place": max(3, min(place_width, 8 if room < 100 else 12 if room < 140 else 20)),
         "step": max(4, max(steps, default=4)),
+        **(_METERS if room >= 130 and gpus else {}),
     }
-    gpus = any(row.gpu is not None for row in ranks)
-    staged = any(row.stage for row in ranks)
     possible = [
         replace(column, width=widths.get(column.name, column.width))
         for column in _COLUMNS
-        if (gpus or not column.of_gpu) and (staged or column.name != "stage")
+        if (gpus or not column.of_gpu) and (gpus or nodes or column.name != "place")
+        if column.name != "stage" or any(row.stage for row in ranks)
+        if column.name not in _SOMETIMES or any(_has(row, column.name) for row in ranks)
     ]
+    titles = {"place": "gpu" if gpus else "node", "memory": "mem" if gpus else "rss"}
+    possible = [replace(each, title=titles.get(each.name, each.title)) for each in possible]
     wished = [(column.importance, column.name, column.width) for column in possible]
-    # Beyond what eighty columns hold, the trend deserves room before the rarer columns do.
-    wished += [(55, "trend", LEAST_TREND), (35, "more trend", MORE_TREND - 1)]
+    wished.append((_BAR, "bar", least))
     left = room - 2
     taken: set[str] = set()
     for _, name, width in sorted(wished, reverse=True):
@@ -101,11 +122,8 @@ def fitting(ranks: Sequence[RankRow], room: int) -> tuple[tuple[Column, ...], in
             break
         left -= width + 1
         taken.add(name)
-    trend = 0
-    if "trend" in taken:
-        more = MORE_TREND if "more trend" in taken else 0
-        trend = min(MOST_TREND, left + LEAST_TREND + more)
-    return tuple(column for column in possible if column.name in taken), trend
+    bar = min(max(MOST_BAR, least), left + least) if "bar" in taken else 0
+    return tuple(column for column in possible if column.name in taken), bar
 
 
 def text_of(row: RankRow, column: Column, unit: units.TimeUnit) -> str:
@@ -113,12 +131,30 @@ def text_of(row: RankRow, column: Column, unit: units.TimeUnit) -> str:
     name = column.name
     if name in TIMES:
         return phase_cell(row.times, name, unit)
+    if name == "memory" and row.gpu is not None and column.width > 9:
+        return f"{units.size(row.memory)}/{units.size(row.gpu.memory_total)}"
     if column.shown is not None:
         return column.shown(number(row, name))
-    if name == "gpu":
+    if name == "place":
         return place(row, column.width)
     value = getattr(row, name)
     return units.MISSING if value in (None, "") else str(value)
+
+
+def _has(row: RankRow, name: str) -> bool:
+    return bool(row.phase) if name == "phase" else number(row, name) is not None
+
+
+def cell_of(row: RankRow, column: Column, unit: units.TimeUnit, style: str) -> Line:
+    """A cell of a rank's line, in its width."""
+    text = text_of(row, column, unit)
+    if row.gpu is not None and column.name in _METERS:
+        memory = column.name == "memory"
+        share = row.gpu.memory_share if memory else row.gpu.utilization
+        scale = _MEMORY if memory else _UTILIZATION
+        colour = next((name for least, name in scale if (share or 0.0) >= least), "good")
+        return bars.meter(text, share, column.width, colour)
+    return ((cell(column, text), style),)
 
 
 def cell(column: Column, text: str) -> str:

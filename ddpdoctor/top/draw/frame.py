@@ -5,23 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ddpdoctor.core import units
 from ddpdoctor.render.lines import Line, cleaned, columns, fitted
-from ddpdoctor.top.draw import bars, board, panels, rank, status
+from ddpdoctor.top.draw import below, board, panels, rank, status
 from ddpdoctor.top.draw.marks import marks_for
 from ddpdoctor.top.draw.scene import Material, Scene
 from ddpdoctor.top.snapshot import RankRow, Snapshot
-from ddpdoctor.top.view import View, selected
+from ddpdoctor.top.view import View
 
+LEAST_BELOW = 14
+"""Lines that a board which is longer than the screen leaves to what is below it, on a tall one."""
 TALL = 40
-"""Lines from which a full board leaves room for more than the board."""
-WIDE = 140
-"""Columns from which there are two columns below the board."""
-
-LEAST_CHART, MOST_CHART = 4, 12
-"""Lines of a chart, its title among them."""
-ENOUGH = 10
-"""Points from which a series says something."""
 
 TITLES = {
     "help": "keys",
@@ -66,8 +59,13 @@ def draw(
     """The screen: exactly ``height`` lines of exactly ``room`` columns."""
     if room <= 0 or height <= 0:
         return Frame(())
-    scene = Scene(snapshot, view, room, marks_for(view.ascii_only), material or Material())
-    head = status.verdict(scene, 1 if height < 12 else 2 if height < 30 else 3)
+    scene = Scene(
+        snapshot, view, room, marks_for(view.ascii_only, view.colour), material or Material()
+    )
+    # The headline is never cut where a few ranks fit below it all the same.
+    head = status.verdict(scene, 1 if height < 10 else height - 9)
+    if height >= 10 and snapshot.kind != "machine":
+        head.insert(0, status.header(scene))
     foot: list[Line] = []
     message = status.message(scene)
     if message is not None and height >= 4:
@@ -92,18 +90,12 @@ def _body(scene: Scene, height: int) -> Frame:
         return Frame(tuple(panels.machine(scene, height)))
     if view.expanded and scene.row is not None:
         return _expanded(scene, scene.row, height)
-    wanted = _board_lines(scene)
-    space = height if wanted <= height or height < TALL else height - 14
+    wanted = board.lines_of(scene)
+    space = height if wanted <= height or height < TALL else height - LEAST_BELOW
     drawn = board.draw(scene, min(space, wanted))
     left = height - len(drawn.lines) - 1
-    below = _below(scene, left) if left >= 2 else []
-    return _with_board(drawn, scene, [(), *below] if below else [])
-
-
-def _board_lines(scene: Scene) -> int:
-    """The lines of a whole board: header and median; one where there is nothing else to say."""
-    nodes = len({row.node for row in scene.snapshot.ranks}) if scene.view.grouped else 0
-    return max(len(selected(scene.snapshot, scene.view)), 1) + nodes + 2
+    shown = below.draw(scene, left) if left >= 2 else []
+    return _with_board(drawn, scene, [(), *shown] if shown else [])
 
 
 def _with_board(drawn: board.Drawn, scene: Scene, below: Sequence[Line], item: int = 0) -> Frame:
@@ -113,7 +105,7 @@ def _with_board(drawn: board.Drawn, scene: Scene, below: Sequence[Line], item: i
 
 def _expanded(scene: Scene, row: RankRow, height: int) -> Frame:
     text = rank.full(row, scene)
-    wanted = _board_lines(scene)
+    wanted = board.lines_of(scene)
     least = min(wanted, max(height // 3, 5))
     space = max(least, height - len(text)) if height >= 12 else 0
     drawn = board.draw(scene, min(space, wanted))
@@ -121,8 +113,8 @@ def _expanded(scene: Scene, row: RankRow, height: int) -> Frame:
     item = max(0, min(scene.view.item, len(text) - left))
     shown = text[item : item + left]
     spare = left - len(shown) - 1
-    if spare >= 4 and scene.room >= 60:
-        shown += [(), *_sections(_charts(scene, min(spare, 16)), spare)]
+    if spare >= 5 and scene.room >= 60:
+        shown += [(), *below.charts_alone(scene, spare)]
     return _with_board(drawn, scene, shown, item)
 
 
@@ -167,82 +159,3 @@ def _title(text: str, scene: Scene) -> Line:
         return scene.rule(text)
     text = f"{text.partition(' (')[0]} "
     return ((text + scene.marks.rule * max(scene.room - columns(text), 0), "bold"),)
-
-
-def _below(scene: Scene, height: int) -> list[Line]:
-    """What there is room for below the board: findings, what the ranks do, series, output."""
-    if scene.room >= WIDE and height >= 8:
-        half = scene.room // 2 - 1
-        left = _sections(_charts(replace(scene, room=half), height), height)
-        right = _sections(_worded(replace(scene, room=scene.room - half - 2), height), height)
-        return _beside(left, right, half) if left else right
-    sections = _worded(scene, height)
-    spare = height - sum(len(section) + 1 for section in sections)
-    if spare >= 5 and scene.room >= 60:
-        sections += _charts(scene, min(spare, 8))[:1]
-    return _sections(sections, height)
-
-
-def _sections(sections: Sequence[list[Line]], height: int) -> list[Line]:
-    """Sections one below the other, a line between them, as far as they go."""
-    lines: list[Line] = []
-    for section in sections:
-        if height - len(lines) < 2 + bool(lines):
-            continue
-        lines += [()] if lines else []
-        lines += section[: height - len(lines)]
-    return lines
-
-
-def _beside(left: list[Line], right: list[Line], half: int) -> list[Line]:
-    count = max(len(left), len(right))
-    left, right = ([*lines, *[()] * (count - len(lines))] for lines in (left, right))
-    return [
-        (*fitted(one, half), ("  ", ""), *other) for one, other in zip(left, right, strict=True)
-    ]
-
-
-def _worded(scene: Scene, height: int) -> list[list[Line]]:
-    """What is said in words, each section with its title."""
-    sections: list[list[Line]] = []
-    most = max(height // 3, 1)
-    found = panels.ordered(scene.snapshot)
-    if found:
-        lines = [panels.finding_line(each, scene, scene.room) for each in found[:most]]
-        sections.append([((f"findings: {len(found)} (f)", "dim"),), *lines])
-    groups = rank.groups(scene.snapshot.ranks)
-    if groups:
-        lines = [rank.group_line(group, scene) for group in groups[:most]]
-        if len(groups) > most:
-            more = f"{scene.marks.ellipsis} {len(groups) - most} more groups"
-            lines.append(((more, "dim"),))
-        sections.append([(("what the ranks do (d)", "dim"),), *lines])
-    row, output, whose = scene.row, scene.snapshot.output, "the job"
-    if row is not None and row.output:
-        output, whose = row.output, f"rank {row.rank}"
-    if output:
-        lines = [((text, ""),) for text in output[-max(height // 3, 2) :]]
-        sections.append([((f"last output of {whose} (stderr)", "dim"),), *lines])
-    return sections
-
-
-def _charts(scene: Scene, height: int) -> list[list[Line]]:
-    """The step time and the memory of the rank that matters, over time."""
-    row = scene.row
-    if row is None:
-        return []
-    past = scene.material.memory.get(row.rank, ())
-    both = len(past) >= ENOUGH and height >= 2 * LEAST_CHART + 1
-    size = scene.room, min((height - 1) // 2 if both else height, MOST_CHART)
-    if size[1] < LEAST_CHART:
-        return []
-    charts = []
-    if row.totals:
-        title = f"step time of rank {row.rank}, the last {len(row.totals)} steps"
-        top = bars.axis(row.totals)
-        charts.append(bars.chart(title, row.totals, top, units.duration(top), size, scene.marks))
-    if both:
-        title = f"memory of rank {row.rank}, since the monitor started"
-        most = (row.gpu.memory_total if row.gpu is not None else None) or max(past)
-        charts.append(bars.chart(title, past, most, units.size(most), size, scene.marks))
-    return charts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -10,12 +10,14 @@ class Marks:
     """A set of signs; all but the ellipsis are one column wide."""
 
     ascii_only: bool
+    letters: bool
+    """Whether phases are letters, since there are no colours."""
     levels: str
     """Bars of rising height; the first is an empty one."""
-    over: str
-    """A bar that goes beyond the axis."""
     fill: str
     """What a stretch of a stacked bar is drawn with."""
+    waiting: str
+    """The same for waiting."""
     ellipsis: str
     rule: str
     dot: str
@@ -38,7 +40,7 @@ class Marks:
 
     def state(self, name: str, blamed: bool) -> str:
         """The sign in front of a rank."""
-        if name in ("dead", "stale", "debugger", "ended", "starting"):
+        if name in ("dead", "stale", "debugger", "starting") or (name == "ended" and not blamed):
             return str(getattr(self, name))
         return self.blamed if blamed else " "
 
@@ -47,9 +49,10 @@ LEVELS = ("ok", "info", "warning", "error")
 
 UNICODE = Marks(
     ascii_only=False,
+    letters=False,
     levels=" ▁▂▃▄▅▆▇█",
-    over="▲",
-    fill="━",
+    fill="▇",
+    waiting="░",
     ellipsis="…",
     rule="─",
     dot="·",
@@ -61,11 +64,14 @@ UNICODE = Marks(
     error="✗",
 )
 
+_PLAIN = replace(UNICODE, letters=True)
+
 ASCII = Marks(
     ascii_only=True,
+    letters=True,
     levels=" _.-=+*%#",
-    over="^",
     fill="=",
+    waiting=".",
     ellipsis="...",
     rule="-",
     dot="-",
@@ -78,6 +84,6 @@ ASCII = Marks(
 )
 
 
-def marks_for(ascii_only: bool) -> Marks:
+def marks_for(ascii_only: bool, colour: bool = True) -> Marks:
     """The signs that a terminal can show."""
-    return ASCII if ascii_only else UNICODE
+    return ASCII if ascii_only else UNICODE if colour else _PLAIN

@@ -11,8 +11,9 @@ from ddpdoctor.core import units
 from ddpdoctor.render.lines import Line, columns, fit, labelled, wrapped
 from ddpdoctor.top.draw.rank import activity, group_line, groups, short_site
 from ddpdoctor.top.draw.scene import Scene
+from ddpdoctor.top.headline import ordered
 from ddpdoctor.top.keys import KEYS
-from ddpdoctor.top.snapshot import FindingRow, Gpu, Snapshot
+from ddpdoctor.top.snapshot import FindingRow, Gpu
 
 if TYPE_CHECKING:
     from ddpdoctor.top.ask import Taken
@@ -24,6 +25,7 @@ _READING = (
     ("-", "not known"),
     ("util", "share of the last second in which any kernel ran; waiting in NCCL counts: see watt"),
     ("med, skew", "the median of all ranks; the largest OWN as a multiple of the median one"),
+    ("bars", "steps, on one axis; memory from 80% yellow, from 95% red; util below 70%, 30%"),
 )
 
 
@@ -33,11 +35,6 @@ class Listed:
 
     lines: list[Line]
     entries: dict[int, int] = field(default_factory=dict)
-
-
-def ordered(snapshot: Snapshot) -> list[FindingRow]:
-    """The worst first, and of those the newest."""
-    return sorted(snapshot.findings, key=lambda row: (-row.finding.severity, -(row.time or 0.0)))
 
 
 def finding_line(row: FindingRow, scene: Scene, room: int) -> Line:
@@ -51,12 +48,12 @@ def finding_line(row: FindingRow, scene: Scene, room: int) -> Line:
 
 def findings(scene: Scene, height: int) -> Listed:
     """``f``: the list around the selected finding; if it is open, with evidence and fix."""
-    found = ordered(scene.snapshot)
+    found = ordered(scene.snapshot.findings)
     if not found:
         text = "no findings so far" if scene.snapshot.live else "no findings"
         return Listed(wrapped(text, scene.room, "dim"))
     item = min(scene.view.item, len(found) - 1)
-    body = _opened(found[item], scene.room) if scene.view.opened else []
+    body = opened(found[item], scene.room) if scene.view.opened else []
     # The selected one and what it says come first; the list fills the rest around it.
     around = max(height - len(body) - 1, 1)
     first = max(0, min(item - around // 2, len(found) - around))
@@ -76,7 +73,8 @@ def findings(scene: Scene, height: int) -> Listed:
     return listed
 
 
-def _opened(row: FindingRow, room: int) -> list[Line]:
+def opened(row: FindingRow, room: int) -> list[Line]:
+    """A finding in full."""
     finding = row.finding
     lines = wrapped(finding.message, room, "bold", "    ")
     place = "" if finding.location is None else short_site(str(finding.location))
@@ -193,6 +191,43 @@ def _drawn(taken: Taken, rank: int | None, room: int, ascii_only: bool) -> tuple
     lines = wrapped(f"{head}: {render.summary(merge(stacks))}", room, "dim")
     lines += render.draw(stacks, look, code)
     return (*lines, *(render.draw_others(stacks, look, code) if rank is not None else ()))
+
+
+def outlier(scene: Scene) -> list[Line]:
+    """The stacks of the rank that is blamed."""
+    taken = scene.material.outlier
+    if taken is None or taken.trouble:
+        return []
+    from ddpdoctor.render import stacks as render
+
+    who = ", ".join(str(each.rank) for each in taken.stacks)
+    when = time.strftime("%H:%M:%S", time.localtime(taken.time))
+    look = render.Look(scene.room, scene.view.ascii_only)
+    title = f"stack of rank {who} at {when} (d)"
+    return [((title, "dim"),), *render.draw(taken.stacks, look, taken.code or {})]
+
+
+def gpus(scene: Scene) -> list[Line]:
+    """Each GPU: power, temperature, what its links carry, and who holds its memory."""
+    snapshot = scene.snapshot
+    several = len({gpu.node for gpu in snapshot.gpus}) > 1
+    ranks = {row.pid: row.rank for row in snapshot.ranks if row.pid is not None}
+    lines: list[Line] = [(("GPUs: power, temperature, links, processes", "dim"),)]
+    for gpu in snapshot.gpus:
+        name = f"{gpu.node}:{gpu.index}" if several else f"gpu {gpu.index}"
+        limit = f"/{units.watts(gpu.power_limit)}" if gpu.power_limit else ""
+        facts = [f"{units.watts(gpu.power)}{limit}", units.degrees(gpu.temperature)]
+        facts += [f"PCIe {units.size(gpu.pcie)}/s"] if gpu.pcie is not None else []
+        facts += [f"NVLink {units.size(gpu.nvlink)}/s"] if gpu.nvlink is not None else []
+        for pid, held in gpu.processes:
+            who = f"rank {ranks[pid]}" if pid in ranks else f"pid {pid}"
+            facts.append(f"{who} {units.size(held)}")
+        facts += gpu.throttle
+        text = "  ".join([*facts, gpu.problem] if gpu.problem else facts)
+        style = "warning" if gpu.throttle or gpu.problem else ""
+        head = f"{name} "
+        lines.append(((head, "bold"), (scene.cut(text, scene.room - columns(head)), style)))
+    return lines
 
 
 def machine(scene: Scene, height: int) -> list[Line]:

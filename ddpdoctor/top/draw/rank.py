@@ -35,7 +35,7 @@ def groups(rows: Sequence[RankRow]) -> list[Group]:
     """The groups, those of few ranks first: the odd one out is what a person looks for."""
     found: dict[tuple[str, str], list[RankRow]] = {}
     for row in rows:
-        found.setdefault((_doing(row), short_site(row.site)), []).append(row)
+        found.setdefault((doing(row), short_site(row.site)), []).append(row)
     merged = []
     for (what, site), members in found.items():
         ages = [row.since for row in members if row.since is not None and row.state not in _OVER]
@@ -44,7 +44,7 @@ def groups(rows: Sequence[RankRow]) -> list[Group]:
     return sorted(merged, key=lambda group: (len(group.ranks), group.ranks))
 
 
-def _doing(row: RankRow) -> str:
+def doing(row: RankRow) -> str:
     """What a rank does, in a few words."""
     if row.state in _OVER:
         return row.said or row.state
@@ -85,7 +85,7 @@ def group_line(group: Group, scene: Scene) -> Line:
 def activity(row: RankRow, processes: Sequence[str], room: int) -> list[Line]:
     """What one rank does, and the processes below it."""
     facts = [
-        ("doing", _doing(row)),
+        ("doing", doing(row)),
         ("at", short_site(row.site)),
         ("for", "" if row.since is None else units.duration(row.since)),
         ("collective", row.collective),
@@ -128,7 +128,7 @@ def _step(row: RankRow, scene: Scene) -> list[Line]:
     if scene.snapshot.median is not None and len(scene.snapshot.ranks) > 1:
         shown.append(("median", scene.snapshot.median))
     typical = scene.snapshot.median or row.times
-    longest = max(row.times.total, typical.total)
+    longest = bars.end(max(row.times.total, typical.total))
     width = max(room - _LABEL, 4)
     lines: list[Line] = [
         ((f"{label:<{_LABEL}}", "dim"), *bars.stacked(times, width, longest, scene.marks))
@@ -136,7 +136,7 @@ def _step(row: RankRow, scene: Scene) -> list[Line]:
     ]
     unit = units.unit_for(longest)
     legend = [
-        (f"{bars.LETTERS[phase]} {phase} {phase_cell(row.times, phase, unit)}", phase)
+        (f"{bars.glyph(phase, scene.marks)} {phase} {phase_cell(row.times, phase, unit)}", phase)
         for phase in PHASES
     ]
     lines += _legend(
@@ -162,7 +162,7 @@ def _legend(spans: Sequence[Span], room: int) -> list[Line]:
 
 
 def _now(row: RankRow) -> str:
-    text = _doing(row)
+    text = doing(row)
     if row.since is not None and row.state not in _OVER:
         text += f" for {units.duration(row.since)}"
     if row.site:
@@ -198,6 +198,8 @@ def _gpu(gpu: Gpu) -> str:
     if gpu.clock is not None:
         most = f" of {gpu.clock_max / 1e6:.0f}" if gpu.clock_max else ""
         facts.append(f"{gpu.clock / 1e6:.0f}{most} MHz")
+    facts += [f"PCIe {units.size(gpu.pcie)}/s"] if gpu.pcie is not None else []
+    facts += [f"NVLink {units.size(gpu.nvlink)}/s"] if gpu.nvlink is not None else []
     facts += [f"throttled: {reason}" for reason in gpu.throttle]
     facts += [f"{gpu.ecc_errors} ECC errors"] if gpu.ecc_errors else []
     return ", ".join([*facts, gpu.problem] if gpu.problem else facts)

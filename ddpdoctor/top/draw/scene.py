@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ddpdoctor.render.lines import Line, columns, shortened
 from ddpdoctor.top.draw.marks import Marks
+from ddpdoctor.top.history import Point
 from ddpdoctor.top.snapshot import RankRow, Snapshot
 from ddpdoctor.top.view import View, chosen
 
@@ -20,12 +21,14 @@ if TYPE_CHECKING:
 class Material:
     """What a screen shows beside the snapshot: it was asked for, or was seen over time."""
 
-    memory: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """Memory of each rank while the monitor looked on, oldest first."""
+    points: Sequence[Point] = ()
+    """The run over time, oldest first."""
     asked: tuple[str, ...] = ()
     """The lines that a key asked for: processes below a rank, how to attach, live runs."""
     taken: Taken | None = None
     """The stacks; None until they were taken."""
+    outlier: Taken | None = None
+    """Those of the rank that is blamed, as a wide screen shows them."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,49 @@ from ddpdoctor.top.snapshot import Snapshot
 from ddpdoctor.top.view import View
 
 
+def header(scene: Scene) -> Line:
+    """What the job is, how far and how fast: the script, and as many facts as fit."""
+    snapshot = scene.snapshot
+    job, age = snapshot.job, ""
+    if snapshot.started is not None:
+        age = units.duration(max(0.0, snapshot.time - snapshot.started))
+    script = job.script or snapshot.command
+    least = min(columns(script), 24)
+    facts, left = [], scene.room - least - 1
+    for fact in (age, *_progress(snapshot)):
+        if fact and columns(fact) + 2 <= left:
+            facts.append(fact)
+            left -= columns(fact) + 2
+    script = scene.cut(script, least + left)
+    spans: list[Span] = [(f" {script}", "bold")]
+    for fact in facts:
+        # Numbers stand out from what they are.
+        spans += [("  ", ""), (fact, "")]
+    return tuple(spans)
+
+
+def _progress(snapshot: Snapshot) -> Iterator[str]:
+    """How far the job is and how fast, the most needed first."""
+    job = snapshot.job
+    if job.step is not None:
+        of = f"/{job.steps}" if job.steps is not None else ""
+        yield f"step {job.step}{of}"
+    if job.rate is not None:
+        yield f"{units.figures(job.rate)} steps/s"
+    if job.epoch is not None:
+        of = f"/{job.epochs}" if job.epochs is not None else ""
+        yield f"epoch {job.epoch}{of}"
+    if job.samples_rate is not None:
+        yield f"{units.figures(job.samples_rate)} samples/s"
+    if job.left is not None and snapshot.live:
+        yield f"ETA {units.duration(job.left)}"
+    if job.loss is not None:
+        yield f"loss {job.loss:.4g}"
+    if job.attempt:
+        of = f" of {job.attempts}" if job.attempts is not None else ""
+        yield f"attempt {job.attempt + 1}{of}"
+
+
 def verdict(scene: Scene, most: int) -> list[Line]:
     """The verdict in at most ``most`` lines."""
     level = scene.snapshot.verdict.level
@@ -24,23 +67,37 @@ def verdict(scene: Scene, most: int) -> list[Line]:
         # One that fits as it is gets an ellipsis all the same: there is more.
         rows[most - 1 :] = [scene.cut(rows[most - 1] + " " * room, room)]
     heads = [head, *[" " * len(head)] * (len(rows) - 1)]
-    return [((each, style), (row, "bold")) for each, row in zip(heads, rows, strict=True)]
+    loud = style if style in ("warning", "error") else "bold"
+    return [((each, style), (row, loud)) for each, row in zip(heads, rows, strict=True)]
 
 
 def status(scene: Scene) -> Line:
     """The state of the run and of the monitor; on a narrow screen the first facts alone."""
     snapshot, view = scene.snapshot, scene.view
-    text = f" {_state(snapshot, view)}{', recording' if view.recording else ''}"
+    state = f" {_state(snapshot, view)}{', recording' if view.recording else ''} "
+    text = ""
     for fact in _facts(snapshot, view):
-        more = f" {scene.marks.dot} {fact}"
+        more = f"{scene.marks.dot} {fact} "
         # A shorter fact further on may still fit.
-        if columns(text) + columns(more) <= scene.room - 1:
+        if columns(state) + columns(text) + columns(more) <= scene.room:
             text += more
-    return ((scene.cut(text).ljust(scene.room), "status"),)
+    state = scene.cut(state)
+    rest = text.ljust(max(0, scene.room - columns(state)))
+    return ((state, _STATE_STYLES.get(snapshot.state, "status")), (rest, "status"))
+
+
+_STATE_STYLES = {
+    "hung": "grave",
+    "failing": "grave",
+    "failed": "grave",
+    "restarting": "warning meter",
+    "starting": "info meter",
+    "running": "good meter",
+}
 
 
 def _state(snapshot: Snapshot, view: View) -> str:
-    if view.paused:
+    if view.paused and not (view.position and snapshot.kind == "run" and not snapshot.live):
         return "PAUSED"
     if snapshot.kind == "demo":
         return "DEMO"
@@ -48,11 +105,15 @@ def _state(snapshot: Snapshot, view: View) -> str:
         return "REPLAY"
     if snapshot.kind == "machine":
         return "MACHINE"
-    if snapshot.live:
+    job, state = snapshot.job, snapshot.state
+    if state == "running":
         return "LIVE"
-    if snapshot.gone:
-        return "GONE"
-    return "ENDED" + ("" if snapshot.exit_status is None else f", status {snapshot.exit_status}")
+    if state == "restarting":
+        of = "" if job.attempts is None else f" of {job.attempts}"
+        after = " after" if any(row.state == "dead" for row in snapshot.ranks) else ","
+        return f"RESTARTING{after} attempt {job.attempt + 1}{of}"
+    known = snapshot.exit_status is not None and state in ("ended", "failed")
+    return state.upper() + (f", status {snapshot.exit_status}" if known else "")
 
 
 def _facts(snapshot: Snapshot, view: View) -> Iterator[str]:
@@ -75,16 +136,15 @@ def _facts(snapshot: Snapshot, view: View) -> Iterator[str]:
         yield f"{units.count(serious, 'finding')} (f)"
     yield from _of_the_view(snapshot, view)
     if ranks:
-        yield f"{len(ranks)} ranks"
-        if not dropped:
-            yield "dropped 0"
+        yield units.count(len(ranks), "rank")
 
 
 def _of_the_view(snapshot: Snapshot, view: View) -> Iterator[str]:
     """What is shown, and how."""
     if view.filter and not view.typing:
         yield f"filter {view.filter}"
-    yield snapshot.nvml or ("nvml ok" if snapshot.gpus else "no GPU")
+    if snapshot.nvml or not snapshot.gpus:
+        yield snapshot.nvml or "no GPU"
     if snapshot.run:
         yield snapshot.run
     if view.recording:

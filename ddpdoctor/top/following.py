@@ -1,13 +1,16 @@
-"""The machine that the monitor runs on, alone; and the newest run, whichever that is."""
+"""One run, alive or over; the newest run; and the machine while there is none."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.run import rundir
 from ddpdoctor.system.gpu.poller import Poller
 from ddpdoctor.top import hardware
+from ddpdoctor.top.finished import FinishedSource
 from ddpdoctor.top.live import LiveSource
 from ddpdoctor.top.snapshot import Snapshot, Verdict
 from ddpdoctor.top.source import Want
@@ -22,6 +25,7 @@ class MachineSource:
 
     def __init__(self, interval: float) -> None:
         self.interval = interval
+        self.replay = None
         self._meter = hardware.Meter()
         self._poller: Poller | None = None
 
@@ -40,11 +44,64 @@ class MachineSource:
             nvml=str(record["nvml"]),
         )
 
+    def history(self) -> Iterable[Snapshot]:
+        """There is none of a machine."""
+        return ()
+
     def close(self) -> None:
         """Let go of the driver."""
         if self._poller is not None:
             self._poller.close()
             self._poller = None
+
+
+class RunSource:
+    """One run: while it lives as it is, and then a replay of its steps.
+
+    Args:
+        path: The run directory.
+        interval: Seconds between frames.
+
+    Raises:
+        DoctorError: It is no run directory, or of a newer version.
+    """
+
+    def __init__(self, path: Path, interval: float) -> None:
+        self.interval = interval
+        self.path = path
+        self._live = LiveSource(path, interval)
+        self._over = None if rundir.is_live(path) else self._replay()
+
+    def _replay(self) -> FinishedSource:
+        return FinishedSource(self.path, self.interval, self._live)
+
+    @property
+    def live(self) -> bool:
+        """Whether the run lived when it was read last."""
+        return self._over is None
+
+    @property
+    def replay(self) -> FinishedSource | None:
+        """Its steps, once it is over."""
+        return self._over
+
+    def read(self, want: Want) -> Snapshot:
+        """The present frame."""
+        if self._over is not None:
+            return self._over.read(want)
+        snapshot = self._live.read(want)
+        # Of a directory that was removed there is nothing to play.
+        if not snapshot.live and snapshot.state != "gone":
+            self._over = self._replay()
+        return snapshot
+
+    def history(self) -> Iterator[Snapshot]:
+        """Frames from its beginning until now."""
+        return (self._over or self._replay()).history()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._live.close()
 
 
 class FollowingSource:
@@ -58,8 +115,13 @@ class FollowingSource:
 
     def __init__(self, interval: float) -> None:
         self.interval = interval
-        self._run: LiveSource | None = None
+        self._run: RunSource | None = None
         self._machine = MachineSource(interval)
+
+    @property
+    def replay(self) -> FinishedSource | None:
+        """The steps of a run that is over."""
+        return None if self._run is None else self._run.replay
 
     def read(self, want: Want) -> Snapshot:
         """The present frame."""
@@ -72,12 +134,16 @@ class FollowingSource:
             path = next(iter(rundir.live()), None)
             if path is None or (self._run is not None and path == self._run.path):
                 return
-            run = LiveSource(path, self.interval)
+            run = RunSource(path, self.interval)
         except (OSError, DoctorError):
             # Over, and gone, since it was listed; or of a newer version.
             return
         self.close()
         self._run = run
+
+    def history(self) -> Iterable[Snapshot]:
+        """Of the run, where there is one."""
+        return () if self._run is None else self._run.history()
 
     def close(self) -> None:
         """Close the files, and let go of the driver."""
