@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,11 +31,15 @@ def check(name: str) -> Path:
         raise DoctorError(f"--plot {name}: the name must end in .svg or .png")
     if not path.absolute().parent.is_dir() or path.is_dir():
         raise DoctorError(f"--plot {name}: there is no such directory to write a file to")
-    if path.suffix.lower() == ".png" and importlib.util.find_spec("PIL") is None:
-        raise DoctorError(
-            f"--plot {name}: PNG needs Pillow, which is not installed",
-            "pip install 'ddpdoctor[plot]', or name a file that ends in .svg",
-        )
+    if path.suffix.lower() == ".png":
+        try:
+            png(())
+        except (ImportError, OSError, TypeError):
+            # Before 10.1 its font has one size.
+            raise DoctorError(
+                f"--plot {name}: PNG needs Pillow 10.1 or later, which is not installed",
+                "pip install 'ddpdoctor[plot]', or name a file that ends in .svg",
+            ) from None
     return path
 
 
