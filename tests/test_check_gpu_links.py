@@ -76,7 +76,8 @@ def test_a_board_that_shares_its_lanes_is_no_fault(tmp_path: Path) -> None:
         return [outcome.status.value, *(finding.about for finding in outcome.findings)]
 
     assert lanes(16, 16) == ["pass"]
-    assert lanes(8, 8) == ["pass", "lanes 0", "lanes 1"]
+    # Both alike, so that one finding says it.
+    assert lanes(8, 8) == ["pass", "lanes 0"]
     assert lanes(8) == ["pass", "lanes 0"]
     assert lanes(16, 8) == ["warn", "lanes 1"]
     assert lanes(4) == ["warn", "lanes 0"]

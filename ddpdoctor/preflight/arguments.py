@@ -145,6 +145,9 @@ def _options(values: Mapping[str, str], given: Given, environ: Mapping[str, str]
     endpoint = values.get("--rdzv-endpoint", "")
     if not endpoint and "--master-addr" in values:
         endpoint = f"{values['--master-addr']}:{values.get('--master-port', '') or DEFAULT_PORT}"
+    elif nnodes == 1 and not endpoint and "--master-port" in values:
+        # torchrun's own address.
+        endpoint = f"127.0.0.1:{values['--master-port'] or DEFAULT_PORT}"
     try:
         _ = endpoint and split_endpoint(endpoint)
     except ValueError:

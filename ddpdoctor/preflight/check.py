@@ -14,6 +14,7 @@ from functools import partial, wraps
 from typing import Any, Literal
 
 from ddpdoctor.core.finding import Finding, Severity, to_record
+from ddpdoctor.preflight.alike import merged
 from ddpdoctor.preflight.situation import Situation
 
 LIMIT = 10.0
@@ -162,7 +163,7 @@ def check(
                 outcome = run(situation)
             except Skip as reason:
                 return skipped(str(reason))
-            findings = tuple(replace(each, code=code) for each in outcome.findings)
+            findings = tuple(replace(each, code=code) for each in merged(outcome.findings))
             return replace(outcome, findings=findings)
 
         if name in CHECKS or any(other.code == code for other in CHECKS.values()):

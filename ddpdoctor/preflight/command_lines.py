@@ -83,7 +83,8 @@ def corrected_line(
         place = place if port is None else replace(place, port=port)
         return check_line(place, situation.nproc if nproc is None else nproc)
     found = [] if nproc is None else ["--nproc-per-node", str(nproc)]
-    if port is not None and situation.options.endpoint and situation.endpoint:
+    local = situation.options.endpoint.startswith("127.0.0.1:")
+    if port is not None and situation.endpoint and situation.options.endpoint and not local:
         found += ["--rdzv-endpoint", joined_endpoint(situation.endpoint[0], port)]
     elif port is not None:
         found += ["--master-port", str(port)]

@@ -52,15 +52,15 @@ def checkpoint_dir(situation: Situation) -> Outcome:
     if folder is None:
         return skipped("no folder named: --checkpoint-dir DIR tests it")
     try:
-        problem, free, inodes = bounded(lambda: _try(folder), PATIENCE)
+        problem, free, inodes = bounded(lambda: written_to(folder), PATIENCE)
     except TimeoutError:
         return judged(f"{folder} does not answer", [_dead(folder)])
     detail = f"wrote, synchronized and renamed {shown(SAMPLE)}; {shown(free)} free"
     return judged(problem or detail, _findings(folder, problem, free, inodes))
 
 
-def _try(folder: Path) -> tuple[str, int, int]:
-    """What went wrong, bytes free, and inodes free (-1 if there is no such number)."""
+def written_to(folder: Path) -> tuple[str, int, int]:
+    """Write a file and remove it: what went wrong, bytes free, inodes free (-1 if not known)."""
     try:
         facts = os.statvfs(folder)
     except OSError as error:
@@ -72,6 +72,8 @@ def _try(folder: Path) -> tuple[str, int, int]:
         problem = "no file can be made there"
     except OSError as error:
         problem = _words(error)
+        if error.errno == errno.ENOSPC and facts.f_files and not facts.f_favail:
+            problem = "its file system has no inodes left for another file"
     return problem, facts.f_bavail * facts.f_frsize, facts.f_favail if facts.f_files else -1
 
 
@@ -129,7 +131,7 @@ def _findings(folder: Path, problem: str, free: int, inodes: int) -> Iterator[Fi
             fix="Make it, or choose another one." if missing else "Choose another folder.",
             paste=typed("mkdir -p {}", folder)
             if missing
-            else typed("ls -ld {0}; df -h {0}", folder),
+            else typed("ls -ld {0}; df -h {0}; df -i {0}", folder),
         )
     elif free < LEAST or inodes == 0:
         without = "" if inodes else ", and no inodes for another file"

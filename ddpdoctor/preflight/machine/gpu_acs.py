@@ -104,8 +104,10 @@ def _findings(situation: Situation, on: list[Port], ports: int) -> Iterator[Find
         evidence=tuple(f"{port.address}: ACS control {port.control:#06x}" for port in on[:8]),
         fix="Turn it off until the next boot, or for good in the BIOS; not where virtual machines "
         "get devices of their own:",
-        paste="; ".join(
-            typed("sudo setpci -v -s {} ECAP_ACS+0x6.w=0000", port.address) for port in on
+        paste=typed(
+            f"for port in {' '.join(['{}'] * len(on))}; do "
+            "sudo setpci -v -s $port ECAP_ACS+0x6.w=0000; done",
+            *(port.address for port in on),
         ),
         about="acs",
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+from ddpdoctor.core import opening
 from ddpdoctor.core.finding import Finding, Location
 from ddpdoctor.preflight.check import Outcome, check, failure, judged, passed, skipped, typed
 from ddpdoctor.preflight.situation import Situation
@@ -22,6 +23,9 @@ _SEARCHED = frozenset({"path", "modules", "meta_path", "path_hooks"})
 
 _CHANGING = frozenset({"rootutils", "pyrootutils"})
 """Packages whose purpose is to change ``sys.path``."""
+
+MOST_MODULES = 200
+"""Modules of the project that are read for their imports."""
 
 _LEVELS = 4
 """How many folders above the script are looked at for a module that is not found."""
@@ -177,7 +181,8 @@ def script(situation: Situation) -> Outcome:
 
     What it finds
         A script or module that cannot be found or read, a syntax error, or a top-level import of a
-        module that this Python does not have.
+        module that this Python does not have, in the script or in a module beside it that it
+        imports.
 
     Why it is bad
         Every rank spends seconds importing torch before it fails, and the message is printed once
@@ -284,15 +289,38 @@ def _examined(path: Path, source: bytes, folder: Path) -> Outcome:
     modules: dict[str, Import] = {}
     for each in found.certain:
         modules.setdefault(each.module, each)
-    missing = [each for name, each in modules.items() if not exists(name, folder)]
+    missing = [(path, each) for name, each in modules.items() if not exists(name, folder)]
+    if not found.cut:
+        missing += _missing_inside(list(modules), folder)
     until = " up to where sys.path is changed" if found.cut else ""
     if not missing:
         imports = f"{len(modules)} imports{until}"
         return passed(f"{path.name} parses, and its {imports} are there; it was not run")
     return judged(
         f"{len(missing)} of {len(modules)} imports of {path.name}{until} are missing",
-        [_missing(path, folder, each) for each in missing],
+        [_missing(source, folder, each) for source, each in missing],
     )
+
+
+def _missing_inside(modules: list[str], folder: Path) -> list[tuple[Path, Import]]:
+    """What modules of the script's own folder, and those that they import, import in vain."""
+    missing, seen, left = [], set(modules), list(modules)
+    while left and len(seen) < MOST_MODULES:
+        name = left.pop()
+        for path in (folder / f"{name}.py", folder / name / "__init__.py"):
+            try:
+                tree = ast.parse(opening.contents(path, opening.MOST_PARSED, links=True))
+            except (OSError, SyntaxError, ValueError, RecursionError):
+                # What does not parse here may be made for another Python: it is not judged.
+                continue
+            for each in imports_of(tree, folder).certain:
+                if each.module not in seen:
+                    seen.add(each.module)
+                    left.append(each.module)
+                    if not exists(each.module, folder):
+                        missing.append((path, each))
+            break
+    return missing
 
 
 def _missing(path: Path, folder: Path, each: Import) -> Finding:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.preflight.check import Outcome, check, finding, judged, typed
+from ddpdoctor.preflight.check import Outcome, check, finding, judged, note, typed
 from ddpdoctor.preflight.situation import Situation, names, text, visible_gpus
 
 OFF = frozenset({"", "0", "false", "off", "no"})
@@ -30,10 +30,17 @@ class _Leftover(NamedTuple):
     fabric: bool = False
     severity: Severity = Severity.WARNING
 
+    def _is_on(self, value: str) -> bool:
+        value = value.strip()
+        return value.upper() == self.value if self.value else value.lower() not in OFF
+
+    def elsewhere(self, value: str, situation: Situation) -> bool:
+        """Whether it would hurt on a machine with GPUs, and this one has none."""
+        return self.gpus[1] > 0 and self._is_on(value) and not situation.shared(visible_gpus)
+
     def hurts(self, value: str, situation: Situation) -> bool:
         """Whether a value of it slows down or breaks jobs on this machine."""
-        value = value.strip()
-        on = value.upper() == self.value if self.value else value.lower() not in OFF
+        on = self._is_on(value)
         fabric = situation.options.nnodes > 1 and names(situation.sys / "class" / "infiniband")
         least, most = self.gpus
         return (
@@ -104,13 +111,13 @@ def variables(situation: Situation) -> Outcome:
         Right: `NCCL_P2P_DISABLE=1 torchrun ...` for one test.
 
     When it stays silent
-        Where the variable has no effect: NCCL's variables without GPUs or with one GPU,
-        NCCL_IB_DISABLE without InfiniBand or on one node, CUDA_LAUNCH_BLOCKING without a GPU.
+        Where the variable has no effect: NCCL's variables with one GPU, NCCL_IB_DISABLE without
+        InfiniBand or on one node. Without GPUs it is information.
     """
     sources = {"the environment": situation.environ, **_files(situation)}
     known = len({each.name for each in _LEFTOVERS})
     findings = list(_findings(situation, sources))
-    about = ", ".join(each.about for each in findings)
+    about = ", ".join(each.about for each in findings if each.severity > Severity.INFO)
     return judged(about or f"none of {known} known ones is set where it hurts", findings)
 
 
@@ -118,6 +125,12 @@ def _findings(situation: Situation, sources: Mapping[str, Mapping[str, str]]) ->
     for each in _LEFTOVERS:
         for source, values in sources.items():
             value = values.get(each.name)
+            if value is not None and each.elsewhere(value, situation):
+                yield note(
+                    f"{each.name}={value} is set; where there are GPUs, {each.effect}",
+                    evidence=(f"it is set in {source}",),
+                    about=each.name,
+                )
             if value is None or not each.hurts(value, situation):
                 continue
             inside = source == "the environment"
