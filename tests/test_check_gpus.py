@@ -260,8 +260,7 @@ def test_lost_gpus_are_named_and_the_others_are_tested(gpus: Gpus) -> None:
     told = gpus.check("nvmlDeviceGetHandleByIndex 2 15", "nvmlDeviceGetMemoryInfo_v2 5 15")
     assert told["gpu-driver"]["detail"] == "6 of 8 GPUs answer, driver 570.86.15"
     assert messages(told, "gpu-driver") == [
-        "GPU 2 does not answer: the GPU is lost: it fell off the bus",
-        "GPU 5 does not answer: the GPU is lost: it fell off the bus",
+        "GPUs 2,5 do not answer: the GPU is lost: it fell off the bus",
     ]
     assert told["gpu-links"]["status"] == "pass"
     forbidden = gpus.check("nvmlDeviceGetHandleByIndex 2 4")

@@ -44,7 +44,9 @@ def test_the_quota_of_a_container_counts(machine: Machine) -> None:
     outcome = cores.cores(eight)
     assert outcome.status is Status.WARN
     assert messages(outcome) == ["8 ranks will share 1.5 cores and wait for each other"]
-    assert outcome.findings[0].paste == "docker run --cpus=8 ..."
+    assert outcome.findings[0].paste == "ddpdoctor run --nproc-per-node 1 -- train.py"
+    machine.write(".dockerenv", "")
+    assert cores.cores(eight).findings[0].paste == "docker run --cpus=8 ..."
     slurm = machine.situation(Options(nproc=8), environ={"SLURM_JOB_ID": "1"})
     assert cores.cores(slurm).findings[0].paste == "#SBATCH --cpus-per-task=8"
 
