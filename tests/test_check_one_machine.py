@@ -51,7 +51,7 @@ def test_a_full_file_system_and_one_without_inodes(
     situation = Situation(Options(checkpoint_dir=tmp_path), environ={"TMPDIR": str(tmp_path)})
     (finding,) = checkpoints.checkpoint_dir(situation).findings
     assert finding.message.endswith("its file system is full")
-    monkeypatch.setattr(checkpoints.os, "statvfs", lambda _: Without)
+    monkeypatch.setattr(os, "statvfs", lambda _: Without)
     (finding,) = checkpoints.checkpoint_dir(situation).findings
     assert finding.message.endswith("its file system has no inodes left for another file")
     assert f"df -i {tmp_path}" in finding.paste
