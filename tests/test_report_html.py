@@ -189,6 +189,22 @@ def test_what_was_not_measured_is_listed(tmp_path: Path) -> None:
     assert "memory and GPUs over time: the run has no record of them" in found["gaps"]
 
 
+def test_a_damaged_directory_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
+    manifest = {"command": 5, "versions": "new", "cwd": [], "id": {}, "started": "soon"}
+    run = write_run(tmp_path / "run", 2, 20, manifest=manifest)
+    vitals = (run / "vitals.jsonl").read_bytes()
+    odd = b'{"kind":"vitals","time":1,"restart":0,"gpus":[["a",0,NaN,1e999,null,1,1]]}'
+    crowd = json.dumps([[rank, rank, None, None] for rank in range(200)]).encode()
+    many = b'{"kind":"vitals","time":2,"restart":0,"ranks":%b}' % crowd
+    (run / "vitals.jsonl").write_bytes(vitals + b"\n".join((odd, many, b"[" * 999, b"")))
+    with (run / "rank-0000.r0.jsonl").open("ab") as journal:
+        journal.write(b'{"kind":"step","step":999999999999999,"start":1}\n' + b"x" * 5000)
+    found = content(written(run))
+    assert found["series"]["edges"][0] == 0
+    assert found["vitals"]["ranks"] == ["least", "median", "most"]
+    assert len(found["vitals"]["curves"]["rss"]) == 3
+
+
 def test_a_hang_is_marked_with_its_time(tmp_path: Path) -> None:
     hang = HangRecord(time=T0 + 60_000 * MS, number=1, restart=0, seconds=31.0)
     run = write_run(tmp_path / "run", 2, 20, supervisor=[hang], status=None)

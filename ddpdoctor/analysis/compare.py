@@ -185,7 +185,8 @@ def _file(name: str, old: str | None, new: str | None) -> Fact:
 
 
 def _command(run: Run) -> str:
-    return shlex.join(str(word) for word in run.manifest.get("command", ()))
+    command = run.manifest.get("command")
+    return shlex.join(map(str, command)) if isinstance(command, list) else ""
 
 
 def _nodes(run: Run) -> str:

@@ -159,7 +159,8 @@ class Reporter:
 
 def script(run: Run) -> str:
     """The file that the job runs, in full."""
-    words = [str(word) for word in run.manifest.get("command", ())]
+    command = run.manifest.get("command")
+    words = [str(word) for word in command] if isinstance(command, list) else []
     script = next((word for word in words if word.endswith(".py")), words[-1] if words else "")
     return os.path.join(str(run.manifest.get("cwd", "")), script)
 

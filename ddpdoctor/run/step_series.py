@@ -27,6 +27,9 @@ MOST_READ = 512 << 20
 _SAMPLE = 2048
 """Bytes that are read of a column: half a dozen steps."""
 
+_MOST_HEAD = 64 << 20
+"""Bytes in which the first step of a journal is looked for."""
+
 _CHUNK = 1 << 20
 _OVERLAP = 1 << 10
 """Bytes of the longest line of a step."""
@@ -181,7 +184,7 @@ class _Journal:
         for path in self._paths:
             size = _size(path)
             # The head of a segment has what must not be lost, a quarter of it at most.
-            for place in range(0, size, _CHUNK):
+            for place in range(0, min(size, _MOST_HEAD), _CHUNK):
                 head = _NUMBER.search(_part(path, place, _CHUNK))
                 if head is not None:
                     numbers.append(int(head[1]))

@@ -180,9 +180,11 @@ def environment(run: Run) -> list[list[str]]:
     manifest = run.manifest
     kept = code.read(run.path)
     opened = next((rank.opened for rank in run.last if rank.opened.versions), None)
-    versions = {**manifest.get("versions", {}), **(opened.versions if opened else {})}
+    given = manifest.get("versions")
+    versions = {**(given if isinstance(given, dict) else {}), **(opened.versions if opened else {})}
     hosts = sorted({rank.opened.host for rank in run.last if rank.opened.host})
-    words = [str(word) for word in manifest.get("command", ())]
+    command = manifest.get("command")
+    words = [str(word) for word in command] if isinstance(command, list) else []
     found = [
         ("run", str(manifest.get("id") or run.path.name)),
         ("records", str(run.path)),

@@ -48,19 +48,18 @@ function padded(low, high) {
 function machineSection(report) {
   const { times, ranks, gpus, curves } = report.vitals;
   if (times.length < 2) return null;
-  const names = ranks.map((rank) => (typeof rank === "number" ? `rank ${rank}` : rank));
   const draw = (title, hint, labels, table, format, factor = 1) => table.length && chart(title, hint, "time", () => {
     const scaled = table.map((curve) => curve.map((value) => (value === null ? null : value * factor)));
     return lines(labels, scaled, times, scaled.length > FEW ? [] : scaled.map((_, place) => place), format);
   }, { format, height: 160, overlay: (plot) => hung(plot, report.hangs) });
   const gib = (value) => `${figures(value)} GiB`;
   const drawn = [
-    draw("GPU memory given out by torch", "of each rank", names, curves.allocated, gib, 2 ** -30),
+    draw("GPU memory given out by torch", "of each rank", ranks, curves.allocated, gib, 2 ** -30),
     draw("GPU memory in use", "of each GPU, by all processes", gpus, curves.memory, gib, 2 ** -30),
     draw("GPU utilization", "share of time in which a kernel ran: waiting in NCCL is one", gpus, curves.utilization, (value) => `${value.toFixed(0)} %`, 100),
     draw("GPU power", "", gpus, curves.power, (value) => `${value.toFixed(0)} W`),
     draw("GPU temperature", "", gpus, curves.temperature, (value) => `${value.toFixed(0)} \u00b0C`),
-    draw("Memory of processes", "of each rank, without its workers", names, curves.rss, gib, 2 ** -30),
+    draw("Memory of processes", "of each rank, without its workers", ranks, curves.rss, gib, 2 ** -30),
   ].filter(Boolean);
   return drawn.length ? section("machine", "Memory and GPUs", "Over the time since the start.", drawn) : null;
 }

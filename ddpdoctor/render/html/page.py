@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import math
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,8 @@ def _steerless(value: Any) -> Any:
         return {shown(str(key)): _steerless(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_steerless(each) for each in value]
-    return value
+    # JSON has no word for NaN and infinity.
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _policy(script: str, style: str) -> str:
