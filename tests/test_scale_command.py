@@ -100,11 +100,18 @@ def test_published_figures_need_no_job(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_old_directories_of_runs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rundir, "private_base", lambda: tmp_path)
+    live = rundir.create_series(None)
+    live.rename(tmp_path / "scale-0")
+    (tmp_path / "scale-0" / "001").mkdir()
+    lock = rundir.Lock(tmp_path / "scale-0" / "001")
     for _ in range(rundir.KEEP_SERIES + 3):
         newest = rundir.create_series(None)
-    left = sorted(tmp_path.iterdir())
-    assert len(left) == rundir.KEEP_SERIES
-    assert newest in left
+    left = {each.name for each in tmp_path.iterdir()}
+    assert {newest.name, "scale-0"} <= left
+    assert len(left) == rundir.KEEP_SERIES + 1
+    lock.close()
+    rundir.create_series(None)
+    assert not (tmp_path / "scale-0").exists()
 
 
 def given(*passed: tuple[str, str], rest: Sequence[str] = ("train.py",)) -> Given:

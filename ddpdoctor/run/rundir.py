@@ -183,7 +183,8 @@ def create_series(chosen: str | None) -> Path:
         return create(chosen)
     base = private_base()
     for old in sorted(base.glob("scale-*"))[: 1 - KEEP_SERIES]:
-        shutil.rmtree(old, ignore_errors=True)
+        if not any(map(is_live, old.iterdir())):
+            shutil.rmtree(old, ignore_errors=True)
     path = base / f"scale-{_fresh_name()}"
     _private(path)
     return path
