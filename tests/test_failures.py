@@ -18,9 +18,10 @@ import pytest
 from ddpdoctor.commands import report
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.failures import TABLE, Failure, Weight, recognise
-from ddpdoctor.failures.lines import clean, rank_of_file, split_line, time_of
+from ddpdoctor.failures.lines import clean, rank_of_file, time_of
 from ddpdoctor.failures.log import read
 from ddpdoctor.failures.model import Known
+from ddpdoctor.failures.prefixes import split_line
 from ddpdoctor.failures.verdict import findings
 
 LOGS = Path(__file__).parent / "logs"

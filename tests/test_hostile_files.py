@@ -22,7 +22,7 @@ from ddpdoctor.core import opening
 from ddpdoctor.core.finding import Finding, Location, Severity
 from ddpdoctor.failures.lines import LONGEST
 from ddpdoctor.failures.log import read
-from ddpdoctor.failures.sources import chunks
+from ddpdoctor.failures.sources import logs_of
 from ddpdoctor.render import console
 from ddpdoctor.run import mapped, rundir
 from ddpdoctor.run.journal import Journal
@@ -414,7 +414,7 @@ def test_of_a_sparse_log_the_end_is_read(tmp_path: Path, monkeypatch: pytest.Mon
         file.truncate(1 << 40)
         file.seek(0, os.SEEK_END)
         file.write(b"\nValueError: no\n")
-    data = b"".join(chunks(str(path)))
+    data = b"".join(piece for _, pieces in logs_of(str(path)) for piece in pieces)
     assert len(data) == 1 << 20
     assert data.endswith(b"ValueError: no\n")
 

@@ -276,23 +276,30 @@ def _report_logs(given: Given) -> list[Finding]:
     sightings: list[Sighting] = []
     size = 0
     common = os.path.commonpath([os.path.abspath(name) for name in names]) if names else ""
-    for place, name in enumerate(names):
-        shown = "stdin" if name == "-" else name
-        if len(names) > 1 and name != "-":
-            shown = os.path.relpath(os.path.abspath(name), common)
-        reader = LogReader(shown, place)
-        for chunk in sources.chunks(name):
-            reader.feed(chunk)
-        sightings += reader.close()
-        size += reader.size
+    files = 0
+    for name in names:
+        for inside, chunks in sources.logs_of(name):
+            reader = LogReader(_shown(inside, common if len(names) > 1 else ""), files)
+            for chunk in chunks:
+                reader.feed(chunk)
+            sightings += reader.close()
+            size += reader.size
+            files += 1
     found = verdict.findings(sightings)
     if _print_for_tools(given, found, os.path.abspath(names[0])):
         return found
     for finding in found:
         print(_text(finding, 0.0, None))
     amount = f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
-    _print([f"{summary.count(found)} in {count(len(names), 'file')}, {amount}"])
+    _print([f"{summary.count(found)} in {count(files, 'file')}, {amount}"])
     return found
+
+
+def _shown(name: str, common: str) -> str:
+    """A log's name as it is printed: relative to where all of them are."""
+    if name == "-":
+        return "stdin"
+    return os.path.relpath(os.path.abspath(name), common) if common else name
 
 
 # -- output

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ddpdoctor.failures import endings, nccl, rendezvous, resources, script
 from ddpdoctor.failures.model import Failure, Page, Weight
-
-TABLE: tuple[Failure, ...] = (
-    *rendezvous.FAILURES,
-    *resources.FAILURES,
-    *nccl.FAILURES,
-    *script.FAILURES,
-    *endings.FAILURES,
-)
-"""All of them; of two that match one line at the same weight, the first one counts."""
+from ddpdoctor.failures.table import TABLE
 
 
 def recognise(text: str, traceback: str = "") -> tuple[Failure, Mapping[str, str]] | None:
@@ -27,6 +18,9 @@ def recognise(text: str, traceback: str = "") -> tuple[Failure, Mapping[str, str
     best: tuple[Failure, Mapping[str, str]] | None = None
     for failure in TABLE:
         if best is not None and failure.weight <= best[0].weight:
+            continue
+        if traceback and failure.weight == Weight.REMARK:
+            # Every exception calls itself an error.
             continue
         groups = failure.match(text, traceback)
         if groups is not None:

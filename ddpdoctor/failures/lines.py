@@ -1,4 +1,4 @@
-"""Lines of a job's output: whose they are, when they were written, what they say."""
+"""Lines of a job's output: when they were written, what they say."""
 
 from __future__ import annotations
 
@@ -6,23 +6,21 @@ import os
 import re
 import time
 from pathlib import PurePath
-from typing import NamedTuple
 
 from ddpdoctor.core.opening import whole
 from ddpdoctor.core.user_code import user_file
+from ddpdoctor.failures.prefixes import without_bar
 
 LONGEST = 1 << 16
 """Bytes of a line that are looked at: to search one of megabytes takes seconds."""
 
+HEAD = "Traceback (most recent call last)"
+_GLUED = re.compile(rf'(?<=\S)(?=  File "|{re.escape(HEAD)})')
+_FIRST = 100
+"""Texts of a line that overwrote each other: of more, those in the middle are not looked at."""
+
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
-_MARK = re.compile(
-    r"\[rank(?P<rank>\d+)\]:[ ]?"  # torch's own, of an uncaught exception or a log line
-    r"|\[[A-Za-z_]+(?P<role>\d+)\]:[ ]?"  # torchrun --tee: role and local rank
-    r"|\[\d+,(?P<mpi>\d+)\]<std(?:err|out)>:[ ]?"  # mpirun --tag-output
-    r"|(?P<task>\d{1,5}): "  # srun --label
-)
-_RANK_WORD = re.compile(r"\[Rank (\d+)\]")
-_GLOG = re.compile(r"\b[IWEF](\d\d)(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})")
+_GLOG = re.compile(r"\b[IWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})")
 _ISO = re.compile(r"\b(\d{4})-(\d\d)-(\d\d)[T _](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")
 _OF_FILE = re.compile(r"(?:^|[^a-z])rank[-_ ]?(\d{1,5})(?!\d)", re.IGNORECASE)
 _TORCHRUN_FILE = re.compile(r"^(?:stderr|stdout)\.log$|^error\.json$")
@@ -30,22 +28,8 @@ _LIBRARY = re.compile(r"[/\\]lib(?:64)?[/\\]python\d|[/\\](?:site|dist)-packages
 _SOURCE = re.compile(
     r"\[enforce fail at [^\]]*\][\s.]*|"
     r"\[/[^\]]*\.(?:cc|cpp|h):\d+\]\s*|\s*\[(?=[^\]]*[.:])[\da-fA-F.:]+\](?::\d+)?(?=[\s.:]|$)"
-    r"|\[?[IWEF]\d{4} [\d:.]+ \S+\]\s*"
+    r"|\[?[IWEF](?:\d{3,4} [\d:.]+ (?:\d+ )?| )\S+\]\s*"
 )
-
-
-class Line(NamedTuple):
-    """A line of output, split.
-
-    Attributes:
-        rank: Whose it is, None if it does not say.
-        uncaught: torch's own mark stands before it, as before each line of an uncaught exception.
-        text: What is left without marks and control characters.
-    """
-
-    rank: int | None
-    uncaught: bool
-    text: str
 
 
 def clean(raw: bytes) -> str:
@@ -53,27 +37,36 @@ def clean(raw: bytes) -> str:
 
     Invalid UTF-8 becomes replacement characters. Of a line that is too long both ends are left.
     """
-    raw = raw.rstrip(b"\r\n").rpartition(b"\r")[2]
+    return _text(raw.rstrip(b"\r\n").rpartition(b"\r")[2])
+
+
+def segments(raw: bytes) -> list[str]:
+    """The texts of a raw line that a terminal would have shown, one over the other or not.
+
+    Bars redraw themselves behind a carriage return; errors stand before and after them. What was
+    printed behind a bar is a text by itself, and so is each line of
+    one that was quoted.
+    """
+    parts = raw.rstrip(b"\r\n").split(b"\r")
+    texts = [without_bar(_text(part)) for part in parts[:_FIRST] + parts[_FIRST:][-_FIRST:]]
+    if len(parts) > 1:
+        texts = [text for text in texts if text] or [""]
+    return [line for text in texts for line in _unquoted(text)]
+
+
+def _unquoted(text: str) -> list[str]:
+    """The lines within one: of a traceback in JSON or a ``repr``, and of those glued together."""
+    if text.startswith('{"log":"') or (HEAD in text and "\\n" in text):
+        text = text.replace("\\n", "\n").replace('\\"', '"').removeprefix('{"log":"')
+    elif text.count(HEAD) > 1 or text.count('  File "') > 1:
+        text = _GLUED.sub("\n", text)
+    return text.split("\n")
+
+
+def _text(raw: bytes) -> str:
     if len(raw) > LONGEST:
         raw = raw[: LONGEST // 2] + b" ... " + raw[-LONGEST // 2 :]
     return _CONTROL.sub("", raw.decode("utf-8", "replace"))
-
-
-def split_line(text: str) -> Line:
-    """A clean line without the marks that torch, torchrun, srun or mpirun put before it."""
-    rank: int | None = None
-    uncaught = False
-    while (mark := _MARK.match(text)) is not None:
-        text = text[mark.end() :]
-        number = next(whole(value) for value in mark.groups() if value is not None)
-        if mark["rank"] is not None:
-            # The global rank; the others may count per node.
-            return Line(number, True, text)
-        rank = number if rank is None else rank
-    word = _RANK_WORD.search(text)
-    if word is not None and rank is None:
-        rank = whole(word[1])
-    return Line(rank, uncaught, text)
 
 
 def rank_of_file(path: str) -> int | None:

@@ -10,28 +10,10 @@ from dataclasses import dataclass
 from ddpdoctor.core.finding import Location
 from ddpdoctor.core.opening import whole
 from ddpdoctor.failures import Failure, Weight, recognise
-from ddpdoctor.failures.lines import clean, rank_of_file, split_line, time_of
-from ddpdoctor.failures.tracebacks import HEAD, Printed, Tracebacks
-
-ANCHORS = tuple(
-    text.encode()
-    for text in (
-        HEAD, "Error: ", "error: ", "what():", "exitcode", "terminate called", "bus error",
-        "Watchdog caught", "monitoredBarrier", "NCCL WARN", "NCCL error", "no socket interface",
-        "NET/IB", "libibverbs", "NCCL_IB_DISABLE", "Duplicate GPU", "Multiple Ranks",
-        "willRetry=0", "unexpected pos", "find_unused_parameters=True was", "to perform barrier",
-        "launch is deprecated", "TCPStore", "should dump", "failed to recv", "ibv_",
-        "communicator is aborted", "communicator was aborted", "remote process exited",
-        "Aborting process on rank", "NCCL operation timed out",
-    )
-)  # fmt: skip
-"""A line outside of tracebacks is looked at only if it holds one of these."""
-
-MOST = 500
-"""Lines that one anchor may bring: a log that repeats itself for hours says nothing new."""
-
-LATER = 4
-"""Lines of each block that it may bring from then on, the last ones."""
+from ddpdoctor.failures.anchors import Scan
+from ddpdoctor.failures.lines import clean, rank_of_file, segments, time_of
+from ddpdoctor.failures.prefixes import Line, split_line
+from ddpdoctor.failures.tracebacks import Printed, Tracebacks
 
 WENT_ON = 3
 """Plain lines of the same rank after a failure, by which it is known to have been caught."""
@@ -43,7 +25,7 @@ _BLOCK = 1 << 18
 _LONGEST = 1 << 22
 """Bytes of a line; a longer one is cut."""
 
-_EARLIER = 1_500
+_EARLIER = 4_000
 """Bytes before a line in which its time and its rank are looked for."""
 
 _SUMMARY_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
@@ -52,15 +34,16 @@ _LOCAL_RANK = re.compile(r"local_rank: (\d+)")
 _COMPLAINT = re.compile(
     r"^\s|^$|[Ee]rror|[Ww]arn|[Ff]ailed|[Ff]ailure|Traceback|Exception|terminate called|srun|slurm"
     r"|destroy_process_group|resource_tracker|^[=\-]{4}|^\[\d+\]:$|[Kk]illed|[Aa]bort|core dumped"
-    r"|Root Cause|FAILED|^\[?[IWEF]\d{4} |SIG[A-Z]{3}|exited|Current thread|frame #|leaked"
+    r"|Root Cause|FAILED|^\[?[IWEF](?:\d{3,4} | \S+\.cpp)|SIG[A-Z]{3}"
+    r"|exited|Current thread|frame #|leaked|^\s*[|+*]|^<NO_OTHER|^Failures:|^\.\.\.|^terminate"
 )
 """What is written where a job ends, beside what a healthy one writes."""
 
 
 _REPORTED = re.compile(
     r"^(?:[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Warning)\b|\s*what\(\)|terminate called"
-    r"|slurmstepd|srun:|ERROR:|\s*exitcode\s*:|\[?[IWEF]\d{4} |\[Rank \d)|: error: |NCCL WARN"
-    r"|NCCL INFO|Warning: |\(exitcode: "
+    r"|slurmstepd|srun:|ERROR:|\s*exitcode\s*:|\[?[IWEF](?:\d{3,4} | \S+\.cpp)|\[Rank \d)"
+    r"|: error: |NCCL WARN||NCCL INFO|Warning: |\(exitcode: "
 )
 """How a failure reports itself; other lines that speak of one are the job's own remarks."""
 
@@ -81,6 +64,9 @@ class Sighting:
         final: It ended its process, as far as can be seen: nothing plain was written after it.
         location: The innermost line of the user's code, for exceptions.
         traceback: The whole text of it.
+        who: The process or node that the line's prefix names.
+        bare: An exception without a traceback, which may be a remark.
+        woven: Its traceback is mixed up with those of others.
     """
 
     failure: Failure | None
@@ -94,13 +80,18 @@ class Sighting:
     final: bool = True
     location: Location | None = None
     traceback: str = ""
+    who: str = ""
+    bare: bool = False
+    woven: bool = False
     plain_after: int = 0
     lines_after: int = 0
 
     @property
     def weight(self) -> Weight:
         """How much it explains; an exception that is not known is a cause."""
-        return Weight.CAUSE if self.failure is None else self.failure.weight
+        if self.failure is None:
+            return Weight.BARE if self.bare else Weight.CAUSE
+        return self.failure.weight
 
 
 class LogReader:
@@ -118,8 +109,8 @@ class LogReader:
         self._sightings: list[Sighting] = []
         self._undecided: list[Sighting] = []
         self._tracebacks = Tracebacks()
-        self._counts = dict.fromkeys(ANCHORS, 0)
-        self._before: deque[str] = deque(maxlen=8)
+        self._scan = Scan()
+        self._before: deque[str] = deque(maxlen=40)
         self._rest = b""
         self._offset = 0
         self._number = 1
@@ -154,9 +145,7 @@ class LogReader:
     def _block(self, block: bytes) -> None:
         """A piece of whole lines, most of which no Python code has to look at."""
         size = len(block)
-        starts = [] if self._tracebacks or self._undecided else self._starts(block)
-        if self._tracebacks or self._undecided:
-            starts = [0]
+        starts = [0] if self._under_way else self._scan.starts(block)
         at, number = 0, self._number
         for start in starts:
             if start < at:
@@ -169,36 +158,32 @@ class LogReader:
             # One by one until nothing is under way any more.
             while at < size:
                 end = block.find(b"\n", at) + 1 or size
-                self._line(clean(block[at:end]), self._offset + at, number)
+                self._raw_line(block[at:end], self._offset + at, number)
                 at, number = end, number + 1
-                if not (self._tracebacks or self._undecided):
+                if not self._under_way:
                     break
         self._number = number + block.count(b"\n", at)
         self._offset += size
 
-    def _starts(self, block: bytes) -> list[int]:
-        """Where the lines begin that hold an anchor."""
-        starts = set()
-        for anchor in ANCHORS:
-            at = block.find(anchor)
-            while at >= 0 and self._counts[anchor] < MOST:
-                self._counts[anchor] += 1
-                starts.add(block.rfind(b"\n", 0, at) + 1)
-                end = block.find(b"\n", at)
-                at = block.find(anchor, end) if end >= 0 else -1
-            # What ends a job comes last.
-            last = len(block)
-            for _ in range(LATER if at >= 0 else 0):
-                last = block.rfind(anchor, at, last)
-                if last < 0:
-                    break
-                last = block.rfind(b"\n", 0, last) + 1
-                starts.add(last)
-        return sorted(starts)
+    @property
+    def _under_way(self) -> bool:
+        return bool(self._tracebacks or self._undecided)
 
-    def _line(self, text: str, offset: int, number: int) -> None:
+    def _raw_line(self, raw: bytes, offset: int, number: int) -> None:
+        said = [self._line(text, offset, number) for text in segments(raw)]
+        if not any(said):
+            self._scan.is_nothing(raw)
+
+    def _line(self, text: str, offset: int, number: int) -> bool:
+        """Take a line in; whether it says anything about a failure."""
         line = split_line(text)
-        belongs, ended = self._tracebacks.take(line, offset, number, self._time)
+        belongs, ended = self._tracebacks.take(
+            line,
+            offset,
+            number,
+            self._time,
+            lambda: [split_line(each).text for each in self._before],
+        )
         for printed in ended:
             self._exception(printed)
         known = None if belongs else recognise(line.text)
@@ -216,25 +201,32 @@ class LogReader:
                     rank=self._rank if rank is None else rank,
                     time=self._time(text),
                     final=_REPORTED.search(line.text) is not None,
+                    who=line.who,
                 )
             )
         elif not belongs:
-            plain = _COMPLAINT.search(line.text) is None
-            for each in self._undecided:
-                each.lines_after += 1
-                # A line without a rank may be anybody's, but not if others have theirs.
-                each.plain_after += plain and each.rank in (line.rank, self._rank)
-                if each.plain_after >= WENT_ON or each.lines_after > PATIENCE:
-                    each.final = each.lines_after > PATIENCE and each.plain_after == 0
-                    each.lines_after = -1
-            self._undecided = [each for each in self._undecided if each.lines_after >= 0]
+            self._went_on(line)
         if text.strip():
             self._before.append(text)
+        return belongs or known is not None
+
+    def _went_on(self, line: Line) -> None:
+        """A line that no failure prints: enough of them, and what was seen was caught."""
+        plain = _COMPLAINT.search(line.text) is None
+        for each in self._undecided:
+            each.lines_after += 1
+            # A line without a rank may be anybody's, but not if others have theirs.
+            same = each.rank in (line.rank, self._rank) and each.who == line.who
+            each.plain_after += plain and same
+            if each.plain_after >= WENT_ON or each.lines_after > PATIENCE:
+                each.final = each.lines_after > PATIENCE and each.plain_after == 0
+                each.lines_after = -1
+        self._undecided = [each for each in self._undecided if each.lines_after >= 0]
 
     def _exception(self, printed: Printed) -> None:
         """A traceback has come to its end."""
         message = printed.message
-        if not message:
+        if not message and not printed.location:
             return
         failure, groups = printed.known
         self._add(
@@ -248,9 +240,12 @@ class LogReader:
                 rank=printed.rank if printed.rank is not None else self._rank,
                 time=printed.time,
                 location=printed.location,
-                traceback=printed.text,
+                traceback=printed.text if printed.frames else "",
+                who=printed.who,
+                bare=not (printed.frames and message),
+                woven=printed.woven,
             ),
-            decided=printed.uncaught,
+            decided=printed.uncaught and printed.frames,
         )
 
     def _add(self, sighting: Sighting, decided: bool = False) -> None:
@@ -258,7 +253,7 @@ class LogReader:
         if (
             not decided
             and sighting.final
-            and sighting.weight >= Weight.SYMPTOM
+            and (sighting.weight >= Weight.BARE or sighting.weight == Weight.REMARK)
             and not _STATUS.search(sighting.text)
         ):
             self._undecided.append(sighting)

@@ -18,17 +18,25 @@ _OPTIONAL = re.compile(r"\[([^\[\]]*)\]")
 class Weight(IntEnum):
     """How much a printed line explains; the verdict is the earliest of the heaviest."""
 
-    NOTE = 1
+    FACT = 1
+    """Says nothing by itself, and more about another failure."""
+    NOTE = 2
     """Worth knowing, and no failure."""
-    WRAPPER = 2
+    REMARK = 3
+    """A line that calls itself an error."""
+    WRAPPER = 4
     """A launcher says that a rank failed."""
-    CONSEQUENCE = 3
+    CONSEQUENCE = 5
     """A rank lost a peer: never the verdict where a cause is seen."""
-    SYMPTOM = 4
+    BARE = 6
+    """An exception without its traceback, which may be a remark."""
+    STOPPED = 7
+    """Somebody ended the job, perhaps because it hung."""
+    SYMPTOM = 8
     """No peer came, or none answered: the verdict only where no rank shows a cause."""
-    GENERIC = 5
+    GENERIC = 9
     """A cause that another line may explain better."""
-    CAUSE = 6
+    CAUSE = 10
 
 
 @dataclass(frozen=True)
@@ -78,21 +86,27 @@ class Failure:
             its groups matched nothing.
         fix: What to change.
         within: Regular expression that the frames of an exception have to match besides.
-        unless: Regular expression that they must not match: the same words of other libraries.
+        unless: Regular expression that they, or a line without any, must not match: the same words
+            of other libraries.
         page: The code's page; None where a rule has it, or an earlier entry of that code.
         likely: The text alone does not prove it.
         severity: Of its finding.
+        examples: Lines of logs that show it, and no other failure of the table.
+        yields_to: Names of failures of the same weight that are nearer to the cause, where one of
+            them is in the log, too.
     """
 
     known: Known
     pattern: str
     says: str
     fix: str
+    examples: tuple[str, ...] = ()
     within: str = ""
     unless: str = ""
     page: Page | None = None
     likely: bool = False
     severity: Severity = Severity.ERROR
+    yields_to: tuple[str, ...] = ()
 
     @property
     def code(self) -> str:
@@ -115,7 +129,19 @@ class Failure:
 
         They are looked for first: a pattern takes many times as long.
         """
-        return _literals(self.pattern)
+        found = tuple(max(runs, key=len) for runs in self.alternatives)
+        return found if all(len(each) >= _LEAST for each in found) else ()
+
+    @cached_property
+    def alternatives(self) -> tuple[tuple[str, ...], ...]:
+        """The literals outside of groups in each alternative of the pattern."""
+        alternatives: list[tuple[str, ...]] = [("",)]
+        for run, depth, ends in _runs(self.pattern):
+            if not depth:
+                alternatives[-1] += (run,)
+            if ends:
+                alternatives.append(("",))
+        return tuple(alternatives[:-1])
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -128,7 +154,7 @@ class Failure:
         if self.literals and not any(literal in text for literal in self.literals):
             return None
         elsewhere = self.within and not re.search(self.within, traceback)
-        if elsewhere or (self.unless and re.search(self.unless, traceback)):
+        if elsewhere or (self.unless and re.search(self.unless, traceback or text)):
             return None
         found = self.regex.search(text)
         if found is None:
@@ -173,15 +199,3 @@ def _runs(pattern: str) -> Iterator[tuple[str, int, bool]]:
             depth += 1
         elif token == ")":
             depth -= 1
-
-
-def _literals(pattern: str) -> tuple[str, ...]:
-    """The longest literal outside of groups in each alternative of a pattern."""
-    alternatives = [""]
-    for run, depth, ends in _runs(pattern):
-        if not depth:
-            alternatives[-1] = max(alternatives[-1], run, key=len)
-        if ends:
-            alternatives.append("")
-    found = alternatives[:-1]
-    return tuple(found) if all(len(each) >= _LEAST for each in found) else ()

@@ -1,4 +1,4 @@
-"""Where logs come from: files, compressed ones, directories of torchrun, standard input."""
+"""Where logs come from: files, archives, directories of launchers, standard input."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import stat
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import IO
 
 from ddpdoctor.core import opening
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.failures.unpacking import DAMAGED, is_packed, recoded, unpacked
 
 MOST = 2 << 30
 """Bytes of a log that are read, decompressed; of a larger file the last ones."""
@@ -23,8 +25,13 @@ _CHUNK = 1 << 20
 _PIPE = re.compile(r"/(?:dev|proc/self)/fd/(\d+)$")
 """What the shell writes in place of ``<(command)``: a descriptor that is open already."""
 
-_GZIP = b"\x1f\x8b"
-_NAMES = ("*.log", "*.log.gz", "*.err", "*.out", "*.txt", "*.stderr", "*.stdout", "error.json")
+_NAMES = (
+    *("*.log", "*.log.*", "*.err", "*.out", "*.txt", "*.stderr", "*.stdout", "error.json"),
+    *("stdout", "stderr", "*.e[0-9]*", "*.o[0-9]*"),
+)
+_OF_THE_TRACKER = ("debug.log", "debug-internal.log", "debug-cli.log")
+"""What wandb writes of itself, with errors of its own."""
+
 _MOST = 4_096
 """Files of a directory."""
 
@@ -63,46 +70,51 @@ def _inside(folder: Path) -> Iterator[Path]:
     for pattern in _NAMES:
         for path in folder.rglob(pattern):
             with contextlib.suppress(OSError):
-                if stat.S_ISREG(path.lstat().st_mode):
+                if stat.S_ISREG(path.lstat().st_mode) and path.name not in _OF_THE_TRACKER:
                     yield path
 
 
-def chunks(name: str) -> Iterator[bytes]:
-    """A log in pieces, decompressed, `MOST` bytes of it.
+def logs_of(name: str) -> Iterator[tuple[str, Iterator[bytes]]]:
+    """The log in a file, or those in an archive: each with its name, in pieces, decompressed.
+
+    Each is to be read before the next one; `MOST` bytes of each are.
 
     Raises:
         DoctorError: It cannot be read; what could be was given before.
     """
-    left = MOST
     try:
-        with contextlib.ExitStack() as stack:
-            file = _opened(name, stack)
-            if os.path.basename(name) == "error.json":
-                yield _of_elastic(file.read(_MOST_ELASTIC))
-                return
-            # One call of the system at a time: what can be read of a torn file is.
-            while left > 0 and (data := file.read1(min(_CHUNK, left))):
-                left -= len(data)
-                yield data
-    except (EOFError, zlib.error, gzip.BadGzipFile):
+        with _opened(name) as file:
+            for shown, stream in unpacked(name, file):
+                yield shown, recoded(_pieces(shown, stream))
+    except (*DAMAGED, zlib.error, gzip.BadGzipFile):
         # Cut short, as copies of a failing job's logs are: what was there is read.
         return
     except OSError as error:
-        raise DoctorError(f"cannot read {name}: {error.strerror}", _HINT) from None
+        raise DoctorError(f"cannot read {name}: {error.strerror or error}", _HINT) from None
 
 
-def _opened(name: str, stack: contextlib.ExitStack) -> io.BufferedReader[io.FileIO] | gzip.GzipFile:
+def _pieces(name: str, stream: IO[bytes]) -> Iterator[bytes]:
+    if PurePath(name).name == "error.json":
+        yield _of_elastic(stream.read(_MOST_ELASTIC))
+        return
+    left = MOST
+    # One call of the system at a time: what can be read of a torn file is.
+    read = getattr(stream, "read1", stream.read)
+    with contextlib.suppress(*DAMAGED, zlib.error, gzip.BadGzipFile):
+        while left > 0 and (data := read(min(_CHUNK, left))):
+            left -= len(data)
+            yield data
+
+
+def _opened(name: str) -> IO[bytes]:
     pipe = _PIPE.match(name)
     if name == "-" or pipe is not None:
         descriptor = sys.stdin.fileno() if pipe is None else int(pipe[1])
-        raw = io.FileIO(descriptor, closefd=False)
-    else:
-        # A person's own files may be links; whatever else they are is for standard input.
-        raw = io.FileIO(opening.opened(name, links=True))
-    file = stack.enter_context(io.BufferedReader(raw, _CHUNK))
-    if file.peek(2)[:2] == _GZIP:
-        return stack.enter_context(gzip.GzipFile(fileobj=file))
-    if raw.seekable() and (size := os.fstat(raw.fileno()).st_size) > MOST:
+        return io.BufferedReader(io.FileIO(descriptor, closefd=False), _CHUNK)
+    # A person's own files may be links; whatever else they are is for standard input.
+    file = io.BufferedReader(io.FileIO(opening.opened(name, links=True)), _CHUNK)
+    size = os.fstat(file.fileno()).st_size
+    if size > MOST and not is_packed(file.peek(8)):
         file.seek(size - MOST)
     return file
 

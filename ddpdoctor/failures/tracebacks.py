@@ -3,28 +3,73 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from ddpdoctor.core.finding import Location
 from ddpdoctor.core.opening import whole
 from ddpdoctor.failures import Failure, recognise
-from ddpdoctor.failures.lines import Line, users_file
+from ddpdoctor.failures.lines import HEAD, users_file
+from ddpdoctor.failures.prefixes import Line, shape
 
-HEAD = "Traceback (most recent call last)"
 _ORIGINAL = "Original Traceback"
 _MOST_LINES = 2_000
+_MOST_OPEN = 64
+"""Tracebacks of one kind of mark that are under way at a time."""
+
 _STALE = 200
 """Lines of others after which a traceback is taken to be at its end."""
 
+_APART = 50
+"""Lines of others after which an exception's line is not taken for a traceback's."""
+
 _FRAME = re.compile(r'^\s*File "(?P<path>[^"\n]+)", line (?P<line>\d+)(?:, in (?P<name>.*))?$')
-_EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:: |:?$)")
+_EXCEPTION = re.compile(
+    r"^(?!(?:Epoch|Step|Loss|Iter|INFO|WARNING|DEBUG|ERROR)\b)(?:[A-Za-z_]\w*\.)*"
+    r"(?:_?[A-Z]\w*|error|gaierror|herror|timeout)(?:\([\w.]+\))?(?:: |:?$)"
+)
+_RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)(?:: |:?$)")
+"""The line of an exception whose traceback is not in the log."""
+
 _CHAIN = ("was the direct cause of the following", "another exception occurred")
-_LOGGED = re.compile(r"^\[?[IWEF]\d{4} [\d:.]+")
+_LOGGED = re.compile(r"^\[?[IWEF](?:\d{3,4} [\d:.]+| \S+\.(?:cpp|cc|hpp|h):\d+\])")
 """What c10d and torchrun log has such a head, which no exception's message has."""
 
+_CONTINUED = re.compile(
+    r"^(?:nccl\w+: |Last error:|CUDA kernel errors|For debugging consider|Compile with `|Search for"
+    r"|Device-side assert|Exception raised from|frame #\d|C\+\+ CapturedTraceback|If you were att"
+    r"|Parameter indices which|Parameters which did|making sure all|In addition, you can|NCCL WARN"
+    r"|Since `find_unused|You can (?:also )?make|Hint:|size mismatch|Missing key|Unexpected key)"
+)
+"""Lines of torch's messages that are not indented."""
 
-@dataclass
+
+class Kind(Enum):
+    """What a line may be in a traceback."""
+
+    HEAD = auto()
+    FRAME = auto()
+    SOURCE = auto()
+    CHAIN = auto()
+    EXCEPTION = auto()
+    OTHER = auto()
+
+
+def kind_of(text: str) -> Kind:
+    """What a line may be in a traceback, by itself."""
+    if HEAD in text:
+        return Kind.HEAD
+    if _FRAME.match(text):
+        return Kind.FRAME
+    if any(words in text for words in _CHAIN):
+        return Kind.CHAIN
+    if text[:1] in (" ", "\t", ""):
+        return Kind.SOURCE
+    return Kind.EXCEPTION if _EXCEPTION.match(text) else Kind.OTHER
+
+
+@dataclass(eq=False)
 class Printed:
     """A traceback as it was printed.
 
@@ -35,6 +80,11 @@ class Printed:
         uncaught: torch's own mark stands before them.
         time: Seconds, if a line shortly before it has a time.
         lines: Its lines, without marks.
+        last: The number of its last line so far.
+        state: What its last line was; ``EXCEPTION`` until the next head, whatever follows.
+        who: The process or node that a prefix names.
+        prefix: What stands before each of its lines besides.
+        woven: Lines of others stand between its own, and some of them fit both.
     """
 
     start: int
@@ -44,41 +94,66 @@ class Printed:
     time: float | None
     lines: list[str] = field(default_factory=list)
     last: int = 0
-    """The number of its last line so far."""
-    complete: bool = False
-    """The line with the exception was seen; what follows may be the rest of its message."""
-
-    def takes(self, line: Line) -> bool:
-        """Add a line if it goes on with this traceback."""
-        text = line.text
-        head = HEAD in text
-        if head and self.complete and not self._chained and not text.startswith(_ORIGINAL):
-            return False
-        if len(self.lines) >= _MOST_LINES or _LOGGED.match(text):
-            return False
-        indented = text[:1] in (" ", "\t", "") or not text.strip()
-        chain = any(words in text for words in _CHAIN)
-        exception = _EXCEPTION.match(text) is not None
-        if not (indented or head or chain or self.uncaught or (exception and not self.complete)):
-            return False
-        if head:
-            self.complete = False
-        elif exception:
-            self.complete = True
-        self.lines.append(text)
-        return True
+    state: Kind = Kind.HEAD
+    who: str = ""
+    prefix: re.Pattern[str] | None = None
+    woven: bool = False
 
     @property
-    def _chained(self) -> bool:
-        return any(words in each for each in self.lines[-3:] for words in _CHAIN)
+    def complete(self) -> bool:
+        """The line with the exception was seen; what follows may be the rest of its message."""
+        return self.state in (Kind.EXCEPTION, Kind.CHAIN)
+
+    def stripped(self, text: str) -> str:
+        """A line without the prefix that this traceback's lines have."""
+        found = self.prefix.match(text) if self.prefix is not None else None
+        return text[found.end() :] if found is not None else text
+
+    def fits(self, text: str, kind: Kind, number: int) -> bool:
+        """Whether a line may go on with this traceback."""
+        if len(self.lines) >= _MOST_LINES or _LOGGED.match(text):
+            return False
+        if kind is Kind.HEAD:
+            more = text.startswith(_ORIGINAL) if self.complete else self.uncaught
+            return more or self.state is Kind.CHAIN
+        if self.uncaught:
+            return True
+        if self.complete:
+            said = kind is Kind.OTHER and self._says_more(text)
+            return kind in (Kind.SOURCE, Kind.CHAIN, Kind.FRAME) or said
+        if kind is Kind.FRAME:
+            return True
+        if kind is Kind.SOURCE:
+            return self.state is not Kind.HEAD
+        return kind is Kind.EXCEPTION and number - self.last < _APART
+
+    def _says_more(self, text: str) -> bool:
+        return _CONTINUED.match(text) is not None or self.lines[-1].startswith("Last error:")
+
+    def add(self, text: str, kind: Kind, number: int) -> None:
+        """Take a line that fits."""
+        self.lines.append(text)
+        self.last = number
+        if not self.complete or kind in (Kind.HEAD, Kind.CHAIN):
+            self.state = self.state if kind is Kind.OTHER else kind
+
+    @property
+    def source(self) -> str:
+        """The line of code that was printed last."""
+        return self.lines[-1] if self.state is Kind.SOURCE else ""
 
     @property
     def headline(self) -> int | None:
         """Index of the line with the exception that ended it all; None if there is none."""
-        last = max(number for number, text in enumerate(self.lines) if HEAD in text)
+        last = max((n for n, text in enumerate(self.lines) if HEAD in text), default=0)
         return next(
             (n for n in range(last, len(self.lines)) if _EXCEPTION.match(self.lines[n])), None
         )
+
+    @property
+    def frames(self) -> bool:
+        """Whether any of it is there beside the exception."""
+        return any(HEAD in text or _FRAME.match(text) for text in self.lines)
 
     @property
     def message(self) -> str:
@@ -106,8 +181,8 @@ class Printed:
 
     @property
     def location(self) -> Location | None:
-        """The innermost line of the user's code."""
-        for text in reversed(self.lines):
+        """The innermost line of the user's code; None where it may be that of another rank."""
+        for text in reversed(() if self.woven else self.lines):
             match = _FRAME.match(text)
             if match and users_file(match["path"]):
                 return Location(match["path"], whole(match["line"]))
@@ -122,44 +197,157 @@ def parse(text: str) -> Printed | None:
     return Printed(0, 1, None, True, None, lines)
 
 
+def _frames(lines: Iterable[str]) -> list[str]:
+    """The frames at the end of some lines: those of a traceback whose head is not in the log."""
+    frames: list[str] = []
+    for text in reversed(list(lines)):
+        if kind_of(text) not in (Kind.FRAME, Kind.SOURCE) or not text.strip():
+            break
+        frames.insert(0, text)
+    return frames if any(map(_FRAME.match, frames)) else []
+
+
+_Key = tuple[int | None, bool, str]
+
+
 class Tracebacks:
     """The tracebacks under way, by the marks of their lines."""
 
     def __init__(self) -> None:
-        self._open: dict[tuple[int | None, bool], Printed] = {}
+        self._open: dict[_Key, list[Printed]] = {}
+        self._held: dict[_Key, list[Printed]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._open)
 
     def take(
-        self, line: Line, offset: int, number: int, when: Callable[[], float | None]
+        self,
+        line: Line,
+        offset: int,
+        number: int,
+        when: Callable[[], float | None],
+        before: Callable[[], Iterable[str]],
     ) -> tuple[bool, list[Printed]]:
         """Take a line in.
+
+        Args:
+            line: The line.
+            offset: Where it begins in the log.
+            number: Its number.
+            when: When it was written, if that is known.
+            before: Lines before it, some of which may be its frames if the head is lost.
 
         Returns:
             Whether it belongs to a traceback, and those that have ended before it.
         """
-        ended: list[Printed] = []
-        if self._open and number % 64 == 0:
-            stale = [key for key, each in self._open.items() if number - each.last > _STALE]
-            ended = [self._open.pop(key) for key in stale]
-        key = (line.rank, line.uncaught)
-        current = self._open.get(key)
-        if current is not None and current.takes(line):
-            current.last = number
+        ended = self._stale(number) if self._open and number % 64 == 0 else []
+        key = (line.rank, line.uncaught, line.who)
+        under_way = self._open.get(key, [])
+        if (taker := _taker(under_way, line.text, number)) is not None:
+            text = taker.stripped(line.text)
+            taker.add(text, kind_of(text), number)
             return True, ended
-        if current is not None:
-            ended.append(self._open.pop(key))
-        if HEAD not in line.text:
+        ended += self._end(key, [each for each in under_way if each.complete])
+        head = HEAD in line.text
+        if not head and not _RAISED.match(line.text):
             return False, ended
-        # What a progress bar left on that line does not belong to it.
-        self._open[key] = Printed(
-            offset, number, line.rank, line.uncaught, when(), [f"{HEAD}:"], number
+        under_way = self._open.setdefault(key, [])
+        if len(under_way) >= _MOST_OPEN:
+            ended += self._end(key, under_way[:1])
+            under_way = self._open.setdefault(key, [])
+        prefix = line.text.partition(HEAD)[0] if head else ""
+        new = Printed(
+            start=offset,
+            number=number,
+            rank=line.rank,
+            uncaught=line.uncaught,
+            time=when(),
+            lines=[f"{HEAD}:"] if head else [*_frames(before()), line.text],
+            last=number,
+            state=Kind.HEAD if head else Kind.EXCEPTION,
+            who=line.who,
+            prefix=shape(prefix) if prefix else None,
         )
+        under_way.append(new)
         return True, ended
 
     def rest(self) -> list[Printed]:
         """Those that the end of the log ended."""
-        rest = list(self._open.values())
-        self._open.clear()
-        return rest
+        return [each for key in list(self._open) for each in self._end(key, self._open[key])]
+
+    def _stale(self, number: int) -> list[Printed]:
+        return [
+            each
+            for key, under_way in list(self._open.items())
+            for each in self._end(key, [p for p in under_way if number - p.last > _STALE])
+        ]
+
+    def _end(self, key: _Key, over: Sequence[Printed]) -> list[Printed]:
+        """End some; those of the same marks come out together, since they may be alike."""
+        held = self._held.setdefault(key, [])
+        held += over
+        left = [each for each in self._open.get(key, []) if each not in over]
+        if left:
+            self._open[key] = left
+            if any(each.woven for each in (*held, *left)):
+                return []
+        else:
+            self._open.pop(key, None)
+        for each in held:
+            # All that might have been mixed up says the same.
+            each.woven = each.woven and any(p.lines != each.lines for p in held if p.woven)
+        return self._held.pop(key)
+
+
+def _taker(under_way: Sequence[Printed], text: str, number: int) -> Printed | None:
+    """The traceback that a line goes on with; None if it goes on with none of them."""
+    fitting = [
+        (each, own)
+        for each in under_way
+        if each.fits(own := each.stripped(text), kind_of(own), number)
+    ]
+    if len(fitting) < 2:
+        return fitting[0][0] if fitting else None
+    text = fitting[0][1]
+    open_ = [each for each, _ in fitting if not each.complete]
+    # The rest of a message is that of the last one that printed any.
+    several = open_ or [max((each for each, _ in fitting), key=lambda each: each.last)]
+    kind = kind_of(text)
+    if kind is Kind.SOURCE:
+        awaiting = [each for each in several if each.state is Kind.FRAME]
+        several = awaiting or several
+    elif kind is Kind.EXCEPTION:
+        several = [each for each in several if each.state is not Kind.HEAD] or several
+    chosen = _repeating(several, under_way, text) or _calling(several, text, kind)
+    if chosen is not None:
+        return chosen
+    if any(each.lines != several[0].lines for each in several):
+        for each in several:
+            each.woven = True
+    return min(several, key=lambda each: (-len(each.lines), each.last))
+
+
+def _repeating(several: Sequence[Printed], others: Sequence[Printed], text: str) -> Printed | None:
+    """The one that says what another has said, line by line."""
+    for each in several:
+        so_far = [*each.lines, text]
+        if any(other.lines[: len(so_far)] == so_far for other in others if other is not each):
+            return each
+    return None
+
+
+def _calling(several: Sequence[Printed], text: str, kind: Kind) -> Printed | None:
+    """The only one whose code calls the function of a frame, or raises the exception."""
+    if kind is Kind.FRAME and (frame := _FRAME.match(text)) and frame["name"]:
+        words = re.compile(rf"\b{re.escape(frame['name'])}\(")
+        starts = frame["name"] == "<module>"
+        calling = [
+            e for e in several if (e.state is Kind.HEAD if starts else words.search(e.source))
+        ]
+    elif kind is Kind.EXCEPTION:
+        name = re.split(r"[:(]", text)[0].rpartition(".")[2]
+        calling = [e for e in several if re.search(rf"\braise \S*{re.escape(name)}\b", e.source)]
+    else:
+        return several[0] if len(several) == 1 else None
+    alike = all(each.lines == calling[0].lines for each in calling)
+    return min(calling, key=lambda each: each.last) if calling and alike else None

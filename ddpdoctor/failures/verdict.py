@@ -8,6 +8,7 @@ from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.failures import Failure, Weight, matching_line
 from ddpdoctor.failures.lines import shortened
 from ddpdoctor.failures.log import Sighting
+from ddpdoctor.failures.waiting import Awaited, awaited
 
 _FIX = "Fix this exception first; failures of other ranks follow from it."
 _SHOWN = 3
@@ -37,22 +38,34 @@ def causes(sightings: Sequence[Sighting]) -> list[Sighting]:
 
 def _candidates(sightings: Sequence[Sighting]) -> tuple[list[Sighting], bool]:
     """What may be the cause, the first in time first, and whether it is known to be one."""
-    failed = any(each.weight >= Weight.WRAPPER for each in sightings if each.final)
-    if not failed:
+    if not any(each.weight >= Weight.REMARK and each.final for each in sightings):
         return [], False
-    for weights in ((Weight.CAUSE,), (Weight.GENERIC,), (Weight.SYMPTOM,)):
-        final = [each for each in sightings if each.weight in weights and each.final]
+    names = {_name(each) for each in sightings if each.final}
+    for weight in (Weight.CAUSE, Weight.GENERIC, Weight.SYMPTOM):
+        final = [
+            each
+            for each in sightings
+            if each.weight == weight
+            and each.final
+            and not (each.failure is not None and names & {*each.failure.yields_to})
+        ]
         if final:
             return _ordered(final), True
     # Plain lines came after it, which may be those of other ranks, if lines do not say whose.
     unsure = [each for each in sightings if each.weight >= Weight.SYMPTOM and each.rank is None]
     if unsure:
         return _ordered(unsure)[-1:], False
-    lost = [each for each in sightings if each.weight == Weight.CONSEQUENCE]
-    if lost:
-        return _ordered(lost), False
+    for weight in (Weight.STOPPED, Weight.BARE, Weight.CONSEQUENCE):
+        lost = [each for each in sightings if each.weight == weight and each.final]
+        if lost:
+            return _ordered(lost), weight == Weight.STOPPED
     wrappers = [each for each in sightings if each.weight == Weight.WRAPPER]
-    return sorted(wrappers, key=_wrapper_order), False
+    remarks = [each for each in sightings if each.weight == Weight.REMARK and each.final]
+    return sorted(wrappers, key=_wrapper_order) or remarks, False
+
+
+def _name(each: Sighting) -> str:
+    return "exception" if each.failure is None else each.failure.known.name
 
 
 def _wrapper_order(each: Sighting) -> tuple[bool, bool, tuple[int, int]]:
@@ -87,6 +100,12 @@ def _note(each: Sighting, failure: Failure) -> Finding:
 
 def _verdict(candidates: list[Sighting], certain: bool, all_: Sequence[Sighting]) -> Finding:
     first = _first(candidates)
+    late = awaited(all_) if _name(first) == "nccl-timeout" else None
+    if late is not None and first.failure is not None:
+        return _of_late(late, first, first.failure, all_)
+    remarks = [each for each in all_ if each.weight == Weight.REMARK]
+    if first.weight in (Weight.WRAPPER, Weight.REMARK) and remarks:
+        return _not_understood(first, remarks)
     other = _others(candidates, first)
     unordered = not _timed(candidates) and any(each.source != first.source for each in other)
     failure = first.failure
@@ -99,6 +118,7 @@ def _verdict(candidates: list[Sighting], certain: bool, all_: Sequence[Sighting]
             f"{_ranks([number for number in named if number != first.rank])} failed on it, too"
         )
     evidence += [_later(each, first, "too") for each in other[:_SHOWN]]
+    evidence += _facts(first, all_)
     evidence += _consequences(first, all_)
     evidence += _doubts(first, certain=certain, unordered=unordered)
     guilty = first.groups.get("rank")
@@ -112,6 +132,45 @@ def _verdict(candidates: list[Sighting], certain: bool, all_: Sequence[Sighting]
         fix=_FIX if failure is None else failure.fix,
         traceback=first.traceback,
     )
+
+
+def _of_late(late: Awaited, first: Sighting, failure: Failure, all_: Sequence[Sighting]) -> Finding:
+    """A time-out of which it is known for whom the ranks waited."""
+    code = "DDP803" if late.differ else failure.code
+    return Finding(
+        code=code,
+        severity=Severity.ERROR,
+        message=f"{_ranks(late.ranks)} likely held the job up: it {late.said}",
+        ranks=late.ranks,
+        location=first.location,
+        evidence=(_printed(first), *_facts(first, all_)),
+        fix="See what it did instead: a branch on the rank, batches of unequal number, a slow save "
+        "or evaluation, a crash. `ddpdoctor run` names the line.",
+        traceback=first.traceback,
+    )
+
+
+def _not_understood(first: Sighting, remarks: Sequence[Sighting]) -> Finding:
+    """A job that failed, of which the log says nothing that is known."""
+    failure = remarks[0].failure
+    lines = dict.fromkeys(_printed(each) for each in (*remarks[:_SHOWN], *remarks[-_SHOWN:], first))
+    return Finding(
+        code="DDP900",
+        severity=Severity.ERROR,
+        message=f"{_subject(first)} likely failed first; why is not understood",
+        ranks=() if first.rank is None else (first.rank,),
+        evidence=tuple(lines),
+        fix="" if failure is None else failure.fix,
+    )
+
+
+def _facts(first: Sighting, all_: Sequence[Sighting]) -> Iterator[str]:
+    """What NCCL printed before it failed, and in which words a mixed-up traceback is doubtful."""
+    if first.woven:
+        yield "tracebacks of several processes are mixed here: its line is not certain"
+    if first.failure is not None and "nccl" in first.text.lower():
+        warned = [each for each in all_ if _name(each) == "nccl-warn"]
+        yield from (f"before: {_printed(each)}" for each in warned[:_SHOWN])
 
 
 def _first(candidates: list[Sighting]) -> Sighting:
@@ -156,6 +215,8 @@ def _alike(one: Sighting, other: Sighting) -> bool:
 def _sentence(first: Sighting, likely: bool) -> str:
     probably = "likely " if likely else ""
     subject = _subject(first)
+    if first.failure is None and not first.text:
+        return f"{subject} {probably}raised an exception whose message is cut off in the log"
     if first.failure is None:
         return f"{subject} {probably}raised {shortened(first.text.partition(chr(10))[0], 200)}"
     return f"{subject} {probably}{first.failure.said(first.groups)}"
@@ -164,7 +225,9 @@ def _sentence(first: Sighting, likely: bool) -> str:
 def _subject(each: Sighting) -> str:
     guilty = each.groups.get("rank") or each.groups.get("task")
     rank = guilty if guilty is not None else each.rank
-    return "a process of the job" if rank is None else f"rank {rank}"
+    if rank is None:
+        return f"a process of {each.who}" if each.who else "a process of the job"
+    return f"rank {rank}"
 
 
 def _printed(each: Sighting) -> str:

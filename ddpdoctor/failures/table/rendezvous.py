@@ -16,6 +16,9 @@ FAILURES = (
         Known("DDP002", "port-in-use", Weight.CAUSE, "1.13, 2.6, 2.13; pytorch#73320"),
         r"Error: (?:\[[^\n]{0,999})?The server socket has failed to listen"
         r"(?:[^\n]{0,999}?(?:port: |\]:)(?P<port>\d+))?",
+        examples=(
+            "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: 29779, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
+        ),
         says="could not listen[ on port {port}]: another process holds the port",
         fix="See who holds it (`ss -tlnp`): another job or a rank that an earlier job left behind. "
         "Take another --master-port, or --standalone for a single node.",
@@ -39,7 +42,11 @@ FAILURES = (
         Known("DDP813", "peers-missing", Weight.SYMPTOM, "1.13, 2.6, 2.13"),
         r"Timed out after (?P<seconds>\d+) seconds waiting for clients\. "
         r"(?P<came>\d+)/(?P<all>\d+) clients joined",
+        examples=(
+            "torch.distributed.DistStoreError: Timed out after 5 seconds waiting for clients. 1/2 clients joined.",
+        ),
         says="waited {seconds} s at the start, and only {came} of {all} came",
+        yields_to=("store-unreachable", "store-connect", "name-unresolved"),
         fix="Look at the nodes that are absent: was the job started there, with the same "
         "--master-addr, --master-port and --nnodes, and does the name resolve there?",
         page=Page(
@@ -59,7 +66,14 @@ FAILURES = (
     Failure(
         Known("DDP813", "rendezvous-timeout", Weight.SYMPTOM, "2.6, 2.13; pytorch#73380"),
         r"RendezvousTimeoutError",
+        examples=("torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError",),
         says="gave up the rendezvous: fewer nodes came than the job wants",
+        yields_to=(
+            "store-unreachable",
+            "store-connect",
+            "name-unresolved",
+            "name-unresolved-in-python",
+        ),
         fix="Start the job on every node with the same --rdzv-id and --rdzv-endpoint; the endpoint "
         "must not resolve to 127.* on any of them.",
     ),
@@ -67,6 +81,9 @@ FAILURES = (
         Known("DDP912", "store-unreachable", Weight.SYMPTOM, "1.13, 2.6, 2.13; pytorch#107021"),
         r"client socket has timed out after \d+m?s while trying to connect to "
         r"\(?(?P<address>[^),\s]+)(?:, (?P<port>\d+))?",
+        examples=(
+            "torch.distributed.DistNetworkError: The client socket has timed out after 4000ms while trying to connect to (127.0.0.1, 29778).",
+        ),
         says="got no answer from {address}[ port {port}], where the job's store should be",
         fix="Try that address from this node: refused means that nothing was started there, "
         "silence means a firewall.",
@@ -88,6 +105,9 @@ FAILURES = (
         Known("DDP913", "name-unresolved", Weight.SYMPTOM, "1.13, 2.13; pytorch#150532"),
         r"network addresses of \((?P<host>[^,)]+)[^)]*\) cannot be retrieved "
         r"\(gai error: (?:-2|-3|8) ",
+        examples=(
+            "[W1122 03:12:06.473341242 socket.cpp:764] [c10d] The IPv6 network addresses of (nosuchhost.invalid, 29778) cannot be retrieved (gai error: -2 - Name or service not known).",
+        ),
         says="could not resolve the name[ {host}] of the first node",
         fix=_ADDRESS,
         page=Page(
@@ -107,6 +127,9 @@ FAILURES = (
         Known("DDP913", "name-unresolved-in-python", Weight.SYMPTOM, "2.13"),
         r"(?m)^(?:[\w.]+\.)?gaierror: \[Errno",
         within=r"[/\\]torch[/\\]distributed[/\\]",
+        examples=(
+            'Traceback (most recent call last):\n  File "/opt/lib/python3.11/site-packages/torch/distributed/rendezvous.py", line 7, in call\n    call()\nsocket.gaierror: [Errno -2] Name or service not known',
+        ),
         says="could not resolve the name of the first node",
         fix=_ADDRESS,
     ),
@@ -115,6 +138,9 @@ FAILURES = (
         r"(?:connectFullMesh failed|failed to connect, willRetry=0|Connection refused)"
         r"[^\n]{0,999}(?:remote=|connect )\[127\.\d+\.\d+\.\d+\]"
         r"|(?:SocketTimeout|Connection refused|connect) ?\[127\.0\.1\.1\]",
+        examples=(
+            "RuntimeError: Gloo connectFullMesh failed with [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:211] connect [127.0.1.1]:25642: Connection refused",
+        ),
         says="was given a peer at a loopback address, which is itself",
         fix="On the peer's node the host name means 127.*: take that line out of /etc/hosts, or "
         "set GLOO_SOCKET_IFNAME to the network's interface.",
@@ -139,6 +165,9 @@ FAILURES = (
     Failure(
         Known("DDP004", "docker-address", Weight.SYMPTOM, "nccl#697"),
         r"(?:remote=|connect )\[172\.(?:1[7-9]|2\d|3[01])\.\d+\.1\]",
+        examples=(
+            "RuntimeError: Gloo connectFullMesh failed with [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:211] connect [172.17.0.1]:25642: Connection refused",
+        ),
         says="was given a peer at the address of a docker bridge",
         fix="Name the network's interface: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; for NCCL "
         "also ^docker,br-.",
@@ -163,6 +192,9 @@ FAILURES = (
     Failure(
         Known("DDP914", "mesh-unreachable", Weight.SYMPTOM, "1.13, 2.13; pytorch#108732"),
         r"[Gg]loo connectFullMesh failed|failed to connect, willRetry=0",
+        examples=(
+            "RuntimeError: Gloo connectFullMesh failed with [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:144] no error",
+        ),
         says="could not connect to all of its peers",
         fix="Peers talk over ephemeral ports: open net.ipv4.ip_local_port_range between the nodes, "
         "and set GLOO_SOCKET_IFNAME to the network's interface.",
@@ -182,6 +214,9 @@ FAILURES = (
         Known("DDP004", "interface-missing", Weight.CAUSE, "2.13; NCCL bootstrap.cc"),
         r"Unable to find address for: (?P<name>\S+)|no device found matching"
         r"|Bootstrap : no socket interface found",
+        examples=(
+            "RuntimeError: [enforce fail at /__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find address for: nope0",
+        ),
         says="has no network interface[ {name}] of the name that it was given",
         fix="`ip -br address` lists the interfaces here: set GLOO_SOCKET_IFNAME and "
         "NCCL_SOCKET_IFNAME to one of them, node by node, or to a common prefix.",
@@ -190,6 +225,9 @@ FAILURES = (
         Known("DDP918", "network-stall", Weight.SYMPTOM, "2.13; nccl#1524"),
         r"(?:writev|Read error|read|recv)\S* \[[^\]]+\](?::\d+)?: "
         r"(?:Connection timed out|No route to host)",
+        examples=(
+            "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:48812: Connection timed out",
+        ),
         says="silently lost its connection to a peer: packets vanish on the way",
         fix="Test with full packets, `ping -M do -s 8972 PEER` (1472 without jumbo frames): equal "
         "MTU on all nodes and switches; then the link and the card.",
@@ -207,6 +245,9 @@ FAILURES = (
     Failure(
         Known("DDP919", "store-key-missing", Weight.SYMPTOM, "2.13"),
         r"wait timeout after (?P<time>\d+)ms, keys: (?P<key>\S+)",
+        examples=(
+            "torch.distributed.DistStoreError: wait timeout after 30000ms, keys: /default_pg/0//cpu//0/1",
+        ),
         says="waited {time} ms for what another rank never wrote to the store ({key})",
         fix="Two nodes with the same --node-rank, or a rank that ended or never started: give each "
         "node its own rank, and look at the other ranks' output.",

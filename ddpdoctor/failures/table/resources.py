@@ -34,6 +34,10 @@ FAILURES = (
         r"|Could not connect to the endpoint URL: \"(?P<endpoint>[^\"?\s]{1,120})"
         r"|trying to locate the files? on the Hub and we cannot find",
         unless=_SERVICE,
+        examples=(
+            "urllib.error.URLError: <urlopen error [Errno -2] Name or service not known>",
+            "OSError: We couldn't connect to 'https://huggingface.co' to load the files, and couldn't find them in the cached files.",
+        ),
         says="has no network for a download[ from {host}][ from {url}][ from {peer}]"
         "[ from {endpoint}]",
         fix=_NO_NETWORK,
@@ -58,6 +62,9 @@ FAILURES = (
         within=r"[/\\](?:requests|urllib3?|http[/\\]client|ftplib|httpx|httpcore|aiohttp|botocore"
         r"|huggingface_hub|datasets)\b",
         unless=_SERVICE,
+        examples=(
+            'Traceback (most recent call last):\n  File "/opt/lib/python3.11/urllib/request.py", line 7, in call\n    call()\nsocket.gaierror: [Errno -3] Temporary failure in name resolution',
+        ),
         says="has no network for a download",
         fix=_NO_NETWORK,
     ),
@@ -66,6 +73,9 @@ FAILURES = (
         r"unable to allocate shared memory\s?\(shm\)"
         r"|[Uu]nexpected bus error encountered in worker|killed by signal: Bus error"
         r"|unable to (?:write to|open|resize) (?:shared memory object|file) </torch_",
+        examples=(
+            "RuntimeError: unable to allocate shared memory(shm) for file </torch_14459_3860305128_0>: No space left on device (28)",
+        ),
         says="has no shared memory left for its DataLoader: /dev/shm is full or too small",
         fix="`df -h /dev/shm`; in docker start with --shm-size=8g or --ipc=host; else fewer "
         "workers or a smaller prefetch_factor.",
@@ -89,6 +99,7 @@ FAILURES = (
         Known("DDP931", "worker-killed", Weight.CAUSE, "1.13, 2.6, 2.13"),
         r"DataLoader worker \(pid(?:\(s\))? (?P<pid>[\d, ]+)\) "
         r"(?:is killed by signal: (?P<signal>[\w ]+)|exited unexpectedly)",
+        examples=("RuntimeError: DataLoader worker (pid(s) 13823, 13824) exited unexpectedly",),
         says="lost a DataLoader worker (pid {pid})[, killed by signal {signal}]",
         fix="Killed: most likely the out-of-memory killer (dmesg); use fewer workers, and keep no "
         "large Python lists in the dataset. Otherwise a native library crashed in the worker: try "
@@ -108,6 +119,7 @@ FAILURES = (
     Failure(
         Known("DDP932", "worker-timeout", Weight.CAUSE, "2.13"),
         r"DataLoader timed out after (?P<seconds>[\d.]+) seconds",
+        examples=("RuntimeError: DataLoader timed out after 2 seconds",),
         says="waited {seconds} s in vain for a batch of its DataLoader",
         fix="A worker hangs: storage that does not answer, or a lock taken before the fork. "
         "Look at its stack (py-spy dump), or raise the DataLoader's timeout.",
@@ -126,6 +138,7 @@ FAILURES = (
     Failure(
         Known("DDP006", "too-many-open-files", Weight.CAUSE, "2.13"),
         rf"{_OF_SYSTEM}[^\n]{{0,999}}Too many open files",
+        examples=("OSError: [Errno 24] Too many open files: '/dev/null'",),
         says="may open no more files (`ulimit -n`)",
         fix="`ulimit -n 65536` before the job; or torch.multiprocessing.set_sharing_strategy("
         '"file_system"), and close the files that the dataset opens.',
@@ -153,6 +166,9 @@ FAILURES = (
         r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)"
         r"(?:[^\n]{0,999}?tried to allocate (?P<bytes>\d+) bytes)?"
         r"|OSError: \[Errno 12\] Cannot allocate memory|^MemoryError\b",
+        examples=(
+            "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 1099511627776 bytes. Error code 12 (Cannot allocate memory)",
+        ),
         says="could not get host memory[ ({bytes} bytes)]",
         fix="Host memory or its limit (ulimit -v, the job's cgroup) is used up: load less in each "
         "rank, use fewer workers, or ask for more.",
@@ -175,7 +191,9 @@ FAILURES = (
         r"|PytorchStreamWriter failed writing",
         # Watches of files, and semaphores in /dev/shm, are refused in the same words.
         unless=r"inotify|multiprocessing[/\\](?:synchronize|heap|shared_memory)\.py",
+        examples=("OSError: [Errno 28] No space left on device",),
         says="could not write a file: the disk is full, or a quota or size limit is reached",
+        yields_to=("nccl-shared-memory", "shared-memory-full"),
         fix="`df -h` and `quota` where it writes; keep fewer checkpoints, and write to a temporary "
         "name that is renamed afterwards, so that the last good one stays.",
         page=Page(

@@ -10,6 +10,10 @@ FAILURES = (
         Known("DDP203", "two-ranks-on-one-gpu", Weight.CAUSE, "NCCL 2.x init.cc"),
         r"Duplicate GPU detected(?: : rank (?P<rank>\d+) and rank (?P<peer>\d+))?"
         r"|Multiple Ranks are using the same GPU/Partition",
+        examples=(
+            "node0:812:901 [0] init.cc:943 NCCL WARN Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1a000",
+            "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:268, invalid usage, NCCL version 2.30.7\nLast error:\nMultiple Ranks are using the same GPU/Partition",
+        ),
         says="uses the same GPU as [rank {peer}, which is ]another rank",
         fix='Call torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before anything touches '
         "CUDA, and start no more ranks than there are GPUs.",
@@ -34,12 +38,18 @@ FAILURES = (
         Known("DDP203", "barrier-without-device", Weight.NOTE, "2.x"),
         r"to perform barrier as devices used by this process are currently unknown",
         says="came to a barrier before its GPU was known, and guesses it",
+        examples=(
+            "[W ProcessGroupNCCL.cpp:1569] Rank 0 using best-guess GPU 0 to perform barrier as devices used by this process are currently unknown.",
+        ),
         fix="Call torch.cuda.set_device(LOCAL_RANK) first, or init_process_group(device_id=...).",
         severity=Severity.WARNING,
     ),
     Failure(
         Known("DDP920", "nccl-versions-differ", Weight.CAUSE, "NCCL init.cc"),
         r"Mismatched NCCL version detected : rank (?P<rank>\d+) version (?P<version>\d+)",
+        examples=(
+            "node1:33:70 [1] bootstrap.cc:301 NCCL WARN Mismatched NCCL version detected : rank 3 version 21805 rank 0 version 22105",
+        ),
         says="has another NCCL ({version}) than its peers",
         fix="Install the same torch wheel on every node; look for a libnccl in LD_LIBRARY_PATH or "
         "LD_PRELOAD.",
@@ -58,12 +68,18 @@ FAILURES = (
         r"(?:NCCL WARN|Last error:)\s+"
         r"(?:Error: failed to extend|Error while creating shared memory"
         r"|Call to posix_fallocate failed)",
+        examples=(
+            "node0:55:99 [1] misc/shmutils.cc:87 NCCL WARN Error: failed to extend /dev/shm/nccl-8e1g3s to 9637892 bytes",
+        ),
         says="has no shared memory left for NCCL: /dev/shm is full or too small",
         fix="`df -h /dev/shm`; in docker start with --shm-size=8g or --ipc=host.",
     ),
     Failure(
         Known("DDP006", "locked-memory", Weight.CAUSE, "nccl-tests#206"),
         r"ibv_(?:reg_mr|create_cq|create_qp)\S* failed with error Cannot allocate memory",
+        examples=(
+            "node0:55:99 [0] transport/net_ib.cc:640 NCCL WARN Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory",
+        ),
         says="may not lock memory for InfiniBand: the limit `ulimit -l` is too low",
         fix="`ulimit -l unlimited` (limits.conf, LimitMEMLOCK of the service, "
         "docker --ulimit memlock=-1).",
@@ -73,6 +89,9 @@ FAILURES = (
         r"NCCL WARN[^\n]{0,999}connect to (?P<address>\S+) returned [^,]+, "
         r"(?:exceeded error retry|retrying)|NCCL WARN[^\n]{0,999}Call to connect[^\n]{0,999}"
         r"(?:failed|timed out|refused)",
+        examples=(
+            "node1:41:88 [1] misc/socket.cc:484 NCCL WARN connect to 172.18.0.3<43215> returned Connection timed out, exceeded error retry count after 34 attempts",
+        ),
         says="could not connect to a peer of NCCL[ at {address}]",
         fix="Set NCCL_SOCKET_IFNAME to the interface of the network between the nodes, and open "
         "the range net.ipv4.ip_local_port_range there.",
@@ -91,7 +110,19 @@ FAILURES = (
     Failure(
         Known("DDP922", "nccl-system-error", Weight.GENERIC, "nccl#207"),
         r"ncclSystemError:|unhandled system error",
+        examples=(
+            "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:291, unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.19.3\nncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.",
+            "torch.distributed.DistBackendError: NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77, unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.3",
+        ),
         says="had a system call fail within NCCL, which does not say which",
+        yields_to=(
+            "infiniband-retries",
+            "infiniband-port",
+            "p2p-unusable",
+            "nccl-connect",
+            "nccl-warns-of-cuda",
+            "interface-missing",
+        ),
         fix="Run again with NCCL_DEBUG=WARN: the line that starts with NCCL WARN names the socket, "
         "shared memory or verbs call that failed.",
         page=Page(
@@ -108,7 +139,18 @@ FAILURES = (
     Failure(
         Known("DDP923", "nccl-cuda-error", Weight.GENERIC, "NCCL documentation"),
         r"ncclUnhandledCudaError:|unhandled cuda error",
+        examples=(
+            "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:291, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.19.3\nncclUnhandledCudaError: Call to CUDA function failed.",
+        ),
         says="had a CUDA call fail within NCCL",
+        yields_to=(
+            "infiniband-retries",
+            "infiniband-port",
+            "p2p-unusable",
+            "nccl-connect",
+            "nccl-warns-of-cuda",
+            "interface-missing",
+        ),
         fix="Run again with NCCL_DEBUG=WARN; look at `dmesg | grep -i xid` and whether the driver "
         "is as new as torch's CUDA (`nvidia-smi`).",
         page=Page(
@@ -126,6 +168,7 @@ FAILURES = (
         Known("DDP926", "no-infiniband", Weight.NOTE, "nccl-tests#14"),
         r"Failed to open libibverbs|NET/IB : No device found"
         r"|NCCL_IB_DISABLE set by environment to 1",
+        examples=("node0:12:12 [0] misc/ibvwrap.cc:94 NCCL WARN Failed to open libibverbs.so[.1]",),
         says="talks over TCP: NCCL found no InfiniBand",
         fix="If the machines have InfiniBand: install libibverbs1 (in the container, too), unset "
         "NCCL_IB_DISABLE. If not, all is well.",
@@ -146,6 +189,9 @@ FAILURES = (
         Known("DDP927", "invalid-device-ordinal", Weight.CAUSE, "apex#1138"),
         r"CUDA error: invalid device ordinal"
         r"|(?:RuntimeError|AcceleratorError): [^\n]{0,999}invalid device ordinal",
+        examples=(
+            "RuntimeError: CUDA error: invalid device ordinal\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.",
+        ),
         says="asked for a GPU that this node does not have",
         fix="Use LOCAL_RANK, not RANK, as the device, and start at most as many ranks as GPUs are "
         "visible (CUDA_VISIBLE_DEVICES).",
@@ -167,6 +213,7 @@ FAILURES = (
         r"(?:OutOfMemoryError|RuntimeError): CUDA out of memory"
         r"\.?(?:[^\n]{0,999}?Tried to allocate (?P<size>[\d.]+ [KMGT]iB))?"
         r"|(?:Error:|what\(\):) +CUDA error: out of memory",
+        examples=("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",),
         says="ran out of GPU memory[ when it wanted {size}]",
         fix="See who else holds it (`nvidia-smi`: an orphan of an earlier job?), whether other "
         "ranks also use this GPU, then a smaller batch or checkpointed activations.",
@@ -189,6 +236,11 @@ FAILURES = (
         r"|Found no NVIDIA driver"
         r"|has no attribute '_cuda_setDevice'|Torch not compiled with CUDA enabled"
         r"|Error: [^\n]{0,999}Cuda is not available",
+        examples=(
+            "AssertionError: Torch not compiled with CUDA enabled",
+            "RuntimeError: nccl2 requires at least one CUDA device",
+            "RuntimeError: Distributed package doesn't have NCCL built in",
+        ),
         says="asked for CUDA or NCCL, and this torch or this machine has none",
         fix='`python -c "import torch; print(torch.version.cuda, torch.cuda.is_available())"`: '
         "None means a CPU wheel, False no driver (docker --gpus all). On CPUs use backend gloo.",

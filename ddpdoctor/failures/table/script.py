@@ -5,11 +5,38 @@ from __future__ import annotations
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.failures.model import Failure, Known, Page, Weight
 
+_WITHOUT = (
+    r"(?:[\s\S]{0,2000}?Parameters which did not receive grad for rank (?P<rank>\d+): (?P<names>[^\n]{1,80})"
+    r"|[\s\S]{0,2000}?Parameter indices which did not receive grad for rank (?P<of>\d+): (?P<indices>[\d ]{1,80}))?"
+)
+
 FAILURES = (
+    Failure(
+        Known("DDP305", "outputs-without-loss", Weight.CAUSE, "1.7 to 2.13"),
+        r"Expected to have finished reduction in the prior iteration[\s\S]{0,600}Since `find_unused_parameters=True` is"
+        + _WITHOUT,
+        says="has outputs of forward that take no part in the loss, although "
+        "find_unused_parameters=True is set[: parameters {indices}][: {names}]",
+        fix="Every tensor that forward returns has to reach the loss (add 0 * output.sum()), or is not "
+        "returned; returned objects have to be tuples, lists or dicts, in which DDP finds tensors.",
+        examples=(
+            "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one. This error indicates that your module has parameters that were not used in producing loss. Since `find_unused_parameters=True` is enabled, this likely  means that not all `forward` outputs participate in computing loss.",
+        ),
+    ),
+    Failure(
+        Known("DDP905", "options-refused", Weight.CAUSE, "argparse"),
+        r"^\S+\.py: error: (?P<what>(?!unrecognized arguments: [^\n]{0,999}--local)[^\n]{1,120})",
+        says="refused its options: {what}",
+        fix="Give the script the options that it takes, after its name; torchrun's stand before it.",
+        examples=("train.py: error: the following arguments are required: --data",),
+    ),
     Failure(
         Known("DDP305", "unused-parameters", Weight.CAUSE, "1.13, 2.6, 2.13; pytorch#83074"),
         r"Expected to have finished reduction in the prior iteration"
         r"(?![^\n]{0,160}training graph has changed)",
+        examples=(
+            "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one. This error indicates that your module has parameters that were not used in producing loss. You can enable unused parameter detection by passing the keyword argu",
+        ),
         says="has parameters that got no gradient in the last backward",
         fix="Use them in the loss, freeze them before DDP(...), or set "
         "find_unused_parameters=True; `ddpdoctor run` names them.",
@@ -17,6 +44,9 @@ FAILURES = (
     Failure(
         Known("DDP306", "static-graph", Weight.CAUSE, "1.13, 2.6, 2.13"),
         r"training graph has changed in this iteration",
+        examples=(
+            "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one. This error indicates that your training graph has changed in this iteration, e.g., one parameter is used in first iteration, but then got unused in the second i",
+        ),
         says="used other parameters than in the first step, under static_graph=True",
         fix="Drop static_graph=True, or use the same parameters in every step.",
         page=Page(
@@ -36,6 +66,9 @@ FAILURES = (
     Failure(
         Known("DDP323", "ready-twice", Weight.CAUSE, "1.13, 2.6, 2.13; pytorch#46166"),
         r"Expected to mark a variable ready only once",
+        examples=(
+            "RuntimeError: Expected to mark a variable ready only once. This error is caused by one of the following reasons: 1) Use of a module parameter outside the `forward` function. Please make sure model parameters are not shared across multiple concurrent forward-ba",
+        ),
         says="had a parameter's gradient ready twice in one backward",
         fix="Use checkpoint(..., use_reentrant=False); else a module that is used outside of "
         "forward(), or twice: then static_graph=True.",
@@ -45,6 +78,9 @@ FAILURES = (
         Known("DDP304", "find-unused-in-vain", Weight.NOTE, "1.13, 2.6, 2.13"),
         r"find_unused_parameters=True was specified in DDP constructor, but did not find",
         says="looks for unused parameters in every step, and there are none",
+        examples=(
+            "[W reducer.cpp:1298] Warning: find_unused_parameters=True was specified in DDP constructor, but did not find any unused parameters in the forward pass.",
+        ),
         fix="Drop find_unused_parameters=True: it walks the graph in every step.",
         severity=Severity.INFO,
     ),
@@ -53,6 +89,10 @@ FAILURES = (
         r"DDP expects same model across all ranks(?:[^\n]{0,999}?Rank (?P<peer>\d+) has"
         r" (?P<many>\d+) params, while rank (?P<other>\d+) has inconsistent (?P<fewer>\d+))?"
         r"|appears not to match sizes of the same param in process",
+        examples=(
+            "RuntimeError: DDP expects same model across all ranks, but Rank 0 has 4 params, while rank 1 has inconsistent 6 params.",
+            "RuntimeError: [1]: params[0] in this process with sizes [5, 4] appears not to match sizes of the same param in process 0.",
+        ),
         says="gave DDP another model than the other ranks[: rank {peer} has {many} parameters, "
         "rank {other} has {fewer}]",
         fix="Build the model from the same configuration on every rank; count classes and "
@@ -62,6 +102,9 @@ FAILURES = (
         Known("DDP803", "collectives-differ", Weight.SYMPTOM, "1.13, 2.6, 2.13; nccl#1417"),
         r"Detected mismatch between collectives|op\.preamble\.length <= op\.nbytes"
         r"|Received data size doesn't match expected size|Mismatched collective",
+        examples=(
+            "RuntimeError: Detected mismatch between collectives on ranks. Rank 0 is running collective: CollectiveFingerPrint(SequenceNumber=0, OpType=BROADCAST, TensorShape=[4], TensorDtypes=Float, TensorDeviceTypes=TensorOptions(dtype=float (default), device=cpu, layout",
+        ),
         says="was in another collective than its peers, or in one of another shape or dtype",
         fix="Find where the ranks part: an if on the rank, batches of unequal number or shape. "
         "`ddpdoctor run` names the lines.",
@@ -89,6 +132,7 @@ FAILURES = (
     Failure(
         Known("DDP206", "local-rank-option", Weight.CAUSE, "1.13, 2.6, 2.13; timm#1724"),
         r"(?<!torchrun: )error: unrecognized arguments: [^\n]{0,999}--local[-_]rank",
+        examples=("train.py: error: unrecognized arguments: --local-rank=1",),
         says="does not know the option --local-rank that its launcher passes",
         fix="Start with torchrun, which sets LOCAL_RANK instead; or add_argument("
         '"--local-rank", "--local_rank", type=int).',
@@ -96,6 +140,7 @@ FAILURES = (
     Failure(
         Known("DDP943", "torchrun-too-old", Weight.CAUSE, "1.13"),
         r"torchrun: error: unrecognized arguments: [^\n]{0,999}--(?P<option>[\w]+-[\w-]+)",
+        examples=("torchrun: error: unrecognized arguments: --nproc-per-node=8",),
         says="is a torchrun that does not know the option --{option}",
         fix="An older torch is first on this node's PATH: use the same environment on every node "
         "(`which torchrun`). torch before 2.0 spells options with underscores.",
@@ -115,6 +160,7 @@ FAILURES = (
         Known("DDP208", "deprecated-launcher", Weight.NOTE, "1.13, 2.6, 2.13"),
         r"torch\.distributed\.launch is deprecated",
         says="is started by torch.distributed.launch, which is deprecated",
+        examples=("FutureWarning: The module torch.distributed.launch is deprecated",),
         fix="Use torchrun; read LOCAL_RANK from the environment.",
         page=Page(
             "The job is started with a deprecated launcher.",
@@ -131,6 +177,9 @@ FAILURES = (
     Failure(
         Known("DDP001", "environment-missing", Weight.CAUSE, "1.13, 2.6, 2.13"),
         r"rendezvous: environment variable (?P<name>\w+) expected, but not set",
+        examples=(
+            "ValueError: Error initializing torch.distributed using env:// rendezvous: environment variable RANK expected, but not set",
+        ),
         says="was not started by a launcher: {name} is not set",
         fix="Start it with torchrun (or ddpdoctor run), or let the script do without a process "
         "group when it runs alone.",
@@ -159,6 +208,9 @@ FAILURES = (
     Failure(
         Known("DDP213", "used-before-init", Weight.CAUSE, "1.13, 2.6, 2.13"),
         r"Default process group has not been initialized",
+        examples=(
+            "ValueError: Default process group has not been initialized, please make sure to call init_process_group.",
+        ),
         says="used torch.distributed before init_process_group",
         fix="Call init_process_group() first; DDP, DistributedSampler and get_rank() need it.",
         page=Page(
@@ -178,6 +230,7 @@ FAILURES = (
     Failure(
         Known("DDP942", "initialized-twice", Weight.CAUSE, "2.13"),
         r"trying to initialize the default process group twice",
+        examples=("ValueError: trying to initialize the default process group twice!",),
         says="called init_process_group a second time",
         fix="A framework has done it already: `if not dist.is_initialized():` around the call.",
         page=Page(
@@ -197,6 +250,9 @@ FAILURES = (
     Failure(
         Known("DDP211", "no-main-guard", Weight.CAUSE, "any"),
         r"start a new process before the",
+        examples=(
+            "RuntimeError:\n        An attempt has been made to start a new process before the\n        current process has finished its bootstrapping phase.\n        This probably means that you are not using fork to start your\n        child processes and you have forgotten ",
+        ),
         says="starts processes when it is imported: the main guard is missing",
         fix='Put the start into `if __name__ == "__main__":`.',
         page=Page(
@@ -219,6 +275,7 @@ FAILURES = (
         r"(?:Can't (?:pickle|get) local object|[Cc]an(?:no|')t pickle) ?(?P<what>[^\n]{0,60})",
         # What is copied or saved stays in its process.
         unless=r"[/\\]copy\.py\"|torch[/\\]serialization\.py|pickle\.dumps?\(",
+        examples=("AttributeError: Can't pickle local object 'main.<locals>.<lambda>'",),
         says="could not send[ {what}] to another process: it cannot be pickled",
         fix="Use functions and classes of the module's top level; no lambdas, open files, locks or "
         "generators in a dataset or in the arguments of spawn.",
@@ -238,6 +295,9 @@ FAILURES = (
     Failure(
         Known("DDP502", "wrapper-prefix", Weight.CAUSE, "any"),
         r'(?:Missing|Unexpected) key\(s\) in state_dict: "module\.',
+        examples=(
+            'RuntimeError: Error(s) in loading state_dict for Two:\n\tMissing key(s) in state_dict: "a.weight", "a.bias", "b.weight", "b.bias".\n\tUnexpected key(s) in state_dict: "module.a.weight", "module.a.bias", "module.b.weight", "module.b.bias".',
+        ),
         says='could not load a checkpoint: the names differ by the wrapper\'s prefix "module."',
         fix="Save model.module.state_dict(), and load it before the wrap or into model.module.",
     ),
@@ -246,6 +306,9 @@ FAILURES = (
         r"Attempting to deserialize object on (?:a )?CUDA device"
         r"(?: (?P<device>\d+))?(?: but torch\.cuda\.(?:is_available\(\) is False"
         r"|device_count\(\) is (?P<count>\d+)))?",
+        examples=(
+            "RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False. If you are running on a CPU-only machine, please use torch.load with map_location=torch.device('cpu') to map your storages to the CPU.",
+        ),
         says="loads a checkpoint onto the GPU that it was saved from[ ({device})], which is not "
         "here",
         fix='torch.load(path, map_location="cpu"), then move the model.',
@@ -256,6 +319,9 @@ FAILURES = (
         r"|not a ZIP archive|unexpected EOF, expected \d+ more bytes"
         r"|Weights only load failed[\s\S]{0,9999}?(?:Unsupported operand \d|invalid load key"
         r"|Ran out of input|persistent_load)",
+        examples=(
+            "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory",
+        ),
         says="could not read a checkpoint: the file is damaged",
         fix="It was cut short, or several ranks wrote it at once. Do not set weights_only=False; "
         "save on rank 0 alone to a temporary name, os.replace, then a barrier.",
@@ -282,6 +348,10 @@ FAILURES = (
         r"OSError: \[Errno 22\] Invalid argument|EOFError: Ran out of input"
         r"|UnpicklingError: (?:invalid load key|pickle data was truncated)",
         within=r"torch[/\\]serialization\.py",
+        examples=(
+            'Traceback (most recent call last):\n  File "/opt/lib/python3.11/site-packages/torch/serialization.py", line 7, in call\n    call()\nOSError: [Errno 22] Invalid argument',
+            'Traceback (most recent call last):\n  File "/opt/lib/python3.11/site-packages/torch/serialization.py", line 7, in call\n    call()\nEOFError: Ran out of input',
+        ),
         says="could not read a checkpoint: the file is cut short, or is none",
         fix="A job was stopped while it wrote, the disk was full, or several ranks wrote it at "
         "once: load an older one. Save on rank 0 alone to a temporary name, then os.replace.",
@@ -290,6 +360,9 @@ FAILURES = (
         Known("DDP944", "weights-only", Weight.CAUSE, "2.6, 2.13"),
         r"Weights only load failed"
         r"(?:[^\n]{0,999}?Unsupported (?:global|class):? (?P<what>\S+))?",
+        examples=(
+            "_pickle.UnpicklingError: Weights only load failed. This file can still be loaded.\n\tWeightsUnpickler error: Unsupported global: GLOBAL argparse.Namespace was not an allowed global by default.",
+        ),
         says="may not unpickle[ {what} from] a checkpoint: torch.load reads weights only since 2.6",
         fix="For a file that you trust: torch.serialization.add_safe_globals([...]) or "
         "weights_only=False; better, save plain state_dicts.",

@@ -1,0 +1,93 @@
+"""Which lines of a log are looked at: a scan for a few texts, at hundreds of megabytes a second."""
+
+from __future__ import annotations
+
+from ddpdoctor.failures import TABLE
+from ddpdoctor.failures.lines import HEAD
+
+COMMON = (
+    *(HEAD, "rror", "ERROR", "FATAL", "ailed", "xception", "NCCL WARN", "atchdog", "exitcode"),
+    *("exit code", "return code", "SIG", "Killed", "core dumped", "Segmentation fault"),
+)
+"""Texts that most failures hold."""
+
+MOST = 500
+"""Lines that one text may bring: a log that repeats itself for hours says nothing new."""
+
+LATER = 4
+"""Lines of each block that it may bring from then on, the last ones."""
+
+_NOISE = 20_000
+"""Shapes of lines that are remembered to be nothing."""
+
+_AT_ONCE = 300
+"""Lines of a block that may prove to be such."""
+
+_NUMBERS = b"0123456789."
+
+
+def _anchors() -> tuple[bytes, ...]:
+    """The common texts, and one for each entry of the table whose lines hold none of them."""
+    found = dict.fromkeys(COMMON)
+    for failure in TABLE:
+        for example in failure.examples:
+            if not any(text in example for text in found):
+                literals = [text for text in failure.literals if text in example]
+                found[max(literals or example.splitlines(), key=len)] = None
+    return tuple(text.encode() for text in found)
+
+
+ANCHORS = _anchors()
+"""A line outside of tracebacks is looked at only if it holds one of these."""
+
+
+class Scan:
+    """Finds the lines of a log that may say something."""
+
+    def __init__(self) -> None:
+        self._counts = dict.fromkeys(ANCHORS, 0)
+        self._noise: set[bytes] = set()
+
+    def is_nothing(self, line: bytes) -> None:
+        """Remember that lines like this one say nothing."""
+        if len(self._noise) < _NOISE:
+            self._noise.add(_shape(line))
+
+    def starts(self, block: bytes) -> list[int]:
+        """Where the lines of a block begin that hold an anchor."""
+        starts: set[int] = set()
+        for anchor in ANCHORS:
+            at = block.find(anchor)
+            tries = 0
+            while at >= 0 and self._counts[anchor] < MOST and tries < _AT_ONCE:
+                start, end = _line(block, at)
+                tries += 1
+                if _shape(block[start:end]) not in self._noise:
+                    self._counts[anchor] += 1
+                    starts.add(start)
+                at = block.find(anchor, end)
+            if at >= 0:
+                starts.update(_last(block, anchor, at))
+        return sorted(starts)
+
+
+def _last(block: bytes, anchor: bytes, first: int) -> list[int]:
+    """What ends a job comes last."""
+    starts: list[int] = []
+    end = len(block)
+    for _ in range(LATER):
+        at = block.rfind(anchor, first, end)
+        if at < 0:
+            break
+        starts.append(_line(block, at)[0])
+        end = starts[-1]
+    return starts
+
+
+def _line(block: bytes, at: int) -> tuple[int, int]:
+    end = block.find(b"\n", at)
+    return block.rfind(b"\n", 0, at) + 1, end if end >= 0 else len(block)
+
+
+def _shape(line: bytes) -> bytes:
+    return line[:400].translate(None, _NUMBERS)

@@ -1,0 +1,145 @@
+"""What schedulers, containers and people do to a job."""
+
+from __future__ import annotations
+
+from ddpdoctor.failures.model import Failure, Known, Page, Weight
+
+_LOOK = (
+    "See the job's record (sacct, kubectl describe pod, the queue's log) for who asked for it. Save "
+    "checkpoints often enough, and start from the last one."
+)
+
+FAILURES = (
+    Failure(
+        Known("DDP908", "time-limit", Weight.CAUSE, "Slurm, LSF, PBS"),
+        r"CANCELLED AT \S+ DUE TO TIME LIMIT|TERM_RUNLIMIT|walltime \d+ exceeded limit"
+        r"|DeadlineExceeded|job killed: walltime",
+        says="was ended by the scheduler: the job's time limit is reached",
+        fix="Ask for more time (--time), or save checkpoints and requeue (--signal=B:USR1@300).",
+        examples=(
+            "slurmstepd: error: *** JOB 4711 ON node3 CANCELLED AT 2024-05-01T12:00:00 DUE TO TIME LIMIT ***",
+        ),
+        page=Page(
+            "The job was ended from outside.",
+            "A time limit, a preemption, a node that failed or was drained, an eviction, `scancel`, "
+            "Ctrl-C, or SIGTERM to the launcher.",
+            "Nothing is wrong with the script: exceptions like SignalException and "
+            "KeyboardInterrupt, and lost connections, follow from the end.",
+            "Look at the scheduler's record of the job. Save checkpoints, and start from the last "
+            "one. If a person ended it because it made no progress, look for the hang.",
+            "Wrong: fixing the line in which the KeyboardInterrupt happened to arrive.\n"
+            "Right: `sacct -j ID --format=State,ExitCode,Reason`",
+            "If a rank failed by itself before: then the scheduler only cleaned up.",
+        ),
+    ),
+    Failure(
+        Known("DDP908", "preempted", Weight.CAUSE, "Slurm, Kubernetes, clouds"),
+        r"CANCELLED AT \S+ DUE TO PREEMPTION|[Rr]eason: *Preempt|[Pp]reempted (?:by|in order to)"
+        r"|Preempting job|instance (?:is|was) preempted|Spot (?:instance )?interruption"
+        r"|DisruptionTarget|TaintManagerEviction",
+        says="was preempted: another job took its place",
+        fix="Save checkpoints and requeue (--requeue), or use a queue that is not preempted.",
+        examples=(
+            "slurmstepd: error: *** JOB 4711 ON node3 CANCELLED AT 2024-05-01T12:00:00 DUE TO PREEMPTION ***",
+        ),
+    ),
+    Failure(
+        Known("DDP908", "node-failed", Weight.CAUSE, "Slurm, Kubernetes"),
+        r"CANCELLED AT \S+ DUE TO NODE FAILURE|srun: error: Node failure on (?P<node>\S+)"
+        r"|NodeNotReady|NodeLost|Node is not ready|srun: error: (?P<down>\S+): [^\n]{0,99}Node failure",
+        says="lost a node[ ({node})][ ({down})]: it failed, or stopped answering",
+        fix="Exclude that node and start from the last checkpoint; its console or `scontrol show "
+        "node` may say why.",
+        examples=(
+            "srun: error: Node failure on node7",
+            "slurmstepd: error: *** JOB 4711 ON node3 CANCELLED AT 2024-05-01T12:00:00 DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***",
+        ),
+    ),
+    Failure(
+        Known("DDP908", "evicted", Weight.CAUSE, "Kubernetes"),
+        r"[Rr]eason: *Evicted|\bEvicted\b[^\n]{0,99}(?:pod|node|low)|The node was low on resource: (?P<what>[\w-]+)"
+        r"|Usage of EmptyDir volume \S+ exceeds the limit",
+        says="was evicted from its node[, which was low on {what}]",
+        fix="Request what the pod uses (memory, ephemeral-storage), or raise the volume's limit.",
+        examples=(
+            "The node was low on resource: ephemeral-storage. Container trainer was using 92Gi.",
+        ),
+    ),
+    Failure(
+        Known("DDP903", "container-out-of-memory", Weight.CAUSE, "Kubernetes, docker, Slurm"),
+        r"OOMKilled|oom-kill:|Out of memory: Kill(?:ed)? process|srun: error: \S+: task \d+: Out Of Memory"
+        r"|Memory cgroup out of memory|Some of your processes may have been killed by the cgroup out-of"
+        r"|TERM_MEMLIMIT|Exceeded job memory limit|oom_kill event|OUT_OF_MEMORY|ray\.exceptions\.OutOfMemory",
+        says="was killed by the out-of-memory killer: its container or job was out of host memory",
+        fix="Raise the limit (resources.limits.memory, --mem), or use fewer DataLoader workers and "
+        "load less in each rank.",
+        examples=(
+            "Last State: Terminated  Reason: OOMKilled  Exit Code: 137",
+            "srun: error: node3: task 5: Out Of Memory",
+        ),
+    ),
+    Failure(
+        Known("DDP950", "command-not-found", Weight.CAUSE, "Slurm, shells, containers"),
+        r"execve\(\): (?P<command>\S+): (?P<why>[^\n]{1,60})|bash: (?:line \d+: )?(?P<shell>\S+): command not found"
+        r"|executable file not found in \$PATH|can't open file '(?P<file>[^'\n]{1,120})': \[Errno 2\]"
+        r"|env: (?P<env>\S+): No such file or directory",
+        says="could not start: there is no such program or script[ ({command})][ ({shell})][ ({file})]",
+        fix="Activate the environment inside the task on every node (module load, conda, the "
+        "container), and give the script's full path.",
+        examples=(
+            "slurmstepd: error: execve(): python: No such file or directory",
+            "python: can't open file '/home/me/trian.py': [Errno 2] No such file or directory",
+        ),
+        page=Page(
+            "The program of the job does not exist on a node.",
+            '"execve(): ... No such file or directory", "command not found", "can\'t open file".',
+            "The environment of the batch script is not that of the task, or the directory is not "
+            "shared with that node.",
+            "Activate the environment inside the task; use full paths on a shared file system.",
+            "Wrong: `srun torchrun ...` with conda activated on the login node only.\n"
+            "Right: `srun bash -c 'source env.sh; torchrun ...'`",
+            "For files that the script itself opens.",
+        ),
+    ),
+    Failure(
+        Known("DDP908", "cancelled", Weight.STOPPED, "Slurm"),
+        r"\*\*\* JOB \S+ ON \S+ CANCELLED AT|TERM_OWNER|TERM_ADMIN|Job cancelled by user|job was cancelled",
+        says="was cancelled by its owner or an administrator",
+        fix=_LOOK,
+        examples=("slurmstepd: error: *** JOB 4711 ON node3 CANCELLED AT 2024-05-01T12:00:00 ***",),
+    ),
+    Failure(
+        Known("DDP908", "asked-to-stop", Weight.STOPPED, "1.9 to 2.13"),
+        r"SignalException: Process \d+ got signal: (?P<signal>\d+)|Received (?:Signals\.)?(?P<name>SIG(?:TERM|HUP|INT))"
+        r"(?: death signal|: \d+|\b)|Received (?P<number>\d+) death signal, shutting down|got SIGTERM, exiting"
+        r"|Launcher caught signal (?P<caught>\d+)",
+        says="was asked to stop from outside[ by {name}][ by signal {signal}][ by signal {number}]",
+        fix="SIGHUP: the terminal closed (use nohup or tmux). SIGTERM: a scheduler, a container's "
+        "stop, or a person. " + _LOOK,
+        examples=(
+            "torch.distributed.elastic.multiprocessing.api.SignalException: Process 4711 got signal: 15",
+            "WARNING:torch.distributed.elastic.agent.server.api:Received 15 death signal, shutting down workers",
+            "W0312 10:00:00.123000 4711 torch/distributed/elastic/agent/server/api.py:704] Received Signals.SIGHUP death signal, shutting down workers",
+        ),
+    ),
+    Failure(
+        Known("DDP908", "interrupted", Weight.STOPPED, "any"),
+        r"^KeyboardInterrupt\b|\^CTraceback|Detected KeyboardInterrupt|\[launch\.py:\d+:sigkill_handler\] Main process received SIG",
+        says="was interrupted (Ctrl-C)",
+        fix="If it was interrupted because it made no progress, the line is where it waited: run it "
+        "again with ddpdoctor run, which names the rank that the others wait for.",
+        examples=("KeyboardInterrupt",),
+    ),
+    Failure(
+        Known("DDP907", "step-cancelled", Weight.CONSEQUENCE, "Slurm"),
+        r"\*\*\* STEP \S+ ON \S+ CANCELLED AT|srun: Job step aborted|srun: error: \S+: tasks? \S+: Terminated"
+        r"|Terminating StepId|srun: Terminating Job",
+        says="was ended by Slurm after another task had failed",
+        fix="The cause is the task that ended first: its exit code stands before, its output in its "
+        "own file (srun --output=%x-%t.log).",
+        examples=(
+            "slurmstepd: error: *** STEP 4711.0 ON node3 CANCELLED AT 2024-05-01T12:00:00 ***",
+            "srun: error: node3: task 5: Terminated",
+        ),
+    ),
+)

@@ -1,0 +1,104 @@
+"""What launchers say when a process failed, and lines that only call themselves errors."""
+
+from __future__ import annotations
+
+from ddpdoctor.failures.model import Failure, Known, Page, Weight
+
+_OWN_LOG = (
+    "Get the output of the process that ended first: torchrun --log-dir DIR --redirects 3 --tee 3, "
+    "srun --output=%x-%t.log, deepspeed --enable_each_rank_log DIR; or start with ddpdoctor run."
+)
+
+FAILURES = (
+    Failure(
+        Known("DDP902", "killed-status", Weight.GENERIC, "any"),
+        r"died with <Signals\.SIGKILL|return(?:ed)? (?:non-zero )?(?:exit )?(?:code|status)(?: =)? (?:-9|137)\b"
+        r"|[Ee]xit(?:ed with)? (?:exit )?[Cc]ode:? (?:-9|137)\b|\bexited on signal 9\b|^(?:\S+: line \d+: +\d+ )?Killed\b"
+        r"|terminated with exit code (?:-9|137)\b|exit(?: |_)status 137\b|[Tt]ask \d+: Killed",
+        says="was killed by SIGKILL",
+        fix="The out-of-memory killer most often (`dmesg`, oom_kill in the cgroup's memory.events), "
+        "else a scheduler's limit, or a person.",
+        examples=(
+            "subprocess.CalledProcessError: Command '['/usr/bin/python', 'train.py']' died with <Signals.SIGKILL: 9>.",
+            "[2023-05-01 12:00:00,123] [ERROR] [launch.py:321:sigkill_handler] ['/usr/bin/python', 'train.py'] exits with return code = -9",
+            "./run.sh: line 12:  4711 Killed                  python train.py",
+            "command terminated with exit code 137",
+        ),
+    ),
+    Failure(
+        Known("DDP904", "crash-status", Weight.GENERIC, "any"),
+        r"died with <Signals\.(?P<name>SIG(?:SEGV|BUS|FPE|ILL))|return code = -(?:11|7|8|4)\b"
+        r"|Fatal Python error: (?P<fatal>Segmentation fault|Bus error|Floating point exception|Illegal instruction)"
+        r"|\b(?P<shell>Segmentation fault|Bus error|Illegal instruction)\b[^\n]{0,40}(?:core dumped|$)"
+        r"|[Ee]xit(?:ed with)? (?:exit )?[Cc]ode:? (?:139|135|-11)\b|exited on signal (?:11|7|8|4)\b"
+        r"|\*\*\* Process received signal|Caught signal 11|Segfault encountered",
+        says="crashed in native code[ with {name}][: {fatal}][: {shell}]",
+        fix="Run with PYTHONFAULTHANDLER=1 to see the Python line; suspect extensions, and libraries "
+        "that do not fit torch. A bus error: see whether /dev/shm is full.",
+        examples=(
+            "subprocess.CalledProcessError: Command '['/usr/bin/python', 'train.py']' died with <Signals.SIGSEGV: 11>.",
+            "Fatal Python error: Segmentation fault",
+            "Segmentation fault (core dumped)",
+        ),
+    ),
+    Failure(
+        Known("DDP904", "abort-status", Weight.CONSEQUENCE, "any"),
+        r"died with <Signals\.SIGABRT|return code = -6\b|[Ee]xit(?:ed with)? (?:exit )?[Cc]ode:? (?:134|-6)\b"
+        r"|^(?:\S+: line \d+: +\d+ )?Aborted\b|\bAborted \(core dumped\)|exited on signal 6\b|Fatal Python error: Aborted"
+        r"|task \d+: Aborted",
+        says="aborted in native code (SIGABRT)",
+        fix="Look above for lines of NCCL, gloo or glibc (`what():`) that say why.",
+        examples=("Aborted (core dumped)",),
+    ),
+    Failure(
+        Known("DDP907", "stopped-status", Weight.WRAPPER, "any"),
+        r"Sending process \d+ closing signal SIG|return code = -15\b|[Ee]xit(?:ed with)? (?:exit )?[Cc]ode:? (?:143|-15)\b"
+        r"|died with <Signals\.SIGTERM|Killing subprocess \d+|Unable to shutdown process \d+|terminated by signal SIGTERM",
+        says="was stopped by its launcher after another rank had failed",
+        fix=_OWN_LOG,
+        examples=(
+            "WARNING:torch.distributed.elastic.multiprocessing.api:Sending process 4711 closing signal SIGTERM",
+            "[2023-05-01 12:00:00,123] [INFO] [launch.py:315:sigkill_handler] Killing subprocess 4711",
+        ),
+    ),
+    Failure(
+        Known("DDP907", "process-failed", Weight.WRAPPER, "1.7 to 2.13, Slurm, MPI, Kubernetes"),
+        r"srun: error: (?P<node>\S+): tasks? (?P<task>\d+)[^\n]{0,99}: Exited with exit code \d+"
+        r"|returned non-zero exit status (?!137)\d+|exits with return code = (?!-9)\d+|[Ee]xit(?:ed with)? (?:exit )?[Cc]ode:? (?:[1-9]\d?|1[0-2]\d)\b"
+        r"|mpirun (?:noticed|detected) that|returned a non-zero exit code|MPI_ABORT was invoked"
+        r"|-- Process (?P<rank>\d+) terminated with the following error|Child process \S+ (?:exited|failed)"
+        r"|CrashLoopBackOff|BackOff|process \d+ terminated with exit code [1-9]|failed \(exitcode: 1\)|Worker group failed"
+        r"|exit status [1-9]\d*\b|The main process exited with",
+        says="failed, as its launcher noticed",
+        fix=_OWN_LOG,
+        examples=(
+            "srun: error: node3: task 5: Exited with exit code 1",
+            "subprocess.CalledProcessError: Command '['/usr/bin/python', '-u', 'train.py']' returned non-zero exit status 1.",
+            "[2023-05-01 12:00:00,123] [ERROR] [launch.py:321:sigkill_handler] ['/usr/bin/python'] exits with return code = 1",
+            "Primary job  terminated normally, but 1 process returned a non-zero exit code. Per user-direction, the job has been aborted.",
+        ),
+    ),
+    Failure(
+        Known("DDP900", "error-line", Weight.REMARK, "any"),
+        r"(?<![\w/.=-])(?:ERROR|FATAL|CRITICAL|Fatal error|fatal error|PANIC|panic)\b(?!\s*[=:]?\s*[\d.]+\b)"
+        r"|(?:^|\s)(?:\w+\.)*[A-Z]\w+(?:Error|Exception): \S|^[Ee]rror: \S|core dumped"
+        r"|terminate called after throwing|^\s*what\(\):|Fatal Python error",
+        says="failed",
+        fix="Collect the whole output of every rank, " + _OWN_LOG[0].lower() + _OWN_LOG[1:],
+        # What TensorFlow, pip and others print in healthy jobs, too.
+        unless=r"Unable to register cu|computation placer already registered|dependency resolver|TF-TRT",
+        examples=("FATAL: the data service went away",),
+        page=Page(
+            "The job failed, and why is not understood.",
+            "Error lines, exit statuses, signals and tracebacks that are cut, in a log in which "
+            "nothing is recognized.",
+            "The cause may stand in the lines that are quoted, or in the output of another rank.",
+            "Read the lines that are quoted, from the first one on. Collect the output of every rank "
+            "and node: `torchrun --log-dir DIR --redirects 3 --tee 3`, NCCL_DEBUG=WARN, "
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL. Or run the job with `ddpdoctor run`.",
+            "Wrong: the last lines of rank 0 only.\n"
+            "Right: `ddpdoctor report --log DIR` with the logs of all ranks.",
+            "If anything in the log explains the failure, and if the job went on.",
+        ),
+    ),
+)

@@ -1,0 +1,88 @@
+"""NCCL's time-outs of several ranks, compared: which rank the others waited for."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddpdoctor.core.opening import whole
+from ddpdoctor.failures.log import Sighting
+
+_GROUP = re.compile(r"\bPG (?:ID )?(\d+)")
+_SIZES = re.compile(r"NumelIn=(\d+), NumelOut=(\d+)")
+_ENOUGH = 3
+"""Ranks that have to wait before one without a line is said to be missing."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The collective in which a rank waited until its time-out."""
+
+    number: int
+    operation: str
+    sizes: str
+
+    def __str__(self) -> str:
+        return f"{self.operation} #{self.number}{self.sizes}"
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """The ranks that the others waited for, and how that is known."""
+
+    ranks: tuple[int, ...]
+    said: str
+    differ: bool = False
+    """All ranks are at the same number, and some in another collective."""
+
+
+def awaited(sightings: Sequence[Sighting]) -> Awaited | None:
+    """Whom the ranks that timed out waited for; None if their lines do not show it."""
+    groups: dict[str, dict[int, Place]] = defaultdict(dict)
+    enqueued: dict[str, dict[int, int]] = defaultdict(dict)
+    for each in sightings:
+        if each.failure is None or each.rank is None:
+            continue
+        group = found[1] if (found := _GROUP.search(each.text)) else ""
+        if each.failure.known.name == "nccl-timeout" and "seq" in each.groups:
+            sizes = _SIZES.search(each.text)
+            words = f" of {sizes[1]} elements" if sizes else ""
+            place = Place(whole(each.groups["seq"]), each.groups.get("op", ""), words)
+            # Later ones of the same rank follow from the first.
+            groups[group].setdefault(each.rank, place)
+        elif each.failure.known.name == "nccl-progress":
+            enqueued[group].setdefault(each.rank, int(each.groups["enqueued"]))
+    if not groups:
+        return None
+    group = max(groups, key=lambda name: len(groups[name]))
+    return _compared(groups[group], enqueued[group])
+
+
+def _compared(places: dict[int, Place], enqueued: dict[int, int]) -> Awaited | None:
+    highest = max(place.number for place in places.values())
+    lowest = min(place.number for place in places.values())
+    others = _most([place for place in places.values() if place.number == highest])
+    if lowest < highest:
+        behind = tuple(sorted(rank for rank, place in places.items() if place.number == lowest))
+        count = f"{highest - lowest} behind the others, which waited in {others}"
+        return Awaited(behind, f"was in {places[behind[0]]}, {count}")
+    late = {rank: number for rank, number in enqueued.items() if 0 <= number < highest}
+    if late and len(late) < len({*places, *enqueued}):
+        least = min(late.values())
+        behind = tuple(sorted(rank for rank, number in late.items() if number == least))
+        return Awaited(
+            behind, f"had come only to collective #{least}; the others waited in {others}"
+        )
+    odd = tuple(sorted(rank for rank, place in places.items() if place != others))
+    if odd:
+        return Awaited(odd, f"was in {places[odd[0]]}, where the others were in {others}", True)
+    missing = tuple(sorted({*range(max(places))} - {*places}))
+    if len(places) >= _ENOUGH and 0 < len(missing) <= len(places) // 3:
+        return Awaited(missing, f"has no time-out in the log; the others waited in {others}")
+    return None
+
+
+def _most(places: list[Place]) -> Place:
+    return Counter(places).most_common(1)[0][0]
