@@ -53,11 +53,11 @@ class Scan:
         if len(self._noise) < _NOISE:
             self._noise.add(_shape(line))
 
-    def starts(self, block: bytes) -> list[int]:
-        """Where the lines of a block begin that hold an anchor."""
+    def starts(self, block: bytes, first: int) -> list[int]:
+        """Where the lines of a block begin that hold an anchor, from an offset on."""
         starts: set[int] = set()
         for anchor in ANCHORS:
-            at = block.find(anchor)
+            at = block.find(anchor, first)
             tries = 0
             while at >= 0 and self._counts[anchor] < MOST and tries < _AT_ONCE:
                 start, end = _line(block, at)
@@ -67,21 +67,21 @@ class Scan:
                     starts.add(start)
                 at = block.find(anchor, end)
             if at >= 0:
-                starts.update(_last(block, anchor, at))
+                starts.update(self._last(block, anchor, at))
         return sorted(starts)
 
-
-def _last(block: bytes, anchor: bytes, first: int) -> list[int]:
-    """What ends a job comes last."""
-    starts: list[int] = []
-    end = len(block)
-    for _ in range(LATER):
-        at = block.rfind(anchor, first, end)
-        if at < 0:
-            break
-        starts.append(_line(block, at)[0])
-        end = starts[-1]
-    return starts
+    def _last(self, block: bytes, anchor: bytes, first: int) -> list[int]:
+        """What ends a job comes last."""
+        starts: list[int] = []
+        end = len(block)
+        for _ in range(_AT_ONCE):
+            at = block.rfind(anchor, first, end)
+            if at < 0 or len(starts) == LATER:
+                break
+            end, stop = _line(block, at)
+            if _shape(block[end:stop]) not in self._noise:
+                starts.append(end)
+        return starts
 
 
 def _line(block: bytes, at: int) -> tuple[int, int]:

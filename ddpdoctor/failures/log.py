@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ddpdoctor.core.finding import Location
@@ -66,6 +66,7 @@ class Sighting:
         traceback: The whole text of it.
         who: The process or node that the line's prefix names.
         bare: An exception without a traceback, which may be a remark.
+        uncaught: It ended its process, whatever came after it.
         woven: Its traceback is mixed up with those of others.
     """
 
@@ -82,6 +83,7 @@ class Sighting:
     traceback: str = ""
     who: str = ""
     bare: bool = False
+    uncaught: bool = False
     woven: bool = False
     plain_after: int = 0
     lines_after: int = 0
@@ -111,6 +113,7 @@ class LogReader:
         self._tracebacks = Tracebacks()
         self._scan = Scan()
         self._before: deque[str] = deque(maxlen=40)
+        self._earlier = b""
         self._rest = b""
         self._offset = 0
         self._number = 1
@@ -145,25 +148,39 @@ class LogReader:
     def _block(self, block: bytes) -> None:
         """A piece of whole lines, most of which no Python code has to look at."""
         size = len(block)
-        starts = [0] if self._under_way else self._scan.starts(block)
         at, number = 0, self._number
-        for start in starts:
-            if start < at:
-                continue
-            number += block.count(b"\n", at, start)
-            at = start
-            first = block.find(b"\n", start - _EARLIER) + 1 if start > _EARLIER else 0
-            earlier = block[first:start].split(b"\n")[:-1]
-            self._before.extend(clean(each) for each in earlier)
-            # One by one until nothing is under way any more.
-            while at < size:
-                end = block.find(b"\n", at) + 1 or size
-                self._raw_line(block[at:end], self._offset + at, number)
-                at, number = end, number + 1
-                if not self._under_way:
+        starts: Iterator[int] | None = None
+        while at < size:
+            if not self._under_way:
+                starts = iter(self._scan.starts(block, at)) if starts is None else starts
+                start = next((each for each in starts if each >= at), None)
+                if start is None:
                     break
+                number += block.count(b"\n", at, start)
+                self._skipped(block[max(at, start - _EARLIER) : start])
+                at = start
+            # One by one until nothing is under way any more.
+            end = block.find(b"\n", at) + 1 or size
+            self._raw_line(block[at:end], self._offset + at, number)
+            at, number = end, number + 1
+        self._skipped(block[max(at, size - _EARLIER) :])
         self._number = number + block.count(b"\n", at)
         self._offset += size
+
+    def _skipped(self, lines: bytes) -> None:
+        """Lines that were not looked at, the last ones of which may say more of the next one."""
+        if len(lines) >= _EARLIER:
+            self._before.clear()
+            self._earlier = b""
+        self._earlier += lines
+
+    @property
+    def _past(self) -> deque[str]:
+        """The lines before this one; those that no failure needs are not even decoded."""
+        if self._earlier:
+            self._before.extend(clean(each) for each in self._earlier.split(b"\n")[:-1])
+            self._earlier = b""
+        return self._before
 
     @property
     def _under_way(self) -> bool:
@@ -182,7 +199,7 @@ class LogReader:
             offset,
             number,
             self._time,
-            lambda: [split_line(each).text for each in self._before],
+            lambda: [split_line(each).text for each in self._past],
         )
         for printed in ended:
             self._exception(printed)
@@ -207,7 +224,7 @@ class LogReader:
         elif not belongs:
             self._went_on(line)
         if text.strip():
-            self._before.append(text)
+            self._past.append(text)
         return belongs or known is not None
 
     def _went_on(self, line: Line) -> None:
@@ -244,6 +261,7 @@ class LogReader:
                 who=printed.who,
                 bare=not (printed.frames and message),
                 woven=printed.woven,
+                uncaught=printed.ended_it and printed.frames and bool(message),
             ),
             decided=printed.uncaught and printed.frames,
         )
@@ -260,7 +278,7 @@ class LogReader:
 
     def _rank_in_summary(self, text: str) -> int | None:
         """Whose exit torchrun reports: it names the rank some lines before the status."""
-        for each in list(self._before)[-4:]:
+        for each in list(self._past)[-4:]:
             match = _SUMMARY_RANK.match(each)
             if match:
                 return whole(match[1])
@@ -268,7 +286,7 @@ class LogReader:
         return whole(local[1]) if local else None
 
     def _time(self, *texts: str) -> float | None:
-        times = (time_of(each) for each in (*texts, *reversed(self._before)))
+        times = (time_of(each) for each in (*texts, *reversed(self._past)))
         return next((each for each in times if each is not None), None)
 
 

@@ -42,7 +42,9 @@ _NAMES = ("pod", "service", "host", "actor", "node")
 _LOWEST = ("role", "mpi", "task", "lightning", "bare")
 _RANK_WORD = re.compile(r"\[(?:[\w ()-]{0,80} )?Rank (\d+)\]")
 
-_BAR = re.compile(r"\d+%\|[^|\n]{0,400}\|[^\]\n]{0,400}\]|\d+it \[[^\]\n]{0,200}\]")
+_BAR = re.compile(
+    r"\d+%\|[^|\n]{0,400}\|[^\]\n]{0,400}\]|\d+%\|[█▏▎▍▌▋▊▉#\ufffd ]*|\d+it \[[^\]\n]{0,200}\]"
+)
 """A progress bar of tqdm."""
 
 _ANY_NUMBER = re.compile(r"\d+")

@@ -156,6 +156,13 @@ class Printed:
         return any(HEAD in text or _FRAME.match(text) for text in self.lines)
 
     @property
+    def ended_it(self) -> bool:
+        """Whether its process ended with it, as far as its own lines show."""
+        first = next((found for text in self.lines if (found := _FRAME.match(text))), None)
+        whole = not self.lines[0].startswith(" ")
+        return self.uncaught or (whole and first is not None and first["name"] == "<module>")
+
+    @property
     def message(self) -> str:
         """The exception that ended it all, with the rest of its message; empty if torn."""
         at = self.headline

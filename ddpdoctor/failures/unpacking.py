@@ -8,6 +8,7 @@ import gzip
 import importlib
 import io
 import lzma
+import re
 import tarfile
 import zipfile
 from collections.abc import Iterator
@@ -22,9 +23,10 @@ _TAR_AT, _TAR = 257, b"ustar"
 _PEEK = 512
 _MOST_MEMBERS = 4_096
 
-_NO_TEXT = tuple(  # noqa: SIM905
-    ".pt .pth .ckpt .bin .safetensors .pkl .pickle .npy .npz .h5 .png .jpg .jpeg .gif .mp4 .so "
-    ".whl .parquet .arrow .wandb .pdf .pyc .onnx .nsys-rep .qdrep .sqlite .db".split()
+_NO_TEXT = re.compile(
+    r"\.(?:pt|pth|ckpt|bin|safetensors|pkl|pickle|npy|npz|h5|png|jpg|jpeg|gif|mp4|so|whl|parquet"
+    r"|arrow|wandb|pdf|pyc|onnx|nsys-rep|qdrep|sqlite|db)$",
+    re.IGNORECASE,
 )
 """Endings of files that are no logs."""
 
@@ -118,7 +120,7 @@ def _of_tar(name: str, stream: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
 
 
 def _is_log(name: str) -> bool:
-    return not name.lower().endswith(_NO_TEXT)
+    return _NO_TEXT.search(name) is None
 
 
 def recoded(chunks: Iterator[bytes]) -> Iterator[bytes]:

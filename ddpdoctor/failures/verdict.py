@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.failures import Failure, Weight, matching_line
@@ -27,8 +28,21 @@ def findings(sightings: Sequence[Sighting]) -> list[Finding]:
         if each.failure is not None and each.weight == Weight.NOTE:
             notes.setdefault(each.failure.code, _note(each, each.failure))
     candidates, certain = _candidates(sightings)
-    verdict = [_verdict(candidates, certain, sightings)] if candidates else []
+    verdict = [_verdict(candidates, certain, sightings)] if candidates else _caught(sightings)
     return [*verdict, *notes.values()]
+
+
+def _caught(sightings: Sequence[Sighting]) -> list[Finding]:
+    """The last exception that was printed in a job that went on."""
+    over = [each for each in sightings if each.weight >= Weight.GENERIC and each.traceback]
+    return [
+        replace(
+            _verdict(over[-1:], True, over[-1:]),
+            severity=Severity.INFO,
+            message=f"{_sentence(over[-1], False)}, and the log goes on after it",
+        )
+        for _ in over[-1:]
+    ]
 
 
 def causes(sightings: Sequence[Sighting]) -> list[Sighting]:
@@ -38,21 +52,21 @@ def causes(sightings: Sequence[Sighting]) -> list[Sighting]:
 
 def _candidates(sightings: Sequence[Sighting]) -> tuple[list[Sighting], bool]:
     """What may be the cause, the first in time first, and whether it is known to be one."""
-    if not any(each.weight >= Weight.REMARK and each.final for each in sightings):
+    sightings = _without_yielding(sightings)
+    if not any(
+        each.weight >= Weight.REMARK and (each.final or each.uncaught) for each in sightings
+    ):
         return [], False
-    names = {_name(each) for each in sightings if each.final}
     for weight in (Weight.CAUSE, Weight.GENERIC, Weight.SYMPTOM):
-        final = [
-            each
-            for each in sightings
-            if each.weight == weight
-            and each.final
-            and not (each.failure is not None and names & {*each.failure.yields_to})
-        ]
+        final = [each for each in sightings if each.weight == weight and each.final]
         if final:
             return _ordered(final), True
     # Plain lines came after it, which may be those of other ranks, if lines do not say whose.
-    unsure = [each for each in sightings if each.weight >= Weight.SYMPTOM and each.rank is None]
+    unsure = [
+        each
+        for each in sightings
+        if each.weight >= Weight.SYMPTOM and (each.rank is None or each.uncaught)
+    ]
     if unsure:
         return _ordered(unsure)[-1:], False
     for weight in (Weight.STOPPED, Weight.BARE, Weight.CONSEQUENCE):
@@ -62,6 +76,23 @@ def _candidates(sightings: Sequence[Sighting]) -> tuple[list[Sighting], bool]:
     wrappers = [each for each in sightings if each.weight == Weight.WRAPPER]
     remarks = [each for each in sightings if each.weight == Weight.REMARK and each.final]
     return sorted(wrappers, key=_wrapper_order) or remarks, False
+
+
+def _without_yielding(sightings: Sequence[Sighting]) -> list[Sighting]:
+    """The sightings without those that another failure in the log explains."""
+    names = {_name(each) for each in sightings}
+    left, explained = [], set[str]()
+    for each in sightings:
+        nearer = names & {*each.failure.yields_to} if each.failure is not None else set[str]()
+        if not nearer:
+            left.append(each)
+        elif each.final or each.uncaught:
+            explained |= nearer
+    # What explains the end of a process ended it.
+    return [
+        replace(each, final=True) if _name(each) in explained and not each.final else each
+        for each in left
+    ]
 
 
 def _name(each: Sighting) -> str:

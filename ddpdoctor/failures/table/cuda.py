@@ -96,7 +96,7 @@ FAILURES = (
     Failure(
         Known("DDP928", "gpu-memory-elsewhere", Weight.CAUSE, "1.7 to 2.13"),
         r"CUBLAS_STATUS_ALLOC_FAILED|Cuda failure (?:2 )?'out of memory'|Triton Error \[CUDA\]: out of"
-        r"|HIP out of memory|Unable to find a valid cuDNN algorithm|Failed to CUDA calloc"
+        r"|Unable to find a valid cuDNN algorithm|Failed to CUDA calloc"
         r"|CUDA_ERROR_OUT_OF_MEMORY|CUDA driver error: out of memory",
         says="ran out of GPU memory, in a library that takes its own",
         fix="Leave room beside torch's own memory: a smaller batch, expandable segments "

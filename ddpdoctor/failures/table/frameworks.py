@@ -208,6 +208,17 @@ FAILURES = (
         ),
     ),
     Failure(
+        Known("DDP902", "ray-worker-died", Weight.GENERIC, "Ray 2"),
+        r"ray\.exceptions\.(?:RayActorError|ActorDiedError|ActorUnavailableError|WorkerCrashedError|NodeDiedError)"
+        r"|worker died or was killed by an unexpected system error",
+        says="lost a Ray worker, which died without an exception",
+        fix="Mostly the out-of-memory killer: see `dmesg`, /tmp/ray/session_latest/logs (the worker's "
+        ".err file, raylet.out), and `ray status` for a node that went away.",
+        examples=(
+            "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.",
+        ),
+    ),
+    Failure(
         Known("DDP958", "consumer-gpu-links", Weight.CAUSE, "Accelerate"),
         r"RTX 4000 series doesn't support faster communication",
         says="has GPUs without P2P, which Accelerate does not start on by itself",

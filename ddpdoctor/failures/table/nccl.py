@@ -210,7 +210,7 @@ FAILURES = (
     Failure(
         Known("DDP928", "gpu-memory", Weight.CAUSE, "1.13 to 2.13; pytorch#1223"),
         # Others may speak of it, too: a script that estimates its batch, say.
-        r"(?:OutOfMemoryError|RuntimeError): CUDA out of memory"
+        r"(?:OutOfMemoryError|RuntimeError): (?:CUDA|HIP|XPU|NPU) out of memory"
         r"\.?(?:[^\n]{0,999}?Tried to allocate (?P<size>[\d.]+ [KMGT]iB))?"
         r"|(?:Error:|what\(\):) +CUDA error: out of memory",
         examples=("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",),

@@ -39,6 +39,20 @@ FAILURES = (
         ),
     ),
     Failure(
+        Known("DDP002", "port-in-use-logged", Weight.GENERIC, "1.7 to 2.13; Accelerate"),
+        r"\[E[^\]\n]{0,60}\] [^\n]{0,60}The server socket has failed to listen"
+        r"|not available The server socket has failed|(?:RuntimeError|what\(\)): Address already in use"
+        r"|launch distributed communication on port `(?P<port>\d+)`|[Pp]ort (?P<taken>\d+) is already in use",
+        says="could not listen[ on port {port}][ on port {taken}]: another process holds the port",
+        fix="See who holds it (`ss -tlnp`): another job or a rank that an earlier job left behind. "
+        "Take another --master-port, or --standalone for a single node.",
+        examples=(
+            "[E socket.cpp:500] [c10d] The server socket has failed to listen on any local network address.",
+            "RuntimeError: Address already in use",
+            "ConnectionError: Tried to launch distributed communication on port `29500`, but another process is utilizing it.",
+        ),
+    ),
+    Failure(
         Known("DDP813", "peers-missing", Weight.SYMPTOM, "1.13, 2.6, 2.13"),
         r"Timed out after (?P<seconds>\d+) seconds waiting for clients\. "
         r"(?P<came>\d+)/(?P<all>\d+) clients joined",

@@ -98,7 +98,7 @@ FAILURES = (
     Failure(
         Known("DDP931", "worker-killed", Weight.CAUSE, "1.13, 2.6, 2.13"),
         r"DataLoader worker \(pid(?:\(s\))? (?P<pid>[\d, ]+)\) "
-        r"(?:is killed by signal: (?P<signal>[\w ]+)|exited unexpectedly)",
+        r"(?:is killed by signal: (?!Terminated)(?P<signal>[\w ]+)|exited unexpectedly)",
         examples=("RuntimeError: DataLoader worker (pid(s) 13823, 13824) exited unexpectedly",),
         says="lost a DataLoader worker (pid {pid})[, killed by signal {signal}]",
         fix="Killed: most likely the out-of-memory killer (dmesg); use fewer workers, and keep no "

@@ -110,10 +110,11 @@ FAILURES = (
     ),
     Failure(
         Known("DDP908", "asked-to-stop", Weight.STOPPED, "1.9 to 2.13"),
-        r"SignalException: Process \d+ got signal: (?P<signal>\d+)|Received (?:Signals\.)?(?P<name>SIG(?:TERM|HUP|INT))"
+        r"SignalException: Process \d+ got signal: (?P<signal>(?!2\b)\d+)|Received (?:Signals\.)?(?P<name>SIG(?:TERM|HUP|INT))"
         r"(?: death signal|: \d+|\b)|Received (?P<number>\d+) death signal, shutting down|got SIGTERM, exiting"
-        r"|Launcher caught signal (?P<caught>\d+)",
-        says="was asked to stop from outside[ by {name}][ by signal {signal}][ by signal {number}]",
+        r"|Launcher caught signal (?P<caught>\d+)|Main process received (?P<main>SIG(?!INT)\w+)"
+        r"|DataLoader worker \(pid[^)\n]{0,40}\) is killed by signal: Terminated|exits with return code = -15",
+        says="was asked to stop from outside[ by {name}][ by signal {signal}][ by signal {number}][ by {main}]",
         fix="SIGHUP: the terminal closed (use nohup or tmux). SIGTERM: a scheduler, a container's "
         "stop, or a person. " + _LOOK,
         examples=(
@@ -124,7 +125,7 @@ FAILURES = (
     ),
     Failure(
         Known("DDP908", "interrupted", Weight.STOPPED, "any"),
-        r"^KeyboardInterrupt\b|\^CTraceback|Detected KeyboardInterrupt|\[launch\.py:\d+:sigkill_handler\] Main process received SIG",
+        r"^KeyboardInterrupt\b|\^CTraceback|Detected KeyboardInterrupt|Main process received SIGINT|SignalException: Process \d+ got signal: 2\b",
         says="was interrupted (Ctrl-C)",
         fix="If it was interrupted because it made no progress, the line is where it waited: run it "
         "again with ddpdoctor run, which names the rank that the others wait for.",

@@ -212,6 +212,7 @@ FAILURES = (
             "ValueError: Default process group has not been initialized, please make sure to call init_process_group.",
         ),
         says="used torch.distributed before init_process_group",
+        yields_to=("port-in-use-logged", "port-in-use"),
         fix="Call init_process_group() first; DDP, DistributedSampler and get_rank() need it.",
         page=Page(
             "torch.distributed is used before it is initialized.",

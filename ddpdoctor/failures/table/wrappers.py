@@ -52,7 +52,7 @@ FAILURES = (
     ),
     Failure(
         Known("DDP907", "stopped-status", Weight.WRAPPER, "any"),
-        r"Sending process \d+ closing signal SIG|return code = -15\b|[Ee]xit(?:ed with)? (?:exit )?[Cc]ode:? (?:143|-15)\b"
+        r"Sending process \d+ closing signal SIG|[Ee]xit(?:ed with)? (?:exit )?[Cc]ode:? (?:143|-15)\b"
         r"|died with <Signals\.SIGTERM|Killing subprocess \d+|Unable to shutdown process \d+|terminated by signal SIGTERM",
         says="was stopped by its launcher after another rank had failed",
         fix=_OWN_LOG,
@@ -79,9 +79,18 @@ FAILURES = (
         ),
     ),
     Failure(
+        Known("DDP905", "exit-called", Weight.WRAPPER, "any"),
+        r"^SystemExit\b",
+        says="ended itself",
+        fix="See what it printed before: nothing else is known of it.",
+        examples=(
+            'Traceback (most recent call last):\n  File "/job/train.py", line 3, in <module>\n    sys.exit(1)\nSystemExit: 1',
+        ),
+    ),
+    Failure(
         Known("DDP900", "error-line", Weight.REMARK, "any"),
         r"(?<![\w/.=-])(?:ERROR|FATAL|CRITICAL|Fatal error|fatal error|PANIC|panic)\b(?!\s*[=:]?\s*[\d.]+\b)"
-        r"|(?:^|\s)(?:\w+\.)*[A-Z]\w+(?:Error|Exception): \S|^[Ee]rror: \S|core dumped"
+        r"|(?:^|\s)(?:\w+\.)*[A-Z]\w+(?:Error|Exception): \S|^[Ee]rror: \S|(?:srun|slurmstepd|sbatch): error: |core dumped"
         r"|terminate called after throwing|^\s*what\(\):|Fatal Python error",
         says="failed",
         fix="Collect the whole output of every rank, " + _OWN_LOG[0].lower() + _OWN_LOG[1:],
