@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ddpdoctor.failures import TABLE
 from ddpdoctor.failures.lines import HEAD
 
@@ -53,35 +55,36 @@ class Scan:
         if len(self._noise) < _NOISE:
             self._noise.add(_shape(line))
 
-    def starts(self, block: bytes, first: int) -> list[int]:
+    def starts(self, block: bytes, first: int) -> Iterator[int]:
         """Where the lines of a block begin that hold an anchor, from an offset on."""
-        starts: set[int] = set()
+        found: dict[int, bytes] = {}
         for anchor in ANCHORS:
             at = block.find(anchor, first)
             tries = 0
             while at >= 0 and self._counts[anchor] < MOST and tries < _AT_ONCE:
-                start, end = _line(block, at)
+                at = block.find(anchor, self._add(block, at, anchor, found))
                 tries += 1
-                if _shape(block[start:end]) not in self._noise:
-                    self._counts[anchor] += 1
-                    starts.add(start)
-                at = block.find(anchor, end)
-            if at >= 0:
-                starts.update(self._last(block, anchor, at))
-        return sorted(starts)
+            end = len(block)
+            for _ in range(_AT_ONCE if at >= 0 else 0):
+                # What ends a job comes last.
+                last = block.rfind(anchor, at, end)
+                if last < 0 or tries >= _AT_ONCE + LATER:
+                    break
+                end = block.rfind(b"\n", 0, last) + 1
+                before = len(found)
+                self._add(block, last, anchor, found)
+                tries += len(found) - before
+        for start in sorted(found):
+            # What was found to be nothing meanwhile is passed over.
+            if _shape(block[start : _line(block, start)[1]]) not in self._noise:
+                self._counts[found[start]] += 1
+                yield start
 
-    def _last(self, block: bytes, anchor: bytes, first: int) -> list[int]:
-        """What ends a job comes last."""
-        starts: list[int] = []
-        end = len(block)
-        for _ in range(_AT_ONCE):
-            at = block.rfind(anchor, first, end)
-            if at < 0 or len(starts) == LATER:
-                break
-            end, stop = _line(block, at)
-            if _shape(block[end:stop]) not in self._noise:
-                starts.append(end)
-        return starts
+    def _add(self, block: bytes, at: int, anchor: bytes, found: dict[int, bytes]) -> int:
+        start, end = _line(block, at)
+        if _shape(block[start:end]) not in self._noise:
+            found.setdefault(start, anchor)
+        return end
 
 
 def _line(block: bytes, at: int) -> tuple[int, int]:
@@ -90,4 +93,4 @@ def _line(block: bytes, at: int) -> tuple[int, int]:
 
 
 def _shape(line: bytes) -> bytes:
-    return line[:400].translate(None, _NUMBERS)
+    return line[:400].rstrip(b"\r\n").translate(None, _NUMBERS)

@@ -152,7 +152,7 @@ class LogReader:
         starts: Iterator[int] | None = None
         while at < size:
             if not self._under_way:
-                starts = iter(self._scan.starts(block, at)) if starts is None else starts
+                starts = self._scan.starts(block, at) if starts is None else starts
                 start = next((each for each in starts if each >= at), None)
                 if start is None:
                     break
