@@ -17,6 +17,7 @@ from ddpdoctor.core.options import DIRECTORY, FILE, OUTPUT, Given, Parser, secon
 from ddpdoctor.core.units import count
 from ddpdoctor.failures import sources, verdict
 from ddpdoctor.failures.log import LogReader, Sighting
+from ddpdoctor.failures.redaction import Redactor
 from ddpdoctor.render import console, json_lines, problems, summary, terminal
 from ddpdoctor.render.report import script
 from ddpdoctor.run import rundir
@@ -42,9 +43,10 @@ Show the findings of a finished run, compare two runs, or name the cause of a
 failure from the plain log of a job that ran without ddpdoctor.
 
 RUN is a run's id, its directory, or a copy of it from another machine
-[default: your newest finished run]. FILE is a log, also a compressed one
-(gzip), a directory such as torchrun's --log-dir, or - for standard input; name
-all files of one job together, one per rank or one for all.
+[default: your newest finished run]. FILE is a log, also a compressed one or an
+archive (gzip, zip, tar, xz, zstd), a directory such as torchrun's --log-dir, or
+- for standard input; name all files of one job together, one per rank or one
+for all.
 
 Options:
   --html FILE       Write the report with its charts into one HTML file, too: it
@@ -53,6 +55,8 @@ Options:
                     compressed if FILE ends in .gz.
   --with DIR        Merge the traces of torch.profiler in DIR into that timeline.
   --log             Read plain logs in place of a run directory.
+  --redact          With --log: leave out host and user names, addresses and
+                    tokens, so that the result can be posted. Read it once more.
   --json            Each finding as a line of JSON, as `run --json` writes them.
   --output FORMAT   text, or problems: findings as lines that an editor's problem
                     matcher understands (path:line:col: severity CODE message).
@@ -123,6 +127,8 @@ def _print_for_tools(given: Given, found: Iterable[Finding], script: str) -> boo
 
 
 def _report_run(given: Given) -> list[Finding]:
+    if "--redact" in given:
+        raise DoctorError("--redact is for logs", "ddpdoctor report --redact --log FILE...")
     if len(given.rest) > 1:
         raise DoctorError(
             "report takes one run, or two to compare",
@@ -286,11 +292,16 @@ def _report_logs(given: Given) -> list[Finding]:
             size += reader.size
             files += 1
     found = verdict.findings(sightings)
+    if "--redact" in given:
+        redactor = Redactor([f"{each.who} {each.text}" for each in sightings])
+        found = [*map(redactor.finding, found)]
     if _print_for_tools(given, found, os.path.abspath(names[0])):
         return found
     for finding in found:
         print(_text(finding, 0.0, None))
     amount = f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
+    if not found:
+        _print(["no failure in it; if the job hangs: ddpdoctor run, or ddpdoctor stacks"])
     _print([f"{summary.count(found)} in {count(files, 'file')}, {amount}"])
     return found
 

@@ -10,6 +10,7 @@ from ddpdoctor.failures.lines import HEAD
 COMMON = (
     *(HEAD, "rror", "ERROR", "FATAL", "ailed", "xception", "NCCL WARN", "atchdog", "exitcode"),
     *("exit code", "return code", "SIG", "Killed", "core dumped", "Segmentation fault"),
+    *("what():", "terminate called"),
 )
 """Texts that most failures hold."""
 

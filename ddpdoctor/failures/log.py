@@ -217,7 +217,9 @@ class LogReader:
                     order=(self._place, offset),
                     rank=self._rank if rank is None else rank,
                     time=self._time(text),
-                    final=_REPORTED.search(line.text) is not None,
+                    # Of a cause somebody may only speak.
+                    final=failure.weight < Weight.SYMPTOM
+                    or _REPORTED.search(line.text) is not None,
                     who=line.who,
                 )
             )
@@ -256,6 +258,7 @@ class LogReader:
                 order=(self._place, printed.start),
                 rank=printed.rank if printed.rank is not None else self._rank,
                 time=printed.time,
+                final=not printed.ignored,
                 location=printed.location,
                 traceback=printed.text if printed.frames else "",
                 who=printed.who,
@@ -271,7 +274,11 @@ class LogReader:
         if (
             not decided
             and sighting.final
-            and (sighting.weight >= Weight.BARE or sighting.weight == Weight.REMARK)
+            and (
+                sighting.weight >= Weight.BARE
+                or sighting.weight == Weight.REMARK
+                or sighting.traceback
+            )
             and not _STATUS.search(sighting.text)
         ):
             self._undecided.append(sighting)

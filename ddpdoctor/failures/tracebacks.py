@@ -27,7 +27,8 @@ _APART = 50
 _FRAME = re.compile(r'^\s*File "(?P<path>[^"\n]+)", line (?P<line>\d+)(?:, in (?P<name>.*))?$')
 _EXCEPTION = re.compile(
     r"^(?!(?:Epoch|Step|Loss|Iter|INFO|WARNING|DEBUG|ERROR)\b)(?:[A-Za-z_]\w*\.)*"
-    r"(?:_?[A-Z]\w*|error|gaierror|herror|timeout)(?:\([\w.]+\))?(?:: |:?$)"
+    r"(?:(?:_?[A-Z]\w*|error|gaierror|herror|timeout)(?:\([\w.]+\))?(?:: |:$)|(?<=\.)\w+$"
+    r"|\w*(?:Error|Exception|Interrupt|Exit|Iteration)$)"
 )
 _RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)(?:: |:?$)")
 """The line of an exception whose traceback is not in the log."""
@@ -43,6 +44,9 @@ _CONTINUED = re.compile(
     r"|Since `find_unused|You can (?:also )?make|Hint:|size mismatch|Missing key|Unexpected key)"
 )
 """Lines of torch's messages that are not indented."""
+
+
+_IGNORED = re.compile(r"Exception ignored in|Error in atexit")
 
 
 class Kind(Enum):
@@ -85,6 +89,7 @@ class Printed:
         who: The process or node that a prefix names.
         prefix: What stands before each of its lines besides.
         woven: Lines of others stand between its own, and some of them fit both.
+        ignored: Python says before it that it goes on in spite of it.
     """
 
     start: int
@@ -98,6 +103,7 @@ class Printed:
     who: str = ""
     prefix: re.Pattern[str] | None = None
     woven: bool = False
+    ignored: bool = False
 
     @property
     def complete(self) -> bool:
@@ -146,9 +152,9 @@ class Printed:
     def headline(self) -> int | None:
         """Index of the line with the exception that ended it all; None if there is none."""
         last = max((n for n, text in enumerate(self.lines) if HEAD in text), default=0)
-        return next(
-            (n for n in range(last, len(self.lines)) if _EXCEPTION.match(self.lines[n])), None
-        )
+        # Where the last one of a chain is cut off, the one before it.
+        after, before = range(last, len(self.lines)), range(last - 1, -1, -1)
+        return next((n for n in (*after, *before) if _EXCEPTION.match(self.lines[n])), None)
 
     @property
     def frames(self) -> bool:
@@ -160,7 +166,9 @@ class Printed:
         """Whether its process ended with it, as far as its own lines show."""
         first = next((found for text in self.lines if (found := _FRAME.match(text))), None)
         whole = not self.lines[0].startswith(" ")
-        return self.uncaught or (whole and first is not None and first["name"] == "<module>")
+        return not self.ignored and (
+            self.uncaught or (whole and first is not None and first["name"] == "<module>")
+        )
 
     @property
     def message(self) -> str:
@@ -274,6 +282,7 @@ class Tracebacks:
             state=Kind.HEAD if head else Kind.EXCEPTION,
             who=line.who,
             prefix=shape(prefix) if prefix else None,
+            ignored=any(_IGNORED.search(text) for text in [*before()][-2:]),
         )
         under_way.append(new)
         return True, ended

@@ -133,6 +133,16 @@ FAILURES = (
         ),
     ),
     Failure(
+        Known("DDP930", "cuda-error", Weight.GENERIC, "1.7 to 2.13"),
+        r"CUDA error: (?!out of memory|device-side|uncorrectable|no kernel|CUBLAS|CUDNN|invalid device"
+        r"|all CUDA|initialization|system not|an illegal|misaligned|unspecified)(?P<what>[a-zA-Z][^\n]{1,80})"
+        r"|CUDA unknown error",
+        says="had a CUDA call fail[: {what}]",
+        fix=_BLOCKING + " `dmesg | grep -i xid` shows whether the GPU reported a fault.",
+        examples=("RuntimeError: CUDA error: unknown error",),
+        yields_to=("exception",),
+    ),
+    Failure(
         Known("DDP948", "no-kernel-image", Weight.CAUSE, "1.7 to 2.13"),
         r"no kernel image is available for execution|is not compatible with the current PyTorch inst"
         r"|CUDA error: invalid device function|the provided PTX was compiled with an unsupported",

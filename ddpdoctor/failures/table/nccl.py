@@ -42,7 +42,7 @@ FAILURES = (
             "[W ProcessGroupNCCL.cpp:1569] Rank 0 using best-guess GPU 0 to perform barrier as devices used by this process are currently unknown.",
         ),
         fix="Call torch.cuda.set_device(LOCAL_RANK) first, or init_process_group(device_id=...).",
-        severity=Severity.WARNING,
+        severity=Severity.INFO,
     ),
     Failure(
         Known("DDP920", "nccl-versions-differ", Weight.CAUSE, "NCCL init.cc"),

@@ -98,7 +98,7 @@ FAILURES = (
     Failure(
         Known("DDP931", "worker-killed", Weight.CAUSE, "1.13, 2.6, 2.13"),
         r"DataLoader worker \(pid(?:\(s\))? (?P<pid>[\d, ]+)\) "
-        r"(?:is killed by signal: (?!Terminated)(?P<signal>[\w ]+)|exited unexpectedly)",
+        r"(?:is killed by signal: (?!Terminated|Aborted)(?P<signal>[\w ]+)|exited unexpectedly)",
         examples=("RuntimeError: DataLoader worker (pid(s) 13823, 13824) exited unexpectedly",),
         says="lost a DataLoader worker (pid {pid})[, killed by signal {signal}]",
         fix="Killed: most likely the out-of-memory killer (dmesg); use fewer workers, and keep no "
@@ -115,6 +115,15 @@ FAILURES = (
             "Right: no more workers in total than cores, and data in a memory-mapped array.",
             "For an exception in a worker (DDP901), and a full /dev/shm (DDP005).",
         ),
+    ),
+    Failure(
+        Known("DDP931", "worker-aborted", Weight.GENERIC, "1.13 to 2.13"),
+        r"DataLoader worker \(pid[^)\n]{0,40}\) is killed by signal: Aborted",
+        says="lost a DataLoader worker, which aborted",
+        fix="Look above for lines of C++ (`terminate called`, `what():`) that say why. At the end of a "
+        "job it follows from another failure.",
+        examples=("RuntimeError: DataLoader worker (pid 4711) is killed by signal: Aborted.",),
+        yields_to=("exception",),
     ),
     Failure(
         Known("DDP932", "worker-timeout", Weight.CAUSE, "2.13"),

@@ -132,15 +132,22 @@ FAILURES = (
         examples=("KeyboardInterrupt",),
     ),
     Failure(
-        Known("DDP907", "step-cancelled", Weight.CONSEQUENCE, "Slurm"),
-        r"\*\*\* STEP \S+ ON \S+ CANCELLED AT|srun: Job step aborted|srun: error: \S+: tasks? \S+: Terminated"
+        Known("DDP908", "step-cancelled", Weight.STOPPED, "Slurm"),
+        r"\*\*\* STEP \S+ ON \S+ CANCELLED AT",
+        says="had its step cancelled in Slurm",
+        fix=_LOOK,
+        examples=(
+            "slurmstepd: error: *** STEP 4711.0 ON node3 CANCELLED AT 2024-05-01T12:00:00 ***",
+        ),
+        yields_to=("process-failed", "killed-status", "crash-status", "abort-status", "exception"),
+    ),
+    Failure(
+        Known("DDP907", "task-terminated", Weight.CONSEQUENCE, "Slurm"),
+        r"srun: Job step aborted|srun: error: \S+: tasks? \S+: Terminated"
         r"|Terminating StepId|srun: Terminating Job",
         says="was ended by Slurm after another task had failed",
         fix="The cause is the task that ended first: its exit code stands before, its output in its "
         "own file (srun --output=%x-%t.log).",
-        examples=(
-            "slurmstepd: error: *** STEP 4711.0 ON node3 CANCELLED AT 2024-05-01T12:00:00 ***",
-            "srun: error: node3: task 5: Terminated",
-        ),
+        examples=("srun: error: node3: task 5: Terminated",),
     ),
 )

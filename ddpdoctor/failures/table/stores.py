@@ -11,6 +11,16 @@ _RANK_0 = (
 
 FAILURES = (
     Failure(
+        Known("DDP907", "parent-gone", Weight.CONSEQUENCE, "any"),
+        r"UnpicklingError: pickle data was truncated|EOFError: Ran out of input|ConnectionResetError|EOFError$",
+        within=r"multiprocessing[/\\](?:spawn|forkserver|connection|reduction|resource_sharer)\.py",
+        says="lost the process that had started it",
+        fix="The cause is what ended the main process: see its output, before these lines.",
+        examples=(
+            'Traceback (most recent call last):\n  File "/usr/lib/python3.8/multiprocessing/spawn.py", line 126, in _main\n    self = reduction.pickle.load(from_parent)\n_pickle.UnpicklingError: pickle data was truncated',
+        ),
+    ),
+    Failure(
         Known("DDP919", "nccl-id-missing", Weight.SYMPTOM, "1.9 to 2.13; pytorch#75658"),
         r"\[(?P<other>\d+)\] is setting up NCCL communicator and retrieving ncclUniqueId from "
         r"\[(?P<peer>\d+)\][^\n]{0,200}got error: (?P<why>[^\n.]{1,60})",
@@ -60,7 +70,7 @@ FAILURES = (
     ),
     Failure(
         Known("DDP907", "store-lost", Weight.CONSEQUENCE, "1.7 to 2.13"),
-        r"(?:Error|Exception|what\(\)): (?:\[[^\n]{0,200}\] )?(?:Connection reset by peer|Broken pipe)\b"
+        r"(?:RuntimeError|DistNetworkError|what\(\)): (?:\[[^\n]{0,200}\] )?(?:Connection reset by peer|Broken pipe)\b"
         r"|Stop_waiting response is expected|RendezvousClosedError"
         r"|Agent\.is_failed|The node '[^']{1,99}' has"
         r"|DistNetworkError: (?:Failed to recv|Connection)",
