@@ -16,6 +16,7 @@ LONGEST = 1 << 16
 
 HEAD = "Traceback (most recent call last)"
 _GLUED = re.compile(rf'(?<=\S)(?=  File "|{re.escape(HEAD)})')
+_DOCKER = re.compile(r'\{"log":\s?"(.*?)(?:\\[rn])*",\s?"stream"')
 _FIRST = 100
 """Texts of a line that overwrote each other: of more, those in the middle are not looked at."""
 
@@ -56,8 +57,10 @@ def segments(raw: bytes) -> list[str]:
 
 def _unquoted(text: str) -> list[str]:
     """The lines within one: of a traceback in JSON or a ``repr``, and of those glued together."""
-    if text.startswith('{"log":"') or (HEAD in text and "\\n" in text):
-        text = text.replace("\\n", "\n").replace('\\"', '"').removeprefix('{"log":"')
+    if (docker := _DOCKER.match(text)) is not None:
+        return [docker[1].replace('\\"', '"')]
+    if HEAD in text and "\\n" in text:
+        text = text.replace("\\n", "\n").replace('\\"', '"')
     elif text.count(HEAD) > 1 or text.count('  File "') > 1:
         text = _GLUED.sub("\n", text)
     return text.split("\n")

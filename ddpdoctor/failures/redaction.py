@@ -26,10 +26,12 @@ _ADDRESS = re.compile(
 )
 _HOST = re.compile(
     r"\b(?:srun: error: |task \d+ on |Node failure on |slurmstepd-| ON |host\s+: |hostname[=: ]+"
-    r"|[Hh]ost |ssh |client_addr=|connect to (?:any network address of )?\(?|addresses of \(|a process of )"
+    r"|[Hh]ost |ssh |client_addr=|connect to (?:any network address of )?\(?"
+    r"|addresses of \(|a process of )"
     r"(?P<after>(?!any\b|the\b|host\b)[A-Za-z][\w.-]*)"
     r"|^(?P<before>[A-Za-z][\w.-]*)(?=:\d+:\d+ \[\d+\] )"
-    r"|(?<![\w.@/-])(?P<full>[a-z][\w-]*(?:\.[\w-]+)*\.(?:internal|local|lan|cluster|edu|corp|svc))\b"
+    r"|(?<![\w.@/-])"
+    r"(?P<full>[a-z][\w-]*(?:\.[\w-]+)*\.(?:internal|local|lan|cluster|edu|corp|svc))\b"
 )
 _KEPT = frozenset(("localhost", "pod"))
 

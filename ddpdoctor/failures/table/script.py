@@ -33,11 +33,11 @@ FAILURES = (
     Failure(
         Known("DDP305", "unused-parameters", Weight.CAUSE, "1.13, 2.6, 2.13; pytorch#83074"),
         r"Expected to have finished reduction in the prior iteration"
-        r"(?![^\n]{0,160}training graph has changed)",
+        r"(?![^\n]{0,160}training graph has changed)" + _WITHOUT,
+        says="has parameters that got no gradient in the last backward[: {names}][: number {indices}]",
         examples=(
-            "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one. This error indicates that your module has parameters that were not used in producing loss. You can enable unused parameter detection by passing the keyword argu",
+            "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one. This error indicates that your module has parameters that were not used in producing loss.",
         ),
-        says="has parameters that got no gradient in the last backward",
         fix="Use them in the loss, freeze them before DDP(...), or set "
         "find_unused_parameters=True; `ddpdoctor run` names them.",
     ),

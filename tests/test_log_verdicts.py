@@ -1,0 +1,247 @@
+"""What is said of a log: the nearer cause, the rank that was waited for, and never nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ddpdoctor.commands import report
+from ddpdoctor.core.finding import Finding
+from ddpdoctor.failures.log import read
+from ddpdoctor.failures.redaction import Redactor
+from ddpdoctor.failures.verdict import findings
+
+TIMEOUT = (
+    "[rank{0}]:[E1122 10:30:21.201 ProcessGroupNCCL.cpp:616] [Rank {0}] Watchdog caught collective "
+    "operation timeout: WorkNCCL(SeqNum={1}, OpType={2}, NumelIn={3}, NumelOut={3}, "
+    "Timeout(ms)=600000) ran for 600021 milliseconds before timing out.\n"
+)
+STOPPED = "WARNING:torch.distributed.elastic.api:Sending process 4 closing signal SIGTERM\n"
+
+
+def one(text: str) -> Finding:
+    (found,) = findings(read("job.log", [text.encode()]))
+    return found
+
+
+def timeouts(**places: tuple[int, str, int]) -> str:
+    return "".join(TIMEOUT.format(rank[1:], *place) for rank, place in places.items())
+
+
+def test_the_lowest_number_is_who_was_waited_for() -> None:
+    found = one(
+        timeouts(
+            r0=(9, "ALLREDUCE", 64),
+            r1=(9, "ALLREDUCE", 64),
+            r2=(7, "BROADCAST", 1),
+            r3=(9, "ALLREDUCE", 64),
+        )
+    )
+    assert (found.code, found.ranks) == ("DDP907", (2,))
+    assert "was in BROADCAST #7 of 1 elements, 2 behind the others" in found.message
+
+
+def test_what_a_rank_had_enqueued_counts() -> None:
+    progress = (
+        "[rank2]:[E1122 10:30:22.2 ProcessGroupNCCL.cpp:9] [PG 0 Rank 2] last enqueued NCCL work: 6,"
+        " last completed NCCL work: 6.\n"
+    )
+    waiting = timeouts(r0=(7, "ALLREDUCE", 64), r1=(7, "ALLREDUCE", 64))
+    found = one((waiting + progress).replace("[Rank ", "[PG 0 Rank "))
+    assert found.ranks == (2,)
+    assert "had come only to collective #6" in found.message
+
+
+def test_another_size_at_the_same_number_is_a_mismatch() -> None:
+    places = {f"r{rank}": (4, "ALLREDUCE", 64) for rank in range(3)}
+    found = one(timeouts(**places, r3=(4, "ALLREDUCE", 65)))
+    assert (found.code, found.ranks) == ("DDP803", (3,))
+
+
+def test_the_rank_without_a_line() -> None:
+    found = one(timeouts(**{f"r{rank}": (4, "ALLREDUCE", 64) for rank in (0, 1, 3)}))
+    assert found.ranks == (2,)
+    assert "likely" in found.message
+
+
+def test_nothing_is_concluded_where_all_are_alike() -> None:
+    found = one(timeouts(r0=(4, "ALLREDUCE", 64), r1=(4, "ALLREDUCE", 64)))
+    assert found.ranks == (0, 1)
+    assert "some other rank did not come" in found.message
+
+
+def test_a_cause_on_another_rank_explains_the_time_out() -> None:
+    memory = (
+        '[rank3]: Traceback (most recent call last):\n[rank3]:   File "/job/a.py", line 5, in a\n'
+        "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+    )
+    found = one(timeouts(r0=(4, "ALLREDUCE", 64), r1=(4, "ALLREDUCE", 64)) + memory)
+    assert (found.code, found.ranks) == ("DDP928", (3,))
+
+
+INTERRUPTED = (
+    'Traceback (most recent call last):\n  File "/job/train.py", line 5, in <module>\n    step()\n'
+    "KeyboardInterrupt\n"
+)
+
+
+def test_ctrl_c() -> None:
+    found = one(INTERRUPTED)
+    assert found.code == "DDP908"
+    assert "was interrupted" in found.message
+    assert one(timeouts(r0=(4, "ALLREDUCE", 64)) + INTERRUPTED).code == "DDP907"
+
+
+@pytest.mark.parametrize(
+    ("code", "nearer", "further"),
+    [
+        (
+            "DDP005",
+            "n1:7:7 [0] NCCL WARN Error: failed to extend /dev/shm/nccl-AbCd to 9 bytes",
+            "OSError: [Errno 28] No space left on device: '/data/1.npy'",
+        ),
+        (
+            "DDP912",
+            "RuntimeError: The client socket has timed out after 60s while trying to connect to "
+            "(node0, 29500).",
+            "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError",
+        ),
+        (
+            "DDP915",
+            "n1:7:9 [2] NCCL WARN NET/IB : Got completion from peer 10.0.0.7<4> with error 12, "
+            "opcode 0, len 0, vendor err 129",
+            "ncclSystemError: System call (e.g. socket, malloc) or external library call failed",
+        ),
+        (
+            "DDP002",
+            "[E socket.cpp:500] [c10d] The server socket has failed to listen on any local network "
+            "address.\ntrying without\ngoing on\ngoing on\ngoing on",
+            'Traceback (most recent call last):\n  File "/job/train.py", line 5, in <module>\n'
+            "ValueError: Default process group has not been initialized, please call it.",
+        ),
+        (
+            "DDP901",
+            'Traceback (most recent call last):\n  File "/job/train.py", line 5, in <module>\n'
+            "TypeError: no such thing",
+            "srun: error: node3: task 5: Exited with exit code 1",
+        ),
+    ],
+)
+def test_the_nearer_cause(code: str, nearer: str, further: str) -> None:
+    assert one(f"{nearer}\n{further}\n").code == code
+    if not further.startswith("srun"):
+        assert one(f"{further}\n{nearer}\n").code == code
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ERROR: the data service went away\n",
+        "FATAL: no\n",
+        "something.custom.StrangeError: a thing that no table knows\n" + STOPPED,
+        "terminate called after throwing an instance of 'c10::Error'\n  what():  odd\n",
+        "Segmentation fault (core dumped)\n",
+        "Aborted (core dumped)\n",
+        "srun: error: node3: task 5: Exited with exit code 7\n",
+        "subprocess.CalledProcessError: Command '['python']' returned non-zero exit status 1.\n",
+        "command terminated with exit code 137\n",
+        "Killed\n",
+        "slurmstepd: error: some trouble of a new kind\n",
+        'Traceback (most recent call last):\n  File "/job/train.py", line 5, in <module>\n',
+        STOPPED,
+    ],
+)
+def test_a_failed_log_is_never_met_with_silence(text: str) -> None:
+    found = one("epoch 1 loss 0.3\nepoch 2 loss 0.2\n" + text)
+    assert found.severity.label == "error"
+    assert found.evidence
+    assert found.fix
+
+
+def test_an_unknown_exception_stands_before_its_launcher() -> None:
+    found = one("something.StrangeError: a thing that no table knows\n" + STOPPED)
+    assert "StrangeError: a thing that no table knows" in found.message
+    found = one("ERROR: strange things\n" + STOPPED)
+    assert found.code == "DDP900"
+    assert any("strange things" in line for line in found.evidence)
+
+
+def test_what_nccl_warned_of_stands_beside_its_error() -> None:
+    found = one(
+        "n1:7:9 [2] NCCL WARN Some words that only a later NCCL says\n"
+        "ncclInternalError: Internal check failed.\n"
+    )
+    assert found.code == "DDP924"
+    assert any("Some words that only a later NCCL says" in line for line in found.evidence)
+
+
+def test_unused_parameters_that_are_looked_for_already() -> None:
+    text = (
+        "RuntimeError: Expected to have finished reduction in the prior iteration before starting "
+        "a new one. {} Parameter indices which did not receive grad for rank 1: 4 7\n"
+    )
+    on = one(text.format("Since `find_unused_parameters=True` is enabled, this likely  means"))
+    off = one(text.format("You can enable unused parameter detection by passing"))
+    assert "set find_unused_parameters=True" not in on.fix
+    assert "find_unused_parameters=True" in off.fix
+    assert "4 7" in on.message and "4 7" in off.message
+
+
+def test_an_ignored_exception_is_an_info() -> None:
+    found = one(
+        "Exception ignored in: <function A.__del__ at 0x7f>\nTraceback (most recent call last):\n"
+        '  File "/job/data.py", line 5, in __del__\nAttributeError: no such thing\n'
+        "epoch 2\nepoch 3\nepoch 4\n"
+    )
+    assert found.severity.label == "info"
+
+
+HEALTHY = """\
+[W socket.cpp:601] [c10d] The IPv6 network addresses of (node0, 29500) cannot be retrieved
+/opt/lib/python3.11/site-packages/x.py:3: FutureWarning: something failed to be new
+E0000 00:00:1 4711 cuda_dnn.cc:8310] Unable to register cuDNN factory: Attempting to register
+Epoch 0:  10%|#         | 1/10 [00:00<00:01, mean_error=0.3, val_error=0.2]
+{'train_error': 0.31, 'ERROR': 0.2, 'eval/failed': 0}
+epoch 0 error: 0.31 Error 0.3 SIGNAL 3 Killed 0
+WARNING: retrying after ConnectionError: reset
+epoch 1 step 1
+epoch 1 step 2
+epoch 1 step 3
+"""
+
+
+@pytest.mark.parametrize("repeat", [1, 50])
+def test_a_healthy_log_has_no_finding_above_info(repeat: int) -> None:
+    found = findings(read("job.log", [(HEALTHY * repeat).encode()]))
+    assert [each for each in found if each.severity.label != "info"] == []
+
+
+def test_names_addresses_and_secrets_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "job.log"
+    with path.open("w") as file:
+        file.write(
+            "srun: error: gpu17: task 3: Exited with exit code 1\n"
+            'Traceback (most recent call last):\n  File "/home/alice/a.py", line 3, in <module>\n'
+            "    main()\nValueError: no token=abcdef0123 for alice@lab.org at 10.3.4.5 on gpu17, "
+            "hf_abcdefghijklmnopqrst\n"
+        )
+    for options in (["--json"], []):
+        assert report.main(["--log", "--redact", *options, str(path)]) == 2
+        said = capsys.readouterr().out
+        for name in ("alice", "gpu17", "10.3.4.5", "hf_abc", "abcdef0123", "lab.org"):
+            assert name not in said
+        assert "<user-1>" in said
+        assert "ValueError: no token=<secret>" in said
+
+
+def test_the_same_name_is_replaced_by_the_same() -> None:
+    redactor = Redactor()
+    first, second = redactor.text("at 10.0.0.1 and 10.0.0.2"), redactor.text("10.0.0.2")
+    assert first == "at <address-1> and <address-2>"
+    assert second == "<address-2>"
+    assert redactor.text("127.0.0.1 NCCL version 2.14.3 12:00:00") == (
+        "127.0.0.1 NCCL version 2.14.3 12:00:00"
+    )
