@@ -44,7 +44,7 @@ def test_the_lowest_number_is_who_was_waited_for() -> None:
 
 def test_what_a_rank_had_enqueued_counts() -> None:
     progress = (
-        "[rank2]:[E1122 10:30:22.2 ProcessGroupNCCL.cpp:9] [PG 0 Rank 2] last enqueued NCCL work: 6,"
+        "[rank2]:[E1122 10:30:22.2 PGNCCL.cpp:9] [PG 0 Rank 2] last enqueued NCCL work: 6,"
         " last completed NCCL work: 6.\n"
     )
     waiting = timeouts(r0=(7, "ALLREDUCE", 64), r1=(7, "ALLREDUCE", 64))

@@ -30,7 +30,7 @@ _NAMES = (
     *("stdout", "stderr", "*.e[0-9]*", "*.o[0-9]*"),
 )
 _OF_THE_TRACKER = ("debug.log", "debug-internal.log", "debug-cli.log")
-"""What wandb writes of itself, with errors of its own."""
+"""What wandb writes about itself, its own errors among it."""
 
 _MOST = 4_096
 """Files of a directory."""

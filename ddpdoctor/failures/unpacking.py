@@ -128,7 +128,7 @@ def recoded(chunks: Iterator[bytes]) -> Iterator[bytes]:
     first = next(chunks, b"")
     if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         coding = "utf-16"
-    elif first[1:40:2].count(0) > 15:
+    elif first[1:40:2].count(0) > 15 and not first[:40:2].count(0):
         coding = "utf-16-le"
     else:
         yield first.removeprefix(codecs.BOM_UTF8)

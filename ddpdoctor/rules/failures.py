@@ -23,7 +23,9 @@ from ddpdoctor.rules.attempts import EXPLAINED_BY, attempt_finding
 from ddpdoctor.rules.checkpoints import refused_for_prefix
 from ddpdoctor.run.snapshot import Run
 
-OF_ENDINGS = frozenset({"DDP902", "DDP903", "DDP904", "DDP905", "DDP906", "DDP907"})
+OF_ENDINGS = frozenset(
+    {"DDP900", "DDP902", "DDP903", "DDP904", "DDP905", "DDP906", "DDP907", "DDP908"}
+)
 """Codes of the ways in which a process ends: of a run they are known without any text."""
 
 
