@@ -211,7 +211,7 @@ FAILURES = (
         ),
     ),
     Failure(
-        Known("DDP951", "library-mismatch", Weight.CAUSE, "any"),
+        Known("DDP961", "library-mismatch", Weight.CAUSE, "any"),
         r"undefined symbol: (?P<symbol>\w{1,60})|version [`'](?P<version>\w+_[\d.]+)' not found"
         r"|(?:cannot open shared object file|libcud\w+\.so[^\n]{0,40}: cannot open)"
         r"|operator torchvision::nms does not exist|symbol lookup error",

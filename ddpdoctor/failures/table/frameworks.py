@@ -127,21 +127,37 @@ FAILURES = (
         examples=("RuntimeError: 'weight' must be 2-D",),
     ),
     Failure(
-        Known("DDP324", "wrapper-has-no-attribute", Weight.CAUSE, "1.7 to 2.13"),
+        Known("DDP962", "wrapper-has-no-attribute", Weight.CAUSE, "1.7 to 2.13"),
         r"'(?:DistributedDataParallel|FullyShardedDataParallel|DataParallel|DeepSpeedEngine)' object has no attribute '(?P<name>\w+)'",
         says="asks the wrapper for {name}, which its module has",
         fix="Use model.module.{name}; in code that also runs without DDP: getattr(model, 'module', "
         "model).",
         examples=("AttributeError: 'DistributedDataParallel' object has no attribute 'generate'",),
+        page=Page(
+            "The wrapper is asked for an attribute of its module.",
+            "AttributeErrors of DistributedDataParallel, FSDP and DeepSpeed's engine.",
+            "The wrapper passes on `forward` alone; methods and attributes are the module's.",
+            "`model.module.name`, or keep the module beside the wrapper.",
+            "Wrong: `ddp.generate(ids)`\nRight: `ddp.module.generate(ids)`",
+            "For attributes that the module does not have either.",
+        ),
     ),
     Failure(
-        Known("DDP325", "nothing-to-train", Weight.CAUSE, "1.7 to 2.13"),
+        Known("DDP963", "nothing-to-train", Weight.CAUSE, "1.7 to 2.13"),
         r"DistributedDataParallel is not needed when a module|Modules with uninitialized parameters can't be used",
         says="wraps a model in DDP that has no parameters to train yet",
         fix="Do not wrap modules whose parameters are all frozen; run lazy modules once before the "
         "wrap.",
         examples=(
             "RuntimeError: DistributedDataParallel is not needed when a module doesn't have any parameters that require a gradient.",
+        ),
+        page=Page(
+            "DDP wraps a model without parameters to train.",
+            "DDP's exceptions about modules without gradients, or with lazy parameters.",
+            "There is nothing to reduce, or not yet.",
+            "Do not wrap frozen modules; run a lazy module once before the wrap.",
+            "Wrong: `DDP(frozen_teacher)`\nRight: `teacher = frozen_teacher.to(device).eval()`",
+            "If any parameter requires a gradient.",
         ),
     ),
     Failure(

@@ -79,7 +79,7 @@ FAILURES = (
         ),
     ),
     Failure(
-        Known("DDP950", "command-not-found", Weight.CAUSE, "Slurm, shells, containers"),
+        Known("DDP960", "command-not-found", Weight.CAUSE, "Slurm, shells, containers"),
         r"execve\(\): (?P<command>\S+): (?P<why>[^\n]{1,60})|bash: (?:line \d+: )?(?P<shell>\S+): command not found"
         r"|executable file not found in \$PATH|can't open file '(?P<file>[^'\n]{1,120})': \[Errno 2\]"
         r"|env: (?P<env>\S+): No such file or directory",
