@@ -22,7 +22,7 @@ COMMANDS = {
     "attach": "Show where a debugger attaches to the ranks of live runs.",
     "stacks": "Show where the ranks of a live run are in the code, merged into one tree.",
     "vscode": "Write VS Code's launch.json and tasks.json for a job.",
-    "report": "Show a finished run, also as HTML or a trace; or diagnose a plain log.",
+    "report": "Show a finished run (text, HTML, trace), or diagnose a plain log.",
     "runs": "List your runs: status, age, size, verdict; remove old ones.",
     "explain": "Explain a finding by its code or name.",
 }

@@ -53,7 +53,7 @@ Options:
                     needs no network, and opens from disk or by mail.
   --trace FILE      Write a timeline of all ranks for ui.perfetto.dev, too;
                     compressed if FILE ends in .gz.
-  --with DIR        Merge the traces of torch.profiler in DIR into that timeline.
+  --with DIR        Merge traces of torch.profiler in DIR into that timeline.
   --log             Read plain logs in place of a run directory.
   --redact          With --log: leave out host and user names, addresses and
                     tokens, so that the result can be posted. Read it once more.
