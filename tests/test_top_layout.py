@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from ddpdoctor.core import units
 from ddpdoctor.render.lines import columns, look, plain
+from ddpdoctor.top.canvas import changed
 from ddpdoctor.top.draw import bars, frame
 from ddpdoctor.top.draw.marks import ASCII, UNICODE
 from ddpdoctor.top.draw.scene import Material
+from ddpdoctor.top.history import Past
 from ddpdoctor.top.keys import KEYS, act
 from ddpdoctor.top.snapshot import FindingRow, Gpu, RankRow, Snapshot, Times, Verdict
 from ddpdoctor.top.view import SORTS, Panel, View, order, selected
@@ -356,3 +358,34 @@ def test_signs_are_one_column_wide(marks: object) -> None:
         if field.name not in ("ascii_only", "letters", "ellipsis"):
             assert all(columns(each) == 1 for each in sign), field.name
             assert sign.isascii() or marks is UNICODE
+
+
+def test_only_what_has_changed_is_written() -> None:
+    before = (("rank 1 ", ""), ("bbbb", "backward"), ("ww", "wait"), ("  12 ms  ", ""))
+    assert changed(before, before) == []
+    longer = (("rank 1 ", ""), ("bbbbb", "backward"), ("w", "wait"), ("  12 ms  ", ""))
+    assert changed(before, longer) == [(11, 12)]
+    red = (("rank 1 ", "error"), *before[1:])
+    assert changed(before, red) == [(0, 7)]
+    both = (("rank 2 ", ""), *before[1:3], ("  13 ms  ", ""))
+    assert changed(before, both) == [(5, 6), (16, 17)]
+    assert changed(before, (("日本", ""),)) == [(0, 4)]
+    assert changed((), (("ab", ""),)) == [(0, 2)]
+
+
+def test_the_charts_go_back_to_the_beginning() -> None:
+    past = Past()
+    newest = made.run(2)
+    past.add(newest)
+    past.before([replace(each, time=each.time - 60) for each in made.history(newest)])
+    assert len(past.points) == 31 and past.points[-1].time == newest.time
+    for second in range(1, 10_000):
+        job = replace(newest.job, step=1234 + second)
+        past.add(replace(newest, time=newest.time + second, job=job))
+    assert 100 < len(past.points) <= 240
+    assert past.points[0].time < newest.time - 600
+    gaps = [b.time - a.time for a, b in zip(past.points, past.points[1:], strict=False)]
+    assert max(gaps) < 4 * min(gaps)
+    still = len(past.points)
+    past.add(replace(newest, time=newest.time + 20_000, job=job))
+    assert len(past.points) == still, "no step has ended"

@@ -9,7 +9,10 @@ from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
-from ddpdoctor.render.lines import Line, columns, look, merged
+from ddpdoctor.render.lines import Line, Span, columns, look, merged
+
+_NEAR = 6
+"""Columns between two stretches that are written as one."""
 
 
 class Canvas(Widget, can_focus=True):
@@ -30,8 +33,8 @@ class Canvas(Widget, can_focus=True):
                 strips.append(self._strips[y])
                 continue
             strips.append(_strip(line))
-            first, last = changed(before[y] if y < len(before) else (), line)
-            regions.append(Region(first, y, max(last - first, 1), 1))
+            stretches = changed(before[y] if y < len(before) else (), line)
+            regions += [Region(first, y, last - first, 1) for first, last in stretches]
         self._strips = strips
         if len(before) != len(lines):
             self.refresh()
@@ -51,19 +54,24 @@ def _strip(line: Line) -> Strip:
     return Strip([Segment(text, look(style)) for text, style in merged(line)])
 
 
-def changed(before: Line, after: Line) -> tuple[int, int]:
-    """The first column that differs, and the one behind the last."""
-    start = 0
-    count = min(len(before), len(after))
-    head = 0
-    while head < count and before[head] == after[head]:
-        start += columns(after[head][0])
-        head += 1
-    end = sum(columns(text) for text, _ in after)
-    if sum(columns(text) for text, _ in before) != end:
-        return start, end
-    tail = 0
-    while tail < count - head and before[-1 - tail] == after[-1 - tail]:
-        end -= columns(after[-1 - tail][0])
-        tail += 1
-    return start, end
+def changed(before: Line, after: Line) -> list[tuple[int, int]]:
+    """The stretches of columns that differ, each with the column behind its last."""
+    old, new = _cells(before), _cells(after)
+    if old is None or new is None or len(old) != len(new):
+        return [(0, max(1, sum(columns(text) for text, _ in after)))]
+    found: list[tuple[int, int]] = []
+    for column, (one, other) in enumerate(zip(old, new, strict=True)):
+        if one == other:
+            continue
+        if found and column - found[-1][1] <= _NEAR:
+            # To go on for a few columns costs less than to move the cursor.
+            found[-1] = (found[-1][0], column + 1)
+        else:
+            found.append((column, column + 1))
+    return found
+
+
+def _cells(line: Line) -> list[Span] | None:
+    """Each column of a line with its style; None if a character takes two of them, or none."""
+    cells = [(each, style) for text, style in line for each in text]
+    return cells if len(cells) == sum(columns(text) for text, _ in line) else None

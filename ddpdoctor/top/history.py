@@ -15,6 +15,9 @@ _FRAMES = 300
 _POINTS = 240
 """Points that are kept of a run; beyond them every other one goes."""
 
+_LEAST_GAP = 2.0
+"""Seconds between two points at least."""
+
 _RANKS = 32
 """Ranks of which a point knows the times and the memory: those that come first."""
 
@@ -56,7 +59,7 @@ class Past:
     def __init__(self) -> None:
         self.frames: deque[Snapshot] = deque()
         self.points: list[Point] = []
-        self._gap = 0.0
+        self._gap = _LEAST_GAP
         """Seconds between two points."""
         self._path = ""
         self._step: int | None = None
@@ -64,7 +67,7 @@ class Past:
     def add(self, snapshot: Snapshot) -> None:
         """One more frame; the oldest ones go."""
         if self._path != snapshot.path:
-            self._path, self._gap, self._step = snapshot.path, 0.0, None
+            self._path, self._gap, self._step = snapshot.path, _LEAST_GAP, None
             self.frames.clear()
             self.points.clear()
         self.frames.append(snapshot)
@@ -81,7 +84,8 @@ class Past:
         until = self.points[0].time if self.points else float("inf")
         older = [each for each in points if each.time < until]
         if len(older) > 1:
-            self._gap = (older[-1].time - older[0].time) / (len(older) - 1)
+            gap = (older[-1].time - older[0].time) / (len(older) - 1)
+            self._gap = max(gap, _LEAST_GAP)
             self.points[:] = [*older, *self.points[-1:]]
 
     def _keep(self, new: Point) -> None:
@@ -90,4 +94,4 @@ class Past:
         self.points.append(new)
         if len(self.points) > _POINTS:
             del self.points[1::2]
-            self._gap = 2 * (self._gap or (new.time - self.points[0].time) / _POINTS)
+            self._gap *= 2

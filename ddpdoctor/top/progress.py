@@ -17,7 +17,7 @@ from ddpdoctor.top.steplog import StepLine
 OVER = 30.0
 """Seconds over which the rate of steps is taken."""
 
-LOOKED_AT = 8
+LOOKED_AT = 4
 """Ranks whose newest step's loss and samples are read."""
 
 _EPOCHS = re.compile(r"--(?:n|num|max|total)?[-_]?(?:train)?[-_]?epochs?$")
