@@ -258,7 +258,7 @@ class LogReader:
                 order=(self._place, printed.start),
                 rank=printed.rank if printed.rank is not None else self._rank,
                 time=printed.time,
-                final=not printed.ignored,
+                final=not printed.ignored or message.startswith("KeyboardInterrupt"),
                 location=printed.location,
                 traceback=printed.text if printed.frames else "",
                 who=printed.who,
@@ -274,6 +274,7 @@ class LogReader:
         if (
             not decided
             and sighting.final
+            and sighting.weight != Weight.STOPPED
             and (
                 sighting.weight >= Weight.BARE
                 or sighting.weight == Weight.REMARK

@@ -37,6 +37,8 @@ class Weight(IntEnum):
     GENERIC = 9
     """A cause that another line may explain better."""
     CAUSE = 10
+    DECISIVE = 11
+    """The system or the scheduler says what it did; exceptions may follow from it."""
 
 
 @dataclass(frozen=True)

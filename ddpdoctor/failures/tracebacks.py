@@ -26,7 +26,7 @@ _APART = 50
 
 _FRAME = re.compile(r'^\s*File "(?P<path>[^"\n]+)", line (?P<line>\d+)(?:, in (?P<name>.*))?$')
 _EXCEPTION = re.compile(
-    r"^(?!(?:Epoch|Step|Loss|Iter|INFO|WARNING|DEBUG|ERROR)\b)(?:[A-Za-z_]\w*\.)*"
+    r"^(?!(?:Failures|Epoch|Step|Loss|Iter|INFO|WARNING|DEBUG|ERROR)\b)(?:[A-Za-z_]\w*\.)*"
     r"(?:(?:_?[A-Z]\w*|error|gaierror|herror|timeout)(?:\([\w.]+\))?(?:: |:$)|(?<=\.)\w+$"
     r"|\w*(?:Error|Exception|Interrupt|Exit|Iteration)$)"
 )

@@ -34,7 +34,7 @@ def findings(sightings: Sequence[Sighting]) -> list[Finding]:
 
 def _caught(sightings: Sequence[Sighting]) -> list[Finding]:
     """The last exception that was printed in a job that went on."""
-    over = [each for each in sightings if each.weight >= Weight.GENERIC and each.traceback]
+    over = [each for each in sightings if each.weight >= Weight.CONSEQUENCE and each.traceback]
     return [
         replace(
             _verdict(over[-1:], True, over[-1:]),
@@ -57,7 +57,7 @@ def _candidates(sightings: Sequence[Sighting]) -> tuple[list[Sighting], bool]:
         each.weight >= Weight.REMARK and (each.final or each.uncaught) for each in sightings
     ):
         return [], False
-    for weight in (Weight.CAUSE, Weight.GENERIC, Weight.SYMPTOM):
+    for weight in (Weight.DECISIVE, Weight.CAUSE, Weight.GENERIC, Weight.SYMPTOM):
         final = [each for each in sightings if each.weight == weight and each.final]
         if final:
             return _ordered(final), True

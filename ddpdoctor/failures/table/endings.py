@@ -91,7 +91,7 @@ FAILURES = (
         fix=_LOOK,
     ),
     Failure(
-        Known("DDP903", "slurm-out-of-memory", Weight.CAUSE, "any"),
+        Known("DDP903", "slurm-out-of-memory", Weight.DECISIVE, "any"),
         r"slurmstepd: error: Detected \d+ oom[-_ ]?kill event",
         examples=(
             "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=4711.0. Some of the step tasks have been OOM Killed.",

@@ -11,7 +11,7 @@ _LOOK = (
 
 FAILURES = (
     Failure(
-        Known("DDP908", "time-limit", Weight.CAUSE, "Slurm, LSF, PBS"),
+        Known("DDP908", "time-limit", Weight.DECISIVE, "Slurm, LSF, PBS"),
         r"CANCELLED AT \S+ DUE TO TIME LIMIT|TERM_RUNLIMIT|walltime \d+ exceeded limit"
         r"|DeadlineExceeded|job killed: walltime",
         says="was ended by the scheduler: the job's time limit is reached",
@@ -33,7 +33,7 @@ FAILURES = (
         ),
     ),
     Failure(
-        Known("DDP908", "preempted", Weight.CAUSE, "Slurm, Kubernetes, clouds"),
+        Known("DDP908", "preempted", Weight.DECISIVE, "Slurm, Kubernetes, clouds"),
         r"CANCELLED AT \S+ DUE TO PREEMPTION|[Rr]eason: *Preempt|[Pp]reempted (?:by|in order to)"
         r"|Preempting job|instance (?:is|was) preempted|Spot (?:instance )?interruption"
         r"|DisruptionTarget|TaintManagerEviction",
@@ -44,7 +44,7 @@ FAILURES = (
         ),
     ),
     Failure(
-        Known("DDP908", "node-failed", Weight.CAUSE, "Slurm, Kubernetes"),
+        Known("DDP908", "node-failed", Weight.DECISIVE, "Slurm, Kubernetes"),
         r"CANCELLED AT \S+ DUE TO NODE FAILURE|srun: error: Node failure on (?P<node>\S+)"
         r"|NodeNotReady|NodeLost|Node is not ready|srun: error: (?P<down>\S+): [^\n]{0,99}Node failure",
         says="lost a node[ ({node})][ ({down})]: it failed, or stopped answering",
@@ -56,7 +56,7 @@ FAILURES = (
         ),
     ),
     Failure(
-        Known("DDP908", "evicted", Weight.CAUSE, "Kubernetes"),
+        Known("DDP908", "evicted", Weight.DECISIVE, "Kubernetes"),
         r"[Rr]eason: *Evicted|\bEvicted\b[^\n]{0,99}(?:pod|node|low)|The node was low on resource: (?P<what>[\w-]+)"
         r"|Usage of EmptyDir volume \S+ exceeds the limit",
         says="was evicted from its node[, which was low on {what}]",
@@ -66,7 +66,7 @@ FAILURES = (
         ),
     ),
     Failure(
-        Known("DDP903", "container-out-of-memory", Weight.CAUSE, "Kubernetes, docker, Slurm"),
+        Known("DDP903", "container-out-of-memory", Weight.DECISIVE, "Kubernetes, docker, Slurm"),
         r"OOMKilled|oom-kill:|Out of memory: Kill(?:ed)? process|srun: error: \S+: task \d+: Out Of Memory"
         r"|Memory cgroup out of memory|Some of your processes may have been killed by the cgroup out-of"
         r"|TERM_MEMLIMIT|Exceeded job memory limit|oom_kill event|OUT_OF_MEMORY|ray\.exceptions\.OutOfMemory",
@@ -111,7 +111,7 @@ FAILURES = (
     Failure(
         Known("DDP908", "asked-to-stop", Weight.STOPPED, "1.9 to 2.13"),
         r"SignalException: Process \d+ got signal: (?P<signal>(?!2\b)\d+)|Received (?:Signals\.)?(?P<name>SIG(?:TERM|HUP|INT))"
-        r"(?: death signal|: \d+|\b)|Received (?P<number>\d+) death signal, shutting down|got SIGTERM, exiting"
+        r"(?: death signal|: \d+|\b)|Received (?P<number>(?!2 )\d+) death signal, shutting down|got SIGTERM, exiting"
         r"|Launcher caught signal (?P<caught>\d+)|Main process received (?P<main>SIG(?!INT)\w+)"
         r"|DataLoader worker \(pid[^)\n]{0,40}\) is killed by signal: Terminated|exits with return code = -15",
         says="was asked to stop from outside[ by {name}][ by signal {signal}][ by signal {number}][ by {main}]",
@@ -125,7 +125,7 @@ FAILURES = (
     ),
     Failure(
         Known("DDP908", "interrupted", Weight.STOPPED, "any"),
-        r"^KeyboardInterrupt\b|\^CTraceback|Detected KeyboardInterrupt|Main process received SIGINT|SignalException: Process \d+ got signal: 2\b",
+        r"^KeyboardInterrupt\b|\^CTraceback|Detected KeyboardInterrupt|Main process received SIGINT|Received 2 death signal|SignalException: Process \d+ got signal: 2\b",
         says="was interrupted (Ctrl-C)",
         fix="If it was interrupted because it made no progress, the line is where it waited: run it "
         "again with ddpdoctor run, which names the rank that the others wait for.",

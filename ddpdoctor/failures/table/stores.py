@@ -11,13 +11,21 @@ _RANK_0 = (
 
 FAILURES = (
     Failure(
+        Known("DDP907", "arguments-cut", Weight.CONSEQUENCE, "any"),
+        r"UnpicklingError: pickle data was truncated",
+        unless=r"torch[/\\]serialization\.py",
+        says="lost the process that was starting it",
+        fix="The cause is what ended the main process: see its output, before these lines.",
+        examples=("_pickle.UnpicklingError: pickle data was truncated",),
+    ),
+    Failure(
         Known("DDP907", "parent-gone", Weight.CONSEQUENCE, "any"),
-        r"UnpicklingError: pickle data was truncated|EOFError: Ran out of input|ConnectionResetError|EOFError$",
+        r"EOFError: Ran out of input|ConnectionResetError|EOFError$",
         within=r"multiprocessing[/\\](?:spawn|forkserver|connection|reduction|resource_sharer)\.py",
         says="lost the process that had started it",
         fix="The cause is what ended the main process: see its output, before these lines.",
         examples=(
-            'Traceback (most recent call last):\n  File "/usr/lib/python3.8/multiprocessing/spawn.py", line 126, in _main\n    self = reduction.pickle.load(from_parent)\n_pickle.UnpicklingError: pickle data was truncated',
+            'Traceback (most recent call last):\n  File "/usr/lib/python3.8/multiprocessing/spawn.py", line 126, in _main\n    self = reduction.pickle.load(from_parent)\nEOFError: Ran out of input',
         ),
     ),
     Failure(
