@@ -246,6 +246,7 @@ class Coordinator:
         """What a caller says first, if it proves that it knows the rendezvous id."""
         with self._admission.place(link.writer, address) as placed:
             if not placed:
+                link.writer.transport.abort()
                 return None
             challenge = wire.nonce()
             link.writer.write(wire.greeting(challenge))

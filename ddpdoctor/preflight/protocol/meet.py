@@ -12,6 +12,7 @@ import errno
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ddpdoctor.preflight.machine import container
 from ddpdoctor.preflight.machine.interfaces import interfaces
@@ -125,6 +126,18 @@ def meet_or_fail(situation: Situation) -> Meeting | Exception:
 
 
 async def _until_cancelled(situation: Situation) -> Meeting:
+    said: set[str] = set()
+
+    def fault(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What asyncio would print: a connection that cannot be accepted for want of files."""
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif not said:
+            said.add("files")
+            situation.say(f"{words_of(error)}: not all nodes can connect; raise it with ulimit -n")
+
+    asyncio.get_running_loop().set_exception_handler(fault)
     meeting = asyncio.ensure_future(_meet(situation))
     try:
         while not meeting.done():
