@@ -65,7 +65,7 @@ def check_line(
 def line_on_node_0(place: Seat, nproc: int) -> str:
     """The line that starts the check on node 0, typed there, where this node does not know it."""
     line = check_line(place, nproc, rank=0, host="")
-    return line + typed(' --rdzv-endpoint "$(hostname):"{}', place.port)
+    return line + typed(' --rdzv-endpoint "$(hostname):{}"', place.port)
 
 
 def corrected_line(
