@@ -1,9 +1,13 @@
 """What ddpdoctor costs: the same job under torchrun and under ``ddpdoctor run``, in turn.
 
-    python benchmarks/overhead.py [tiny|hooks|resnet|child|startup|supervisor|fingerprints|delay]
+    python benchmarks/overhead.py [hooks|steps|peers|resnet|child|startup|supervisor|fingerprints|
+                                   delay]
 
-Each figure is a ratio or a difference within a pair of runs that follow each other, so that a
-machine that gets faster or slower meanwhile does not show; the median over the pairs is quoted.
+Each figure is a ratio or a difference within a pair, so that a machine that gets faster or slower
+meanwhile does not show, as the median over the pairs with its 95 % interval: for ``hooks`` pairs of
+short blocks within one process, for whole jobs pairs of runs that follow each other. CPU time
+stands beside wall time, since only the former is the job's own on a machine that does other work.
+The exit status is 1 where an interval is too wide to tell, or where a bar is missed beyond doubt.
 """
 
 from __future__ import annotations
@@ -18,16 +22,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
 import psutil
+from intervals import Verdicts, interval
 
 HERE = Path(__file__).parent
 RANKS = ("--nproc-per-node", "2")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", *RANKS)
 DOCTOR = (sys.executable, "-m", "ddpdoctor", "run", "--quiet", "--no-vscode", *RANKS)
+TELLING = {"cpu": 0.005, "wall": 0.02}
+"""Half the width that the interval of a ratio may have to say anything."""
 
 
 def run(command: Sequence[str], directory: str) -> tuple[float, str]:
@@ -50,49 +57,105 @@ def number(pattern: str, text: str) -> float:
     return float(match[1])
 
 
-def paired(
-    name: str, job: Sequence[str], patterns: Mapping[str, str], pairs: int, directory: str
-) -> None:
-    """Step times of both launchers, in turn, the first one alternating."""
-    outputs: list[dict[bool, str]] = []
+def alternately(index: int) -> tuple[bool, bool]:
+    """Whether the first and the second of a pair are watched: ABBA, so that a drift cancels out."""
+    return (False, True) if index % 2 == 0 else (True, False)
+
+
+def in_turn(
+    plain: Sequence[str], other: Sequence[str], pairs: int, directory: str
+) -> list[tuple[dict[str, float], dict[str, float]]]:
+    """What a job prints as JSON under either of two commands, pair by pair."""
+    outputs = []
     for index in range(pairs):
-        found: dict[bool, str] = {}
-        for watched in (False, True) if index % 2 == 0 else (True, False):
-            command = [*(DOCTOR if watched else TORCHRUN), *job]
-            found[watched] = run(command, directory)[1]
-        outputs.append(found)
-    for what, pattern in patterns.items():
-        plain = [number(pattern, found[False]) for found in outputs]
-        watched_times = [number(pattern, found[True]) for found in outputs]
-        ratios = [b / a for a, b in zip(plain, watched_times, strict=True)]
-        extra = [b - a for a, b in zip(plain, watched_times, strict=True)]
-        print(
-            f"{name}, {what}: {median(plain) * 1e3:.3f} ms under torchrun; "
-            f"ratio {median(ratios):.4f} (from {min(ratios):.4f} to {max(ratios):.4f}); "
-            f"{median(extra) * 1e6:+.1f} us a step; {pairs} pairs"
-        )
+        found = {
+            second: json.loads(run(other if second else plain, directory)[1].splitlines()[-1])
+            for second in alternately(index)
+        }
+        outputs.append((found[False], found[True]))
+    return outputs
 
 
-def hooks(directory: str, runs: int = 5) -> None:
-    """The hooks of one step alone: steps with them and without in turn, in one process."""
-    command = [
-        sys.executable,
-        "-m",
-        "ddpdoctor",
-        "run",
-        "--quiet",
-        "--no-vscode",
-        "--nproc-per-node",
-        "1",
-    ]
-    job = str(HERE / "jobs" / "hooks.py")
-    outputs = [run([*command, job], directory)[1] for _ in range(runs)]
-    for what, pattern in (("a step", r"extra ([\d.-]+)"), ("a collective", r"ctive ([\d.-]+)")):
-        found = [number(pattern, output) for output in outputs]
-        print(
-            f"hooks: {median(found):.1f} us {what} (from {min(found):.1f} to {max(found):.1f}); "
-            f"{runs} runs"
-        )
+def compare(
+    name: str,
+    outputs: Sequence[tuple[dict[str, float], dict[str, float]]],
+    verdicts: Verdicts,
+    bar: float | None,
+) -> None:
+    """Tell what the second of each pair takes, by the first."""
+    for what, most in (("cpu", bar), ("wall", None)):
+        if what not in outputs[0][0]:
+            continue
+        plain = median(before[what] for before, _ in outputs)
+        ratios = interval([after[what] / before[what] for before, after in outputs])
+        extra = interval([1e6 * (after[what] - before[what]) for before, after in outputs])
+        title = f"{name}, {what} {plain * 1e3:.2f} ms a step"
+        verdicts.tell(f"{title}, ratio", ratios, "", digits=4, widest=TELLING[what], most=most)
+        print(f"    {extra.text(' us', 1)} a step more")
+
+
+def work_for(milliseconds: float, directory: str) -> int:
+    """How many products of matrices make a step of the tiny job that long, in CPU time."""
+    job = str(HERE / "jobs" / "tiny.py")
+    found = []
+    for work in (0, 40):
+        command = [*TORCHRUN, job, "--iterations", "200", "--warmup", "50", "--work", str(work)]
+        found.append(json.loads(run(command, directory)[1])["cpu"])
+    each = max((found[1] - found[0]) / 40, 1e-6)
+    return max(0, round((milliseconds / 1e3 - found[0]) / each))
+
+
+def steps(
+    lengths: Sequence[float], pairs: int, seconds: float, directory: str, verdicts: Verdicts
+) -> None:
+    """Whole jobs with steps of these milliseconds; each run takes about so many seconds."""
+    job = str(HERE / "jobs" / "tiny.py")
+    for length in lengths:
+        count = max(60, int(seconds * 1e3 / length))
+        words = ["--iterations", str(count), "--warmup", str(count // 3)]
+        words += ["--work", str(work_for(length, directory))]
+        outputs = in_turn([*TORCHRUN, job, *words], [*DOCTOR, job, *words], pairs, directory)
+        bar = 1.02 if length < 5 else 1.005
+        compare(f"steps of {length:g} ms", outputs, verdicts, bar)
+
+
+def peers(pairs: int, directory: str, verdicts: Verdicts) -> None:
+    """The tiny job under torchrun with ``torch.profiler``, waiting and recording."""
+    job = [str(HERE / "jobs" / "tiny.py"), "--iterations", "2000"]
+    for mode in ("off", "on"):
+        other = [*TORCHRUN, *job, "--profiler", mode]
+        outputs = in_turn([*TORCHRUN, *job], other, pairs, directory)
+        compare(f"torch.profiler {mode}, 1 ms", outputs, verdicts, None)
+
+
+def hooks(pairs: int, directory: str, verdicts: Verdicts) -> None:
+    """The hooks alone: blocks of steps with them and without in turn, in one process.
+
+    At full detail, which a budget without a bound gives, and as thinned by the default budget.
+    """
+    command = [*DOCTOR[:5], "--nproc-per-node", "1"]
+    job = [str(HERE / "jobs" / "hooks.py"), "--pairs", str(pairs)]
+    for name, options, bars in (
+        ("full detail", ["--overhead-budget", "100"], {"step": 20.0, "collective": 2.0}),
+        ("default budget", [], {"step": 5.0, "collective": 2.0}),
+    ):
+        output = run([*command, *options, *job], directory)[1]
+        found: dict[str, list[tuple[float, float]]] = {}
+        for line in output.splitlines():
+            what, *blocks = json.loads(line)
+            cpu, wall, no_cpu, no_wall = (quartile(each) / 1e3 for each in blocks)
+            found.setdefault(what, []).append((cpu - no_cpu, wall - no_wall))
+        for what, extra in found.items():
+            title = f"hooks, {name}, a {what}"
+            bar = bars[what]
+            cpu_time = interval([each for each, _ in extra])
+            verdicts.tell(f"{title}, CPU", cpu_time, " us", widest=max(1.0, bar / 4), most=bar)
+            print(f"    wall {interval([each for _, each in extra]).text(' us', 1)}")
+
+
+def quartile(values: Sequence[float]) -> float:
+    """The lower quartile: of the steps of a block, one that nothing else has disturbed."""
+    return sorted(values)[len(values) // 4]
 
 
 def fingerprints(pairs: int, directory: str) -> None:
@@ -104,20 +167,19 @@ def fingerprints(pairs: int, directory: str) -> None:
     off = ("--overhead-budget", "0")
     shares: list[float] = []
     spent: list[float] = []
-    ratios: dict[str, list[float]] = {"median step": [], "CPU time of a step": []}
-    patterns = {"median step": r"median ([\d.]+)", "CPU time of a step": r"cpu ([\d.]+)"}
+    ratios: dict[str, list[float]] = {"wall": [], "cpu": []}
     for index in range(pairs):
-        found: dict[bool, str] = {}
-        for looks in (False, True) if index % 2 == 0 else (True, False):
+        found: dict[bool, dict[str, float]] = {}
+        for looks in alternately(index):
             record = Path(directory) / f"fingerprints{index}{looks:d}"
             options = ("--run-dir", str(record), *(() if looks else off))
-            found[looks] = run([*DOCTOR[:4], *options, *DOCTOR[4:], job], directory)[1]
+            found[looks] = json.loads(run([*DOCTOR[:4], *options, *DOCTOR[4:], job], directory)[1])
             if looks:
                 ends = list(accounts(record))
                 spent += [nanoseconds for nanoseconds, _ in ends]
                 shares += [nanoseconds / over for nanoseconds, over in ends]
-        for what, pattern in patterns.items():
-            ratios[what].append(number(pattern, found[True]) / number(pattern, found[False]))
+        for what, values in ratios.items():
+            values.append(found[True][what] / found[False][what])
     for what, values in ratios.items():
         print(
             f"fingerprints, {what}: ratio {median(values):.4f} with the default budget to none "
@@ -162,24 +224,22 @@ def delay(directory: str, runs: int = 6, iterations: int = 3000) -> None:
     print(f"detection delay: median {median(delays):.0f} steps, most {max(delays)}; {runs} runs")
 
 
-def startup(pairs: int, directory: str) -> None:
+def startup(pairs: int, directory: str, verdicts: Verdicts) -> None:
     """From the launch to the end of the first step."""
     extra, plain_times = [], []
     job = str(HERE / "jobs" / "first_step.py")
     for index in range(pairs):
         found: dict[bool, float] = {}
-        for watched in (False, True) if index % 2 == 0 else (True, False):
+        for watched in alternately(index):
             start, output = run([*(DOCTOR if watched else TORCHRUN), job], directory)
             found[watched] = number(r"first ([\d.]+)", output) - start
         extra.append(found[True] - found[False])
         plain_times.append(found[False])
-    print(
-        f"start-up: {median(plain_times):.2f} s under torchrun; {median(extra):+.3f} s "
-        f"(from {min(extra):+.3f} to {max(extra):+.3f}); {pairs} pairs"
-    )
+    title = f"start-up, {median(plain_times):.2f} s under torchrun, more"
+    verdicts.tell(title, interval(extra), " s", digits=3, widest=0.1, most=0.2)
 
 
-def child(pairs: int, directory: str) -> None:
+def child(pairs: int, directory: str, verdicts: Verdicts) -> None:
     """What a Python that imports no torch pays for being a child of the job: ``python -c pass``."""
     entry = HERE.parent / "ddpdoctor" / "probe" / "entry"
     # The interpreter may write the entry's bytecode, as an installer does.
@@ -187,21 +247,17 @@ def child(pairs: int, directory: str) -> None:
     ours = {**plain, "DDPDOCTOR_RUN_DIR": directory, "PYTHONPATH": str(entry)}
     seconds: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     for index in range(pairs + 1):
-        for watched in (False, True) if index % 2 == 0 else (True, False):
+        for watched in alternately(index):
             start = time.perf_counter()
             environment = ours if watched else plain
             pid = os.posix_spawn(sys.executable, [sys.executable, "-c", "pass"], environment)
             used = os.wait4(pid, 0)[2]
             seconds[watched].append((time.perf_counter() - start, used.ru_utime + used.ru_stime))
     both = list(zip(seconds[False][1:], seconds[True][1:], strict=True))
-    for place, name in enumerate(("wall", "CPU")):
-        extra = [1000 * (b[place] - a[place]) for a, b in both]
-        print(
-            f"python -c pass, {name}: {1000 * median(a[place] for a, _ in both):.1f} ms; "
-            f"{median(extra):+.2f} ms as a child of a job (middle half from "
-            f"{sorted(extra)[pairs // 4]:+.2f} to {sorted(extra)[3 * pairs // 4]:+.2f}); "
-            f"{pairs} pairs"
-        )
+    for place, name, most in ((1, "CPU", 3.0), (0, "wall", None)):
+        extra = interval([1000 * (b[place] - a[place]) for a, b in both])
+        title = f"python -c pass, {name}, {1000 * median(a[place] for a, _ in both):.1f} ms, more"
+        verdicts.tell(title, extra, " ms", digits=2, widest=1.0 if most else 10.0, most=most)
 
 
 def supervisor(directory: str, seconds: float = 20.0) -> None:
@@ -232,41 +288,51 @@ def supervisor(directory: str, seconds: float = 20.0) -> None:
     )
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument(
-        "what", nargs="*", default=["tiny", "hooks", "resnet", "child", "startup", "supervisor"]
-    )
-    parser.add_argument("--pairs", type=int, default=7)
+    usual = ["hooks", "steps", "child", "startup", "supervisor"]
+    parser.add_argument("what", nargs="*", default=usual)
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--blocks", type=int, default=300, help="pairs of blocks, for hooks")
+    parser.add_argument("--lengths", type=float, nargs="+", default=[1, 5, 20, 300])
+    parser.add_argument("--seconds", type=float, default=6.0, help="of steps in a run, for steps")
     options = parser.parse_args()
-    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
+    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
+          f"load {os.getloadavg()[0]:.0f}")  # fmt: skip
+    verdicts = Verdicts()
     with tempfile.TemporaryDirectory() as directory:
-        if "tiny" in options.what:
-            job = [str(HERE / "jobs" / "tiny.py")]
-            patterns = {"step": r"median ([\d.]+)", "CPU time of a step": r"cpu ([\d.]+)"}
-            paired("tiny", job, patterns, options.pairs, directory)
         if "hooks" in options.what:
-            hooks(directory)
+            hooks(options.blocks, directory, verdicts)
+        if "steps" in options.what:
+            steps(options.lengths, options.pairs, options.seconds, directory, verdicts)
+        if "peers" in options.what:
+            peers(options.pairs, directory, verdicts)
         if "resnet" in options.what:
-            sample = HERE.parent / "sample_jobs" / "resnet50_synthetic.py"
-            paired(
-                "ResNet-50",
-                [str(sample), "--iterations", "60", "--warmup", "10"],
-                {"step": r"time median ([\d.]+)"},
-                options.pairs,
-                directory,
-            )
+            job = [str(HERE.parent / "sample_jobs" / "resnet50_synthetic.py")]
+            job += ["--iterations", "60", "--warmup", "10"]
+            ratios = []
+            for index in range(options.pairs):
+                found = {
+                    watched: number(
+                        r"time median ([\d.]+)",
+                        run([*(DOCTOR if watched else TORCHRUN), *job], directory)[1],
+                    )
+                    for watched in alternately(index)
+                }
+                ratios.append(found[True] / found[False])
+            verdicts.tell("ResNet-50, wall, ratio", interval(ratios), "", digits=4, widest=0.02)
         if "child" in options.what:
-            child(10 * options.pairs, directory)
+            child(10 * options.pairs, directory, verdicts)
         if "startup" in options.what:
-            startup(options.pairs, directory)
+            startup(options.pairs, directory, verdicts)
         if "fingerprints" in options.what:
             fingerprints(options.pairs, directory)
         if "delay" in options.what:
             delay(directory)
         if "supervisor" in options.what:
             supervisor(directory)
+    return verdicts.status()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

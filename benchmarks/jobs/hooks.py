@@ -1,14 +1,19 @@
-"""What the hooks of one step cost: blocks of steps with the hooks awake and asleep, in turn.
+"""What the hooks of one step cost: short blocks with the hooks awake and asleep, in turn.
 
-Run it under ``ddpdoctor run``; without, both kinds of block are the same.
+Run it under ``ddpdoctor run``. Each line is a pair of blocks as JSON: what was measured, and the
+nanoseconds of CPU and of wall time that the training thread took for each step of either block.
+Both kinds of block are of one process and a few milliseconds apart, so whatever else the machine
+does meets both alike.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
+import json
 import sys
 import time
-from statistics import median
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,70 +21,62 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-STEPS, PAIRS = 100, 60
+STEPS = 32
+"""Of a block. Blocks begin at multiples of it, as windows of thinned steps do."""
+
+WARM_UP = 40
+"""Blocks before the first pair."""
 
 
-def measure() -> float:
-    """The median extra time of a step, in seconds."""
+def pairs(name: str, step: Callable[[], None], count: int) -> None:
+    """Print so many pairs of blocks of a step."""
+    rank: Any = sys.modules["ddpdoctor.probe.runtime.rank"]
+    tracker = rank.active
+
+    def block(awake: bool) -> tuple[list[int], list[int]]:
+        rank.active = tracker if awake else None
+        cpu, wall = [], []
+        for _ in range(STEPS):
+            wall_began, cpu_began = time.perf_counter_ns(), time.thread_time_ns()
+            step()
+            cpu.append(time.thread_time_ns() - cpu_began)
+            wall.append(time.perf_counter_ns() - wall_began)
+        return cpu, wall
+
+    for _ in range(WARM_UP):
+        block(awake=True)
+    for index in range(count):
+        # ABBA: what drifts meets both alike.
+        order = (True, False) if index % 2 else (False, True)
+        found = {awake: block(awake) for awake in order}
+        print(json.dumps([name, *found[True], *found[False]]), flush=True)
+    rank.active = tracker
+
+
+def measure(count: int) -> None:
+    """Print pairs of blocks of steps, and of collectives."""
     layers = [nn.Linear(64, 64) for _ in range(8)]
     ddp = DistributedDataParallel(nn.Sequential(*layers))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    batch = torch.randn(64, 64)
+    batch, tensor = torch.randn(64, 64), torch.ones(64)
 
-    def block() -> float:
-        seconds = []
-        for _ in range(STEPS):
-            start = time.perf_counter()
-            optimizer.zero_grad()
-            ddp(batch).square().mean().backward()
-            optimizer.step()
-            seconds.append(time.perf_counter() - start)
-        return median(seconds)
+    def step() -> None:
+        optimizer.zero_grad()
+        ddp(batch).square().mean().backward()
+        optimizer.step()
 
-    rank: Any = sys.modules["ddpdoctor.probe.runtime.rank"]
-    tracker = rank.active
-    for _ in range(5):
-        block()
-    extra = []
-    for _ in range(PAIRS):
-        rank.active = tracker
-        awake = block()
-        rank.active = None
-        extra.append(awake - block())
-    rank.active = tracker
-    return median(extra)
-
-
-def measure_collective() -> float:
-    """The median extra time of a collective that is called from Python, in seconds."""
-    tensor = torch.ones(64)
-
-    def block() -> float:
-        seconds = []
-        for _ in range(STEPS):
-            start = time.perf_counter()
-            dist.all_reduce(tensor, dist.ReduceOp.MAX)
-            seconds.append(time.perf_counter() - start)
-        return median(seconds)
-
-    rank: Any = sys.modules["ddpdoctor.probe.runtime.rank"]
-    tracker = rank.active
-    extra = []
-    for _ in range(PAIRS):
-        rank.active = tracker
-        awake = block()
-        rank.active = None
-        extra.append(awake - block())
-    rank.active = tracker
-    return median(extra)
+    pairs("step", step, count)
+    pairs("collective", lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX), count)
 
 
 def main() -> None:
-    """Print what the functions above find, in microseconds."""
+    """Join the process group, and measure."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pairs", type=int, default=100)
+    options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    print(f"extra {measure() * 1e6:.2f}")
-    print(f"collective {measure_collective() * 1e6:.2f}")
+    measure(options.pairs)
     gc.collect()
     dist.destroy_process_group()
 

@@ -1,9 +1,16 @@
-"""A model so small that a step takes about a millisecond: what the probe adds is seen here."""
+"""A step of a given length: what the probe adds to it is seen here.
+
+Rank 0 prints seconds as JSON: the steps' wall times and the CPU times of the process in them, by
+blocks of steps, the lower quartile over the blocks.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import itertools
+import json
 import time
 
 import torch
@@ -11,13 +18,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+BLOCK = 10
+"""Steps whose CPU time is read together: the clock of a process ticks coarsely on some kernels."""
+
 
 def main() -> None:
-    """Train and print rank 0's seconds per step: the median, and the process's CPU time."""
+    """Train and print."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--iterations", type=int, default=3000)
     parser.add_argument("--warmup", type=int, default=300)
     parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--work", type=int, default=0, help="more products of matrices in a step")
+    parser.add_argument("--profiler", choices=("none", "off", "on"), default="none")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -26,23 +38,45 @@ def main() -> None:
     ddp = DistributedDataParallel(nn.Sequential(*layers))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     batch = torch.randn(64, options.width)
-    seconds = []
-    cpu = 0.0
-    for iteration in range(options.iterations):
-        if iteration == options.warmup:
-            cpu = time.process_time()
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        ddp(batch).square().mean().backward()
-        optimizer.step()
-        seconds.append(time.perf_counter() - start)
+    ballast = torch.randn(256, 256) / 256
+    wall, cpu = [], []
+    with profiler(options.profiler, options.iterations) as step_done:
+        for iteration in range(options.iterations):
+            if iteration % BLOCK == 0:
+                wall.append(time.perf_counter())
+                cpu.append(time.process_time())
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for _ in range(options.work):
+                    torch.mm(ballast, ballast)
+            ddp(batch).square().mean().backward()
+            optimizer.step()
+            step_done()
     if dist.get_rank() == 0:
-        timed = sorted(seconds[options.warmup :])
-        cpu = (time.process_time() - cpu) / len(timed)
-        print(f"median {timed[len(timed) // 2]:.9f} cpu {cpu:.9f}")
+        skipped = options.warmup // BLOCK
+        print(json.dumps({"wall": lower(wall[skipped:]), "cpu": lower(cpu[skipped:])}))
     del ddp, optimizer
     gc.collect()
     dist.destroy_process_group()
+
+
+def lower(marks: list[float]) -> float:
+    """Seconds of a step: the lower quartile over the blocks between the marks."""
+    blocks = sorted((b - a) / BLOCK for a, b in itertools.pairwise(marks))
+    return blocks[len(blocks) // 4]
+
+
+@contextlib.contextmanager
+def profiler(mode: str, iterations: int):  # type: ignore[no-untyped-def]
+    """``torch.profiler`` around the steps, as a peer: recording all of them, or waiting only."""
+    if mode == "none":
+        yield lambda: None
+        return
+    waits = 0 if mode == "on" else iterations + 1
+    schedule = torch.profiler.schedule(wait=waits, warmup=0, active=50, repeat=0)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, schedule=schedule) as running:
+        yield running.step
 
 
 if __name__ == "__main__":
