@@ -22,7 +22,7 @@ class Interval(NamedTuple):
     middle: float
     low: float
     high: float
-    count: int
+    pairs: int
 
     @property
     def half(self) -> float:
@@ -33,7 +33,7 @@ class Interval(NamedTuple):
         """``12.3 us (95 %: 11.9 to 12.8, 40 pairs)``."""
         return (
             f"{self.middle:.{digits}f}{unit} (95 %: {self.low:.{digits}f} to "
-            f"{self.high:.{digits}f}, {self.count} pairs)"
+            f"{self.high:.{digits}f}, {self.pairs} pairs)"
         )
 
 

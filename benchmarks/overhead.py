@@ -27,7 +27,10 @@ from pathlib import Path
 from statistics import median
 
 import psutil
-from intervals import Verdicts, interval
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.intervals import Verdicts, interval
 
 HERE = Path(__file__).parent
 RANKS = ("--nproc-per-node", "2")
@@ -100,7 +103,7 @@ def work_for(milliseconds: float, directory: str) -> int:
     found = []
     for work in (0, 40):
         command = [*TORCHRUN, job, "--iterations", "200", "--warmup", "50", "--work", str(work)]
-        found.append(json.loads(run(command, directory)[1])["cpu"])
+        found.append(float(json.loads(run(command, directory)[1])["cpu"]))
     each = max((found[1] - found[0]) / 40, 1e-6)
     return max(0, round((milliseconds / 1e3 - found[0]) / each))
 

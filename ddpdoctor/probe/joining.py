@@ -78,6 +78,7 @@ def become(torch: Any) -> None:
     recorder = Recorder(page, journal)
     tracker = StepTracker(recorder, optimizers.were_made)
     state = RankState(recorder, tracker, restart)
+    tracker.detail.follow(state.budget)
     recorder.add(
         OpenRecord(
             format=FORMAT,
@@ -131,7 +132,7 @@ def observe(state: RankState) -> None:
     subscribe(Exits(state))
     subscribe(Stages(state))
     subscribe(replicas)
-    subscribe(Gradients(state, replicas, pacing, optimizers.owned), pacing.paced)
+    pacing.follow(Gradients(state, replicas, pacing, optimizers.owned))
     subscribe(optimizers.Optimizers(state, replicas))
     subscribe(Edits(state, replicas))
     subscribe(losses)
@@ -139,7 +140,7 @@ def observe(state: RankState) -> None:
         subscribe(Zeroing(state))
         subscribe(LocalGradients(state, losses))
         subscribe(Fingerprints(state, replicas))
-        subscribe(buffers.Buffers(state, replicas), pacing.paced)
+        pacing.follow(buffers.Buffers(state, replicas))
         subscribe(buffers.Statistics(state, replicas))
         subscribe(Independent(state))
     subscribe(buffers.Evaluations(state))

@@ -30,6 +30,9 @@ def lines(run: Run) -> Iterator[str]:
     )
     if overridden:
         yield f"overridden for `ddpdoctor scale`: {', '.join(overridden)}"
+    cost = _cost(run)
+    if cost:
+        yield cost
     lost = sum(rank.status.dropped for rank in run.last if rank.status is not None)
     if lost:
         yield f"{lost} records could not be written and are missing"
@@ -88,6 +91,19 @@ def _pace(run: Run) -> str:
         if share >= 0.01:
             shares.append(f"{name} {100 * share:.0f} %")
     return f"{text}: {', '.join(shares)}" if shares else text
+
+
+def _cost(run: Run) -> str:
+    """What ddpdoctor took of the ranks' time, as they measured it; empty before their end."""
+    ends = [rank.ended for rank in run.last if rank.ended is not None]
+    over = sum(end.over for end in ends)
+    if over <= 0:
+        return ""
+    spent, followed = (sum(getattr(end, name) for end in ends) for name in ("spent", "followed"))
+    return (
+        f"ddpdoctor took {100 * (spent + followed) / over:.2f} % of the ranks' time: "
+        f"{100 * followed / over:.2f} % to follow steps, {100 * spent / over:.2f} % to look closer"
+    )
 
 
 def _ending(run: Run) -> str:

@@ -159,6 +159,11 @@ class SuspicionReader:
         )
         self._seen = 0
 
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing was written since `news` was last asked; 0.2 us."""
+        return self._read()[0] == self._seen
+
     def news(self) -> Suspicion | None:
         """What was written since the last call, if it is written to its end; 0.2 us if nothing."""
         (sequence,) = self._read()

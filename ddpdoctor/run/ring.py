@@ -40,6 +40,7 @@ _ENTRY = struct.Struct("<qqqqqHHHHHBBi4I")
 _ENTRIES_AT = 64
 _ENDED = struct.Struct("<q")
 _ENDED_AT = 16
+_PLACES = tuple(_ENTRIES_AT + place * _ENTRY.size for place in range(ENTRIES))
 _TEXT_AT = _ENTRIES_AT + ENTRIES * _ENTRY.size
 SIZE = 32 << 10
 """Bytes of the file."""
@@ -52,6 +53,14 @@ _CHAIN = "\x1f"
 def chain_text(numbers: Sequence[int]) -> str:
     """Lines of code as one text, by the numbers of their own texts, innermost first."""
     return _CHAIN + " ".join(map(str, numbers))
+
+
+def entry_rest(
+    texts: tuple[int, int, int, int, int], shape: Sequence[int], root: int, flags: int
+) -> tuple[int, ...]:
+    """The end of a call's entry; what they are is in `RingWriter.begin`."""
+    dimensions = (each & _INTEGER for each in (*shape, 0, 0, 0, 0)[:4])
+    return (*texts, len(shape), flags, root, *dimensions)
 
 
 class Collective(NamedTuple):
@@ -114,6 +123,7 @@ class RingWriter:
         self._memory = mapped.create(path, SIZE)
         _HEAD.pack_into(self._memory, 0, _MAGIC, FORMAT, ENTRIES, _ENTRY.size, _TEXT_AT)
         self._store: Callable[..., None] = partial(_ENTRY.pack_into, self._memory)
+        self._end: Callable[[int, int], None] = partial(_ENDED.pack_into, self._memory)
         self._count: Callable[[int], None] = partial(_COUNT.pack_into, self._memory, _COUNT_AT)
         self.waits_for: Callable[[int], None] = partial(_WAITED.pack_into, self._memory, _WAITED_AT)
         """Store the order of the asynchronous call that is waited for, 0 for none."""
@@ -159,21 +169,19 @@ class RingWriter:
         Returns:
             The call's order.
         """
+        return self.begin_as(now, sequence, numel, entry_rest(texts, shape, root, flags))
+
+    def begin_as(self, now: int, sequence: int, numel: int, rest: tuple[int, ...]) -> int:
+        """The same, with all that is alike in each call of a place (`entry_rest`) made before."""
         order = self.count = self.count + 1
-        first, second, third, fourth = (*shape, 0, 0, 0, 0)[:4]
-        self._store(
-            _ENTRIES_AT + order % ENTRIES * _ENTRY.size,
-            order, now, 0, sequence, numel, *texts, len(shape), flags, root,
-            first & _INTEGER, second & _INTEGER, third & _INTEGER, fourth & _INTEGER,
-        )  # fmt: skip
+        self._store(_PLACES[order % ENTRIES], order, now, 0, sequence, numel, *rest)
         self._count(order)
         return order
 
     def end(self, order: int, now: int) -> None:
         """A call ended at ``now``, in Unix nanoseconds."""
         if self.count - order < ENTRIES:
-            at = _ENTRIES_AT + order % ENTRIES * _ENTRY.size
-            _ENDED.pack_into(self._memory, at + _ENDED_AT, now)
+            self._end(_PLACES[order % ENTRIES] + _ENDED_AT, now)
 
     def set_partial(self) -> None:
         """Say that calls may be missing."""

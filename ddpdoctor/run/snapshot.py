@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
@@ -36,6 +36,9 @@ HANG = "hang-*.json"
 
 PHASES = ("data", "forward", "backward", "optimizer", "other")
 """The phases whose sum is a rank's own time; ``wait`` is the rest of a step."""
+
+MOST_EXPANDED = 1 << 11
+"""Steps that the lines of a rank are taken to stand for at most, if there are fewer lines."""
 
 FOREVER = 1 << 63
 """A moment that does not come, in Unix nanoseconds."""
@@ -128,9 +131,37 @@ class Rank:
         return self.records.first(EndRecord)
 
 
-def _steps(lines: Iterable[bytes]) -> tuple[StepRecord, ...]:
-    found = (parse(line) for line in lines)
-    return tuple(each for each in found if isinstance(each, StepRecord) and each.step >= 0)
+def _steps(lines: Sequence[bytes]) -> tuple[StepRecord, ...]:
+    """The newest steps of these lines, one by one also where a line stands for several."""
+    found: list[StepRecord] = []
+    most = max(len(lines), MOST_EXPANDED)
+    for line in reversed(lines):
+        record = parse(line)
+        if isinstance(record, StepRecord) and record.step >= 0:
+            room = most - len(found)
+            found += _each(record, room) if record.steps > 1 else (record,)
+            if room <= 1:
+                break
+    return tuple(reversed(found))
+
+
+def _each(record: StepRecord, room: int) -> Iterator[StepRecord]:
+    """The steps that a line stands for, the newest first; they differ in little that is known."""
+    count = min(record.steps, record.step + 1)
+    numbers, times = record.each[::2], record.each[1::2]
+    backwards: list[int] = []
+    for number, many in zip(numbers, times, strict=False):
+        backwards += [number] * min(max(0, many), count - len(backwards))
+    for back in range(min(count, room)):
+        place = count - 1 - back
+        yield replace(
+            record,
+            step=record.step - back,
+            start=record.start + place * record.total,
+            backwards=backwards[place] if place < len(backwards) else record.backwards,
+            skipped=record.skipped and not back,
+            outside=0 if place else record.outside,
+        )
 
 
 class Span(NamedTuple):

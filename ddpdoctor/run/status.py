@@ -121,6 +121,7 @@ _MEMORY = struct.Struct("<4q")
 _MEMORY_AT = 208
 _GPU_AT, _GPU_SIZE = 240, 16
 _COLLECTIVE_AT, _COLLECTIVE_SIZE = 256, 64
+_COLLECTIVE = struct.Struct(f"{_COLLECTIVE_SIZE}s")
 _SITE_AT, _SITE_SIZE = 320, 688
 _STAGE_AT, _STAGE_SIZE = 1008, 16
 _WHOLE = struct.Struct("<8sIIqiiiiq 8q2Iq 3q 8x4q qq 4q16s")
@@ -153,6 +154,10 @@ class StatusPage:
         """Store step, epoch, last_total and dropped, which change once a step."""
         self.reduced: Callable[[int], None] = partial(_REDUCED.pack_into, self._memory, _REDUCED_AT)
         """Store the number of backward passes begun that are all-reduced."""
+        self.set_collective: Callable[[bytes], None] = partial(
+            _COLLECTIVE.pack_into, self._memory, _COLLECTIVE_AT
+        )
+        """Store the name of the collective under way, made by :func:`page_name`."""
         self.totals(0, NO_EPOCH, 0, 0)
 
     # What follows a rank's writing thread stores. Zeros, as in a page of a version that has no such
@@ -197,10 +202,6 @@ class StatusPage:
     def set_site(self, site: bytes) -> None:
         """Store a call site, made by :func:`page_text`."""
         self._memory[_SITE_AT : _SITE_AT + len(site)] = site
-
-    def set_collective(self, name: bytes) -> None:
-        """Store the name of the collective under way, made by :func:`page_name`."""
-        self._memory[_COLLECTIVE_AT : _COLLECTIVE_AT + len(name)] = name
 
 
 def _terminated(text: str, size: int) -> bytes:

@@ -27,7 +27,7 @@ _FAST = re.compile(
     rb'\{"kind":"step","step":(\d{1,18}),"start":(\d{1,18})(?:,"epoch":(\d{1,18}))?'
     rb',"data":(\d{1,18}),"forward":(\d{1,18}),"backward":(\d{1,18}),"optimizer":(\d{1,18})'
     rb',"other":(\d{1,18}),"wait":(\d{1,18}),"total":\d{1,18},"split":(?:(true)|false)'
-    rb'(?:,"cpu":(\d{1,18}),"waited":(\d{1,18}))?'
+    rb'(?:,"cpu":(\d{1,18}),"waited":(\d{1,18}))?(?:,"steps":(\d{1,4}))?'
     rb'(?:,"samples":(\d{1,18}))?(?:,"loss":(-?\d[\d.e+-]{0,30}))?'
     rb'(?:,"backwards":(\d{1,9}))?'
 )
@@ -47,6 +47,9 @@ _LONGEST = 1 << 10
 _LINE = 320
 """Bytes that a step takes, about."""
 
+_MOST_STEPS = 9999
+"""Steps that a line is taken to stand for at most."""
+
 _MOST = 1 << 20
 """Bytes that are read at most in search of steps."""
 
@@ -61,18 +64,20 @@ class StepLine(NamedTuple):
     samples: int | None = None
     loss: float | None = None
     backwards: int = 1
+    steps: int = 1
+    """How many steps the line stands for: the last is `parts.number`, the rest is their mean."""
 
     @property
     def end(self) -> int:
         """Unix nanoseconds at which it was closed."""
-        return self.start + self.parts.total
+        return self.start + self.steps * self.parts.total
 
 
 def parse(line: bytes) -> StepLine | None:
     """A journal's line as a step, None if it is none, or torn."""
     match = _FAST.match(line)
     if match is not None and line.endswith(b"}"):
-        number, start, epoch, *durations, split, cpu, waited, samples, loss, backwards = (
+        number, start, epoch, *durations, split, cpu, waited, steps, samples, loss, backwards = (
             match.groups()
         )
         cores = int(cpu or 0), int(waited or 0)
@@ -83,6 +88,7 @@ def parse(line: bytes) -> StepLine | None:
             None if samples is None else int(samples),
             None if loss is None else _real(loss),
             int(backwards or 1),
+            max(1, int(steps or 1)),
         )
     short = line.startswith(_STEP_LINE) and len(line) <= _LONGEST
     record = _json(line, opening.MOST_EXPANDED) if short else {}
@@ -103,6 +109,7 @@ def parse(line: bytes) -> StepLine | None:
         None if samples < 0 else samples,
         _real(record.get("loss")),
         integer(record, "backwards", 1),
+        min(max(1, integer(record, "steps")), _MOST_STEPS),
     )
 
 

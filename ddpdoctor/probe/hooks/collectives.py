@@ -16,7 +16,7 @@ from ddpdoctor.probe.observers.calls import Call
 from ddpdoctor.probe.observers.ledger import Ledger
 from ddpdoctor.probe.observers.steps import StepTracker
 from ddpdoctor.probe.runtime import events, rank, shield
-from ddpdoctor.probe.runtime.sites import Site, caller, callers
+from ddpdoctor.probe.runtime.sites import Chain, Site, caller
 from ddpdoctor.probe.runtime.wrapping import around
 from ddpdoctor.run.status import Phase, page_name
 
@@ -61,7 +61,8 @@ def leave(error: BaseException | None) -> None:
     tracker = rank.active
     if tracker is not None:
         tracker.leave(error)
-        _show(tracker, "")
+        tracker.collective = ""
+        tracker.page.set_collective(b"")
 
 
 def waited(begun: object, result: object, error: BaseException | None) -> None:
@@ -70,14 +71,18 @@ def waited(begun: object, result: object, error: BaseException | None) -> None:
 
 
 def _begin(name: str, bind: Callable[..., Call]) -> Callable[..., object]:
+    lines = Chain()
+    shown = page_name(name)
+
     def begin(*args: Any, **kwargs: Any) -> object:
         tracker = rank.active
         if tracker is None:
             return None
         if tracker.phase != _WAIT:
-            chain = callers()
+            chain = lines.sites()
             if tracker.enter(_WAIT, chain[0]):
-                _show(tracker, name)
+                tracker.collective = name
+                tracker.page.set_collective(shown)
                 noted = _note(name, bind, chain, args, kwargs)
                 for subscriber in events.collective_begins:
                     subscriber(name)
@@ -90,8 +95,8 @@ def _begin(name: str, bind: Callable[..., Call]) -> Callable[..., object]:
 
 
 def _end(begun: Noted | bool, result: object, error: BaseException | None) -> None:
-    if error is None and isinstance(begun, tuple):
-        ledger, order = begun
+    if error is None and begun is not True:
+        ledger, order = begun  # type: ignore[misc]
         try:
             ledger.returned(order, result)
         except Exception as broken:
@@ -108,9 +113,8 @@ def _note(
     name: str, bind: Callable[..., Call], chain: tuple[Site, ...], args: Any, kwargs: Any
 ) -> Noted | None:
     """Write the call down; where, or None if nothing was written."""
-    state = rank.current()
-    ledger = state.ledger if state is not None else None
-    if ledger is None or _RING in shield.off:
+    ledger = _ledger()
+    if ledger is None:
         return None
     try:
         order = ledger.begin(name, bind(*args, **kwargs), chain)

@@ -29,6 +29,7 @@ from ddpdoctor.probe.runtime import (
     torch_groups,
     torch_private,
 )
+from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.clocks import CudaClock
 from ddpdoctor.probe.runtime.wrapping import after, around
 from ddpdoctor.run import status
@@ -51,13 +52,18 @@ SHORT_STRIDE = 4
 class _Timed:
     """What was read of one DDP module's logger, and the step that it has next."""
 
-    __slots__ = ("iteration", "step")
+    __slots__ = ("iteration", "number", "sampled", "sparse", "step")
 
-    def __init__(self) -> None:
+    def __init__(self, sampled: bool) -> None:
+        self.sampled = sampled
+        """Whether it is said which iterations are timed; they are as sparse as steps are seen."""
+        self.sparse = 0
         self.iteration = 0
         self.step: OpenStep | None = None
+        self.number = 0
 
 
+_spot = sites.Spot()
 _grad_enabled: Callable[[], bool] = bool
 _modules: weakref.WeakKeyDictionary[Any, _Timed] = weakref.WeakKeyDictionary()
 
@@ -77,6 +83,7 @@ def install(module: ModuleType) -> None:
         _order_begins,
         _order_ended,
         compiled=True,
+        idle=torch_private.REBUILT,
     )
     around(
         ddp_class,
@@ -120,8 +127,8 @@ def _built(ddp: Any, static_graph: bool) -> None:
     if cuda:
         state.tracker.use_device(CudaClock(torch.cuda, torch.device(device)))
     elif device == "cpu":
-        torch_private.sample_every_step(ddp)
-    _modules[ddp] = _Timed()
+        torch_private.sample(ddp, 1)
+    _modules[ddp] = _Timed(device == "cpu")
     numbers = torch_private.logging_ints(ddp) or {}
     state.recorder.add(
         DdpRecord(
@@ -167,7 +174,6 @@ class _Forward:
     def __init__(self, ddp: Any, context: Any) -> None:
         self._ddp = ddp
         self._context = context
-        self._entered = False
 
     def __enter__(self) -> None:
         self._entered = _before(self._ddp)
@@ -179,8 +185,14 @@ class _Forward:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> Any:
-        if self._entered:
-            _after(error)
+        tracker = self._entered
+        if tracker is not None:
+            try:
+                tracker.leave(error)
+                if error is None and not _grad_enabled():
+                    tracker.evaluated()
+            except Exception as broken:
+                shield.fault(_HOOK, broken)
         return self._context.__exit__(kind, error, traceback)
 
 
@@ -211,13 +223,13 @@ def _wrap_inside(torch: Any, ddp_class: Any) -> None:
     ddp_class._inside_ddp_forward = torch_private.disable_dynamo(torch, _inside_ddp_forward, False)
 
 
-def _before(ddp: Any) -> bool:
+def _before(ddp: Any) -> StepTracker | None:
     tracker = rank.active
     if tracker is None or _HOOK in shield.off:
-        return False
+        return None
+    detail = tracker.detail
+    began = clock() if detail.clocked else 0
     try:
-        # The caller is DDP's _run_ddp_forward, which holds the inputs.
-        frame = sys._getframe(2)
         if _grad_enabled():
             armed = ddp.require_backward_grad_sync
             tracker.forward(armed)
@@ -229,17 +241,19 @@ def _before(ddp: Any) -> bool:
             tracker.evaluating()
             for each in events.evaluation_begins:
                 each(ddp)
-        step = tracker.step
-        if not tracker.enter(_FORWARD, sites.site_of(frame)):
-            return False
-        if not step.fetched:
-            inputs = frame.f_locals
+        if not tracker.enter(_FORWARD, _spot.site()):
+            return None
+        if not tracker.light and not tracker.step.fetched:
+            # The caller is DDP's _run_ddp_forward, which holds the inputs.
+            inputs = sys._getframe(2).f_locals
             size = contents.batch_size
-            step.fed += size(inputs.get("inputs")) or size(inputs.get("kwargs"))
+            tracker.step.fed += size(inputs.get("inputs")) or size(inputs.get("kwargs"))
     except Exception as error:
         shield.fault(_HOOK, error)
-        return False
-    return True
+        return None
+    if began:
+        detail.spent += clock() - began
+    return tracker
 
 
 def _listen(ddp: Any, tracker: StepTracker) -> None:
@@ -247,8 +261,16 @@ def _listen(ddp: Any, tracker: StepTracker) -> None:
     timed = _modules.get(ddp)
     if timed is None:
         return
-    step, timed.step = timed.step, tracker.step
-    if step is None or (step.number % SHORT_STRIDE and 0 < step.total < SHORT):
+    step, number = timed.step, timed.number
+    timed.step, timed.number = tracker.step, tracker.steps
+    sparse = tracker.detail.sparse
+    if sparse != timed.sparse:
+        timed.sparse = sparse
+        if timed.sampled:
+            torch_private.sample(ddp, sparse + 1)
+    if 0 < tracker.last_total < SHORT:
+        sparse |= SHORT_STRIDE - 1
+    if step is None or (number + 1) & sparse:
         return
     numbers = torch_private.logging_ints(ddp)
     if numbers is None:
@@ -261,17 +283,6 @@ def _listen(ddp: Any, tracker: StepTracker) -> None:
         if not getattr(ddp, "require_manual_backward_finalization", False):
             hidden = numbers.get("backward_compute_comm_overlap_time", 0)
             step.exposed += max(0, numbers.get("backward_comm_time", 0) - hidden)
-
-
-def _after(error: BaseException | None) -> None:
-    try:
-        tracker = rank.active
-        if tracker is not None:
-            tracker.leave(error)
-            if error is None and not _grad_enabled():
-                tracker.evaluated()
-    except Exception as broken:
-        shield.fault(_HOOK, broken)
 
 
 # -- the order of buckets
@@ -287,7 +298,7 @@ def _order_begins(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
     It does so by itself also where its own backward is not reduced (``no_sync``).
     """
     global _ordering
-    if getattr(ddp, "_has_rebuilt_buckets", True) or not _grad_enabled():
+    if not _grad_enabled():
         return None
     timed = _modules.get(ddp)
     if timed is None or timed.step is None:

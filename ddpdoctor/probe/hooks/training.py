@@ -13,10 +13,12 @@ from typing import Any
 from ddpdoctor.probe.observers import contents, modes, optimizers, readback
 from ddpdoctor.probe.observers.open_step import Backward
 from ddpdoctor.probe.runtime import events, rank, shield, torch_loaders, torch_private, worker_code
-from ddpdoctor.probe.runtime.sites import site_of
+from ddpdoctor.probe.runtime.budget import clock
+from ddpdoctor.probe.runtime.sites import Spot
 from ddpdoctor.probe.runtime.wrapping import after, around, before
 from ddpdoctor.run.status import NO_EPOCH, Phase
 
+_fetches, _backs, _opts = Spot(), Spot(), Spot()
 _DATA, _BACKWARD, _OPTIMIZER = int(Phase.DATA), int(Phase.BACKWARD), int(Phase.OPTIMIZER)
 
 
@@ -38,7 +40,7 @@ def _batch_wanted(iterator: Any) -> Any:
         epoch = getattr(torch_loaders.sampler_of(iterator), "epoch", None)
         iterator._ddpdoctor_epoch = epoch if type(epoch) is int else NO_EPOCH
         worker_code.note(iterator)
-    if not tracker.enter(_DATA, site_of(sys._getframe(2))):
+    if not tracker.enter(_DATA, _fetches.site()):
         return None
     tracker.fetch(id(iterator), first)
     tracker.epoch = getattr(iterator, "_ddpdoctor_epoch", NO_EPOCH)
@@ -52,7 +54,8 @@ def _batch_came(iterator: Any, data: Any, error: BaseException | None) -> None:
     ended = isinstance(error, StopIteration)
     tracker.leave(None if ended else error)
     if error is None:
-        tracker.step.fetched += contents.batch_size(data)
+        if not tracker.light:
+            tracker.step.fetched += contents.batch_size(data)
         for subscriber in events.batch_fetched:
             subscriber(iterator, data)
     elif ended:
@@ -75,13 +78,15 @@ def _backward_begins(tensors: Any, *args: Any, accumulate_grad: bool = False, **
     # checkpointing calls backward within backward: one phase, one count.
     if not accumulate_grad or tracker is None or tracker.phase == _BACKWARD:
         return None
+    detail = tracker.detail
+    began = clock() if detail.clocked else 0
     loss = None
-    if len(tensors) == 1 and tensors[0].numel() == 1:
+    if not tracker.light and len(tensors) == 1 and tensors[0].numel() == 1:
         loss = readback.loss_reader(unscaled(tensors[0]))
-    step = tracker.step
-    site = site_of(sys._getframe(2))
+    site = _backs.site()
     if not tracker.enter(_BACKWARD, site):
         return None
+    step = tracker.step
     tracker.backwards.append(Backward(tracker.last_change, site))
     step.backwards += 1
     if loss is not None:
@@ -92,15 +97,20 @@ def _backward_begins(tensors: Any, *args: Any, accumulate_grad: bool = False, **
                 each(tensors[0], loss)
     for subscriber in events.backward_begins:
         subscriber()
+    if began:
+        detail.spent += clock() - began
     return tracker
 
 
 def _backward_ended(tracker: Any, result: Any, error: BaseException | None) -> None:
+    began = clock() if tracker.detail.clocked else 0
     tracker.leave(error)
     tracker.backwards[-1].ended = tracker.last_change
     if error is None:
         for subscriber in events.backward_ended:
             subscriber()
+    if began:
+        tracker.detail.spent += clock() - began
 
 
 # -- optimizers
@@ -138,22 +148,26 @@ def _initialized(begun: bool, result: Any, error: BaseException | None) -> None:
 
 def _step_begins(optimizer: Any, args: Any, kwargs: Any) -> None:
     tracker = rank.active
-    if tracker is None or _initializing or rank.is_compiling() or "optimizer" in shield.off:
+    if tracker is None or _initializing or "optimizer" in shield.off or rank.is_compiling():
         return
+    began = clock() if tracker.detail.clocked else 0
     try:
-        frame = sys._getframe(1)
-        if tracker.enter(_OPTIMIZER, site_of(frame)) and tracker.optimizer_frame is None:
-            tracker.optimizer_frame = frame
+        if tracker.enter(_OPTIMIZER, _opts.site()) and tracker.optimizer_frame is None:
+            tracker.optimizer_frame = sys._getframe(1)
         for subscriber in events.step_begins:
             subscriber(optimizer)
     except Exception as error:
         shield.fault("optimizer", error)
+    if began:
+        tracker.detail.spent += clock() - began
 
 
 def _step_ended(optimizer: Any, args: Any, kwargs: Any) -> None:
     tracker = rank.active
-    if tracker is None or rank.is_compiling() or tracker.phase != _OPTIMIZER:
+    if tracker is None or tracker.phase != _OPTIMIZER or rank.is_compiling():
         return
+    began = clock() if tracker.detail.clocked else 0
+    light = tracker.light
     try:
         tracker.leave()
         # A subclass whose step calls its parent's is still one step.
@@ -165,6 +179,9 @@ def _step_ended(optimizer: Any, args: Any, kwargs: Any) -> None:
                 subscriber(optimizer, number)
     except Exception as error:
         shield.fault("optimizer", error)
+    if began:
+        tracker.detail.spent += clock() - began
+        tracker.detail.clock(light != 0)
 
 
 def _optimizer_loaded(result: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:

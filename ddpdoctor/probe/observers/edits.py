@@ -11,7 +11,7 @@ from typing import Any
 
 from ddpdoctor.probe.observers.replicas import Mark, Replica, Replicas
 from ddpdoctor.probe.runtime import sites
-from ddpdoctor.probe.runtime.events import Observer
+from ddpdoctor.probe.runtime.events import Observer, before_step
 from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.probe.runtime.sites import NOWHERE, Site
 from ddpdoctor.run.records.model import ClipRecord, EditRecord
@@ -45,14 +45,18 @@ class Edits(Observer):
         """Remember the outermost call: torch's functions call each other."""
         if self._call is _NO_CALL:
             self._call = name, sites.caller()
+            self.wake("step_begins")
 
     def backward_ended(self) -> None:
         """Remember the gradients as the backward left them."""
         step = self.state.tracker.steps
         if step < LOOKS or not step % LOOKS:
             self._marks = [(each, each.take_marks(each.witnesses)) for each in self._replicas.alive]
-        elif self._marks:
-            self._marks = []
+            self.wake("step_begins")
+            return
+        self._marks = []
+        self.rest("backward_ended")
+        before_step(step - step % LOOKS + LOOKS, lambda: self.wake("backward_ended"))
 
     def step_begins(self, optimizer: Any) -> None:
         """See which are other ones now."""
@@ -62,6 +66,8 @@ class Edits(Observer):
             self._last_call = call
             self.state.add(ClipRecord(step=step, call=call[0], **call[1].place), MOST)
         if not self._marks:
+            if call is _NO_CALL:
+                self.rest("step_begins")
             return
         marked, self._marks = self._marks, []
         for each, marks in marked:

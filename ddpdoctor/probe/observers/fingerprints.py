@@ -114,10 +114,12 @@ class Fingerprints(Observer):
 
     def step_begins(self, optimizer: Any) -> None:
         """Were parameters changed since the last fingerprint, which the step before took?"""
-        self._look_together(self.state.tracker.steps - 1)
-        versions, self._versions = self._versions, []
-        if not versions:
+        ledger = self.state.ledger
+        if ledger is not None and ledger.moved != self._moved:
+            self._look_together(self.state.tracker.steps - 1)
+        if not self._versions:
             return
+        versions, self._versions = self._versions, []
         start = clock()
         changed: dict[int, list[str]] = {}
         for number, name, ref, *before in versions:
@@ -137,10 +139,16 @@ class Fingerprints(Observer):
 
     def step_ended(self, optimizer: Any, number: int) -> None:
         """An optimizer's step ended: take a fingerprint if it closed a training step."""
-        self._remember(optimizer)
-        self._look_together(number)
+        last = self._optimizers[-1]() if self._optimizers else None
+        if last is not optimizer:
+            self._remember(optimizer)
+        ledger = self.state.ledger
+        if ledger is not None and ledger.moved != self._moved:
+            self._look_together(number)
         if self._pending:
             self._drain()
+        if number & self.pace.interval - 1 and self._suspected.quiet:
+            return
         # After join() a rank may have taken fewer steps than others: numbers tell nothing any more.
         if self.state.tracker.steps == number or modes.uneven_inputs:
             return

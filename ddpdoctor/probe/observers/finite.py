@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ddpdoctor.probe.observers import norms, origins
-from ddpdoctor.probe.observers.open_step import OpenStep
 from ddpdoctor.probe.observers.readback import Loss, capturing
 from ddpdoctor.probe.observers.replicas import Replicas
 from ddpdoctor.probe.runtime import shield
@@ -50,7 +49,7 @@ BANDWIDTH = 1_000
 """Bytes in a nanosecond that a GPU reads, at least while it is needed for something."""
 
 Names = Callable[[], "list[str]"]
-_Waiting = deque[tuple[OpenStep, Any, "Names | None"]]
+_Waiting = deque[tuple[int, Any, "Names | None"]]
 """The step, the number or what reads it, and whose gradient it is; None for a loss."""
 
 
@@ -73,13 +72,13 @@ class Losses(Observer):
 
     def loss_began(self, loss: Any, value: Loss | float) -> None:
         """Take a loss that may not be finite."""
-        self._take(self.state.tracker.step, value, None)
+        self._take(self.state.tracker.steps, value, None)
         if self.state.budget.enabled:
             self._look_safely(loss, value)
 
     def _look_into(self, loss: Any, value: Loss | float) -> None:
         """Look where such a loss became what it is, before backward frees its graph."""
-        step = self.state.tracker.step.number
+        step = self.state.tracker.steps
         if callable(value):
             self._trace(step, loss)
         elif step not in self._origins and len(self._origins) < MOST_ORIGINS:
@@ -113,20 +112,22 @@ class Losses(Observer):
             value: The sum, or what reads it.
             names: Gives the parameters to name.
         """
-        self._take(self.state.tracker.step, value, names)
+        self._take(self.state.tracker.steps, value, names)
 
-    def _take(self, step: OpenStep, value: Any, names: Names | None) -> None:
+    def _take(self, step: int, value: Any, names: Names | None) -> None:
         wanted = callable(value) or not math.isfinite(value)
         if wanted and self._recorded[names is not None] < MOST:
             self.waiting.append((step, value, names))
+            self.wake("step_ended")
 
     def step_ended(self, optimizer: Any, number: int) -> None:
         """Look at what has arrived."""
         if not self.waiting:
+            self.rest("step_ended")
             return
         while self.waiting:
             step, value, names = self.waiting[0]
-            if callable(value) and step.number > number - LATER:
+            if callable(value) and step > number - LATER:
                 break
             self.waiting.popleft()
             self._look(step, value, names)
@@ -140,31 +141,31 @@ class Losses(Observer):
         while self.waiting:
             self._look(*self.waiting.popleft())
 
-    def _look(self, step: OpenStep, number: Any, names: Names | None) -> None:
+    def _look(self, step: int, number: Any, names: Names | None) -> None:
         value = number() if callable(number) else number
-        trace = None if names else self._traces.pop(step.number, None)
+        trace = None if names else self._traces.pop(step, None)
         of_gradient = names is not None
         if (
             value is None
             or math.isfinite(value)
-            or step.skipped
+            or step in self.state.tracker.skipped
             or self._recorded[of_gradient] >= MOST
         ):
             return
         self._recorded[of_gradient] += 1
         named = tuple(names()) if names is not None else ()
         # Whether the optimizer has just stepped with it.
-        spread = step.number == self.state.tracker.steps - 1 and self._spread(named)
+        spread = step == self.state.tracker.steps - 1 and self._spread(named)
         now = time.time_ns()
         record: Record
         if of_gradient:
-            record = NonfiniteGradientRecord(time=now, step=step.number, names=named, spread=spread)
+            record = NonfiniteGradientRecord(time=now, step=step, names=named, spread=spread)
         else:
-            where = self._origins.get(step.number)
+            where = self._origins.get(step)
             if trace is not None and trace.ready:
                 where = trace.origin(value)
             record = NonfiniteRecord(
-                time=now, step=step.number, loss=repr(value), spread=spread, origin=where
+                time=now, step=step, loss=repr(value), spread=spread, origin=where
             )
         self.state.recorder.add(record)
 

@@ -48,6 +48,7 @@ class Independent(Observer):
     def ddp_built(self, ddp: Any) -> None:
         """From now on DDP has the say."""
         self._wrapped = True
+        self.rest("step_begins", "step_ended")
 
     def step_begins(self, optimizer: Any) -> None:
         """Look at the gradients of some steps."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddpdoctor.core.ranks import spans
 from ddpdoctor.probe.observers.calls import Call
 from ddpdoctor.probe.runtime import torch_private
 from ddpdoctor.probe.runtime.sites import Site
-from ddpdoctor.run.ring import POINT_TO_POINT, RingWriter, chain_text
+from ddpdoctor.run.ring import POINT_TO_POINT, RingWriter, chain_text, entry_rest
 
 DEFAULT_GROUP = ""
 OBJECT = 1 << 50
@@ -39,6 +39,19 @@ class _Group:
         self.calls = 0
 
 
+class _Alike(NamedTuple):
+    """What the calls of one place have in common, and what is stored of that."""
+
+    chain: tuple[Site, ...]
+    group: Any
+    op: Any
+    dtype: Any
+    shape: tuple[int, ...]
+    roots: tuple[int | None, int | None, int]
+    known: _Group
+    rest: tuple[int, ...]
+
+
 class Ledger:
     """The calls of one rank.
 
@@ -52,6 +65,8 @@ class Ledger:
         self._sum = ring.text("SUM")
         self._groups: dict[str, _Group] = {}
         self._names: dict[str, int] = {}
+        self._last: dict[str, _Alike] = {}
+        """By the name of a collective, its last call: a loop calls it alike again and again."""
         self._dtypes: dict[Any, int] = {None: 0}
         self._ops: dict[Any, int] = {}
         self._sites: dict[Site, int] = {}
@@ -79,42 +94,66 @@ class Ledger:
             chain: The lines that led to it, innermost first.
         """
         tensor, op, root, group_root, group, flags = call
+        if tensor is None:
+            shape, numel, dtype = (), -1, None
+            self.wide += name[:10] == "all_to_all"
+        else:
+            shape, numel, dtype = tensor.shape, tensor.numel(), tensor.dtype
+            self.wide += numel > NARROW
+        last = self._last.get(name)
+        if (
+            last is None
+            or last.chain is not chain
+            or last.group is not group
+            or last.op is not op
+            or last.dtype is not dtype
+            or last.shape != shape
+            or last.roots != (root, group_root, flags)
+        ):
+            last = self._met(name, call, chain, shape, dtype)
+            if last is None:
+                return 0
+        if flags & POINT_TO_POINT:
+            sequence = 0
+        else:
+            known = last.known
+            if self._elsewhere and known.name in self._elsewhere:
+                self.set_partial()
+            sequence = known.calls = known.calls + 1
+            # An object may hold a whole model.
+            if numel > 0:
+                self.moved += numel
+            elif numel < 0 and "object" in name:
+                self.moved += OBJECT
+        return self._ring.begin_as(_now(), sequence, numel, last.rest)
+
+    def _met(
+        self, name: str, call: Call, chain: tuple[Site, ...], shape: tuple[int, ...], dtype: Any
+    ) -> _Alike | None:
+        """What a call has in common with those like it; None if this rank is not in its group."""
+        _, op, root, group_root, group, flags = call
         # The default group's name is looked up once: it may be re-created, but not renamed.
         known = self._groups.get(DEFAULT_GROUP if group is None else group.group_name)
         if known is None:
             known = self._meet(group)
             if known is None:
-                return 0
+                return None
         number = self._names.get(name)
         if number is None:
             number = self._names[name] = self._ring.text(name)
         place = self._chains.get(chain) or self._place(chain)
-        if tensor is None:
-            dtype, shape, numel = 0, (), -1
-            self.wide += name[:10] == "all_to_all"
-        else:
-            shape, numel = tensor.shape, tensor.numel()
-            self.wide += numel > NARROW
-            dtype = self._dtypes.get(tensor.dtype, -1)
-            if dtype < 0:
-                dtype = self._ring.text(str(tensor.dtype).removeprefix("torch."))
-                self._dtypes[tensor.dtype] = dtype
+        kind = self._dtypes.get(dtype)
+        if kind is None:
+            kind = self._dtypes[dtype] = self._ring.text(str(dtype).removeprefix("torch."))
+        roots = (root, group_root, flags)
         if group_root is not None:
             root = self._distributed.get_global_rank(
                 group or self._distributed.group.WORLD, group_root
             )
-        if flags & POINT_TO_POINT:
-            sequence = 0
-        else:
-            if self._elsewhere and known.name in self._elsewhere:
-                self.set_partial()
-            sequence = known.calls = known.calls + 1
-            # An object may hold a whole model.
-            self.moved += OBJECT if numel < 0 and "object" in name else max(0, numel)
-        texts = (number, known.text, dtype, self._reduce(name, op), place)
-        return self._ring.begin(
-            _now(), sequence, texts, shape, numel, -1 if root is None else root, flags
-        )
+        texts = (number, known.text, kind, self._reduce(name, op), place)
+        rest = entry_rest(texts, shape, -1 if root is None else root, flags)
+        made = self._last[name] = _Alike(chain, group, op, dtype, shape, roots, known, rest)
+        return made
 
     def begin_elsewhere(self, call: Call) -> None:
         """Another thread than the training one calls a collective.

@@ -56,9 +56,10 @@ class LocalGradients(Observer):
 
     def _watcher(self, module: weakref.ref[Any], name: str) -> Callable[[Any], None]:
         look = shield.shielded(self._look)
+        tracker = self.state.tracker
 
         def before_accumulation(gradients: Any) -> None:
-            if rank.current() is self.state:
+            if rank.active is tracker and not tracker.light:
                 look(module, name, gradients[0])
 
         return before_accumulation

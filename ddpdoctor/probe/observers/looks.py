@@ -82,6 +82,11 @@ class Suspected:
         with contextlib.suppress(KeyError, OSError, ValueError, UnreadableError):
             self._reader = SuspicionReader(os.path.join(rank.run_directory(), SUSPICION))
 
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is suspected, as far as is known."""
+        return self._suspicion is None and (self._reader is None or self._reader.quiet)
+
     def at(self, step: int, cost: int) -> Suspicion | None:
         """The suspicion for which a step is looked at, whatever the pace says.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -10,6 +11,9 @@ from ddpdoctor.probe.runtime.recorder import NotYet
 from ddpdoctor.probe.runtime.sites import Site
 from ddpdoctor.probe.runtime.vitals import Vitals
 from ddpdoctor.run.status import NO_EPOCH, Parts, Phase
+
+MOST_RUNS = 32
+"""Numbers of backwards that are written of the steps of one line, one for those that are alike."""
 
 ZERO: Times = [0] * len(Phase)
 
@@ -28,40 +32,43 @@ class Backward:
 
 
 class OpenStep:
-    """The step under way, and for one step longer, until DDP has its waits."""
+    """The step under way, and for one step longer, until DDP has its waits.
 
-    __slots__ = (
-        "armed", "backwards", "cores", "epoch", "exposed", "fed", "fetched", "forwards", "loss",
-        "measured", "norm", "number", "outside", "skipped", "start", "timed", "times", "total",
-        "vitals",
-    )  # fmt: skip
+    Where steps are short it is several of them (`ddpdoctor.probe.observers.detail`), in one line.
+    """
+
+    # What a step has not is not stored either: one is made for each, and these are a dozen.
+    epoch = NO_EPOCH
+    backwards = 0
+    armed = 0
+    """Forwards whose backward is all-reduced."""
+    timed = 0
+    """Of how many of the armed iterations DDP's logger gave the timing."""
+    exposed = 0
+    """Nanoseconds of all-reduce that no compute hid, as DDP's logger has it."""
+    looked = 0
+    """Steps whose batches were looked at."""
+    fetched = 0
+    """Samples that loaders gave."""
+    fed = 0
+    """Samples that went into forwards, counted if no loader gave any."""
+    loss: Any = None
+    norm: Any = None
+    skipped = False
+    outside = 0
+    last = 0
+    """The number of the last of its steps."""
+    times = ZERO
+    measured: Measured | None = None
+    cores: tuple[int, int] | None = None
+    """Nanoseconds for which the training thread ran, and waited for a core."""
 
     def __init__(self, number: int, start: int, vitals: Vitals) -> None:
         self.number = number
         self.vitals = vitals
         self.start = start
-        self.epoch = NO_EPOCH
-        self.forwards = 0
-        self.backwards = 0
-        self.armed = 0
-        """Forwards whose backward is all-reduced."""
-        self.timed = 0
-        """Of how many of the armed iterations DDP's logger gave the timing."""
-        self.exposed = 0
-        """Nanoseconds of all-reduce that no compute hid, as DDP's logger has it."""
-        self.fetched = 0
-        """Samples that loaders gave."""
-        self.fed = 0
-        """Samples that went into forwards, counted if no loader gave any."""
-        self.loss: Any = None
-        self.norm: Any = None
-        self.skipped = False
-        self.outside = 0
-        self.total = 0
-        self.times = ZERO
-        self.measured: Measured | None = None
-        self.cores: tuple[int, int] | None = None
-        """Nanoseconds for which the training thread ran, and waited for a core."""
+        self.passes: list[int] = []
+        """For each step that has ended, how many backwards there were until then."""
 
     def line(self, last: bool = False) -> bytes:
         """The line of its `ddpdoctor.run.records.training.StepRecord`; in the writing thread.
@@ -79,16 +86,22 @@ class OpenStep:
                 raise NotYet
             # A device that never came to the step's end: what the host saw is all there is.
             times = times if measured is None else measured
-        _, other, data, forward, backward, optimizer, wait, _ = times
-        exposed = min(self.exposed, backward)
-        split = self.timed >= self.armed
+        count = len(self.passes)
+        _, other, data, forward, backward, optimizer, wait, _ = (
+            times if count == 1 else [each // count for each in times]
+        )
+        # DDP's timers are those of some of the reduced backwards.
+        exposed = self.exposed * self.armed // (self.timed * count) if self.timed else 0
+        exposed = min(exposed, backward)
+        split = self.timed >= self.armed or (count > 1 and self.timed > 0)
         # Waits of the host say nothing of times that a device took.
-        cores = self.cores if self.cores is not None and self.measured is None else (0, 0)
+        ran = tuple(each // count for each in self.cores) if self.cores is not None else None
+        cores = ran if ran is not None and self.measured is None else (0, 0)
         backward, wait = backward - exposed, wait + exposed
         self.vitals.wrote(
-            Parts(self.number, data, forward, backward, optimizer, other, wait, split, *cores)
+            Parts(self.last, data, forward, backward, optimizer, other, wait, split, *cores)
         )
-        text = f'{{"kind":"step","step":{self.number},"start":{self.start}'
+        text = f'{{"kind":"step","step":{self.last},"start":{self.start}'
         if self.epoch != NO_EPOCH:
             text += f',"epoch":{self.epoch}'
         text += (
@@ -97,16 +110,23 @@ class OpenStep:
             f',"total":{data + forward + backward + optimizer + other + wait}'
             f',"split":{"true" if split else "false"}'
         )
-        if self.cores is not None:
-            text += f',"cpu":{self.cores[0]},"waited":{self.cores[1]}'
-        if self.fetched or self.fed:
-            text += f',"samples":{self.fetched or self.fed}'
+        if ran is not None:
+            text += f',"cpu":{ran[0]},"waited":{ran[1]}'
+        if count > 1:
+            text += f',"steps":{count}'
+        samples = self.fetched or self.fed
+        if samples:
+            text += f',"samples":{samples // max(1, self.looked)}'
         for name, given in (("loss", self.loss), ("norm", self.norm)):
             value = given() if callable(given) else given
             if value is not None:
                 text += f',"{name}":{json.dumps(value)}'
-        if self.backwards != 1:
-            text += f',"backwards":{self.backwards}'
+        passes = [b - a for a, b in itertools.pairwise((0, *self.passes))]
+        if min(passes) != max(passes):
+            runs = [f"{passed},{len([*same])}" for passed, same in itertools.groupby(passes)]
+            text += f',"each":[{",".join(runs[:MOST_RUNS])}]'
+        elif passes[0] != 1:
+            text += f',"backwards":{passes[0]}'
         if self.skipped:
             text += ',"skipped":true'
         if self.outside:

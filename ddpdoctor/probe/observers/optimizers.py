@@ -15,7 +15,7 @@ from typing import Any
 from ddpdoctor.probe.observers import norms
 from ddpdoctor.probe.observers.readback import Readback, when_ready
 from ddpdoctor.probe.observers.replicas import Replica, Replicas
-from ddpdoctor.probe.runtime import sites
+from ddpdoctor.probe.runtime import events, sites
 from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.probe.runtime.sites import Site
@@ -73,6 +73,13 @@ def made(optimizer: Any) -> None:
     any_made = True
     if len(_made) < MOST and optimizer not in _made:
         _made[optimizer] = Made(type(optimizer).__name__, sites.caller())
+    for subscriber in events.optimizer_made:
+        subscriber()
+
+
+def count() -> int:
+    """How many optimizers there are, as far as they are remembered."""
+    return len(_made)
 
 
 def were_made() -> bool:
@@ -159,11 +166,20 @@ class Optimizers(Observer):
         self._settled: weakref.ref[Any] | None = None
         """The last optimizer that was seen to step more than once."""
 
+    def ddp_built(self, ddp: Any) -> None:
+        """Its parameters are to be looked for."""
+        self.wake("step_begins")
+
+    def optimizer_made(self) -> None:
+        """Its steps are to be counted."""
+        self.wake("step_ended")
+
     # -- parameters without an optimizer
 
     def step_begins(self, optimizer: Any) -> None:
         """Look, at two moments of its training, for parameters that are in no optimizer."""
-        if not self.state.budget.enabled:
+        if not self.state.budget.enabled or all(each.looks > 1 for each in self._replicas.alive):
+            self.rest("step_begins")
             return
         for each in self._replicas.alive:
             looks = each.looks
@@ -235,6 +251,8 @@ class Optimizers(Observer):
     def step_ended(self, optimizer: Any, number: int) -> None:
         """Count an optimizer's steps, and notice one that is re-created for each."""
         if self._settled is not None and self._settled() is optimizer:
+            if len(_made) == 1:
+                self.rest("step_ended")
             return
         each = _made.get(optimizer)
         if each is None:

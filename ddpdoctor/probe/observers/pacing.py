@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ddpdoctor.probe.runtime import shield
+from ddpdoctor.probe.runtime import events, shield
 from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.rank import RankState
@@ -54,6 +54,12 @@ class Pacing(Observer):
         self._settled_at = 0
         self._turned: int | None = None
         """When the window under way began."""
+        self._paced: list[Observer] = []
+
+    def follow(self, observer: Observer) -> None:
+        """Call an observer at the moments of those steps alone that are followed."""
+        self._paced.append(observer)
+        events.subscribe(observer, self.paced)
 
     def paced(self, function: Callable[..., None]) -> Callable[..., None]:
         """A subscriber that sleeps where it would cost too much, without its exceptions."""
@@ -103,6 +109,9 @@ class Pacing(Observer):
             rarity *= 2
         window = number // WINDOW
         before, self.awake = self.awake, not window % rarity
+        if before is not self.awake:
+            for each in self._paced:
+                events.pause(each, not self.awake)
         if self.awake and not before:
             self.settling, self._settled_at = True, number + SETTLING
         if self.awake and not window // rarity % MEASURED:

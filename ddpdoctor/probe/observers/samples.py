@@ -35,6 +35,9 @@ CHUNK = 32
 SKETCHED = 2
 """Passes over a loader whose samples are all looked at, the first ones."""
 
+IDLE = 16
+"""Forwards without a batch after which forwards are not looked at, until a batch comes."""
+
 SKETCH_AHEAD = 10_000_000
 """Nanoseconds that this may take in advance of the eighth of the budget that it has."""
 
@@ -48,6 +51,8 @@ class Samples(Observer):
         self._open: dict[tuple[Site, Site | None], Pass] = {}
         self._waiting: list[Pass] = []
         """Those that gave a batch for which there was no backward yet."""
+        self._idle = 0
+        """Forwards in a row before which no batch was fetched."""
         self._evaluated: list[Pass] = []
         self._followed = 0
         self._collectives = self._reductions = self._gathers = 0
@@ -138,6 +143,9 @@ class Samples(Observer):
             elif drawn in self._waiting:
                 self._waiting.remove(drawn)
             self._waiting.append(drawn)
+            if self._idle > IDLE:
+                self.wake("forward_begins", "backward_ended")
+            self._idle = 0
             if record.number < SKETCHED and record.collates:
                 self._sketch(drawn, data)
         if record.iterable:
@@ -182,6 +190,10 @@ class Samples(Observer):
 
     def forward_begins(self, ddp: Any, armed: bool) -> None:
         """See whether uneven inputs are meant."""
+        if not self._waiting:
+            self._idle += 1
+            if self._idle > IDLE:
+                self.rest("forward_begins", "backward_ended")
         for drawn in self._waiting:
             if not drawn.marks:
                 drawn.joins = torch_private.joins(ddp)

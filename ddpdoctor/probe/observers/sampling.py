@@ -301,10 +301,12 @@ class Profiles(Observer):
         if number and idle and self._taken < MOST_PROFILES and self.state.budget.enabled:
             self._taken += 1
             self._running = Sampler(self.state, number)
+            self.wake("step_ended")
             background("profile", self._running.run).start()
 
     def step_ended(self, optimizer: Any, number: int) -> None:
         """Ask how many threads torch computes with: the number differs by thread."""
+        self.rest("step_ended")
         if self._running is not None and not self._running.threads:
             self._running.threads = int(sys.modules["torch"].get_num_threads())
 

@@ -89,6 +89,8 @@ class Schedulers(Observer):
 
     def step_begins(self, optimizer: Any) -> None:
         """Read where the schedulers are."""
+        if not self._made:
+            self.rest("step_begins")
         for each in self._made.values():
             each.look()
             if each.position and self.state.tracker.steps == each.step:
@@ -107,6 +109,7 @@ class Schedulers(Observer):
         if before is None and len(self._made) >= MOST:
             return
         tracker = self.state.tracker
+        self.wake("step_begins")
         now = self._made[key] = Made(scheduler, end, tracker.steps, tracker.epoch)
         now.restored = scheduler.last_epoch != 0
         if before is None:

@@ -18,7 +18,9 @@ from collections import deque
 from collections.abc import Callable
 from types import FrameType
 
+from ddpdoctor.probe.observers.detail import Detail
 from ddpdoctor.probe.observers.open_step import ZERO, Backward, OpenStep
+from ddpdoctor.probe.runtime import events
 from ddpdoctor.probe.runtime.clocks import CudaClock
 from ddpdoctor.probe.runtime.cores import CoreClock
 from ddpdoctor.probe.runtime.recorder import Recorder
@@ -53,6 +55,7 @@ class StepTracker:
         self._recorder = recorder
         self.page = recorder.page
         self._show = recorder.page.show
+        self._totals = recorder.page.totals
         self._optimizers = optimizers
         self._thread = _thread()
         self.native = threading.get_native_id()
@@ -75,6 +78,15 @@ class StepTracker:
         """Nanoseconds of the last of them, as the host saw it."""
         self.armed = 0
         """Forwards so far whose backward is all-reduced."""
+        self.begun = 0
+        """Forwards of the step under way."""
+        self.light = 0
+        """Not 0 if of the step under way only that is seen which must not be missed."""
+        self.detail = Detail()
+        self.skipped: deque[int] = deque(maxlen=BACKWARDS)
+        """The newest steps that the job, or a GradScaler, did not take."""
+        self._kept = ZERO
+        """`_times` as they were when the last step ended."""
         self._vitals = Vitals(recorder.page)
         recorder.each_round.append(self._vitals.store)
         self.step = OpenStep(0, self._began + self._unix, self._vitals)
@@ -107,39 +119,40 @@ class StepTracker:
         """Begin a phase; False (and nothing done) on any thread but the training one."""
         if _thread() != self._thread:
             return False
-        now = _now()
         # A rank that does anything we know is no longer starting (which is phase 0).
         current = self.phase or _OTHER
         if current == _OPTIMIZER and phase != _WAIT:
             current = self._leave_failed_optimizer()
-        if not self._stack:
+        stack = self._stack
+        if not stack:
             self.failed = None
+        now = _now()
         self._times[current] += now - self._mark
         self._mark = now
         if self._device is not None:
             self._device.charge(current)
-        self._stack.append(current)
+        stack.append(current)
         self.phase = phase
         self._show(phase, now + self._unix, self.armed)
         if site is not self._site:
             self._site = site
             self.page.set_site(site.page)
-        if not site.recorded >> phase & 1:
+        if not site.recorded & 1 << phase:
             self._record_site(phase, site)
         return True
 
     def leave(self, error: BaseException | None = None) -> None:
         """End the phase begun last, remembering the exception that ended it, if one did."""
+        phase, stack = self.phase, self._stack
         now = _now()
-        phase = self.phase
         self._times[phase] += now - self._mark
         self._mark = now
         if self._device is not None:
             self._device.charge(phase)
         if error is not None and (self.failed is None or self.failed[0] != id(error)):
             self.failed = (id(error), Phase(phase).label, self.collective)
-        self.phase = self._stack.pop() if self._stack else _OTHER
-        self._show(self.phase, now + self._unix, self.armed)
+        self.phase = back = stack.pop() if stack else _OTHER
+        self._show(back, now + self._unix, self.armed)
 
     def reset(self) -> None:
         """After a fault of ours: no phase is under way that we know of."""
@@ -192,35 +205,35 @@ class StepTracker:
 
     def forward(self, armed: bool) -> None:
         """DDP's forward begins in grad mode; ``armed`` if its backward will be all-reduced."""
-        if self.step.forwards:
+        if self.begun:
             if not self._optimizers():
                 self.close()
         elif self._fresh:
             # What came before the very first step (building the model, say) belongs to none.
             self.outside()
-        self._fresh = False
-        self.step.forwards += 1
+            self._fresh = False
+        self.begun += 1
         if armed:
             self.step.armed += 1
             self.armed += 1
 
     def evaluating(self) -> None:
         """A forward without gradients begins."""
-        if self.step.forwards and not self._optimizers():
+        if self.begun and not self._optimizers():
             self.close()
 
     def evaluated(self) -> None:
         """A forward without gradients ended: nothing since the last step belongs to a step."""
         if not self._optimizers():
-            self.step.forwards += 1
+            self.begun += 1
             self.close()
-        elif not self.step.forwards:
+        elif not self.begun:
             self.outside()
 
     def fetch(self, iterator: int, first: bool) -> None:
         """A batch is asked of the loader's iterator with that id; ``first`` of a pass over it."""
         self._fresh = False
-        if not self.step.forwards:
+        if not self.begun:
             known = iterator in self._trained
             if first or (known and self._aside):
                 # Back from another loader, which may have been left before its end.
@@ -232,12 +245,15 @@ class StepTracker:
 
     def outside(self) -> None:
         """What was charged since the last step belongs to no step, unless one has begun."""
-        if self.step.forwards:
+        if self.begun:
             return
+        if self.step.passes:
+            self._times = self._kept
+            self._end_line(self.steps, cores=False)
         began = self._began
         self._restart()
         self.step.outside += self._began - began
-        self.step.fetched = 0
+        self.step.fetched = self.step.looked = 0
         self._iterators.clear()
         self.step.start = self._began + self._unix
 
@@ -254,9 +270,11 @@ class StepTracker:
         """An optimizer's step ended, or was ``skipped`` by a GradScaler that saw an overflow."""
         self.optimizer_steps += 1
         closer = self._closer() if self._closer is not None else None
-        if closer is None:
+        if closer is optimizer:
+            pass
+        elif closer is None:
             self._closer = weakref.ref(optimizer)
-        elif closer is not optimizer:
+        else:
             # The first optimizer rests while another one works on: that one counts from now on.
             if id(optimizer) not in self._resting:
                 self._resting.add(id(optimizer))
@@ -267,32 +285,56 @@ class StepTracker:
         self.close(skipped)
 
     def close(self, skipped: bool = False) -> None:
-        """End the step; it is written when the next one ends, once DDP has its waits."""
+        """End the step; its line is written when the next one ends, once DDP has its waits."""
+        step, times = self.step, self._times
         now = _now()
-        self._times[self.phase] += now - self._mark
+        times[self.phase] += now - self._mark
         self._mark = now
-        step = self.step
-        step.times = self._times
-        if self._device is not None:
-            self._device.charge(self.phase)
-            step.measured = self._device.cut()
-        step.cores = self._cores.cut()
-        step.total = self.last_total = now - self._began
-        step.epoch = self.epoch
-        step.skipped = skipped
-        self.steps += 1
-        if self._closed is not None:
-            self._recorder.add(self._closed.line)
-        self._closed = step
-        self._times = ZERO.copy()
+        self.last_total = total = now - self._began
         self._began = now
+        self.steps = number = self.steps + 1
+        self.begun = 0
+        step.passes.append(step.backwards)
+        if skipped:
+            step.skipped = True
+            self.skipped.append(number - 1)
         if self._iterators:
             self._trained, self._iterators = self._iterators, set()
         self._aside = False
+        if number & self.detail.line and not skipped:
+            self._kept = times.copy()
+        else:
+            self._end_line(number)
+        self._totals(number, self.epoch, total, self._recorder.dropped)
+        self.light = (number + 1) & self.detail.sparse
+        if number >= events.due:
+            events.ring(number)
+
+    def _end_line(self, number: int, cores: bool = True) -> None:
+        """What comes from the step of that number on is in another line of the journal.
+
+        Args:
+            number: Of the step that begins.
+            cores: Whether what the thread ran since the last line was all in these steps.
+        """
+        step, now = self.step, self._began
+        step.times, self._times = self._times, ZERO.copy()
+        self._kept = ZERO
+        if self._device is not None:
+            self._device.charge(self.phase)
+            step.measured = self._device.cut()
+        ran = self._cores.cut()
+        if cores:
+            step.cores = ran
+        step.epoch = self.epoch
+        step.last = number - 1
+        if self._closed is not None:
+            self._recorder.add(self._closed.line)
+        self._closed = step
         if now >= self._vitals.due:
             self._vitals.ask(now)
-        self.step = OpenStep(self.steps, now + self._unix, self._vitals)
-        self.page.totals(self.steps, self.epoch, step.total, self._recorder.dropped)
+        self.step = OpenStep(number, now + self._unix, self._vitals)
+        self.detail.choose(number, self.last_total)
 
     @property
     def thread(self) -> int:
@@ -306,8 +348,11 @@ class StepTracker:
 
     def finish(self) -> int:
         """Write the last step; the number of steps closed."""
-        if self.step.forwards and not self._optimizers():
+        if self.begun and not self._optimizers():
             self.close()
+        if self.step.passes:
+            self._times = self._kept
+            self._end_line(self.steps, cores=False)
         if self._closed is not None:
             self._recorder.add(self._closed.line)
             self._closed = None

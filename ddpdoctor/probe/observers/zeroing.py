@@ -11,7 +11,7 @@ import weakref
 from dataclasses import replace
 from typing import Any
 
-from ddpdoctor.probe.observers import norms
+from ddpdoctor.probe.observers import norms, optimizers
 from ddpdoctor.probe.observers.readback import Readback, when_ready
 from ddpdoctor.probe.observers.replicas import Mark, mark_of
 from ddpdoctor.probe.runtime import sites
@@ -86,12 +86,19 @@ class Zeroing(Observer):
             return
         each = self._of(optimizer)
         if each is None:
+            if not self._watches and len(self._known) >= min(MOST, optimizers.count()):
+                # Most jobs come here in their second step.
+                self.rest("step_begins", "step_ended", "backward_begins", "backward_ended")
             return
         each.carried += each.grew and each.kept
         each.grew = each.kept = False
         if each.carried == ENOUGH:
             self._watches.remove(each)
             self._record(each)
+
+    def optimizer_made(self) -> None:
+        """It is to be met."""
+        self.wake("step_begins", "step_ended", "backward_begins", "backward_ended")
 
     def _of(self, optimizer: Any) -> _Watch | None:
         return next((each for each in self._watches if each.optimizer() is optimizer), None)

@@ -1,8 +1,9 @@
 """What diagnosis may cost: a share of the time that the rank has trained.
 
-Looks at parameters, gradients and buffers count, and what it takes to follow the gradients from
-step to step (`ddpdoctor.probe.observers.pacing`). To know where steps begin and end, and of which
-batches, is no diagnosis: that is what all the rest builds on, and costs the same each step.
+Looks at parameters, gradients and buffers count, what it takes to follow the gradients from step to
+step (`ddpdoctor.probe.observers.pacing`), and the hooks of every step, which are thinned out to
+take no more than a half (`ddpdoctor.probe.observers.detail`). What cannot be thinned out may take
+more where steps are very short; a quarter is left for diagnoses in any case.
 
 It starts with a credit, so that the first steps are looked at closely; afterwards a diagnosis has
 to wait until enough has been earned. A suspicion may add to it, so often and so much as its
@@ -22,6 +23,9 @@ DEFAULT = 0.5
 AHEAD = 10_000_000_000
 """Nanoseconds whose earnings may be spent in advance: with the default budget, 50 ms."""
 
+RESERVED = 4
+"""One part in so many is for diagnoses, whatever it takes to follow the steps."""
+
 _now = time.perf_counter_ns
 
 clock = time.thread_time_ns
@@ -37,6 +41,8 @@ class Budget:
         self._start = _now()
         self._credit = int(self._share * AHEAD)
         self._spent = 0
+        self.followed = 0
+        """Nanoseconds that it took to follow the steps, as far as is known."""
 
     @property
     def enabled(self) -> bool:
@@ -65,9 +71,14 @@ class Budget:
         yield
         self._spent += clock() - began
 
+    def follow(self, nanoseconds: int) -> None:
+        """Note what the hooks of some steps have cost."""
+        self.followed += nanoseconds
+
     def earned(self) -> int:
         """Nanoseconds that the time so far allows, without what may be spent in advance."""
-        return int(self._share * (_now() - self._start))
+        allowed = int(self._share * (_now() - self._start))
+        return max(allowed - self.followed, allowed // RESERVED)
 
     def grant(self, nanoseconds: int) -> None:
         """Let that much more be spent than is earned."""

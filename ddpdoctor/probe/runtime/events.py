@@ -2,7 +2,9 @@
 
 An `Observer` is made when the process becomes a rank, and overrides the methods of the moments that
 it wants to know of. They are called on the training thread and return at once when there is nothing
-to do; one that raises is not called again.
+to do; one that raises is not called again. Of steps there may be a thousand a second, so an
+observer that has nothing to do for a while rests, and is woken by another moment or by the number
+of a step (`before_step`).
 """
 
 from __future__ import annotations
@@ -27,6 +29,14 @@ class Observer:
 
     def __init__(self, state: RankState) -> None:
         self.state = state
+
+    def rest(self, *moments: str) -> None:
+        """Not be called at these moments until `wake`: what is never called costs nothing."""
+        _turn(self, moments, False)
+
+    def wake(self, *moments: str) -> None:
+        """Be called at these moments from now on."""
+        _turn(self, moments, True)
 
     def ddp_built(self, ddp: Any) -> None:
         """A DistributedDataParallel was built: the module."""
@@ -79,6 +89,9 @@ class Observer:
     def step_ended(self, optimizer: Any, number: int) -> None:
         """An optimizer's step ended, part of the training step of that number."""
 
+    def optimizer_made(self) -> None:
+        """An optimizer is being made, its parameters not yet in it."""
+
     def scheduler_made(self, scheduler: Any) -> None:
         """A learning rate scheduler was built."""
 
@@ -101,36 +114,56 @@ class Observer:
         """The rank comes to its regular end, its journal still open."""
 
 
-ddp_built: list[Callable[[Any], None]] = []
-stage_built: list[Callable[[Any], None]] = []
-model_given: list[Callable[[Any, Any, Any], None]] = []
-forward_begins: list[Callable[[Any, bool], None]] = []
-evaluation_begins: list[Callable[[Any], None]] = []
-buffers_begin: list[Callable[[Any], None]] = []
-backward_begins: list[Callable[[], None]] = []
-backward_ended: list[Callable[[], None]] = []
-loss_began: list[Callable[[Any, Any], None]] = []
-batch_fetched: list[Callable[[Any, Any], None]] = []
-indices_drawn: list[Callable[[Any, Any], None]] = []
-loader_exhausted: list[Callable[[Any], None]] = []
-collective_begins: list[Callable[[str], None]] = []
-clips: list[Callable[[str], None]] = []
-step_begins: list[Callable[[Any], None]] = []
-step_ended: list[Callable[[Any, int], None]] = []
-scheduler_made: list[Callable[[Any], None]] = []
-weights_loaded: list[Callable[[Any], None]] = []
-optimizer_loaded: list[Callable[[Any], None]] = []
-rate_cut: list[Callable[[], None]] = []
-saves: list[Callable[[Any, Any], None]] = []
-rank_fails: list[Callable[[BaseException], None]] = []
-rank_ends: list[Callable[[], None]] = []
+ddp_built: tuple[Callable[[Any], None], ...] = ()
+stage_built: tuple[Callable[[Any], None], ...] = ()
+model_given: tuple[Callable[[Any, Any, Any], None], ...] = ()
+forward_begins: tuple[Callable[[Any, bool], None], ...] = ()
+evaluation_begins: tuple[Callable[[Any], None], ...] = ()
+buffers_begin: tuple[Callable[[Any], None], ...] = ()
+backward_begins: tuple[Callable[[], None], ...] = ()
+backward_ended: tuple[Callable[[], None], ...] = ()
+loss_began: tuple[Callable[[Any, Any], None], ...] = ()
+batch_fetched: tuple[Callable[[Any, Any], None], ...] = ()
+indices_drawn: tuple[Callable[[Any, Any], None], ...] = ()
+loader_exhausted: tuple[Callable[[Any], None], ...] = ()
+collective_begins: tuple[Callable[[str], None], ...] = ()
+clips: tuple[Callable[[str], None], ...] = ()
+step_begins: tuple[Callable[[Any], None], ...] = ()
+step_ended: tuple[Callable[[Any, int], None], ...] = ()
+scheduler_made: tuple[Callable[[Any], None], ...] = ()
+weights_loaded: tuple[Callable[[Any], None], ...] = ()
+optimizer_loaded: tuple[Callable[[Any], None], ...] = ()
+rate_cut: tuple[Callable[[], None], ...] = ()
+saves: tuple[Callable[[Any, Any], None], ...] = ()
+rank_fails: tuple[Callable[[BaseException], None], ...] = ()
+rank_ends: tuple[Callable[[], None], ...] = ()
+optimizer_made: tuple[Callable[[], None], ...] = ()
 
-_MOMENTS: dict[str, list[Callable[..., None]]] = {
-    name: value for name, value in globals().items() if isinstance(value, list)
-}
+_MOMENTS = tuple(name for name, value in globals().items() if value == ())
+
+
+class _Call:
+    """A method of an observer, and whether it is called now."""
+
+    __slots__ = ("awake", "function", "observer", "paused")
+
+    def __init__(self, observer: Observer, function: Callable[..., None]) -> None:
+        self.observer = observer
+        self.function = function
+        self.awake = True
+        self.paused = False
+
+
+_calls: dict[str, list[_Call]] = {name: [] for name in _MOMENTS}
+"""Who has subscribed, by moment, in the order in which they are called."""
 
 group_joined: list[Callable[[Any], None]] = []
 """This process has joined the default process group: the torch module; of the process."""
+
+NEVER = 1 << 62
+due = NEVER
+"""The number of the training step before which somebody wants to be called; see `before_step`."""
+_alarms: list[tuple[int, Callable[[], None]]] = []
 
 
 def subscribe(observer: Observer, paced: Through = shield.shielded) -> None:
@@ -140,13 +173,60 @@ def subscribe(observer: Observer, paced: Through = shield.shielded) -> None:
         observer: The observer.
         paced: What the methods of the moments of a step go through.
     """
-    for name, subscribers in _MOMENTS.items():
+    for name in _MOMENTS:
         if getattr(type(observer), name) is not getattr(Observer, name):
             through = shield.shielded if name.startswith(("rank_", "ddp_")) else paced
-            subscribers.append(through(getattr(observer, name)))
+            _calls[name].append(_Call(observer, through(getattr(observer, name))))
+            _publish(name)
+
+
+def _publish(name: str) -> None:
+    """Put those that are awake where hooks find them; a hook that is at it goes on as it began."""
+    globals()[name] = tuple(
+        each.function for each in _calls[name] if each.awake and not each.paused
+    )
+
+
+def _turn(observer: Observer, moments: tuple[str, ...], awake: bool) -> None:
+    for name in moments:
+        for each in _calls[name]:
+            if each.observer is observer and each.awake is not awake:
+                each.awake = awake
+                _publish(name)
+
+
+def pause(observer: Observer, paused: bool) -> None:
+    """Call an observer at no moment of a step while it is paused, whatever else it wants."""
+    for name in _MOMENTS:
+        if not name.startswith(("rank_", "ddp_")):
+            for each in _calls[name]:
+                if each.observer is observer and each.paused is not paused:
+                    each.paused = paused
+                    _publish(name)
+
+
+def before_step(number: int, function: Callable[[], None]) -> None:
+    """Call a function once, before a training step begins that has at least that number."""
+    global due
+    _alarms.append((number, function))
+    due = min(due, number)
+
+
+def ring(number: int) -> None:
+    """The training step of that number begins, which was `due`."""
+    global due
+    ripe = [each for each in _alarms if each[0] <= number]
+    _alarms[:] = [each for each in _alarms if each[0] > number]
+    due = min((each[0] for each in _alarms), default=NEVER)
+    for _, function in ripe:
+        shield.shielded(function)()
 
 
 def forget() -> None:
     """In a forked child: the parent's observers are the parent's."""
-    for subscribers in _MOMENTS.values():
-        subscribers.clear()
+    global due
+    for name in _MOMENTS:
+        _calls[name].clear()
+        _publish(name)
+    _alarms.clear()
+    due = NEVER

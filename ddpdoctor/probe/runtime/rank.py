@@ -146,6 +146,7 @@ def end() -> None:
             dropped=state.recorder.dropped,
             spent=spent,
             over=over,
+            followed=state.budget.followed,
         )
     )
     state.recorder.close(0.5)

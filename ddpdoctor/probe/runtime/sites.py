@@ -11,6 +11,7 @@ from ddpdoctor.core.location import Location
 from ddpdoctor.core.user_code import user_file
 from ddpdoctor.run.status import page_text
 
+_getframe = sys._getframe
 _MAX_CACHED = 4096
 
 CHAIN = 8
@@ -20,6 +21,7 @@ CHAIN = 8
 _codes: list[CodeType] = []
 _is_user: dict[int, bool] = {}
 _sites: dict[tuple[int, int], Site] = {}
+_memos: list[Spot | Chain] = []
 
 
 class Place(TypedDict):
@@ -60,6 +62,8 @@ def forget() -> None:
     """In a forked child: nothing has been recorded yet."""
     _sites.clear()
     NOWHERE.recorded = 0
+    for each in _memos:
+        each.forget()
 
 
 def _classify(code: CodeType) -> bool:
@@ -105,11 +109,95 @@ def sites_of(frame: FrameType | None, most: int) -> list[Site]:
     return found
 
 
+class Spot:
+    """Where one hook is called from, found again without a walk up the stack.
+
+    A loop calls a hook through the same functions of torch, from the same instruction, step after
+    step. So it is enough that the frame as far up as last time is at that instruction of that code.
+    """
+
+    __slots__ = ("_at", "_code", "_depth", "_site")
+
+    def __init__(self) -> None:
+        _memos.append(self)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin again, with a walk."""
+        self._depth = 0
+        self._code: CodeType | None = None
+        self._at = -1
+        self._site = NOWHERE
+
+    def site(self) -> Site:
+        """The innermost user line that led to the caller."""
+        try:
+            frame = _getframe(self._depth)
+        except ValueError:
+            return self._walk()
+        if frame.f_lasti == self._at and frame.f_code is self._code:
+            return self._site
+        return self._walk()
+
+    def _walk(self) -> Site:
+        depth = 0
+        # Above this method's own frame.
+        frame: FrameType | None = _getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            mine = _is_user.get(id(code))
+            if _classify(code) if mine is None else mine:
+                self._depth, self._code, self._at = depth, code, frame.f_lasti
+                self._site = _site_at(code, frame.f_lineno)
+                return self._site
+            frame = frame.f_back
+            depth += 1
+        return NOWHERE
+
+
+class Chain:
+    """The user lines that lead to one hook, found again if all frames are where they were."""
+
+    __slots__ = ("_frames", "_sites")
+
+    def __init__(self) -> None:
+        _memos.append(self)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin again, with a walk."""
+        self._frames: tuple[tuple[CodeType, int], ...] = ()
+        self._sites: tuple[Site, ...] = ()
+
+    def sites(self) -> tuple[Site, ...]:
+        """The user lines that led to the caller, innermost first; `NOWHERE` if there are none."""
+        frame: FrameType | None = _getframe(1)
+        for code, at in self._frames:
+            if frame is None or frame.f_lasti != at or frame.f_code is not code:
+                break
+            frame = frame.f_back
+        else:
+            # Either all of the stack, or as much of it as is wanted.
+            if self._sites and (frame is None or len(self._sites) == CHAIN):
+                return self._sites
+        return self._walk()
+
+    def _walk(self) -> tuple[Site, ...]:
+        frames: list[tuple[CodeType, int]] = []
+        found: list[Site] = []
+        frame: FrameType | None = _getframe(2)
+        while frame is not None and len(found) < CHAIN:
+            code = frame.f_code
+            mine = _is_user.get(id(code))
+            if _classify(code) if mine is None else mine:
+                found.append(_site_at(code, frame.f_lineno))
+            frames.append((code, frame.f_lasti))
+            frame = frame.f_back
+        self._frames = tuple(frames)
+        self._sites = tuple(found) or (NOWHERE,)
+        return self._sites
+
+
 def caller() -> Site:
     """The user line that led here."""
     return site_of(sys._getframe(1))
-
-
-def callers() -> tuple[Site, ...]:
-    """The user lines that led here, innermost first; `NOWHERE` alone if there are none."""
-    return tuple(sites_of(sys._getframe(1), CHAIN)) or (NOWHERE,)

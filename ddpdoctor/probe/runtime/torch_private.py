@@ -30,6 +30,9 @@ recorded of how DDP was built, and backward is not split.
 PRE_FORWARD = "_pre_forward"
 """Of the same (2.4 to 2.15), where buckets are ordered once: a wait there is ``other`` without."""
 
+REBUILT = "_has_rebuilt_buckets"
+"""Set on a DDP module (2.4 to 2.15) once its buckets are in order: no wait comes there any more."""
+
 SYNC_BUFFERS = "_sync_buffers"
 """Of the same (2.4 to 2.15), the broadcast before forward: a wait there is ``other`` without."""
 
@@ -135,8 +138,8 @@ def disable_dynamo(torch: Any, function: Any, recursive: bool) -> Any:
     return function if disable is None else disable(function, recursive=recursive)
 
 
-def sample_every_step(ddp: Any) -> bool:
-    """Ask DDP's logger to time every iteration: ``_set_ddp_runtime_logging_sample_rate``.
+def sample(ddp: Any, every: int) -> bool:
+    """Have DDP's logger time every so many iterations: ``_set_ddp_runtime_logging_sample_rate``.
 
     For ranks on the CPU only: on CUDA the sampled iterations read events, so torch's own rate
     (the first ten, then every hundredth) stays. Without it only those iterations are split.
@@ -144,7 +147,7 @@ def sample_every_step(ddp: Any) -> bool:
     setter = getattr(ddp, "_set_ddp_runtime_logging_sample_rate", None)
     if setter is None:
         return False
-    setter(1)
+    setter(every)
     return True
 
 

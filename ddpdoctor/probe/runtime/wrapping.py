@@ -57,7 +57,14 @@ def after(owner: Any, name: str, function: Callable[..., object]) -> None:
 
 
 def around(
-    owner: Any, name: str, hook: str, begin: Begin, end: End, *, compiled: bool = False
+    owner: Any,
+    name: str,
+    hook: str,
+    begin: Begin,
+    end: End,
+    *,
+    compiled: bool = False,
+    idle: str = "",
 ) -> None:
     """Call ``begin`` and ``end`` around each call of ``owner.name`` in a rank.
 
@@ -68,17 +75,24 @@ def around(
         begin: Gets the arguments. If it returns None there is no end.
         end: Gets what ``begin`` returned, the result and the exception.
         compiled: Whether Dynamo may come here, for which there is only the original then.
+        idle: An attribute of the first argument; where it is true there is nothing to call.
     """
     original = getattr(owner, name, None)
     if original is None:
         return
+
+    off = shield.off
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         if compiled and rank.is_compiling():
             return original(*args, **kwargs)
         begun = None
-        if rank.active is not None and hook not in shield.off:
+        if (
+            rank.active is not None
+            and hook not in off
+            and not (idle and getattr(args[0], idle, True))
+        ):
             try:
                 begun = begin(*args, **kwargs)
             except Exception as broken:

@@ -68,6 +68,8 @@ class EndRecord(Record):
     """Nanoseconds that diagnosis with a budget took."""
     over: int = 0
     """Nanoseconds in which it did."""
+    followed: int = 0
+    """Nanoseconds that it took to follow the steps, estimated from those that were clocked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from ddpdoctor.run.records.base import CodeFrame, PlacedRecord, Record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord(Record):
-    """A step and where its time went; a line every step.
+    """A step and where its time went, or where that of several short ones went on average.
 
     ``data``, ``forward``, ``backward``, ``optimizer``, ``other`` and ``wait`` add up to ``total``.
     """
@@ -20,7 +20,11 @@ class StepRecord(Record):
     kept = 0
 
     step: int = -1
-    """Its number; a line without one is no step."""
+    """Its number, of several that of the last; a line without one is no step."""
+    steps: int = 1
+    """How many steps the line stands for. Loss and batch are those of some of them."""
+    each: tuple[int, ...] = ()
+    """The backwards of each, if they differ: a number, in how many steps, the next number, ..."""
     epoch: int | None = None
     start: int = 0
     """Unix nanoseconds."""

@@ -1,0 +1,131 @@
+"""How closely the steps of a rank are followed, so that following them stays within the budget.
+
+Of every step it is known that it was, where it is, how often gradients were reduced and which
+collectives were called: hangs and divergence need that, and it is the cheap part. The rest is
+thinned out where steps are short: losses, batch sizes and DDP's timers are read in every so many
+steps, and one line of the journal stands for several. Both numbers are powers of two and count from
+step 0, so ranks that thin differently still share every step of the one that thins more.
+
+What a rank spends is clocked in a step now and then, full ones and light ones in turn.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from ddpdoctor.probe.runtime import events
+
+if TYPE_CHECKING:
+    from ddpdoctor.probe.runtime.budget import Budget
+
+CLOSELY = 256
+"""Steps at the beginning of which everything is seen, each with a line of its own."""
+
+BEGINNING = 1024
+"""Steps at the beginning in which a line stands for `SHORT` nanoseconds, not `LONG`."""
+
+SHORT, LONG = 8_000_000, 300_000_000
+"""Nanoseconds that a line of the journal stands for at least: 50 KB a minute later on."""
+
+MOST_STEPS = 1024
+"""Steps that a line stands for at most."""
+
+RAREST = 64
+"""Of so many steps at least one is seen in full."""
+
+SHARE = 2
+"""Of what may be spent, a half at most goes here; what is left is for diagnoses."""
+
+CLOCKED_EVERY = 200_000_000
+"""Nanoseconds between two steps that are clocked."""
+
+CLOCKED_AT_FIRST = 10_000_000
+"""The same at the beginning."""
+
+_SMOOTH = 8
+
+_now = time.perf_counter_ns
+
+
+class Detail:
+    """How closely the steps of one rank are followed."""
+
+    def __init__(self) -> None:
+        self.line = 0
+        """A line of the journal ends before a step whose number has none of these bits."""
+        self.sparse = 0
+        """A step is seen in full if the number of the next one has none of these bits."""
+        self.most = MOST_STEPS
+        self.clocked = False
+        """Whether hooks add what they take to `spent` in the step under way."""
+        self.spent = 0
+        """Nanoseconds of the step that is clocked, so far."""
+        self.full = self.light = 0.0
+        """Nanoseconds that a step takes which is seen in full, and one that is not."""
+        self._budget: Budget | None = None
+        self._step = 0.0
+        self._clock_at = 0
+        self._clocks_light = False
+        self._before = 0
+        self._charged = 0
+
+    def follow(self, budget: Budget) -> None:
+        """Keep to a budget from now on."""
+        self._budget = budget
+
+    def _clock_next(self) -> None:
+        self.clocked, self.spent = True, 0
+        self._before = self._diagnosed
+
+    def clock(self, was_light: bool) -> None:
+        """The step that was clocked has ended."""
+        # What diagnoses took they have counted themselves.
+        spent = max(0, self.spent - (self._diagnosed - self._before))
+        self.clocked = False
+        if was_light:
+            self.light = _mean(self.light, spent)
+        else:
+            self.full = _mean(self.full, spent)
+
+    @property
+    def _diagnosed(self) -> int:
+        return self._budget.account()[0] if self._budget is not None else 0
+
+    def choose(self, number: int, total: int) -> None:
+        """A line has ended: how closely to follow the steps of the next one.
+
+        Args:
+            number: Of the step that begins.
+            total: Nanoseconds of the last one.
+        """
+        now = _now()
+        if now >= self._clock_at:
+            self._clock_at = now + (CLOCKED_EVERY if number >= CLOSELY else CLOCKED_AT_FIRST)
+            self._clocks_light = not self._clocks_light
+            step = number if self._clocks_light else number | self.sparse
+            events.before_step(step, self._clock_next)
+        self._step = _mean(self._step, total)
+        budget = self._budget
+        if budget is not None:
+            steps, self._charged = number - self._charged, number
+            seen = -(-steps // (self.sparse + 1))
+            budget.follow(int(seen * self.full + (steps - seen) * (self.light or self.full)))
+        if number < CLOSELY:
+            return
+        share = budget.share if budget is not None else 0.0
+        allowed = share * self._step / SHARE
+        every = 1
+        light = min(self.light, self.full)
+        while every < RAREST and light + (self.full - light) / every > allowed:
+            every *= 2
+        count = every
+        period = SHORT if number < BEGINNING else LONG
+        while count < self.most and count * self._step < period:
+            count *= 2
+        self.sparse, self.line = every - 1, count - 1
+
+
+def _mean(before: float, value: float) -> float:
+    """A mean that follows what is measured; the first value begins it."""
+    return value if not before else before + (value - before) / _SMOOTH

@@ -1,0 +1,249 @@
+"""How closely steps are followed, and what a line of the journal that stands for several says."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ddpdoctor.probe.observers import detail, steps
+from ddpdoctor.probe.observers.detail import Detail
+from ddpdoctor.probe.observers.steps import StepTracker
+from ddpdoctor.probe.runtime import events
+from ddpdoctor.probe.runtime.budget import Budget
+from ddpdoctor.probe.runtime.events import Observer
+from ddpdoctor.probe.runtime.sites import NOWHERE, Chain, Spot
+from ddpdoctor.run.snapshot import MOST_EXPANDED, Rank
+from ddpdoctor.run.status import Phase
+from tests.probed import a_rank
+
+MILLISECOND = 1_000_000
+
+
+def followed(number: int, step: int, full: int, light: int, percent: float = 0.5) -> Detail:
+    """How closely steps are followed once these costs are known; all in nanoseconds."""
+    one = Detail()
+    one.follow(Budget(percent))
+    one.full, one.light = full, light
+    one.choose(number, step)
+    return one
+
+
+def test_the_first_steps_are_all_seen() -> None:
+    one = followed(detail.CLOSELY - 1, MILLISECOND, 40_000, 8_000)
+    assert (one.line, one.sparse) == (0, 0)
+
+
+def test_long_steps_are_all_seen() -> None:
+    one = followed(5000, 300 * MILLISECOND, 40_000, 8_000)
+    assert (one.line, one.sparse) == (0, 0)
+
+
+def test_steps_are_thinned_until_they_keep_to_half_of_the_budget() -> None:
+    # 40 us are 0.4 % of 10 ms; of every second step, with 8 us of the others, 0.24 %.
+    assert followed(5000, 10 * MILLISECOND, 40_000, 8_000).sparse == 1
+    assert followed(5000, 10 * MILLISECOND, 40_000, 8_000, percent=0.2).sparse == 15
+    assert followed(5000, MILLISECOND, 40_000, 8_000).sparse == detail.RAREST - 1
+
+
+def test_a_line_stands_for_a_third_of_a_second_later_on() -> None:
+    assert followed(500, MILLISECOND, 4_000, 2_000).line == 7
+    assert followed(5000, MILLISECOND, 4_000, 2_000).line == 511
+    assert followed(5000, 20 * MILLISECOND, 4_000, 2_000).line == 15
+    assert followed(5000, 1000, 4_000, 2_000).line == detail.MOST_STEPS - 1
+
+
+def test_what_diagnoses_take_of_a_clocked_step_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "_alarms", [])
+    budget = Budget(0.5)
+    one = Detail()
+    one.follow(budget)
+    one.choose(0, MILLISECOND)
+    events.ring(0)
+    assert one.clocked
+    one.spent += 90_000
+    budget.spend(50_000)
+    one.clock(was_light=False)
+    assert (one.full, one.clocked) == (40_000, False)
+
+
+def test_following_steps_leaves_a_quarter_for_diagnoses(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0]
+    monkeypatch.setattr("ddpdoctor.probe.runtime.budget._now", lambda: now[0])
+    budget = Budget(1)
+    now[0] = 1000 * MILLISECOND
+    budget.follow(4 * MILLISECOND)
+    assert budget.earned() == 6 * MILLISECOND
+    budget.follow(1000 * MILLISECOND)
+    assert budget.earned() == 2.5 * MILLISECOND
+
+
+# -- lines
+
+
+class Clock:
+    """A tracker whose clock is set by hand; what it writes is kept."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0
+        self.written: list[Any] = []
+        monkeypatch.setattr(steps, "_now", lambda: self.now)
+        page = SimpleNamespace(
+            show=lambda *_: None, totals=lambda *_: None, set_site=lambda _: None
+        )
+        recorder: Any = SimpleNamespace(
+            page=page, add=self.written.append, each_round=[], dropped=0
+        )
+        self.tracker = StepTracker(recorder, lambda: True)
+        self.optimizer = self
+
+    def step(self, forward: int = 5, backwards: int = 1, skipped: bool = False) -> None:
+        self.tracker.forward(armed=True)
+        self.tracker.enter(Phase.FORWARD, NOWHERE)
+        self.now += forward
+        self.tracker.leave()
+        self.tracker.step.backwards += backwards
+        self.now += 1
+        self.tracker.stepped(self.optimizer, skipped=skipped)
+
+    def lines(self) -> list[dict[str, Any]]:
+        self.tracker.finish()
+        return [json.loads(each()) for each in self.written]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def expanded(lines: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
+    """Number, total and backwards of each step."""
+    raw = tuple(json.dumps(each).encode() for each in lines)
+    return [(s.step, s.total, s.backwards) for s in Rank(0, 0, None, step_lines=raw).steps]
+
+
+def test_a_line_for_each_step(clock: Clock) -> None:
+    for _ in range(3):
+        clock.step()
+    lines = clock.lines()
+    assert [each["step"] for each in lines] == [0, 1, 2]
+    assert "steps" not in lines[0]
+
+
+def test_a_line_for_four_steps_holds_their_mean(clock: Clock) -> None:
+    clock.tracker.detail.line = 3
+    clock.tracker.detail.choose = lambda *_: None  # type: ignore[method-assign]
+    for forward in (5, 5, 9, 1, 7, 7):
+        clock.step(forward)
+    first, last = clock.lines()
+    assert (first["step"], first["steps"], first["forward"], first["total"]) == (3, 4, 5, 6)
+    assert (last["step"], last["steps"], last["forward"]) == (5, 2, 7)
+    assert expanded([first, last]) == [*((n, 6, 1) for n in range(4)), (4, 8, 1), (5, 8, 1)]
+
+
+def test_backwards_that_differ_are_all_known(clock: Clock) -> None:
+    clock.tracker.detail.line = 7
+    clock.tracker.detail.choose = lambda *_: None  # type: ignore[method-assign]
+    for backwards in (2, 2, 2, 1, 2, 2, 2, 2):
+        clock.step(backwards=backwards)
+    (line,) = clock.lines()
+    assert line["each"] == [2, 3, 1, 1, 2, 4]
+    assert [backwards for _, _, backwards in expanded([line])] == [2, 2, 2, 1, 2, 2, 2, 2]
+
+
+def test_a_skipped_step_ends_its_line(clock: Clock) -> None:
+    clock.tracker.detail.line = 7
+    clock.tracker.detail.choose = lambda *_: None  # type: ignore[method-assign]
+    clock.step()
+    clock.step(skipped=True)
+    clock.step()
+    first, last = clock.lines()
+    assert (first["step"], first["steps"], first["skipped"]) == (1, 2, True)
+    assert "skipped" not in last
+    assert list(clock.tracker.skipped) == [1]
+
+
+def test_what_lies_between_epochs_is_in_no_line(clock: Clock) -> None:
+    clock.tracker.detail.line = 7
+    clock.tracker.detail.choose = lambda *_: None  # type: ignore[method-assign]
+    clock.step()
+    clock.step()
+    clock.now += 1000
+    clock.tracker.outside()
+    clock.step()
+    first, last = clock.lines()
+    assert (first["step"], first["total"], last["step"], last["total"]) == (1, 6, 2, 6)
+    assert last["outside"] == 1000
+
+
+def test_a_hostile_line_stands_for_a_bounded_number_of_steps() -> None:
+    line = b'{"kind":"step","step":999999999,"total":5,"steps":999999999,"each":[7,-3,2,99999999]}'
+    found = Rank(0, 0, None, step_lines=(line,)).steps
+    assert len(found) == MOST_EXPANDED
+    assert found[-1].step == 999999999
+
+
+# -- call sites
+
+
+def test_a_line_is_found_again_and_another_one_is_told_from_it() -> None:
+    spot = Spot()
+    found = []
+    for _ in range(3):
+        found.append(spot.site())
+    line = found[0].line
+    assert {each.line for each in found} == {line}
+    assert spot.site().line == line + 3
+
+
+def test_callers_are_found_again_and_others_are_told_from_them() -> None:
+    chain = Chain()
+
+    def inner() -> tuple[int, ...]:
+        return tuple(each.line for each in chain.sites())
+
+    same = {inner() for _ in range(3)}
+    other = inner()
+    assert len(same) == 1
+    ((one, here, *_),) = same
+    assert other[0] == one
+    assert other[1] == here + 1
+
+
+# -- observers that rest
+
+
+class Counting(Observer):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__(a_rank([]))
+        self.calls = 0
+
+    def backward_begins(self) -> None:
+        self.calls += 1
+        if self.calls == 2:
+            self.rest("backward_begins")
+
+
+def test_an_observer_rests_until_it_is_woken() -> None:
+    one = Counting()
+    events.forget()
+    try:
+        events.subscribe(one)
+        for _ in range(4):
+            for subscriber in events.backward_begins:
+                subscriber()
+        assert one.calls == 2
+        events.before_step(7, lambda: one.wake("backward_begins"))
+        assert events.due == 7
+        events.ring(7)
+        assert (len(events.backward_begins), events.due) == (1, events.NEVER)
+        events.pause(one, paused=True)
+        assert events.backward_begins == ()
+        events.pause(one, paused=False)
+        assert len(events.backward_begins) == 1
+    finally:
+        events.forget()
