@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from ddpdoctor.run.journal_reader import JournalReader
 from ddpdoctor.run.names import FORMAT
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.base import JsonObject, Record, as_json, json_line
+from ddpdoctor.run.records.declaring import dataclass
 from ddpdoctor.run.records.decode import RANK_RECORDS, SUPERVISOR_RECORDS
 from ddpdoctor.run.snapshot import Rank
 from ddpdoctor.run.status import StatusPage
@@ -61,7 +61,7 @@ class Numbered(dict[str, type[Record]]):
                 "__module__": __name__,
             }
             kinds = type("Numbered", (Record,), namespace)
-            self[kind] = dataclass(frozen=True, kw_only=True)(kinds)
+            self[kind] = dataclass(frozen=True, slots=False, kw_only=True)(kinds)
         return self[kind]
 
 

@@ -7,6 +7,7 @@ few times a second, so a slow or full disk costs the job nothing but the record.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -21,6 +22,9 @@ FLUSH_EVERY = 0.25
 
 QUEUE = 20_000
 """Records that wait at most; a step every 12.5 microseconds would fill it."""
+
+AT_ONCE = 32
+"""Records that are made before the GIL is offered to other threads: half a millisecond."""
 
 Lazy = Callable[[bool], "bytes | Record"]
 """Makes a line, or a record, in the writing thread; the argument says: this is the last chance."""
@@ -111,7 +115,10 @@ class Recorder:
 
     def _drain(self, last: bool) -> None:
         batch: list[Record | bytes] = []
-        for _ in range(len(self._queue)):
+        for count in range(len(self._queue)):
+            if count % AT_ONCE == AT_ONCE - 1:
+                # The training thread may wait for the GIL.
+                time.sleep(0)
             item = self._queue[0]
             try:
                 record = item(last) if callable(item) else item

@@ -12,10 +12,11 @@ empty value of the field's type (0, "", (), None, False).
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, ClassVar, NamedTuple
 
 from ddpdoctor.core.location import Location as Location
+from ddpdoctor.run.records.declaring import Base, dataclass
 
 EVERY = 1 << 62
 
@@ -31,9 +32,10 @@ class CodeFrame(NamedTuple):
     function: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class Part(Base):
     """A JSON object that is a part of a record."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

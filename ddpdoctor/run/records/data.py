@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ddpdoctor.core.location import Location
 from ddpdoctor.run.records.base import Part, PlacedRecord, Record
+from ddpdoctor.run.records.declaring import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
 
 from ddpdoctor.run.records.base import Part, PlacedRecord, Record
+from ddpdoctor.run.records.declaring import dataclass
 
 
 class Parameter(NamedTuple):

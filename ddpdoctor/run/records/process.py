@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from ddpdoctor.core.location import Location
 from ddpdoctor.run.records.base import CodeFrame, Part, PlacedRecord, Record
+from ddpdoctor.run.records.declaring import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

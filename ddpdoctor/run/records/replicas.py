@@ -7,10 +7,10 @@ ranks are of the same moment if step and ``armed`` are the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple, Union
 
 from ddpdoctor.run.records.base import PlacedRecord, Record
+from ddpdoctor.run.records.declaring import dataclass
 
 Hyper = Union[float, "tuple[float | None, ...]", None]
 """A hyper-parameter; None for a value of another type."""

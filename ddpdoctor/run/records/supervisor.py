@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ddpdoctor.run.records.base import JsonObject, Part, PlacedRecord, Record
+from ddpdoctor.run.records.declaring import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
