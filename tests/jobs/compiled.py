@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ def main() -> None:
     for index in range(6):
         batch = torch.ones(4 if index < 3 else 5, 8)
         optimizer.zero_grad()
-        loss = square(compiled(batch))
+        loss: Any = square(compiled(batch))
         loss.backward()
         optimizer.step()
         total += loss.detach()

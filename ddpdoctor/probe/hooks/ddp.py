@@ -31,7 +31,7 @@ from ddpdoctor.probe.runtime import (
 )
 from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.clocks import CudaClock
-from ddpdoctor.probe.runtime.wrapping import after, around
+from ddpdoctor.probe.runtime.wrapping import CODES, after, around
 from ddpdoctor.run import status
 from ddpdoctor.run.names import BUCKETS, BUFFERS
 from ddpdoctor.run.records.model import DdpRecord, Parameter
@@ -200,6 +200,7 @@ def _wrap_inside(torch: Any, ddp_class: Any) -> None:
     original = torch_private.inside_forward(ddp_class)
     if original is None:
         return
+    torch_private.skip_wrappers(torch, CODES)
     torch_private.skip_frames(
         torch,
         (

@@ -23,6 +23,10 @@ DEFAULT = 0.5
 AHEAD = 10_000_000_000
 """Nanoseconds whose earnings may be spent in advance: with the default budget, 50 ms."""
 
+LEAST_AHEAD = 25_000_000
+"""Nanoseconds that may be spent in advance, however small the budget: the first steps of a short
+job are all that tells of it."""
+
 RESERVED = 4
 """One part in so many is for diagnoses, whatever it takes to follow the steps."""
 
@@ -39,7 +43,7 @@ class Budget:
     def __init__(self, percent: float) -> None:
         self._share = percent / 100
         self._start = _now()
-        self._credit = int(self._share * AHEAD)
+        self._credit = max(int(self._share * AHEAD), LEAST_AHEAD) if self._share else 0
         self._spent = 0
         self.followed = 0
         """Nanoseconds that it took to follow the steps, as far as is known."""

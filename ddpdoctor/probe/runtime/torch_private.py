@@ -118,12 +118,20 @@ def skip_frames(torch: Any, modules: Iterable[ModuleType]) -> None:
                     mark(value.__code__)
 
 
-def _marker(eval_frame: Any) -> Callable[[CodeType], object] | None:
+def skip_wrappers(torch: Any, codes: Iterable[CodeType]) -> None:
+    """Have Dynamo leave functions alone that call others of the job's, but not those others."""
+    mark = _marker(getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None), within=False)
+    if mark is not None:
+        for code in codes:
+            mark(code)
+
+
+def _marker(eval_frame: Any, within: bool = True) -> Callable[[CodeType], object] | None:
     setter = getattr(eval_frame, "set_code_exec_strategy", None)
     action = getattr(eval_frame, "_FrameAction", None)
     strategy = getattr(eval_frame, "_FrameExecStrategy", None)
     if setter is not None and action is not None and strategy is not None:
-        skip = strategy(action.SKIP, action.SKIP)
+        skip = strategy(action.SKIP, action.SKIP if within else action.DEFAULT)
         return lambda code: setter(code, skip)
     older: Callable[[CodeType], object] | None = getattr(eval_frame, "skip_code", None)
     return older

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 from ddpdoctor.probe.runtime import rank, shield
@@ -119,3 +120,12 @@ def _end(hook: str, end: End, begun: Any, error: BaseException) -> None:
         end(begun, None, error)
     except Exception as broken:
         shield.fault(hook, broken)
+
+
+CODES = tuple(
+    code
+    for function in (before, after, around)
+    for code in function.__code__.co_consts
+    if isinstance(code, CodeType)
+)
+"""What is put around functions, as Dynamo knows it: it is not to compile that."""
