@@ -92,6 +92,8 @@ def _clips(name: str) -> Callable[..., Any]:
 
 def _clipped(tracker: Any, result: Any, error: BaseException | None) -> None:
     """Keep the norm that came back."""
+    if tracker.light:
+        return
     # A tensor of another class may be spread over ranks: to read it would be a collective.
     if type(result) is sys.modules["torch"].Tensor and result.numel() == 1:
         tracker.step.norm = readback.loss_reader(result)
