@@ -98,8 +98,8 @@ def test_a_finding_in_each_form(tmp_path: Path) -> None:
     for word in ("message", "evidence", "fix", "paste"):
         assert word in text
     assert "\\x1b[2J" in text
-    check(json_lines.line(FINDING))
-    assert json.loads(json_lines.line(FINDING)) == to_record(FINDING)
+    check(json_lines.line(FINDING, {}))
+    assert json.loads(json_lines.line(FINDING, {})) == to_record(FINDING)
     check(problems.line(FINDING, HOSTILE))
     assert "\n" not in problems.line(FINDING, "x\ny")
 

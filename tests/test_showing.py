@@ -46,7 +46,7 @@ class Written(Passthrough):
 def test_a_finding_survives_its_line() -> None:
     plain = Finding(code="DDP214", severity=Severity.ERROR, message="it")
     for finding in (FOUND, plain):
-        told = json.loads(json_lines.line(finding))
+        told = json.loads(json_lines.line(finding, {}))
         back = from_record({"kind": "finding", "time": 5, **told})
         assert back is not None
         assert to_record(back) == to_record(finding)

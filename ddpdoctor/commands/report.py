@@ -8,18 +8,20 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ddpdoctor.core.control_characters import shown
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.faults import Faults
 from ddpdoctor.core.finding import RULES, Finding, Severity, examine
 from ddpdoctor.core.options import DIRECTORY, FILE, OUTPUT, Given, Parser, seconds
+from ddpdoctor.core.selection import CODES, Selection
 from ddpdoctor.core.units import count
 from ddpdoctor.failures import sources, verdict
 from ddpdoctor.failures.log import LogReader, Sighting
 from ddpdoctor.failures.redaction import Redactor
-from ddpdoctor.render import console, json_lines, problems, summary, terminal
-from ddpdoctor.render.report import script
+from ddpdoctor.render import console, json_lines, summary, terminal
+from ddpdoctor.render.report import script, single_lines
 from ddpdoctor.run import rundir
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.reported import with_kept
@@ -58,8 +60,12 @@ Options:
   --redact          With --log: leave out host and user names, addresses and
                     tokens, so that the result can be posted. Read it once more.
   --json            Each finding as a line of JSON, as `run --json` writes them.
-  --output FORMAT   text, or problems: findings as lines that an editor's problem
-                    matcher understands (path:line:col: severity CODE message).
+  --output FORMAT   text; problems: findings as lines that an editor's problem
+                    matcher understands (path:line:col: severity CODE message);
+                    github: as annotations of GitHub Actions.
+  --select CODES    Report these findings alone: codes, or how they begin, such
+                    as DDP4,DDP901.
+  --ignore CODES    Do not report these.
   --wait SECONDS    Wait so long for the end of a live run [default: 0].
   -h, --help        Show this text.
 
@@ -69,7 +75,15 @@ source lines where the sources differ.
 Exit status: 0 nothing but infos; 1 warnings; 2 errors; 3 there is no such run
 or file, or it cannot be read.
 """,
-    {"--output": OUTPUT, "--wait": seconds(), "--html": FILE, "--trace": FILE, "--with": DIRECTORY},
+    {
+        "--output": OUTPUT,
+        "--select": CODES,
+        "--ignore": CODES,
+        "--wait": seconds(),
+        "--html": FILE,
+        "--trace": FILE,
+        "--with": DIRECTORY,
+    },
     status=UNREADABLE,
 )
 
@@ -112,15 +126,19 @@ def _check(given: Given) -> None:
             raise DoctorError(f"{option} takes one run", "name the run that it is to show")
 
 
-def _print_for_tools(given: Given, found: Iterable[Finding], script: str) -> bool:
+def _print_for_tools(
+    given: Given,
+    found: Iterable[Finding],
+    script: str,
+    head: Callable[[Finding], dict[str, Any]],
+) -> bool:
     """Print findings in the format that was asked for, if it is not text; whether it is not."""
+    one = single_lines(given.get("--output", "text"))
     if "--json" in given:
-        _print(json_lines.line(finding) for finding in found)
-    elif given.get("--output") == "problems":
-        _print(problems.line(finding, script) for finding in found)
-    else:
-        return False
-    return True
+        _print(json_lines.line(finding, head(finding)) for finding in found)
+    elif one is not None:
+        _print(one.line(finding, script) for finding in found)
+    return "--json" in given or one is not None
 
 
 # -- a run
@@ -150,10 +168,11 @@ def _report_run(given: Given) -> list[Finding]:
     found = examine(
         run, RULES.values(), failed=lambda rule, error: failed.append((rule.code, error))
     )
-    found = faults.guarded("the findings of the live run", with_kept, found, run) or found
+    every = faults.guarded("the findings of the live run", with_kept, found, run) or found
+    found = Selection.given(given).of(every)
     faults.failed(failed)
     _write_files(given, run, found, live, remark, faults)
-    if _print_for_tools(given, found, script(run)):
+    if _print_for_tools(given, found, script(run), lambda each: json_lines.head_of(each, run)):
         return found
     before = console.written_before(run)
 
@@ -168,7 +187,7 @@ def _report_run(given: Given) -> list[Finding]:
     _print([remark] if remark else [])
     if live:
         _print(["the run is live; these are the findings so far"])
-    _print([f"{summary.count(found)}; records in {run.path}"])
+    _print([f"{summary.count(found, len(every) - len(found))}; records in {run.path}"])
     return found
 
 
@@ -291,18 +310,21 @@ def _report_logs(given: Given) -> list[Finding]:
             sightings += reader.close()
             size += reader.size
             files += 1
-    found = verdict.findings(sightings)
+    every = verdict.findings(sightings)
+    found = Selection.given(given).of(every)
     if "--redact" in given:
         redactor = Redactor([f"{each.who} {each.text}" for each in sightings])
         found = [*map(redactor.finding, found)]
-    if _print_for_tools(given, found, os.path.abspath(names[0])):
+    script = os.path.abspath(names[0])
+    if _print_for_tools(given, found, script, lambda _: json_lines.head()):
         return found
     for finding in found:
         print(_text(finding, 0.0, None))
     amount = f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
-    if not found:
+    if not every:
         _print(["no failure in it; if the job hangs: ddpdoctor run, or ddpdoctor stacks"])
-    _print([f"{summary.count(found)} in {count(files, 'file')}, {amount}"])
+    counts = summary.count(found, len(every) - len(found))
+    _print([f"{counts} in {count(files, 'file')}, {amount}"])
     return found
 
 
@@ -329,7 +351,7 @@ def _text(finding: Finding, written: float, kept: Path | None) -> str:
     return console.render(
         finding,
         colour=terminal.wants_colour(1),
-        width=terminal.width(1) or 100,
+        width=terminal.width(1),
         written=written,
         kept=kept,
     )

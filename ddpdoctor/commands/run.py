@@ -38,6 +38,7 @@ def main(words: Sequence[str]) -> int:
         directory = rundir.create(command.own.run_dir)
         if rundir.is_open_to_others(directory):
             reporter.note(f"others may write to {directory}, and what they put there is read")
+        reporter.begin()
     except OSError as error:
         directory = None
         reporter.warn(f"no run directory ({error}); the job runs unwatched")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ddpdoctor.core.selection import ALL, Selection
+
 DEFAULT_PORT = 5678
 LOOPBACK = "127.0.0.1"
 
@@ -21,6 +23,9 @@ class OwnOptions:
     run_dir: str | None = None
     json: str | None = None
     output: str = "text"
+    selection: Selection = ALL
+    notify: tuple[str, ...] = ()
+    """Webhooks and commands."""
     journal_mb: int = 64
     overhead_budget: float = 0.5
     no_debug: bool = False

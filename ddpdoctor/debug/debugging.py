@@ -233,7 +233,12 @@ class Debugging:
 
     def _write_file(self, ports: dict[int, int]) -> None:
         try:
-            self._editor.write(self._ports.host, ports)
+            fresh = self._editor.write(self._ports.host, ports)
+            if fresh:
+                self._speaker.note(
+                    f"wrote {relative(fresh)}, for F5 in VS Code; --no-vscode, or no-vscode = true "
+                    "under [tool.ddpdoctor] in pyproject.toml, switches this off for good"
+                )
         except DoctorError as error:
             self._speaker.note(f"launch.json is left as it is: {error}")
 

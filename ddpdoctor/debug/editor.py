@@ -14,6 +14,7 @@ from ddpdoctor.core.job import OwnOptions
 from ddpdoctor.debug.debug_ports import reachable
 from ddpdoctor.debug.vscode import launch_json
 from ddpdoctor.debug.vscode.files import FOLDER, current_directory, edit, find_workspace, locked
+from ddpdoctor.debug.vscode.owned import PREFIX
 from ddpdoctor.run import rundir
 
 
@@ -70,29 +71,35 @@ class Editor:
             # Without a place to say so, the names are the plain ones.
             return
 
-    def write(self, host: str, ports: dict[int, int]) -> None:
+    def write(self, host: str, ports: dict[int, int]) -> str:
         """Make launch.json hold the configurations of these ranks.
 
         Args:
             host: Where the ports are.
             ports: Port by global rank.
 
+        Returns:
+            The file, if it was not there or held none of ddpdoctor's; else nothing.
+
         Raises:
             DoctorError: The file cannot be changed; it was left as it is.
         """
         if self.workspace is None:
-            return
+            return ""
         points = [
             launch_json.AttachPoint(rank, reachable(host), port)
             for rank, port in sorted(ports.items())
         ]
         others = {claim["label"] for claim in _claims(self.workspace)} - {self.label}
+        text = _text(self.workspace)
         if self._tracked and self._before is None:
-            self._before = _text(self.workspace)
+            self._before = text
         launch_json.update(
             self.workspace, points, label=self.label, others=others, mappings=self._mappings
         )
         self._after = _text(self.workspace)
+        fresh = text is None or PREFIX not in text
+        return str(self.workspace / FOLDER / launch_json.FILE) if fresh else ""
 
     def restore(self) -> None:
         """Put back a launch.json that git tracks: a run leaves nothing to commit.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.options import Given, Parser, Value, seconds, text
+from ddpdoctor.core.selection import ALL, CODES, Selection
 from ddpdoctor.core.torchrun import known_options
 from ddpdoctor.preflight.check import Check
 from ddpdoctor.preflight.place import places
@@ -37,6 +38,8 @@ Options:
   --checkpoint-dir D  Where the job writes its checkpoints.
   --only A,B          These checks alone.
   --skip A,B          All but these.
+  --select CODES      As --only, by codes or how they begin, such as DDP05.
+  --ignore CODES      As --skip, by codes or how they begin.
   --list              List the checks.
   --json              Print one JSON object in place of the table.
   --timeout SECONDS   Most seconds for everything; more of it gives every stage
@@ -56,6 +59,8 @@ be tested (4, 5, 6); 3 the command line is wrong.
     {
         **dict.fromkeys((*_PLACED, "--checkpoint-dir", "--skip"), _ANY),
         "--only": text("the name of a check"),
+        "--select": CODES,
+        "--ignore": CODES,
         "--timeout": seconds(1, 3600),
         "--soak": seconds(0.01, 1440),
     },
@@ -70,6 +75,7 @@ class Arguments:
     options: Options = field(default_factory=Options)
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
+    selection: Selection = ALL
     list: bool = False
     json: bool = False
     help: bool = False
@@ -96,6 +102,7 @@ def parse(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Argu
         options=_options(values, given, environ),
         only=_names(given.get("--only", "")),
         skip=_names(given.get("--skip", "")),
+        selection=Selection.given(given),
         list="--list" in given,
         json="--json" in given,
         help=given.help,
@@ -125,10 +132,12 @@ def choose(asked: Arguments, checks: Mapping[str, Check]) -> list[Check]:
     chosen = [
         check
         for name, check in checks.items()
-        if (name in only if only else several or check.scope == "machine") and name not in skip
+        if (name in only if only else several or check.scope == "machine")
+        and name not in skip
+        and check.code in asked.selection
     ]
     if not chosen:
-        raise DoctorError("no check is left to run", "name fewer with --skip")
+        raise DoctorError("no check is left to run", "name fewer with --skip or --ignore")
     return chosen
 
 

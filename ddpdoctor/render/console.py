@@ -22,6 +22,9 @@ _STYLE = {
     Severity.INFO: "bold cyan",
 }
 _MAX_FRAMES = 6
+_UNBOUNDED = 1 << 20
+"""Columns of what has none."""
+
 _FRAME = re.compile(r'^\s*File "(?P<path>[^"]+)", line (?P<line>\d+)(?:,? in (?P<name>.*))?$')
 _CAUSE = (
     "The above exception was the direct cause",
@@ -33,7 +36,7 @@ def render(
     finding: Finding,
     *,
     colour: bool,
-    width: int,
+    width: int | None,
     written: float | None = None,
     kept: Path | None = None,
 ) -> str:
@@ -42,7 +45,7 @@ def render(
     Args:
         finding: What to say.
         colour: Whether to use ANSI colours.
-        width: Columns to wrap at.
+        width: Columns to wrap at; None: nothing is wrapped, as in a pipe.
         written: Unix seconds; a source file that was written after it is not shown, unless the
             traceback has the same line. None: files are as the job read them.
         kept: The file that has the whole traceback, if one has.
@@ -53,7 +56,7 @@ def render(
         force_terminal=colour,
         no_color=not colour,
         color_system="standard" if colour else None,
-        width=width,
+        width=width or _UNBOUNDED,
         highlight=False,
         emoji=False,
         markup=False,
@@ -64,7 +67,7 @@ def render(
     head.append(finding.severity.label, style)
     head.append(f" {shown(finding.code)}: ", "bold")
     head.append(shown(finding.message), "bold")
-    console.print(head)
+    _wrapped(console, head, console.width)
     if finding.location is not None:
         _code_frame(console, finding, finding.location, style, written)
     for frame in calls(finding):
@@ -83,11 +86,18 @@ def render(
 
 def _bullet(console: Console, label: str, text: str, style: str = "") -> None:
     indent = " " * 12
-    lines = Text(shown(text, "\n\t")).wrap(console, max(20, console.width - len(indent)))
-    for number, line in enumerate(lines):
-        lead = Text(f"  {label:<10}" if number == 0 else indent, style)
+    lead = Text(f"  {label:<10}", style)
+    _wrapped(console, Text(shown(text, "\n\t")), max(20, console.width - len(indent)), lead, indent)
+
+
+def _wrapped(
+    console: Console, text: Text, room: int, lead: Text | None = None, indent: str = ""
+) -> None:
+    """A text in lines of at most ``room`` columns; a longer word, such as a path, stays whole."""
+    for number, line in enumerate(text.wrap(console, room, overflow="ignore")):
         line.rstrip()
-        console.print(lead + line, soft_wrap=True)
+        first = lead if number == 0 and lead is not None else Text(indent)
+        console.print(first + line, soft_wrap=True)
 
 
 def written_before(run: Run) -> float:

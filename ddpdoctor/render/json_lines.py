@@ -1,21 +1,32 @@
-"""Findings as JSON lines, for machines."""
+"""Findings as JSON lines, for machines; ``docs/findings.schema.json`` is their schema."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from ddpdoctor.core.control_characters import json_text
 from ddpdoctor.core.finding import Finding, to_record
-from ddpdoctor.run.reported import Withdrawn
+from ddpdoctor.run.records.supervisor import FindingRecord
+from ddpdoctor.run.reported import Withdrawn, from_journal
+from ddpdoctor.run.snapshot import Run
+
+FORMAT = 1
+"""Goes up when a line means something else; new keys may come without."""
 
 
-def line(finding: Finding) -> str:
+def line(finding: Finding, head: dict[str, Any]) -> str:
     """One finding as one line: ``code, severity, message, ranks, location, evidence, fix``.
 
     ``location`` is ``{"path": ..., "line": ...}`` or null.
+
+    Args:
+        finding: The finding.
+        head: What comes first, see :func:`head`.
     """
-    return json_text(to_record(finding))
+    return json_text({**head, **to_record(finding)})
 
 
-def retraction(withdrawn: Withdrawn) -> str:
+def retraction(withdrawn: Withdrawn, head: dict[str, Any]) -> str:
     """What stands no more, as one line: ``retracts, code, ranks, why, by, reason``.
 
     ``retracts`` is the number of the line that it is about, from 1; ``why`` is ``explained``,
@@ -24,6 +35,7 @@ def retraction(withdrawn: Withdrawn) -> str:
     reported = withdrawn.reported
     return json_text(
         {
+            **head,
             "retracts": reported.number,
             "code": reported.finding.code,
             "ranks": list(reported.finding.ranks),
@@ -32,3 +44,33 @@ def retraction(withdrawn: Withdrawn) -> str:
             "reason": withdrawn.reason,
         }
     )
+
+
+def head(run: Run | None = None) -> dict[str, Any]:
+    """What each line begins with: ``format, time, run, step``.
+
+    ``time`` is in Unix seconds, when it was said; ``run`` the run's id; ``step`` how far the ranks
+    were then. All but the format are null where they are not known, as in a log.
+    """
+    if run is None:
+        return {"format": FORMAT, "time": None, "run": None, "step": None}
+    return {
+        "format": FORMAT,
+        "time": round(run.taken / 1e9, 3) if run.taken else None,
+        "run": str(run.manifest.get("id") or run.path.name),
+        "step": run.step,
+    }
+
+
+def head_of(finding: Finding, run: Run) -> dict[str, Any]:
+    """The same of a finding of a run that may be over: as it was said while the run lived."""
+    time = step = None
+    for record in run.supervisor.of(FindingRecord):
+        said = from_journal(record)
+        if said is not None and (said.code, said.ranks, said.location) == _same(finding):
+            time, step = round(record.time / 1e9, 3), record.step
+    return {**head(run), "time": time, "step": step}
+
+
+def _same(finding: Finding) -> tuple[object, ...]:
+    return finding.code, finding.ranks, finding.location

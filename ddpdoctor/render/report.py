@@ -6,13 +6,16 @@ import os
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 from ddpdoctor.core.control_characters import shown
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.faults import Faults
 from ddpdoctor.core.finding import RULES, Finding, examine
 from ddpdoctor.core.job import OwnOptions
+from ddpdoctor.core.working_directory import relative
 from ddpdoctor.render import summary, terminal
+from ddpdoctor.run import rundir
 from ddpdoctor.run.reported import Event, FindingLog, Reported, Withdrawn, in_words
 from ddpdoctor.run.snapshot import Run
 
@@ -24,7 +27,7 @@ class Reporter:
 
     Args:
         say: Writes text between the job's lines.
-        options: ``quiet``, ``json`` and ``output`` are used.
+        options: ``quiet``, ``json``, ``output`` and ``selection`` are used.
         keep: Puts the whole text of a finding's traceback into the run directory, and says where.
 
     Raises:
@@ -42,6 +45,8 @@ class Reporter:
         self._quiet = options.quiet
         self._json = options.json
         self._output = options.output
+        self._selection = options.selection
+        self._ignored = 0
         self._log = FindingLog()
         self._found: list[Finding] = []
         self._news: list[Event] = []
@@ -58,7 +63,7 @@ class Reporter:
 
     @property
     def found(self) -> list[Finding]:
-        """What the last examination found."""
+        """What the last examination found, selected or not."""
         return self._found
 
     @property
@@ -86,6 +91,11 @@ class Reporter:
             self._warned = True
             self._say(_lines(f"warning: {text}"))
 
+    def begin(self) -> None:
+        """The job is about to start, and will be watched."""
+        if terminal.width(2) is not None:
+            self.note("watch it: `ddpdoctor top` in another terminal")
+
     def examine(self, run: Run) -> None:
         """Run the rules and say what is new, and what stands no more."""
         import ddpdoctor.rules  # noqa: F401 (registers the rules; not before they are needed)
@@ -98,7 +108,9 @@ class Reporter:
         self.faults.failed(failed)
         # What a rule found before it failed still stands.
         unread = [code for code in RULES if code in self.faults]
-        self._news = self._log.take(self._found, run, unread=unread)
+        selected = self._selection.of(self._found)
+        self._ignored = len(self._found) - len(selected)
+        self._news = self._log.take(selected, run, unread=unread)
         for event in self._news:
             if isinstance(event, Reported):
                 self._tell_guarded(run, event.finding)
@@ -113,32 +125,32 @@ class Reporter:
             self._say(_lines(f"{finding.severity.label} {finding.code}: {finding.message}"))
 
     def _withdraw(self, run: Run, withdrawn: Withdrawn) -> None:
-        from ddpdoctor.render import json_lines, problems
+        from ddpdoctor.render import json_lines
 
-        if self._output == "problems":
-            self._say(problems.retraction(withdrawn, script(run)) + "\n")
+        one = single_lines(self._output)
+        if one is not None:
+            self._say(one.retraction(withdrawn, script(run)) + "\n")
         else:
             self._say(_lines(in_words(withdrawn)))
-        self._write_json(json_lines.retraction(withdrawn))
+        self._write_json(json_lines.retraction(withdrawn, json_lines.head(run)))
 
     def _tell(self, run: Run, finding: Finding) -> None:
-        from ddpdoctor.render import console, json_lines, problems
+        from ddpdoctor.render import console, json_lines
 
-        if self._output == "problems":
-            self._say(problems.line(finding, script(run)) + "\n")
-            self._write_json(json_lines.line(finding))
+        self._write_json(json_lines.line(finding, json_lines.head(run)))
+        one = single_lines(self._output)
+        if one is not None:
+            self._say(one.line(finding, script(run)) + "\n")
             return
-        colour = terminal.wants_colour()
-        width = (terminal.width(2) or 100) - len(PREFIX)
+        width = terminal.width(2)
         text = console.render(
             finding,
-            colour=colour,
-            width=width,
+            colour=terminal.wants_colour(),
+            width=None if width is None else width - len(PREFIX),
             written=console.written_before(run),
             kept=self._keep(run, finding) if self._keep is not None else None,
         )
         self._say("".join(f"{PREFIX}{line}\n" for line in text.splitlines()))
-        self._write_json(json_lines.line(finding))
 
     def _write_json(self, line: str) -> None:
         if self._json is not None:
@@ -154,7 +166,20 @@ class Reporter:
             return
         for line in self.faults.guarded("the summary", lambda: list(summary.lines(run))) or ():
             self.note(line)
-        self.note(f"{summary.count(self.current)}; records in {run.path}")
+        self.note(f"{summary.count(self.current, self._ignored)}; records in {run.path}")
+        if terminal.width(2) is not None:
+            own = run.path.parent == rundir.base_directory()
+            name = run.path.name if own else relative(str(run.path))
+            self.note(f"see it again: `ddpdoctor report {name}`")
+
+
+def single_lines(output: str) -> ModuleType | None:
+    """The module that words a finding as one line, of a format of ``--output``; None for text."""
+    if output == "text":
+        return None
+    from ddpdoctor.render import github, problems
+
+    return {"problems": problems, "github": github}[output]
 
 
 def script(run: Run) -> str:
@@ -169,5 +194,10 @@ def _lines(text: str) -> str:
     """A sentence of ours, wrapped if it goes to a terminal."""
     width = terminal.width(2)
     text = shown(text)
-    rows = textwrap.wrap(text, width - len(PREFIX)) if width else [text]
+    rows = [text]
+    if width:
+        # As findings: a path, or another long word, stays whole.
+        rows = textwrap.wrap(
+            text, width - len(PREFIX), break_long_words=False, break_on_hyphens=False
+        )
     return "".join(f"{PREFIX}{row}\n" for row in rows)

@@ -53,15 +53,15 @@ def _attempts(run: Run) -> Iterator[str]:
         yield f"attempt {restart + 1}: {text}{why}"
 
 
-def count(current: Sequence[Finding]) -> str:
-    """How many findings there are: ``findings: 1 error, 2 warnings``."""
+def count(current: Sequence[Finding], ignored: int = 0) -> str:
+    """How many findings there are: ``findings: 1 error, 2 warnings``, and how many are ignored."""
     counts = Counter(finding.severity.label for finding in current)
     said = ", ".join(
         f"{counts[label]} info" if label == "info" else units.count(counts[label], label)
         for label in ("error", "warning", "info")
         if counts[label]
     )
-    return f"findings: {said or 'none'}"
+    return f"findings: {said or 'none'}{f' ({ignored} ignored)' if ignored else ''}"
 
 
 def _size(run: Run) -> str:

@@ -30,11 +30,13 @@ class Reported:
         number: Its place among all that was reported and withdrawn, from 1.
         finding: The finding.
         restart: In which attempt of the job.
+        step: How far the ranks were, if that is known.
     """
 
     number: int
     finding: Finding
     restart: int
+    step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class FindingLog:
             events.append(Withdrawn(self._number, entry.reported, *verdict))
         for identity, finding in there.items():
             self._number += 1
-            reported = Reported(self._number, finding, run.restarts[-1])
+            reported = Reported(self._number, finding, run.restarts[-1], run.step)
             self._entries[identity] = _Entry(reported, finding)
             events.append(reported)
         return events
@@ -229,6 +231,7 @@ def to_journal(event: Event, time: int) -> FindingRecord | RetractionRecord:
             time=time,
             restart=event.restart,
             number=event.number,
+            step=event.step,
             code=finding.code,
             severity=finding.severity.label,
             message=finding.message,

@@ -224,6 +224,12 @@ class Run:
         return max((rank.opened.world_size for rank in self.last), default=0)
 
     @property
+    def step(self) -> int | None:
+        """How far the ranks of the last attempt are; None if none is known."""
+        steps = (rank.status.step for rank in self.last if rank.status is not None)
+        return max(steps, default=None)
+
+    @property
     def exit_status(self) -> int | None:
         """The job's exit status (negative: a signal's number), None while it runs or if unknown."""
         statuses = (job.status for job in self.supervisor.of(JobRecord))

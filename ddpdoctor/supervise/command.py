@@ -13,6 +13,7 @@ from pathlib import Path
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import Command, OwnOptions
 from ddpdoctor.core.options import Given, Passed
+from ddpdoctor.core.selection import Selection
 from ddpdoctor.core.torchrun import read_options
 from ddpdoctor.supervise.command_line import PARSER
 from ddpdoctor.system.gpu.visible import visible
@@ -45,7 +46,10 @@ def build(words: Sequence[str], environ: Mapping[str, str]) -> Command | None:
     given = PARSER.read(words, {})
     if given.help:
         return None
-    own = OwnOptions(**given.fields())
+    fields = given.fields()
+    for name in ("select", "ignore"):
+        fields.pop(name, None)
+    own = OwnOptions(**fields, selection=Selection.given(given))
     _check_own(own)
     if not given.rest:
         raise DoctorError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ddpdoctor.core import options
 from ddpdoctor.core.options import Parser
+from ddpdoctor.core.selection import CODES
 
 PARSER = Parser(
     "run",
@@ -22,8 +23,15 @@ Options of ddpdoctor:
   --strict          Exit with status 3 if the job succeeded but an error-level
                     finding remains.
   --json FILE       Write each finding to FILE as a line of JSON.
-  --output FORMAT   text, or problems: findings as lines that an editor's problem
-                    matcher understands (path:line:col: severity CODE message).
+  --output FORMAT   text; problems: findings as lines that an editor's problem
+                    matcher understands (path:line:col: severity CODE message);
+                    github: as annotations of GitHub Actions.
+  --select CODES    Report these findings alone: codes, or how they begin, such
+                    as DDP4,DDP901.
+  --ignore CODES    Do not report these.
+  --notify URL|CMD  Send findings at error level, hangs, crashes and the end of
+                    the job to a webhook (such as Slack's), or to a command's
+                    standard input, as JSON; may be given more than once.
   --grace SECONDS   Time the job has to end after SIGINT, SIGTERM or SIGHUP
                     [default: 30].
   --hang-after SECONDS
@@ -72,6 +80,9 @@ Exit status: the job's own; 2 for bad input; 3 with --strict and 4 with
     {
         "--json": options.FILE,
         "--output": options.OUTPUT,
+        "--select": CODES,
+        "--ignore": CODES,
+        "--notify": options.NOTIFY,
         "--grace": options.seconds(),
         "--hang-after": options.seconds(1),
         "--run-dir": options.DIRECTORY,

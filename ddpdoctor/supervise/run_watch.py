@@ -26,6 +26,7 @@ from ddpdoctor.supervise.gpu_poll import GpuPoll
 from ddpdoctor.supervise.gpu_watch import GpuWatch
 from ddpdoctor.supervise.hangs.watch import HangWatch
 from ddpdoctor.supervise.keepers import Keepers
+from ddpdoctor.supervise.notify import Notifications
 from ddpdoctor.supervise.passthrough import Passthrough
 from ddpdoctor.supervise.ranks import RankWatch
 from ddpdoctor.supervise.showing import Showing
@@ -46,6 +47,7 @@ KILL_GRACE = 5.0
 
 _DEBUGGER, _DEBUGGER_END = "the debugger", "the end of the debugger"
 _RANKS, _HANGS, _SHOWING = "the rank watch", "the hang watch", "the monitor's files"
+_NOTIFY = "the notifications"
 
 
 class RunWatch:
@@ -87,6 +89,7 @@ class RunWatch:
         self._reader: RunReader | None = None
         self._journal: Journal | None = None
         self._lock: rundir.Lock | None = None
+        self.notifications = Notifications(command, reporter.say)
         self._hangs: HangWatch | None = None
         self._watches: dict[str, Suspicions | Stragglers | HangWatch | Vitals] = {}
         self.killed = False
@@ -258,6 +261,7 @@ class RunWatch:
         if self._showing is not None:
             news = partial(self._showing.news, self._reporter.news)
             self._guarded(_SHOWING, self._note, news)
+        self._guarded(_NOTIFY, self.notifications.news, run, self._reporter.news)
         self._guarded(_HANGS, self._end_hung_job)
 
     def _end_hung_job(self) -> None:
@@ -333,10 +337,11 @@ class RunWatch:
             self._examine(run)
         return run
 
-    def summarize(self, run: Run | None) -> None:
-        """Print how the run ended."""
+    def summarize(self, run: Run | None, status: int) -> None:
+        """Print how the run ended, and send it."""
         if run is not None:
             self._guarded("the summary", self._reporter.summary, run)
+        self._guarded(_NOTIFY, self.notifications.end, run, status, self._reporter.current)
         self._note(self._faults)
 
     def close(self) -> None:

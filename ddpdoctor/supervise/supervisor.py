@@ -143,7 +143,7 @@ class Supervisor:
         run = self._watch.end(status, lambda: select.select(self._watch.descriptors, [], [], 0)[0])
         findings = self._reporter.current
         self._sweep()
-        self._watch.summarize(run)
+        self._watch.summarize(run, status)
         # Whoever was asked to end ends, even if its stderr is not read any more.
         self._passthrough.finish(1.0 if self._signals.received else None)
         if self._watch.killed:
@@ -166,7 +166,7 @@ class Supervisor:
         return processes.Job(
             self._run_id,
             ancestors=self._keepers.parents | {os.getpid()},
-            spared=self._keepers.pids,
+            spared=self._keepers.pids | self._watch.notifications.pids,
         )
 
     def _sweep(self) -> None:

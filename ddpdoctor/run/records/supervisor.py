@@ -272,6 +272,8 @@ class FindingRecord(Record):
     restart: int
     number: int | None
     """Its place among all that was reported and withdrawn."""
+    step: int | None = None
+    """How far the ranks were."""
     code: str
     severity: str
     message: str
