@@ -1,4 +1,4 @@
-"""The command table. A command is imported only when it is called, so ``--help`` costs nothing."""
+"""Calls a command by its name; it is imported only then, so ``--help`` costs nothing."""
 
 from __future__ import annotations
 
@@ -11,21 +11,9 @@ from collections.abc import Sequence
 
 from ddpdoctor import __version__
 from ddpdoctor.core import working_directory
+from ddpdoctor.core.commands import COMMANDS
 from ddpdoctor.core.control_characters import shown
 from ddpdoctor.core.errors import DoctorError
-
-COMMANDS = {
-    "run": "Start a distributed job, watch it, and report what is wrong.",
-    "check": "Check before a job starts whether it can run here, and between nodes.",
-    "top": "Watch a live run: which rank is slow, where, and what its GPU does.",
-    "scale": "Run a job at several sizes, and say what keeps it from scaling.",
-    "attach": "Show where a debugger attaches to the ranks of live runs.",
-    "stacks": "Show where the ranks of a live run are in the code, merged into one tree.",
-    "vscode": "Write VS Code's launch.json and tasks.json for a job.",
-    "report": "Show a finished run (text, HTML, trace), or diagnose a plain log.",
-    "runs": "List your runs: status, age, size, verdict; remove old ones.",
-    "explain": "Explain a finding by its code or name.",
-}
 
 HELP = """\
 Usage: ddpdoctor COMMAND [ARGS...]
@@ -87,7 +75,7 @@ def _drop_output() -> None:
 
 def _dispatch(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
-        commands = "\n".join(f"  {name:<10}{summary}" for name, summary in COMMANDS.items())
+        commands = "\n".join(f"  {name:<12}{summary}" for name, summary in COMMANDS.items())
         sys.stdout.write(HELP.format(commands=commands))
         return 0
     if words[0] == "--version":

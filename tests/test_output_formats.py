@@ -15,6 +15,7 @@ from ddpdoctor.core.options import Parser
 from ddpdoctor.core.selection import CODES, Selection
 from ddpdoctor.render import console, github, json_lines
 from ddpdoctor.render.report import Reporter
+from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.reported import Reported, Withdrawn
 from ddpdoctor.supervise import command
 from tests.conftest import ROOT, Doctor
@@ -67,9 +68,12 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
 
 def test_lines_of_json_are_of_the_schema(written: Written) -> None:
     written.rank(0, [])
-    run = written.run()
+    (written.path / "run.json").write_text(
+        json.dumps({"format": 1, "id": "20261122-140203-9f31c2"})
+    )
+    run = RunReader(written.path).snapshot()
     head = json_lines.head(run)
-    assert head["run"] == str(run.manifest.get("id") or run.path.name)
+    assert head["run"] == "20261122-140203-9f31c2"
     gone = Withdrawn(2, Reported(1, FOUND, 0), "over", "it has recovered")
     for line in (
         json_lines.line(FOUND, head),

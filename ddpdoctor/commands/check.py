@@ -17,6 +17,7 @@ from ddpdoctor.core import working_directory
 from ddpdoctor.core.control_characters import shown
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.preflight import arguments
+from ddpdoctor.preflight.arguments import PARSER
 from ddpdoctor.preflight.check import CHECKS, Check, Outcome, Status, run_checks
 from ddpdoctor.preflight.deadline import Deadline
 from ddpdoctor.preflight.machine import orphans
@@ -46,7 +47,7 @@ def main(words: Sequence[str]) -> int:
     except DoctorError as error:
         raise DoctorError(error.message, error.hint, status=WRONG_USAGE) from None
     if asked.help:
-        sys.stdout.write(arguments.PARSER.help)
+        sys.stdout.write(PARSER.help)
         return 0
     if asked.list:
         _list(chosen)

@@ -77,7 +77,11 @@ def main(words: Sequence[str]) -> int:
     here = files.current_directory()
     workspace = files.find_workspace(here, given.get("--workspace"))
     if "--remove" in given:
-        if given.passed or given.rest or set(given.options) - {"--workspace", "--remove"}:
+        if (
+            given.passed
+            or given.rest
+            or set(given.options) - given.configured - {"--workspace", "--remove"}
+        ):
             raise DoctorError("--remove goes with no other option than --workspace")
         _remove(workspace)
     else:

@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from ddpdoctor.core.config import configured
 from ddpdoctor.core.errors import USAGE, DoctorError
 from ddpdoctor.core.ranks import rank_set
 from ddpdoctor.core.torchrun import TorchrunOptions, read_options
 
 _DECLARED = re.compile(r"^  (?:-\w, )?(--[\w-]+)", re.MULTILINE)
+_METAVAR = re.compile(r" (\S+)")
 _NUMBER = re.compile(r"-$|-\d+$|-\d*\.\d+$")
 
 
@@ -32,6 +34,8 @@ class Value(NamedTuple):
     """Each further one adds a value; else the last one counts."""
     omitted: Any = None
     """What the option means without a value, where it may be left out."""
+    choices: tuple[str, ...] = ()
+    """All that can be typed, where that is a few words."""
 
 
 @dataclass
@@ -47,6 +51,8 @@ class Given:
     separator: bool = False
     """Whether ``--`` stood before the rest, or in it."""
     help: bool = False
+    configured: set[str] = field(default_factory=set)
+    """The options that a file sets, see :mod:`ddpdoctor.core.config`."""
 
     def __contains__(self, name: str) -> bool:
         return name in self.options
@@ -86,6 +92,16 @@ class Passed(NamedTuple):
     value: str | None = None
 
 
+class Described(NamedTuple):
+    """An option as its help text has it."""
+
+    name: str
+    metavar: str
+    """What it takes, in brackets if that may be left out; empty for a flag."""
+    text: str
+    choices: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class Parser:
     """The command line of a command.
@@ -108,6 +124,21 @@ class Parser:
     def options(self) -> dict[str, Value | None]:
         """What each option takes, by name; None for a flag."""
         return {name: self.values.get(name) for name in _DECLARED.findall(self.help)}
+
+    @cached_property
+    def described(self) -> list[Described]:
+        """The options in the order of the help text."""
+        found = []
+        for lead in _DECLARED.finditer(self.help):
+            name, line = lead[1], self.help[lead.end() :]
+            value = self.values.get(name)
+            # Up to the next option, or to a line that stands at the left.
+            line = re.split(r"\n(?! {6,}\S)", line, maxsplit=1)[0]
+            metavar = _METAVAR.match(line) if value is not None else None
+            text = " ".join(line[metavar.end() if metavar else 0 :].split())
+            choices = value.choices if value is not None else ()
+            found.append(Described(name, metavar[1] if metavar else "", text, choices))
+        return found
 
     def read(
         self,
@@ -140,6 +171,11 @@ class Parser:
                 given.help = True
             else:
                 self._option(given, word, queue, others, torchrun)
+        if self.options and not given.help:
+            for name, value in configured(self).items():
+                if name not in given.options:
+                    given.options[name] = value
+                    given.configured.add(name)
         return given
 
     def _option(
@@ -207,7 +243,7 @@ class Parser:
                 raise self.wrong(f"option {name} takes no value")
             given.options[name] = True
             return
-        convert, wanted, repeated, omitted = value
+        convert, wanted, repeated, omitted, _ = value
         if not equals and omitted is not None and not (queue and _fits(convert, queue[0])):
             given.options[name] = omitted
             return
@@ -310,7 +346,7 @@ def percent() -> Value:
 
 def one_of(*words: str) -> Value:
     """One of some words."""
-    return Value(lambda text: _checked(text in words, text), " or ".join(words))
+    return Value(lambda text: _checked(text in words, text), " or ".join(words), choices=words)
 
 
 def text(wanted: str) -> Value:

@@ -237,7 +237,7 @@ class Debugging:
             if fresh:
                 self._speaker.note(
                     f"wrote {relative(fresh)}, for F5 in VS Code; --no-vscode, or no-vscode = true "
-                    "under [tool.ddpdoctor] in pyproject.toml, switches this off for good"
+                    "under [tool.ddpdoctor.run] in pyproject.toml, switches this off for good"
                 )
         except DoctorError as error:
             self._speaker.note(f"launch.json is left as it is: {error}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -94,10 +95,23 @@ def _wrapped(
     console: Console, text: Text, room: int, lead: Text | None = None, indent: str = ""
 ) -> None:
     """A text in lines of at most ``room`` columns; a longer word, such as a path, stays whole."""
-    for number, line in enumerate(text.wrap(console, room, overflow="ignore")):
+    for number, line in enumerate(_folded(text, room)):
         line.rstrip()
         first = lead if number == 0 and lead is not None else Text(indent)
         console.print(first + line, soft_wrap=True)
+
+
+def _folded(text: Text, room: int) -> Iterator[Text]:
+    """Not rich's own: its lines either split long words or are cut."""
+    for paragraph in text.split("\n", allow_blank=True):
+        line, *words = paragraph.split(" ", allow_blank=True)
+        for word in words:
+            if line.cell_len + 1 + word.cell_len > room:
+                yield line
+                line = word
+            else:
+                line = line + " " + word
+        yield line
 
 
 def written_before(run: Run) -> float:

@@ -1,0 +1,17 @@
+"""The commands, each with its line of help: what is typed, configured, completed and explained."""
+
+from __future__ import annotations
+
+COMMANDS = {
+    "run": "Start a distributed job, watch it, and report what is wrong.",
+    "check": "Check before a job starts whether it can run here, and between nodes.",
+    "top": "Watch a live run: which rank is slow, where, and what its GPU does.",
+    "scale": "Run a job at several sizes, and say what keeps it from scaling.",
+    "attach": "Show where a debugger attaches to the ranks of live runs.",
+    "stacks": "Show where the ranks of a live run are in the code, merged into one tree.",
+    "vscode": "Write VS Code's launch.json and tasks.json for a job.",
+    "report": "Show a finished run (text, HTML, trace), or diagnose a plain log.",
+    "runs": "List your runs: status, age, size, verdict; remove old ones.",
+    "explain": "Explain a finding by its code or name.",
+    "completion": "Print the script by which a shell completes commands and options.",
+}
