@@ -28,7 +28,13 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> Result:
     script = doctor.directory / "train.py"
     script.write_text(Path(TRAIN).read_text())
     result = doctor.run(
-        "--json", str(doctor.directory / "found"), *TWO, str(script), "--fail", "exception"
+        "--no-vscode",
+        "--json",
+        str(doctor.directory / "found"),
+        *TWO,
+        str(script),
+        "--fail",
+        "exception",
     )
     assert not marked(token)
     return result

@@ -314,7 +314,7 @@ def directory(tmp_path: Path, *snapshots: tuple[list[Finding], Run]) -> Path:
     said, shows = FindingLog(), Showing(tmp_path, Passthrough.__new__(Passthrough))
     journal = Journal(str(tmp_path / "supervisor.jsonl"), 1 << 20)
     for found, at in snapshots:
-        journal.write(list(shows.news(said.take(found, at))))
+        journal.write(list(shows.news(said.take(found, at), 9)))
     journal.write([JobRecord(time=9, status=0)])
     journal.close()
     return tmp_path

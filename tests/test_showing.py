@@ -65,7 +65,7 @@ def test_what_is_said_and_withdrawn_is_written(tmp_path: Path) -> None:
     shows = Showing(tmp_path, Written())
     told = Reported(1, FOUND, 0)
     over = Withdrawn(2, told, "over", "the newest steps do not show it")
-    first, second = shows.news([told, over])
+    first, second = shows.news([told, over], 7)
     assert isinstance(first, FindingRecord)
     assert (first.code, first.number) == ("DDP610", 1)
     found = from_journal(first)
@@ -73,7 +73,7 @@ def test_what_is_said_and_withdrawn_is_written(tmp_path: Path) -> None:
     assert to_record(found) == to_record(FOUND)
     assert isinstance(second, RetractionRecord)
     assert (second.retracts, second.why) == (1, "over")
-    assert list(shows.news([])) == []
+    assert list(shows.news([], 7)) == []
 
 
 def test_the_last_of_stderr_is_shown_where_it_is_new(

@@ -259,7 +259,7 @@ class RunWatch:
     def _examine(self, run: Run) -> None:
         self._guarded("the rules", self._reporter.examine, run)
         if self._showing is not None:
-            news = partial(self._showing.news, self._reporter.news)
+            news = partial(self._showing.news, self._reporter.news, run.taken)
             self._guarded(_SHOWING, self._note, news)
         self._guarded(_NOTIFY, self.notifications.news, run, self._reporter.news)
         self._guarded(_HANGS, self._end_hung_job)

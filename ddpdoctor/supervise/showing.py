@@ -43,9 +43,9 @@ class Showing:
         with contextlib.suppress(OSError):
             rundir.put(self._file, self._passthrough.last(SHOWN))
 
-    def news(self, events: Iterable[Event]) -> Iterator[Record]:
-        """The journal's records of what was said, and of what was withdrawn."""
-        return (to_journal(each, time.time_ns()) for each in events)
+    def news(self, events: Iterable[Event], taken: int) -> Iterator[Record]:
+        """The journal's records of what was said, and withdrawn, of a snapshot ``taken`` then."""
+        return (to_journal(each, taken) for each in events)
 
     def end(self) -> None:
         """The whole end of stderr is in its own file now."""
