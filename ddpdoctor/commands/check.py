@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
 import signal
 import sys
 import time
@@ -106,7 +105,7 @@ def _to_reader(write: Callable[[], None]) -> None:
 
 def _rows(situation: Situation, names: Sequence[str]) -> Callable[[Outcome], None]:
     """What prints the rows of the table as they are known, in their order."""
-    colour, width = terminal.wants_colour(1), _width()
+    colour, width = terminal.wants_colour(1), terminal.width(1)
     _to_reader(lambda: print(shown(_heading(situation), "\n"), end=""))
     known: dict[str, Outcome] = {}
     left = list(names)
@@ -118,10 +117,6 @@ def _rows(situation: Situation, names: Sequence[str]) -> Callable[[Outcome], Non
             _to_reader(lambda line=line: print(line, end=""))  # type: ignore[misc]
 
     return row
-
-
-def _width() -> int:
-    return min(shutil.get_terminal_size((80, 24)).columns, 100)
 
 
 def _print(
@@ -137,7 +132,7 @@ def _print(
             )
         )
         return
-    colour, width = terminal.wants_colour(1), _width()
+    colour, width = terminal.wants_colour(1), terminal.width(1)
     sys.stdout.write(render.findings(outcomes, colour=colour, width=width))
     print(f"\n{render.summary(outcomes, seconds)}")
     words = open_words(situation, outcomes)

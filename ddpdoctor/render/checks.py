@@ -24,6 +24,8 @@ _NAME = 18
 _WORD = 7
 """Columns of how it ended."""
 
+_UNBOUNDED = 1 << 20
+
 _SHORT = {Status.COULD_NOT_RUN: "unknown"}
 """What the table has no room for."""
 
@@ -31,10 +33,13 @@ _LEAST = 24
 """Columns that the details get at least."""
 
 
-def table(outcomes: Sequence[Outcome], *, colour: bool, width: int) -> str:
-    """A line for each check: its name, how it ended, and what was really tested."""
+def table(outcomes: Sequence[Outcome], *, colour: bool, width: int | None) -> str:
+    """A line for each check: its name, how it ended, and what was really tested.
+
+    Without a width, as in a pipe, nothing is wrapped.
+    """
     lines = []
-    room = max(_LEAST, width - _NAME - _WORD - 2)
+    room = max(_LEAST, width - _NAME - _WORD - 2) if width is not None else _UNBOUNDED
     for outcome in outcomes:
         word = _SHORT.get(outcome.status, outcome.status.value).ljust(_WORD)
         if colour:
@@ -45,7 +50,7 @@ def table(outcomes: Sequence[Outcome], *, colour: bool, width: int) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def findings(outcomes: Sequence[Outcome], *, colour: bool, width: int) -> str:
+def findings(outcomes: Sequence[Outcome], *, colour: bool, width: int | None) -> str:
     """All findings, the worst first, with an empty line before each."""
     found = [finding for outcome in outcomes for finding in outcome.findings]
     found.sort(key=lambda finding: (-finding.severity, finding.code))

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
@@ -104,14 +105,17 @@ def _wrapped(
 def _folded(text: Text, room: int) -> Iterator[Text]:
     """Not rich's own: its lines either split long words or are cut."""
     for paragraph in text.split("\n", allow_blank=True):
-        line, *words = paragraph.split(" ", allow_blank=True)
-        for word in words:
-            if line.cell_len + 1 + word.cell_len > room:
-                yield line
-                line = word
+        cuts: list[int] = []
+        place = used = 0
+        for word in paragraph.plain.split(" "):
+            taken = cell_len(word)
+            if place and used + 1 + taken > room:
+                cuts.append(place)
+                used = taken
             else:
-                line = line + " " + word
-        yield line
+                used += taken + (place > 0)
+            place += len(word) + 1
+        yield from paragraph.divide(cuts)
 
 
 def written_before(run: Run) -> float:
