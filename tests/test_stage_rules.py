@@ -77,6 +77,11 @@ def test_stages_that_lack_cores_are_left_alone(written: Written) -> None:
     assert written.findings(status=0) == []
 
 
+def test_twice_the_time_is_not_sure_among_longer_waits_for_cores(written: Written) -> None:
+    hybrid(written, (493, 1282, 493, 1282), lacks=(376, 1047, 376, 1047))
+    assert written.findings(status=0) == []
+
+
 def test_more_work_is_found_on_a_crowded_machine(written: Written) -> None:
     hybrid(written, (60, 140, 60, 140), lacks=(50, 100, 50, 100))
     (finding,) = written.findings(status=0)
