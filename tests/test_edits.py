@@ -94,7 +94,7 @@ def told() -> list[JsonObject]:
 @pytest.fixture
 def edits(told: list[JsonObject], monkeypatch: pytest.MonkeyPatch) -> Edits:
     """The edits of a rank that has a module and whose clipping is watched."""
-    state = a_rank(told, step=SimpleNamespace(norm=None))
+    state = a_rank(told, light=False, step=SimpleNamespace(norm=None))
     monkeypatch.setattr(rank, "active", state.tracker)
     replicas = Replicas(state)
     ddp = Module()

@@ -149,8 +149,9 @@ def test_every_kind_is_written_and_read() -> None:
         assert read or declared.__name__ in sources[PACKAGE / "run" / "snapshot.py"], kind
 
 
-NEEDLESS = {"fault", "rank_exit", "finding", "retraction"}
-"""Kinds for a person who looks into the journal, or for `ddpdoctor.run` itself."""
+NEEDLESS = {"fault", "rank_exit", "finding", "retraction", "vitals"}
+"""Kinds for a person who looks into the journal, or for `ddpdoctor.run` itself, which gives reports
+the curves of ``vitals``."""
 
 
 def test_segments_are_numbered(tmp_path: Path) -> None:
