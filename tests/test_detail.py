@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import _thread
 import json
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ddpdoctor.probe.observers import detail, steps
 from ddpdoctor.probe.observers.detail import Detail
@@ -14,7 +18,7 @@ from ddpdoctor.probe.observers.steps import StepTracker
 from ddpdoctor.probe.runtime import events
 from ddpdoctor.probe.runtime.budget import Budget
 from ddpdoctor.probe.runtime.events import Observer
-from ddpdoctor.probe.runtime.sites import NOWHERE, Chain, Spot
+from ddpdoctor.probe.runtime.sites import NOWHERE, Chain
 from ddpdoctor.run.snapshot import MOST_EXPANDED, Rank
 from ddpdoctor.run.status import Phase
 from tests.probed import a_rank
@@ -188,17 +192,50 @@ def test_a_hostile_line_stands_for_a_bounded_number_of_steps() -> None:
 # -- call sites
 
 
-def test_a_line_is_found_again_and_another_one_is_told_from_it() -> None:
-    spot = Spot()
+def test_a_line_is_found_again_and_no_other_one_is_taken_for_it() -> None:
+    chain = Chain(1)
     found = []
     for _ in range(3):
-        found.append(spot.site())
+        found.append(chain.sites()[0])
     line = found[0].line
     assert {each.line for each in found} == {line}
-    assert spot.site().line == line + 3
+    assert chain.sites()[0].line == line + 3
 
 
-def test_callers_are_found_again_and_others_are_told_from_them() -> None:
+def _library() -> Callable[[Callable[[], object], list[object]], None]:
+    """A function of torch's, as its file says, that calls another one."""
+    names: dict[str, Any] = {}
+    source = "def through(call, found):\n    found.append(call())\n"
+    exec(compile(source, torch.__file__, "exec"), names)
+    return names["through"]  # type: ignore[no-any-return]
+
+
+def test_a_function_of_the_job_in_place_of_one_of_torch_is_the_line() -> None:
+    chain = Chain(1)
+
+    def mine(call: Callable[[], object], found: list[Any]) -> None:
+        found.append(call())
+
+    found: list[Any] = []
+    for through in (_library(), mine, _library()):
+        through(chain.sites, found)
+    here, inner, again = (each.line for (each,) in found)
+    assert here == again == inner + 4
+
+
+def test_a_line_further_out_is_seen_after_a_call_without_any() -> None:
+    chain, through = Chain(1), _library()
+    found: list[Any] = []
+    # Unlike those of `threading`, such a thread has no frame before its function's.
+    _thread.start_new_thread(through, (chain.sites, found))
+    while not found:
+        time.sleep(0.001)
+    through(chain.sites, found)
+    assert found[0] == (NOWHERE,)
+    assert found[1][0].path == __file__
+
+
+def test_callers_are_found_again_and_no_others_are_taken_for_them() -> None:
     chain = Chain()
 
     def inner() -> tuple[int, ...]:

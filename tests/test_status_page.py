@@ -28,6 +28,7 @@ def test_a_status_page_is_read_back(tmp_path: Path) -> None:
     page.set_site(page_text("/home/user/train.py:17"))
     page.set_collective(page_name("all_reduce"))
     page.set_stage([0, 2])
+    page.set_cost(0.0041)
     status = read_status(str(tmp_path / "page"))
     assert status.pid == os.getpid()
     assert (status.rank, status.world_size, status.local_rank) == (3, 8, 1)
@@ -35,7 +36,7 @@ def test_a_status_page_is_read_back(tmp_path: Path) -> None:
     assert (status.phase, status.since, status.step) == (Phase.BACKWARD, 123, 45)
     assert (status.epoch, status.armed, status.last_total, status.dropped) == (6, 47, 89, 2)
     assert (status.site, status.collective) == ("/home/user/train.py:17", "all_reduce")
-    assert (status.reduced, status.stage) == (46, "0,2")
+    assert (status.reduced, status.stage, status.cost) == (46, "0,2", 0.0041)
     assert not status.unwritten
     page.set_unwritten()
     assert read_status(str(tmp_path / "page")) == status._replace(unwritten=True)

@@ -67,6 +67,7 @@ ranks = st.builds(
     heartbeat=amounts,
     dropped=st.integers(0, 1 << 40),
     rss=sizes,
+    cost=amounts,
     gpu=st.one_of(st.none(), gpus),
     output=st.lists(words, max_size=2).map(tuple),
 )

@@ -74,6 +74,7 @@ def row(rank: int, *, per_node: int = 8, gpus: bool = True, split: bool = True) 
         allocated=40 * GIB if gpus else None,
         reserved=48 * GIB if gpus else None,
         peak=52 * GIB if gpus else None,
+        cost=0.0041,
         gpu=gpu(rank, node) if gpus else None,
         debug_port=5678 + rank,
         output=(f"[rank{rank}]: step 1234 loss 2.31",) if rank < 2 else (),

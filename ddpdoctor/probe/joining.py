@@ -103,6 +103,7 @@ def become(torch: Any) -> None:
         )
     )
     enter(state, torch.compiler.is_compiling)
+    recorder.each_round.append(lambda: page.set_cost(state.budget.taken()))
     stem = os.path.join(run_directory(), rank_stem(rank, restart))
     ring = stem + ".collectives"
     try:

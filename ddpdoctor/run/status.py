@@ -100,6 +100,8 @@ class Status(NamedTuple):
     """UUID of the rank's GPU, without the prefix that NVML gives it; empty if it has none."""
     stage: str = ""
     """The stages of a pipeline that the rank runs, from 0: ``1``, ``0,2``; empty without one."""
+    cost: float | None = None
+    """What ddpdoctor takes of the rank's time, as a part of it, as far as the rank measures it."""
 
 
 _MAGIC = b"DDPDOCT\0"
@@ -124,7 +126,9 @@ _COLLECTIVE_AT, _COLLECTIVE_SIZE = 256, 64
 _COLLECTIVE = struct.Struct(f"{_COLLECTIVE_SIZE}s")
 _SITE_AT, _SITE_SIZE = 320, 688
 _STAGE_AT, _STAGE_SIZE = 1008, 16
-_WHOLE = struct.Struct("<8sIIqiiiiq 8q2Iq 3q 8x4q qq 4q16s")
+_COST = struct.Struct("<q")
+_COST_AT = 152
+_WHOLE = struct.Struct("<8sIIqiiiiq 8q2Iq 3q q4q qq 4q16s")
 """All of them at once, for readers: up to the first text."""
 _PHASES = {int(phase): phase for phase in Phase}
 PAGE_SIZE = 1024
@@ -179,6 +183,10 @@ class StatusPage:
         numbers = (rss, *(allocator or (None, None, None)))
         stored = (0 if number is None else number + 1 for number in numbers)
         _MEMORY.pack_into(self._memory, _MEMORY_AT, *stored)
+
+    def set_cost(self, share: float) -> None:
+        """Store what ddpdoctor takes of the rank's time, as a part of it; 0 if it is not known."""
+        _COST.pack_into(self._memory, _COST_AT, int(share * 1e6))
 
     def set_gpu(self, uuid: str) -> None:
         """Store the UUID of the rank's GPU; one that is none is left out."""
@@ -238,7 +246,7 @@ def parse_status(page: bytes, path: str) -> Status:
     (
         _, _, _, pid, rank, world, local_rank, restart, started,
         number, data, forward, backward, optimizer, other, wait, split, cpu, waited,
-        beat, phase, since, armed, step, epoch, last_total, dropped, reduced,
+        beat, phase, since, armed, cost, step, epoch, last_total, dropped, reduced,
         unwritten, rss, allocated, reserved, peak, gpu,
     ) = _WHOLE.unpack_from(page, 0)  # fmt: skip
     parts = Parts(
@@ -271,6 +279,7 @@ def parse_status(page: bytes, path: str) -> Status:
         peak - 1 if peak > 0 else None,
         _uuid(gpu),
         _text(page, _STAGE_AT, _STAGE_SIZE),
+        cost / 1e6 if cost > 0 else None,
     )
 
 

@@ -207,6 +207,7 @@ class LiveSource:
             allocated=status.allocated,
             reserved=status.reserved,
             peak=status.peak,
+            cost=status.cost,
             gpu=devices.get(status.gpu) if status.gpu else None,
             debug_port=self._events.port(rank),
             output=self._stderr.of(rank, local, here) if wanted else (),

@@ -103,6 +103,8 @@ class RankRow:
     reserved: int | None = None
     peak: int | None = None
     """Bytes of torch's CUDA allocator."""
+    cost: float | None = None
+    """What ddpdoctor takes of its time, as a part of it."""
     gpu: Gpu | None = None
     debug_port: int | None = None
     output: tuple[str, ...] = ()

@@ -63,7 +63,7 @@ class _Timed:
         self.number = 0
 
 
-_spot = sites.Spot()
+_lines = sites.Chain(1)
 _grad_enabled: Callable[[], bool] = bool
 _modules: weakref.WeakKeyDictionary[Any, _Timed] = weakref.WeakKeyDictionary()
 
@@ -242,7 +242,7 @@ def _before(ddp: Any) -> StepTracker | None:
             tracker.evaluating()
             for each in events.evaluation_begins:
                 each(ddp)
-        if not tracker.enter(_FORWARD, _spot.site()):
+        if not tracker.enter(_FORWARD, _lines.sites()[0]):
             return None
         if not tracker.light and not tracker.step.fetched:
             # The caller is DDP's _run_ddp_forward, which holds the inputs.

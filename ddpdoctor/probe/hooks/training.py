@@ -14,11 +14,11 @@ from ddpdoctor.probe.observers import contents, modes, optimizers, readback
 from ddpdoctor.probe.observers.open_step import Backward
 from ddpdoctor.probe.runtime import events, rank, shield, torch_loaders, torch_private, worker_code
 from ddpdoctor.probe.runtime.budget import clock
-from ddpdoctor.probe.runtime.sites import Spot
+from ddpdoctor.probe.runtime.sites import Chain
 from ddpdoctor.probe.runtime.wrapping import after, around, before
 from ddpdoctor.run.status import NO_EPOCH, Phase
 
-_fetches, _backs, _opts = Spot(), Spot(), Spot()
+_fetches, _backs, _opts = Chain(1), Chain(1), Chain(1)
 _DATA, _BACKWARD, _OPTIMIZER = int(Phase.DATA), int(Phase.BACKWARD), int(Phase.OPTIMIZER)
 
 
@@ -40,7 +40,7 @@ def _batch_wanted(iterator: Any) -> Any:
         epoch = getattr(torch_loaders.sampler_of(iterator), "epoch", None)
         iterator._ddpdoctor_epoch = epoch if type(epoch) is int else NO_EPOCH
         worker_code.note(iterator)
-    if not tracker.enter(_DATA, _fetches.site()):
+    if not tracker.enter(_DATA, _fetches.sites()[0]):
         return None
     tracker.fetch(id(iterator), first)
     tracker.epoch = getattr(iterator, "_ddpdoctor_epoch", NO_EPOCH)
@@ -83,7 +83,7 @@ def _backward_begins(tensors: Any, *args: Any, accumulate_grad: bool = False, **
     loss = None
     if not tracker.light and len(tensors) == 1 and tensors[0].numel() == 1:
         loss = readback.loss_reader(unscaled(tensors[0]))
-    site = _backs.site()
+    site = _backs.sites()[0]
     if not tracker.enter(_BACKWARD, site):
         return None
     step = tracker.step
@@ -152,7 +152,7 @@ def _step_begins(optimizer: Any, args: Any, kwargs: Any) -> None:
         return
     began = clock() if tracker.detail.clocked else 0
     try:
-        if tracker.enter(_OPTIMIZER, _opts.site()) and tracker.optimizer_frame is None:
+        if tracker.enter(_OPTIMIZER, _opts.sites()[0]) and tracker.optimizer_frame is None:
             tracker.optimizer_frame = sys._getframe(1)
         for subscriber in events.step_begins:
             subscriber(optimizer)

@@ -88,6 +88,11 @@ class Budget:
         """Let that much more be spent than is earned."""
         self._credit += nanoseconds
 
+    def taken(self) -> float:
+        """What all of it took, as a part of the time so far."""
+        spent, over = self.account()
+        return (spent + self.followed) / max(over, 1)
+
     def account(self) -> tuple[int, int]:
         """Nanoseconds spent so far, and since when they were counted."""
         return self._spent, _now() - self._start

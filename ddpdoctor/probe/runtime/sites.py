@@ -21,7 +21,7 @@ CHAIN = 8
 _codes: list[CodeType] = []
 _is_user: dict[int, bool] = {}
 _sites: dict[tuple[int, int], Site] = {}
-_memos: list[Spot | Chain] = []
+_memos: list[Chain] = []
 
 
 class Place(TypedDict):
@@ -109,93 +109,60 @@ def sites_of(frame: FrameType | None, most: int) -> list[Site]:
     return found
 
 
-class Spot:
-    """Where one hook is called from, found again without a walk up the stack.
-
-    A loop calls a hook through the same functions of torch, from the same instruction, step after
-    step. So it is enough that the frame as far up as last time is at that instruction of that code.
-    """
-
-    __slots__ = ("_at", "_code", "_depth", "_site")
-
-    def __init__(self) -> None:
-        _memos.append(self)
-        self.forget()
-
-    def forget(self) -> None:
-        """Begin again, with a walk."""
-        self._depth = 0
-        self._code: CodeType | None = None
-        self._at = -1
-        self._site = NOWHERE
-
-    def site(self) -> Site:
-        """The innermost user line that led to the caller."""
-        try:
-            frame = _getframe(self._depth)
-        except ValueError:
-            return self._walk()
-        if frame.f_lasti == self._at and frame.f_code is self._code:
-            return self._site
-        return self._walk()
-
-    def _walk(self) -> Site:
-        depth = 0
-        # Above this method's own frame.
-        frame: FrameType | None = _getframe(1)
-        while frame is not None:
-            code = frame.f_code
-            mine = _is_user.get(id(code))
-            if _classify(code) if mine is None else mine:
-                self._depth, self._code, self._at = depth, code, frame.f_lasti
-                self._site = _site_at(code, frame.f_lineno)
-                return self._site
-            frame = frame.f_back
-            depth += 1
-        return NOWHERE
+_Known = tuple[tuple[tuple[CodeType, int], ...], bool, tuple[Site, ...]]
+"""Frames with their instructions, whether those further out do not matter, and the lines."""
 
 
 class Chain:
-    """The user lines that lead to one hook, found again if all frames are where they were."""
+    """The user lines that lead to one hook, found again if all frames are where they were.
 
-    __slots__ = ("_frames", "_sites")
+    A loop calls a hook through the same functions, from the same instructions, step after step.
+    Each of the frames is compared, since a function of the user's may have come in between.
 
-    def __init__(self) -> None:
+    Args:
+        most: How many lines are wanted.
+    """
+
+    __slots__ = ("_known", "_most")
+
+    def __init__(self, most: int = CHAIN) -> None:
+        self._most = most
         _memos.append(self)
         self.forget()
 
     def forget(self) -> None:
         """Begin again, with a walk."""
-        self._frames: tuple[tuple[CodeType, int], ...] = ()
-        self._sites: tuple[Site, ...] = ()
+        # In one piece: hooks are called in several threads.
+        self._known: _Known = (), False, ()
 
     def sites(self) -> tuple[Site, ...]:
         """The user lines that led to the caller, innermost first; `NOWHERE` if there are none."""
+        frames, enough, found = self._known
         frame: FrameType | None = _getframe(1)
-        for code, at in self._frames:
-            if frame is None or frame.f_lasti != at or frame.f_code is not code:
+        for code, at in frames:
+            if frame is None or frame.f_code is not code or frame.f_lasti != at:
                 break
             frame = frame.f_back
         else:
             # Either all of the stack, or as much of it as is wanted.
-            if self._sites and (frame is None or len(self._sites) == CHAIN):
-                return self._sites
+            if enough or frame is None:
+                return found
         return self._walk()
 
     def _walk(self) -> tuple[Site, ...]:
         frames: list[tuple[CodeType, int]] = []
         found: list[Site] = []
         frame: FrameType | None = _getframe(2)
-        while frame is not None and len(found) < CHAIN:
+        while frame is not None and len(found) < self._most:
             code = frame.f_code
             mine = _is_user.get(id(code))
             if _classify(code) if mine is None else mine:
                 found.append(_site_at(code, frame.f_lineno))
             frames.append((code, frame.f_lasti))
             frame = frame.f_back
-        self._frames = tuple(frames)
-        self._sites = tuple(found) or (NOWHERE,)
-        return self._sites
+        sites = tuple(found) or (NOWHERE,)
+        self._known = tuple(frames), len(found) == self._most, sites
+        return sites
 
 
 def caller() -> Site:

@@ -109,6 +109,7 @@ def full(row: RankRow, scene: Scene) -> list[Line]:
         ("now", _now(row)),
         ("memory", _memory(row)),
         ("gpu", "" if row.gpu is None else _gpu(row.gpu)),
+        ("cost", "" if row.cost is None else f"ddpdoctor takes {row.cost:.2%} of its time"),
         ("debugger", "" if port is None else f"attach to port {port} (a: how)"),
         ("records", f"{row.dropped} dropped: its journal has gaps" if row.dropped else ""),
     ):
