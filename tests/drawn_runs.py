@@ -21,6 +21,8 @@ MS = 1_000_000
 GIB = 1 << 30
 USUAL = {"data": 6, "forward": 52, "backward": 104, "optimizer": 11, "other": 3}
 """Milliseconds a step."""
+REST = 41 + 14
+"""The same, of what a rank that is not slow waits."""
 
 
 def step_line(number: int, start: int, parts: dict[str, int], wait: int, loss: float) -> bytes:
@@ -38,7 +40,7 @@ def steps(rank: int, count: int, slow: int, ahead: int = 0) -> Iterable[bytes]:
     """The steps of a rank; rank ``slow`` takes 41 ms longer for its data, the others wait."""
     rng = random.Random(rank)
     start = T0 + ahead
-    longest = (sum(USUAL.values()) + 41 + 14) * MS
+    longest = (sum(USUAL.values()) + REST) * MS
     for number in range(count):
         parts = {name: int(ms * MS * rng.uniform(0.97, 1.03)) for name, ms in USUAL.items()}
         parts["data"] += 41 * MS if rank == slow else 0

@@ -11,6 +11,7 @@ from ddpdoctor.commands import report
 from ddpdoctor.run import code
 from ddpdoctor.run.names import CODE
 from ddpdoctor.run.records.base import as_json
+from tests import drawn_runs
 from tests.drawn_runs import write_run
 
 
@@ -42,13 +43,26 @@ def test_a_job_that_is_slower_on_all_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = write_run(tmp_path / "before", slow=-1)
-    monkeypatch.setitem(__import__("tests.drawn_runs").drawn_runs.USUAL, "forward", 152)
+    monkeypatch.setitem(drawn_runs.USUAL, "forward", 152)
     after = write_run(tmp_path / "after", slow=-1)
     head = compared(capsys, str(before), str(after)).splitlines()[0]
     assert head.startswith("after is slower than before: +100 ms (+4")
     assert head.endswith("most of it in forward")
     head = compared(capsys, str(after), str(before)).splitlines()[0]
     assert head.startswith("before is faster than after: -100 ms")
+
+
+def test_waiting_alone_is_no_rank_s_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More ranks with less each to do may be slower, since communication takes longer."""
+    before = write_run(tmp_path / "before", slow=-1)
+    monkeypatch.setitem(drawn_runs.USUAL, "forward", drawn_runs.USUAL["forward"] - 20)
+    monkeypatch.setattr(drawn_runs, "REST", drawn_runs.REST + 120)
+    after = write_run(tmp_path / "after", slow=-1)
+    head = compared(capsys, str(before), str(after)).splitlines()[0]
+    assert head.startswith("after is slower than before: +")
+    assert head.endswith("most of it in waiting for the other ranks")
 
 
 def test_a_run_is_as_fast_as_itself(

@@ -74,14 +74,17 @@ def _verdict(found: Comparison) -> str:
         return f"{before} and {after} cannot be compared by speed: {missing} closed no step"
     if abs(total.difference) < _SAME * total.before:
         return f"{after} is as fast as {before}: {_time(total.after)} a step"
-    # Of a longer wait the cause is a rank's own time.
-    own = [each for each in found.phases if each.name != "wait"]
-    most = max(own, key=lambda each: each.difference * (1 if total.difference > 0 else -1))
-    pace = "slower" if total.difference > 0 else "faster"
-    text = f"{after} is {pace} than {before}: {_change(total)} a step"
-    if found.ranks and abs(most.difference) < abs(found.ranks[0].difference) / 2:
-        rank = found.ranks[0]
+    sign = 1 if total.difference > 0 else -1
+    text = f"{after} is {'slower' if sign > 0 else 'faster'} than {before}: {_change(total)} a step"
+    # Of a longer wait the cause is the own time of a rank, if that explains it.
+    *own, wait = found.phases
+    most = max(own, key=lambda each: sign * each.difference)
+    rank = max(found.ranks, key=lambda each: sign * each.difference, default=None)
+    half = abs(total.difference) / 2
+    if rank and sign * rank.difference >= max(half, 2 * sign * most.difference):
         return f"{text}, on rank {rank.name}, in {found.slowest_phase[rank.name]}"
+    if sign * most.difference < half <= sign * wait.difference:
+        return f"{text}, most of it in waiting for the other ranks"
     return f"{text}, most of it in {most.name}"
 
 
