@@ -268,6 +268,7 @@ def test_json_and_strict(doctor: Doctor) -> None:
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [record["code"] for record in records] == ["DDP901"]
     assert set(records[0]) == {
+        "format", "time", "run", "step",
         "code", "severity", "message", "ranks", "location", "evidence", "fix",
     }  # fmt: skip
     assert records[0]["ranks"] == [1]

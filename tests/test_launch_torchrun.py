@@ -47,7 +47,7 @@ def test_without_nproc_two_ranks_and_a_line(doctor: Doctor) -> None:
         os.write(1, f"rank {os.environ['RANK']} {os.environ['WORLD_SIZE']}\\n".encode())
         """,
     )
-    result = doctor.run("rank.py", env={"CUDA_VISIBLE_DEVICES": ""})
+    result = doctor.run("--no-vscode", "rank.py", env={"CUDA_VISIBLE_DEVICES": ""})
     result.check_success()
     assert sorted(result.stdout.splitlines()) == ["rank 0 2", "rank 1 2"]
     assert "starting 2 ranks" in result.ours.splitlines()[0]

@@ -170,6 +170,7 @@ def test_the_policy_of_the_file_lets_nothing_else_run(tmp_path: Path, browser: B
     assert any("Content Security Policy" in each for each in browser.complaints())
 
 
+@pytest.mark.slow
 def test_a_thousand_ranks_and_long_runs_are_thinned_out(tmp_path: Path, browser: Browser) -> None:
     path = written(write_run(tmp_path / "run", 1024, 200, distinct=4))
     assert path.stat().st_size < 5_000_000
