@@ -30,7 +30,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.intervals import Verdicts, interval
+from benchmarks.intervals import LEAST, Verdicts, interval
 
 HERE = Path(__file__).parent
 RANKS = ("--nproc-per-node", "2")
@@ -300,6 +300,8 @@ def main() -> int:
     parser.add_argument("--lengths", type=float, nargs="+", default=[1, 5, 20, 300])
     parser.add_argument("--seconds", type=float, default=6.0, help="of steps in a run, for steps")
     options = parser.parse_args()
+    if min(options.pairs, options.blocks) < LEAST:
+        parser.error(f"a median with an interval takes {LEAST} pairs")
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
           f"load {os.getloadavg()[0]:.0f}")  # fmt: skip
     verdicts = Verdicts()
