@@ -5,17 +5,21 @@ alone.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ddpdoctor.core.errors import HANG
 from ddpdoctor.run.records.process import FaultRecord
 from ddpdoctor.system.gpu.visible import visible
 from tests.conftest import Doctor
 from tests.marks import (
     HEALTHY,
     SICK,
+    Kind,
+    Verdict,
     head,
     healed,
     judged,
@@ -33,6 +37,9 @@ HEALED = {"ddp401_barrier_on_rank_0"}
 CROWDED = 8
 """Processes a core from which on none is to spare; the tests themselves are some."""
 
+Note = Callable[[str, object], None]
+"""pytest's ``record_property``."""
+
 
 def jobs(paths: list[Path], twin: bool = False) -> list[object]:
     """The jobs as parameters, or their healed twins."""
@@ -46,18 +53,29 @@ def jobs(paths: list[Path], twin: bool = False) -> list[object]:
     ]
 
 
-def lines(doctor: Doctor, path: Path) -> list[dict[str, object]]:
-    """All that is said of a job, also what is withdrawn later; it has to end as it says it does."""
+def examined(doctor: Doctor, kind: Kind, path: Path, note: Note) -> Verdict:
+    """Run a job and judge all that is said of it, also what is withdrawn later.
+
+    The job has to end as it says it does. Where it is not there to hang, ddpdoctor may end what
+    hangs: nothing is to be ended. What `benchmarks/load.py` counts is noted with the test.
+    """
     needed = needed_gpus(path)
     if needed and needed > visible(os.environ):
         pytest.skip(f"needs {needed} NVIDIA GPU(s), {visible(os.environ)} visible here")
     if needs_free_cores(path) and os.getloadavg()[0] > CROWDED * (os.cpu_count() or 1):
         pytest.skip("makes a rank no slower than the others where none of them gets a core")
     report = doctor.directory / "findings.json"
+    report.touch()
+    hangs = kind == "sick" and path.stem.startswith(("ddp4", "ddp8"))
+    words = ["--json", str(report), "--quiet", *options(path)]
+    words += [] if hangs else ["--kill-on-hang"]
     ranks = str(head(path, "ranks", 2))
-    words = ("--json", str(report), "--quiet", *options(path), "--nproc-per-node", ranks)
     # On a machine that has other work they take minutes.
-    result = doctor.run(*words, "--", str(path), timeout=600)
+    result = doctor.run(*words, "--nproc-per-node", ranks, "--", str(path), timeout=900)
+    verdict = judged(kind, path, read(report))
+    note("named", kind == "sick" and not verdict.missing)
+    note("others", [f"{each['severity']} {each['code']}" for each in verdict.others])
+    note("killed", result.status == HANG and not hangs)
     expected = head(path, "status", 0)
     if expected:
         assert result.status == expected, result.stderr
@@ -66,26 +84,26 @@ def lines(doctor: Doctor, path: Path) -> list[dict[str, object]]:
     assert "Traceback" not in result.ours
     faults = [record for rank in result.run.ranks for record in rank.records.of(FaultRecord)]
     assert not faults, faults
-    return read(report)
+    return verdict
 
 
 @pytest.mark.parametrize("path", jobs(SICK))
-def test_a_sick_job_is_named(doctor: Doctor, path: Path) -> None:
+def test_a_sick_job_is_named(doctor: Doctor, path: Path, record_property: Note) -> None:
     assert marks(path), "no mark"
-    verdict = judged("sick", path, lines(doctor, path))
+    verdict = examined(doctor, "sick", path, record_property)
     assert verdict.as_wanted, verdict
 
 
 @pytest.mark.parametrize("path", jobs(SICK, twin=True))
-def test_its_healed_twin_is_left_alone(doctor: Doctor, path: Path) -> None:
-    found = lines(doctor, path)
-    assert judged("healed", path, found).as_wanted, found
+def test_its_healed_twin_is_left_alone(doctor: Doctor, path: Path, record_property: Note) -> None:
+    verdict = examined(doctor, "healed", path, record_property)
+    assert verdict.as_wanted, verdict
 
 
 @pytest.mark.parametrize("path", jobs(HEALTHY))
-def test_a_healthy_job_is_left_alone(doctor: Doctor, path: Path) -> None:
-    found = lines(doctor, path)
-    assert judged("healthy", path, found).as_wanted, found
+def test_a_healthy_job_is_left_alone(doctor: Doctor, path: Path, record_property: Note) -> None:
+    verdict = examined(doctor, "healthy", path, record_property)
+    assert verdict.as_wanted, verdict
 
 
 def test_a_job_is_judged_by_its_marks(tmp_path: Path) -> None:
