@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ddpdoctor.probe.observers.passes import SAMPLE, Pass, sample_of
 from ddpdoctor.rules import data, epoch_order, shards, streams, uneven_inputs
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.process import OpenRecord
+from ddpdoctor.run.records.supervisor import RankExitRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase, Status
 from tests.probed import as_line, pass_record
@@ -265,6 +267,21 @@ def test_else_uneven_loaders_are_named_once_a_rank_waits_alone(
     shorter = uneven(1, False, armed_after=10, closed=9)
     run = run_of([longer], [shorter], status=lambda rank: waiting(armed) if rank == 0 else None)
     assert codes(run) == expected
+
+
+@pytest.mark.parametrize(("over", "expected"), [(True, ["DDP109"]), (False, [])])
+def test_a_rank_is_ended_before_it_writes_that_its_backward_raised(
+    over: bool, expected: list[str]
+) -> None:
+    longer = uneven(0, False, fetched=11, marks=10, state="trains")
+    entered: JsonObject = {"kind": "site", "path": "/job/train.py", "line": 9, "phase": "backward"}
+    shorter = uneven(1, False, armed_after=10, closed=9)
+    left = waiting(11)._replace(phase=Phase.OTHER, reduced=11, site="/job/train.py:9")
+    run = run_of([longer, entered], [shorter], status=lambda rank: None if rank else left)
+    ended = RankExitRecord(time=10**11, rank=0, restart=0, status=-15)
+    alive, peer = run.ranks
+    first = replace(alive, exit=ended) if over else alive
+    assert codes(replace(run, ranks=(first, peer))) == expected
 
 
 def stream(rows: Sequence[int], workers: int = 0, size: int = 8, **facts: object) -> JsonObject:

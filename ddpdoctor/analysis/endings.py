@@ -27,6 +27,7 @@ from ddpdoctor.run.records.process import (
     ShownErrorRecord,
     ThreadErrorRecord,
 )
+from ddpdoctor.run.records.training import SiteRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase
 
@@ -372,3 +373,26 @@ def _site(rank: Rank) -> Location | None:
 def last_line(rank: Rank) -> Location | None:
     """The line of the user's code that the probe saw last."""
     return location(rank.status.site) if rank.status is not None else None
+
+
+def last_phase(rank: Rank) -> Phase | None:
+    """The phase in which a rank is, or was when it was ended; None if it has no status page.
+
+    An exception ends a phase at once, and starved of CPU the rank may be ended before it writes
+    the exception down: from its newest backward it had not come to the end of the step then.
+    """
+    status = rank.status
+    if status is None or status.phase is not Phase.OTHER or not _was_ended(rank):
+        return None if status is None else status.phase
+    places = {
+        str(each.location) for each in rank.records.of(SiteRecord) if each.phase == "backward"
+    }
+    return (
+        Phase.BACKWARD if status.site in places and status.reduced == status.armed else Phase.OTHER
+    )
+
+
+def _was_ended(rank: Rank) -> bool:
+    """Whether a rank is over and did not come to write why."""
+    unsaid = rank.ended is None and rank.records.first(ErrorRecord) is None
+    return rank.exit is not None and unsaid

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 
-from ddpdoctor.analysis.endings import PATIENCE, endings
+from ddpdoctor.analysis.endings import PATIENCE, endings, last_phase
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
 from ddpdoctor.core.relations import STANDSTILL, STANDSTILLS, brings_about
 from ddpdoctor.rules.evaluation import alone_evaluating
@@ -129,10 +129,10 @@ def _armed(rank: Rank) -> int:
 
 def _wants_more(rank: Rank, count: int, run: Run, failed: bool) -> bool:
     """Whether the rank needs, or needed when it failed, a peer that left after ``count`` steps."""
-    status = rank.status
-    if status is None:
+    status, last = rank.status, last_phase(rank)
+    if status is None or last is None:
         return False
-    phase, armed = status.phase.label, status.armed
+    phase, armed = last.label, status.armed
     error = rank.records.first(ErrorRecord)
     if error is not None:
         # By the time the process was gone the status page had moved on.

@@ -11,7 +11,7 @@ from ddpdoctor.analysis import collective_mismatch
 from ddpdoctor.analysis.blame import alone_by_guard, comes_after, way_past
 from ddpdoctor.analysis.calls import Call
 from ddpdoctor.analysis.departures import departures
-from ddpdoctor.analysis.endings import PATIENCE, endings, first_failure, mispaired
+from ddpdoctor.analysis.endings import PATIENCE, endings, first_failure, last_phase, mispaired
 from ddpdoctor.analysis.places import brief, location, quoted
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
 from ddpdoctor.core.ranks import named
@@ -335,5 +335,5 @@ def _was_in(rank: Rank) -> str:
     error = rank.records.first(ErrorRecord)
     if error is not None:
         return error.collective or error.phase
-    status = rank.status
-    return (status.collective or status.phase.label) if status is not None else ""
+    status, phase = rank.status, last_phase(rank)
+    return "" if status is None or phase is None else status.collective or phase.label
