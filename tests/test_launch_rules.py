@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
 import pytest
 
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.probe.observers import failures, weights
-from tests.written import Written
+from ddpdoctor.rules import launch
+from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.process import OpenRecord
+from ddpdoctor.run.snapshot import Rank, Records, Run
+from tests.written import Written, rank_records, supervisor_records
 
 MISSING = (
     "Error(s) in loading state_dict for Linear:\n"
@@ -160,3 +167,43 @@ def test_the_prefix_of_either_side() -> None:
     )
     assert weights._prefix(["net.a.w"], ["a.w"]) == ("net.", "model")
     assert weights._prefix(["a.w"], ["b.w"]) == ("", "")
+
+
+PARSED: JsonObject = {
+    "kind": "local_rank", "parsed": 0, "environment": 1, "path": "/job/train.py", "line": 3,
+}  # fmt: skip
+PARALLEL: JsonObject = {"kind": "data_parallel", "path": "/job/train.py", "line": 9}
+WRITTEN = [(PARSED, launch.local_rank_never_filled, 0), (PARALLEL, launch.data_parallel, 16)]
+
+
+def launched(*ranks: Sequence[JsonObject], step: Sequence[int] = (), over: bool = False) -> Run:
+    """A run of ranks with these records that have written the lines of these steps."""
+    found = []
+    for number, records in enumerate(ranks):
+        opened = OpenRecord(format=1, rank=number, world_size=len(ranks))
+        lines = [b'{"kind":"step","step":%d,"total":10}' % step[number]] if step else []
+        every = rank_records(*records)
+        found.append(Rank(number, 0, None, opened, records=every, step_lines=tuple(lines)))
+    job = supervisor_records({"kind": "job", "time": 1, "status": 0}) if over else Records(())
+    return Run(Path("/run"), {}, tuple(found), taken=10**12, supervisor=job)
+
+
+@pytest.mark.parametrize(("record", "rule", "after"), WRITTEN)
+def test_ranks_that_write_later_are_waited_for(
+    record: JsonObject, rule: Callable[[Run], Iterator[Finding]], after: int
+) -> None:
+    assert not list(rule(launched([record], [], step=(after + 5, after - 1))))
+    assert not list(rule(launched([record], [])))
+    # It is past the place and has none: it is not one of them.
+    (finding,) = rule(launched([record], [], step=(after, after)))
+    assert finding.ranks == (0,)
+    (finding,) = rule(launched([record], [record], step=(after, after)))
+    assert finding.ranks == (0, 1)
+
+
+@pytest.mark.parametrize(("record", "rule", "after"), WRITTEN)
+def test_once_the_job_is_over_no_rank_is_waited_for(
+    record: JsonObject, rule: Callable[[Run], Iterator[Finding]], after: int
+) -> None:
+    (finding,) = rule(launched([record], [], over=True))
+    assert finding.ranks == (0,)

@@ -9,7 +9,11 @@ from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.ranks import named
 from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.model import DdpRecord
-from ddpdoctor.run.records.process import DataParallelRecord, LocalRankRecord
+from ddpdoctor.run.records.process import (
+    DATA_PARALLEL_AFTER,
+    DataParallelRecord,
+    LocalRankRecord,
+)
 from ddpdoctor.run.snapshot import Rank, Run
 
 R = TypeVar("R", bound=Record)
@@ -19,6 +23,26 @@ def _first(run: Run, declared: type[R]) -> list[tuple[Rank, R]]:
     """The first record of a class, of each rank that has one."""
     firsts = ((rank, rank.records.first(declared)) for rank in run.last)
     return [(rank, record) for rank, record in firsts if record is not None]
+
+
+def _all_wrote(run: Run, found: list[tuple[Rank, R]], step: int) -> bool:
+    """Whether each other rank would have such a record by now: ranks write at their own pace.
+
+    Args:
+        run: The run.
+        found: The ranks that have one.
+        step: The step whose line stands behind it in the journal.
+    """
+    if run.exit_status is not None:
+        return True
+    have = {rank.rank for rank, _ in found}
+    others = [rank for rank in run.last if rank.rank not in have]
+    return len(run.last) >= run.world_size and all(
+        rank.ended is not None
+        or rank.exit is not None
+        or (bool(rank.steps) and rank.steps[-1].step >= step)
+        for rank in others
+    )
 
 
 @rule("DDP206", "local-rank-never-filled", Severity.WARNING)
@@ -47,7 +71,7 @@ def local_rank_never_filled(run: Run) -> Iterator[Finding]:
         If the script sets the right value before it creates DDP, and if it never reads the option.
     """
     found = _first(run, LocalRankRecord)
-    if not found:
+    if not found or not _all_wrote(run, found, 0):
         return
     _, record = found[0]
     ranks = tuple(sorted(rank.rank for rank, _ in found))
@@ -88,14 +112,15 @@ def data_parallel(run: Run) -> Iterator[Finding]:
         Right: `model = DistributedDataParallel(model, device_ids=[local_rank])`
 
     When it stays silent
-        For a single process, and for ranks that also create a DDP.
+        For a single process, and for ranks that also create a DDP. In a running job, before the
+        16th step.
     """
     found = [
         (rank, record)
         for rank, record in _first(run, DataParallelRecord)
         if rank.opened.world_size > 1 and not rank.records.of(DdpRecord)
     ]
-    if not found:
+    if not found or not _all_wrote(run, found, DATA_PARALLEL_AFTER):
         return
     _, record = found[0]
     world = found[0][0].opened.world_size

@@ -12,10 +12,15 @@ import weakref
 from typing import Any
 
 from ddpdoctor.core.location import Location
-from ddpdoctor.probe.runtime import rank
+from ddpdoctor.probe.runtime import events, rank
 from ddpdoctor.probe.runtime.events import Observer
+from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.probe.runtime.sites import Site, caller
-from ddpdoctor.run.records.process import DataParallelRecord, LocalRankRecord
+from ddpdoctor.run.records.process import (
+    DATA_PARALLEL_AFTER,
+    DataParallelRecord,
+    LocalRankRecord,
+)
 
 _READ = re.compile(r"\.local_rank\b(?!\s*=[^=])")
 _OPTION = re.compile(r"--?local[-_]rank$")
@@ -49,6 +54,11 @@ def data_parallel_built(*args: Any, **kwargs: Any) -> None:
 class LaunchOptions(Observer):
     """What a rank made of the launch."""
 
+    def __init__(self, state: RankState) -> None:
+        super().__init__(state)
+        self._parallel_seen = False
+        events.before_step(DATA_PARALLEL_AFTER, self._parallel_trains)
+
     def ddp_built(self, ddp: Any) -> None:
         """By now the script has had its chance to put the environment's local rank there."""
         global _parsed
@@ -68,7 +78,11 @@ class LaunchOptions(Observer):
 
     def rank_ends(self) -> None:
         """Whatever became of it, there is one."""
-        if _parallel is not None:
+        self._parallel_trains()
+
+    def _parallel_trains(self) -> None:
+        if _parallel is not None and not self._parallel_seen:
+            self._parallel_seen = True
             self.state.recorder.add(DataParallelRecord(**_parallel.place))
 
 

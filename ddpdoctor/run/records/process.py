@@ -241,6 +241,10 @@ class LocalRankRecord(PlacedRecord):
     """Where the script uses it."""
 
 
+DATA_PARALLEL_AFTER = 16
+"""The step before which it is written that an nn.DataParallel was built, or at the rank's end."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataParallelRecord(PlacedRecord):
     """An nn.DataParallel was built."""
