@@ -84,6 +84,29 @@ def test_peers_that_were_ended_before_they_told_of_their_failure(job: Job) -> No
     assert "rank 0 took 20 batches and began 20 reduced backwards in it" in finding.evidence
 
 
+@pytest.mark.parametrize(("line", "codes"), [(BACKWARD, ["DDP403"]), (SKIP, ["DDP803"])])
+def test_a_loop_that_an_exception_left_before_it_was_written_was_not_left(
+    job: Job, line: int, codes: list[str]
+) -> None:
+    """The rank that skipped aborts; the other's backward raises, and it is ended before it says."""
+    left = job.over("left", 8, 8, left_at=line)
+    job.written.rank(
+        0, [job.loop(), *job.sites(), left], phase=Phase.OTHER, armed=8, steps=7, reduced=8,
+        site=f"{job.path}:{BACKWARD}",
+    )  # fmt: skip
+    job.written.exit(0, -15, T0 + SECOND)
+    skips = {
+        "kind": "loop", "loop": 0, "time": T0, "state": "skips", "step": 3, "idle": [[3, 3, True]],
+    }  # fmt: skip
+    job.written.rank(
+        1, [job.loop(), *job.sites(), skips], phase=Phase.WAIT, armed=8, steps=7, reduced=7
+    )
+    job.written.exit(1, -6, T0)
+    found = job.written.findings(status=1, stderr=ABORTED)
+    assert [each.code for each in found] == codes
+    assert all(each.ranks == (1,) for each in found)
+
+
 def test_ranks_whose_exit_status_only_mp_spawn_tells(job: Job) -> None:
     job.written.rank(0, [job.loop()], phase=Phase.OTHER, armed=20, steps=19, reduced=20)
     skipped = job.over("ended", 20, 19, idle=[[3, 3, False]], idled=1)

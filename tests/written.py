@@ -18,7 +18,7 @@ from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.records.supervisor import JobRecord
 from ddpdoctor.run.snapshot import Records
-from ddpdoctor.run.status import Phase, StatusPage, page_name
+from ddpdoctor.run.status import Phase, StatusPage, page_name, page_text
 
 T0 = 1_700_000_000_000_000_000
 MS = 1_000_000
@@ -59,6 +59,7 @@ class Written:
         steps: int = 0,
         reduced: int = 0,
         collective: str = "",
+        site: str = "",
     ) -> None:
         stem = self.path / rank_stem(number, 0)
         page = StatusPage(
@@ -68,6 +69,7 @@ class Written:
         page.totals(steps, -1, 0, 0)
         page.reduced(reduced)
         page.set_collective(page_name(collective))
+        page.set_site(page_text(site))
         journal = Journal(f"{stem}.jsonl", 1 << 20)
         opened = OpenRecord(format=FORMAT, rank=number, backend="nccl")
         ddp = DdpRecord(device=f"cuda:{number}", group_ranks=(0, 1))

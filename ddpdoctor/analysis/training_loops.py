@@ -39,6 +39,8 @@ class Trace:
                 return "left"
             return "failed" if self.died else state
         error = self.rank.records.first(ErrorRecord)
+        if error is None and state == "left" and self._was_raised:
+            return "failed"
         if error is None or state not in ("left", "failed"):
             return state
         lines = [Location(each.path, each.line) for each in error.user_frames]
@@ -52,6 +54,16 @@ class Trace:
             each.path == place.path and place.runs_at(each.line) for each in lines
         )
         return "failed" if state == "failed" and inside else "left"
+
+    @property
+    def _was_raised(self) -> bool:
+        """Whether an exception released the iterator, of a rank that was ended before it wrote it.
+
+        It flew out of the call that the rank had made last: no other statement was come to.
+        """
+        status, left_at = self.rank.status, self.last.left_at
+        unsaid = self.rank.exit is not None and self.rank.ended is None
+        return unsaid and status is not None and bool(left_at) and str(left_at[0]) == status.site
 
     @property
     def recorded_end(self) -> bool:
