@@ -13,6 +13,10 @@ from ddpdoctor.core.ranks import named
 from ddpdoctor.core.relations import pace
 from ddpdoctor.run.snapshot import Run
 
+CROWDED = 1.5
+"""By how much more a stage has to be slower where it waits longer for a core than it works: what is
+left of its steps without these waits is not exact."""
+
 
 @rule("DDP612", "uneven-stages", Severity.WARNING, lapses=pace)
 def uneven_stages(run: Run) -> Iterator[Finding]:
@@ -37,7 +41,7 @@ def uneven_stages(run: Run) -> Iterator[Finding]:
         Right: cut = min(range(1, n), key=lambda c: max(sum(times[:c]), sum(times[c:])))
 
     When it stays silent
-        In the first 30 steps (8 if it is plain to see), below twice the time (four times if the
+        In the first 30 steps (8 if it is plain to see), below twice the time (three times if the
         stage waits longer for a CPU core than it works), and for steps with a rank in the debugger.
     """
     over = run.exit_status is not None or all(rank.ended for rank in run.last)
@@ -84,7 +88,6 @@ def _counts(lag: Lag, over: bool) -> bool:
     """Whether it is the stage's own time, and no matter of a crowded machine."""
     works = lag.cpu >= BORNE_OUT * lag.gap
     sure = lag.calm or (lag.sure and lag.phase != "data")
-    # What is left of a step without its waits for a core is not exact where it mostly waits.
-    enough = UNEVEN * (2 if lag.cores[0] > lag.own[0] else 1)
+    enough = UNEVEN * (CROWDED if lag.cores[0] > lag.own[0] else 1)
     uneven = lag.own[0] >= enough * lag.own[1] > 0
     return uneven and not lag.crowded and (works or sure) and (over or not lag.few)
