@@ -65,10 +65,101 @@ def test_the_rank_without_a_line() -> None:
     assert "likely" in found.message
 
 
-def test_nothing_is_concluded_where_all_are_alike() -> None:
-    found = one(timeouts(r0=(4, "ALLREDUCE", 64), r1=(4, "ALLREDUCE", 64)))
-    assert found.ranks == (0, 1)
-    assert "some other rank did not come" in found.message
+def test_where_all_ranks_timed_out_together_no_rank_is_blamed() -> None:
+    doing = "Epoch 3: evaluating on 5000 images\n"
+    found = one(doing + timeouts(r0=(4, "ALLREDUCE", 64), r1=(4, "ALLREDUCE", 64)))
+    assert (found.code, found.ranks) == ("DDP907", (0, 1))
+    assert found.message.endswith("in ALLREDUCE #4, which did not complete")
+    assert "before it the log says: Epoch 3: evaluating on 5000 images" in found.evidence
+    assert any("timed out in it: none of them was late" in each for each in found.evidence)
+    assert "Xid" in found.fix
+
+
+def test_a_rank_that_the_log_lacks_may_be_late() -> None:
+    found = one(timeouts(r1=(4, "ALLREDUCE", 64), r2=(4, "ALLREDUCE", 64)))
+    assert not any("none of them was late" in each for each in found.evidence)
+
+
+@pytest.mark.parametrize(
+    ("second", "later"),
+    [
+        ("2026-11-22 10:30:24", " 3 s later"),
+        ("2024-11-22 10:30:24", ""),
+        ("2025-03-01 00:00:00", ""),
+    ],
+)
+def test_clocks_that_do_not_fit_together_are_not_compared(second: str, later: str) -> None:
+    """Lines of NCCL name no year, and those of a script may be of another zone, or run."""
+    traceback = 'Traceback (most recent call last):\n  File "/job/a.py", line 5, in a\n'
+    cause = f"2026-11-22 10:30:21,5 INFO step 7\n{traceback}ValueError: bad\n"
+    reset = "RuntimeError: Connection closed by peer [10.0.0.4]:6294"
+    lost = f"{second},5 INFO step 7\n{traceback}{reset}\n"
+    sightings = [
+        *read("rank1.log", [cause.encode()], 0),
+        *read("rank0.log", [lost.encode()], 1),
+    ]
+    (found,) = findings(sightings)
+    assert found.message.endswith("raised ValueError: bad")
+    assert f"rank 0{later}, as a consequence: it lost its connection to a peer" in found.evidence
+
+
+# -- several runs in one log
+
+BANNER = (
+    "*****************************************\n"
+    "Setting OMP_NUM_THREADS environment variable for each process to be 1 in default, to avoid "
+    "your system being overloaded, please further tune the variable\n"
+)
+FAILED = (
+    '[rank1]: Traceback (most recent call last):\n[rank1]:   File "/job/a.py", line 5, in a\n'
+    "[rank1]: ValueError: {}\n"
+    "E1122 10:30:21.207000 12 torch/distributed/elastic/multiprocessing/api.py:869] failed "
+    "(exitcode: 1) local_rank: 1 (pid: 4711) of binary: /usr/bin/python\n"
+)
+STEPS = "".join(f"epoch 1 step {step} loss 0.5\n" for step in range(8))
+
+
+def test_of_several_runs_the_last_one_counts() -> None:
+    text = BANNER + FAILED.format("first") + BANNER + STEPS + FAILED.format("second")
+    found = one(text)
+    assert found.message == "rank 1 raised ValueError: second"
+    before = [each for each in found.evidence if each.startswith("before: in an earlier run")]
+    assert len(before) == 1 and "ValueError: first" in before[0]
+
+
+def test_a_failure_of_an_earlier_run_is_no_cause_of_the_last_ones() -> None:
+    alike = timeouts(r0=(4, "ALLREDUCE", 64), r1=(4, "ALLREDUCE", 64))
+    found = one(BANNER + FAILED.format("first") + BANNER + STEPS + alike)
+    assert found.code == "DDP907"
+    assert found.message.endswith("in ALLREDUCE #4, which did not complete")
+
+
+def test_a_last_run_that_went_well_leaves_an_info() -> None:
+    found = one(BANNER + FAILED.format("first") + BANNER + STEPS + "training is done\n")
+    assert found.severity.label == "info"
+    assert found.message.startswith("in an earlier run, which ends at job.log:")
+    assert found.message.endswith("; the last run begins at line 8")
+
+
+def test_the_launchers_of_several_nodes_are_of_one_run() -> None:
+    found = one(BANNER + BANNER + FAILED.format("first"))
+    assert found.message == "rank 1 raised ValueError: first"
+    assert not any("earlier run" in each for each in found.evidence)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torchrun: error: the following arguments are required: training_script",
+        "train: error: unrecognized arguments: --epoch 3",
+        "Error: Missing option '--data'.",
+    ],
+)
+def test_an_option_that_is_refused_is_the_cause_not_the_status(line: str) -> None:
+    text = f"usage: x [-h]\n{line}\nsrun: error: node7: task 0: Exited with exit code 2\n"
+    found = one(text)
+    assert found.code == "DDP905"
+    assert "refused its options: " in found.message
 
 
 def test_a_cause_on_another_rank_explains_the_time_out() -> None:

@@ -1,4 +1,8 @@
-"""Which lines of a log are looked at: a scan for a few texts, at hundreds of megabytes a second."""
+"""Which lines of a log are looked at: a scan for a few texts, at hundreds of megabytes a second.
+
+A long log repeats itself: most of its lines differ from earlier ones in their numbers alone. So a
+block is searched only if it has a line of a shape that was not seen before, or not without a text.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from ddpdoctor.failures.lines import HEAD
 
 COMMON = (
     *(HEAD, "rror", "ERROR", "FATAL", "ailed", "xception", "NCCL WARN", "atchdog", "exitcode"),
-    *("exit code", "return code", "SIG", "Killed", "core dumped", "Segmentation fault"),
+    *("exit code", "return code", "ignal", "Killed", "core dumped", "Segmentation fault"),
     *("what():", "terminate called"),
 )
 """Texts that most failures hold."""
@@ -25,6 +29,9 @@ _NOISE = 20_000
 
 _AT_ONCE = 300
 """Lines of a block that may prove to be such."""
+
+_REST = 15
+"""Blocks until it is seen again whether lines repeat themselves."""
 
 _NUMBERS = b"0123456789."
 
@@ -43,6 +50,9 @@ def _anchors() -> tuple[bytes, ...]:
 ANCHORS = _anchors()
 """A line outside of tracebacks is looked at only if it holds one of these."""
 
+_SHAPES = tuple(anchor.translate(None, _NUMBERS) for anchor in ANCHORS)
+"""As they stand in a line's shape."""
+
 
 class Scan:
     """Finds the lines of a log that may say something."""
@@ -50,6 +60,9 @@ class Scan:
     def __init__(self) -> None:
         self._counts = dict.fromkeys(ANCHORS, 0)
         self._noise: set[bytes] = set()
+        self._plain: set[bytes] = set()
+        self._rest = 0
+        """Blocks that are searched at once, after one whose lines are all different."""
 
     def is_nothing(self, line: bytes) -> None:
         """Remember that lines like this one say nothing."""
@@ -59,6 +72,8 @@ class Scan:
     def starts(self, block: bytes, first: int) -> Iterator[int]:
         """Where the lines of a block begin that hold an anchor, from an offset on."""
         found: dict[int, bytes] = {}
+        if self._is_plain(block[first:]):
+            return
         for anchor in ANCHORS:
             at = block.find(anchor, first)
             tries = 0
@@ -80,6 +95,21 @@ class Scan:
             if _shape(block[start : _line(block, start)[1]]) not in self._noise:
                 self._counts[found[start]] += 1
                 yield start
+
+    def _is_plain(self, lines: bytes) -> bool:
+        """Whether lines of these shapes are known to hold no anchor, or to be nothing."""
+        if self._rest:
+            self._rest -= 1
+            return False
+        shapes = set(lines.translate(None, _NUMBERS).split(b"\n")) - self._plain - self._noise
+        if 2 * len(shapes) > lines.count(b"\n") + 1:
+            self._rest = _REST
+        new = b"\n".join(shapes)
+        if any(anchor in new for anchor in _SHAPES):
+            return False
+        if len(self._plain) < _NOISE:
+            self._plain |= shapes
+        return True
 
     def _add(self, block: bytes, at: int, anchor: bytes, found: dict[int, bytes]) -> int:
         start, end = _line(block, at)

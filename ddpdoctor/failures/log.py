@@ -39,6 +39,7 @@ _COMPLAINT = re.compile(
 )
 """What is written where a job ends, beside what a healthy one writes."""
 
+_WORDS = re.compile(r"[A-Za-z]{3}")
 
 _REPORTED = re.compile(
     r"^(?:[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Warning)\b|\s*what\(\)|terminate called"
@@ -68,6 +69,7 @@ class Sighting:
         bare: An exception without a traceback, which may be a remark.
         uncaught: It ended its process, whatever came after it.
         woven: Its traceback is mixed up with those of others.
+        doing: Of one that waited in vain: the last line before it that reports no failure.
     """
 
     failure: Failure | None
@@ -85,6 +87,7 @@ class Sighting:
     bare: bool = False
     uncaught: bool = False
     woven: bool = False
+    doing: str = ""
     plain_after: int = 0
     lines_after: int = 0
 
@@ -221,6 +224,7 @@ class LogReader:
                     final=failure.weight < Weight.SYMPTOM
                     or _REPORTED.search(line.text) is not None,
                     who=line.who,
+                    doing=self._activity() if failure.weight == Weight.SYMPTOM else "",
                 )
             )
         elif not belongs:
@@ -283,6 +287,14 @@ class LogReader:
             and not _STATUS.search(sighting.text)
         ):
             self._undecided.append(sighting)
+
+    def _activity(self) -> str:
+        """The last of the lines before this one that is the job's own word about what it does."""
+        for each in reversed(self._past):
+            text = split_line(each).text.strip()
+            if _WORDS.search(text) and not _COMPLAINT.search(text) and recognise(text) is None:
+                return text
+        return ""
 
     def _rank_in_summary(self, text: str) -> int | None:
         """Whose exit torchrun reports: it names the rank some lines before the status."""

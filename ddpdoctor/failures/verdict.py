@@ -9,12 +9,15 @@ from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.failures import Failure, Weight, matching_line
 from ddpdoctor.failures.lines import shortened
 from ddpdoctor.failures.log import Sighting
-from ddpdoctor.failures.waiting import Awaited, awaited
+from ddpdoctor.failures.runs import Runs, split
+from ddpdoctor.failures.waiting import Awaited, awaited, together
 
 _FIX = "Fix this exception first; failures of other ranks follow from it."
 _SHOWN = 3
 _TOGETHER = 1.0
 """Seconds within which lines of different logs are of one moment: clocks differ."""
+_ONE_RUN = 7 * 86_400.0
+"""Seconds beyond which times are of other clocks: some lines name no year, and some no zone."""
 
 
 def findings(sightings: Sequence[Sighting]) -> list[Finding]:
@@ -23,13 +26,41 @@ def findings(sightings: Sequence[Sighting]) -> list[Finding]:
     Args:
         sightings: Those of all of its logs.
     """
+    runs = split(sightings)
     notes: dict[str, Finding] = {}
-    for each in sightings:
+    for each in runs.last:
         if each.failure is not None and each.weight == Weight.NOTE:
             notes.setdefault(each.failure.code, _note(each, each.failure))
+    found = _of_run(runs.last)
+    failed = any(each.severity == Severity.ERROR for each in found)
+    earlier = [one for each in runs.earlier for one in _earlier(each, runs)]
+    if failed:
+        said = tuple(f"before: {each.message}" for each in earlier[:_SHOWN])
+        found[0] = replace(found[0], evidence=(*found[0].evidence, *said))
+    else:
+        found = [*earlier, *found]
+    return [*found, *notes.values()]
+
+
+def _of_run(sightings: Sequence[Sighting]) -> list[Finding]:
+    """What to say of one run."""
     candidates, certain = _candidates(sightings)
-    verdict = [_verdict(candidates, certain, sightings)] if candidates else _caught(sightings)
-    return [*verdict, *notes.values()]
+    return [_verdict(candidates, certain, sightings)] if candidates else _caught(sightings)
+
+
+def _earlier(sightings: Sequence[Sighting], runs: Runs) -> list[Finding]:
+    """What to say of the run before the last one of a log."""
+    source = sightings[0].source
+    return [
+        replace(
+            each,
+            severity=Severity.INFO,
+            message=f"in an earlier run, which ends at {source}:{sightings[-1].line}, "
+            f"{each.message}; the last run begins at line {runs.borders[source]}",
+        )
+        for each in _of_run(sightings)
+        if each.severity == Severity.ERROR
+    ]
 
 
 def _caught(sightings: Sequence[Sighting]) -> list[Finding]:
@@ -115,7 +146,8 @@ def _ordered(sightings: list[Sighting]) -> list[Sighting]:
 def _timed(sightings: Sequence[Sighting]) -> bool:
     """Whether their times order them: within a single log its lines do so better."""
     several = len({each.source for each in sightings}) > 1
-    return several and all(each.time is not None for each in sightings)
+    times = [each.time for each in sightings if each.time is not None]
+    return several and len(times) == len(sightings) and max(times) - min(times) <= _ONE_RUN
 
 
 def _note(each: Sighting, failure: Failure) -> Finding:
@@ -196,7 +228,15 @@ def _not_understood(first: Sighting, remarks: Sequence[Sighting]) -> Finding:
 
 
 def _facts(first: Sighting, all_: Sequence[Sighting]) -> Iterator[str]:
-    """What NCCL printed before it failed, and in which words a mixed-up traceback is doubtful."""
+    """What was printed before it, who else was in it, and what of its line is doubtful."""
+    if first.doing:
+        yield f"before it the log says: {shortened(first.doing, 120)}"
+    all_in_it = together(all_) if _name(first) == "nccl-timeout" else ()
+    if all_in_it:
+        yield (
+            f"all ranks that the log shows, 0 to {all_in_it[-1]}, timed out in it: none of them "
+            "was late; a rank that the log does not show may have been"
+        )
     if first.woven:
         yield "tracebacks of several processes are mixed here: its line is not certain"
     if first.failure is not None and "nccl" in first.text.lower():
@@ -280,8 +320,9 @@ def _consequences(first: Sighting, all_: Sequence[Sighting]) -> Iterator[str]:
 
 def _later(each: Sighting, first: Sighting, why: str) -> str:
     delay = ""
-    if each.time is not None and first.time is not None and each.time - first.time >= _TOGETHER:
-        delay = f" {each.time - first.time:.0f} s later"
+    if each.time is not None and first.time is not None:
+        seconds = each.time - first.time
+        delay = f" {seconds:.0f} s later" if _TOGETHER <= seconds <= _ONE_RUN else ""
     what = shortened(each.text.partition("\n")[0], 120)
     if each.failure is not None:
         what = each.failure.said(each.groups)

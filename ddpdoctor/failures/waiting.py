@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ddpdoctor.core.opening import whole
@@ -58,6 +58,21 @@ def awaited(sightings: Sequence[Sighting]) -> Awaited | None:
         return None
     group = max(groups, key=lambda name: len(groups[name]))
     return _compared(groups[group], enqueued[group])
+
+
+def together(sightings: Sequence[Sighting]) -> tuple[int, ...]:
+    """The ranks that all timed out in one collective, if no rank below the highest is missing."""
+    places: dict[int, tuple[str, Mapping[str, str]]] = {}
+    for each in sightings:
+        if each.failure is None or each.rank is None or "seq" not in each.groups:
+            continue
+        if each.failure.known.name == "nccl-timeout":
+            group = found[1] if (found := _GROUP.search(each.text)) else ""
+            facts = {name: each.groups.get(name, "") for name in ("seq", "op")}
+            places.setdefault(each.rank, (group, facts))
+    alike = len(places) > 1 and all(each == next(iter(places.values())) for each in places.values())
+    ranks = tuple(sorted(places))
+    return ranks if alike and ranks == tuple(range(len(ranks))) else ()
 
 
 def _compared(places: dict[int, Place], enqueued: dict[int, int]) -> Awaited | None:

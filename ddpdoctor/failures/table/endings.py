@@ -32,10 +32,11 @@ FAILURES = (
         examples=(
             "[E1122 10:30:21.207 ProcessGroupNCCL.cpp:616] [Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9, OpType=ALLREDUCE, NumelIn=64, NumelOut=64, Timeout(ms)=600000) ran for 600028 milliseconds before timing out.",
         ),
-        says="waited[ {ms} ms] in {op}[ #{seq}], and some other rank did not come",
+        says="waited[ {ms} ms] in {op}[ #{seq}], which did not complete",
         yields_to=("collectives-differ", "absent-from-barrier"),
-        fix="Compare the numbers of all ranks: the rank with a smaller one, or none, did not come. "
-        + _LOOK,
+        fix="Compare the numbers of all ranks: the rank with a smaller one, or none, did not come; see "
+        "its output. If all have the same one, a link or a GPU failed: see `dmesg` for Xid, set "
+        "NCCL_DEBUG=INFO, and run `ddpdoctor check`.",
     ),
     Failure(
         Known("DDP907", "nccl-timeout-unnumbered", Weight.SYMPTOM, "2.15"),

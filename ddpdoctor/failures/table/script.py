@@ -24,11 +24,25 @@ FAILURES = (
         ),
     ),
     Failure(
-        Known("DDP905", "options-refused", Weight.CAUSE, "argparse"),
-        r"^\S+\.py: error: (?P<what>(?!unrecognized arguments: [^\n]{0,999}--local)[^\n]{1,120})",
-        says="refused its options: {what}",
+        Known("DDP905", "options-refused", Weight.CAUSE, "argparse, click, hydra, absl, tyro"),
+        r"^\S+\.py: error: (?P<what>(?!unrecognized arguments: [^\n]{0,999}--local)[^\n]{1,120})"
+        r"|^[\w./-]+(?: <command> \[<args>\])?: error: (?P<argparse>(?:the following arguments are required"
+        r"|unrecognized arguments(?!: [^\n]{0,999}--[\w-]*(?:local|nproc|nnodes|rdzv|node|master))|one of the arguments"
+        r"|ambiguous option|argument [^\n:]{1,60}: (?:invalid|expected|not allowed)|too few arguments)[^\n]{0,120})"
+        r"|^Error: (?P<click>(?:No such option|Missing (?:option|argument|parameter)|Invalid value for"
+        r"|Got unexpected extra argument|Option [^\n]{1,60} requires)[^\n]{0,120})"
+        r"|^Could not override '(?P<hydra>[^'\n]{1,80})'"
+        r"|^FATAL Flags parsing error:(?P<absl>[^\n]{0,120})|(?P<tyro>Unrecognized options?: --[^\n]{1,80}?)(?: *[\u2502|])?$",
+        says="refused its options[: {what}][: {argparse}][: {click}][: the configuration has no {hydra}][{absl}][: {tyro}]",
         fix="Give the script the options that it takes, after its name; torchrun's stand before it.",
-        examples=("train.py: error: the following arguments are required: --data",),
+        examples=(
+            "train.py: error: the following arguments are required: --data",
+            "torchrun: error: the following arguments are required: training_script, training_script_args",
+            "train: error: argument --lr: invalid float value: 'auto'",
+            "Error: No such option: --batchsize Did you mean --batch-size?",
+            "Could not override 'trainer.devcies'.",
+            "FATAL Flags parsing error:",
+        ),
     ),
     Failure(
         Known("DDP305", "unused-parameters", Weight.CAUSE, "1.13, 2.6, 2.13; pytorch#83074"),

@@ -88,6 +88,19 @@ FAILURES = (
         ),
     ),
     Failure(
+        Known("DDP900", "launch", Weight.FACT, "any"),
+        r"Setting OMP_NUM_THREADS environment variable for each process to be|nohup: ignoring input"
+        r"|The following values were not passed to `accelerate launch`|\[runner\.py:\d+:main\] cmd = ",
+        says="was started",
+        fix="",
+        examples=(
+            "Setting OMP_NUM_THREADS environment variable for each process to be 1 in default, to avoid your system being overloaded",
+            "nohup: ignoring input",
+            "The following values were not passed to `accelerate launch` and had defaults used instead:",
+            "[2023-05-01 12:00:00,123] [INFO] [runner.py:571:main] cmd = /usr/bin/python -u -m deepspeed.launcher.launch",
+        ),
+    ),
+    Failure(
         Known("DDP900", "error-line", Weight.REMARK, "any"),
         r"(?<![\w/.=-])(?:ERROR|FATAL|CRITICAL|Fatal error|fatal error|PANIC|panic)\b(?!\s*[=:]?\s*[\d.]+\b)"
         r"|(?:^|\s)(?:\w+\.)*[A-Z]\w+(?:Error|Exception): \S|^[Ee]rror: \S|(?:srun|slurmstepd|sbatch): error: |core dumped"
