@@ -325,15 +325,8 @@ def _taker(under_way: Sequence[Printed], text: str, number: int) -> Printed | No
     if len(fitting) < 2:
         return fitting[0][0] if fitting else None
     text = fitting[0][1]
-    open_ = [each for each, _ in fitting if not each.complete]
-    # The rest of a message is that of the last one that printed any.
-    several = open_ or [max((each for each, _ in fitting), key=lambda each: each.last)]
     kind = kind_of(text)
-    if kind is Kind.SOURCE:
-        awaiting = [each for each in several if each.state is Kind.FRAME]
-        several = awaiting or several
-    elif kind is Kind.EXCEPTION:
-        several = [each for each in several if each.state is not Kind.HEAD] or several
+    several = _awaiting(fitting, kind)
     chosen = _repeating(several, under_way, text) or _calling(several, text, kind)
     if chosen is not None:
         return chosen
@@ -341,6 +334,18 @@ def _taker(under_way: Sequence[Printed], text: str, number: int) -> Printed | No
         for each in several:
             each.woven = True
     return min(several, key=lambda each: (-len(each.lines), each.last))
+
+
+def _awaiting(fitting: Sequence[tuple[Printed, str]], kind: Kind) -> Sequence[Printed]:
+    """Of the tracebacks that a line may go on with, those that it most likely does."""
+    # The rest of a message is that of the last one that printed any.
+    open_ = [each for each, _ in fitting if not each.complete]
+    several = open_ or [max((each for each, _ in fitting), key=lambda each: each.last)]
+    if kind is Kind.SOURCE:
+        return [each for each in several if each.state is Kind.FRAME] or several
+    if kind is Kind.EXCEPTION:
+        return [each for each in several if each.state is not Kind.HEAD] or several
+    return several
 
 
 def _repeating(several: Sequence[Printed], others: Sequence[Printed], text: str) -> Printed | None:

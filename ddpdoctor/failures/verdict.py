@@ -88,10 +88,9 @@ def _candidates(sightings: Sequence[Sighting]) -> tuple[list[Sighting], bool]:
         each.weight >= Weight.REMARK and (each.final or each.uncaught) for each in sightings
     ):
         return [], False
-    for weight in (Weight.DECISIVE, Weight.CAUSE, Weight.GENERIC, Weight.SYMPTOM):
-        final = [each for each in sightings if each.weight == weight and each.final]
-        if final:
-            return _ordered(final), True
+    causes = _ending(sightings, Weight.DECISIVE, Weight.CAUSE, Weight.GENERIC, Weight.SYMPTOM)
+    if causes:
+        return _ordered(causes), True
     # Plain lines came after it, which may be those of other ranks, if lines do not say whose.
     unsure = [
         each
@@ -100,13 +99,18 @@ def _candidates(sightings: Sequence[Sighting]) -> tuple[list[Sighting], bool]:
     ]
     if unsure:
         return _ordered(unsure)[-1:], False
-    for weight in (Weight.STOPPED, Weight.BARE, Weight.CONSEQUENCE):
-        lost = [each for each in sightings if each.weight == weight and each.final]
-        if lost:
-            return _ordered(lost), weight == Weight.STOPPED
+    lost = _ending(sightings, Weight.STOPPED, Weight.BARE, Weight.CONSEQUENCE)
+    if lost:
+        return _ordered(lost), lost[0].weight == Weight.STOPPED
     wrappers = [each for each in sightings if each.weight == Weight.WRAPPER]
     remarks = [each for each in sightings if each.weight == Weight.REMARK and each.final]
     return sorted(wrappers, key=_wrapper_order) or remarks, False
+
+
+def _ending(sightings: Sequence[Sighting], *weights: Weight) -> list[Sighting]:
+    """What ended a process, of the first of these weights of which there is any."""
+    found = ([e for e in sightings if e.weight == weight and e.final] for weight in weights)
+    return next((each for each in found if each), [])
 
 
 def _without_yielding(sightings: Sequence[Sighting]) -> list[Sighting]:
@@ -169,21 +173,27 @@ def _verdict(candidates: list[Sighting], certain: bool, all_: Sequence[Sighting]
     remarks = [each for each in all_ if each.weight == Weight.REMARK]
     if first.weight in (Weight.WRAPPER, Weight.REMARK) and remarks:
         return _not_understood(first, remarks)
+    return _of_first(first, candidates, certain, all_)
+
+
+def _of_first(
+    first: Sighting, candidates: list[Sighting], certain: bool, all_: Sequence[Sighting]
+) -> Finding:
+    """The failure that came first, with what came of it."""
     other = _others(candidates, first)
     unordered = not _timed(candidates) and any(each.source != first.source for each in other)
     failure = first.failure
     likely = not certain or unordered or (failure is not None and failure.likely)
-    same = [each for each in candidates if _alike(each, first) and each.rank != first.rank]
-    named = {each.rank for each in (first, *same) if each.rank is not None}
-    evidence = [_printed(first)]
-    if same:
-        evidence.append(
-            f"{_ranks([number for number in named if number != first.rank])} failed on it, too"
-        )
-    evidence += [_later(each, first, "too") for each in other[:_SHOWN]]
-    evidence += _facts(first, all_)
-    evidence += _consequences(first, all_)
-    evidence += _doubts(first, certain=certain, unordered=unordered)
+    alike = [each for each in candidates if _alike(each, first)]
+    named = {each.rank for each in (first, *alike) if each.rank is not None}
+    evidence = [
+        _printed(first),
+        *_as_well(named, first),
+        *(_later(each, first, "too") for each in other[:_SHOWN]),
+        *_facts(first, all_),
+        *_consequences(first, all_),
+        *_doubts(first, certain=certain, unordered=unordered),
+    ]
     guilty = first.groups.get("rank")
     return Finding(
         code="DDP901" if failure is None else failure.code,
@@ -195,6 +205,13 @@ def _verdict(candidates: list[Sighting], certain: bool, all_: Sequence[Sighting]
         fix=_FIX if failure is None else failure.fix,
         traceback=first.traceback,
     )
+
+
+def _as_well(named: Collection[int], first: Sighting) -> Iterator[str]:
+    """The other ranks that failed on it."""
+    others = [number for number in named if number != first.rank]
+    if others:
+        yield f"{_ranks(others)} failed on it, too"
 
 
 def _of_late(late: Awaited, first: Sighting, failure: Failure, all_: Sequence[Sighting]) -> Finding:
