@@ -218,6 +218,24 @@ def test_ranks_that_import_within_init_process_group_have_come(tmp_path: Path) -
     assert findings(tmp_path, joins(0, SLEEPS, 2), silent) == []
 
 
+def test_who_had_less_of_the_cores_than_the_others_needed_is_not_late(tmp_path: Path) -> None:
+    """Nothing but its CPU time tells so: before it is a rank it writes no status."""
+    came = {"stacks": stacks(0, TRAIN, INIT), "activity": {**SLEEPS, "ran": 6.2}}
+    waits = {"rank": 0, "pid": 1, **came}
+
+    def starting(ran: float, seen: dict[str, Any] = STARVED) -> dict[str, Any]:
+        told = stacks(1, ("/job/train.py", 1, "<module>"))
+        return {"rank": 1, "pid": 2, "stacks": told, "activity": {**seen, "ran": ran}}
+
+    assert findings(tmp_path, waits, starting(5.9)) == []
+    assert findings(tmp_path, waits, starting(9.2)) == []
+    (found,) = findings(tmp_path, waits, starting(70.0))
+    assert (found.code, found.ranks) == ("DDP811", (1,))
+    # It has a core.
+    (found,) = findings(tmp_path, waits, starting(5.9, {**STARVED, "cpu": 0.9}))
+    assert (found.code, found.ranks) == ("DDP811", (1,))
+
+
 def test_a_rank_that_joins_between_two_looks_is_not_late(tmp_path: Path) -> None:
     """It took long to import torch, and at the first look it happened to wait in a poll."""
     waits = {"rank": 0, "pid": 1, "stacks": stacks(0, TRAIN, INIT), "activity": SLEEPS}

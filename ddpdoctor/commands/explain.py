@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from ddpdoctor.core.finding import RULES
 from ddpdoctor.core.options import Parser
 from ddpdoctor.failures import TABLE
 from ddpdoctor.preflight.check import CHECKS
+from ddpdoctor.render import terminal
 
 PARSER = Parser(
     "explain",
@@ -80,8 +80,7 @@ def main(words: Sequence[str]) -> int:
     (code,) = codes
     entry = known[code]
     print(f"{code} {entry.name} ({entry.kind})\n")
-    width = min(shutil.get_terminal_size((100, 24)).columns, 100)
-    for line in reflow(entry.page, width):
+    for line in reflow(entry.page, terminal.columns(100)):
         print(line)
     return 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -167,7 +166,7 @@ def _print(taken: _Taken, given: Given) -> None:
     from ddpdoctor.stacks.merge import merge
 
     look = render.Look(
-        width=min(shutil.get_terminal_size((80, 24)).columns, _WIDEST),
+        width=terminal.columns(_WIDEST),
         ascii_only=terminal.only_ascii(sys.stdout, terminal.given_environment()),
         all_frames="--all-frames" in given,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from typing import TextIO
 
@@ -50,6 +51,16 @@ def width(descriptor: int) -> int | None:
         return max(40, min(os.get_terminal_size(descriptor).columns, 100))
     except OSError:
         return None
+
+
+UNWRAPPED = 1 << 16
+"""Columns for who reads from a pipe: nothing is wrapped or cut for want of room."""
+
+
+def columns(most: int) -> int:
+    """Columns to write for on standard output: ``COLUMNS``, or the terminal's, at most so many."""
+    known = shutil.get_terminal_size((0, 0)).columns
+    return min(known, most) if known else UNWRAPPED
 
 
 def is_interactive() -> bool:

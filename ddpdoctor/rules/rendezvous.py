@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ddpdoctor.analysis import ports
 from ddpdoctor.analysis.hang_snapshot import HangSnapshot, RankState
 from ddpdoctor.analysis.places import quoted
-from ddpdoctor.analysis.process_activity import lacks_cpu, works
+from ddpdoctor.analysis.process_activity import lacks_cpu, starves, works
 from ddpdoctor.analysis.rank_activity import Activity, activity_of, came_since
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.ranks import named
@@ -23,6 +23,9 @@ _START = (
     "network that lets them through."
 )
 
+ALLOWED = 1.5
+"""How many times the CPU time of those that have come a rank may need to come, too."""
+
 Seen = Sequence[tuple[RankState, Activity]]
 
 
@@ -31,7 +34,7 @@ def before_joining(run: Run, still: HangSnapshot) -> Iterator[Finding]:
     seen = [(rank, activity_of(rank, True)) for rank in still.ranks]
     joining = [(rank, each) for rank, each in seen if each.code == "DDP813"]
     others = [(rank, each) for rank, each in seen if each.code != "DDP813"]
-    late = [(rank, each) for rank, each in others if _is_late(rank, still)]
+    late = [(rank, each) for rank, each in others if _is_late(rank, joining, still)]
     if joining and late:
         yield from _late(late, [rank for rank, _ in joining], still)
     elif any(rank.dead_for is None for rank, _ in others):
@@ -46,10 +49,14 @@ def before_joining(run: Run, still: HangSnapshot) -> Iterator[Finding]:
         yield from _torchrun_alone(run, still)
 
 
-def _is_late(rank: RankState, still: HangSnapshot) -> bool:
+def _is_late(rank: RankState, joining: Seen, still: HangSnapshot) -> bool:
     """Whether a rank does something else, with the time and the core to have come."""
-    here = rank.frame is not None and not lacks_cpu(rank, still.record.limit)
-    return here and not came_since(rank)
+    limit = still.record.limit
+    if rank.frame is None or came_since(rank) or lacks_cpu(rank, limit):
+        return False
+    # Before it is a rank, only this tells what it had of the cores: what the others needed.
+    needed = max((peer.activity("ran") for peer, _ in joining), default=0.0)
+    return not starves(rank) or rank.activity("ran") >= ALLOWED * max(needed, limit)
 
 
 def _all_there(joining: Seen, still: HangSnapshot) -> Finding:

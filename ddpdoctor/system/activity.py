@@ -95,6 +95,8 @@ def compared(before: Sample, after: Sample, seconds: float) -> JsonObject:
             turns[child].letter for child, (_, turns) in children.items() if child in turns
         ),
         "cpu": round(max(0.0, after.cpu - before.cpu) / seconds, 3),
+        # Since the process began.
+        "ran": round(after.cpu, 2),
         "children_cpu": round(max(0.0, after.children_cpu - before.children_cpu) / seconds, 3),
         "characters": max(0, after.characters - before.characters),
         "disk": max(0, after.disk - before.disk),
