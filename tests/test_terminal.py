@@ -65,6 +65,18 @@ def test_stderr_bytes_are_those_of_a_terminal(terminal: Open, doctor: Doctor) ->
     assert ours.seen == plain.seen
 
 
+def test_the_first_and_the_last_line_say_where_to_look(terminal: Open, doctor: Doctor) -> None:
+    ours = terminal("--", PYTHON, "-c", "print('at work')")
+    assert ours.finish() == 0
+    first, work, last = (
+        ours.seen.index(words)
+        for words in (b"watch it: `ddpdoctor top`", b"at work", b"see it again: `ddpdoctor report ")
+    )
+    assert first < work < last
+    piped = doctor.run("--", PYTHON, "-c", "print('at work')")
+    assert "watch it" not in piped.stderr and "see it again" not in piped.stderr
+
+
 def test_under_torchrun_too(terminal: Open, doctor: Doctor) -> None:
     doctor.write("see.py", WHAT_IT_SEES)
     ours = terminal("--quiet", "--nproc-per-node", "1", "see.py", rows=33, columns=77)
