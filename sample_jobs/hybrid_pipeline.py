@@ -128,6 +128,19 @@ def clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def moment(device: torch.device) -> Any:
+    """Return the time in seconds, or a CUDA event that the GPU's compute stream passes.
+
+    On a GPU ``clock`` would also wait for what NCCL still sends on its stream, and so keep the next
+    micro-batch from being computed meanwhile.
+    """
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 def measure(layers: list[nn.Module], images: Tensor) -> list[float]:
     """Return the least seconds that each layer takes for a micro-batch, forward and backward."""
     times = [math.inf] * len(layers)
@@ -179,9 +192,18 @@ def stages_of(world: World) -> int:
 
 
 class TimedStage(PipelineStage or object):  # type: ignore[misc]
-    """A stage that adds up the seconds in which its device computes."""
+    """A stage that notes when its device computes."""
 
-    busy = 0.0
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._spans: list[tuple[Any, Any]] = []
+
+    def busy_seconds(self) -> float:
+        """Return the seconds of computing since the last call; the device must be done with it."""
+        spans, self._spans = self._spans, []
+        if self.device.type == "cpu":
+            return float(sum(ended - started for started, ended in spans))
+        return sum(started.elapsed_time(ended) for started, ended in spans) / 1000
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass of a micro-batch."""
@@ -200,9 +222,9 @@ class TimedStage(PipelineStage or object):  # type: ignore[misc]
         return operations
 
     def _timed(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        started = clock(self.device)
+        started = moment(self.device)
         result = compute(*args, **kwargs)
-        self.busy += clock(self.device) - started
+        self._spans.append((started, moment(self.device)))
         return result
 
 
@@ -274,7 +296,6 @@ def train(args: argparse.Namespace, world: World) -> None:
     busy: list[float] = []
     started = clock(world.device)
     for step, (images, labels) in enumerate(loader, start=1):
-        stage.busy = 0.0
         losses: list[Tensor] = []
         optimizer.zero_grad()
         inputs = [images.to(world.device)] if stage.is_first else []
@@ -285,7 +306,7 @@ def train(args: argparse.Namespace, world: World) -> None:
         optimizer.step()
         ended = clock(world.device)
         step_times.append(ended - started)
-        busy.append(stage.busy)
+        busy.append(stage.busy_seconds())
         if stage.is_last and replica == 0:
             loss = torch.stack(losses).sum().item()
             print(
@@ -299,7 +320,9 @@ def report(
     args: argparse.Namespace, world: World, step_times: list[float], busy: list[float]
 ) -> None:
     """Print on rank 0 which share of the time each device computes; every rank must call this."""
-    mine = torch.tensor([sum(busy), sum(step_times)], device=world.device)
+    # Gloo gathers on CPUs alone.
+    device = world.device if world.backend == "nccl" else torch.device("cpu")
+    mine = torch.tensor([sum(busy), sum(step_times)], device=device)
     every = [torch.zeros_like(mine) for _ in range(world.size)]
     dist.all_gather(every, mine)
     if world.rank != 0:

@@ -63,8 +63,11 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
 
 def check_backend(parser: argparse.ArgumentParser, backend: str | None) -> None:
     """End with a line on stderr and status 2 if this machine has not what the backend needs."""
-    if backend == "nccl" and not torch.cuda.is_available():
-        parser.error("--backend nccl needs a GPU")
+    ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if backend == "nccl" and gpus < ranks:
+        # NCCL refuses two ranks on one GPU.
+        needed = "a GPU" if ranks == 1 else f"a GPU for each of {ranks} local ranks"
+        parser.error(f"--backend nccl needs {needed}, and {gpus} are visible; use --backend gloo")
 
 
 def pick_device(local_rank: int) -> torch.device:

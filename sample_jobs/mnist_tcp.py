@@ -20,6 +20,7 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from job_setup import (
     add_backend,
     check_backend,
     non_negative_int,
+    pick_backend,
     pick_device,
     positive_float,
     positive_int,
@@ -109,11 +111,14 @@ def mnist_network() -> nn.Sequential:
 
 def join(args: argparse.Namespace) -> World:
     """Join the process group that the options name, if any."""
-    # Without a launcher nothing sets LOCAL_RANK; with one rank per host it is 0.
+    # Without a launcher nothing sets LOCAL_RANK: ranks on one host then take its GPUs in turn.
     device = pick_device(int(os.environ.get("LOCAL_RANK", args.rank or 0)))
     if args.rank is None:
         return World(rank=0, size=1, device=device, backend="none")
-    backend = args.backend or ("nccl" if device.type == "cuda" else "gloo")
+    # Nor LOCAL_WORLD_SIZE: ranks that meet on loopback are all on one host, others one per host.
+    loopback = urlsplit(args.init_method).hostname in ("127.0.0.1", "localhost")
+    local_ranks = os.environ.get("LOCAL_WORLD_SIZE", args.world_size if loopback else 1)
+    backend = args.backend or pick_backend(int(local_ranks))
     dist.init_process_group(
         backend, init_method=args.init_method, rank=args.rank, world_size=args.world_size
     )

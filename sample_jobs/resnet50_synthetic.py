@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from job_setup import (
     World,
+    check_backend,
     join_world,
     leave_world,
     non_negative_int,
@@ -148,8 +149,7 @@ def parse_args() -> argparse.Namespace:
         parser.error("--batch-size 1 needs an --image-size above 32")
     if args.ddp_mode == "apex" and args.bucket_cap_mb is not None:
         parser.error("--bucket-cap-mb applies to --ddp-mode torch alone")
-    if args.backend == "nccl" and not on_gpu:
-        parser.error("--backend nccl needs a GPU")
+    check_backend(parser, args.backend)
     return args
 
 
@@ -184,8 +184,11 @@ def wrap(model: nn.Module, world: World, args: argparse.Namespace) -> nn.Module:
             fail(
                 world,
                 "--ddp-mode apex needs NVIDIA Apex, and apex.parallel cannot be imported: build "
-                "it from https://github.com/NVIDIA/apex, or use --ddp-mode torch",
+                "tag 25.05 of https://github.com/NVIDIA/apex, the last that has it, or use "
+                "--ddp-mode torch",
             )
+        if world.device.type != "cuda":
+            fail(world, "--ddp-mode apex needs a GPU; use --ddp-mode torch")
         if dist.is_initialized():
             wrapped: nn.Module = apex_ddp(model)
             return wrapped

@@ -119,6 +119,10 @@ REFUSED = [
         ["--arch", "resnet18", "--split", "15"],
         "--split 15: auto, or 1 to 14 of 15 layers",
     ),
+    (PIPELINE, ["WORLD_SIZE=3"], "3 ranks are no whole number of replicas with 2 stages"),
+    (MNIST, ["LOCAL_WORLD_SIZE=2", "--backend", "nccl"], "a GPU for each of 2 local ranks"),
+    (RESNET, ["--backend", "nccl"], "--backend nccl needs a GPU, and 0 are visible"),
+    (RESNET, ["WORLD_SIZE=2", "--single"], "--single trains in one process"),
     (GPT, ["--heads", "3"], "--channels 64 cannot be divided among 3 --heads"),
     (GPT, ["--text-size", "100"], "100 bytes are too few for pieces of 64"),
     (GPT, ["--text", "absent.txt"], "No such file or directory: 'absent.txt'"),
@@ -129,12 +133,14 @@ REFUSED = [
 ]
 
 REFUSING = """
-import contextlib, io, json, runpy, sys
+import contextlib, io, json, os, runpy, sys
 folder, cases = json.loads(sys.argv[1])
 sys.path.insert(0, folder)
 refusals = []
 for job, options in cases:
-    sys.argv = [job, *options]
+    variables = dict(each.split("=") for each in options if each[0] != "-" and "=" in each)
+    os.environ.update(variables)
+    sys.argv = [job, *options[len(variables):]]
     said = io.StringIO()
     status = None
     with contextlib.redirect_stderr(said):
@@ -142,6 +148,8 @@ for job, options in cases:
             runpy.run_path(f"{folder}/{job}", run_name="__main__")
         except SystemExit as end:
             status = end.code
+    for name in variables:
+        del os.environ[name]
     refusals.append([status, said.getvalue()])
 print(json.dumps(refusals))
 """
@@ -158,6 +166,15 @@ def test_wrong_options_are_refused_with_one_line_and_status_2(tmp_path: Path) ->
         errors = [line for line in text.splitlines() if line.startswith(f"{job}: error: ")]
         assert (status, len(errors)) == (2, 1), (job, options, text)
         assert reason in errors[0], (job, options)
+
+
+@pytest.mark.slow
+def test_an_odd_number_of_ranks_is_refused_under_a_launcher(doctor: Doctor) -> None:
+    done = doctor.run("--nproc-per-node", "3", "--", str(JOBS / PIPELINE), *SMALL[PIPELINE])
+    assert done.status != 0
+    assert not done.stdout
+    assert "3 ranks are no whole number of replicas with 2 stages" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def hidden(folder: Path, module: str, job: str, *options: str) -> Done:

@@ -76,6 +76,22 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         scale.main(["--nproc", "1,2,4", TRAIN])
 
 
+def test_apex_needs_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale, "visible", lambda environ: 0)
+    monkeypatch.setattr(scale, "_is_there", lambda module: True)
+    with pytest.raises(DoctorError, match="--compare apex needs GPUs, and none is visible"):
+        scale.main(["--compare", "torch,apex", "--nproc", "1", TRAIN])
+
+
+def test_a_package_that_cannot_be_imported_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "broken_package").mkdir()
+    (tmp_path / "broken_package" / "__init__.py").write_text("raise RuntimeError('no CUDA')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not scale._is_there("broken_package.parallel")
+
+
 def test_a_png_needs_pillow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(DoctorError, match=r"PNG needs Pillow 10.1 or later, which is"):

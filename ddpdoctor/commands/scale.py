@@ -201,11 +201,8 @@ def _check(given: Given, sizes: Sequence[Size], started: Launch) -> None:
         )
     for name, values in given.get("--try", ()):
         _check_tried(name, values)
-    if "apex" in given.get("--compare", ()) and not _is_there("apex.parallel"):
-        raise DoctorError(
-            "--compare apex needs NVIDIA Apex, and apex.parallel is not installed",
-            "build it from https://github.com/NVIDIA/apex, or leave apex out",
-        )
+    if "apex" in given.get("--compare", ()):
+        _check_apex(gpus)
 
 
 WEAK_OPTION, STRONG_OPTION = f"--{WEAK}", f"--{STRONG}"
@@ -222,10 +219,23 @@ def _check_tried(name: str, values: Sequence[str]) -> None:
             raise DoctorError(f"--try {name} needs {known[name].wanted}, not {value!r}") from None
 
 
+def _check_apex(gpus: int) -> None:
+    if not _is_there("apex.parallel"):
+        # https://github.com/NVIDIA/apex/pull/1896 removed it.
+        raise DoctorError(
+            "--compare apex needs NVIDIA Apex, and apex.parallel is not installed",
+            "build tag 25.05 of https://github.com/NVIDIA/apex, the last that has it, or leave "
+            "apex out",
+        )
+    if not gpus:
+        raise DoctorError("--compare apex needs GPUs, and none is visible", "leave apex out")
+
+
 def _is_there(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
+    except Exception:
+        # It imports the package around the module, which may fail in any way.
         return False
 
 
