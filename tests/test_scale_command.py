@@ -52,6 +52,7 @@ TRAIN = str(JOBS / "train.py")
         (["--weak", "--strong", TRAIN], "--weak and --strong are two ways", "choose one"),
         (["--plot", "a.pdf", TRAIN], "--plot a.pdf: the name must end in .svg or .png", ""),
         (["--plot", "gone/a.svg", TRAIN], "--plot gone/a.svg: there is no such directory", ""),
+        (["--plot", "/proc/a.svg", TRAIN], "--plot /proc/a.svg: no file can be written there", ""),
         (["--nproc-per-node", "2", TRAIN], "--nproc-per-node is what scale varies", "--nproc"),
         (["--nnodes", "1,2", TRAIN], "several nodes need --node-rank", "start it on each"),
         (["--", "python", TRAIN], "python starts the ranks itself", "name the script alone"),

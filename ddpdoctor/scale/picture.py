@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -31,6 +32,13 @@ def check(name: str) -> Path:
         raise DoctorError(f"--plot {name}: the name must end in .svg or .png")
     if not path.absolute().parent.is_dir() or path.is_dir():
         raise DoctorError(f"--plot {name}: there is no such directory to write a file to")
+    try:
+        with tempfile.TemporaryFile(dir=path.absolute().parent):
+            pass
+    except OSError as error:
+        raise DoctorError(
+            f"--plot {name}: no file can be written there: {error.strerror}"
+        ) from None
     if path.suffix.lower() == ".png":
         try:
             png(())
