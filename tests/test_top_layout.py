@@ -212,6 +212,16 @@ def test_what_is_not_there_takes_no_column(case: str) -> None:
     assert ("beat" in head) is snapshot.live
 
 
+def test_a_pipeline_has_a_column_of_stages() -> None:
+    run = made.run(4)
+    ranks = tuple(replace(row, stage=str(row.rank % 2)) for row in run.ranks)
+    lines = text(replace(run, ranks=ranks), size=(120, 30))
+    assert lines[2].split()[:2] == ["rank", "stage"]
+    cells = [line.lstrip(" !").split()[:2] for line in lines[4:8]]
+    assert sorted(cells) == [["0", "0"], ["1", "1"], ["2", "0"], ["3", "1"]]
+    assert "stage" not in text(run, size=(120, 30))[2].split()
+
+
 @pytest.mark.parametrize(
     ("state", "shown"),
     [("running", " LIVE"), ("hung", " HUNG"), ("failing", " FAILING"), ("starting", " STARTING"),

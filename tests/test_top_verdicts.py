@@ -120,6 +120,19 @@ def test_ranks_that_are_as_slow_in_different_things(make: Make) -> None:
     assert text == "ranks 1 and 2 hold the others up by 30.0 ms a step (43%)"
 
 
+@pytest.mark.parametrize(("longer", "blamed"), [(60, 1), (10, None)])
+def test_a_stage_is_named_with_its_ranks(make: Make, longer: int, blamed: int | None) -> None:
+    run = make(4, slow={1: ("backward", longer), 3: ("backward", longer)})
+    for number, rank in run.every.items():
+        rank.page.set_stage([number % 2])
+    snapshot = living(run).read(ALL)
+    assert snapshot.verdict.rank == blamed
+    begins = "stage 1 (ranks 1 and 3) holds the others up by 60.0 ms a step"
+    # Two stages are never quite alike.
+    assert snapshot.verdict.text.startswith(begins if blamed else "no rank holds the others up")
+    assert {row.rank: row.stage for row in snapshot.ranks} == {0: "0", 1: "1", 2: "0", 3: "1"}
+
+
 def test_a_rank_that_is_less_slow_is_not_named_beside_the_slowest(make: Make) -> None:
     run = make(8, slow={1: ("forward", 10), 2: ("forward", 40)})
     assert living(run).read(ALL).verdict.text.startswith("rank 2 holds the others up by 40.0 ms")
