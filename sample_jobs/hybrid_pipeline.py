@@ -136,7 +136,7 @@ def moment(device: torch.device) -> Any:
     """
     if device.type == "cpu":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
@@ -203,7 +203,7 @@ class TimedStage(PipelineStage or object):  # type: ignore[misc]
         spans, self._spans = self._spans, []
         if self.device.type == "cpu":
             return float(sum(ended - started for started, ended in spans))
-        return sum(started.elapsed_time(ended) for started, ended in spans) / 1000
+        return float(sum(started.elapsed_time(ended) for started, ended in spans)) / 1000
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass of a micro-batch."""

@@ -145,7 +145,10 @@ def main(words: Sequence[str]) -> int:
     try:
         folder = rundir.create_series(given.get("--run-dir"))
     except OSError as error:
-        raise DoctorError(f"no directory for the runs: {error}") from None
+        raise DoctorError(
+            f"cannot make a directory for the runs: {error.filename}: {error.strerror}",
+            "name another one: --run-dir DIR",
+        ) from None
     return _measure(given, started, every, folder, plot)
 
 
