@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 from ddpdoctor.analysis.programs import MOST_FILES, changed, files_of, tree_of
+from ddpdoctor.run.records.model import UnreducedRecord
+from ddpdoctor.run.records.replicas import FingerprintRecord, TogetherRecord
 from ddpdoctor.run.records.training import SiteRecord
-from ddpdoctor.run.snapshot import Run
+from ddpdoctor.run.snapshot import Rank, Run
 
 _CARRY = re.compile(r"(all_reduce|broadcast|all_gather|reduce)(_|$)")
 """Collectives that averaging may be made of."""
@@ -27,28 +29,60 @@ _GRADIENT = re.compile(r"grad", re.IGNORECASE)
 
 Scope: TypeAlias = "ast.Module | ast.FunctionDef"
 
+BEFORE = -1
+"""Of a rank that has run a call, and has not been looked at since."""
+
+_LOOKS = (UnreducedRecord, TogetherRecord, FingerprintRecord)
+"""What ranks write of their parameters after a step."""
+
 DEPTH = 4
 """Assignments that a collective's argument is followed through."""
 
 
 def pending(run: Run) -> bool:
-    """Whether a line of the job averages parameters and has not run.
+    """Whether a line of the job averages parameters and has not run, or what it did is not known.
 
     Of a job that came to a good end nothing is to come any more.
     """
     if run.exit_status == 0:
         return False
-    ran = {
-        (record.path, record.line)
-        for rank in run.last
-        for record in rank.records.of(SiteRecord)
-        if record.phase == "wait"
-    }
     return any(
-        not any((path, line) in ran for line in range(first, last + 1))
+        not _has_run(run, path, first, last)
         for path in files_of(run)
         for first, last in _averages(path, changed(path))
     )
+
+
+def _has_run(run: Run, path: str, first: int, last: int) -> bool:
+    """Whether some rank has run a call, and all of them have been looked at since.
+
+    The ranks write at their own pace, and a call of a loop over parameters is seen when it begins.
+    """
+    looks = [_look_since(rank, path, range(first, last + 1)) for rank in run.last]
+    since = max((step for step in looks if step is not None), default=None)
+    if since is None or BEFORE in looks:
+        return False
+    return all(
+        step is not None or any(each.step >= since for each in _looks(rank))
+        for rank, step in zip(run.last, looks, strict=True)
+    )
+
+
+def _look_since(rank: Rank, path: str, lines: range) -> int | None:
+    """The step of a rank's first look after it ran a call; None if it did not, or see `BEFORE`."""
+    ran = False
+    for record in rank.records:
+        if isinstance(record, SiteRecord):
+            here = record.path == path and record.line in lines
+            ran = ran or (here and record.phase == "wait")
+        elif ran and isinstance(record, _LOOKS):
+            return record.step
+    return BEFORE if ran else None
+
+
+def _looks(rank: Rank) -> Iterator[UnreducedRecord | TogetherRecord | FingerprintRecord]:
+    for declared in _LOOKS:
+        yield from rank.records.of(declared)
 
 
 @functools.lru_cache(maxsize=MOST_FILES)
