@@ -17,7 +17,7 @@ from ddpdoctor.rules import data, epoch_order, shards, streams, uneven_inputs
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.records.supervisor import RankExitRecord
-from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.snapshot import Rank, Records, Run
 from ddpdoctor.run.status import Phase, Status
 from tests.probed import as_line, pass_record
 from tests.written import rank_records
@@ -282,6 +282,10 @@ def test_a_rank_is_ended_before_it_writes_that_its_backward_raised(
     alive, peer = run.ranks
     first = replace(alive, exit=ended) if over else alive
     assert codes(replace(run, ranks=(first, peer))) == expected
+    # It has written it, and its page does not say yet that it is over.
+    raised: JsonObject = {"kind": "error", "phase": "backward", "armed": 11, "exception": "E"}
+    records = Records((*first.records, *rank_records(raised)))
+    assert codes(replace(run, ranks=(replace(first, records=records), peer))) == expected
 
 
 def stream(rows: Sequence[int], workers: int = 0, size: int = 8, **facts: object) -> JsonObject:

@@ -376,23 +376,21 @@ def last_line(rank: Rank) -> Location | None:
 
 
 def last_phase(rank: Rank) -> Phase | None:
-    """The phase in which a rank is, or was when it was ended; None if it has no status page.
+    """The phase in which a rank is, or was when it ended; None if it has no status page.
 
-    An exception ends a phase at once, and starved of CPU the rank may be ended before it writes
-    the exception down: from its newest backward it had not come to the end of the step then.
+    An exception ends a phase at once. Starved of CPU the rank may be ended before its page says
+    that it is over, or before it writes the exception down: from its newest backward it had not
+    come to the end of the step then.
     """
     status = rank.status
-    if status is None or status.phase is not Phase.OTHER or not _was_ended(rank):
+    if status is None or status.phase is not Phase.OTHER or rank.exit is None:
         return None if status is None else status.phase
+    error = rank.records.first(ErrorRecord)
+    if error is not None or rank.ended is not None:
+        phases = (each for each in Phase if error is not None and each.label == error.phase)
+        return next(phases, status.phase)
     places = {
         str(each.location) for each in rank.records.of(SiteRecord) if each.phase == "backward"
     }
-    return (
-        Phase.BACKWARD if status.site in places and status.reduced == status.armed else Phase.OTHER
-    )
-
-
-def _was_ended(rank: Rank) -> bool:
-    """Whether a rank is over and did not come to write why."""
-    unsaid = rank.ended is None and rank.records.first(ErrorRecord) is None
-    return rank.exit is not None and unsaid
+    begun = status.site in places and status.reduced == status.armed
+    return Phase.BACKWARD if begun else Phase.OTHER
