@@ -81,8 +81,7 @@ def _look_since(rank: Rank, path: str, lines: range) -> int | None:
 
 
 def _looks(rank: Rank) -> Iterator[UnreducedRecord | TogetherRecord | FingerprintRecord]:
-    for declared in _LOOKS:
-        yield from rank.records.of(declared)
+    return (record for record in rank.records if isinstance(record, _LOOKS))
 
 
 @functools.lru_cache(maxsize=MOST_FILES)
