@@ -7,7 +7,6 @@ import uuid
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -95,9 +94,12 @@ class Loops:
             if window["began"] <= step.start + step.total <= window["ended"]
         ]
 
-    def total(self, name: str, phase: str, rank: int = 0) -> float:
-        """The median time of a phase in a loop, without its first step."""
-        return float(median(getattr(step, phase) for step in self.steps(name, rank)[1:]))
+    def times(self, name: str, phase: str, rank: int = 0) -> list[float]:
+        """The time of a phase in each step of a loop, without its first one.
+
+        A busy machine adds to any of them, and takes from a wait: a test asks for one among them.
+        """
+        return [getattr(step, phase) for step in self.steps(name, rank)[1:]]
 
 
 def run_loops(directory: Path, names: list[str], ranks: int) -> Loops:
@@ -332,7 +334,7 @@ def test_evaluation_between_epochs_is_outside(loops: Loops) -> None:
 )
 def test_a_sleep_is_in_its_phase_and_no_other(loops: Loops, name: str, phase: str) -> None:
     for rank in range(2):
-        times = {each: loops.total(name, each, rank) for each in (*PHASES, "wait")}
+        times = {each: min(loops.times(name, each, rank)) for each in (*PHASES, "wait")}
         assert times.pop(phase) >= 0.8 * PAUSE
         assert max(times.values()) < 0.5 * PAUSE, times
 
@@ -349,10 +351,10 @@ def test_an_optimizer_that_failed_is_left(failing_loops: Loops) -> None:
 
 def test_a_slow_backward_is_its_own_rank_s_and_the_other_one_s_wait(loops: Loops) -> None:
     name = "slow_backward_of_rank_0"
-    assert loops.total(name, "backward", 0) >= 0.8 * PAUSE
-    assert loops.total(name, "wait", 0) < 0.5 * PAUSE
-    assert loops.total(name, "backward", 1) < 0.5 * PAUSE
-    assert loops.total(name, "wait", 1) >= 0.8 * PAUSE
+    assert min(loops.times(name, "backward", 0)) >= 0.8 * PAUSE
+    assert min(loops.times(name, "wait", 0)) < 0.5 * PAUSE
+    assert min(loops.times(name, "backward", 1)) < 0.5 * PAUSE
+    assert max(loops.times(name, "wait", 1)) >= 0.8 * PAUSE
 
 
 @pytest.mark.parametrize(
@@ -360,10 +362,10 @@ def test_a_slow_backward_is_its_own_rank_s_and_the_other_one_s_wait(loops: Loops
     ["slow_rank_0_before_a_barrier", "slow_rank_0_before_an_asynchronous_collective"],
 )
 def test_waiting_for_a_late_rank_is_wait(loops: Loops, name: str) -> None:
-    assert loops.total(name, "other", 0) >= 0.8 * PAUSE
-    assert loops.total(name, "wait", 0) < 0.5 * PAUSE
-    assert loops.total(name, "wait", 1) >= 0.8 * PAUSE
-    assert loops.total(name, "other", 1) < 0.5 * PAUSE
+    assert min(loops.times(name, "other", 0)) >= 0.8 * PAUSE
+    assert min(loops.times(name, "wait", 0)) < 0.5 * PAUSE
+    assert max(loops.times(name, "wait", 1)) >= 0.8 * PAUSE
+    assert min(loops.times(name, "other", 1)) < 0.5 * PAUSE
 
 
 # -- who is a rank here, and how the model was wrapped
