@@ -13,7 +13,7 @@ from ddpdoctor import __version__
 from ddpdoctor.core import working_directory
 from ddpdoctor.core.commands import COMMANDS
 from ddpdoctor.core.control_characters import shown
-from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.errors import INTERNAL, DoctorError
 
 HELP = """\
 Usage: ddpdoctor COMMAND [ARGS...]
@@ -39,24 +39,29 @@ def main(words: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except DoctorError as error:
-        hint = f"ddpdoctor: {error.hint}\n" if error.hint else ""
-        text = shown(f"ddpdoctor: error: {error.message}\n{hint}", "\n")
-        with contextlib.suppress(OSError):
-            os.write(2, text.encode())
+        _complain(error.message, error.hint)
         return error.status
     except BrokenPipeError:
         # Whoever read our output has seen enough; what is left in the buffer goes nowhere.
         _drop_output()
         return 0
-    except OSError as error:
-        if error.errno != errno.ENOSPC or error.filename is not None:
-            raise
-        _drop_output()
-        with contextlib.suppress(OSError):
-            os.write(2, b"ddpdoctor: error: the output cannot be written: its disk is full\n")
-        return 3
     except KeyboardInterrupt:
         return 130
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+            _drop_output()
+            _complain("the output cannot be written: its disk is full")
+            return 3
+        from ddpdoctor.core import faults
+
+        _complain(faults.words([(" ".join(["ddpdoctor", *words[:1]]), error)]))
+        return INTERNAL
+
+
+def _complain(message: str, hint: str = "") -> None:
+    text = shown(f"ddpdoctor: error: {message}\n" + (f"ddpdoctor: {hint}\n" if hint else ""), "\n")
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())
 
 
 def _open_streams() -> None:

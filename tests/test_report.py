@@ -256,3 +256,21 @@ def test_a_log_from_a_pipe_in_plain_ascii(doctor: Doctor) -> None:
     assert (done.returncode, done.stderr) == (2, b"")
     assert done.stdout.startswith(b"error DDP803: ")
     assert b"\x1b" not in done.stdout
+
+
+def test_a_fault_of_ours_is_a_line_and_no_traceback() -> None:
+    code = (
+        "import sys\nfrom ddpdoctor import cli\nfrom ddpdoctor.commands import report\n"
+        "report.main = lambda words: {}['missing']\n"
+        "sys.exit(cli.main(['report']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT
+    )
+    assert done.returncode == 70
+    assert done.stdout == ""
+    assert done.stderr.startswith(
+        "ddpdoctor: error: internal error in ddpdoctor report: KeyError('missing') at "
+    )
+    assert done.stderr.endswith("please report this line)\n")
+    assert done.stderr.count("\n") == 1

@@ -11,6 +11,9 @@ STRICT = 3
 HANG = 4
 """Exit status of ``run --kill-on-hang`` when it ended a job that hung."""
 
+INTERNAL = 70
+"""Exit status of any command in which ddpdoctor itself failed (``EX_SOFTWARE`` of sysexits.h)."""
+
 
 class DoctorError(Exception):
     """Something a person has to know, said in one line, with one line on what to do.
