@@ -141,6 +141,90 @@ def test_a_last_run_that_went_well_leaves_an_info() -> None:
     assert found.message.endswith("; the last run begins at line 8")
 
 
+@pytest.mark.parametrize(("lines", "severity"), [(120, "info"), (20, "error")])
+def test_what_goes_on_long_after_the_launchers_report_is_a_later_run(
+    lines: int, severity: str
+) -> None:
+    """A script that starts without a launcher's banner, appended to the log of the run before."""
+    found = one(FAILED.format("first") + "step 7 loss 0.5\n" * lines)
+    assert found.severity.label == severity
+    assert "raised ValueError: first" in found.message
+
+
+LEAVES = (
+    "1: W0403 16:15:06.176000 53 torch/distributed/elastic/rendezvous/dynamic_rendezvous.py:1331] "
+    "The node 'n_5389_0' has failed to {} '13' due to an error of type {}.\n"
+)
+
+
+def test_an_agent_that_leaves_after_the_first_node_is_no_failure() -> None:
+    found = one(
+        STEPS
+        + LEAVES.format("send a keep-alive heartbeat to the rendezvous", "RendezvousTimeoutError")
+        + LEAVES.format("shutdown the rendezvous", "RendezvousConnectionError")
+    )
+    assert found.severity.label == "info"
+    assert found.message == (
+        "a process of task 1 lost the job's store, which ends with rank 0 or its torchrun, "
+        "which is a warning; the log shows no failure"
+    )
+    assert one(FAILED.format("bad") + LEAVES.format("x", "y")).code == "DDP901"
+
+
+def test_what_was_caught_is_no_end_of_a_run() -> None:
+    caught = (
+        "Traceback (most recent call last):\n  File \"/job/a.py\", line 5, in a\nKeyError: 'x'\n"
+    )
+    log = FAILED.format("first") + (STEPS + caught) * 20 + STEPS
+    earlier, last = findings(read("job.log", [log.encode()]))
+    assert earlier.message.endswith("; the last run begins at line 5")
+    assert last.message.endswith("raised KeyError: 'x', and the log goes on after it")
+    assert {earlier.severity.label, last.severity.label} == {"info"}
+
+
+def test_another_slurm_job_is_another_run() -> None:
+    ended = "slurmstepd: error: *** JOB {} ON node3 CANCELLED AT 2024-05-01T12:00:00 ***\n"
+    found = one(STEPS + ended.format(4711) + STEPS + ended.format(4712))
+    assert found.evidence[0].startswith("job.log:18: ")
+    assert found.evidence[1].endswith("; the last run begins at line 10")
+
+
+def test_srun_numbers_nodes_where_each_task_is_a_torchrun() -> None:
+    refused = "{}: torchrun: error: the following arguments are required: training_script\n"
+    found = one(refused.format(0) + refused.format(1))
+    assert found.ranks == ()
+    assert found.message.startswith("a process of task 0 refused its options")
+    raised = (
+        '3: Traceback (most recent call last):\n3:   File "/a.py", line 5, in a\n3: KeyError: 1\n'
+    )
+    assert one(raised).ranks == (3,)
+
+
+def test_an_exception_that_torch_prints_again_is_of_one_process() -> None:
+    plain = (
+        "Traceback (most recent call last):\n  File \"/job/a.py\", line 5, in a\nKeyError: 'x'\n"
+    )
+    marked = "".join(f"[rank0]: {line}\n" for line in plain.splitlines())
+    found = one(plain + marked)
+    assert found.message == "rank 0 raised KeyError: 'x'"
+    assert not any("too" in each for each in found.evidence)
+    assert one(plain * 2 + marked).message.startswith("a process of the job")
+
+
+def test_braces_in_a_log_stay_as_they_are() -> None:
+    found = one(
+        "run.sh: line 3: ${NODES*{what}}: bad substitution\n"
+        "srun: error: n1: task 0: Exited with exit code 1\n"
+    )
+    assert found.message.endswith("has an error: ${NODES*{what}}: bad substitution")
+
+
+def test_what_a_job_says_last_is_looked_for_in_full() -> None:
+    """Also where it holds none of the texts that a whole log is searched for."""
+    ended = "mpirun noticed that the job aborted\nTERM_MEMLIMIT: job killed\n"
+    assert one("step 1 loss 0.5\n" * 5000 + ended + STEPS).code == "DDP903"
+
+
 def test_the_launchers_of_several_nodes_are_of_one_run() -> None:
     found = one(BANNER + BANNER + FAILED.format("first"))
     assert found.message == "rank 1 raised ValueError: first"

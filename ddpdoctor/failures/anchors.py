@@ -13,7 +13,15 @@ from ddpdoctor.failures.lines import HEAD
 
 COMMON = (
     *(HEAD, "rror", "ERROR", "FATAL", "ailed", "xception", "NCCL WARN", "atchdog", "exitcode"),
-    *("exit code", "return code", "ignal", "Killed", "core dumped", "Segmentation fault"),
+    *(
+        "exit code",
+        "return code",
+        "ignal",
+        "nterrupt",
+        "Killed",
+        "core dumped",
+        "Segmentation fault",
+    ),
     *("what():", "terminate called"),
 )
 """Texts that most failures hold."""
@@ -42,13 +50,18 @@ def _anchors() -> tuple[bytes, ...]:
     for failure in TABLE:
         for example in failure.examples:
             if not any(text in example for text in found):
-                literals = [text for text in failure.literals if text in example]
-                found[max(literals or example.splitlines(), key=len)] = None
+                texts = [text for text in (*failure.literals, *failure.texts) if text in example]
+                found[max(texts, key=len)] = None
     return tuple(text.encode() for text in found)
 
 
 ANCHORS = _anchors()
 """A line outside of tracebacks is looked at only if it holds one of these."""
+
+_TEXTS = tuple(
+    {*ANCHORS, *(text.encode() for each in TABLE for text in each.literals or each.words)}
+)
+"""What is looked for at the ends of a log."""
 
 _SHAPES = tuple(anchor.translate(None, _NUMBERS) for anchor in ANCHORS)
 """As they stand in a line's shape."""
@@ -116,6 +129,18 @@ class Scan:
         if _shape(block[start:end]) not in self._noise:
             found.setdefault(start, anchor)
         return end
+
+
+def candidates(block: bytes, first: int) -> Iterator[int]:
+    """Where the lines of a short block begin that any failure of the table may have printed."""
+    found = set[int]()
+    for text in _TEXTS:
+        at = block.find(text, first)
+        while at >= 0:
+            start, end = _line(block, at)
+            found.add(start)
+            at = block.find(text, end)
+    yield from sorted(found)
 
 
 def _line(block: bytes, at: int) -> tuple[int, int]:

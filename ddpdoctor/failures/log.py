@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ddpdoctor.core.finding import Location
 from ddpdoctor.core.opening import whole
 from ddpdoctor.failures import Failure, Weight, recognise
-from ddpdoctor.failures.anchors import Scan
+from ddpdoctor.failures.anchors import Scan, candidates
 from ddpdoctor.failures.lines import clean, rank_of_file, segments, time_of
-from ddpdoctor.failures.prefixes import Line, split_line
+from ddpdoctor.failures.prefixes import TASK, Line, split_line
 from ddpdoctor.failures.tracebacks import Printed, Tracebacks
 
 WENT_ON = 3
@@ -24,6 +24,9 @@ PATIENCE = 3_000
 _BLOCK = 1 << 18
 _LONGEST = 1 << 22
 """Bytes of a line; a longer one is cut."""
+
+_ENDS = 16_000
+"""Bytes at both ends of a log, where a job starts and ends, that are searched for all failures."""
 
 _EARLIER = 4_000
 """Bytes before a line in which its time and its rank are looked for."""
@@ -49,6 +52,11 @@ _REPORTED = re.compile(
 """How a failure reports itself; other lines that speak of one are the job's own remarks."""
 
 
+_AGENT = re.compile(r"torch[./]distributed[./](?:elastic|run|launch)\b|^torchrun: ")
+
+_WARNING = re.compile(r"(?:\[rank\d+\]:)?\s*\[?W\d{3,4} ")
+
+
 @dataclass
 class Sighting:
     """A known failure, or an unknown exception, at its place in a log.
@@ -70,6 +78,8 @@ class Sighting:
         uncaught: It ended its process, whatever came after it.
         woven: Its traceback is mixed up with those of others.
         doing: Of one that waited in vain: the last line before it that reports no failure.
+        behind: Lines behind it until the next one that ended a process, or until the log's end if
+            the job is at work there.
     """
 
     failure: Failure | None
@@ -88,6 +98,7 @@ class Sighting:
     uncaught: bool = False
     woven: bool = False
     doing: str = ""
+    behind: int = 0
     plain_after: int = 0
     lines_after: int = 0
 
@@ -97,6 +108,11 @@ class Sighting:
         if self.failure is None:
             return Weight.BARE if self.bare else Weight.CAUSE
         return self.failure.weight
+
+    @property
+    def is_warning(self) -> bool:
+        """Whether it was logged as a warning by torch, which goes on after it."""
+        return _WARNING.match(self.text) is not None
 
 
 class LogReader:
@@ -124,14 +140,15 @@ class LogReader:
     def feed(self, data: bytes) -> None:
         """Take a piece in, of any size."""
         data = self._rest + data
-        end = data.rfind(b"\n") + 1
+        end = data.rfind(b"\n", 0, max(0, len(data) - _ENDS)) + 1
         if not end and len(data) > _LONGEST:
             end = len(data)
         self._rest = data[end:]
         start = 0
         while start < end:
-            stop = data.find(b"\n", start + _BLOCK, end) + 1 or end
-            self._block(data[start:stop])
+            is_head = self._offset < _ENDS
+            stop = data.find(b"\n", start + (_ENDS if is_head else _BLOCK), end) + 1 or end
+            self._block(data[start:stop], is_end=is_head)
             start = stop
 
     @property
@@ -142,20 +159,37 @@ class LogReader:
     def close(self) -> list[Sighting]:
         """All that was found, in the order of the lines, once the log is at its end."""
         if self._rest:
-            self._block(self._rest + b"\n")
+            self._block(self._rest.removesuffix(b"\n") + b"\n", is_end=True)
             self._rest = b""
         for printed in self._tracebacks.rest():
+            self._undecided.clear()
             self._exception(printed)
-        return sorted(self._sightings, key=lambda each: each.order)
+            after = self._number - printed.last - 1
+            for text in list(self._past)[-after:] if after > 0 else ():
+                self._went_on(split_line(text))
+        found = _once(sorted(self._sightings, key=lambda each: each.order))
+        _unnumber_nodes(found)
+        next_ = self._number if self._goes_on() else 0
+        for each in reversed(found):
+            each.behind = max(0, next_ - each.line)
+            if each.final or each.uncaught:
+                next_ = each.line
+        return found
 
-    def _block(self, block: bytes) -> None:
+    def _goes_on(self) -> bool:
+        """Whether the last lines are those of a job at work, not what is written where it ends."""
+        last = [split_line(each).text for each in self._past]
+        return sum(_COMPLAINT.search(each) is None for each in last) > len(last) / 2
+
+    def _block(self, block: bytes, is_end: bool) -> None:
         """A piece of whole lines, most of which no Python code has to look at."""
         size = len(block)
         at, number = 0, self._number
         starts: Iterator[int] | None = None
         while at < size:
             if not self._under_way:
-                starts = self._scan.starts(block, at) if starts is None else starts
+                if starts is None:
+                    starts = candidates(block, at) if is_end else self._scan.starts(block, at)
                 start = next((each for each in starts if each >= at), None)
                 if start is None:
                     break
@@ -316,3 +350,31 @@ def read(source: str, chunks: Iterable[bytes], place: int = 0) -> list[Sighting]
     for chunk in chunks:
         reader.feed(chunk)
     return reader.close()
+
+
+def _once(sightings: Sequence[Sighting]) -> list[Sighting]:
+    """Without exceptions that Python printed and torch then printed again, with the rank."""
+    ranks: dict[tuple[str, Location | None], set[int]] = {}
+    plain = Counter[tuple[str, Location | None]]()
+    for each in sightings:
+        if each.traceback and each.rank is not None:
+            ranks.setdefault((each.text, each.location), set()).add(each.rank)
+        elif each.traceback:
+            plain[each.text, each.location] += 1
+    twice = {key for key, whose in ranks.items() if plain[key] <= len(whose)}
+    return [
+        each
+        for each in sightings
+        if not each.traceback or each.rank is not None or (each.text, each.location) not in twice
+    ]
+
+
+def _unnumber_nodes(sightings: Sequence[Sighting]) -> None:
+    """Take srun's labels for numbers of nodes where each of its tasks is a torchrun."""
+    labelled = [each for each in sightings if each.who.startswith(TASK)]
+    nodes = any(_AGENT.search(each.text) for each in labelled)
+    for each in labelled:
+        if nodes and not _STATUS.search(each.text):
+            each.rank = None
+        else:
+            each.who = ""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ddpdoctor.core.finding import Severity
 
+_FIELD = re.compile(r"\{(\w+)\}")
 _OPTIONAL = re.compile(r"\[([^\[\]]*)\]")
 
 
@@ -146,6 +147,11 @@ class Failure:
         return tuple(alternatives[:-1])
 
     @property
+    def words(self) -> tuple[str, ...]:
+        """All literals of the pattern that are a word at least: some of them are in each match."""
+        return tuple(run for run, _, _ in _runs(self.pattern) if len(run) >= _LEAST)
+
+    @property
     def texts(self) -> tuple[str, ...]:
         """Parts of what is printed, for who searches for it."""
         runs = (run.strip() for run, _, _ in _runs(re.sub(r"\[(\w)\w\]", r"\1", self.pattern)))
@@ -166,13 +172,11 @@ class Failure:
     def said(self, groups: Mapping[str, str]) -> str:
         """The predicate of the sentence about it."""
 
-        def filled(part: re.Match[str]) -> str:
-            try:
-                return part[1].format(**groups)
-            except KeyError:
-                return ""
+        def kept(part: re.Match[str]) -> str:
+            return part[1] if all(name in groups for name in _FIELD.findall(part[1])) else ""
 
-        return _OPTIONAL.sub(filled, self.says).format(**groups)
+        # Not `str.format` twice: what a log says may hold braces.
+        return _FIELD.sub(lambda field: groups[field[1]], _OPTIONAL.sub(kept, self.says))
 
 
 _TOKEN = re.compile(

@@ -38,6 +38,9 @@ _PREFIX = re.compile(
     r"|(?:stderr|stdout|STDERR|STDOUT)\s?[:|] ?"  # accelerate
     r"|> ?"  # mail and issues
 )
+TASK = "task "
+"""Before the number of a task in ``Line.who``."""
+
 _NAMES = ("pod", "service", "host", "actor", "node")
 _LOWEST = ("role", "mpi", "task", "lightning", "bare")
 _RANK_WORD = re.compile(r"\[(?:[\w ()-]{0,80} )?Rank (\d+)\]")
@@ -57,7 +60,8 @@ class Line(NamedTuple):
         rank: Whose it is, None if it does not say.
         uncaught: torch's own mark stands before it, as before each line of an uncaught exception.
         text: What is left without marks and control characters.
-        who: The process or node that a prefix names besides; empty if none does.
+        who: The process or node that a prefix names besides, or the task whose number is taken for
+            the rank; empty if none does.
     """
 
     rank: int | None
@@ -74,13 +78,14 @@ def split_line(text: str) -> Line:
         text = text[mark.end() :]
         if mark["rank"] is not None:
             # The global rank; the others may count per node.
-            return Line(whole(mark["rank"]), True, text, who)
+            return Line(whole(mark["rank"]), True, text, "" if who.startswith(TASK) else who)
         if mark.lastgroup in _LOWEST and rank is None:
             rank = whole(mark[mark.lastgroup])
+            who = who or (f"{TASK}{rank}" if mark.lastgroup == "task" else "")
         who = who or next((mark[name] for name in _NAMES if mark[name]), "")
     if rank is None and "Rank " in text and (word := _RANK_WORD.search(text)) is not None:
         rank = whole(word[1])
-    return Line(rank, False, text, who)
+    return Line(rank, False, text, who.removeprefix("slurmstepd-"))
 
 
 def without_bar(text: str) -> str:

@@ -2,7 +2,9 @@
 
 A log is appended to by each try, or a script starts its job again. A border is a line that a
 launcher prints when it starts, behind one that says that a launcher's processes failed: with
-several nodes in one log all launchers start before any of them fails.
+several nodes in one log all launchers start before any of them fails. Where no launcher says that
+it starts, many lines behind such an end that report no failure are of a later run, and so is the
+end of another Slurm job.
 """
 
 from __future__ import annotations
@@ -16,6 +18,12 @@ from ddpdoctor.failures.model import Weight
 _LAUNCH = "launch"
 _ENDED = (Weight.WRAPPER, Weight.STOPPED, Weight.GENERIC, Weight.DECISIVE)
 """What is said where a run ends: by its launcher, a scheduler, or the system."""
+
+LATER = 100
+"""Lines behind the end of a run that are of a later one."""
+
+MUCH_LATER = 200
+"""The same behind an exception that ended one process: others may go on for a while."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +50,28 @@ def split(sightings: Sequence[Sighting]) -> Runs:
     for source, every in by_source.items():
         runs: list[list[Sighting]] = [[]]
         over = False
+        begins = 1
+        job, ends = "", 0
         for each in sorted(every, key=lambda each: each.order):
-            if over and _is_launch(each):
+            if over and job not in ("", each.groups.get("job", job)):
+                runs.append(runs[-1][ends:])
+                del runs[-2][ends:]
+                over, begins = False, runs[-2][-1].line + 1
+            elif over and _is_launch(each):
                 runs.append([])
-                over = False
+                over, begins = False, each.line
             runs[-1].append(each)
-            over = over or each.weight in _ENDED or each.uncaught
+            job = each.groups.get("job", job)
+            ended = each.weight in _ENDED
+            over = over or ended or each.uncaught
+            ends = len(runs[-1]) if ended or each.uncaught else ends
+            if each.behind >= (LATER if ended else MUCH_LATER) and over:
+                runs.append([])
+                over, begins = False, each.line + 1
         found.last.extend(runs[-1])
         if len(runs) > 1:
             found.earlier.append(runs[-2])
-            found.borders[source] = runs[-1][0].line
+            found.borders[source] = begins
     return found
 
 

@@ -64,16 +64,20 @@ def _earlier(sightings: Sequence[Sighting], runs: Runs) -> list[Finding]:
 
 
 def _caught(sightings: Sequence[Sighting]) -> list[Finding]:
-    """The last exception that was printed in a job that went on."""
+    """The last exception that a job went on after, or what it warned of at its end."""
     over = [each for each in sightings if each.weight >= Weight.CONSEQUENCE and each.traceback]
+    warned = [each for each in sightings if each.weight >= Weight.CONSEQUENCE and each.is_warning]
     return [
         replace(
-            _verdict(over[-1:], True, over[-1:]),
+            _verdict([each], True, [each]),
             severity=Severity.INFO,
-            message=f"{_sentence(over[-1], False)}, and the log goes on after it",
+            message=f"{_sentence(each, False)}, {why}",
         )
-        for _ in over[-1:]
-    ]
+        for each, why in (
+            *((each, "and the log goes on after it") for each in over[-1:]),
+            *((each, "which is a warning; the log shows no failure") for each in warned[:1]),
+        )
+    ][:1]
 
 
 def causes(sightings: Sequence[Sighting]) -> list[Sighting]:
@@ -85,7 +89,8 @@ def _candidates(sightings: Sequence[Sighting]) -> tuple[list[Sighting], bool]:
     """What may be the cause, the first in time first, and whether it is known to be one."""
     sightings = _without_yielding(sightings)
     if not any(
-        each.weight >= Weight.REMARK and (each.final or each.uncaught) for each in sightings
+        each.weight >= Weight.REMARK and not each.is_warning and (each.final or each.uncaught)
+        for each in sightings
     ):
         return [], False
     causes = _ending(sightings, Weight.DECISIVE, Weight.CAUSE, Weight.GENERIC, Weight.SYMPTOM)

@@ -214,12 +214,14 @@ FAILURES = (
         Known("DDP961", "library-mismatch", Weight.CAUSE, "any"),
         r"undefined symbol: (?P<symbol>\w{1,60})|version [`'](?P<version>\w+_[\d.]+)' not found"
         r"|(?:cannot open shared object file|libcud\w+\.so[^\n]{0,40}: cannot open)"
-        r"|operator torchvision::nms does not exist|symbol lookup error",
-        says="loads libraries that do not fit each other[ (no {symbol})][ (no {version})]",
+        r"|operator torchvision::nms does not exist|symbol lookup error"
+        r"|requires (?:PyTorch|torch) ?(?P<needed>[<>=]=? ?[\d.]+)",
+        says="loads libraries that do not fit each other[ (no {symbol})][ (no {version})][ (torch {needed})]",
         fix="Install torch, torchvision and extensions for the same torch and CUDA, rebuild the "
         "extension, and look for other copies in LD_LIBRARY_PATH.",
         examples=(
             "ImportError: /opt/flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda9SetDeviceEi",
+            "ValueError: FSDP requires PyTorch >= 2.1.0",
             "ImportError: libcudart.so.11.0: cannot open shared object file: No such file or directory",
         ),
         page=Page(

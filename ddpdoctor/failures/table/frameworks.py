@@ -96,7 +96,7 @@ FAILURES = (
         Known("DDP939", "fsdp", Weight.CAUSE, "1.12 to 2.13"),
         r"Must flatten tensors with (?:uniform|the same) (?P<what>\w+)|Cannot writeback when the parameter shape"
         r"|FlatParameter|_flat_param|but its data is not allocated yet|Expects? (?:the )?storage to be allocated"
-        r"|Could not find the transformer (?:layer )?class|`?FSDP`? requires|FSDP expects|FullyShardedDataParallel[^\n]{0,200}(?:must|require|support)"
+        r"|Could not find the transformer (?:layer )?class|`?FSDP`? requires (?!PyTorch)|FSDP expects|FullyShardedDataParallel[^\n]{0,200}(?:must|require|support)"
         r"|mixed torch\.Tensor and DTensor|ShardedTensor[^\n]{0,99}(?:mismatch|not)|Manual wrapping|no_shard|_is_root should not",
         says="uses FSDP in a way that it refuses[: {what} differs within one unit]",
         fix="One dtype and one requires_grad in each unit (cast before the wrap; use_orig_params=True "
@@ -226,12 +226,29 @@ FAILURES = (
     Failure(
         Known("DDP902", "ray-worker-died", Weight.GENERIC, "Ray 2"),
         r"ray\.exceptions\.(?:RayActorError|ActorDiedError|ActorUnavailableError|WorkerCrashedError|NodeDiedError)"
-        r"|worker died or was killed by an unexpected system error",
+        r"|worker died or was killed (?:while executing a task )?by an unexpected system error",
         says="lost a Ray worker, which died without an exception",
         fix="Mostly the out-of-memory killer: see `dmesg`, /tmp/ray/session_latest/logs (the worker's "
         ".err file, raylet.out), and `ray status` for a node that went away.",
         examples=(
             "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.",
+        ),
+    ),
+    Failure(
+        Known("DDP902", "ray-task-failed", Weight.WRAPPER, "Ray 2"),
+        r"^ray\.exceptions\.RayTaskError(?:\((?P<what>\w+)\))?: ray::",
+        says="failed in a Ray task[ with {what}]",
+        fix="The exception of the task stands below it, or in the worker's own log under "
+        "/tmp/ray/session_latest/logs.",
+        examples=("ray.exceptions.RayTaskError(ValueError): ray::train() (pid=4711, ip=10.0.0.4)",),
+    ),
+    Failure(
+        Known("DDP901", "ray-import", Weight.GENERIC, "Ray 2"),
+        r"The actor with name \S+ failed to import on the worker",
+        says="could not import its code in a Ray worker",
+        fix="See the exception in it: give the worker the same environment (runtime_env).",
+        examples=(
+            "RuntimeError: The actor with name Trainer failed to import on the worker. This may be because needed library dependencies are not installed in the worker environment:",
         ),
     ),
     Failure(

@@ -11,6 +11,9 @@ _ADDRESS = (
     "--local-addr IP on the first node."
 )
 
+LEAVING = r"has failed to (?:send a keep-alive heartbeat|shutdown the rendezvous)"
+"""What an agent warns of that is still there when the node of the store has ended: no failure."""
+
 FAILURES = (
     Failure(
         Known("DDP002", "port-in-use", Weight.CAUSE, "1.13, 2.6, 2.13; pytorch#73320"),
@@ -80,6 +83,7 @@ FAILURES = (
     Failure(
         Known("DDP813", "rendezvous-timeout", Weight.SYMPTOM, "2.6, 2.13; pytorch#73380"),
         r"RendezvousTimeoutError",
+        unless=LEAVING,
         examples=("torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError",),
         says="gave up the rendezvous: fewer nodes came than the job wants",
         yields_to=(

@@ -80,7 +80,7 @@ FAILURES = (
     ),
     Failure(
         Known("DDP960", "command-not-found", Weight.CAUSE, "Slurm, shells, containers"),
-        r"execve\(\): (?P<command>\S+): (?P<why>[^\n]{1,60})|bash: (?:line \d+: )?(?P<shell>\S+): command not found"
+        r"execve\(\): (?P<command>\S+): (?P<why>[^\n]{1,60})|(?:bash|: line \d+): (?:line \d+: )?(?P<shell>\S+): command not found"
         r"|executable file not found in \$PATH|can't open file '(?P<file>[^'\n]{1,120})': \[Errno 2\]"
         r"|env: (?P<env>\S+): No such file or directory",
         says="could not start: there is no such program or script[ ({command})][ ({shell})][ ({file})]",
@@ -102,8 +102,18 @@ FAILURES = (
         ),
     ),
     Failure(
+        Known("DDP960", "shell-error", Weight.CAUSE, "bash"),
+        r": line \d+: (?P<what>[^\n]{0,200}: (?:bad substitution|unbound variable)|syntax error[^\n]{0,99})",
+        says="was started by a shell script that has an error[: {what}]",
+        fix="Correct that line of the script: what stands after it ran with other words, or not at all.",
+        examples=(
+            "/var/spool/slurm/slurm_script: line 32: ${NODES*GPUS}: bad substitution",
+            "run.sh: line 3: MASTER_PORT: unbound variable",
+        ),
+    ),
+    Failure(
         Known("DDP908", "cancelled", Weight.STOPPED, "Slurm"),
-        r"\*\*\* JOB \S+ ON \S+ CANCELLED AT|TERM_OWNER|TERM_ADMIN|Job cancelled by user|job was cancelled",
+        r"\*\*\* JOB (?P<job>\S+) ON \S+ CANCELLED AT|TERM_OWNER|TERM_ADMIN|Job cancelled by user|job was cancelled",
         says="was cancelled by its owner or an administrator",
         fix=_LOOK,
         examples=("slurmstepd: error: *** JOB 4711 ON node3 CANCELLED AT 2024-05-01T12:00:00 ***",),
@@ -125,15 +135,19 @@ FAILURES = (
     ),
     Failure(
         Known("DDP908", "interrupted", Weight.STOPPED, "any"),
-        r"^KeyboardInterrupt\b|\^CTraceback|Detected KeyboardInterrupt|Main process received SIGINT|Received 2 death signal|SignalException: Process \d+ got signal: 2\b",
+        r"^KeyboardInterrupt\b|\bKeyboard [Ii]nterrupt(?:ion|ed)?\b|\^CTraceback|Detected KeyboardInterrupt|Main process received SIGINT|Received 2 death signal|SignalException: Process \d+ got signal: 2\b",
         says="was interrupted (Ctrl-C)",
         fix="If it was interrupted because it made no progress, the line is where it waited: run it "
         "again with ddpdoctor run, which names the rank that the others wait for.",
-        examples=("KeyboardInterrupt",),
+        examples=(
+            "KeyboardInterrupt",
+            "Keyboard interruption. Exiting from training",
+            "[2025-02-20 20:27:14,902] [INFO] [launch.py:328:sigkill_handler] Main process received SIGINT, exiting",
+        ),
     ),
     Failure(
         Known("DDP908", "step-cancelled", Weight.STOPPED, "Slurm"),
-        r"\*\*\* STEP \S+ ON \S+ CANCELLED AT",
+        r"\*\*\* STEP (?P<job>\d+)\S* ON \S+ CANCELLED AT",
         says="had its step cancelled in Slurm",
         fix=_LOOK,
         examples=(

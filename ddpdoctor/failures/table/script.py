@@ -31,16 +31,18 @@ FAILURES = (
         r"|ambiguous option|argument [^\n:]{1,60}: (?:invalid|expected|not allowed)|too few arguments)[^\n]{0,120})"
         r"|^Error: (?P<click>(?:No such option|Missing (?:option|argument|parameter)|Invalid value for"
         r"|Got unexpected extra argument|Option [^\n]{1,60} requires)[^\n]{0,120})"
-        r"|^Could not override '(?P<hydra>[^'\n]{1,80})'"
+        r"|^(?:Could not override|Cannot find primary config) '(?P<hydra>[^'\n]{1,80})'"
         r"|^FATAL Flags parsing error:(?P<absl>[^\n]{0,120})|(?P<tyro>Unrecognized options?: --[^\n]{1,80}?)(?: *[\u2502|])?$",
         says="refused its options[: {what}][: {argparse}][: {click}][: the configuration has no {hydra}][{absl}][: {tyro}]",
         fix="Give the script the options that it takes, after its name; torchrun's stand before it.",
+        yields_to=("shell-error",),
         examples=(
             "train.py: error: the following arguments are required: --data",
             "torchrun: error: the following arguments are required: training_script, training_script_args",
             "train: error: argument --lr: invalid float value: 'auto'",
             "Error: No such option: --batchsize Did you mean --batch-size?",
             "Could not override 'trainer.devcies'.",
+            "Cannot find primary config 'trian'. Check that it's in your config search path.",
             "FATAL Flags parsing error:",
         ),
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ddpdoctor.failures.model import Failure, Known, Weight
+from ddpdoctor.failures.table.rendezvous import LEAVING
 
 _RANK_0 = (
     "Look at the rank that it names first: it came late, failed, or is in another collective. If it "
@@ -55,6 +56,7 @@ FAILURES = (
         r"connect\(\) timed out|TCP ?[Cc]lient failed to connect|failed to connect to (?:\(|\[)?[^\n]{0,99}"
         r"no error details|The client socket has failed to connect to any network address of \("
         r"(?P<address>[^,)]+), (?P<port>\d+)\)|RendezvousConnectionError",
+        unless=LEAVING,
         says="got no answer from the job's store[ at {address}][ port {port}]",
         fix="See whether rank 0 (the first node) was started and still lives; then MASTER_ADDR, "
         "MASTER_PORT, and a firewall: `nc -vz ADDRESS PORT` from this node.",
