@@ -66,6 +66,24 @@ def text(browser: Browser, selector: str) -> list[str]:
     return [" ".join(each.split()) for each in browser.evaluate(script)]
 
 
+def test_one_line_in_place_of_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", records=raised("the wrong batch", "train.py"))
+    file, trace = written(run), tmp_path / "trace.json"
+    seen = capsys.readouterr()
+    line = rf"wrote {re.escape(str(file))}, \d+\.\d MB; findings: 1 error.*\n"
+    assert re.fullmatch(line, seen.out)
+    assert not seen.err
+    written(run, "--trace", str(trace))
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"wrote {file}, ") and second.startswith(f"wrote {trace}, ")
+    written(run, "--json")
+    seen = capsys.readouterr()
+    assert json.loads(seen.out.splitlines()[0])["severity"] == "error"
+    assert seen.err.startswith(f"ddpdoctor: wrote {file}, ")
+    report.main([str(run)])
+    assert "the wrong batch" in capsys.readouterr().out
+
+
 def test_everything_is_on_the_page(tmp_path: Path, browser: Browser) -> None:
     script = tmp_path / "train.py"
     script.write_text("import torch\n\nfor batch in loader:\n    raise ValueError(batch)\n")

@@ -51,9 +51,9 @@ archive (gzip, zip, tar, xz, zstd), a directory such as torchrun's --log-dir, or
 for all.
 
 Options:
-  --html FILE       Write the report with its charts into one HTML file, too: it
-                    needs no network, and opens from disk or by mail.
-  --trace FILE      Write a timeline of all ranks for ui.perfetto.dev, too;
+  --html FILE       Write the report with its charts into one HTML file instead
+                    of printing it; needs no network, opens from disk or by mail.
+  --trace FILE      Write a timeline of all ranks for ui.perfetto.dev instead;
                     compressed if FILE ends in .gz.
   --with DIR        Merge traces of torch.profiler in DIR into that timeline.
   --log             Read plain logs in place of a run directory.
@@ -171,8 +171,15 @@ def _report_run(given: Given) -> list[Finding]:
     every = faults.guarded("the findings of the live run", with_kept, found, run) or found
     found = Selection.given(given).of(every)
     faults.failed(failed)
-    _write_files(given, run, found, live, remark, faults)
+    files = _write_files(given, run, found, live, remark, faults)
     if _print_for_tools(given, found, script(run), lambda each: json_lines.head_of(each, run)):
+        # Standard output belongs to the tool that reads it.
+        for file in files:
+            _complain(file)
+        return found
+    counts = summary.count(found, len(every) - len(found))
+    if files:
+        _print(f"{file}; {counts}" for file in files)
         return found
     before = console.written_before(run)
 
@@ -187,7 +194,7 @@ def _report_run(given: Given) -> list[Finding]:
     _print([remark] if remark else [])
     if live:
         _print(["the run is live; these are the findings so far"])
-    _print([f"{summary.count(found, len(every) - len(found))}; records in {run.path}"])
+    _print([f"{counts}; records in {run.path}"])
     return found
 
 
@@ -200,8 +207,9 @@ def _snapshot(path: Path) -> Run:
 
 def _write_files(
     given: Given, run: Run, found: Sequence[Finding], live: bool, remark: str, faults: Faults
-) -> None:
-    """Write what ``--html`` and ``--trace`` ask for."""
+) -> list[str]:
+    """Write what ``--html`` and ``--trace`` ask for; a line on each file."""
+    written = []
     if "--html" in given:
         from ddpdoctor.render.html.content import content
         from ddpdoctor.render.html.page import page
@@ -210,7 +218,7 @@ def _write_files(
             data = page(content(run, found, live=live, remark=remark)).encode()
             return Path(path).write_bytes(data)
 
-        _write(given.get("--html"), faults, "the HTML report", html)
+        written.append(_write(given.get("--html"), faults, "the HTML report", html))
     if "--trace" in given:
         from ddpdoctor.render import profiler_traces, trace
 
@@ -220,11 +228,12 @@ def _write_files(
         def events(path: str) -> int:
             return trace.write(path, run, found, profiles, name.endswith(".gz"))
 
-        _write(name, faults, "the trace", events)
+        written.append(_write(name, faults, "the trace", events))
+    return written
 
 
-def _write(name: str, faults: Faults, part: str, write: Callable[[str], int]) -> None:
-    """Write a file that was asked for, and say how large it is.
+def _write(name: str, faults: Faults, part: str, write: Callable[[str], int]) -> str:
+    """Write a file that was asked for; its name and size, in words.
 
     Raises:
         DoctorError: It cannot be written, or what it shows cannot be made.
@@ -236,7 +245,7 @@ def _write(name: str, faults: Faults, part: str, write: Callable[[str], int]) ->
     size = faults.guarded(part, write, name)
     if size is None:
         raise DoctorError(f"{name} is not whole")
-    _complain(f"wrote {name}, {size / 1e6:.1f} MB")
+    return f"wrote {name}, {size / 1e6:.1f} MB"
 
 
 def _compare(given: Given) -> int:
