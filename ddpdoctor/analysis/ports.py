@@ -59,7 +59,8 @@ def advice(store: OwnStoreRecord) -> tuple[str, tuple[str, ...]]:
 
 def _elsewhere(run: Run) -> ResourceFacts:
     """What a process that never was a rank saw of it, where stderr alone reports the failure."""
-    files = (each.file for each in run.strays.of(ErrorRecord))
+    here = (each for each in run.strays.of(ErrorRecord) if each.restart == run.restarts[-1])
+    files = (each.file for each in here)
     return next((each for each in files if each and each.port is not None), NOTHING)
 
 

@@ -281,7 +281,7 @@ def _neighbours(run: Run, lag: Lag, cores: Sequence[int]) -> list[str]:
     own = lag.rank.status.pid if lag.rank.status is not None else 0
     found: list[str] = []
     for record in run.supervisor.of(ProfileRequestRecord):
-        for each in record.busy:
+        for each in record.busy if record.restart == run.restarts[-1] else ():
             if each.pid != own and (not cores or each.core in cores) and len(found) < 3:
                 who = "another rank, " if each.pid in pids else ""
                 used = f"{each.share:.0%} of a core"

@@ -47,6 +47,7 @@ class Finding:
         subjects: What it is about, in words that related rules share
             (:func:`ddpdoctor.core.relations.same_subject`).
         moment: When it happened, in Unix nanoseconds; 0 if it has not yet, or is not known.
+        restart: The attempt that it is about; None for the last one of what was examined.
     """
 
     code: str
@@ -61,6 +62,7 @@ class Finding:
     paste: str = ""
     subjects: frozenset[str] = frozenset()
     moment: int = 0
+    restart: int | None = None
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -197,8 +199,8 @@ def examine(
 ) -> list[Finding]:
     """All findings of a run, the worst first, each identity once, without mere consequences.
 
-    The relations between the rules say what is a consequence, after all rules have run. What
-    follows from a consequence is one, too.
+    Of attempts that ended alike the last one counts. The relations between the rules say what is a
+    consequence, after all rules have run. What follows from a consequence is one, too.
 
     Args:
         run: The snapshot.
@@ -209,7 +211,9 @@ def examine(
     for each in rules:
         try:
             for finding in each.detect(run):
-                found.setdefault(finding.identity, finding)
+                known = found.get(finding.identity)
+                if known is None or (known.restart or 0) < (finding.restart or 0):
+                    found[finding.identity] = finding
         except Exception as error:
             if failed is None:
                 raise

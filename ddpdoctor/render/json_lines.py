@@ -46,11 +46,12 @@ def retraction(withdrawn: Withdrawn, head: dict[str, Any]) -> str:
     )
 
 
-def head(run: Run | None = None) -> dict[str, Any]:
+def head(run: Run | None = None, restart: int | None = None) -> dict[str, Any]:
     """What each line begins with: ``format, time, run, step``.
 
     ``time`` is in Unix seconds, when it was said; ``run`` the run's id; ``step`` how far the ranks
-    were then. All but the format are null where they are not known, as in a log.
+    of an attempt, the last one without ``restart``, were then. All but the format are null where
+    they are not known, as in a log.
     """
     if run is None:
         return {"format": FORMAT, "time": None, "run": None, "step": None}
@@ -58,7 +59,7 @@ def head(run: Run | None = None) -> dict[str, Any]:
         "format": FORMAT,
         "time": round(run.taken / 1e9, 3) if run.taken else None,
         "run": str(run.manifest.get("id") or run.path.name),
-        "step": run.step,
+        "step": run.step if restart is None else run.reached(restart),
     }
 
 

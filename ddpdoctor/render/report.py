@@ -137,7 +137,7 @@ class Reporter:
     def _tell(self, run: Run, finding: Finding) -> None:
         from ddpdoctor.render import console, json_lines
 
-        self._write_json(json_lines.line(finding, json_lines.head(run)))
+        self._write_json(json_lines.line(finding, json_lines.head(run, finding.restart)))
         one = single_lines(self._output)
         if one is not None:
             self._say(one.line(finding, script(run)) + "\n")

@@ -62,6 +62,7 @@ def attempt_finding(
         traceback=traceback,
         subjects=_subjects(run, restart, cause, lost=lost),
         moment=cause.time,
+        restart=restart,
     )
 
 

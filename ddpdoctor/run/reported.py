@@ -29,8 +29,8 @@ class Reported:
     Attributes:
         number: Its place among all that was reported and withdrawn, from 1.
         finding: The finding.
-        restart: In which attempt of the job.
-        step: How far the ranks were, if that is known.
+        restart: The attempt of the job that it is about.
+        step: How far the ranks of that attempt were, if that is known.
     """
 
     number: int
@@ -135,7 +135,9 @@ class FindingLog:
             events.append(Withdrawn(self._number, entry.reported, *verdict))
         for identity, finding in there.items():
             self._number += 1
-            reported = Reported(self._number, finding, run.restarts[-1], run.step)
+            # The next attempt may have begun before this one's failure is seen, or restated.
+            restart = run.restarts[-1] if finding.restart is None else finding.restart
+            reported = Reported(self._number, finding, restart, run.reached(restart))
             self._entries[identity] = _Entry(reported, finding)
             events.append(reported)
         return events

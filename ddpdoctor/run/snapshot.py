@@ -226,7 +226,11 @@ class Run:
     @property
     def step(self) -> int | None:
         """How far the ranks of the last attempt are; None if none is known."""
-        steps = (rank.status.step for rank in self.last if rank.status is not None)
+        return self.reached(self.restarts[-1])
+
+    def reached(self, restart: int) -> int | None:
+        """How far the ranks of an attempt came; None if none is known."""
+        steps = (rank.status.step for rank in self.attempt(restart) if rank.status is not None)
         return max(steps, default=None)
 
     @property
