@@ -62,7 +62,7 @@ def split(sightings: Sequence[Sighting]) -> Runs:
                 over, begins = False, each.line
             runs[-1].append(each)
             job = each.groups.get("job", job)
-            ended = each.weight in _ENDED
+            ended = each.weight in _ENDED and each.final
             over = over or ended or each.uncaught
             ends = len(runs[-1]) if ended or each.uncaught else ends
             if each.behind >= (LATER if ended else MUCH_LATER) and over:

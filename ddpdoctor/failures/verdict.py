@@ -9,7 +9,7 @@ from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.failures import Failure, Weight, matching_line
 from ddpdoctor.failures.lines import shortened
 from ddpdoctor.failures.log import Sighting
-from ddpdoctor.failures.runs import Runs, split
+from ddpdoctor.failures.runs import LATER, Runs, split
 from ddpdoctor.failures.waiting import Awaited, awaited, together
 
 _FIX = "Fix this exception first; failures of other ranks follow from it."
@@ -100,7 +100,8 @@ def _candidates(sightings: Sequence[Sighting]) -> tuple[list[Sighting], bool]:
     unsure = [
         each
         for each in sightings
-        if each.weight >= Weight.SYMPTOM and (each.rank is None or each.uncaught)
+        if each.weight >= Weight.SYMPTOM
+        and (each.uncaught or (each.rank is None and each.behind < LATER))
     ]
     if unsure:
         return _ordered(unsure)[-1:], False
@@ -120,7 +121,8 @@ def _ending(sightings: Sequence[Sighting], *weights: Weight) -> list[Sighting]:
 
 def _without_yielding(sightings: Sequence[Sighting]) -> list[Sighting]:
     """The sightings without those that another failure in the log explains."""
-    names = {_name(each) for each in sightings}
+    # What the job went on after explains no end.
+    names = {_name(each) for each in sightings if not (each.traceback and _was_caught(each))}
     left, explained = [], set[str]()
     for each in sightings:
         nearer = names & {*each.failure.yields_to} if each.failure is not None else set[str]()
@@ -133,6 +135,10 @@ def _without_yielding(sightings: Sequence[Sighting]) -> list[Sighting]:
         replace(each, final=True) if _name(each) in explained and not each.final else each
         for each in left
     ]
+
+
+def _was_caught(each: Sighting) -> bool:
+    return not each.final and not each.uncaught
 
 
 def _name(each: Sighting) -> str:
