@@ -41,7 +41,7 @@ def main() -> None:
     torch.manual_seed(rank)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(250):
+    for _ in range(120):
         loss = model(torch.randn(64, 64)).square().mean()
         optimizer.zero_grad()
         loss.backward()
