@@ -211,6 +211,11 @@ def test_an_exception_that_torch_prints_again_is_of_one_process() -> None:
     assert one(plain * 2 + marked).message.startswith("a process of the job")
 
 
+def test_a_spawned_process_is_named_by_its_number() -> None:
+    log = (Path(__file__).parent / "logs" / "spawned.log").read_text()
+    assert one(log).message.startswith("process 1 of mp.spawn raised ")
+
+
 def test_braces_in_a_log_stay_as_they_are() -> None:
     found = one(
         "run.sh: line 3: ${NODES*{what}}: bad substitution\n"

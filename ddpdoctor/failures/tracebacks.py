@@ -46,6 +46,7 @@ _CONTINUED = re.compile(
 """Lines of torch's messages that are not indented."""
 
 
+_SPAWNED = re.compile(r"-- Process (\d+) terminated with the following error:")
 _IGNORED = re.compile(r"Exception ignored in|Error in atexit")
 
 
@@ -271,6 +272,8 @@ class Tracebacks:
             ended += self._end(key, under_way[:1])
             under_way = self._open.setdefault(key, [])
         prefix = line.text.partition(HEAD)[0] if head else ""
+        above = [*before()][-2:]
+        spawned = next(filter(None, map(_SPAWNED.match, reversed(above))), None)
         new = Printed(
             start=offset,
             number=number,
@@ -280,9 +283,9 @@ class Tracebacks:
             lines=[f"{HEAD}:"] if head else [*_frames(before()), line.text],
             last=number,
             state=Kind.HEAD if head else Kind.EXCEPTION,
-            who=line.who,
+            who=line.who or (f"process {spawned[1]} of mp.spawn" if spawned else ""),
             prefix=shape(prefix) if prefix else None,
-            ignored=any(_IGNORED.search(text) for text in [*before()][-2:]),
+            ignored=any(_IGNORED.search(text) for text in above),
         )
         under_way.append(new)
         return True, ended

@@ -324,6 +324,8 @@ def _sentence(first: Sighting, likely: bool) -> str:
 def _subject(each: Sighting) -> str:
     guilty = each.groups.get("rank") or each.groups.get("task")
     rank = guilty if guilty is not None else each.rank
+    if rank is None and each.who.startswith("process "):
+        return each.who
     if rank is None:
         return f"a process of {each.who}" if each.who else "a process of the job"
     return f"rank {rank}"
