@@ -35,6 +35,7 @@ from ddpdoctor.run.reported import (
     with_kept,
 )
 from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.status import Phase, Status
 from ddpdoctor.supervise.passthrough import Passthrough
 from ddpdoctor.supervise.showing import Showing
 from ddpdoctor.top.events import Events
@@ -101,6 +102,28 @@ def test_a_standstill_that_passes_is_withdrawn_when_the_job_goes_on() -> None:
     assert words(said.take([], run(hang=True))) == []
     assert words(said.take([], GOES_ON)) == ["withdrawn DDP814 (ranks 0, 1): the job went on"]
     assert said.current == []
+
+
+STARTING = Finding(
+    "DDP811", Severity.WARNING, "rank 0 is still starting up", (0,), about="start", moment=5,
+    subjects=frozenset((STANDSTILL,)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("since", "expected"),
+    [
+        (4, "withdrawn DDP811 (rank 0): a later look does not show it"),
+        (6, "over DDP811 (rank 0): the job went on"),
+    ],
+)
+def test_a_slow_start_is_over_though_the_job_stops_again(since: int, expected: str) -> None:
+    said, hangs = FindingLog(), run(hang=True)
+    status = Status(1, 0, 1, 0, 0, 1, Phase.OTHER, since, 3, None, 3, 0, 0, False, "", "")
+    later = replace(hangs, ranks=tuple(replace(each, status=status) for each in hangs.ranks))
+    said.take([STARTING], hangs)
+    heard = [each for _ in range(PATIENCE) for each in words(said.take([], later))]
+    assert heard == [expected]
 
 
 def test_a_better_look_at_a_standstill_takes_the_place_of_the_first_one() -> None:

@@ -141,8 +141,18 @@ def hang(finding: Finding, run: Run) -> Lapsed | None:
 
 
 def start(finding: Finding, run: Run) -> Lapsed | None:
-    """It says what the start of a job waits for, which was true until the job went on."""
-    if run.hang is not None:
+    """It says what the start of a job waits for, which was true until the job went on.
+
+    That its ranks are somewhere else now shows so, too: the job may have come to a stop again
+    before it was seen that the first one was over.
+    """
+    since = [
+        rank.status.since
+        for rank in run.last
+        if rank.rank in finding.ranks and rank.status is not None
+    ]
+    moved = min(since, default=0) > finding.moment
+    if run.hang is not None and not moved:
         return hang(finding, run)
     later = max(run.went_on, default=0) - finding.moment
     seconds = later // 1_000_000_000
