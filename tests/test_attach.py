@@ -235,6 +235,26 @@ def test_a_launch_json_that_cannot_be_edited(doctor: Doctor, content: str, said:
     assert file.read_bytes() == content.encode(errors="surrogateescape")
 
 
+def test_the_first_launch_json_is_said_in_one_line(doctor: Doctor) -> None:
+    words = (*QUICK[:2], "--no-python", "--", "true")
+    folder = doctor.directory / ".vscode"
+    folder.mkdir()
+    (folder / "launch.json").write_text('{"configurations": [{"name": "mine"}]}')
+    (line,) = [each for each in doctor.run(*words).ours.splitlines() if "launch.json" in each]
+    assert line == (
+        "ddpdoctor: wrote .vscode/launch.json, for F5 in VS Code; --no-vscode, or no-vscode = true "
+        "under [tool.ddpdoctor.run] in pyproject.toml, switches this off for good"
+    )
+    assert {"mine", "ddpdoctor: rank 0"} <= {*names(doctor.directory)}
+    assert "launch.json" not in doctor.run(*words).ours, "the second time"
+    assert {"mine", "ddpdoctor: rank 0"} <= {*names(doctor.directory)}
+    # What the line says is true.
+    shutil.rmtree(folder)
+    doctor.write("pyproject.toml", "[tool.ddpdoctor.run]\nno-vscode = true\n")
+    assert "launch.json" not in doctor.run(*words).ours
+    assert not folder.exists()
+
+
 @pytest.mark.slow
 def test_no_vscode_and_a_workspace_that_is_named(doctor: Doctor) -> None:
     words = ("--nproc-per-node", "3", "--no-python", "--", "true")

@@ -29,6 +29,14 @@ from tests.conftest import LIMIT
 if TYPE_CHECKING:
     from tests.conftest import Doctor
 
+DOCS = Path(__file__).parents[1] / "docs"
+
+PROMQL = {"sum", "quantile", "topk", "rate", "by", "on", "and"}
+"""The words of the query language that the dashboard uses."""
+
+SELECTOR = re.compile(r"([A-Za-z_]\w*)\{([^}]*)\}")
+GROUPING = re.compile(r"\b(?:by|on|without|ignoring)\s*\(([^)]*)\)")
+
 
 def scrape(port: int) -> dict[str, list[Any]]:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=LIMIT) as answer:
@@ -105,18 +113,120 @@ def test_what_is_not_known_has_no_sample(exporter: Exporter, shown: list[Snapsho
     assert scrape(exporter.port) == {}, "the series of a run that is over go away"
 
 
-def test_the_dashboard_shows_what_there_is(exporter: Exporter) -> None:
-    text = (Path(__file__).parents[1] / "docs" / "grafana.json").read_text()
-    queries = [
-        target["expr"]
-        for panel in json.loads(text)["panels"]
-        for target in panel.get("targets", ())
+def labels(port: int) -> dict[str, set[str]]:
+    """The labels of each series that is served."""
+    found: dict[str, set[str]] = {}
+    for samples in scrape(port).values():
+        for sample in samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+def dashboard() -> dict[str, Any]:
+    return dict(json.loads((DOCS / "grafana.json").read_text()))
+
+
+def targets() -> list[tuple[str, str]]:
+    """The queries of the dashboard, each with what its series are called."""
+    return [
+        (target["expr"], target["legendFormat"])
+        for panel in dashboard()["panels"]
+        for target in panel["targets"]
     ]
-    assert len(queries) > 8
-    with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics") as answer:
-        names = set(re.findall(r"^(ddpdoctor_\w+)", answer.read().decode(), re.MULTILINE))
-    asked = {name for query in queries for name in re.findall(r"ddpdoctor_\w+", query)}
-    assert asked and asked <= names
+
+
+def listed(text: str) -> set[str]:
+    return {each.strip() for each in text.split(",") if each.strip()}
+
+
+def misnamed(query: str, legend: str, served: dict[str, set[str]]) -> set[str]:
+    """Series, labels and variables in a query and its legend that do not exist."""
+    variables = {each["name"] for each in dashboard()["templating"]["list"]}
+    wrong = {f"${each}" for each in re.findall(r"\$\{?(\w+)", query)} - {
+        f"${each}" for each in variables
+    }
+    grouped = [listed(each) for each in GROUPING.findall(query)]
+    rest = SELECTOR.sub(r"\1", GROUPING.sub("", query))
+    names = re.findall(r"[A-Za-z_]\w*", re.sub(r"\[\w+\]", "", rest))
+    series = [each for each in names if each not in PROMQL]
+    wrong |= {*series} - {*served}
+    known: list[set[str]] = [served.get(each, set()) for each in series]
+    for group in grouped:
+        wrong |= {each for each in group if not all(each in of_one for of_one in known)}
+    for name, inside in SELECTOR.findall(query):
+        wrong |= {*re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", inside)} - served.get(name, set())
+    # Of an aggregation the labels are left that it is made by.
+    aggregated = re.match(r"(?:sum|quantile)\b", query) is not None
+    left = grouped[0] if aggregated and grouped else set() if aggregated else known[0]
+    return wrong | {*re.findall(r"\{\{\s*(\w+)\s*\}\}", legend)} - left
+
+
+def test_the_dashboard_asks_for_what_there_is(exporter: Exporter) -> None:
+    served = labels(exporter.port)
+    assert len(targets()) > 8
+    for query, legend in targets():
+        assert not misnamed(query, legend, served), query
+    queries = [each["query"] for each in dashboard()["templating"]["list"]]
+    (values,) = [each for each in queries if each != "prometheus"]
+    found = re.fullmatch(r"label_values\((\w+), (\w+)\)", values)
+    assert found is not None and found[2] in served[found[1]]
+
+
+@pytest.mark.parametrize(
+    ("query", "legend", "wrong"),
+    [
+        ("ddpdoctor_steps", "", {"ddpdoctor_steps"}),
+        ("ddpdoctor_rank_steps", "", {"ddpdoctor_rank_steps"}),
+        ('rate(DCGM_FI_DEV_GPU_UTIL{gpu="0"}[1m])', "", {"DCGM_FI_DEV_GPU_UTIL", "gpu"}),
+        ('ddpdoctor_loss{rank="0"}', "{{run}}", {"rank"}),
+        ('ddpdoctor_loss{run=~"$job"}', "", {"$job"}),
+        ("sum by (phase) (ddpdoctor_rank_own_seconds)", "", {"phase"}),
+        ("sum by (run) (ddpdoctor_rank_own_seconds)", "{{run}}, rank {{rank}}", {"rank"}),
+        ("ddpdoctor_skew_ratio and on (run, rank) ddpdoctor_rank_own_seconds", "", {"rank"}),
+    ],
+)
+def test_what_a_dashboard_may_not_ask_for(
+    exporter: Exporter, query: str, legend: str, wrong: set[str]
+) -> None:
+    assert misnamed(query, legend, labels(exporter.port)) == wrong
+
+
+def test_grafana_can_import_the_dashboard() -> None:
+    """What Grafana wants of a dashboard's JSON model; without ``id`` it is a new one."""
+    found = dashboard()
+    assert re.fullmatch(r"[A-Za-z0-9_-]{1,40}", found["uid"]) and found["title"]
+    # 36 is the first version in which a panel names its data source by type and uid.
+    assert found["schemaVersion"] >= 36 and found.get("id") is None
+    (source,) = [each for each in found["templating"]["list"] if each["type"] == "datasource"]
+    assert source["query"] == "prometheus"
+    panels = found["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    wanted = {"type": "prometheus", "uid": f"${{{source['name']}}}"}
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        assert panel["title"] and panel["type"] in ("stat", "timeseries")
+        assert panel["datasource"] == wanted
+        assert panel["targets"]
+        references = [target["refId"] for target in panel["targets"]]
+        assert len({*references}) == len(references)
+        at = panel["gridPos"]
+        place = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert place and max(x for x, _ in place) < 24 and not place & taken
+        taken |= place
+    assert all(
+        each["datasource"] == wanted
+        for each in found["templating"]["list"]
+        if each["type"] == "query"
+    )
+
+
+def test_the_documented_metrics_are_those_that_are_served(exporter: Exporter) -> None:
+    named = re.findall(r"`(ddpdoctor_\w+)`", (DOCS / "monitor.md").read_text())
+    assert {*named} == {*labels(exporter.port)}
 
 
 def test_it_serves_without_a_terminal(doctor: Doctor) -> None:
