@@ -31,33 +31,47 @@ def _straggler(timed: dict[int, Times], stages: dict[int, str]) -> Verdict | Non
         return None
     # Which part of a backward was a wait is known of all, or else not used of any.
     split = all(each.split for each in timed.values())
-
-    def spent(each: Times) -> float:
-        return each.own if split else each.own - each.backward
-
+    spent = _spent(timed, split)
     # Who has no core is slow by no fault of its work.
-    own = {rank: max(spent(each) - each.lacked, 0.0) for rank, each in timed.items()}
-    waits = {rank: each.total - spent(each) for rank, each in timed.items()}
+    own = {rank: max(spent[rank] - each.lacked, 0.0) for rank, each in timed.items()}
+    waits = {rank: each.total - spent[rank] for rank, each in timed.items()}
     worst = max(own, key=lambda rank: own[rank])
-    others = [rank for rank in timed if rank != worst]
-    gap = own[worst] - middle(own[rank] for rank in others)
-    relief = middle(waits[rank] for rank in others) - waits[worst]
+    surplus = own[worst] - _of_others(own, worst)
+    relief = _of_others(waits, worst) - waits[worst]
     total = timed[worst].total - timed[worst].lacked
-    if not stands_out(gap * 1e9, total * 1e9, relief * 1e9):
+    if not stands_out(surplus * 1e9, total * 1e9, relief * 1e9):
         return None
     # Ranks that are as slow are no victims: the others would wait for them just the same.
-    slow = sorted(rank for rank in timed if own[rank] > own[worst] - gap / 2)
+    slow = sorted(rank for rank in timed if own[rank] > own[worst] - surplus / 2)
     rest = [rank for rank in timed if rank not in slow]
     usual = middle(own[rank] for rank in rest)
-    apart = {stages[rank] for rank in slow}.isdisjoint(stages[rank] for rank in rest)
-    if apart and own[worst] < UNEVEN * usual:
+    if _has_stages_of_its_own(slow, rest, stages) and own[worst] < UNEVEN * usual:
         return None
-    gap = own[worst] - usual
     names = [name for name in PHASE_NAMES if split or name != "backward"]
     phases = _slow_phases([timed[rank] for rank in slow], [timed[rank] for rank in rest], names)
-    number = {stages[rank] for rank in slow}
-    stage = number.pop() if len(number) == 1 else ""
-    return _slow_ranks(slow, stage, gap, gap / total, phases)
+    gap = own[worst] - usual
+    return _slow_ranks(slow, _shared_stage(slow, stages), gap, gap / total, phases)
+
+
+def _spent(timed: dict[int, Times], split: bool) -> dict[int, float]:
+    """What each rank spent itself for certain: of a backward that was not split, nothing."""
+    return {rank: each.own if split else each.own - each.backward for rank, each in timed.items()}
+
+
+def _of_others(times: dict[int, float], rank: int) -> float:
+    return middle(times[other] for other in times if other != rank)
+
+
+def _has_stages_of_its_own(
+    slow: Sequence[int], rest: Sequence[int], stages: dict[int, str]
+) -> bool:
+    """Whether no other rank is of a stage that slow ranks are of: stages differ in their work."""
+    return {stages[rank] for rank in slow}.isdisjoint(stages[rank] for rank in rest)
+
+
+def _shared_stage(slow: Sequence[int], stages: dict[int, str]) -> str:
+    found = {stages[rank] for rank in slow}
+    return found.pop() if len(found) == 1 else ""
 
 
 def _slow_phases(slow: Sequence[Times], rest: Sequence[Times], names: Sequence[str]) -> set[str]:

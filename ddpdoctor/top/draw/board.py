@@ -32,6 +32,9 @@ NO_NUMBERS = ("dead", "starting", "debugger")
 _STILL = ("hung", "failing", "restarting")
 """States of a run in which it matters what the ranks do, and no more how long their steps are."""
 
+_STYLES = {"dead": "error", "stale": "dim", "ended": "dim", "starting": "dim"}
+"""Of the lines of ranks by their state."""
+
 
 @dataclass(frozen=True)
 class Drawn:
@@ -79,20 +82,13 @@ class _Board:
 
     def draw(self, height: int) -> Drawn:
         """At most so many lines."""
-        snapshot, ranks = self._snapshot, self._ranks
-        spare = height - len(ranks)
-        header = 0 if height < 3 else 2 if spare >= 4 or height >= 12 else 1
-        fits = height >= 5 or height - header > len(ranks)
-        last = 1 if fits and snapshot.median is not None and len(ranks) > 1 else 0
-        timed = self._bar and self._axis and not self._still
-        legend = 1 if timed and (spare >= header + last + 1 or height >= 14) else 0
+        header, last, legend = self._around(height)
         body = height - header - last - legend
         entries = self._entries(body)
         first, count, tail = self._window(entries, body)
-        seen = entries[first : first + count]
         lines: list[Line] = self._header(header)
         about: dict[int, int] = {}
-        for entry in seen:
+        for entry in entries[first : first + count]:
             if isinstance(entry, RankRow):
                 about[len(lines)] = entry.rank
                 lines.append(self._rank_line(entry))
@@ -102,7 +98,7 @@ class _Board:
         if tail:
             rest = [each for each in entries[first + count :] if isinstance(each, RankRow)]
             lines += self._tail(rest, first, len(entries) - first - count, tail)
-        if not ranks:
+        if not entries:
             empty = "no rank passes the filter" if self._view.filter else "no rank has started yet"
             lines.append(((f"  {empty}", "dim"),))
         if last:
@@ -112,6 +108,17 @@ class _Board:
         return Drawn(tuple(lines[:height]), about, first)
 
     # -- what is shown
+
+    def _around(self, height: int) -> tuple[int, int, int]:
+        """The lines of the header, of the median and of the legend, around those of the ranks."""
+        ranks = len(self._ranks)
+        spare = height - ranks
+        header = 0 if height < 3 else 2 if spare >= 4 or height >= 12 else 1
+        fits = height >= 5 or height - header > ranks
+        last = 1 if fits and self._snapshot.median is not None and ranks > 1 else 0
+        timed = self._bar and self._axis and not self._still
+        legend = 1 if timed and (spare >= header + last + 1 or height >= 14) else 0
+        return header, last, legend
 
     def _entries(self, body: int) -> list[RankRow | _Node]:
         """The lines of the board: ranks, below the heads of their nodes if they are grouped."""
@@ -170,37 +177,41 @@ class _Board:
         return [tuple(titles), tuple(heads)][:lines]
 
     def _rank_line(self, row: RankRow) -> Line:
-        scene, marks, verdict = self._scene, self._marks, self._snapshot.verdict
-        blamed = row.rank == verdict.rank
-        style = {"dead": "error", "stale": "dim", "ended": "dim", "starting": "dim"}.get(
-            row.state, ""
-        )
-        sign_style = verdict.level if blamed and row.state != "dead" else style or "info"
-        cursor = row.rank == self._view.cursor
-        head: list[Span] = [
-            (marks.cursor if cursor else " ", ""),
-            (marks.state(row.state, blamed), sign_style),
-        ]
-        used = 2
         words = self._words(row)
-        guilty = self._guilty(row) if blamed else ""
-        timed = row.times is not None and columns(words) <= self._bar
-        both = timed or not words or row.state not in NO_NUMBERS
-        for column in self._columns:
-            if column.live and not both:
-                break
-            marked = "guilty" if column.name == guilty else style or ("bold" if blamed else "")
-            head += [(" ", ""), *cell_of(row, column, self._unit, marked)]
-            used += column.width + 1
+        head = self._rank_cells(row, words)
         bar: Line = ()
         if words:
-            head.append((f" {scene.cut(words, self._room - used - 1)}", style))
+            used = sum(columns(text) for text, _ in head)
+            words = self._scene.cut(words, self._room - used - 1)
+            head.append((f" {words}", _STYLES.get(row.state, "")))
         elif self._bar and row.times is not None:
-            bar = ((" ", ""), *bars.stacked(row.times, self._bar, self._axis, marks))
-        if not cursor:
+            stacked = bars.stacked(row.times, self._bar, self._axis, self._marks)
+            bar = ((" ", ""), *stacked)
+        if row.rank != self._view.cursor:
             return (*head, *bar)
         text = "".join(text for text, _ in head)
         return ((text if bar else fit(text, self._room), "cursor"), *bar)
+
+    def _rank_cells(self, row: RankRow, words: str) -> list[Span]:
+        """Cursor, sign and numbers: those alone that there is room for beside the ``words``."""
+        verdict, style = self._snapshot.verdict, _STYLES.get(row.state, "")
+        blamed = row.rank == verdict.rank
+        guilty = self._guilty(row) if blamed else ""
+        cells: list[Span] = [
+            (self._marks.cursor if row.rank == self._view.cursor else " ", ""),
+            (
+                self._marks.state(row.state, blamed),
+                verdict.level if blamed and row.state != "dead" else style or "info",
+            ),
+        ]
+        fits = row.times is not None and columns(words) <= self._bar
+        numbers = fits or not words or row.state not in NO_NUMBERS
+        for column in self._columns:
+            if column.live and not numbers:
+                break
+            marked = "guilty" if column.name == guilty else style or ("bold" if blamed else "")
+            cells += [(" ", ""), *cell_of(row, column, self._unit, marked)]
+        return cells
 
     def _guilty(self, row: RankRow) -> str:
         """The phase in which a rank that holds the others up exceeds the median rank most."""

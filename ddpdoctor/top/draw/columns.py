@@ -57,8 +57,9 @@ _COLUMNS = (
 _BAR = 92
 """How important the bar is."""
 
-_SOMETIMES = ("phase", "heartbeat", "memory", "utilization", "power", "temperature")
-"""What no rank of a run has that is over, or not every GPU: then there is no column."""
+_SOMETIMES = ("stage", "phase", "heartbeat", "memory", "utilization", "power", "temperature")
+"""What no rank has of a run that is over or without a pipeline, or not every GPU: then there is no
+column."""
 
 _METERS = {"memory": 12, "utilization": 10}
 """The columns that are bars, and how wide they are on a wide screen."""
@@ -92,26 +93,7 @@ def fitting(
         room: Columns of the screen.
         least: Columns that the bar needs.
     """
-    digits = max((len(str(row.rank)) for row in ranks), default=1)
-    gpus = any(row.gpu is not None for row in ranks)
-    nodes = len({row.node for row in ranks}) > 1
-    steps = [len(str(row.step)) for row in ranks if row.step is not None]
-    place_width = max((columns(place(row, 99)) for row in ranks), default=4)
-    widths = {
-        "rank": max(4 if room >= 40 else 2, digits),
-        "place": max(3, min(place_width, 8 if room < 100 else 12 if room < 140 else 20)),
-        "step": max(4, max(steps, default=4)),
-        **(_METERS if room >= 130 and gpus else {}),
-    }
-    possible = [
-        replace(column, width=widths.get(column.name, column.width))
-        for column in _COLUMNS
-        if (gpus or not column.of_gpu) and (gpus or nodes or column.name != "place")
-        if column.name != "stage" or any(row.stage for row in ranks)
-        if column.name not in _SOMETIMES or any(_has(row, column.name) for row in ranks)
-    ]
-    titles = {"place": "gpu" if gpus else "node", "memory": "mem" if gpus else "rss"}
-    possible = [replace(each, title=titles.get(each.name, each.title)) for each in possible]
+    possible = _possible(ranks, room)
     wished = [(column.importance, column.name, column.width) for column in possible]
     wished.append((_BAR, "bar", least))
     left = room - 2
@@ -124,6 +106,41 @@ def fitting(
         taken.add(name)
     bar = min(max(MOST_BAR, least), left + least) if "bar" in taken else 0
     return tuple(column for column in possible if column.name in taken), bar
+
+
+def _possible(ranks: Sequence[RankRow], room: int) -> list[Column]:
+    """The columns that these ranks have something for, with their titles and widths."""
+    gpus = any(row.gpu is not None for row in ranks)
+    nodes = len({row.node for row in ranks}) > 1
+    none = {
+        *(column.name for column in _COLUMNS if column.of_gpu and not gpus),
+        *(name for name in _SOMETIMES if not any(_has(row, name) for row in ranks)),
+        *(["place"] if not gpus and not nodes else []),
+    }
+    widths = _widths(ranks, room) | (_METERS if room >= 130 and gpus else {})
+    titles = {"place": "gpu" if gpus else "node", "memory": "mem" if gpus else "rss"}
+    return [
+        replace(
+            column,
+            width=widths.get(column.name, column.width),
+            title=titles.get(column.name, column.title),
+        )
+        for column in _COLUMNS
+        if column.name not in none
+    ]
+
+
+def _widths(ranks: Sequence[RankRow], room: int) -> dict[str, int]:
+    """Of the columns whose texts are as long as the numbers and names of the job."""
+    rank = max((len(str(row.rank)) for row in ranks), default=1)
+    step = max((len(str(row.step)) for row in ranks if row.step is not None), default=4)
+    longest = max((columns(place(row, 99)) for row in ranks), default=4)
+    most = 8 if room < 100 else 12 if room < 140 else 20
+    return {
+        "rank": max(4 if room >= 40 else 2, rank),
+        "place": max(3, min(longest, most)),
+        "step": max(4, step),
+    }
 
 
 def text_of(row: RankRow, column: Column, unit: units.TimeUnit) -> str:
@@ -142,7 +159,8 @@ def text_of(row: RankRow, column: Column, unit: units.TimeUnit) -> str:
 
 
 def _has(row: RankRow, name: str) -> bool:
-    return bool(row.phase) if name == "phase" else number(row, name) is not None
+    words = name in ("stage", "phase")
+    return bool(getattr(row, name)) if words else number(row, name) is not None
 
 
 def cell_of(row: RankRow, column: Column, unit: units.TimeUnit, style: str) -> Line:
