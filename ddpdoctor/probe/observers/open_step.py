@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from ddpdoctor.probe.runtime.clocks import Measured, Times
@@ -79,23 +80,20 @@ class OpenStep:
         Raises:
             NotYet: The device is still busy with the step, and this is not the ``last`` call.
         """
-        times = self.times
-        if self.measured is not None:
-            measured = self.measured()
-            if measured is None and not last:
-                raise NotYet
-            # A device that never came to the step's end: what the host saw is all there is.
-            times = times if measured is None else measured
-        count = len(self.passes)
-        _, other, data, forward, backward, optimizer, wait, _ = (
-            times if count == 1 else [each // count for each in times]
-        )
+        times = self.times if self.measured is None else self._on_device(self.measured, last)
+        ran: Sequence[int] | None = self.cores
+        count, number, backwards = len(self.passes), "", ""
+        if count > 1:
+            times, ran = _means(times, count), ran and _means(ran, count)
+            number, backwards = f',"steps":{count}', _backwards_of_each(self.passes)
+        elif self.passes[0] != 1:
+            backwards = f',"backwards":{self.passes[0]}'
+        _, other, data, forward, backward, optimizer, wait, _ = times
         # DDP's timers are those of some of the reduced backwards.
         exposed = self.exposed * self.armed // (self.timed * count) if self.timed else 0
         exposed = min(exposed, backward)
         split = self.timed >= self.armed or (count > 1 and self.timed > 0)
         # Waits of the host say nothing of times that a device took.
-        ran = tuple(each // count for each in self.cores) if self.cores is not None else None
         cores = ran if ran is not None and self.measured is None else (0, 0)
         backward, wait = backward - exposed, wait + exposed
         self.vitals.wrote(
@@ -112,23 +110,43 @@ class OpenStep:
         )
         if ran is not None:
             text += f',"cpu":{ran[0]},"waited":{ran[1]}'
-        if count > 1:
-            text += f',"steps":{count}'
+        text += number
         samples = self.fetched or self.fed
         if samples:
             text += f',"samples":{samples // max(1, self.looked)}'
-        for name, given in (("loss", self.loss), ("norm", self.norm)):
-            value = given() if callable(given) else given
-            if value is not None:
-                text += f',"{name}":{json.dumps(value)}'
-        passes = [b - a for a, b in itertools.pairwise((0, *self.passes))]
-        if min(passes) != max(passes):
-            runs = [f"{passed},{len([*same])}" for passed, same in itertools.groupby(passes)]
-            text += f',"each":[{",".join(runs[:MOST_RUNS])}]'
-        elif passes[0] != 1:
-            text += f',"backwards":{passes[0]}'
+        if self.loss is not None:
+            text += _scalar("loss", self.loss)
+        if self.norm is not None:
+            text += _scalar("norm", self.norm)
+        text += backwards
         if self.skipped:
             text += ',"skipped":true'
         if self.outside:
             text += f',"outside":{self.outside}'
         return text.encode() + b"}\n"
+
+    def _on_device(self, measured: Measured, last: bool) -> Times:
+        """What the device took; what the host saw, if it has not come to the step's end."""
+        times = measured()
+        if times is None and not last:
+            raise NotYet
+        return self.times if times is None else times
+
+
+def _means(sums: Sequence[int], count: int) -> list[int]:
+    return [each // count for each in sums]
+
+
+def _scalar(name: str, given: Any) -> str:
+    """The field of a loss or a norm, or of what gives it when it is due; empty without one."""
+    value = given() if callable(given) else given
+    return "" if value is None else f',"{name}":{json.dumps(value)}'
+
+
+def _backwards_of_each(passes: Sequence[int]) -> str:
+    """The field with the number of backwards, if it is not one in each of several steps."""
+    counts = [b - a for a, b in itertools.pairwise((0, *passes))]
+    if min(counts) == max(counts):
+        return f',"backwards":{counts[0]}' if counts[0] != 1 else ""
+    runs = [f"{passed},{len([*same])}" for passed, same in itertools.groupby(counts)]
+    return f',"each":[{",".join(runs[:MOST_RUNS])}]'
