@@ -6,7 +6,7 @@ Made of lines, dots and texts alone: what writes a file (`ddpdoctor.scale.pictur
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -80,31 +80,38 @@ def chart(title: str, rows: Sequence[Row]) -> list[Shape]:
     if not shown:
         return found
     names = list(dict.fromkeys(row.variant.name for row in shown))
-    most = max(row.size.ranks for row in shown)
-    rates = [row.measured.rate for row in shown if row.measured is not None]
-    base = next((row for row in shown if row.is_base), None)
-    per_rank = base.measured.rate / base.size.ranks if base and base.measured else 0.0
-    throughput = _Panel(_LEFTS[0], most, _round_up(max(*rates, per_rank * most, 1e-9)), 4)
-    highest = max((max(row.efficiencies) for row in shown if row.efficiencies), default=1.0)
+    colours = {name: _COLOURS[place % len(_COLOURS)] for place, name in enumerate(names)}
+    return [*found, *_throughput(shown, colours), *_efficiency(shown, colours), *_legend(names)]
+
+
+def _throughput(rows: Sequence[Row], colours: Mapping[str, str]) -> Iterator[Shape]:
+    """What all ranks do in a second; ideally each does what it does at the smallest size."""
+    measured = [(row, row.measured) for row in rows if row.measured is not None]
+    most = max(row.size.ranks for row in rows)
+    per_rank = next((each.rate / row.size.ranks for row, each in measured if row.is_base), 0.0)
+    highest = max(*(each.rate for _, each in measured), per_rank * most, 1e-9)
+    panel = _Panel(_LEFTS[0], most, _round_up(highest), 4)
+    samples = any(each.samples for _, each in measured)
+    yield from _axes(panel, "samples/s" if samples else "steps/s", rows, units.figures)
+    yield from _dashes(*panel.at(0, 0), *panel.at(most, per_rank * most))
+    for name, colour in colours.items():
+        points = [(row.size.ranks, each.rate) for row, each in measured if row.variant.name == name]
+        yield from _curve(panel, points, colour)
+
+
+def _efficiency(rows: Sequence[Row], colours: Mapping[str, str]) -> Iterator[Shape]:
+    """Throughput per rank, as a part of that at the smallest size; ideally all of it."""
+    most = max(row.size.ranks for row in rows)
+    highest = max((share for row in rows for share in row.efficiencies), default=1.0)
     quarters = max(4, math.ceil(highest / _QUARTER))
-    shares = _Panel(_LEFTS[1], most, quarters * _QUARTER, quarters if quarters <= 8 else 1)
-    samples = any(row.measured is not None and row.measured.samples for row in shown)
-    found += _axes(throughput, "samples/s" if samples else "steps/s", shown, units.figures)
-    found += _axes(shares, "efficiency", shown, units.percent)
-    found += _dashes(*throughput.at(0, 0), *throughput.at(most, per_rank * most))
-    found += _dashes(*shares.at(0, 1.0), *shares.at(most, 1.0))
-    for place, name in enumerate(names):
-        colour = _COLOURS[place % len(_COLOURS)]
-        mine = [row for row in shown if row.variant.name == name]
-        points = [(row.size.ranks, row.measured.rate) for row in mine if row.measured is not None]
-        found += _curve(throughput, points, colour)
-        found += _curve(
-            shares,
-            [(row.size.ranks, row.efficiency) for row in mine if row.efficiency is not None],
-            colour,
-        )
-        found += _spreads(shares, mine, colour)
-    return found + _legend(names)
+    panel = _Panel(_LEFTS[1], most, quarters * _QUARTER, quarters if quarters <= 8 else 1)
+    yield from _axes(panel, "efficiency", rows, units.percent)
+    yield from _dashes(*panel.at(0, 1.0), *panel.at(most, 1.0))
+    for name, colour in colours.items():
+        mine = [row for row in rows if row.variant.name == name]
+        points = [(row.size.ranks, row.efficiency) for row in mine if row.efficiency is not None]
+        yield from _curve(panel, points, colour)
+        yield from _spreads(panel, mine, colour)
 
 
 def _axes(

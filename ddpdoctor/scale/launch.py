@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ddpdoctor.core.errors import DoctorError
@@ -74,17 +74,30 @@ def launch(given: Given, nodes: Sequence[int]) -> Launch:
     for name in _SIZES:
         if name in values:
             raise DoctorError(f"{name} is what scale varies", "name the sizes: --nproc 1,2,4")
-    rest = tuple(given.rest)
     if max(nodes) == 1:
-        typed = [word for each in given.passed for word in each.words]
-        return Launch(tuple(typed), rest, alone=not any(name in values for name in _MEETING))
-    kept = [each for each in given.passed if _spelled(each) not in _MEETING]
-    typed = [word for each in kept for word in each.words]
+        alone = not any(name in values for name in _MEETING)
+        return Launch(_words(given.passed), tuple(given.rest), alone=alone)
+    typed = _words([each for each in given.passed if _spelled(each) not in _MEETING])
     if "--rdzv-conf" not in values:
-        typed += ["--rdzv-conf", f"timeout={PATIENCE}"]
-    endpoint = values.get("--rdzv-endpoint") or ":".join(
-        part for part in (values.get("--master-addr"), values.get("--master-port")) if part
-    )
+        typed += ("--rdzv-conf", f"timeout={PATIENCE}")
+    node, host, port = _meeting_point(values)
+    if node >= max(nodes):
+        raise DoctorError(f"--node-rank {node} is none of {max(nodes)} nodes, which count from 0")
+    return Launch(typed, tuple(given.rest), node=node, host=host, port=port)
+
+
+def _words(options: Sequence[Passed]) -> tuple[str, ...]:
+    return tuple(word for each in options for word in each.words)
+
+
+def _meeting_point(values: Mapping[str, str]) -> tuple[int, str, int]:
+    """The rank of this node, and host and port at which it meets the others.
+
+    Raises:
+        DoctorError: An option is missing, or is no number.
+    """
+    parts = (values.get("--master-addr"), values.get("--master-port"))
+    endpoint = values.get("--rdzv-endpoint") or ":".join(part for part in parts if part)
     host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", "")
     node = values.get("--node-rank", "")
     if not host or not node.isdigit() or not (port or "0").isdigit():
@@ -92,9 +105,7 @@ def launch(given: Given, nodes: Sequence[int]) -> Launch:
             "several nodes need --node-rank and --rdzv-endpoint",
             "start it on each: --nnodes 1,2 --node-rank R --rdzv-endpoint node0:29500",
         )
-    if int(node) >= max(nodes):
-        raise DoctorError(f"--node-rank {node} is none of {max(nodes)} nodes, which count from 0")
-    return Launch(tuple(typed), rest, node=int(node), host=host, port=int(port or DEFAULT_PORT))
+    return int(node), host, int(port or DEFAULT_PORT)
 
 
 def _spelled(option: Passed) -> str:

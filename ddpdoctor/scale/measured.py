@@ -13,7 +13,7 @@ from statistics import mean, median
 
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.training import StepRecord
-from ddpdoctor.run.snapshot import Run
+from ddpdoctor.run.snapshot import Rank, Run
 
 FEWEST_SPLIT = 3
 """Steps with DDP's own timers that it takes to say how much of a backward was communication."""
@@ -64,33 +64,26 @@ class Measured:
 
 def measure(run: Run, warmup: int) -> Measured | None:
     """What the ranks of a run took, without the first ``warmup`` steps; None without others."""
-    ranks = [(rank, steps) for rank in run.last if (steps := _usable(run, rank.steps, warmup))]
-    if not ranks:
+    counted = [(rank, steps) for rank in run.last if (steps := _usable(run, rank.steps, warmup))]
+    if not counted:
         return None
-    built = [rank.records.first(DdpRecord) for rank, _ in ranks]
-    timed = [_usable(run, rank.split_steps, warmup) for rank, _ in ranks]
-    split = all(built) and all(len(steps) >= FEWEST_SPLIT for steps in timed)
-    parts = timed if split else [steps for _, steps in ranks]
-
-    def of(name: str) -> float:
-        typical = [float(mean(getattr(step, name) for step in _middle(each))) for each in parts]
-        return mean(typical) * _NANO
-
-    exposed = of("wait")
-    first = next((each for each in built if each is not None), None)
-    every = [steps for _, steps in ranks]
+    ranks, every = [rank for rank, _ in counted], [steps for _, steps in counted]
+    timed = _timed_by_ddp(run, ranks, warmup)
+    parts = every if timed is None else timed
+    wait = _typical(parts, "wait")
+    first = next((built for rank in ranks if (built := rank.records.first(DdpRecord))), None)
     on_cpu = first is None or first.device == "cpu"
     return Measured(
         ranks=max(run.world_size, len(run.last)),
         local=len(ranks),
         steps=min(map(len, every)),
-        step=mean(mean(step.total for step in _middle(steps)) for steps in every) * _NANO,
-        data=of("data"),
-        forward=of("forward"),
-        backward=of("backward"),
-        optimizer=of("optimizer"),
-        other=of("other") + (0.0 if split else exposed),
-        exposed=exposed if split else None,
+        step=_typical(every, "total"),
+        data=_typical(parts, "data"),
+        forward=_typical(parts, "forward"),
+        backward=_typical(parts, "backward"),
+        optimizer=_typical(parts, "optimizer"),
+        other=_typical(parts, "other") + (wait if timed is None else 0.0),
+        exposed=None if timed is None else wait,
         core_wait=_mean_known(every, lambda step: step.waited, _NANO) if on_cpu else None,
         samples=_mean_known(every, lambda step: step.samples),
         backwards=mean(median(step.backwards for step in steps) for steps in every),
@@ -98,6 +91,19 @@ def measure(run: Run, warmup: int) -> Measured | None:
         gradient_bytes=_gradient_bytes(first),
         bucket_bytes=first.bucket_cap_bytes if first is not None else None,
     )
+
+
+def _timed_by_ddp(run: Run, ranks: Sequence[Rank], warmup: int) -> list[list[StepRecord]] | None:
+    """The steps of each rank that DDP's own timers are known of; None if there are too few."""
+    timed = [_usable(run, rank.split_steps, warmup) for rank in ranks]
+    built = all(rank.records.first(DdpRecord) for rank in ranks)
+    return timed if built and min(map(len, timed)) >= FEWEST_SPLIT else None
+
+
+def _typical(every: Sequence[Sequence[StepRecord]], part: str) -> float:
+    """The mean over the ranks of a part of a typical step, in seconds."""
+    typical = [float(mean(getattr(step, part) for step in _middle(steps))) for steps in every]
+    return mean(typical) * _NANO
 
 
 def _usable(run: Run, steps: Iterable[StepRecord], warmup: int) -> list[StepRecord]:
