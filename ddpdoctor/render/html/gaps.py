@@ -17,26 +17,19 @@ def gaps(run: Run, steps: Series) -> Iterator[str]:
     """What is not known of a run and why, a sentence each without a full stop."""
     for unwatched in run.supervisor.of(UnwatchedRecord):
         yield f"ranks were not watched: {unwatched.why}"
+    yield from _of_ranks(run)
+    yield from _of_steps(steps)
+    yield from _of_machine(run)
+    yield from _of_records(run)
+
+
+def _of_ranks(run: Run) -> Iterator[str]:
     seen = {rank.rank for rank in run.last}
     absent = set(range(min(run.world_size, 1 << 17))) - seen
     if seen and absent:
         yield f"{named(absent)}: no records here; a run directory has the ranks of one node"
     if len(run.restarts) > 1:
         yield "steps of attempts before the last one: the charts show the last"
-    yield from _of_steps(steps)
-    if steps.ranks and not any(each == each for rank in steps.ranks for each in rank.loss):
-        yield "the loss: no backward began with a tensor of one element"
-    if steps.ranks and not any(each == each for rank in steps.ranks for each in rank.norm):
-        yield "gradient norms: they are known where the job calls clip_grad_norm_"
-    yield from _of_machine(run)
-    lost = sum(rank.status.dropped for rank in run.last if rank.status is not None)
-    if lost:
-        yield f"{count(lost, 'record')} that did not fit or could not be written"
-    for line in run.unreadable:
-        yield f"not read: {line}"
-    faults = [each for rank in run.ranks for each in rank.records.of(FaultRecord)]
-    for fault in (*faults, *run.supervisor.of(FaultRecord))[:10]:
-        yield f"{fault.hook or fault.part} of ddpdoctor failed and was switched off: {fault.error}"
 
 
 def _of_steps(steps: Series) -> Iterator[str]:
@@ -55,6 +48,10 @@ def _of_steps(steps: Series) -> Iterator[str]:
             f"the wait for other ranks in {read - split} of {read} steps: columns show the steps "
             "that DDP timed where there are any"
         )
+    if not any(each == each for rank in steps.ranks for each in rank.loss):
+        yield "the loss: no backward began with a tensor of one element"
+    if not any(each == each for rank in steps.ranks for each in rank.norm):
+        yield "gradient norms: they are known where the job calls clip_grad_norm_"
 
 
 def _of_machine(run: Run) -> Iterator[str]:
@@ -62,3 +59,14 @@ def _of_machine(run: Run) -> Iterator[str]:
         yield "memory and GPUs over time: the run has no record of them"
     elif not any(run.path.glob("gpus-*.json")):
         yield "GPUs: no NVML on this machine"
+
+
+def _of_records(run: Run) -> Iterator[str]:
+    lost = sum(rank.status.dropped for rank in run.last if rank.status is not None)
+    if lost:
+        yield f"{count(lost, 'record')} that did not fit or could not be written"
+    for line in run.unreadable:
+        yield f"not read: {line}"
+    faults = [each for rank in run.ranks for each in rank.records.of(FaultRecord)]
+    for fault in (*faults, *run.supervisor.of(FaultRecord))[:10]:
+        yield f"{fault.hook or fault.part} of ddpdoctor failed and was switched off: {fault.error}"
