@@ -11,10 +11,7 @@ from ddpdoctor.preflight.protocol import speeds
 from ddpdoctor.preflight.protocol.addresses import gloo_dials, is_loopback
 from ddpdoctor.preflight.protocol.connecting import CONNECT_LIMIT
 from ddpdoctor.preflight.protocol.coordinator import Coordinator, Member
-from ddpdoctor.preflight.protocol.messages import (
-    Answer,
-    Order,
-)
+from ddpdoctor.preflight.protocol.messages import Answer, Order
 from ddpdoctor.preflight.protocol.pairs import STALL_LIMIT, STALLS, Dialled, Target
 from ddpdoctor.preflight.protocol.ranks import LATE
 from ddpdoctor.preflight.protocol.reduction import AGAIN
@@ -100,9 +97,8 @@ class Phases:
         reason = self._why_no_reduction(members, dials)
         # Importing torch keeps the cores busy, and would be taken for a slow link.
         unready = await self._settle(members, needed=not reason)
-        speed = Speeds(untested=STARVED) if _lacking_cpu(unready) else Speeds()
-        if not speed.untested:
-            speed = await self._speeds(members, bad)
+        lacks_cpu = any(why == LATE for _, why, _ in unready)
+        speed = Speeds(untested=STARVED) if lacks_cpu else await self._speeds(members, bad)
         folder = await self._folder(members)
         reason = reason or self._why_no_reduction(members, dials)
         if unready:
@@ -203,39 +199,28 @@ class Phases:
         for shift in speeds.shifts(len(members)):
             cells = [(i, (i + shift) % len(members)) for i in range(len(members))]
             measured |= await self._measure(members, [cell for cell in cells if cell not in bad])
-        confirmed = set()
-        for cell in speeds.suspects(measured)[:MOST_SUSPECTS]:
-            # Alone this time: the other nodes are idle. The best counts, since a busy machine makes
-            # a link look slow, and nothing makes it look fast.
-            for _ in range(TIMES_ALONE):
-                again = await self._measure(members, [cell])
-                if cell in again:
-                    measured[cell] = speeds.better(measured[cell], again[cell])
-                if cell not in speeds.outliers(measured) and not measured[cell].lossy:
-                    break
-            else:
-                confirmed.add(cell)
-        if not measured:
-            return Speeds()
-        lossy = [cell for cell in measured if cell in confirmed and measured[cell].lossy]
-        # What is lost is sent again, and late: that is one fault.
-        outliers = [cell for cell in speeds.outliers(measured) if cell in confirmed]
-        outliers = [cell for cell in outliers if cell not in lossy]
-        slow = [cell for cell in outliers if measured[cell].waited < speeds.STARVED]
-        return Speeds(
-            starved=len(outliers) - len(slow),
-            lossy=tuple(
-                (*each, measured[each].sent, measured[each].resent) for each in lossy[:256]
-            ),
-            measured=len(measured),
-            rtt=median_high(speed.rtt for speed in measured.values()),
-            bandwidth=median_high(speed.bandwidth for speed in measured.values()),
-            least=min(speed.bandwidth for speed in measured.values()),
-            slow=tuple(
-                (*each, measured[each].rtt, measured[each].bandwidth) for each in slow[:256]
-            ),
-            cells=tuple(measured) if slow or lossy else (),
-        )
+        suspects = speeds.suspects(measured)[:MOST_SUSPECTS]
+        confirmed = {cell for cell in suspects if await self._stays_bad(members, cell, measured)}
+        return _judged(measured, confirmed) if measured else Speeds()
+
+    async def _stays_bad(
+        self,
+        members: Sequence[Member],
+        cell: speeds.Cell,
+        measured: dict[speeds.Cell, speeds.Speed],
+    ) -> bool:
+        """Whether a link is slow or lossy, too, while the other nodes are idle.
+
+        The best of what is ``measured`` counts, since a busy machine makes a link look slow, and
+        nothing makes it look fast.
+        """
+        for _ in range(TIMES_ALONE):
+            again = await self._measure(members, [cell])
+            if cell in again:
+                measured[cell] = speeds.better(measured[cell], again[cell])
+            if cell not in speeds.outliers(measured) and not measured[cell].lossy:
+                return False
+        return True
 
     async def _measure(
         self, members: Sequence[Member], cells: Sequence[speeds.Cell]
@@ -368,8 +353,23 @@ def nccl_report(results: Sequence[RankResult]) -> NcclReport:
     )
 
 
-def _lacking_cpu(unready: Sequence[tuple[int, str, float]]) -> bool:
-    return any(why == LATE for _, why, _ in unready)
+def _judged(measured: Mapping[speeds.Cell, speeds.Speed], confirmed: set[speeds.Cell]) -> Speeds:
+    """What is reported of links, of which those in ``confirmed`` stayed bad."""
+    lossy = [cell for cell in measured if cell in confirmed and measured[cell].lossy]
+    # What is lost is sent again, and late: that is one fault.
+    alone = confirmed - set(lossy)
+    outliers = [cell for cell in speeds.outliers(measured) if cell in alone]
+    slow = [cell for cell in outliers if measured[cell].waited < speeds.STARVED]
+    return Speeds(
+        starved=len(outliers) - len(slow),
+        lossy=tuple((*each, measured[each].sent, measured[each].resent) for each in lossy[:256]),
+        measured=len(measured),
+        rtt=median_high(speed.rtt for speed in measured.values()),
+        bandwidth=median_high(speed.bandwidth for speed in measured.values()),
+        least=min(speed.bandwidth for speed in measured.values()),
+        slow=tuple((*each, measured[each].rtt, measured[each].bandwidth) for each in slow[:256]),
+        cells=tuple(measured) if slow or lossy else (),
+    )
 
 
 def _targets(members: Sequence[Member], source: int, target: int) -> dict[str, Target]:
