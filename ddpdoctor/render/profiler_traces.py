@@ -29,6 +29,8 @@ _NAMES = (".json", ".json.gz")
 _RANK = re.compile(r"rank[-_]?(\d{1,6})", re.IGNORECASE)
 _PLACE = 1_000_000
 """Process numbers of the trace of rank R begin at ``(R + 1) * _PLACE``."""
+_ARROWS = 1 << 32
+"""Numbers of its arrows, in the same way; JavaScript holds them exactly."""
 
 
 @dataclass(frozen=True)
@@ -101,30 +103,83 @@ def merged(
         zero: Unix nanoseconds at which the run's trace begins.
         behind: Nanoseconds to take off the moments of a rank.
     """
+    every = {profile.rank: _Numbers(profile.rank) for profile in profiles}
     for profile in profiles:
         shift = (profile.base - zero - behind(profile.rank)) / 1e3
-        processes: dict[str, int] = {}
+        numbers = every[profile.rank]
+        numbers.begin()
         for event in profile.events:
-            yield _moved(event, profile.rank, shift, processes)
+            moved = numbers.of(event)
+            if isinstance(event.get("ts"), (int, float)):
+                moved["ts"] = round(event["ts"] + shift, 3)
+            yield from numbers.named()
+            yield moved
 
 
-def _moved(event: JsonObject, rank: int, shift: float, processes: dict[str, int]) -> JsonObject:
-    """An event with numbers that no other trace has."""
-    moved: dict[str, Any] = _shown(event)
-    # A process of the host, a GPU, or a word for what is none of both.
-    key = str(event.get("pid"))
-    moved["pid"] = processes.setdefault(key, (rank + 1) * _PLACE + len(processes))
-    if not isinstance(moved.get("tid"), int):
-        moved["tid"] = zlib.crc32(str(moved.get("tid")).encode())
-    if isinstance(event.get("ts"), (int, float)):
-        moved["ts"] = round(event["ts"] + shift, 3)
-    if "id" in event:
-        moved["id"] = f"{rank}.{event['id']}"
-    if event.get("ph") == "M" and event.get("name") == "process_name":
-        named = event.get("args")
-        name = named.get("name", "") if isinstance(named, dict) else ""
-        moved["args"] = {"name": shown(f"rank {rank} profiler: {name} {key}".strip())}
-    return moved
+class _Numbers:
+    """Numbers for the processes, tracks and arrows of a rank, which no other rank has."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._processes: dict[str, int] = {}
+        self._tracks: dict[tuple[int, str], int] = {}
+        self._arrows: dict[str, int] = {}
+        self._next_arrow = (rank + 1) * _ARROWS
+        self._names: list[JsonObject] = []
+
+    def begin(self) -> None:
+        """Another trace of the rank begins, as its profiler writes one a cycle."""
+        self._next_arrow += len(self._arrows)
+        self._arrows.clear()
+
+    def of(self, event: JsonObject) -> JsonObject:
+        """An event of that trace with these numbers."""
+        moved: dict[str, Any] = _shown(event)
+        moved["pid"] = process = self._process(event.get("pid"))
+        moved["tid"] = self._track(process, event.get("tid"))
+        if "id" in event:
+            # Perfetto reads a word as a hexadecimal number, and draws no arrow for other words.
+            number = self._next_arrow + len(self._arrows)
+            moved["id"] = self._arrows.setdefault(str(event["id"]), number)
+        if event.get("ph") == "M" and event.get("name") == "process_name":
+            named = event.get("args")
+            name = named.get("name", "") if isinstance(named, dict) else ""
+            moved["args"] = {"name": self._name(f"{name} {event.get('pid')}")}
+        return moved
+
+    def named(self) -> Iterator[JsonObject]:
+        """The names of what has a word in place of a number, once."""
+        yield from self._names
+        self._names.clear()
+
+    def _name(self, what: str) -> str:
+        return shown(f"rank {self._rank} profiler: {what.strip()}".rstrip(": "))
+
+    def _process(self, pid: object) -> int:
+        """A process of the host, a GPU, or a word for what is none of both."""
+        number = self._processes.get(str(pid))
+        if number is None:
+            number = self._processes[str(pid)] = (self._rank + 1) * _PLACE + len(self._processes)
+            if not isinstance(pid, int):
+                name = self._name(str(pid or ""))
+                self._names.append(
+                    {"ph": "M", "name": "process_name", "pid": number, "tid": 0,
+                     "args": {"name": name}}
+                )  # fmt: skip
+        return number
+
+    def _track(self, process: int, tid: object) -> int:
+        if isinstance(tid, int):
+            return tid
+        number = self._tracks.get((process, str(tid)))
+        if number is None:
+            number = self._tracks[process, str(tid)] = zlib.crc32(str(tid).encode())
+            if tid:
+                self._names.append(
+                    {"ph": "M", "name": "thread_name", "pid": process, "tid": number,
+                     "args": {"name": shown(str(tid))}}
+                )  # fmt: skip
+        return number
 
 
 def _shown(value: Any) -> Any:
