@@ -138,10 +138,10 @@ def test_a_last_run_that_went_well_leaves_an_info() -> None:
     found = one(BANNER + FAILED.format("first") + BANNER + STEPS + "training is done\n")
     assert found.severity.label == "info"
     assert found.message.startswith("in an earlier run, which ends at job.log:")
-    assert found.message.endswith("; the last run begins at line 8")
+    assert found.message.endswith("; the last run begins at line 7")
 
 
-@pytest.mark.parametrize(("lines", "severity"), [(120, "info"), (20, "error")])
+@pytest.mark.parametrize(("lines", "severity"), [(120, "info"), (4, "error")])
 def test_what_goes_on_long_after_the_launchers_report_is_a_later_run(
     lines: int, severity: str
 ) -> None:
@@ -180,6 +180,48 @@ def test_what_was_caught_is_no_end_of_a_run() -> None:
     assert earlier.message.endswith("; the last run begins at line 5")
     assert last.message.endswith("raised KeyError: 'x', and the log goes on after it")
     assert {earlier.severity.label, last.severity.label} == {"info"}
+
+
+SUMMARY = (
+    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
+    "Root Cause (first observed failure):\n[0]:\n  rank      : 1 (local_rank: 1)\n"
+    "  exitcode  : 1 (pid: {})\n"
+)
+
+
+def test_steps_behind_a_launchers_end_are_of_a_later_run() -> None:
+    found = one(FAILED.format("first") + SUMMARY.format(4711) + STEPS)
+    assert found.severity.label == "info"
+    assert found.message.endswith("; the last run begins at line 10")
+    epilogue = "Job finished\nUsed 12 GB of memory\nCPU time was 3 h\nGoodbye\nSee you\n"
+    assert one(FAILED.format("first") + SUMMARY.format(4711) + epilogue).severity.label == "error"
+
+
+def test_a_rank_that_is_another_process_is_of_another_run() -> None:
+    found = one(
+        FAILED.format("first")
+        + SUMMARY.format(4711)
+        + FAILED.format("second")
+        + SUMMARY.format(4712)
+    )
+    assert found.message == "rank 1 raised ValueError: second"
+    assert "rank 1 raised ValueError: first" in found.evidence[-1]
+
+
+def test_what_python_ignores_is_no_cause() -> None:
+    ignored = (
+        "Exception ignored in atexit callback: <function save at 0x7f>\n"
+        'Traceback (most recent call last):\n  File "/job/a.py", line 5, in save\nKeyError: 1\n'
+    )
+    assert one(STEPS + ignored).severity.label == "info"
+    assert (
+        one(
+            ignored
+            + STEPS
+            + "slurmstepd: error: *** JOB 1 ON n1 CANCELLED AT 2024-05-01T12:00:00 ***\n"
+        ).code
+        == "DDP908"
+    )
 
 
 def test_another_slurm_job_is_another_run() -> None:
@@ -227,7 +269,7 @@ def test_braces_in_a_log_stay_as_they_are() -> None:
 def test_what_a_job_says_last_is_looked_for_in_full() -> None:
     """Also where it holds none of the texts that a whole log is searched for."""
     ended = "mpirun noticed that the job aborted\nTERM_MEMLIMIT: job killed\n"
-    assert one("step 1 loss 0.5\n" * 5000 + ended + STEPS).code == "DDP903"
+    assert one(STEPS * 900 + ended + "bye\n").code == "DDP903"
 
 
 def test_the_launchers_of_several_nodes_are_of_one_run() -> None:

@@ -21,6 +21,15 @@ WENT_ON = 3
 PATIENCE = 3_000
 """Lines that are read one by one to see that."""
 
+AT_WORK = 5
+"""Plain lines that differ in their numbers alone, by which a job is known to be at work."""
+
+_FOLLOWS = 300
+"""Lines behind a launcher's end that are read for it."""
+
+_ALIKE = 60
+"""Letters of a line that are compared for it."""
+
 _BLOCK = 1 << 18
 _LONGEST = 1 << 22
 """Bytes of a line; a longer one is cut."""
@@ -42,6 +51,7 @@ _COMPLAINT = re.compile(
 )
 """What is written where a job ends, beside what a healthy one writes."""
 
+_NUMBER = re.compile(r"[\d.,:]+")
 _WORDS = re.compile(r"[A-Za-z]{3}")
 
 _REPORTED = re.compile(
@@ -78,6 +88,8 @@ class Sighting:
         uncaught: It ended its process, whatever came after it.
         woven: Its traceback is mixed up with those of others.
         doing: Of one that waited in vain: the last line before it that reports no failure.
+        ignored: Python says that it goes on in spite of it.
+        followed: Of what a launcher says at its end: lines of a job at work come behind it.
         behind: Lines behind it until the next one that ended a process, or until the log's end if
             the job is at work there.
     """
@@ -98,6 +110,8 @@ class Sighting:
     uncaught: bool = False
     woven: bool = False
     doing: str = ""
+    ignored: bool = False
+    followed: bool = False
     behind: int = 0
     plain_after: int = 0
     lines_after: int = 0
@@ -105,6 +119,8 @@ class Sighting:
     @property
     def weight(self) -> Weight:
         """How much it explains; an exception that is not known is a cause."""
+        if self.ignored:
+            return Weight.FACT
         if self.failure is None:
             return Weight.BARE if self.bare else Weight.CAUSE
         return self.failure.weight
@@ -129,6 +145,10 @@ class LogReader:
         self._rank = rank_of_file(source)
         self._sightings: list[Sighting] = []
         self._undecided: list[Sighting] = []
+        self._end: Sighting | None = None
+        """What a launcher said last, while it is open whether another run follows."""
+        self._work = Counter[str]()
+        self._behind = 0
         self._tracebacks = Tracebacks()
         self._scan = Scan()
         self._before: deque[str] = deque(maxlen=40)
@@ -221,7 +241,7 @@ class LogReader:
 
     @property
     def _under_way(self) -> bool:
-        return bool(self._tracebacks or self._undecided)
+        return bool(self._tracebacks or self._undecided or self._end is not None)
 
     def _raw_line(self, raw: bytes, offset: int, number: int) -> None:
         said = [self._line(text, offset, number) for text in segments(raw)]
@@ -263,6 +283,7 @@ class LogReader:
             )
         elif not belongs:
             self._went_on(line)
+            self._works(line)
         if text.strip():
             self._past.append(text)
         return belongs or known is not None
@@ -280,6 +301,18 @@ class LogReader:
                 each.lines_after = -1
         self._undecided = [each for each in self._undecided if each.lines_after >= 0]
 
+    def _works(self, line: Line) -> None:
+        """A plain line behind the end of a launcher: steps look alike, closing words do not."""
+        if self._end is None:
+            return
+        self._behind += 1
+        if _COMPLAINT.search(line.text) is None and _WORDS.search(line.text):
+            shape = _NUMBER.sub("", line.text)[:_ALIKE]
+            self._work[shape] += 1
+            self._end.followed = self._work[shape] >= AT_WORK
+        if self._end.followed or self._behind > _FOLLOWS:
+            self._end = None
+
     def _exception(self, printed: Printed) -> None:
         """A traceback has come to its end."""
         message = printed.message
@@ -296,7 +329,7 @@ class LogReader:
                 order=(self._place, printed.start),
                 rank=printed.rank if printed.rank is not None else self._rank,
                 time=printed.time,
-                final=not printed.ignored or message.startswith("KeyboardInterrupt"),
+                ignored=printed.ignored and not message.startswith("KeyboardInterrupt"),
                 location=printed.location,
                 traceback=printed.text if printed.frames else "",
                 who=printed.who,
@@ -309,6 +342,9 @@ class LogReader:
 
     def _add(self, sighting: Sighting, decided: bool = False) -> None:
         self._sightings.append(sighting)
+        if sighting.weight == Weight.WRAPPER and sighting.final:
+            self._end, self._behind = sighting, 0
+            self._work.clear()
         if (
             not decided
             and sighting.final
@@ -333,7 +369,7 @@ class LogReader:
     def _rank_in_summary(self, text: str) -> int | None:
         """Whose exit torchrun reports: it names the rank some lines before the status."""
         for each in list(self._past)[-4:]:
-            match = _SUMMARY_RANK.match(each)
+            match = _SUMMARY_RANK.match(split_line(each).text)
             if match:
                 return whole(match[1])
         local = _LOCAL_RANK.search(text)

@@ -3,12 +3,13 @@
 A log is appended to by each try, or a script starts its job again. A border is a line that a
 launcher prints when it starts, behind one that says that a launcher's processes failed: with
 several nodes in one log all launchers start before any of them fails. Where no launcher says that
-it starts, many lines behind such an end that report no failure are of a later run, and so is the
-end of another Slurm job.
+it starts, what comes behind such an end is of a later run if it is many lines that report no
+failure, a job at work, the end of another Slurm job, or that of a rank with another process.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,9 @@ from ddpdoctor.failures.model import Weight
 _LAUNCH = "launch"
 _ENDED = (Weight.WRAPPER, Weight.STOPPED, Weight.GENERIC, Weight.DECISIVE)
 """What is said where a run ends: by its launcher, a scheduler, or the system."""
+
+_SUMMARY = re.compile(r"exitcode\s*: -?\d+ \(pid: (\d+)\)")
+"""Where torchrun names the process of a rank that failed."""
 
 LATER = 100
 """Lines behind the end of a run that are of a later one."""
@@ -44,35 +48,71 @@ class Runs:
 def split(sightings: Sequence[Sighting]) -> Runs:
     """Part the sightings of some logs by runs."""
     found = Runs([], [], {})
-    by_source: dict[str, list[Sighting]] = {}
-    for each in sightings:
-        by_source.setdefault(each.source, []).append(each)
-    for source, every in by_source.items():
-        runs: list[list[Sighting]] = [[]]
-        over = False
-        begins = 1
-        job, ends = "", 0
-        for each in sorted(every, key=lambda each: each.order):
-            if over and job not in ("", each.groups.get("job", job)):
-                runs.append(runs[-1][ends:])
-                del runs[-2][ends:]
-                over, begins = False, runs[-2][-1].line + 1
-            elif over and _is_launch(each):
-                runs.append([])
-                over, begins = False, each.line
-            runs[-1].append(each)
-            job = each.groups.get("job", job)
-            ended = each.weight in _ENDED and each.final
-            over = over or ended or each.uncaught
-            ends = len(runs[-1]) if ended or each.uncaught else ends
-            if each.behind >= (LATER if ended else MUCH_LATER) and over:
-                runs.append([])
-                over, begins = False, each.line + 1
-        found.last.extend(runs[-1])
-        if len(runs) > 1:
-            found.earlier.append(runs[-2])
-            found.borders[source] = begins
+    logs: dict[str, _Log] = {}
+    for each in sorted(sightings, key=lambda each: each.order):
+        logs.setdefault(each.source, _Log()).take(each)
+    for source, log in logs.items():
+        found.last.extend(log.runs[-1])
+        if len(log.runs) > 1:
+            found.earlier.append(log.runs[-2])
+            found.borders[source] = log.begins
     return found
+
+
+class _Log:
+    """The runs of one log, as its sightings are taken in.
+
+    Attributes:
+        runs: The sightings of each run so far.
+        begins: The line with which the last one begins.
+    """
+
+    def __init__(self) -> None:
+        self.runs: list[list[Sighting]] = [[]]
+        self.begins = 1
+        self._restart()
+
+    def _restart(self) -> None:
+        self._over = False
+        self._job = ""
+        self._pids: dict[int | None, str] = {}
+        # How many of the last run's sightings there were when a process was seen to end last, and
+        # when torchrun named a rank's last.
+        self._ended = self._named = 0
+
+    def take(self, each: Sighting) -> None:
+        """Take the next sighting in."""
+        job = each.groups.get("job", self._job)
+        status = _SUMMARY.match(each.text)
+        pid = status[1] if status and each.rank is not None else ""
+        if self._over and self._job not in ("", job):
+            self._another(self._ended)
+        elif self._over and pid and self._pids.get(each.rank, pid) != pid:
+            self._another(self._named)
+        elif self._over and _is_launch(each):
+            self._another(len(self.runs[-1]))
+            self.begins = each.line
+        run = self.runs[-1]
+        run.append(each)
+        self._job = job
+        if pid:
+            self._pids[each.rank] = pid
+            self._named = len(run)
+        reported = each.weight in _ENDED and each.final
+        if reported or each.uncaught:
+            self._over = True
+            self._ended = len(run)
+        behind = each.behind >= (LATER if reported else MUCH_LATER)
+        if each.followed or (self._over and behind):
+            self._another(len(run))
+
+    def _another(self, at: int) -> None:
+        """The sightings from one on are of another run."""
+        run = self.runs[-1]
+        self.runs.append(run[at:])
+        del run[at:]
+        self.begins = run[-1].line + 1
+        self._restart()
 
 
 def _is_launch(each: Sighting) -> bool:

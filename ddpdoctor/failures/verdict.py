@@ -65,7 +65,11 @@ def _earlier(sightings: Sequence[Sighting], runs: Runs) -> list[Finding]:
 
 def _caught(sightings: Sequence[Sighting]) -> list[Finding]:
     """The last exception that a job went on after, or what it warned of at its end."""
-    over = [each for each in sightings if each.weight >= Weight.CONSEQUENCE and each.traceback]
+    over = [
+        each
+        for each in sightings
+        if each.traceback and (each.weight >= Weight.CONSEQUENCE or each.ignored)
+    ]
     warned = [each for each in sightings if each.weight >= Weight.CONSEQUENCE and each.is_warning]
     return [
         replace(
