@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from ddpdoctor.probe.observers.open_step import OpenStep
+from ddpdoctor.probe.runtime.vitals import Vitals
 from ddpdoctor.run import code, vitals
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.supervisor import VitalsRecord
-from ddpdoctor.run.step_series import series
+from ddpdoctor.run.step_series import PARTS, series
 from ddpdoctor.supervise import vitals as keeping
 from tests.conftest import Doctor
-from tests.drawn_runs import write_run
+from tests.drawn_runs import T0, write_run
 from tests.written import Written
 
 SCRIPT = """
@@ -53,6 +56,23 @@ def test_a_run_keeps_norms_memory_and_code(doctor: Doctor) -> None:
     kept = code.read(result.run_dir)
     assert kept is not None and kept.text == script.read_text()
     assert kept.files.keys() == {"train.py"}
+
+
+def test_a_line_of_several_short_steps_counts_as_many(written: Written) -> None:
+    without = cast(Vitals, SimpleNamespace(wrote=lambda parts: None))
+    lines = []
+    for passes, forward, loss in (([1], 100, 2.0), ([1, 2, 3, 4], 4 * 200, 1.0)):
+        step = OpenStep(0, T0, without)
+        step.last, step.passes, step.loss, step.norm = 7 + len(passes), passes, loss, 3.0 + loss
+        step.times, step.fetched, step.looked = [0, 0, 0, forward, 0, 0, 0, 0], 8, 1
+        lines.append(step.line())
+    written.rank(0, lines)
+    assert written.findings() == [], "it writes the rest of the run"
+    run = RunReader(written.path).snapshot()
+    (found,) = series(run, run.last, 1).ranks
+    assert found.steps == found.split == 5
+    assert found.parts[PARTS.index("forward")][0] == (100 + 4 * 200) / 5
+    assert (found.loss[0], found.norm[0]) == (1.0, 4.0)
 
 
 def test_memory_over_time_never_grows_large(

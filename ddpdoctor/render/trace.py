@@ -29,7 +29,7 @@ from ddpdoctor.run.records.supervisor import (
 from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.ring import Collective
 from ddpdoctor.run.snapshot import Rank, Run
-from ddpdoctor.run.step_tail import newest_steps
+from ddpdoctor.run.step_series import newest_steps
 
 MOST_STEPS = 60_000
 """Steps of all ranks, the newest of each: some 60 MB, which Perfetto still opens at once."""

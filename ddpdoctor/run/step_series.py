@@ -2,6 +2,8 @@
 
 A journal of 100,000 steps has 30 MB, and of 1,024 ranks 30 GB. So large ones are not read through:
 of each column a few neighbouring steps are read by their place in the file.
+
+Beside it the newest steps of a rank, more of them than a snapshot keeps.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from pathlib import Path
 
 from ddpdoctor.core import opening
 from ddpdoctor.run.names import rank_stem
+from ddpdoctor.run.records.decode import parse
+from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.snapshot import PHASES, Rank, Run
 
 PARTS = (*PHASES, "wait")
@@ -34,14 +38,17 @@ _CHUNK = 1 << 20
 _OVERLAP = 1 << 10
 """Bytes of the longest line of a step."""
 
+_USUAL = 400
+"""Bytes that the line of a step takes at most, about."""
+
 _STEP = re.compile(
     rb'\{"kind":"step","step":(\d{1,15}),"start":(\d{1,19})(?:,"epoch":\d{1,18})?'
     rb',"data":(\d{1,18}),"forward":(\d{1,18}),"backward":(\d{1,18}),"optimizer":(\d{1,18})'
     rb',"other":(\d{1,18}),"wait":(\d{1,18}),"total":(\d{1,18}),"split":(true|false)'
-    rb'(?:,"cpu":\d{1,18},"waited":\d{1,18})?(?:,"samples":\d{1,18})?'
+    rb'(?:,"cpu":\d{1,18},"waited":\d{1,18})?(?:,"steps":(\d{1,4}))?(?:,"samples":\d{1,18})?'
     rb'(?:,"loss":([-+.\deEaNInfity]{1,24}))?(?:,"norm":([-+.\deEaNInfity]{1,24}))?[,}]'
 )
-"""A step as the probe writes it (`ddpdoctor.probe.observers.open_step`)."""
+"""A step, or several short ones, as the probe writes it (`ddpdoctor.probe.observers.open_step`)."""
 
 _NUMBER = re.compile(rb'\{"kind":"step","step":(\d{1,15}),')
 NAN = math.nan
@@ -128,7 +135,7 @@ class _Table:
         )
 
     def add(self, match: re.Match[bytes]) -> None:
-        """Take in a step."""
+        """Take in a line: a step, or the means of several."""
         step = int(match[1])
         if not self._first <= step < self._last:
             return
@@ -136,15 +143,16 @@ class _Table:
         # Integer division in `edges` rounds down: the column may be the one before.
         column += self._edges[column + 1] <= step
         split = match[10] == b"true"
-        self._counts[split][column] += 1
+        count = int(match[11] or 1)
+        self._counts[split][column] += count
         for sums, text in zip(self._sums[split], match.group(3, 4, 5, 6, 7, 8), strict=True):
-            sums[column] += int(text)
+            sums[column] += int(text) * count
         total, start = float(match[9]), float(match[2])
         if not total <= self._worst[column]:
             self._worst[column] = total
         if not start >= self._starts[column]:
             self._starts[column] = start
-        for kept, text in ((self._loss, match[11]), (self._norm, match[12])):
+        for kept, text in ((self._loss, match[12]), (self._norm, match[13])):
             if text is not None:
                 kept[column] = _real(text)
 
@@ -227,3 +235,29 @@ def _part(path: Path, place: int, size: int) -> bytes:
             return os.pread(file.fileno(), size, place)
     except OSError:
         return b""
+
+
+def newest_steps(directory: Path, rank: Rank, most: int) -> list[StepRecord]:
+    """At most so many steps, the newest ones, oldest of them first.
+
+    Args:
+        directory: The run directory.
+        rank: The rank.
+        most: How many.
+    """
+    path = directory / f"{rank_stem(rank.rank, rank.restart)}.jsonl"
+    newest = _last_steps(path, most)
+    older = _last_steps(path.with_name(path.name + ".1"), most - len(newest))
+    return [*older, *newest]
+
+
+def _last_steps(path: Path, most: int) -> list[StepRecord]:
+    if most <= 0:
+        return []
+    try:
+        lines = opening.ending(path, most * _USUAL).split(b"\n")
+    except OSError:
+        return []
+    wanted = [each for each in lines if each.startswith(b'{"kind":"step"')][-most:]
+    found = (parse(line) for line in wanted)
+    return [each for each in found if isinstance(each, StepRecord) and each.step >= 0]
