@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpdoctor.core.location import Location
+from ddpdoctor.core.user_code import Location
 from ddpdoctor.run.records.training import IdleBatch, LoopRecord, SiteRecord
 from tests.written import Written
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpdoctor.core.location import Location
+from ddpdoctor.core.user_code import Location
 from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.records.base import Part, Record, encode, key_of
 from ddpdoctor.run.records.data import PassRecord, SamplerFacts

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from ddpdoctor.core.location import Location as Location
 from ddpdoctor.core.relations import Lapse, Same, fact
+from ddpdoctor.core.user_code import Location as Location
 
 if TYPE_CHECKING:
     from ddpdoctor.run.snapshot import Run

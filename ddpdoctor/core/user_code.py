@@ -1,10 +1,11 @@
-"""Which files are the user's, as opposed to libraries and to ddpdoctor."""
+"""The user's code: a line of it, and which files are the user's, not libraries' nor ddpdoctor's."""
 
 from __future__ import annotations
 
 import os
 import re
 import sysconfig
+from typing import NamedTuple
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = tuple(
@@ -15,6 +16,16 @@ _STDLIB = tuple(
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _GENERATED = re.compile(r"[/\\]torchinductor_[^/\\]*[/\\]|[/\\](\w\w)[/\\]c\1[a-z2-7]{40,}\.py$")
 """Files that Inductor writes: in its usual directory, or by their names in another one."""
+
+
+class Location(NamedTuple):
+    """A line of the user's code; in JSON the pair of both."""
+
+    path: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}"
 
 
 def user_file(filename: str) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 
 import psutil
 
-from ddpdoctor.core.location import Location
 from ddpdoctor.core.opening import integer
+from ddpdoctor.core.user_code import Location
 from ddpdoctor.debug.admission import Admission
 from ddpdoctor.debug.rank_link import Message, RankLink, Streams
 from ddpdoctor.debug.slots import Slot, Slots

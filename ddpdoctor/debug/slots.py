@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ddpdoctor.core.location import Location
+from ddpdoctor.core.user_code import Location
 from ddpdoctor.debug import dap
 from ddpdoctor.debug.rank_link import Message, RankLink
 from ddpdoctor.run.records.supervisor import DebugRecord

@@ -18,7 +18,7 @@ from ddpdoctor.probe.hooks import (
     training,
 )
 from ddpdoctor.probe.observers import flight, weights
-from ddpdoctor.probe.runtime import debugger, events, forks, rank, shield, stacks
+from ddpdoctor.probe.runtime import debugger, events, rank, shield, stacks, threads
 from ddpdoctor.probe.runtime.imports import when_imported
 
 _INSTALL: tuple[tuple[str, Callable[[ModuleType], None]], ...] = (
@@ -59,7 +59,7 @@ def start() -> None:
     for forget in (rank.forget, stacks.forget, debugger.forget, weights.forget):
         os.register_at_fork(after_in_child=forget)
     events.group_joined.append(shield.shielded(joining.become))
-    forks.install()
+    threads.watch_forks()
     stacks.declare_worker()
     exits.install()
     for name, install in _INSTALL:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
 
 from ddpdoctor.core import opening
-from ddpdoctor.core.location import Location
+from ddpdoctor.core.user_code import Location
 from ddpdoctor.run.mapped import UnreadableError
 from ddpdoctor.run.names import FORMAT
 from ddpdoctor.run.records.base import JsonObject, Record

@@ -13,7 +13,7 @@ import time
 import weakref
 from typing import Any
 
-from ddpdoctor.core.location import Location
+from ddpdoctor.core.user_code import Location
 from ddpdoctor.probe.runtime import shield, torch_loaders, torch_private
 from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.rank import RankState

@@ -11,7 +11,7 @@ import re
 import weakref
 from typing import Any
 
-from ddpdoctor.core.location import Location
+from ddpdoctor.core.user_code import Location
 from ddpdoctor.probe.runtime import events, rank
 from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.rank import RankState

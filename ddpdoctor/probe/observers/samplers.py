@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from typing import Any
 
-from ddpdoctor.core.location import Location
+from ddpdoctor.core.user_code import Location
 from ddpdoctor.probe.runtime.sites import NOWHERE, Site
 from ddpdoctor.run.records.data import SamplerFacts
 

@@ -7,8 +7,7 @@ import sys
 from types import CodeType, FrameType
 from typing import TypedDict
 
-from ddpdoctor.core.location import Location
-from ddpdoctor.core.user_code import user_file
+from ddpdoctor.core.user_code import Location, user_file
 from ddpdoctor.run.status import page_text
 
 _getframe = sys._getframe

@@ -15,7 +15,7 @@ import json
 from dataclasses import fields
 from typing import Any, ClassVar, NamedTuple
 
-from ddpdoctor.core.location import Location as Location
+from ddpdoctor.core.user_code import Location as Location
 from ddpdoctor.run.records.declaring import Base, dataclass
 
 EVERY = 1 << 62

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ddpdoctor.core.location import Location
+from ddpdoctor.core.user_code import Location
 from ddpdoctor.run.records.base import CodeFrame, PlacedRecord, Record
 from ddpdoctor.run.records.declaring import dataclass
 
