@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
+from ddpdoctor.analysis.exit_statuses import signal_name
 from ddpdoctor.run.journal_reader import JournalReader
 from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.decode import SUPERVISOR_RECORDS
@@ -143,17 +143,10 @@ def died(ending: RankExitRecord | None, error: ErrorRecord | None) -> str:
         words = f"{error.exception}: {message}" if message else error.exception
         words += f" ({error.path.rpartition('/')[2]}:{error.line})" if error.path else ""
     elif status is not None:
-        words = f"killed by {_signal(-status)}" if status < 0 else f"exit status {status}"
+        words = f"killed by {signal_name(-status)}" if status < 0 else f"exit status {status}"
     if ending is not None and ending.oom:
         words += ", out of memory"
     return clean(words)
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def command(manifest: Mapping[str, object]) -> str:
