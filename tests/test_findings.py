@@ -13,6 +13,7 @@ import pytest
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.run.records.process import ErrorRecord
+from ddpdoctor.run.records.supervisor import FindingRecord
 from ddpdoctor.run.status import Phase
 from tests.conftest import LIMIT, Doctor, Result
 from tests.finding_jobs import TRAIN, TWO, findings
@@ -233,7 +234,10 @@ def test_restarted_attempt_is_a_warning(doctor: Doctor) -> None:
     finding = next(each for each in findings(result) if each.code == "DDP901")
     assert finding.severity.label == "warning"
     assert finding.message.startswith("attempt 1: rank 1 raised ValueError: only at first")
-    assert result.codes.count("DDP901") == 1
+    # If it was an error before the next attempt began, that is withdrawn.
+    assert result.codes.count("DDP901") - len(result.withdrawn) == 1
+    recorded = result.run.supervisor.of(FindingRecord)
+    assert {each.restart for each in recorded if each.code == "DDP901"} == {0}
 
 
 @pytest.mark.slow
