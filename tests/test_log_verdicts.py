@@ -224,6 +224,47 @@ def test_what_python_ignores_is_no_cause() -> None:
     )
 
 
+CANCELLED = "slurmstepd: error: *** JOB 4711 ON node3 CANCELLED AT 2024-05-01T12:00:00 ***\n"
+
+
+def test_words_about_a_cause_are_none_where_the_end_has_its_own() -> None:
+    words = "size mismatch for head.weight: copying a param with shape torch.Size([3])\n"
+    assert one(words + STEPS + CANCELLED).code == "DDP908"
+    words = "node1: first error: CUDA out of memory. Tried to allocate 12.25 GiB. GPU 2\n"
+    assert one(words * 3 + SUMMARY.format(4711)).code == "DDP928"
+
+
+def test_a_banner_that_comes_out_last_begins_no_run() -> None:
+    """``torch.distributed.launch`` prints it into a buffer, which is written at its end."""
+    stopped = "Killing subprocess 4711\nKilling subprocess 4712\n"
+    found = one(FAILED.format("bad") + BANNER + stopped)
+    assert found.message == "rank 1 raised ValueError: bad"
+    assert not any("earlier run" in each for each in found.evidence)
+
+
+def test_steps_behind_a_ctrl_c_are_of_a_later_run() -> None:
+    interrupted = (
+        'Traceback (most recent call last):\n  File "/job/a.py", line 5, in <module>\n'
+        "KeyboardInterrupt\n"
+    )
+    found = one(interrupted + STEPS + "run.sh: line 41: 86744 Terminated      python a.py\n")
+    assert "was asked to stop" in found.message
+    assert "was interrupted (Ctrl-C)" in found.evidence[-1]
+
+
+def test_what_a_job_went_on_after_does_not_end_it_later() -> None:
+    alarm = "CRITICAL:root:loss is not finite\n"
+    assert findings(read("job.log", [(alarm + STEPS * 3 + alarm).encode()])) == []
+    assert one(alarm).code == "DDP900"
+    assert findings(read("job.log", [b"CRITICAL:root:EVALUATING\n"])) == []
+
+
+def test_a_progress_bar_is_no_exception() -> None:
+    log = 'Traceback (most recent call last):\n  File "/a.py", line 5, in a\n'
+    log += "Map:  22%|##  | 8/36 [00:01<00:04]\n"
+    assert "Map" not in one(log + SUMMARY.format(4711)).message
+
+
 def test_another_slurm_job_is_another_run() -> None:
     ended = "slurmstepd: error: *** JOB {} ON node3 CANCELLED AT 2024-05-01T12:00:00 ***\n"
     found = one(STEPS + ended.format(4711) + STEPS + ended.format(4712))

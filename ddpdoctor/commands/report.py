@@ -18,8 +18,9 @@ from ddpdoctor.core.options import DIRECTORY, FILE, OUTPUT, Given, Parser, secon
 from ddpdoctor.core.selection import CODES, Selection
 from ddpdoctor.core.units import count
 from ddpdoctor.failures import sources, verdict
-from ddpdoctor.failures.log import LogReader, Sighting
+from ddpdoctor.failures.log import LogReader
 from ddpdoctor.failures.redaction import Redactor
+from ddpdoctor.failures.sightings import Sighting
 from ddpdoctor.render import console, json_lines, summary, terminal
 from ddpdoctor.render.report import script, single_lines
 from ddpdoctor.run import rundir

@@ -22,7 +22,7 @@ COMMON = (
         "core dumped",
         "Segmentation fault",
     ),
-    *("what():", "terminate called"),
+    *("what():", "terminate called", "out of memory"),
 )
 """Texts that most failures hold."""
 

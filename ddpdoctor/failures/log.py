@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 
-from ddpdoctor.core.finding import Location
 from ddpdoctor.core.opening import whole
 from ddpdoctor.failures import Failure, Weight, recognise
 from ddpdoctor.failures.anchors import Scan, candidates
 from ddpdoctor.failures.lines import clean, rank_of_file, segments, time_of
-from ddpdoctor.failures.prefixes import TASK, Line, split_line
+from ddpdoctor.failures.prefixes import Line, split_line
+from ddpdoctor.failures.sightings import ALIKE, NUMBER, STATUS, Sighting, corrected
 from ddpdoctor.failures.tracebacks import Printed, Tracebacks
 
 WENT_ON = 3
@@ -27,9 +27,6 @@ AT_WORK = 5
 _FOLLOWS = 300
 """Lines behind a launcher's end that are read for it."""
 
-_ALIKE = 60
-"""Letters of a line that are compared for it."""
-
 _BLOCK = 1 << 18
 _LONGEST = 1 << 22
 """Bytes of a line; a longer one is cut."""
@@ -41,7 +38,6 @@ _EARLIER = 4_000
 """Bytes before a line in which its time and its rank are looked for."""
 
 _SUMMARY_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
-_STATUS = re.compile(r"exitcode\s*:")
 _LOCAL_RANK = re.compile(r"local_rank: (\d+)")
 _COMPLAINT = re.compile(
     r"^\s|^$|[Ee]rror|[Ww]arn|[Ff]ailed|[Ff]ailure|Traceback|Exception|terminate called|srun|slurm"
@@ -51,84 +47,15 @@ _COMPLAINT = re.compile(
 )
 """What is written where a job ends, beside what a healthy one writes."""
 
-_NUMBER = re.compile(r"[\d.,:]+")
+_PROGRESS = re.compile(r"(?i)step|epoch|iter|loss|\bit/s|\bs/it|\d/\d+ ")
 _WORDS = re.compile(r"[A-Za-z]{3}")
 
 _REPORTED = re.compile(
     r"^(?:[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Warning)\b|\s*what\(\)|terminate called"
     r"|slurmstepd|srun:|ERROR:|\s*exitcode\s*:|\[?[IWEF](?:\d{3,4} | \S+\.cpp)|\[Rank \d)"
-    r"|: error: |NCCL WARN||NCCL INFO|Warning: |\(exitcode: "
+    r"|: error: |NCCL WARN|Warning: |\(exitcode: "
 )
 """How a failure reports itself; other lines that speak of one are the job's own remarks."""
-
-
-_AGENT = re.compile(r"torch[./]distributed[./](?:elastic|run|launch)\b|^torchrun: ")
-
-_WARNING = re.compile(r"(?:\[rank\d+\]:)?\s*\[?W\d{3,4} ")
-
-
-@dataclass
-class Sighting:
-    """A known failure, or an unknown exception, at its place in a log.
-
-    Attributes:
-        failure: None for an exception that the table does not know.
-        groups: What the pattern's groups matched.
-        text: The line, or the exception with its message.
-        source: The log's name.
-        line: The line's number there, from 1.
-        order: The log's place among the logs, and the line's offset in it.
-        rank: Whose it is, if it is known.
-        time: Seconds, if the line or one shortly before it has one.
-        final: It ended its process, as far as can be seen: nothing plain was written after it.
-        location: The innermost line of the user's code, for exceptions.
-        traceback: The whole text of it.
-        who: The process or node that the line's prefix names.
-        bare: An exception without a traceback, which may be a remark.
-        uncaught: It ended its process, whatever came after it.
-        woven: Its traceback is mixed up with those of others.
-        doing: Of one that waited in vain: the last line before it that reports no failure.
-        ignored: Python says that it goes on in spite of it.
-        followed: Of what a launcher says at its end: lines of a job at work come behind it.
-        behind: Lines behind it until the next one that ended a process, or until the log's end if
-            the job is at work there.
-    """
-
-    failure: Failure | None
-    groups: Mapping[str, str]
-    text: str
-    source: str
-    line: int
-    order: tuple[int, int]
-    rank: int | None = None
-    time: float | None = None
-    final: bool = True
-    location: Location | None = None
-    traceback: str = ""
-    who: str = ""
-    bare: bool = False
-    uncaught: bool = False
-    woven: bool = False
-    doing: str = ""
-    ignored: bool = False
-    followed: bool = False
-    behind: int = 0
-    plain_after: int = 0
-    lines_after: int = 0
-
-    @property
-    def weight(self) -> Weight:
-        """How much it explains; an exception that is not known is a cause."""
-        if self.ignored:
-            return Weight.FACT
-        if self.failure is None:
-            return Weight.BARE if self.bare else Weight.CAUSE
-        return self.failure.weight
-
-    @property
-    def is_warning(self) -> bool:
-        """Whether it was logged as a warning by torch, which goes on after it."""
-        return _WARNING.match(self.text) is not None
 
 
 class LogReader:
@@ -187,8 +114,7 @@ class LogReader:
             after = self._number - printed.last - 1
             for text in list(self._past)[-after:] if after > 0 else ():
                 self._went_on(split_line(text))
-        found = _once(sorted(self._sightings, key=lambda each: each.order))
-        _unnumber_nodes(found)
+        found = corrected(sorted(self._sightings, key=lambda each: each.order))
         next_ = self._number if self._goes_on() else 0
         for each in reversed(found):
             each.behind = max(0, next_ - each.line)
@@ -263,7 +189,9 @@ class LogReader:
         known = None if belongs else recognise(line.text)
         if known is not None:
             failure, groups = known
-            rank = self._rank_in_summary(text) if _STATUS.search(text) else line.rank
+            rank = self._rank_in_summary(text) if STATUS.search(text) else line.rank
+            # Of a cause somebody may only speak.
+            spoken = not _REPORTED.search(line.text) and _is_always_reported(failure)
             self._add(
                 Sighting(
                     failure=failure,
@@ -274,9 +202,8 @@ class LogReader:
                     order=(self._place, offset),
                     rank=self._rank if rank is None else rank,
                     time=self._time(text),
-                    # Of a cause somebody may only speak.
-                    final=failure.weight < Weight.SYMPTOM
-                    or _REPORTED.search(line.text) is not None,
+                    final=not spoken,
+                    spoken=spoken,
                     who=line.who,
                     doing=self._activity() if failure.weight == Weight.SYMPTOM else "",
                 )
@@ -295,7 +222,8 @@ class LogReader:
             each.lines_after += 1
             # A line without a rank may be anybody's, but not if others have theirs.
             same = each.rank in (line.rank, self._rank) and each.who == line.who
-            each.plain_after += plain and same
+            # The exception of a Ray worker that counts is raised again in the driver.
+            each.plain_after += plain and (same or "pid=" in each.who)
             if each.plain_after >= WENT_ON or each.lines_after > PATIENCE:
                 each.final = each.lines_after > PATIENCE and each.plain_after == 0
                 each.lines_after = -1
@@ -306,8 +234,8 @@ class LogReader:
         if self._end is None:
             return
         self._behind += 1
-        if _COMPLAINT.search(line.text) is None and _WORDS.search(line.text):
-            shape = _NUMBER.sub("", line.text)[:_ALIKE]
+        if _COMPLAINT.search(line.text) is None and _PROGRESS.search(line.text):
+            shape = NUMBER.sub("", line.text)[:ALIKE]
             self._work[shape] += 1
             self._end.followed = self._work[shape] >= AT_WORK
         if self._end.followed or self._behind > _FOLLOWS:
@@ -342,7 +270,8 @@ class LogReader:
 
     def _add(self, sighting: Sighting, decided: bool = False) -> None:
         self._sightings.append(sighting)
-        if sighting.weight == Weight.WRAPPER and sighting.final:
+        interrupted = sighting.weight == Weight.STOPPED and sighting.uncaught
+        if interrupted or (sighting.weight == Weight.WRAPPER and sighting.final):
             self._end, self._behind = sighting, 0
             self._work.clear()
         if (
@@ -354,7 +283,7 @@ class LogReader:
                 or sighting.weight == Weight.REMARK
                 or sighting.traceback
             )
-            and not _STATUS.search(sighting.text)
+            and not STATUS.search(sighting.text)
         ):
             self._undecided.append(sighting)
 
@@ -388,29 +317,8 @@ def read(source: str, chunks: Iterable[bytes], place: int = 0) -> list[Sighting]
     return reader.close()
 
 
-def _once(sightings: Sequence[Sighting]) -> list[Sighting]:
-    """Without exceptions that Python printed and torch then printed again, with the rank."""
-    ranks: dict[tuple[str, Location | None], set[int]] = {}
-    plain = Counter[tuple[str, Location | None]]()
-    for each in sightings:
-        if each.traceback and each.rank is not None:
-            ranks.setdefault((each.text, each.location), set()).add(each.rank)
-        elif each.traceback:
-            plain[each.text, each.location] += 1
-    twice = {key for key, whose in ranks.items() if plain[key] <= len(whose)}
-    return [
-        each
-        for each in sightings
-        if not each.traceback or each.rank is not None or (each.text, each.location) not in twice
-    ]
-
-
-def _unnumber_nodes(sightings: Sequence[Sighting]) -> None:
-    """Take srun's labels for numbers of nodes where each of its tasks is a torchrun."""
-    labelled = [each for each in sightings if each.who.startswith(TASK)]
-    nodes = any(_AGENT.search(each.text) for each in labelled)
-    for each in labelled:
-        if nodes and not _STATUS.search(each.text):
-            each.rank = None
-        else:
-            each.who = ""
+@functools.cache
+def _is_always_reported(failure: Failure) -> bool:
+    """Whether all examples of a failure are exceptions or lines of a logger, not plain words."""
+    is_cause = failure.weight == Weight.CAUSE
+    return is_cause and all(_REPORTED.search(example) for example in failure.examples)

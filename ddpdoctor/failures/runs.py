@@ -13,10 +13,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddpdoctor.failures.log import Sighting
 from ddpdoctor.failures.model import Weight
+from ddpdoctor.failures.sightings import Sighting
 
-_LAUNCH = "launch"
 _ENDED = (Weight.WRAPPER, Weight.STOPPED, Weight.GENERIC, Weight.DECISIVE)
 """What is said where a run ends: by its launcher, a scheduler, or the system."""
 
@@ -52,6 +51,7 @@ def split(sightings: Sequence[Sighting]) -> Runs:
     for each in sorted(sightings, key=lambda each: each.order):
         logs.setdefault(each.source, _Log()).take(each)
     for source, log in logs.items():
+        log.close()
         found.last.extend(log.runs[-1])
         if len(log.runs) > 1:
             found.earlier.append(log.runs[-2])
@@ -89,7 +89,7 @@ class _Log:
             self._another(self._ended)
         elif self._over and pid and self._pids.get(each.rank, pid) != pid:
             self._another(self._named)
-        elif self._over and _is_launch(each):
+        elif self._over and _is(each, "launch"):
             self._another(len(self.runs[-1]))
             self.begins = each.line
         run = self.runs[-1]
@@ -106,6 +106,15 @@ class _Log:
         if each.followed or (self._over and behind):
             self._another(len(run))
 
+    def close(self) -> None:
+        """Take the end of the log in: a launcher's first words may come out of its buffer last."""
+        last = self.runs[-1]
+        stopped = any(_is(each, "stopped-status") for each in last)
+        alone = all(_is(each, "launch", "stopped-status") for each in last)
+        if stopped and alone and len(self.runs) > 1:
+            self.runs.pop()
+            self.runs[-1] += last
+
     def _another(self, at: int) -> None:
         """The sightings from one on are of another run."""
         run = self.runs[-1]
@@ -115,5 +124,5 @@ class _Log:
         self._restart()
 
 
-def _is_launch(each: Sighting) -> bool:
-    return each.failure is not None and each.failure.known.name == _LAUNCH
+def _is(each: Sighting, *names: str) -> bool:
+    return each.failure is not None and each.failure.known.name in names

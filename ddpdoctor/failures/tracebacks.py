@@ -71,7 +71,9 @@ def kind_of(text: str) -> Kind:
         return Kind.CHAIN
     if text[:1] in (" ", "\t", ""):
         return Kind.SOURCE
-    return Kind.EXCEPTION if _EXCEPTION.match(text) else Kind.OTHER
+    # A progress bar has a name and a colon, too.
+    is_exception = _EXCEPTION.match(text) and "%|" not in text
+    return Kind.EXCEPTION if is_exception else Kind.OTHER
 
 
 @dataclass(eq=False)

@@ -8,8 +8,8 @@ from dataclasses import replace
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.failures import Failure, Weight, matching_line
 from ddpdoctor.failures.lines import shortened
-from ddpdoctor.failures.log import Sighting
 from ddpdoctor.failures.runs import LATER, Runs, split
+from ddpdoctor.failures.sightings import Sighting
 from ddpdoctor.failures.waiting import Awaited, awaited, together
 
 _FIX = "Fix this exception first; failures of other ranks follow from it."
@@ -100,18 +100,22 @@ def _candidates(sightings: Sequence[Sighting]) -> tuple[list[Sighting], bool]:
     causes = _ending(sightings, Weight.DECISIVE, Weight.CAUSE, Weight.GENERIC, Weight.SYMPTOM)
     if causes:
         return _ordered(causes), True
+    lost = _ending(sightings, Weight.STOPPED, Weight.BARE, Weight.CONSEQUENCE)
     # Plain lines came after it, which may be those of other ranks, if lines do not say whose.
     unsure = [
         each
         for each in sightings
         if each.weight >= Weight.SYMPTOM
         and (each.uncaught or (each.rank is None and each.behind < LATER))
+        and not (each.spoken and lost)
     ]
     if unsure:
         return _ordered(unsure)[-1:], False
-    lost = _ending(sightings, Weight.STOPPED, Weight.BARE, Weight.CONSEQUENCE)
     if lost:
         return _ordered(lost), lost[0].weight == Weight.STOPPED
+    spoken = [each for each in sightings if each.spoken and each.behind < LATER]
+    if spoken:
+        return _ordered(spoken), False
     wrappers = [each for each in sightings if each.weight == Weight.WRAPPER]
     remarks = [each for each in sightings if each.weight == Weight.REMARK and each.final]
     return sorted(wrappers, key=_wrapper_order) or remarks, False

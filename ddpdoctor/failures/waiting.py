@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ddpdoctor.core.opening import whole
-from ddpdoctor.failures.log import Sighting
+from ddpdoctor.failures.sightings import Sighting
 
 _GROUP = re.compile(r"\bPG (?:ID )?(\d+)")
 _SIZES = re.compile(r"NumelIn=(\d+), NumelOut=(\d+)")

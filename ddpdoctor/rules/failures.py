@@ -16,7 +16,8 @@ from ddpdoctor.core.finding import RULES, Detect, Finding, Rule
 from ddpdoctor.core.relations import same_subject
 from ddpdoctor.failures import TABLE, Failure, Weight, matching_line, recognise
 from ddpdoctor.failures.lines import shortened
-from ddpdoctor.failures.log import Sighting, read
+from ddpdoctor.failures.log import read
+from ddpdoctor.failures.sightings import Sighting
 from ddpdoctor.failures.tracebacks import parse
 from ddpdoctor.failures.verdict import causes
 from ddpdoctor.rules.attempts import EXPLAINED_BY, attempt_finding

@@ -212,9 +212,10 @@ FAILURES = (
         # Others may speak of it, too: a script that estimates its batch, say.
         r"(?:OutOfMemoryError|RuntimeError): (?:CUDA|HIP|XPU|NPU) out of memory"
         r"\.?(?:[^\n]{0,999}?Tried to allocate (?P<size>[\d.]+ [KMGT]iB))?"
-        r"|(?:Error:|what\(\):) +CUDA error: out of memory",
+        r"|(?:Error:|what\(\):) +CUDA error: out of memory"
+        r"|(?:CUDA|HIP|XPU|NPU) out of memory\. Tried to allocate (?P<asked>[\d.]+ [KMGT]iB)",
         examples=("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",),
-        says="ran out of GPU memory[ when it wanted {size}]",
+        says="ran out of GPU memory[ when it wanted {size}][ when it wanted {asked}]",
         fix="See who else holds it (`nvidia-smi`: an orphan of an earlier job?), whether other "
         "ranks also use this GPU, then a smaller batch or checkpointed activations.",
         page=Page(

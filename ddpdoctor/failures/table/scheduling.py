@@ -122,7 +122,7 @@ FAILURES = (
         Known("DDP908", "asked-to-stop", Weight.STOPPED, "1.9 to 2.13"),
         r"SignalException: Process \d+ got signal: (?P<signal>(?!2\b)\d+)|Received (?:Signals\.)?(?P<name>SIG(?:TERM|HUP|INT))"
         r"(?: death signal|: \d+|\b)|Received (?P<number>(?!2 )\d+) death signal, shutting down|got SIGTERM, exiting"
-        r"|Launcher caught signal (?P<caught>\d+)|Main process received (?P<main>SIG(?!INT)\w+)"
+        r"|: line \d+: +\d+ Terminated\b|Launcher caught signal (?P<caught>\d+)|Main process received (?P<main>SIG(?!INT)\w+)"
         r"|DataLoader worker \(pid[^)\n]{0,40}\) is killed by signal: Terminated|exits with return code = -15",
         says="was asked to stop from outside[ by {name}][ by signal {signal}][ by signal {number}][ by {main}]",
         fix="SIGHUP: the terminal closed (use nohup or tmux). SIGTERM: a scheduler, a container's "

@@ -67,7 +67,7 @@ FAILURES = (
         r"|returned non-zero exit status (?!137)\d+|exits with return code = (?!-9)\d+|[Ee]xit(?:ed with)? (?:exit )?[Cc]ode:? (?:[1-9]\d?|1[0-2]\d)\b"
         r"|mpirun (?:noticed|detected) that|returned a non-zero exit code|MPI_ABORT was invoked"
         r"|-- Process (?P<rank>\d+) terminated with the following error|Child process \S+ (?:exited|failed)"
-        r"|CrashLoopBackOff|BackOff|process \d+ terminated with exit code [1-9]|failed \(exitcode: 1\)|Worker group failed"
+        r"|^papermill\.exceptions\.|CrashLoopBackOff|BackOff|process \d+ terminated with exit code [1-9]|failed \(exitcode: 1\)|Worker group failed"
         r"|exit status [1-9]\d*\b|The main process exited with",
         says="failed, as its launcher noticed",
         fix=_OWN_LOG,
@@ -102,7 +102,7 @@ FAILURES = (
     ),
     Failure(
         Known("DDP900", "error-line", Weight.REMARK, "any"),
-        r"(?<![\w/.=-])(?:ERROR|FATAL|CRITICAL|Fatal error|fatal error|PANIC|panic)\b(?!\s*[=:]?\s*[\d.]+\b)"
+        r"(?<![\w/.=-])(?:ERROR|FATAL|CRITICAL\b(?=[^\n]{0,200}(?:rror|ail|annot|nable|not |bort|xception))|Fatal error|fatal error|PANIC|panic)\b(?!\s*[=:]?\s*[\d.]+\b)"
         r"|(?:^|\s)(?:\w+\.)*[A-Z]\w+(?:Error|Exception): \S|^[Ee]rror: \S|(?:srun|slurmstepd|sbatch): error: |core dumped"
         r"|terminate called after throwing|^\s*what\(\):|Fatal Python error",
         says="failed",
