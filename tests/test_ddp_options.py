@@ -35,6 +35,7 @@ OPTIONS = """
 """
 
 
+@pytest.mark.slow
 def test_how_ddp_was_built_is_recorded(doctor: Doctor) -> None:
     script = doctor.write("options.py", OPTIONS)
     result = doctor.run("--nproc-per-node=2", str(script))

@@ -388,6 +388,7 @@ def test_ctrl_c_ends_the_wait_at_a_breakpoint(job: Job) -> None:
     assert "KeyboardInterrupt" in result.stderr
 
 
+@pytest.mark.slow
 def test_an_uncaught_exception_is_held(job: Job) -> None:
     job.start("--at", "3", "--how", "error", "--timeout", "3", options=("--debug-on-error",))
     job.wait_for_words("rank 1 is held by an uncaught exception at")

@@ -123,6 +123,7 @@ def test_later_sessions_of_run_and_attach_only_detach(held: Held) -> None:
     assert held.end().status == 0
 
 
+@pytest.mark.slow
 def test_a_pause_in_native_code_shows_the_stack_at_once(held: Held) -> None:
     held.start()
     held.attach()

@@ -101,12 +101,14 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Broken:
 
 
 @pytest.mark.parametrize("name", BREAKS)
+@pytest.mark.slow
 def test_a_job_trains_the_same_whatever_is_broken(broken: Broken, name: str) -> None:
     assert broken.losses[name] == broken.losses["nothing"]
     assert len(broken.losses["nothing"]) == 9
     assert broken.statuses[name] == 0 or SPURIOUS_ABORT in broken.result.stderr
 
 
+@pytest.mark.slow
 def test_without_a_fault_none_is_recorded(broken: Broken) -> None:
     rank = broken.ranks["nothing"]
     assert rank.records.of(FaultRecord) == ()
@@ -114,6 +116,7 @@ def test_without_a_fault_none_is_recorded(broken: Broken) -> None:
 
 
 @pytest.mark.parametrize("name", IN_HOOKS)
+@pytest.mark.slow
 def test_a_fault_in_a_hook_is_recorded_once(broken: Broken, name: str) -> None:
     faults = list(broken.ranks[name].records.of(FaultRecord))
     assert faults, "nothing was recorded"
@@ -122,6 +125,7 @@ def test_a_fault_in_a_hook_is_recorded_once(broken: Broken, name: str) -> None:
     assert set(hooks.values()) == {1}, hooks
 
 
+@pytest.mark.slow
 def test_a_fault_of_ours_is_no_finding_and_prints_no_traceback(broken: Broken) -> None:
     assert broken.result.codes == []
     assert "Traceback" not in broken.result.stderr
@@ -138,13 +142,8 @@ AT_INSTALL = [
 ]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name == AT_INSTALL[0] else pytest.mark.slow)
-        for name in AT_INSTALL
-    ],
-)
+@pytest.mark.parametrize("name", AT_INSTALL)
+@pytest.mark.slow
 def test_a_hook_that_cannot_be_installed_does_not_keep_torch_from_being_imported(
     doctor: Doctor, name: str
 ) -> None:

@@ -99,9 +99,8 @@ def test_healthy_jobs_are_met_with_silence(doctor: Doctor, options: tuple[str, .
     assert [each.code for each in found] == []
 
 
-@pytest.mark.parametrize(
-    "job", ["cifar10.py", pytest.param("resnet50_synthetic.py", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("job", ["cifar10.py", "resnet50_synthetic.py"])
+@pytest.mark.slow
 def test_reference_jobs_are_healthy(doctor: Doctor, job: str) -> None:
     result = doctor.run(*TWO, str(ROOT / "sample_jobs" / job))
     result.check_success()

@@ -133,7 +133,6 @@ JOBS = {
     "sharded": SHARDED,
     "tensor parallel": TENSOR_PARALLEL,
 }
-FAST = "sharded"
 
 PATIENCE = 900
 """Seconds that a job may take: it compiles, and the machine may have other work."""
@@ -145,9 +144,8 @@ WHOLE = {"asked", "time", "entries" if GLOO_RECORDED else "trouble"}
 """What an answer to an examination consists of."""
 
 
-@pytest.mark.parametrize(
-    "job", [name if name == FAST else pytest.param(name, marks=pytest.mark.slow) for name in JOBS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("job", JOBS)
 def test_threads_of_ours_import_nothing_of_the_jobs(doctor: Doctor, job: str) -> None:
     site = doctor.directory / "site"
     site.mkdir()

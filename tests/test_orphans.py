@@ -272,6 +272,7 @@ def test_all_that_are_called_so_are_killed(how: str, doctor: Doctor) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_the_whole_process_group_is_killed(doctor: Doctor) -> None:
     # As a harness does it, or `timeout --signal=KILL`.
     live = start_stuck(doctor, "stubborn", "helper")
@@ -280,7 +281,8 @@ def test_the_whole_process_group_is_killed(doctor: Doctor) -> None:
     assert_all_end(doctor)
 
 
-@pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.slow
 def test_kill_supervisor_and_a_keeper(which: int, doctor: Doctor) -> None:
     live = start_stuck(doctor, "stubborn", "helper")
     kill_together(psutil.Process(live.process.pid), keepers_of(live)[which])

@@ -101,6 +101,7 @@ def test_tracebacks_are_the_same(errors: Pair, place: str) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES[3:])
+@pytest.mark.slow
 def test_a_caught_error_keeps_nothing_alive(errors: Pair, place: str) -> None:
     """A job that catches an out-of-memory error needs the memory of the failed step again."""
     bare = errors.section(place, errors.bare)
@@ -112,17 +113,20 @@ def warnings_of(result: Result) -> list[str]:
     return [line for line in result.stdout.splitlines() if line.startswith("warning ")]
 
 
+@pytest.mark.slow
 def test_warnings_are_the_same_and_blame_the_same_lines(errors: Pair) -> None:
     assert len(warnings_of(errors.bare)) >= 8
     assert warnings_of(errors.watched) == warnings_of(errors.bare)
 
 
+@pytest.mark.slow
 def test_random_numbers_are_the_same_after_all_errors(errors: Pair) -> None:
     lines = [line for line in errors.bare.stdout.splitlines() if line.startswith("random ")]
     assert len(lines) == 1
     assert lines[0] in errors.watched.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_errors_that_a_job_catches_are_no_findings(errors: Pair) -> None:
     assert errors.watched.codes == []
     (rank,) = errors.watched.run.last

@@ -41,6 +41,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_a_run_keeps_norms_memory_and_code(doctor: Doctor) -> None:
     script = doctor.write("train.py", SCRIPT)
     result = doctor.run("--nproc-per-node", "2", str(script))

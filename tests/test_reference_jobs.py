@@ -61,7 +61,14 @@ def check_healthy(done: Result, job: str, ranks: int = 2) -> None:
     assert all(rank.steps for rank in done.run.ranks)
 
 
-@pytest.mark.parametrize("job", [MNIST, FLOWERS, IMAGENET, PIPELINE, GPT, FSDP])
+@pytest.mark.parametrize(
+    "job",
+    [
+        MNIST,
+        PIPELINE,
+        *(pytest.param(job, marks=pytest.mark.slow) for job in (FLOWERS, IMAGENET, GPT, FSDP)),
+    ],
+)
 def test_ddpdoctor_finds_nothing(doctor: Doctor, job: str) -> None:
     done = doctor.run("--nproc-per-node", "2", "--", str(JOBS / job), *SMALL[job])
     check_healthy(done, job)
@@ -70,6 +77,7 @@ def test_ddpdoctor_finds_nothing(doctor: Doctor, job: str) -> None:
     assert stages == (["0", "1"] if job == PIPELINE else ["", ""])
 
 
+@pytest.mark.slow
 def test_ddpdoctor_finds_nothing_where_the_script_spawns_its_ranks(doctor: Doctor) -> None:
     done = doctor.run("--", sys.executable, str(JOBS / STN), "--ranks", "2", *SMALL[STN])
     check_healthy(done, STN)
@@ -206,6 +214,7 @@ def write_idx(path: Path, shape: tuple[int, ...], content: bytes) -> None:
     path.write_bytes(struct.pack(f">HBB{len(shape)}I", 0, 8, len(shape), *shape) + content)
 
 
+@pytest.mark.slow
 def test_mnist_reads_idx_files_and_refuses_half_ones(tmp_path: Path) -> None:
     for part, count in (("train", 40), ("t10k", 21)):
         images = bytes(value % 251 for value in range(count * 784))

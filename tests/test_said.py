@@ -361,6 +361,7 @@ def test_a_report_has_what_happened_and_stands(tmp_path: Path) -> None:
     assert with_kept([ORDER], snapshot) == [ORDER]
 
 
+@pytest.mark.slow
 def test_a_job_whose_first_finding_is_explained(doctor: Doctor) -> None:
     path = ROOT / "sample_jobs" / "sick" / "ddp302_slow_steps.py"
     file = doctor.directory / "found.jsonl"

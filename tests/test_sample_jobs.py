@@ -130,6 +130,7 @@ def write_folder(folder: Path, content: bytes) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_resnet50_has_the_well_known_number_of_parameters(tmp_path: Path) -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(JOBS)!r}); from models import resnet50, small_cnn\n"
@@ -249,6 +250,7 @@ def test_cifar10_refuses_a_damaged_batch(tmp_path: Path, damage: str) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"no checkpoint"])
+@pytest.mark.slow
 def test_cifar10_refuses_a_bad_checkpoint(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "state.pt").write_bytes(content)
@@ -265,7 +267,7 @@ def test_cifar10_reads_the_real_format(tmp_path: Path) -> None:
     assert "100 for training, 20 for testing" in done.stdout
 
 
-@pytest.mark.parametrize("protocol", [2, 5])
+@pytest.mark.parametrize("protocol", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_cifar10_reads_what_numpy_pickles(tmp_path: Path, protocol: int) -> None:
     numpy: Any = pytest.importorskip("numpy", reason="numpy writes the files of this test")
     batch = {
