@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ddpdoctor.preflight.check import Outcome, Status
-from ddpdoctor.preflight.machine import host_name, lookups, store_port, versions
+from ddpdoctor.preflight.machine import host_name, lookups, own_address, store_port, versions
 from ddpdoctor.preflight.machine import interfaces as network
 from ddpdoctor.preflight.machine.interfaces import Interface, gloo_choice, interfaces, nccl_choice
 from ddpdoctor.preflight.machine.lookups import Lookup, endpoint_name, full_name, own_name
@@ -355,3 +355,20 @@ def test_what_torchs_files_say_is_what_torch_says() -> None:
     found = versions.installed_torch()
     assert found is not None
     assert (found.version, found.cuda) == (torch.__version__, torch.version.cuda or "")
+
+
+# -- whose address it is
+
+
+def test_without_raw_sockets_no_address_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr("socket.socket", refused)
+    outcome = own_address.own_address(machine(LO, ETH0, nnodes=2))
+    assert (outcome.status, outcome.detail) == (Status.SKIPPED, "raw sockets need root")
+    assert own_address.shared_address(machine(LO, ETH0, nnodes=2)) is None
+
+
+def test_on_one_node_no_address_is_asked_for() -> None:
+    assert own_address.own_address(machine(LO, ETH0)).detail == "one node"

@@ -9,8 +9,8 @@ from ddpdoctor.preflight.check import CHECKS
 _TABLE = """
     launch-environment versions script variables cores memory shared-memory limits checkpoint-dir
     temporary-dir
-    orphans host-name lookups network-interface neighbour-table port gpu-driver gpu-count gpu-memory
-    gpu-health gpu-links gpu-peers gpu-acs collectives
+    orphans host-name lookups network-interface own-address neighbour-table port
+    gpu-driver gpu-count gpu-memory gpu-health gpu-links gpu-peers gpu-acs collectives
     nodes same-job clocks links packet-size gloo-addresses link-speed node-versions same-code
     shared-folder gloo-nodes nccl-nodes verdicts
 """

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 from tests.conftest import LIMIT
-from tests.lab.network import INTERFACE, Host, Lab
+from tests.lab.network import BRIDGE, INTERFACE, Host, Lab
 
 EPHEMERAL = "ephemeral"
 """Ports from 32768 on, which the kernel hands out."""
@@ -198,6 +198,23 @@ def container_bridge(host: Host, address: str = "172.17.0.1", *, named: bool = F
     host.run("ip", "link", "set", "docker0", "up")
     if named:
         name_wrong(host, host, address)
+
+
+def address_of(host: Host, other: Host) -> None:
+    """Give the host the address of another one, instead of its own, as a cloned machine has it."""
+    host.run("ip", "address", "flush", "dev", INTERFACE)
+    host.run("ip", "address", "add", f"{other.address}/24", "dev", INTERFACE)
+
+
+def second_card(lab: Lab, host: Host) -> None:
+    """Give the host a second card on the same switch, without an address."""
+    port = f"more{host.rank}"
+    lab.at_switch(
+        "ip", "-batch", "-",
+        text=f"link add {port} type veth peer name eth1 netns {host.namespace.pid}\n"
+        f"link set {port} master {BRIDGE} up\n",
+    )  # fmt: skip
+    host.run("ip", "link", "set", "eth1", "up")
 
 
 def rename_interface(host: Host, name: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 from tests.conftest import LIMIT
 from tests.lab import faults
 from tests.lab.checking import PORT, WITHOUT_TORCH, Make, agreeing
+from tests.lab.network import INTERFACE
 
 
 @pytest.mark.slow
@@ -109,3 +110,37 @@ def test_every_node_shows_what_is_wrong_with_each_machine(nodes: Make) -> None:
     (zero, one) = first.document["nodes"]
     assert (zero["exclude"], one["exclude"]) == (False, True)
     assert [each["check"] for each in one["findings"]] == ["limits"]
+
+
+def test_an_address_that_another_machine_has_as_well(nodes: Make) -> None:
+    checks = nodes(3)
+    _, second, third = checks.lab.hosts
+    faults.address_of(third, second)
+    said = checks.run("--only", "own-address")
+    assert [each.codes for each in said] == [[], ["DDP018"], ["DDP018"]]
+    card = second.run("cat", f"/sys/class/net/{INTERFACE}/address").strip()
+    (finding,) = said[2].findings()
+    assert finding["evidence"] == [f"asked by ARP on {INTERFACE}, {card} answers for 10.77.0.2"]
+
+
+def test_an_own_second_card_in_the_network_is_no_other_machine(nodes: Make) -> None:
+    checks = nodes(2)
+    host = checks.lab.hosts[1]
+    faults.second_card(checks.lab, host)
+    (said,) = checks.run("--only", "own-address", hosts=[host])
+    assert said.codes == []
+    assert said.outcome("own-address")["detail"] == "asked by ARP for 10.77.0.2"
+
+
+@pytest.mark.slow
+def test_two_machines_with_one_address(nodes: Make) -> None:
+    """What is sent to one arrives at the other: no firewall is blamed for that."""
+    checks = nodes(3)
+    _, second, third = checks.lab.hosts
+    faults.address_of(third, second)
+    said = checks.run(*WITHOUT_TORCH, "--timeout", "60")
+    message = "another machine has this machine's address, 10.77.0.2: packets for one arrive at "
+    for each in said[1:]:
+        assert each.findings("own-address")[0]["message"] == message + "the other"
+        assert not any("firewall" in found["fix"] for found in each.findings())
+    assert not said[0].findings("own-address")

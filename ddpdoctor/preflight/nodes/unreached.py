@@ -7,6 +7,7 @@ from dataclasses import replace
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.preflight.check import failure, typed
 from ddpdoctor.preflight.command_lines import check_line, line_on_node_0, meeting_point, open_port
+from ddpdoctor.preflight.machine import own_address
 from ddpdoctor.preflight.protocol.addresses import is_local
 from ddpdoctor.preflight.protocol.caller import Problem
 from ddpdoctor.preflight.protocol.meet import Meeting
@@ -148,6 +149,15 @@ def _closed(meeting: Meeting, problem: Problem, situation: Situation) -> Finding
             sender,
         )
     if problem.kind == "dropped":
+        other = own_address.shared_address(situation)
+        if other is not None:
+            return _finding(
+                f"{at} does not answer: another machine has this machine's address, "
+                f"{other.address}, and gets what is sent to it",
+                own_address.FIX,
+                typed(own_address.PASTE, other.interface),
+                str(other),
+            )
         up = f"the machine is up: it answers at port {problem.answering}"
         if door or problem.answering:
             what = "packets to that port are silently dropped"
