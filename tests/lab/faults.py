@@ -163,6 +163,11 @@ def second_network(lab: Lab, megabits: int) -> str:
     return name
 
 
+def apart(lab: Lab, host: Host) -> None:
+    """The host's cable to the second network hangs in no switch."""
+    lab.at_switch("ip", "link", "set", f"slow{host.rank}", "nomaster")
+
+
 def cable_pulled(lab: Lab, host: Host) -> None:
     """The host's switch port goes down."""
     lab.at_switch("ip", "link", "set", host.port, "down")

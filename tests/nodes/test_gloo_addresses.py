@@ -1,12 +1,16 @@
-"""``ddpdoctor check`` across nodes, in a lab: the address that gloo gives to others."""
+"""``ddpdoctor check`` across nodes, in a lab: the addresses that gloo and NCCL give to others."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from tests.gpu_stub import HEALTHY
 from tests.lab import faults
 from tests.lab.checking import PORT, WITHOUT_TORCH, Make, agreeing
 from tests.lab.network import INTERFACE
+from tests.nvml_stub import build
 
 ABOVE_LOOPBACK = "192.168.77"
 """Addresses higher than 127.0.1.1, so that gloo there dials it; those of 10.0.0.0/8 are lower."""
@@ -89,3 +93,42 @@ def test_a_container_bridge_that_gloo_takes(nodes: Make) -> None:
     assert [line.partition(",")[0] for line in told] == [
         f"gloo on node{rank} (node {rank}) listens on 172.17.0.1 (docker0)" for rank in (0, 1)
     ]
+
+
+@pytest.fixture
+def one_gpu(tmp_path: Path) -> dict[str, str]:
+    """The environment of a machine with a GPU, by the stub of the driver's library."""
+    control = tmp_path / "control"
+    control.write_text("\n".join(("gpus 1", *HEALTHY)))
+    return {"LD_LIBRARY_PATH": str(build(tmp_path)), "NVML_STUB": str(control)}
+
+
+@pytest.mark.slow
+def test_nccls_interface_that_reaches_no_node(nodes: Make, one_gpu: dict[str, str]) -> None:
+    checks = nodes(2)
+    faults.second_network(checks.lab, 1000)
+    faults.apart(checks.lab, checks.lab.hosts[1])
+    chosen = {**one_gpu, "NCCL_SOCKET_IFNAME": "eth1"}
+    said = checks.run(*WITHOUT_TORCH, env={0: chosen, 1: chosen})
+    assert agreeing(said, "DDP055").splitlines() == [
+        f"NCCL on node{rank} (node {rank}) listens on 10.88.0.{rank + 1} (eth1), where other nodes "
+        "do not reach it"
+        for rank in (0, 1)
+    ]
+    (finding, _) = said[0].findings("gloo-addresses")
+    assert finding["paste"] == "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
+    assert finding["evidence"][0] == "NCCL_SOCKET_IFNAME=eth1"
+
+
+@pytest.mark.slow
+def test_the_network_that_nccl_uses_is_the_one_measured(
+    nodes: Make, one_gpu: dict[str, str]
+) -> None:
+    checks = nodes(2)
+    faults.second_network(checks.lab, 5)
+    said = checks.run(*WITHOUT_TORCH, env={0: one_gpu, 1: one_gpu})
+    assert agreeing(said, "DDP056") == ""
+    slow = {**one_gpu, "NCCL_SOCKET_IFNAME": "eth1"}
+    said = checks.run(*WITHOUT_TORCH, env={0: slow, 1: slow})
+    assert "Mbit/s" in agreeing(said, "DDP056")
+    assert agreeing(said, "DDP055") == ""

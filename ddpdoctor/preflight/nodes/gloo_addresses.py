@@ -1,4 +1,4 @@
-"""Whether the address that gloo gives to the other nodes is one they can reach."""
+"""Whether the addresses that gloo and NCCL give to the other nodes are ones they can reach."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ LUCK = (
 
 @across_nodes("gloo-addresses", "DDP055")
 def gloo_addresses(meeting: Meeting) -> Outcome:
-    """The address that gloo announces to the other nodes does not lead back to this node.
+    """The address that gloo or NCCL gives to the other nodes does not lead back to this node.
 
     What it finds
         The address that torch's gloo will listen on, for every node: that of `GLOO_SOCKET_IFNAME`,
         or else what the node's host name resolves to. Reported if it is a loopback address while
         there are other nodes (Debian's `127.0.1.1` line), the same on several nodes (a container
         bridge), closed for the others while another address of the node is open, or missing because
-        the interface does not exist.
+        the interface does not exist. Where all nodes have GPUs, also the address of NCCL's first
+        interface, if it is closed for the others.
 
     Why it is bad
         The other nodes connect to themselves or to no machine at all, time out after minutes, and
@@ -41,7 +42,7 @@ def gloo_addresses(meeting: Meeting) -> Outcome:
         Right: `10.0.0.12 node1`
 
     When it stays silent
-        If the others reach every node at gloo's address. Of two nodes, the one with the higher
+        If the others reach every node at these addresses. Of two nodes, the one with the higher
         address connects, so a loopback address on the highest one is only a warning. A job that
         uses only NCCL does not need gloo, but most also make a gloo group (for barriers,
         checkpoints, objects).
@@ -49,19 +50,17 @@ def gloo_addresses(meeting: Meeting) -> Outcome:
     findings = list(_findings(meeting))
     good = len(meeting.nodes) - len({each.about for each in findings})
     wrong = {each.about for each in findings if each.severity is Severity.ERROR}
+    both = all(node.facts.nccl_address for node in meeting.nodes)
     return judged(
-        f"{good} of {meeting.expected} nodes are reached where gloo listens",
+        f"{good} of {meeting.expected} nodes are reached where gloo "
+        f"{'and NCCL listen' if both else 'listens'}",
         findings,
-        exclude=[meeting.host(i) for i in range(len(meeting.nodes)) if f"gloo {i}" in wrong],
+        exclude=[meeting.host(i) for i in range(len(meeting.nodes)) if f"node {i}" in wrong],
     )
 
 
 def _findings(meeting: Meeting) -> Iterator[Finding]:
-    unreached = bad_ways(meeting, "route")
-    closed: dict[int, list[int]] = {}
-    for i, j in bad_ways(meeting, "gloo"):
-        if (i, j) not in unreached:
-            closed.setdefault(j, []).append(i)
+    closed, closed_for_nccl = _closed(meeting, "gloo"), _closed(meeting, "nccl")
     for index, node in enumerate(meeting.nodes):
         address, why = node.facts.gloo_address, node.facts.gloo_why
         name = meeting.name(index)
@@ -78,21 +77,45 @@ def _findings(meeting: Meeting) -> Iterator[Finding]:
                 severity=Severity.ERROR if dialled else Severity.WARNING,
             )
         elif index in closed:
-            same = [
-                other
-                for other in range(len(meeting.nodes))
-                if other != index and interface(meeting, other, address)[0]
-            ]
-            called = interface(meeting, index, address)[0]
-            yield _wrong(
-                meeting,
-                index,
-                f"gloo on {name} listens on {address}{f' ({called})' if called else ''}, where "
-                "other nodes do not reach it",
-                why,
-                f"dialled from {meeting.hosts(closed[index])}, twice",
-                *([f"{meeting.hosts(same)} has the same address"] if same else ()),
-            )
+            yield _not_reached(meeting, index, "gloo", address, why, closed[index])
+        elif index in closed_for_nccl:
+            why = node.facts.variables.get("NCCL_SOCKET_IFNAME", "")
+            why = f"NCCL_SOCKET_IFNAME={why}" if why else "NCCL's own order of interfaces"
+            at = node.facts.nccl_address
+            yield _not_reached(meeting, index, "NCCL", at, why, closed_for_nccl[index])
+
+
+def _closed(meeting: Meeting, kind: str) -> dict[int, list[int]]:
+    """The nodes that are not reached at an address of theirs, and by which nodes.
+
+    Those that a node does not reach anyway are left out.
+    """
+    unreached = bad_ways(meeting, "route")
+    found: dict[int, list[int]] = {}
+    for i, j in bad_ways(meeting, kind):
+        if (i, j) not in unreached:
+            found.setdefault(j, []).append(i)
+    return found
+
+
+def _not_reached(
+    meeting: Meeting, index: int, library: str, address: str, why: str, by: list[int]
+) -> Finding:
+    same = [
+        other
+        for other in range(len(meeting.nodes))
+        if other != index and interface(meeting, other, address)[0]
+    ]
+    called = interface(meeting, index, address)[0]
+    return _wrong(
+        meeting,
+        index,
+        f"{library} on {meeting.name(index)} listens on {address}{f' ({called})' if called else ''}"
+        ", where other nodes do not reach it",
+        why,
+        f"dialled from {meeting.hosts(by)}, twice",
+        *([f"{meeting.hosts(same)} has the same address"] if same else ()),
+    )
 
 
 def _wrong(
@@ -110,5 +133,5 @@ def _wrong(
         paste=typed("export GLOO_SOCKET_IFNAME={0} NCCL_SOCKET_IFNAME={0}", name)
         if name
         else typed("echo {} | sudo tee -a /etc/hosts", f"{reached} {host}"),
-        about=f"gloo {index}",
+        about=f"node {index}",
     )

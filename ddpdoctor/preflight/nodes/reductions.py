@@ -20,7 +20,7 @@ from ddpdoctor.preflight.check import (
     warning,
 )
 from ddpdoctor.preflight.machine.nccl import advice
-from ddpdoctor.preflight.nodes.judging import across_nodes, grouped, interface
+from ddpdoctor.preflight.nodes.judging import across_nodes, bad_ways, grouped, interface
 from ddpdoctor.preflight.protocol.meet import Meeting
 from ddpdoctor.preflight.protocol.ranks import BROKEN
 from ddpdoctor.preflight.protocol.report import (
@@ -226,6 +226,8 @@ def nccl_reduction(meeting: Meeting) -> Outcome:
         return skipped(test.skipped)
     nccl = test.nccl
     if nccl is None or (not nccl.stages and not nccl.untested):
+        if bad_ways(meeting, "nccl"):
+            return skipped("not all nodes reach each other where NCCL listens")
         return skipped("gloo failed already")
     detail = f"{nccl.correct} of {test.world} ranks reduced correctly"
     for stage in nccl.stages:

@@ -1,13 +1,20 @@
-"""The address that gloo will give to the other nodes, and whose an address is."""
+"""The addresses that gloo and NCCL give to the other nodes, and whose an address is."""
 
 from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable
 
-from ddpdoctor.preflight.machine.interfaces import Interface, best, gloo_choice, interfaces, owner
+from ddpdoctor.preflight.machine.interfaces import (
+    Interface,
+    best,
+    gloo_choice,
+    interfaces,
+    nccl_choice,
+    owner,
+)
 from ddpdoctor.preflight.machine.lookups import own_name
-from ddpdoctor.preflight.situation import Situation
+from ddpdoctor.preflight.situation import Situation, visible_gpus
 
 LOCAL_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "0.0.0.0", "::")
 """Names and addresses that are another machine on every machine."""
@@ -32,6 +39,24 @@ def advertised(situation: Situation) -> tuple[str, str]:
     if not addresses:
         return "", "no interface has an address"
     return addresses[0], f"GLOO_SOCKET_IFNAME={given}" if given else choice.reason
+
+
+def nccl_address(situation: Situation) -> str:
+    """The address at which NCCL's ranks find each other: of the first interface that it takes.
+
+    Empty without a GPU, and where it takes none or the loopback, which another check reports.
+    """
+    if not situation.shared(visible_gpus):
+        return ""
+    chosen = nccl_choice(situation.environ, situation.shared(interfaces)).interfaces[:1]
+    family = situation.environ.get("NCCL_SOCKET_FAMILY", "")
+    addresses = [
+        each
+        for interface in chosen
+        for each in interface.addresses
+        if not is_loopback(each) and (family != "AF_INET6" or ":" in each)
+    ]
+    return addresses[0] if addresses else ""
 
 
 def gloo_dials(own: str, other: str) -> bool:

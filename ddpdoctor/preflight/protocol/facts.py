@@ -16,7 +16,7 @@ from ddpdoctor.preflight.machine.link_capacity import inside, outside
 from ddpdoctor.preflight.machine.nccl import why_no_nccl
 from ddpdoctor.preflight.machine.versions import versions
 from ddpdoctor.preflight.place import Seat
-from ddpdoctor.preflight.protocol.addresses import advertised, is_loopback
+from ddpdoctor.preflight.protocol.addresses import advertised, is_loopback, nccl_address
 from ddpdoctor.preflight.protocol.report import (
     Facts,
 )
@@ -50,6 +50,7 @@ def gather(situation: Situation, seat: Seat, pair_port: int, *, reduces: bool) -
         machine=_machine(situation),
         gloo_address=gloo_address,
         gloo_why=gloo_why,
+        nccl_address=nccl_address(situation),
         interfaces=tuple(
             (each.name, each.mtu, each.addresses)
             for each in situation.shared(interfaces)

@@ -59,7 +59,8 @@ MOST_SETS = 64
 """Sets of nodes of one stage whose bus bandwidth is reported: the slowest."""
 
 Cell = tuple[int, int, str]
-"""The dialling node, the dialled node, and which of its addresses: ``route`` or ``gloo``."""
+"""The dialling node, the dialled node, and which of its addresses: ``route``, ``gloo`` or
+``nccl``."""
 
 
 @dataclass
@@ -105,7 +106,7 @@ class Phases:
             reason = reason or "not all ranks have torch"
         reduction = Reduction(skipped=reason, unready=tuple(unready))
         if not reason:
-            reduction = await self._reduction(members)
+            reduction = await self._reduction(members, dials)
         report = Report(
             expected=self.nnodes,
             nodes=tuple(_node(member, members) for member in members),
@@ -225,12 +226,9 @@ class Phases:
     async def _measure(
         self, members: Sequence[Member], cells: Sequence[speeds.Cell]
     ) -> dict[speeds.Cell, speeds.Speed]:
-        # Where gloo will dial, if that is not on the way to node 0.
+        # Where NCCL or gloo will dial, if that is not on the way to node 0.
         targets = {(i, j): _targets(members, i, j) for i, j in cells}
-        orders = {
-            i: Order("speed", targets=(targets[i, j].get("gloo", targets[i, j]["route"]),))
-            for i, j in cells
-        }
+        orders = {i: Order("speed", targets=(list(targets[i, j].values())[-1],)) for i, j in cells}
         answers = await self.coordinator.ask(orders, "measuring", 3 * speeds.LIMIT * self.scale)
         return {
             (i, j): speeds.Speed(each.rtt, each.bandwidth, each.waited, each.sent, each.resent)
@@ -262,7 +260,8 @@ class Phases:
         ranks = [each.rank for each in facts if each.rank is not None]
         closed = any(
             result.outcome in STALLS or gloo_dials(facts[i].gloo_address, facts[j].gloo_address)
-            for (i, j, _), result in dials.items()
+            for (i, j, kind), result in dials.items()
+            if kind != "nccl"
         )
         reasons = {
             "not asked for on every node": not all(each.reduces for each in facts),
@@ -275,11 +274,14 @@ class Phases:
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
 
-    async def _reduction(self, members: Sequence[Member]) -> Reduction:
+    async def _reduction(
+        self, members: Sequence[Member], dials: Mapping[Cell, Dialled]
+    ) -> Reduction:
         # The store of the test listens where the job's will.
         self.coordinator.free_port()
         node_of = [index for index, member in enumerate(members) for _ in range(member.facts.nproc)]
-        nccl = not any(member.facts.no_nccl for member in members)
+        closed = any(kind == "nccl" for _, _, kind in dials)
+        nccl = not closed and not any(member.facts.no_nccl for member in members)
         left = max(4.0, self.deadline - time.monotonic() - 3)
         # What the ranks know by then has to reach us in time.
         most = REDUCTION_LIMIT * self.scale
@@ -373,7 +375,10 @@ def _judged(measured: Mapping[speeds.Cell, speeds.Speed], confirmed: set[speeds.
 
 
 def _targets(members: Sequence[Member], source: int, target: int) -> dict[str, Target]:
-    """Where a node dials another: at the address it has on the way to us, and at gloo's."""
+    """Where a node dials another: at the address it has on the way to us, gloo's and NCCL's.
+
+    What carries most of a job's traffic comes last.
+    """
     here, there = members[source], members[target]
     address = there.address
     if is_loopback(address) and not is_loopback(here.address):
@@ -383,6 +388,9 @@ def _targets(members: Sequence[Member], source: int, target: int) -> dict[str, T
     gloo = there.facts.gloo_address
     if gloo and gloo != address and gloo_dials(here.facts.gloo_address, gloo):
         found["gloo"] = gloo
+    nccl = there.facts.nccl_address
+    if nccl and here.facts.nccl_address and nccl not in found.values():
+        found["nccl"] = nccl
     return {kind: Target(target, each, there.facts.pair_port) for kind, each in found.items()}
 
 

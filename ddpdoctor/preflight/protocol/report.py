@@ -41,6 +41,7 @@ class Facts(Part):
         machine: Equal for nodes that share a machine and a network.
         gloo_address: What gloo will give to the other nodes; empty if gloo would not start.
         gloo_why: How gloo comes to it, or why it would not start.
+        nccl_address: What NCCL will give to them; empty where it will not start, or has no GPU.
         interfaces: Its interfaces without loopback: name, MTU, addresses.
         pair_port: Where its listener of this check is.
         reduces: Whether it takes part in the collective test.
@@ -64,6 +65,7 @@ class Facts(Part):
     machine: str
     gloo_address: Address
     gloo_why: str
+    nccl_address: Address
     interfaces: tuple[tuple[Interface, int, tuple[Address, ...]], ...]
     pair_port: Port
     reduces: bool
@@ -315,7 +317,7 @@ class Report(Part):
         uninvited: How many calls came from such.
         surplus: Those that came when all were there.
         blocked: Those for which the rendezvous port is closed.
-        bad: From, to, at which address (``route`` or ``gloo``), and what came of it twice.
+        bad: From, to, at which address (``route``, ``gloo``, ``nccl``), and what came of it twice.
         verdicts: Of the machines, in the order of the nodes.
         gathered: Seconds that the nodes were waited for.
     """
