@@ -43,6 +43,7 @@ _COMPLAINT = re.compile(
     r"^\s|^$|[Ee]rror|[Ww]arn|[Ff]ailed|[Ff]ailure|Traceback|Exception|terminate called|srun|slurm"
     r"|destroy_process_group|resource_tracker|^[=\-]{4}|^\[\d+\]:$|[Kk]illed|[Aa]bort|core dumped"
     r"|Root Cause|FAILED|^\[?[IWEF](?:\d{3,4} | \S+\.cpp)|SIG[A-Z]{3}"
+    r"|^wandb: |HYDRA_FULL_ERROR"
     r"|exited|Current thread|frame #|leaked|^\s*[|+*]|^<NO_OTHER|^Failures:|^\.\.\.|^terminate"
 )
 """What is written where a job ends, beside what a healthy one writes."""

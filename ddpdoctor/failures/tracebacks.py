@@ -76,6 +76,10 @@ def kind_of(text: str) -> Kind:
     return Kind.EXCEPTION if is_exception else Kind.OTHER
 
 
+_SPAWNED_BY = " of mp.spawn"
+"""What the parent says of a process that it spawned: it raises that one's exception again."""
+
+
 @dataclass(eq=False)
 class Printed:
     """A traceback as it was printed.
@@ -170,7 +174,9 @@ class Printed:
         first = next((found for text in self.lines if (found := _FRAME.match(text))), None)
         whole = not self.lines[0].startswith(" ")
         return not self.ignored and (
-            self.uncaught or (whole and first is not None and first["name"] == "<module>")
+            self.uncaught
+            or self.who.endswith(_SPAWNED_BY)
+            or (whole and first is not None and first["name"] == "<module>")
         )
 
     @property
@@ -285,7 +291,7 @@ class Tracebacks:
             lines=[f"{HEAD}:"] if head else [*_frames(before()), line.text],
             last=number,
             state=Kind.HEAD if head else Kind.EXCEPTION,
-            who=line.who or (f"process {spawned[1]} of mp.spawn" if spawned else ""),
+            who=line.who or (f"process {spawned[1]}{_SPAWNED_BY}" if spawned else ""),
             prefix=shape(prefix) if prefix else None,
             ignored=any(_IGNORED.search(text) for text in above),
         )

@@ -143,9 +143,19 @@ FAILURES = (
         yields_to=("exception",),
     ),
     Failure(
+        Known("DDP948", "driver-too-old-for-ptx", Weight.CAUSE, "CUDA 11 and later"),
+        r"CUDA error: the provided PTX was compiled with an unsupported toolchain",
+        says="runs code of a newer CUDA than the NVIDIA driver knows",
+        fix="Update the driver (`nvidia-smi` shows the newest CUDA that it knows), or install "
+        "torch, and build extensions, for that CUDA or an older one.",
+        examples=(
+            "RuntimeError: CUDA error: the provided PTX was compiled with an unsupported toolchain.",
+        ),
+    ),
+    Failure(
         Known("DDP948", "no-kernel-image", Weight.CAUSE, "1.7 to 2.13"),
         r"no kernel image is available for execution|is not compatible with the current PyTorch inst"
-        r"|CUDA error: invalid device function|the provided PTX was compiled with an unsupported",
+        r"|CUDA error: invalid device function",
         says="runs code that was not built for its GPU",
         fix="Install a torch build for this GPU (`torch.cuda.get_arch_list()`), and build "
         "extensions with TORCH_CUDA_ARCH_LIST for it.",

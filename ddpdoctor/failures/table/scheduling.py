@@ -80,10 +80,9 @@ FAILURES = (
     ),
     Failure(
         Known("DDP960", "command-not-found", Weight.CAUSE, "Slurm, shells, containers"),
-        r"execve\(\): (?P<command>\S+): (?P<why>[^\n]{1,60})|(?:bash|: line \d+): (?:line \d+: )?(?P<shell>\S+): command not found"
-        r"|executable file not found in \$PATH|can't open file '(?P<file>[^'\n]{1,120})': \[Errno 2\]"
+        r"execve\(\): (?P<command>\S+): (?P<why>[^\n]{1,60})|executable file not found in \$PATH|can't open file '(?P<file>[^'\n]{1,120})': \[Errno 2\]"
         r"|env: (?P<env>\S+): No such file or directory",
-        says="could not start: there is no such program or script[ ({command})][ ({shell})][ ({file})]",
+        says="could not start: there is no such program or script[ ({command})][ ({file})]",
         fix="Activate the environment inside the task on every node (module load, conda, the "
         "container), and give the script's full path.",
         examples=(
@@ -100,6 +99,15 @@ FAILURES = (
             "Right: `srun bash -c 'source env.sh; torchrun ...'`",
             "For files that the script itself opens.",
         ),
+    ),
+    Failure(
+        # A shell goes on after it: what the job says later is nearer.
+        Known("DDP960", "shell-command-not-found", Weight.GENERIC, "bash"),
+        r"(?:bash|: line \d+): (?:line \d+: )?(?P<shell>\S+): command not found",
+        says="could not start: there is no such program ({shell})",
+        fix="Activate the environment inside the task on every node (module load, conda, the "
+        "container), and give the program's full path.",
+        examples=("/var/spool/slurmd/job7/slurm_script: line 12: torchrun: command not found",),
     ),
     Failure(
         Known("DDP960", "shell-error", Weight.CAUSE, "bash"),
