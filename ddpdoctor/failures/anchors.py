@@ -22,7 +22,7 @@ COMMON = (
         "core dumped",
         "Segmentation fault",
     ),
-    *("what():", "terminate called", "out of memory"),
+    *("what():", "terminate called", "out of memory", ": line "),
 )
 """Texts that most failures hold."""
 
