@@ -197,10 +197,14 @@ FAILURES = (
         rf"{_OF_SYSTEM}[^\n]{{0,999}}(?:No space left on device|Disk quota exceeded)"
         r"|\[Errno 27\] File too large"
         r"|unexpected pos \d+ vs \d+|basic_ios::clear: iostream error"
-        r"|PytorchStreamWriter failed writing",
+        r"|PytorchStreamWriter failed writing"
+        r"|Error[^\n]{0,99}(?:FilesystemQuotaExceeded|StorageFull)",
         # Watches of files, and semaphores in /dev/shm, are refused in the same words.
         unless=r"inotify|multiprocessing[/\\](?:synchronize|heap|shared_memory)\.py",
-        examples=("OSError: [Errno 28] No space left on device",),
+        examples=(
+            "OSError: [Errno 28] No space left on device",
+            "SafetensorError: Error while serializing: IoError(Os { code: 28, kind: StorageFull })",
+        ),
         says="could not write a file: the disk is full, or a quota or size limit is reached",
         yields_to=("nccl-shared-memory", "shared-memory-full"),
         fix="`df -h` and `quota` where it writes; keep fewer checkpoints, and write to a temporary "
