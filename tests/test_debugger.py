@@ -442,6 +442,7 @@ def test_a_taken_port_moves_the_block(doctor: Doctor) -> None:
     assert [each["connect"]["port"] for each in launch["configurations"]] == [port + 2, port + 3]
 
 
+@pytest.mark.slow
 def test_f5_in_this_repository(job: Job) -> None:
     """The repository's own task starts ResNet-50, and its configurations stand in the loop."""
     tasks, launch = (

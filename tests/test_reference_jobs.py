@@ -65,8 +65,10 @@ def check_healthy(done: Result, job: str, ranks: int = 2) -> None:
     "job",
     [
         MNIST,
-        PIPELINE,
-        *(pytest.param(job, marks=pytest.mark.slow) for job in (FLOWERS, IMAGENET, GPT, FSDP)),
+        *(
+            pytest.param(job, marks=pytest.mark.slow)
+            for job in (PIPELINE, FLOWERS, IMAGENET, GPT, FSDP)
+        ),
     ],
 )
 def test_ddpdoctor_finds_nothing(doctor: Doctor, job: str) -> None:

@@ -129,6 +129,7 @@ os.write(1, f"shown: {open(name).read().strip()}\\n".encode())
 """
 
 
+@pytest.mark.slow
 def test_a_job_is_shown(doctor: Doctor) -> None:
     result = doctor.run("--nproc-per-node", "2", str(doctor.write("train.py", JOB)))
     result.check_success()
