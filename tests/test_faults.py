@@ -393,8 +393,8 @@ def test_a_run_directory_that_vanishes(doctor: Doctor, early: bool) -> None:
 
 
 @pytest.mark.slow
-def test_a_journal_of_a_long_job_stays_within_its_limit(doctor: Doctor) -> None:
-    """One megabyte, which 6000 steps exceed; the newest steps and how the model was built stay."""
+def test_a_journal_of_many_short_steps_is_small(doctor: Doctor) -> None:
+    """A line stands for several of them; none of the newest is left out."""
     script = doctor.write(
         "long.py",
         """
@@ -411,14 +411,13 @@ def test_a_journal_of_a_long_job_stays_within_its_limit(doctor: Doctor) -> None:
         dist.destroy_process_group()
         """,
     )
-    result = doctor.run("--journal-mb=1", "--nproc-per-node=1", str(script))
+    result = doctor.run("--nproc-per-node=1", str(script))
     result.check_success()
-    segments = list(result.run_dir.glob("rank-*.jsonl*"))
-    assert len(segments) == 2
-    assert sum(path.stat().st_size for path in segments) <= 1 << 20
+    (journal,) = result.run_dir.glob("rank-*.jsonl*")
+    assert journal.stat().st_size < 1 << 18
     (rank,) = result.run.last
     assert [step.step for step in rank.steps] == list(range(rank.steps[0].step, 6000))
-    assert 0 < rank.steps[0].step < 5000
+    assert len(rank.steps) > 1000
     assert rank.opened.rank == 0
     assert len(list(rank.records.of(DdpRecord))) == 1
     assert rank.ended is not None

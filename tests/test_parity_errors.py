@@ -142,11 +142,14 @@ NOISE = (
     (r"0x[0-9a-f]+", "0x#"),
     (r"(127\.0\.0\.1|localhost|tcp://[^:\s]+):\d+", r"\1:#"),
     (r"PID \d+", "PID #"),
+    # Where torchrun itself begins: as a module, or by its console script.
+    (r'^  File "<frozen runpy>", .*\n', ""),
+    (r'^  File "[^"]*/(?:run\.py|torchrun)", line \d+, in <module>\n(?: {4}.*\n)+', ""),
 )
 
 
 def without_noise(text: str) -> str:
-    """stderr without pids, times, ports, and what ddpdoctor says itself."""
+    """stderr without pids, times, ports, torchrun's first frame and ddpdoctor's own words."""
     for pattern, instead in NOISE:
         text = re.sub(pattern, instead, text, flags=re.MULTILINE)
     return text

@@ -184,7 +184,8 @@ def test_an_odd_number_of_ranks_is_refused_under_a_launcher(doctor: Doctor) -> N
     assert done.status != 0
     assert not done.stdout
     assert "3 ranks are no whole number of replicas with 2 stages" in done.stderr
-    assert "Traceback" not in done.stderr
+    # torchrun's own, about ranks that failed.
+    assert done.stderr.count("Traceback") == 1
 
 
 def hidden(folder: Path, module: str, job: str, *options: str) -> Done:
