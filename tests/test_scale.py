@@ -90,6 +90,19 @@ def test_a_gpu_times_few_steps_and_waits_for_no_core(tmp_path: Path) -> None:
     assert found.exposed == pytest.approx(0.016)
 
 
+def test_the_parts_add_up_where_the_steps_that_are_timed_are_long_ones(tmp_path: Path) -> None:
+    short = steps(backward=6.0, split=False, forward=1.0)
+    long = steps(backward=10.0, wait=30.0, forward=20.0)
+    pairs = enumerate(zip(short, long, strict=True))
+    mixed = [b if number in (8, 12, 16) else a for number, (a, b) in pairs]
+    write_run(tmp_path, 2, mixed)
+    found = measure(RunReader(tmp_path).snapshot(), 5)
+    assert found is not None
+    assert found.exposed == pytest.approx(0.75 * 0.006)
+    assert found.backward == pytest.approx(0.25 * 0.006)
+    assert found.compute + found.data + found.other + found.exposed == pytest.approx(found.step)
+
+
 def test_the_median_repeat_stands_for_all() -> None:
     assert middle([measured(other=each) for each in (0.5, 0.1, 0.3)]).other == 0.3
 

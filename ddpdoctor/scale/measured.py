@@ -69,8 +69,12 @@ def measure(run: Run, warmup: int) -> Measured | None:
         return None
     ranks, every = [rank for rank, _ in counted], [steps for _, steps in counted]
     timed = _timed_by_ddp(run, ranks, warmup)
-    parts = every if timed is None else timed
-    wait = _typical(parts, "wait")
+    backward, wait = _typical(every, "backward"), _typical(every, "wait")
+    if timed is not None:
+        computed, exposed = _typical(timed, "backward"), _typical(timed, "wait")
+        both = backward + wait
+        wait = both * exposed / (computed + exposed) if exposed else 0.0
+        backward = both - wait
     first = next((built for rank in ranks if (built := rank.records.first(DdpRecord))), None)
     on_cpu = first is None or first.device == "cpu"
     return Measured(
@@ -78,11 +82,11 @@ def measure(run: Run, warmup: int) -> Measured | None:
         local=len(ranks),
         steps=min(map(len, every)),
         step=_typical(every, "total"),
-        data=_typical(parts, "data"),
-        forward=_typical(parts, "forward"),
-        backward=_typical(parts, "backward"),
-        optimizer=_typical(parts, "optimizer"),
-        other=_typical(parts, "other") + (wait if timed is None else 0.0),
+        data=_typical(every, "data"),
+        forward=_typical(every, "forward"),
+        backward=backward,
+        optimizer=_typical(every, "optimizer"),
+        other=_typical(every, "other") + (wait if timed is None else 0.0),
         exposed=None if timed is None else wait,
         core_wait=_mean_known(every, lambda step: step.waited, _NANO) if on_cpu else None,
         samples=_mean_known(every, lambda step: step.samples),
@@ -94,7 +98,10 @@ def measure(run: Run, warmup: int) -> Measured | None:
 
 
 def _timed_by_ddp(run: Run, ranks: Sequence[Rank], warmup: int) -> list[list[StepRecord]] | None:
-    """The steps of each rank that DDP's own timers are known of; None if there are too few."""
+    """The steps of each rank that DDP's own timers are known of; None if there are too few.
+
+    Of short steps they are some, so they give the share of communication and not its length.
+    """
     timed = [_usable(run, rank.split_steps, warmup) for rank in ranks]
     built = all(rank.records.first(DdpRecord) for rank in ranks)
     return timed if built and min(map(len, timed)) >= FEWEST_SPLIT else None
