@@ -3,7 +3,7 @@
 The nodes are a lab of network namespaces on this machine (root only), so all of them share its
 cores; ``many`` are plain processes on it, without the collective test, which imports torch.
 
-    python benchmarks/nodes.py healthy
+    python benchmarks/nodes.py healthy --sizes 2 3 6 12 --times 10 --busy 30
     python benchmarks/nodes.py faults
     python benchmarks/nodes.py many --nodes 64
 """
@@ -26,6 +26,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.load import busy
+from ddpdoctor.commands.check import NOT_TESTED
 from tests.lab import faults
 from tests.lab.checking import PORT, WITHOUT_TORCH, Checks, Said
 from tests.lab.network import INTERFACE, Lab, lab, why_not
@@ -180,13 +182,25 @@ def tell(what: str, seconds: float, before: float, statuses: Collection[int]) ->
     )
 
 
-def healthy(times: int) -> None:
-    for size in (2, 4, 8):
+def healthy(times: int, sizes: Sequence[int]) -> None:
+    """Each node has to find nothing; what has no CPU to be tested with may say so (status 4)."""
+    for size in sizes:
+        false, untested = 0, 0
         for _ in range(times):
             before = cpu_seconds()
             said = timed(size, FAULTS["healthy"])
             statuses = {each.status for each in said}
             tell(f"{size} nodes", max(each.seconds for each in said), before, statuses)
+            false += any(status & ~NOT_TESTED for status in statuses)
+            untested += any(status & NOT_TESTED for status in statuses)
+            for each in said:
+                for message in {found["message"] for found in each.findings()}:
+                    print(f"  {each.host.name}: {message[:200]}", flush=True)
+        print(
+            f"{size} nodes: {times} checks, {false} with a false finding, {untested} with something"
+            " not tested",
+            flush=True,
+        )
 
 
 def with_faults(times: int, named: str) -> None:
@@ -249,16 +263,18 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--fault", default="", help="only those with this in their names")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[2, 4, 8], help="healthy: nodes")
+    parser.add_argument("--busy", type=int, default=0, help="processes that compute meanwhile")
     asked = parser.parse_args()
-    if asked.what == "many":
-        many(asked.nodes, asked.times)
-        return
-    if why_not():
+    if asked.what != "many" and why_not():
         raise SystemExit(why_not())
-    if asked.what == "healthy":
-        healthy(asked.times)
-    else:
-        with_faults(asked.times, asked.fault)
+    with busy(asked.busy, nice=0):
+        if asked.what == "many":
+            many(asked.nodes, asked.times)
+        elif asked.what == "healthy":
+            healthy(asked.times, asked.sizes)
+        else:
+            with_faults(asked.times, asked.fault)
 
 
 if __name__ == "__main__":

@@ -117,6 +117,14 @@ def test_an_outlier_has_half_the_bandwidth_or_twice_the_round_trip() -> None:
     assert speeds.outliers(measured) == [(0, 1), (2, 1)]
 
 
+def test_links_that_only_a_core_limits_are_not_compared() -> None:
+    usual = speeds.Speed(rtt=1e-4, bandwidth=6e9)
+    measured = {(i, j): usual for i in range(4) for j in range(4) if i != j}
+    measured[0, 1] = speeds.Speed(rtt=1e-4, bandwidth=2.5e9)
+    measured[2, 1] = speeds.Speed(rtt=1e-4, bandwidth=1.1e9)
+    assert speeds.outliers(measured) == [(2, 1)]
+
+
 # The wire.
 
 

@@ -42,7 +42,8 @@ def link_speed(meeting: Meeting) -> Outcome:
     When it stays silent
         If all links are similar. Time in which either end waited for a core does not count; where
         that was most of it, or torch could not be imported in time, nothing is judged, and the
-        output says so. One TCP connection in Python finds slow links, not the network's capacity.
+        output says so. One TCP connection in Python finds slow links, not the network's capacity:
+        links of 10 Gbit/s and more are not compared.
     """
     speed = meeting.report.speed
     if speed.untested:

@@ -42,6 +42,10 @@ FLOOR = 100e6 / 8 * 0.8
 """Bytes per second below which a link is slow whatever the others are: less than a network of
 100 Mbit/s carries."""
 
+CPU_BOUND = 10e9 / 8
+"""Bytes per second from which on one connection in Python shows a machine's cores and memory, which
+differ by more than half from one measurement to the next, and not the network."""
+
 LOSSY, LEAST_LOST = 0.02, 3
 """The share of small messages that a link has to lose, and how many, to be called lossy."""
 
@@ -109,6 +113,8 @@ def better(one: Speed, other: Speed) -> Speed:
 def outliers(measured: Mapping[Cell, Speed]) -> list[Cell]:
     """The links under the floor, with half the median bandwidth or twice the median round trip.
 
+    Whatever has 10 Gbit/s is fast enough for what one connection can tell.
+
     The worst comes first.
     """
     rtt, bandwidth = float("inf"), 0.0
@@ -122,7 +128,7 @@ def outliers(measured: Mapping[Cell, Speed]) -> list[Cell]:
 def is_slow(speed: Speed, rtt: float, bandwidth: float) -> bool:
     """Whether a link is an outlier, given the medians, or under the floor."""
     return (speed.rtt > 2 * rtt and speed.rtt > rtt + RTT_FLOOR_S) or (
-        speed.bandwidth < max(FLOOR, bandwidth / 2)
+        speed.bandwidth < max(FLOOR, min(bandwidth / 2, CPU_BOUND))
     )
 
 
