@@ -118,6 +118,7 @@ class Checks:
         each: Mapping[int, Sequence[str]] | None = None,
         env: Mapping[int, Mapping[str, str]] | None = None,
         hosts: Sequence[Host] | None = None,
+        before: Mapping[int, Sequence[str]] | None = None,
         timeout: float = LIMIT,
     ) -> list[Said]:
         """Run the check on all hosts at once.
@@ -127,12 +128,14 @@ class Checks:
             each: More options, by node rank.
             env: More variables, by node rank.
             hosts: Where; all hosts if not given.
+            before: What starts the command, by node rank.
             timeout: Most seconds.
         """
         began = time.monotonic()
         running = []
         for host in hosts if hosts is not None else self.lab.hosts:
             words = self.words(host, "--json", *more, *(each or {}).get(host.rank, ()))
+            words = [*(before or {}).get(host.rank, ()), *words]
             running.append((host, *self.start(host, words, (env or {}).get(host.rank))))
         said = []
         for host, process, out, err in running:

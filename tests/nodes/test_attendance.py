@@ -218,3 +218,34 @@ def test_whoever_is_at_the_endpoint_itself_waits_for_node_0(nodes: Make) -> None
     endpoint = ("--rdzv-endpoint", f"node1:{PORT}")
     (said,) = checks.run(*WITHOUT_TORCH, "--timeout", "6", *endpoint, hosts=checks.lab.hosts[1:])
     assert "the endpoint node1:29500 is this machine, which is node rank 1" in said.messages
+
+
+@pytest.mark.slow
+def test_a_node_that_is_out_of_files_is_no_firewall(nodes: Make) -> None:
+    checks = nodes(4)
+    said = checks.run(*WITHOUT_TORCH, before={1: ["prlimit", "--nofile=9:9"]})
+    for each in said:
+        assert each.status == 2
+        (finding,) = each.findings("links")
+        assert finding["message"].replace(", this one", "").startswith(
+            "node1 (node 1) may open no more files, so "
+        )
+        assert finding["paste"] == "ulimit -n 65536"
+        assert each.findings("gloo-addresses") == []
+        assert each.document["exclude"] == ["node1"]
+        assert "Traceback" not in each.stderr
+        assert len(each.stderr.splitlines()) <= 3
+
+
+@pytest.mark.slow
+def test_node_0_that_is_out_of_files_is_named_and_nothing_else(nodes: Make) -> None:
+    checks = nodes(4)
+    said = checks.run("--timeout", "20", *WITHOUT_TORCH, before={0: ["prlimit", "--nofile=12:12"]})
+    assert "ulimit -n" in said[0].stderr
+    assert said[0].document["exclude"] == ["node0"]
+    for each in said:
+        assert each.status & 2
+        assert "iptables" not in str(each.document)
+        assert "another program answers" not in each.messages
+        assert "Traceback" not in each.stderr
+        assert len(each.stderr.splitlines()) <= 8

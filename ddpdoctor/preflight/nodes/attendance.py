@@ -236,9 +236,12 @@ def open_words(situation: Situation, outcomes: Sequence[Outcome]) -> str:
     place = seat(situation)
     if place.rdzv_id != NO_ID or not place.host or is_local(place.host):
         return ""
+    # One node prints an id: those of two nodes differ, and the job would not meet.
+    prints = meeting_of(situation).own == 0
+    give = f"on every node: --rdzv-id {secrets.token_hex(8)}" if prints else "node 0 prints an id"
     return (
         f"no --rdzv-id: whoever reaches port {place.port} of node 0 could take part in this check\n"
-        f"to let in the job's nodes alone, on every node: --rdzv-id {secrets.token_hex(8)}"
+        f"to let in the job's nodes alone, {give}"
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, finding, judged, typed
-from ddpdoctor.preflight.nodes.judging import across_nodes, bad_ways, interface
+from ddpdoctor.preflight.nodes.judging import across_nodes, bad_ways, interface, short_of_files
 from ddpdoctor.preflight.protocol.addresses import gloo_dials, is_loopback
 from ddpdoctor.preflight.protocol.meet import Meeting
 
@@ -88,12 +88,12 @@ def _findings(meeting: Meeting) -> Iterator[Finding]:
 def _closed(meeting: Meeting, kind: str) -> dict[int, list[int]]:
     """The nodes that are not reached at an address of theirs, and by which nodes.
 
-    Those that a node does not reach anyway are left out.
+    Those that a node does not reach anyway are left out, and those that may open no more files.
     """
-    unreached = bad_ways(meeting, "route")
+    unreached, short = bad_ways(meeting, "route"), short_of_files(meeting)
     found: dict[int, list[int]] = {}
     for i, j in bad_ways(meeting, kind):
-        if (i, j) not in unreached:
+        if (i, j) not in unreached and not short & {i, j}:
             found.setdefault(j, []).append(i)
     return found
 

@@ -174,6 +174,11 @@ def bad_ways(meeting: Meeting, kind: str) -> dict[Way, Dialled]:
     return {(i, j): result for i, j, of, result in meeting.report.bad if of == kind}
 
 
+def short_of_files(meeting: Meeting) -> set[int]:
+    """The nodes that could not dial for want of a file, so that what they accept is no matter."""
+    return {i for i, _, _, result in meeting.report.bad if result.outcome == "no files"}
+
+
 def all_ways(meeting: Meeting) -> list[Way]:
     """Every ordered pair of nodes that were here."""
     here = [place for place, node in enumerate(meeting.nodes) if not node.lost]

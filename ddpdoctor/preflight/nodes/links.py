@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, failure, finding, judged, typed, warning
@@ -15,6 +15,7 @@ from ddpdoctor.preflight.nodes.judging import (
     bad_ways,
     blame,
     interface,
+    short_of_files,
     translated,
 )
 from ddpdoctor.preflight.protocol.addresses import gloo_dials
@@ -79,7 +80,8 @@ def links(meeting: Meeting) -> Outcome:
 
     When it stays silent
         If every ordered pair of nodes exchanged 64 KiB. Packets that are too large for the path are
-        DDP054. It is a warning only where no node has a GPU and gloo does not connect in that
+        DDP054. A node that may open no more files is named as such, and its connections are not
+        judged. It is a warning only where no node has a GPU and gloo does not connect in that
         direction.
     """
     bad = bad_ways(meeting, "route")
@@ -88,8 +90,29 @@ def links(meeting: Meeting) -> Outcome:
     good = len([way for way in ways if way not in failed])
     total = meeting.expected * (meeting.expected - 1)
     detail = f"{good} of {total} directions between nodes are open"
-    without = [meeting.host(each.node) for each in blame(failed, ways) if each.guilty]
-    return judged(detail, _findings(meeting, failed, ways), exclude=without)
+    short = short_of_files(meeting)
+    untested = {way for way in failed if short & {*way}}
+    closed = {way: result for way, result in failed.items() if way not in untested}
+    without = [meeting.host(each.node) for each in blame(closed, ways) if each.guilty]
+    findings = [_short_of_files(meeting, node, untested) for node in sorted(short)]
+    return judged(
+        detail,
+        [*findings, *_findings(meeting, closed, [way for way in ways if way not in untested])],
+        exclude=[*(meeting.host(node) for node in sorted(short)), *without],
+    )
+
+
+def _short_of_files(meeting: Meeting, node: int, untested: Collection[Way]) -> Finding:
+    count = sum(node in way for way in untested)
+    return failure(
+        f"{meeting.name(node)} may open no more files, so {counted(count, 'connection')} to and "
+        "from it could not be tested",
+        evidence=("it is its limit of open files, not the network: Too many open files",),
+        fix=f"Raise the limit in the shell that starts the check and the job, on "
+        f"{meeting.host(node)}:",
+        paste="ulimit -n 65536",
+        about=f"files of {node}",
+    )
 
 
 def _findings(meeting: Meeting, failed: dict[Way, Dialled], ways: list[Way]) -> Iterator[Finding]:

@@ -74,7 +74,21 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
             typed('echo "$(hostname -I | cut -d " " -f 1)" {}', host),
             problem.words,
         )
-    if problem.kind in ("silent", "other service"):
+    if problem.kind == "no files":
+        return _finding(
+            f"this node may open no more files: the connection to {at} could not be tested",
+            "Raise the limit in the shell that starts the check and the job, here:",
+            "ulimit -n 65536",
+            problem.words,
+        )
+    if problem.kind == "silent":
+        return _finding(
+            f"a program takes the connection at {at} and says nothing",
+            f"Look at {host}: another program that holds port {port} (a job that still runs?), or a "
+            "check that may open no more files or gets no CPU. There:",
+            typed("ss -tlnp {}; ulimit -n", f"sport = :{port}"),
+        )
+    if problem.kind == "other service":
         return _finding(
             f"another program answers at {at}, not `ddpdoctor check`",
             f"Stop what holds port {port} on {host} (a job that still runs?), or choose another "

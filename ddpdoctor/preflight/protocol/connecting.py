@@ -30,7 +30,11 @@ Closed = Literal[
     "no route",  # this machine has no route to it
     "unreachable",  # a router says that there is none
     "no host",  # no machine has that address
+    "no files",  # this process, or this machine, may open no more files
 ]
+
+NO_FILES = frozenset({errno.EMFILE, errno.ENFILE})
+"""What a connection needs as well: a file."""
 
 _FORBIDDING = frozenset({9, 10, 13})
 """Codes of ICMP's "destination unreachable": network, host, communication prohibited."""
@@ -143,8 +147,9 @@ async def connect(
     try:
         made = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
-        # A kernel without IPv6.
-        raise ConnectError("no route", words_of(error)) from None
+        # Else it is a kernel without IPv6.
+        kind: Closed = "no files" if error.errno in NO_FILES else "no route"
+        raise ConnectError(kind, words_of(error)) from None
     began = time.monotonic()
     try:
         made.setblocking(False)
@@ -175,6 +180,8 @@ def _failure(made: socket.socket, error: OSError, seconds: float) -> ConnectErro
             # This machine's own kernel, when ARP had no answer or its own rule rejects.
             sender = ""
     words = words_of(error)
+    if error.errno in NO_FILES:
+        return ConnectError("no files", words)
     if error.errno in (errno.EACCES, errno.EPERM) or code in _FORBIDDING:
         return ConnectError("prohibited", words, sender)
     if error.errno == errno.ECONNREFUSED:

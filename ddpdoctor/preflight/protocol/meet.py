@@ -21,7 +21,7 @@ from ddpdoctor.preflight.place import Seat, seat
 from ddpdoctor.preflight.protocol import caller, coordinator
 from ddpdoctor.preflight.protocol.addresses import is_local, mine
 from ddpdoctor.preflight.protocol.caller import Call, CallError, Kind, Problem
-from ddpdoctor.preflight.protocol.connecting import words_of
+from ddpdoctor.preflight.protocol.connecting import NO_FILES, words_of
 from ddpdoctor.preflight.protocol.coordinator import Coordinator
 from ddpdoctor.preflight.protocol.facts import gather, host_of
 from ddpdoctor.preflight.protocol.joining import SETTLED_AFTER, SPEAK_AFTER, Goal, call_any, join
@@ -129,13 +129,19 @@ async def _until_cancelled(situation: Situation) -> Meeting:
     said: set[str] = set()
 
     def fault(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What asyncio would print: a connection that cannot be accepted for want of files."""
+        """What asyncio would print, each once: connections that no file is left to accept."""
         error = context.get("exception")
-        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
-            loop.default_exception_handler(context)
-        elif not said:
-            said.add("files")
-            situation.say(f"{words_of(error)}: not all nodes can connect; raise it with ulimit -n")
+        if isinstance(error, OSError) and error.errno in NO_FILES:
+            words = f"{words_of(error)}: not all nodes can connect; raise it with ulimit -n"
+        elif said and isinstance(error, ValueError):
+            # It tries to accept again, one time for each place in the backlog (Python 3.11), also
+            # after the server was closed.
+            return
+        else:
+            words = f"while the nodes met: {error or context.get('message')!r}"
+        if words not in said:
+            said.add(words)
+            situation.say(words)
 
     asyncio.get_running_loop().set_exception_handler(fault)
     meeting = asyncio.ensure_future(_meet(situation))

@@ -62,6 +62,7 @@ Outcome = Literal[
     "refused",  # the machine, or a firewall, answers that there is no such port
     "unreachable",  # the network says that there is no route, or that it is prohibited
     "no host",  # the same, after no machine answered ARP
+    "no files",  # the dialling node may open no more files
     "silent",  # connected, and then nothing
     "stranger",  # connected, to something else
     "forth",  # the 64 KiB from the dialling node did not arrive
@@ -70,7 +71,7 @@ Outcome = Literal[
 ]
 
 _OUTCOMES: dict[Closed, Outcome] = {
-    "refused": "refused", "dropped": "dropped", "no host": "no host"
+    "refused": "refused", "dropped": "dropped", "no host": "no host", "no files": "no files"
 }  # fmt: skip
 """The outcome by why there is no connection; whatever is not here is `unreachable`."""
 
