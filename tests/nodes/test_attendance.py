@@ -227,9 +227,8 @@ def test_a_node_that_is_out_of_files_is_no_firewall(nodes: Make) -> None:
     for each in said:
         assert each.status == 2
         (finding,) = each.findings("links")
-        assert finding["message"].replace(", this one", "").startswith(
-            "node1 (node 1) may open no more files, so "
-        )
+        message = finding["message"].replace(", this one", "")
+        assert message.startswith("node1 (node 1) may open no more files, so ")
         assert finding["paste"] == "ulimit -n 65536"
         assert each.findings("gloo-addresses") == []
         assert each.document["exclude"] == ["node1"]

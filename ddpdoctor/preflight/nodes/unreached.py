@@ -84,8 +84,8 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
     if problem.kind == "silent":
         return _finding(
             f"a program takes the connection at {at} and says nothing",
-            f"Look at {host}: another program that holds port {port} (a job that still runs?), or a "
-            "check that may open no more files or gets no CPU. There:",
+            f"Look at {host}: another program that holds port {port} (a job that still runs?), or "
+            "a check that may open no more files or gets no CPU. There:",
             typed("ss -tlnp {}; ulimit -n", f"sport = :{port}"),
         )
     if problem.kind == "other service":

@@ -113,9 +113,7 @@ def better(one: Speed, other: Speed) -> Speed:
 def outliers(measured: Mapping[Cell, Speed]) -> list[Cell]:
     """The links under the floor, with half the median bandwidth or twice the median round trip.
 
-    Whatever has 10 Gbit/s is fast enough for what one connection can tell.
-
-    The worst comes first.
+    Whatever has 10 Gbit/s is fast enough for what one connection can tell. The worst comes first.
     """
     rtt, bandwidth = float("inf"), 0.0
     if len(measured) >= LEAST_TO_COMPARE:
