@@ -237,8 +237,10 @@ def open_words(situation: Situation, outcomes: Sequence[Outcome]) -> str:
     if place.rdzv_id != NO_ID or not place.host or is_local(place.host):
         return ""
     # One node prints an id: those of two nodes differ, and the job would not meet.
-    prints = meeting_of(situation).own == 0
-    give = f"on every node: --rdzv-id {secrets.token_hex(8)}" if prints else "node 0 prints an id"
+    if place.rank == 0 or meeting_of(situation).own == 0:
+        give = f"on every node: --rdzv-id {secrets.token_hex(8)}"
+    else:
+        give = "on every node: the --rdzv-id that node 0 prints"
     return (
         f"no --rdzv-id: whoever reaches port {place.port} of node 0 could take part in this check\n"
         f"to let in the job's nodes alone, {give}"

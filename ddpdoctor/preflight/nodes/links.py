@@ -93,21 +93,22 @@ def links(meeting: Meeting) -> Outcome:
     short = short_of_files(meeting)
     untested = {way for way in failed if short & {*way}}
     closed = {way: result for way, result in failed.items() if way not in untested}
-    without = [meeting.host(each.node) for each in blame(closed, ways) if each.guilty]
-    findings = [_short_of_files(meeting, node, untested) for node in sorted(short)]
+    tested = [way for way in ways if way not in untested]
+    without = [meeting.host(each.node) for each in blame(closed, tested) if each.guilty]
+    findings = [_out_of_files(meeting, node, untested) for node in sorted(short)]
     return judged(
         detail,
-        [*findings, *_findings(meeting, closed, [way for way in ways if way not in untested])],
+        [*findings, *_findings(meeting, closed, tested)],
         exclude=[*(meeting.host(node) for node in sorted(short)), *without],
     )
 
 
-def _short_of_files(meeting: Meeting, node: int, untested: Collection[Way]) -> Finding:
+def _out_of_files(meeting: Meeting, node: int, untested: Collection[Way]) -> Finding:
     count = sum(node in way for way in untested)
     return failure(
         f"{meeting.name(node)} may open no more files, so {counted(count, 'connection')} to and "
         "from it could not be tested",
-        evidence=("it is its limit of open files, not the network: Too many open files",),
+        evidence=("it dialled, and the kernel said: Too many open files",),
         fix=f"Raise the limit in the shell that starts the check and the job, on "
         f"{meeting.host(node)}:",
         paste="ulimit -n 65536",

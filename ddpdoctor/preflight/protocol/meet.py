@@ -132,15 +132,16 @@ async def _until_cancelled(situation: Situation) -> Meeting:
         """What asyncio would print, each once: connections that no file is left to accept."""
         error = context.get("exception")
         if isinstance(error, OSError) and error.errno in NO_FILES:
+            what = "files"
             words = f"{words_of(error)}: not all nodes can connect; raise it with ulimit -n"
-        elif said and isinstance(error, ValueError):
+        elif "files" in said and isinstance(error, ValueError):
             # It tries to accept again, one time for each place in the backlog (Python 3.11), also
             # after the server was closed.
             return
         else:
-            words = f"while the nodes met: {error or context.get('message')!r}"
-        if words not in said:
-            said.add(words)
+            what = words = f"while the nodes met: {error or context.get('message')!r}"
+        if what not in said:
+            said.add(what)
             situation.say(words)
 
     asyncio.get_running_loop().set_exception_handler(fault)
