@@ -8,7 +8,7 @@ import pytest
 
 from ddpdoctor.failures.log import read
 from ddpdoctor.failures.verdict import findings
-from tests.test_log_verdicts import one
+from tests.log_lines import one
 
 OUT_OF_MEMORY = (
     'Traceback (most recent call last):\n  File "/job/train.py", line 9, in <module>\n'
@@ -40,7 +40,7 @@ def test_a_command_that_a_shell_does_not_find_is_no_cause_of_what_comes_later() 
 
 def test_an_exception_of_a_spawned_process_ends_the_run() -> None:
     log = (Path(__file__).parent / "logs" / "spawned.log").read_text()
-    steps = "".join(f"Train | Epoch {each} | loss 0.1\n" for each in range(300))
+    steps = "".join(f"Train | Epoch {each} | loss 0.1\n" for each in range(700))
     (found,) = findings(read("job.log", [f"{log}{steps}{OUT_OF_MEMORY}".encode()]))
     assert found.code == "DDP928"
     assert "in an earlier run" in found.evidence[-1]

@@ -7,26 +7,12 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.commands import report
-from ddpdoctor.core.finding import Finding
 from ddpdoctor.failures.log import read
 from ddpdoctor.failures.redaction import Redactor
 from ddpdoctor.failures.verdict import findings
+from tests.log_lines import CANCELLED, STEPS, SUMMARY, one, timeouts
 
-TIMEOUT = (
-    "[rank{0}]:[E1122 10:30:21.201 ProcessGroupNCCL.cpp:616] [Rank {0}] Watchdog caught collective "
-    "operation timeout: WorkNCCL(SeqNum={1}, OpType={2}, NumelIn={3}, NumelOut={3}, "
-    "Timeout(ms)=600000) ran for 600021 milliseconds before timing out.\n"
-)
 STOPPED = "WARNING:torch.distributed.elastic.api:Sending process 4 closing signal SIGTERM\n"
-
-
-def one(text: str) -> Finding:
-    (found,) = findings(read("job.log", [text.encode()]))
-    return found
-
-
-def timeouts(**places: tuple[int, str, int]) -> str:
-    return "".join(TIMEOUT.format(rank[1:], *place) for rank, place in places.items())
 
 
 def test_the_lowest_number_is_who_was_waited_for() -> None:
@@ -103,111 +89,6 @@ def test_clocks_that_do_not_fit_together_are_not_compared(second: str, later: st
     assert f"rank 0{later}, as a consequence: it lost its connection to a peer" in found.evidence
 
 
-# -- several runs in one log
-
-BANNER = (
-    "*****************************************\n"
-    "Setting OMP_NUM_THREADS environment variable for each process to be 1 in default, to avoid "
-    "your system being overloaded, please further tune the variable\n"
-)
-FAILED = (
-    '[rank1]: Traceback (most recent call last):\n[rank1]:   File "/job/a.py", line 5, in a\n'
-    "[rank1]: ValueError: {}\n"
-    "E1122 10:30:21.207000 12 torch/distributed/elastic/multiprocessing/api.py:869] failed "
-    "(exitcode: 1) local_rank: 1 (pid: 4711) of binary: /usr/bin/python\n"
-)
-STEPS = "".join(f"epoch 1 step {step} loss 0.5\n" for step in range(8))
-
-
-def test_of_several_runs_the_last_one_counts() -> None:
-    text = BANNER + FAILED.format("first") + BANNER + STEPS + FAILED.format("second")
-    found = one(text)
-    assert found.message == "rank 1 raised ValueError: second"
-    before = [each for each in found.evidence if each.startswith("before: in an earlier run")]
-    assert len(before) == 1 and "ValueError: first" in before[0]
-
-
-def test_a_failure_of_an_earlier_run_is_no_cause_of_the_last_ones() -> None:
-    alike = timeouts(r0=(4, "ALLREDUCE", 64), r1=(4, "ALLREDUCE", 64))
-    found = one(BANNER + FAILED.format("first") + BANNER + STEPS + alike)
-    assert found.code == "DDP907"
-    assert found.message.endswith("in ALLREDUCE #4, which did not complete")
-
-
-def test_a_last_run_that_went_well_leaves_an_info() -> None:
-    found = one(BANNER + FAILED.format("first") + BANNER + STEPS + "training is done\n")
-    assert found.severity.label == "info"
-    assert found.message.startswith("in an earlier run, which ends at job.log:")
-    assert found.message.endswith("; the last run begins at line 7")
-
-
-@pytest.mark.parametrize(("lines", "severity"), [(120, "info"), (4, "error")])
-def test_what_goes_on_long_after_the_launchers_report_is_a_later_run(
-    lines: int, severity: str
-) -> None:
-    """A script that starts without a launcher's banner, appended to the log of the run before."""
-    found = one(FAILED.format("first") + "step 7 loss 0.5\n" * lines)
-    assert found.severity.label == severity
-    assert "raised ValueError: first" in found.message
-
-
-LEAVES = (
-    "1: W0403 16:15:06.176000 53 torch/distributed/elastic/rendezvous/dynamic_rendezvous.py:1331] "
-    "The node 'n_5389_0' has failed to {} '13' due to an error of type {}.\n"
-)
-
-
-def test_an_agent_that_leaves_after_the_first_node_is_no_failure() -> None:
-    found = one(
-        STEPS
-        + LEAVES.format("send a keep-alive heartbeat to the rendezvous", "RendezvousTimeoutError")
-        + LEAVES.format("shutdown the rendezvous", "RendezvousConnectionError")
-    )
-    assert found.severity.label == "info"
-    assert found.message == (
-        "a process of task 1 lost the job's store, which ends with rank 0 or its torchrun, "
-        "which is a warning; the log shows no failure"
-    )
-    assert one(FAILED.format("bad") + LEAVES.format("x", "y")).code == "DDP901"
-
-
-def test_what_was_caught_is_no_end_of_a_run() -> None:
-    caught = (
-        "Traceback (most recent call last):\n  File \"/job/a.py\", line 5, in a\nKeyError: 'x'\n"
-    )
-    log = FAILED.format("first") + (STEPS + caught) * 20 + STEPS
-    earlier, last = findings(read("job.log", [log.encode()]))
-    assert earlier.message.endswith("; the last run begins at line 5")
-    assert last.message.endswith("raised KeyError: 'x', and the log goes on after it")
-    assert {earlier.severity.label, last.severity.label} == {"info"}
-
-
-SUMMARY = (
-    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
-    "Root Cause (first observed failure):\n[0]:\n  rank      : 1 (local_rank: 1)\n"
-    "  exitcode  : 1 (pid: {})\n"
-)
-
-
-def test_steps_behind_a_launchers_end_are_of_a_later_run() -> None:
-    found = one(FAILED.format("first") + SUMMARY.format(4711) + STEPS)
-    assert found.severity.label == "info"
-    assert found.message.endswith("; the last run begins at line 10")
-    epilogue = "Job finished\nUsed 12 GB of memory\nCPU time was 3 h\nGoodbye\nSee you\n"
-    assert one(FAILED.format("first") + SUMMARY.format(4711) + epilogue).severity.label == "error"
-
-
-def test_a_rank_that_is_another_process_is_of_another_run() -> None:
-    found = one(
-        FAILED.format("first")
-        + SUMMARY.format(4711)
-        + FAILED.format("second")
-        + SUMMARY.format(4712)
-    )
-    assert found.message == "rank 1 raised ValueError: second"
-    assert "rank 1 raised ValueError: first" in found.evidence[-1]
-
-
 def test_what_python_ignores_is_no_cause() -> None:
     ignored = (
         "Exception ignored in atexit callback: <function save at 0x7f>\n"
@@ -224,32 +105,11 @@ def test_what_python_ignores_is_no_cause() -> None:
     )
 
 
-CANCELLED = "slurmstepd: error: *** JOB 4711 ON node3 CANCELLED AT 2024-05-01T12:00:00 ***\n"
-
-
 def test_words_about_a_cause_are_none_where_the_end_has_its_own() -> None:
     words = "size mismatch for head.weight: copying a param with shape torch.Size([3])\n"
     assert one(words + STEPS + CANCELLED).code == "DDP908"
     words = "node1: first error: CUDA out of memory. Tried to allocate 12.25 GiB. GPU 2\n"
     assert one(words * 3 + SUMMARY.format(4711)).code == "DDP928"
-
-
-def test_a_banner_that_comes_out_last_begins_no_run() -> None:
-    """``torch.distributed.launch`` prints it into a buffer, which is written at its end."""
-    stopped = "Killing subprocess 4711\nKilling subprocess 4712\n"
-    found = one(FAILED.format("bad") + BANNER + stopped)
-    assert found.message == "rank 1 raised ValueError: bad"
-    assert not any("earlier run" in each for each in found.evidence)
-
-
-def test_steps_behind_a_ctrl_c_are_of_a_later_run() -> None:
-    interrupted = (
-        'Traceback (most recent call last):\n  File "/job/a.py", line 5, in <module>\n'
-        "KeyboardInterrupt\n"
-    )
-    found = one(interrupted + STEPS + "run.sh: line 41: 86744 Terminated      python a.py\n")
-    assert "was asked to stop" in found.message
-    assert "was interrupted (Ctrl-C)" in found.evidence[-1]
 
 
 def test_what_a_job_went_on_after_does_not_end_it_later() -> None:
@@ -263,13 +123,6 @@ def test_a_progress_bar_is_no_exception() -> None:
     log = 'Traceback (most recent call last):\n  File "/a.py", line 5, in a\n'
     log += "Map:  22%|##  | 8/36 [00:01<00:04]\n"
     assert "Map" not in one(log + SUMMARY.format(4711)).message
-
-
-def test_another_slurm_job_is_another_run() -> None:
-    ended = "slurmstepd: error: *** JOB {} ON node3 CANCELLED AT 2024-05-01T12:00:00 ***\n"
-    found = one(STEPS + ended.format(4711) + STEPS + ended.format(4712))
-    assert found.evidence[0].startswith("job.log:18: ")
-    assert found.evidence[1].endswith("; the last run begins at line 10")
 
 
 def test_srun_numbers_nodes_where_each_task_is_a_torchrun() -> None:
@@ -311,12 +164,6 @@ def test_what_a_job_says_last_is_looked_for_in_full() -> None:
     """Also where it holds none of the texts that a whole log is searched for."""
     ended = "mpirun noticed that the job aborted\nTERM_MEMLIMIT: job killed\n"
     assert one(STEPS * 900 + ended + "bye\n").code == "DDP903"
-
-
-def test_the_launchers_of_several_nodes_are_of_one_run() -> None:
-    found = one(BANNER + BANNER + FAILED.format("first"))
-    assert found.message == "rank 1 raised ValueError: first"
-    assert not any("earlier run" in each for each in found.evidence)
 
 
 @pytest.mark.parametrize(
@@ -508,3 +355,48 @@ def test_the_same_name_is_replaced_by_the_same() -> None:
     assert redactor.text("127.0.0.1 NCCL version 2.14.3 12:00:00") == (
         "127.0.0.1 NCCL version 2.14.3 12:00:00"
     )
+
+
+def test_an_exception_of_a_thread_does_not_hide_what_ended_the_process() -> None:
+    ended = (
+        'Traceback (most recent call last):\n  File "/job/a.py", line 5, in <module>\n'
+        "ValueError: bad\n" + STEPS
+    )
+    thread = (
+        "Exception in thread NetStatThr:\nTraceback (most recent call last):\n"
+        '  File "/lib/threading.py", line 9, in run\nBrokenPipeError: [Errno 32] Broken pipe\n'
+    )
+    assert one(ended + thread).message.endswith("raised ValueError: bad")
+    assert one(thread).message.endswith("raised BrokenPipeError: [Errno 32] Broken pipe")
+
+
+def test_a_warning_is_no_cause_of_an_exception_that_does_not_speak_of_it() -> None:
+    warning = (
+        "/lib/torch/cuda/__init__.py:141: UserWarning: CUDA initialization: The NVIDIA driver on "
+        "your system is too old (found version 11040).\n"
+    )
+    raised = 'Traceback (most recent call last):\n  File "/a.py", line 5, in <module>\n'
+    assert one(warning + raised + "TypeError: bad\n").message.endswith("raised TypeError: bad")
+    assert one(warning + raised + "AssertionError: no CUDA device\n").code == "DDP209"
+
+
+def test_a_compiler_is_no_launcher() -> None:
+    raised = 'Traceback (most recent call last):\n  File "/a.py", line 5, in <module>\n'
+    status = "returned non-zero exit status 1."
+    failed = f"CalledProcessError: Command '['/usr/bin/gcc', '/tmp/main.c']' {status}\n"
+    assert one(f"{raised}torch._inductor.exc.InductorError: {failed}").code == "DDP901"
+
+
+def test_who_cancelled_a_job_stands_before_the_exception_of_it() -> None:
+    raised = 'Traceback (most recent call last):\n  File "/a.py", line 5, in <module>\n'
+    log = raised + "KeyboardInterrupt\n\nTERM_ADMIN: job killed by root or an administrator.\n"
+    assert "was cancelled" in one(log).message
+
+
+def test_pythons_own_files_on_windows_are_not_the_users() -> None:
+    found = one(
+        'Traceback (most recent call last):\n  File "D:/job/a.py", line 5, in <module>\n'
+        r'  File "C:\Shared\Python36_64\lib\xml\etree\ElementTree.py", line 586, in parse'
+        "\nFileNotFoundError: 1.xml\n"
+    )
+    assert found.location is not None and found.location.path == "D:/job/a.py"

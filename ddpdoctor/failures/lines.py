@@ -25,7 +25,10 @@ _GLOG = re.compile(r"\b[IWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})")
 _ISO = re.compile(r"\b(\d{4})-(\d\d)-(\d\d)[T _](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")
 _OF_FILE = re.compile(r"(?:^|[^a-z])rank[-_ ]?(\d{1,5})(?!\d)", re.IGNORECASE)
 _TORCHRUN_FILE = re.compile(r"^(?:stderr|stdout)\.log$|^error\.json$")
-_LIBRARY = re.compile(r"[/\\]lib(?:64)?[/\\]python\d|[/\\](?:site|dist)-packages[/\\]")
+_LIBRARY = re.compile(
+    r"[/\\]lib(?:64)?[/\\]python\d|[/\\](?:site|dist)-packages[/\\]"
+    r"|[/\\](?:Python\d\w*|\w+conda\d?|envs[/\\][^/\\]+)[/\\][Ll]ib[/\\]"
+)
 _SOURCE = re.compile(
     r"\[enforce fail at [^\]]*\][\s.]*|"
     r"\[/[^\]]*\.(?:cc|cpp|h):\d+\]\s*|\s*\[(?=[^\]]*[.:])[\da-fA-F.:]+\](?::\d+)?(?=[\s.:]|$)"

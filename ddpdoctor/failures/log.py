@@ -6,11 +6,12 @@ import functools
 import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
+from itertools import takewhile
 
 from ddpdoctor.core.opening import whole
 from ddpdoctor.failures import Failure, Weight, recognise
 from ddpdoctor.failures.anchors import Scan, candidates
-from ddpdoctor.failures.lines import clean, rank_of_file, segments, time_of
+from ddpdoctor.failures.lines import HEAD, clean, rank_of_file, segments, time_of
 from ddpdoctor.failures.prefixes import Line, split_line
 from ddpdoctor.failures.sightings import ALIKE, NUMBER, STATUS, Sighting, corrected
 from ddpdoctor.failures.tracebacks import Printed, Tracebacks
@@ -24,8 +25,14 @@ PATIENCE = 3_000
 AT_WORK = 5
 """Plain lines that differ in their numbers alone, by which a job is known to be at work."""
 
+_BEGINNING = 20
+"""Lines at the beginning of a log that are compared with those behind an end."""
+
 _FOLLOWS = 300
 """Lines behind a launcher's end that are read for it."""
+
+_HELD_BACK = 1 << 14
+"""Bytes that Python's stdout may hold back until its process ends, if it is no terminal."""
 
 _BLOCK = 1 << 18
 _LONGEST = 1 << 22
@@ -39,16 +46,20 @@ _EARLIER = 4_000
 
 _SUMMARY_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
 _LOCAL_RANK = re.compile(r"local_rank: (\d+)")
+_NEUTRAL = re.compile(r"^\s|^$|^[=\-]{4}|^\s*[|+*]|^\.\.\.|^\[\d+\]:$")
+"""What a job at work prints as well as one that ends: of tables and of frames."""
+
 _COMPLAINT = re.compile(
-    r"^\s|^$|[Ee]rror|[Ww]arn|[Ff]ailed|[Ff]ailure|Traceback|Exception|terminate called|srun|slurm"
-    r"|destroy_process_group|resource_tracker|^[=\-]{4}|^\[\d+\]:$|[Kk]illed|[Aa]bort|core dumped"
+    r"[Ee]rror|[Ww]arn|[Ff]ailed|[Ff]ailure|Traceback|Exception|terminate called|srun|slurm"
+    r"|destroy_process_group|resource_tracker|[Kk]illed|[Aa]bort|core dumped"
     r"|Root Cause|FAILED|^\[?[IWEF](?:\d{3,4} | \S+\.cpp)|SIG[A-Z]{3}"
     r"|^wandb: |HYDRA_FULL_ERROR"
-    r"|exited|Current thread|frame #|leaked|^\s*[|+*]|^<NO_OTHER|^Failures:|^\.\.\.|^terminate"
+    r"|exited|Current thread|frame #|leaked|^<NO_OTHER|^Failures:|^terminate"
 )
 """What is written where a job ends, beside what a healthy one writes."""
 
 _PROGRESS = re.compile(r"(?i)step|epoch|iter|loss|\bit/s|\bs/it|\d/\d+ ")
+_STEP = re.compile(r"(?i)\b(?:step|epoch|iter\w*)\W{1,3}\d|\d/\d+ .*\d\s?(?:it/s|s/it)")
 _WORDS = re.compile(r"[A-Za-z]{3}")
 
 _REPORTED = re.compile(
@@ -74,9 +85,13 @@ class LogReader:
         self._sightings: list[Sighting] = []
         self._undecided: list[Sighting] = []
         self._end: Sighting | None = None
-        """What a launcher said last, while it is open whether another run follows."""
+        """What ended a process last, while it is open whether another run follows."""
         self._work = Counter[str]()
         self._behind = 0
+        self._head: frozenset[str] = frozenset()
+        """What the log begins with, as each run of its job does."""
+        self._begins = False
+        """Whether some of it came behind the end."""
         self._tracebacks = Tracebacks()
         self._scan = Scan()
         self._before: deque[str] = deque(maxlen=40)
@@ -95,6 +110,8 @@ class LogReader:
         start = 0
         while start < end:
             is_head = self._offset < _ENDS
+            if not self._offset:
+                self._head = _shapes(data[:_ENDS])
             stop = data.find(b"\n", start + (_ENDS if is_head else _BLOCK), end) + 1 or end
             self._block(data[start:stop], is_end=is_head)
             start = stop
@@ -107,6 +124,7 @@ class LogReader:
     def close(self) -> list[Sighting]:
         """All that was found, in the order of the lines, once the log is at its end."""
         if self._rest:
+            self._head = self._head or _shapes(self._rest[:_ENDS])
             self._block(self._rest.removesuffix(b"\n") + b"\n", is_end=True)
             self._rest = b""
         for printed in self._tracebacks.rest():
@@ -116,17 +134,27 @@ class LogReader:
             for text in list(self._past)[-after:] if after > 0 else ():
                 self._went_on(split_line(text))
         found = corrected(sorted(self._sightings, key=lambda each: each.order))
-        next_ = self._number if self._goes_on() else 0
+        ends = (each.last for each in found if each.final or each.uncaught)
+        next_ = self._number if self._goes_on(max(ends, default=0)) else 0
+        size = self._offset
         for each in reversed(found):
-            each.behind = max(0, next_ - each.line)
+            held_back = each.traceback and size - each.order[1] - len(each.traceback) < _HELD_BACK
+            each.behind = 0 if held_back else max(0, next_ - each.last - 1)
             if each.final or each.uncaught:
-                next_ = each.line
+                next_, size = each.line, each.order[1]
         return found
 
-    def _goes_on(self) -> bool:
-        """Whether the last lines are those of a job at work, not what is written where it ends."""
-        last = [split_line(each).text for each in self._past]
-        return sum(_COMPLAINT.search(each) is None for each in last) > len(last) / 2
+    def _goes_on(self, end: int) -> bool:
+        """Whether the last lines behind one are a job's at work, not what is written where it ends.
+
+        A line that both have counts if it is a step.
+        """
+        past = list(self._past)
+        behind = past[max(0, len(past) - (self._number - end - 1)) :]
+        last = [split_line(each).text for each in behind]
+        plain = sum(_is_plain(each) or _is_step(each) for each in last)
+        complaints = sum(_COMPLAINT.search(each) is not None for each in last)
+        return plain > complaints or not complaints
 
     def _block(self, block: bytes, is_end: bool) -> None:
         """A piece of whole lines, most of which no Python code has to look at."""
@@ -200,6 +228,7 @@ class LogReader:
                     text=line.text.strip(),
                     source=self.source,
                     line=number,
+                    last=number,
                     order=(self._place, offset),
                     rank=self._rank if rank is None else rank,
                     time=self._time(text),
@@ -218,7 +247,7 @@ class LogReader:
 
     def _went_on(self, line: Line) -> None:
         """A line that no failure prints: enough of them, and what was seen was caught."""
-        plain = _COMPLAINT.search(line.text) is None
+        plain = _is_plain(line.text)
         for each in self._undecided:
             each.lines_after += 1
             # A line without a rank may be anybody's, but not if others have theirs.
@@ -231,14 +260,20 @@ class LogReader:
         self._undecided = [each for each in self._undecided if each.lines_after >= 0]
 
     def _works(self, line: Line) -> None:
-        """A plain line behind the end of a launcher: steps look alike, closing words do not."""
+        """A plain line behind an end: steps look alike, closing words do not.
+
+        Behind an exception the lines that stdout held back come out, too: it takes the beginning
+        of another run.
+        """
         if self._end is None:
             return
         self._behind += 1
-        if _COMPLAINT.search(line.text) is None and _PROGRESS.search(line.text):
-            shape = NUMBER.sub("", line.text)[:ALIKE]
+        shape = _shape(line.text)
+        self._begins = self._begins or shape in self._head
+        if _is_plain(line.text) and _PROGRESS.search(line.text):
             self._work[shape] += 1
-            self._end.followed = self._work[shape] >= AT_WORK
+            is_work = self._work[shape] >= AT_WORK
+            self._end.followed = is_work and (self._begins or not self._end.traceback)
         if self._end.followed or self._behind > _FOLLOWS:
             self._end = None
 
@@ -255,6 +290,7 @@ class LogReader:
                 text=message,
                 source=self.source,
                 line=printed.number,
+                last=printed.last,
                 order=(self._place, printed.start),
                 rank=printed.rank if printed.rank is not None else self._rank,
                 time=printed.time,
@@ -262,7 +298,7 @@ class LogReader:
                 location=printed.location,
                 traceback=printed.text if printed.frames else "",
                 who=printed.who,
-                bare=not (printed.frames and message),
+                bare=printed.in_thread or not (printed.frames and message),
                 woven=printed.woven,
                 uncaught=printed.ended_it and printed.frames and bool(message),
             ),
@@ -271,9 +307,9 @@ class LogReader:
 
     def _add(self, sighting: Sighting, decided: bool = False) -> None:
         self._sightings.append(sighting)
-        interrupted = sighting.weight == Weight.STOPPED and sighting.uncaught
-        if interrupted or (sighting.weight == Weight.WRAPPER and sighting.final):
-            self._end, self._behind = sighting, 0
+        alone = sighting.uncaught and sighting.rank is None
+        if alone or (sighting.weight == Weight.WRAPPER and sighting.final):
+            self._end, self._behind, self._begins = sighting, 0, False
             self._work.clear()
         if (
             not decided
@@ -292,7 +328,7 @@ class LogReader:
         """The last of the lines before this one that is the job's own word about what it does."""
         for each in reversed(self._past):
             text = split_line(each).text.strip()
-            if _WORDS.search(text) and not _COMPLAINT.search(text) and recognise(text) is None:
+            if _WORDS.search(text) and _is_plain(text) and recognise(text) is None:
                 return text
         return ""
 
@@ -316,6 +352,27 @@ def read(source: str, chunks: Iterable[bytes], place: int = 0) -> list[Sighting]
     for chunk in chunks:
         reader.feed(chunk)
     return reader.close()
+
+
+def _is_plain(text: str) -> bool:
+    """Whether a line reports no failure, and is none of a frame or a table."""
+    return _NEUTRAL.search(text) is None and _COMPLAINT.search(text) is None
+
+
+def _is_step(text: str) -> bool:
+    """Whether a line says how far a job has come."""
+    return _STEP.search(text) is not None and _COMPLAINT.search(text) is None
+
+
+def _shape(text: str) -> str:
+    return NUMBER.sub("", text)[:ALIKE]
+
+
+def _shapes(data: bytes) -> frozenset[str]:
+    """The shapes of the lines that a log begins with, up to its first step or exception."""
+    lines = (split_line(clean(raw)).text for raw in data.split(b"\n", _BEGINNING)[:_BEGINNING])
+    start = takewhile(lambda text: HEAD not in text and not _PROGRESS.search(text), lines)
+    return frozenset(_shape(text) for text in start if _WORDS.search(text))
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from ddpdoctor.failures.model import Weight
 from ddpdoctor.failures.sightings import Sighting
@@ -21,6 +22,9 @@ _ENDED = (Weight.WRAPPER, Weight.STOPPED, Weight.GENERIC, Weight.DECISIVE)
 
 _SUMMARY = re.compile(r"exitcode\s*: -?\d+ \(pid: (\d+)\)")
 """Where torchrun names the process of a rank that failed."""
+
+_STILLBORN = re.compile(r"(?:IndentationError|SyntaxError|TabError|ModuleNotFoundError)\b")
+"""What Python raises before a script's first line, on each rank."""
 
 LATER = 100
 """Lines behind the end of a run that are of a later one."""
@@ -73,7 +77,7 @@ class _Log:
         self._restart()
 
     def _restart(self) -> None:
-        self._over = False
+        self._over = self._stillborn = False
         self._job = ""
         self._pids: dict[int | None, str] = {}
         # How many of the last run's sightings there were when a process was seen to end last, and
@@ -90,10 +94,15 @@ class _Log:
         elif self._over and pid and self._pids.get(each.rank, pid) != pid:
             self._another(self._named)
         elif self._over and _is(each, "launch"):
-            self._another(len(self.runs[-1]))
+            # What the launcher says of itself comes before its banner.
+            own = takewhile(lambda seen: seen.weight == Weight.NOTE, reversed(self.runs[-1]))
+            self._another(len(self.runs[-1]) - len(list(own)))
             self.begins = each.line
+        elif self._stillborn and _is_raised(each) and not _is_stillborn(each):
+            self._another(len(self.runs[-1]))
         run = self.runs[-1]
         run.append(each)
+        self._stillborn = self._stillborn or _is_stillborn(each)
         self._job = job
         if pid:
             self._pids[each.rank] = pid
@@ -109,9 +118,7 @@ class _Log:
     def close(self) -> None:
         """Take the end of the log in: a launcher's first words may come out of its buffer last."""
         last = self.runs[-1]
-        stopped = any(_is(each, "stopped-status") for each in last)
-        alone = all(_is(each, "launch", "stopped-status") for each in last)
-        if stopped and alone and len(self.runs) > 1:
+        if _is_tail(last) and len(self.runs) > 1:
             self.runs.pop()
             self.runs[-1] += last
 
@@ -121,7 +128,25 @@ class _Log:
         self.runs.append(run[at:])
         del run[at:]
         self.begins = run[-1].line + 1
+        if _is_tail(run) and len(self.runs) > 2:
+            del self.runs[-2]
+            self.runs[-2] += run
         self._restart()
+
+
+def _is_tail(run: Sequence[Sighting]) -> bool:
+    """Whether it is what a launcher of the run before printed last, its banner included."""
+    stopped = any(_is(each, "stopped-status") for each in run)
+    return stopped and all(_is(each, "launch", "stopped-status") for each in run)
+
+
+def _is_raised(each: Sighting) -> bool:
+    return bool(each.traceback) and each.weight == Weight.CAUSE
+
+
+def _is_stillborn(each: Sighting) -> bool:
+    """Whether no rank of the run can have come any further."""
+    return each.uncaught and _STILLBORN.match(each.text) is not None
 
 
 def _is(each: Sighting, *names: str) -> bool:

@@ -28,6 +28,7 @@ _REPEATED = re.compile(r" \[repeated \d+x across cluster\].*")
 _AGENT = re.compile(r"torch[./]distributed[./](?:elastic|run|launch)\b|^torchrun: ")
 
 _WARNING = re.compile(r"(?:\[rank\d+\]:)?\s*\[?W\d{3,4} ")
+_PYTHON_WARNING = re.compile(r"\b[A-Z]\w+Warning: ")
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Sighting:
         text: The line, or the exception with its message.
         source: The log's name.
         line: The line's number there, from 1.
+        last: The number of the last line of what was printed.
         order: The log's place among the logs, and the line's offset in it.
         rank: Whose it is, if it is known.
         time: Seconds, if the line or one shortly before it has one.
@@ -53,9 +55,9 @@ class Sighting:
         doing: Of one that waited in vain: the last line before it that reports no failure.
         spoken: Of a cause: its line is not how a failure reports itself.
         ignored: Python says that it goes on in spite of it.
-        followed: Of what a launcher says at its end: lines of a job at work come behind it.
+        followed: Of what ended a process: lines of another run at work come behind it.
         behind: Lines behind it until the next one that ended a process, or until the log's end if
-            the job is at work there.
+            the job is at work there; 0 for an exception if stdout may have held them back.
     """
 
     failure: Failure | None
@@ -64,6 +66,7 @@ class Sighting:
     source: str
     line: int
     order: tuple[int, int]
+    last: int = 0
     rank: int | None = None
     time: float | None = None
     final: bool = True
@@ -94,6 +97,11 @@ class Sighting:
     def is_warning(self) -> bool:
         """Whether it was logged as a warning by torch, which goes on after it."""
         return _WARNING.match(self.text) is not None
+
+    @property
+    def warned(self) -> bool:
+        """Whether it is a warning of Python's, which an exception may follow from."""
+        return not self.traceback and _PYTHON_WARNING.search(self.text) is not None
 
 
 def corrected(sightings: Sequence[Sighting]) -> list[Sighting]:

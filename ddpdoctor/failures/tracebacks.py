@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -48,6 +48,11 @@ _CONTINUED = re.compile(
 
 _SPAWNED = re.compile(r"-- Process (\d+) terminated with the following error:")
 _IGNORED = re.compile(r"Exception ignored in|Error in atexit")
+_IN_THREAD = re.compile(r"^Exception in thread ")
+
+
+_OUTERMOST = ("<module>", "_run_module_as_main")
+"""Where Python starts a script and a module (``python -m``)."""
 
 
 class Kind(Enum):
@@ -97,6 +102,7 @@ class Printed:
         prefix: What stands before each of its lines besides.
         woven: Lines of others stand between its own, and some of them fit both.
         ignored: Python says before it that it goes on in spite of it.
+        in_thread: It ended a thread, and its process goes on.
     """
 
     start: int
@@ -111,6 +117,7 @@ class Printed:
     prefix: re.Pattern[str] | None = None
     woven: bool = False
     ignored: bool = False
+    in_thread: bool = False
 
     @property
     def complete(self) -> bool:
@@ -171,13 +178,22 @@ class Printed:
     @property
     def ended_it(self) -> bool:
         """Whether its process ended with it, as far as its own lines show."""
-        first = next((found for text in self.lines if (found := _FRAME.match(text))), None)
         whole = not self.lines[0].startswith(" ")
         return not self.ignored and (
             self.uncaught
             or self.who.endswith(_SPAWNED_BY)
-            or (whole and first is not None and first["name"] == "<module>")
+            or (whole and any(name in _OUTERMOST for name in self._first))
         )
+
+    @property
+    def _first(self) -> Iterator[str]:
+        """The functions of the first frame of each traceback of a chain."""
+        of_head = False
+        for text in self.lines:
+            of_head = of_head or HEAD in text
+            if (frame := _FRAME.match(text)) and of_head:
+                of_head = False
+                yield frame["name"]
 
     @property
     def message(self) -> str:
@@ -294,6 +310,7 @@ class Tracebacks:
             who=line.who or (f"process {spawned[1]}{_SPAWNED_BY}" if spawned else ""),
             prefix=shape(prefix) if prefix else None,
             ignored=any(_IGNORED.search(text) for text in above),
+            in_thread=any(_IN_THREAD.match(text) for text in above),
         )
         under_way.append(new)
         return True, ended

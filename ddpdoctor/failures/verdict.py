@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
@@ -13,7 +14,9 @@ from ddpdoctor.failures.sightings import Sighting
 from ddpdoctor.failures.waiting import Awaited, awaited, together
 
 _FIX = "Fix this exception first; failures of other ranks follow from it."
+_WHOSE = "lines do not say whose they are, and the log goes on after it"
 _SHOWN = 3
+_OF_GPU = re.compile(r"(?i)cuda|nvidia|nccl|gpu|driver")
 _TOGETHER = 1.0
 """Seconds within which lines of different logs are of one moment: clocks differ."""
 _ONE_RUN = 7 * 86_400.0
@@ -57,6 +60,7 @@ def _earlier(sightings: Sequence[Sighting], runs: Runs) -> list[Finding]:
             severity=Severity.INFO,
             message=f"in an earlier run, which ends at {source}:{sightings[-1].line}, "
             f"{each.message}; the last run begins at line {runs.borders[source]}",
+            evidence=tuple(line for line in each.evidence if line != _WHOSE),
         )
         for each in _of_run(sightings)
         if each.severity == Severity.ERROR
@@ -98,7 +102,7 @@ def _candidates(sightings: Sequence[Sighting]) -> tuple[list[Sighting], bool]:
     ):
         return [], False
     causes = _ending(sightings, Weight.DECISIVE, Weight.CAUSE, Weight.GENERIC, Weight.SYMPTOM)
-    if causes:
+    if causes := _without_warnings(causes):
         return _ordered(causes), True
     lost = _ending(sightings, Weight.STOPPED, Weight.BARE, Weight.CONSEQUENCE)
     # Plain lines came after it, which may be those of other ranks, if lines do not say whose.
@@ -143,6 +147,13 @@ def _without_yielding(sightings: Sequence[Sighting]) -> list[Sighting]:
         replace(each, final=True) if _name(each) in explained and not each.final else each
         for each in left
     ]
+
+
+def _without_warnings(causes: list[Sighting]) -> list[Sighting]:
+    """Without the warnings that no exception speaks of: the job went on after them."""
+    raised = [each for each in causes if each.traceback]
+    follows = any(_OF_GPU.search(each.text) for each in raised)
+    return causes if follows or not raised else [each for each in causes if not each.warned]
 
 
 def _was_caught(each: Sighting) -> bool:
@@ -308,7 +319,7 @@ def _doubts(first: Sighting, *, certain: bool, unordered: bool) -> Iterator[str]
     if first.weight <= Weight.CONSEQUENCE:
         yield "missing: the output of the rank that failed first"
     elif not certain:
-        yield "lines do not say whose they are, and the log goes on after it"
+        yield _WHOSE
 
 
 def _alike(one: Sighting, other: Sighting) -> bool:

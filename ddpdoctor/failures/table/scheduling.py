@@ -140,6 +140,7 @@ FAILURES = (
             "WARNING:torch.distributed.elastic.agent.server.api:Received 15 death signal, shutting down workers",
             "W0312 10:00:00.123000 4711 torch/distributed/elastic/agent/server/api.py:704] Received Signals.SIGHUP death signal, shutting down workers",
         ),
+        yields_to=("cancelled",),
     ),
     Failure(
         Known("DDP908", "interrupted", Weight.STOPPED, "any"),
@@ -152,6 +153,7 @@ FAILURES = (
             "Keyboard interruption. Exiting from training",
             "[2025-02-20 20:27:14,902] [INFO] [launch.py:328:sigkill_handler] Main process received SIGINT, exiting",
         ),
+        yields_to=("cancelled",),
     ),
     Failure(
         Known("DDP908", "step-cancelled", Weight.STOPPED, "Slurm"),

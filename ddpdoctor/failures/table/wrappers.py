@@ -71,6 +71,8 @@ FAILURES = (
         r"|exit status [1-9]\d*\b|The main process exited with",
         says="failed, as its launcher noticed",
         fix=_OWN_LOG,
+        # Triton's and torch.compile's compilers, which are not launchers.
+        unless=r"Command '\['(?:[^']*/)?(?:gcc|g\+\+|cc|c\+\+|clang[^']*|nvcc|ninja|ptxas)'",
         examples=(
             "srun: error: node3: task 5: Exited with exit code 1",
             "subprocess.CalledProcessError: Command '['/usr/bin/python', '-u', 'train.py']' returned non-zero exit status 1.",

@@ -1,0 +1,181 @@
+"""A log with several runs of a job: the last one is what is asked about."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddpdoctor.failures.log import read
+from ddpdoctor.failures.verdict import findings
+from tests.log_lines import BANNER, FAILED, STEPS, SUMMARY, one, timeouts
+
+LEAVES = (
+    "1: W0403 16:15:06.176000 53 torch/distributed/elastic/rendezvous/dynamic_rendezvous.py:1331] "
+    "The node 'n_5389_0' has failed to {} '13' due to an error of type {}.\n"
+)
+
+
+def test_of_several_runs_the_last_one_counts() -> None:
+    text = BANNER + FAILED.format("first") + BANNER + STEPS + FAILED.format("second")
+    found = one(text)
+    assert found.message == "rank 1 raised ValueError: second"
+    before = [each for each in found.evidence if each.startswith("before: in an earlier run")]
+    assert len(before) == 1 and "ValueError: first" in before[0]
+
+
+def test_a_failure_of_an_earlier_run_is_no_cause_of_the_last_ones() -> None:
+    alike = timeouts(r0=(4, "ALLREDUCE", 64), r1=(4, "ALLREDUCE", 64))
+    found = one(BANNER + FAILED.format("first") + BANNER + STEPS + alike)
+    assert found.code == "DDP907"
+    assert found.message.endswith("in ALLREDUCE #4, which did not complete")
+
+
+def test_a_last_run_that_went_well_leaves_an_info() -> None:
+    found = one(BANNER + FAILED.format("first") + BANNER + STEPS + "training is done\n")
+    assert found.severity.label == "info"
+    assert found.message.startswith("in an earlier run, which ends at job.log:")
+    assert found.message.endswith("; the last run begins at line 7")
+
+
+@pytest.mark.parametrize(("lines", "severity"), [(120, "info"), (4, "error")])
+def test_what_goes_on_long_after_the_launchers_report_is_a_later_run(
+    lines: int, severity: str
+) -> None:
+    """A script that starts without a launcher's banner, appended to the log of the run before."""
+    found = one(FAILED.format("first") + "step 7 loss 0.5\n" * lines)
+    assert found.severity.label == severity
+    assert "raised ValueError: first" in found.message
+
+
+def test_an_agent_that_leaves_after_the_first_node_is_no_failure() -> None:
+    found = one(
+        STEPS
+        + LEAVES.format("send a keep-alive heartbeat to the rendezvous", "RendezvousTimeoutError")
+        + LEAVES.format("shutdown the rendezvous", "RendezvousConnectionError")
+    )
+    assert found.severity.label == "info"
+    assert found.message == (
+        "a process of task 1 lost the job's store, which ends with rank 0 or its torchrun, "
+        "which is a warning; the log shows no failure"
+    )
+    assert one(FAILED.format("bad") + LEAVES.format("x", "y")).code == "DDP901"
+
+
+def test_what_was_caught_is_no_end_of_a_run() -> None:
+    caught = (
+        "Traceback (most recent call last):\n  File \"/job/a.py\", line 5, in a\nKeyError: 'x'\n"
+    )
+    log = FAILED.format("first") + (STEPS + caught) * 20 + STEPS
+    earlier, last = findings(read("job.log", [log.encode()]))
+    assert earlier.message.endswith("; the last run begins at line 5")
+    assert last.message.endswith("raised KeyError: 'x', and the log goes on after it")
+    assert {earlier.severity.label, last.severity.label} == {"info"}
+
+
+def test_steps_behind_a_launchers_end_are_of_a_later_run() -> None:
+    found = one(FAILED.format("first") + SUMMARY.format(4711) + STEPS)
+    assert found.severity.label == "info"
+    assert found.message.endswith("; the last run begins at line 10")
+    epilogue = "Job finished\nUsed 12 GB of memory\nCPU time was 3 h\nGoodbye\nSee you\n"
+    assert one(FAILED.format("first") + SUMMARY.format(4711) + epilogue).severity.label == "error"
+
+
+def test_a_rank_that_is_another_process_is_of_another_run() -> None:
+    found = one(
+        FAILED.format("first")
+        + SUMMARY.format(4711)
+        + FAILED.format("second")
+        + SUMMARY.format(4712)
+    )
+    assert found.message == "rank 1 raised ValueError: second"
+    assert "rank 1 raised ValueError: first" in found.evidence[-1]
+
+
+def test_a_banner_that_comes_out_last_begins_no_run() -> None:
+    """``torch.distributed.launch`` prints it into a buffer, which is written at its end."""
+    stopped = "Killing subprocess 4711\nKilling subprocess 4712\n"
+    found = one(FAILED.format("bad") + BANNER + stopped)
+    assert found.message == "rank 1 raised ValueError: bad"
+    assert not any("earlier run" in each for each in found.evidence)
+
+
+def test_steps_behind_a_ctrl_c_are_of_a_later_run() -> None:
+    interrupted = (
+        'Traceback (most recent call last):\n  File "/job/a.py", line 5, in <module>\n'
+        "KeyboardInterrupt\n"
+    )
+    found = one(
+        START + interrupted + START + STEPS + "run.sh: line 41: 86744 Terminated      python a.py\n"
+    )
+    assert "was asked to stop" in found.message
+    assert "was interrupted (Ctrl-C)" in found.evidence[-1]
+
+
+def test_another_slurm_job_is_another_run() -> None:
+    ended = "slurmstepd: error: *** JOB {} ON node3 CANCELLED AT 2024-05-01T12:00:00 ***\n"
+    found = one(STEPS + ended.format(4711) + STEPS + ended.format(4712))
+    assert found.evidence[0].startswith("job.log:18: ")
+    assert found.evidence[1].endswith("; the last run begins at line 10")
+
+
+def test_the_launchers_of_several_nodes_are_of_one_run() -> None:
+    found = one(BANNER + BANNER + FAILED.format("first"))
+    assert found.message == "rank 1 raised ValueError: first"
+    assert not any("earlier run" in each for each in found.evidence)
+
+
+def raised(message: str, line: int = 5) -> str:
+    """What Python prints of an exception that ends a script."""
+    return (
+        f'Traceback (most recent call last):\n  File "/job/a.py", line {line}, in <module>\n'
+        f"    main()\n{message}\n"
+    )
+
+
+START = "loading the images of the data set\nthe model has 12 layers\n"
+BUFFER = 16_384
+"""Bytes that Python's stdout holds back until its process ends."""
+
+
+def test_steps_behind_another_start_are_of_a_later_run() -> None:
+    """Also without a banner, and few of them: as a script alone writes them into nohup.out."""
+    found = one(START + raised("ValueError: no such option") + START + STEPS)
+    assert found.severity.label == "info"
+    assert found.message.startswith("in an earlier run, which ends at job.log:3, ")
+    assert not any("do not say whose" in each for each in found.evidence)
+
+
+@pytest.mark.parametrize("message", ["ValueError: bad", "KeyboardInterrupt"])
+def test_what_stdout_held_back_is_of_no_later_run(message: str) -> None:
+    """It is written where the process ends, behind the exception on stderr."""
+    held_back = "".join(f"frame {number:06}\n" for number in range(900))
+    assert len(held_back) < BUFFER
+    assert one(START + STEPS + raised(message) + held_back).severity.label == "error"
+    assert one(START + STEPS + raised(message) + held_back * 2).severity.label == "info"
+
+
+def test_a_table_at_its_end_does_not_hide_that_a_later_run_went_well() -> None:
+    table = "| class | AP |\n|:---|:---|\n" + "| person | 0.4 |\n" * 40
+    bar = "  15%|#4        | 40939/273072 [10:17:10<47:35:57,  1.35it/s]\n"
+    for end in (table, bar * 3):
+        found = one(raised("ValueError: bad") + STEPS * 300 + "results:\n" + end)
+        assert found.severity.label == "info"
+
+
+def test_a_script_that_cannot_have_started_is_of_an_earlier_run() -> None:
+    broken = raised("IndentationError: unindent does not match any outer indentation level")
+    found = one(broken + raised("ValueError: bad", line=9))
+    assert found.message == "a process of the job raised ValueError: bad"
+    assert "IndentationError" in found.evidence[-1]
+    # Each rank prints it.
+    assert not any("earlier run" in each for each in one(broken * 2).evidence)
+
+
+def test_a_launcher_that_prints_its_banner_last_starts_no_run_of_its_own() -> None:
+    refused = "train.py: error: unrecognized arguments: 21\n"
+    failed = raised(
+        "subprocess.CalledProcessError: Command '['python']' returned non-zero exit status 2."
+    )
+    killed = "Killing subprocess 4711\nKilling subprocess 4712\n"
+    found = one(refused + failed + BANNER + killed + STEPS * 20)
+    assert found.message.startswith("in an earlier run, which ends at job.log:9, ")
+    assert "refused its options" in found.message
