@@ -162,12 +162,15 @@ def test_a_table_at_its_end_does_not_hide_that_a_later_run_went_well() -> None:
 
 
 def test_a_script_that_cannot_have_started_is_of_an_earlier_run() -> None:
-    broken = raised("IndentationError: unindent does not match any outer indentation level")
-    found = one(broken + raised("ValueError: bad", line=9))
-    assert found.message == "a process of the job raised ValueError: bad"
-    assert "IndentationError" in found.evidence[-1]
-    # Each rank prints it.
-    assert not any("earlier run" in each for each in one(broken * 2).evidence)
+    for broken in (
+        raised("IndentationError: unindent does not match any outer indentation level"),
+        "train.py: error: argument --workers: expected one argument\n",
+    ):
+        found = one(broken + raised("ValueError: bad", line=9))
+        assert found.message == "a process of the job raised ValueError: bad"
+        assert found.evidence[-1].startswith("before: in an earlier run, which ends at job.log:")
+        # Each rank prints it.
+        assert not any("earlier run" in each for each in one(broken * 2).evidence)
 
 
 def test_a_launcher_that_prints_its_banner_last_starts_no_run_of_its_own() -> None:

@@ -400,3 +400,14 @@ def test_pythons_own_files_on_windows_are_not_the_users() -> None:
         "\nFileNotFoundError: 1.xml\n"
     )
     assert found.location is not None and found.location.path == "D:/job/a.py"
+
+
+def test_ranks_that_wait_in_a_collective_do_not_lack_the_port() -> None:
+    """Another start of the job, or a restart of it, found the first one still there."""
+    taken = (
+        "RuntimeError: The server socket has failed to listen on any local network address. "
+        "port: 29500, useIpv6: false, code: -98, name: EADDRINUSE\n"
+    )
+    raised = 'Traceback (most recent call last):\n  File "/a.py", line 5, in <module>\n' + taken
+    assert one(raised + timeouts(r0=(1, "ALLREDUCE", 1), r1=(1, "ALLREDUCE", 1))).code == "DDP907"
+    assert one(raised).code == "DDP002"

@@ -141,12 +141,13 @@ def _is_tail(run: Sequence[Sighting]) -> bool:
 
 
 def _is_raised(each: Sighting) -> bool:
-    return bool(each.traceback) and each.weight == Weight.CAUSE
+    return bool(each.traceback) and each.weight in (Weight.CAUSE, Weight.STOPPED)
 
 
 def _is_stillborn(each: Sighting) -> bool:
     """Whether no rank of the run can have come any further."""
-    return each.uncaught and _STILLBORN.match(each.text) is not None
+    refused = _is(each, "options-refused") and each.final and "what" in each.groups
+    return refused or (each.uncaught and _STILLBORN.match(each.text) is not None)
 
 
 def _is(each: Sighting, *names: str) -> bool:

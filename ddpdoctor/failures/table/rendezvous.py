@@ -25,6 +25,7 @@ FAILURES = (
         says="could not listen[ on port {port}]: another process holds the port",
         fix="See who holds it (`ss -tlnp`): another job or a rank that an earlier job left behind. "
         "Take another --master-port, or --standalone for a single node.",
+        yields_to=("nccl-timeout",),
         page=Page(
             "The port on which rank 0 will listen is in use.",
             "A rendezvous port (--rdzv-endpoint, --master-port, MASTER_PORT, or 29500) that this "
@@ -49,6 +50,7 @@ FAILURES = (
         says="could not listen[ on port {port}][ on port {taken}]: another process holds the port",
         fix="See who holds it (`ss -tlnp`): another job or a rank that an earlier job left behind. "
         "Take another --master-port, or --standalone for a single node.",
+        yields_to=("nccl-timeout",),
         examples=(
             "[E socket.cpp:500] [c10d] The server socket has failed to listen on any local network address.",
             "RuntimeError: Address already in use",
