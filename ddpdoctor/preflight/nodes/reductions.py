@@ -23,10 +23,8 @@ from ddpdoctor.preflight.machine.nccl import advice
 from ddpdoctor.preflight.nodes.judging import across_nodes, bad_ways, grouped, interface
 from ddpdoctor.preflight.protocol.meet import Meeting
 from ddpdoctor.preflight.protocol.ranks import BROKEN
-from ddpdoctor.preflight.protocol.report import (
-    NcclReport,
-    Reduction,
-)
+from ddpdoctor.preflight.protocol.reduction import WRONG_SUM, WRONG_VALUES
+from ddpdoctor.preflight.protocol.report import NcclReport, Reduction
 from ddpdoctor.preflight.words import counted
 
 FAR_BELOW = 8
@@ -81,7 +79,8 @@ def gloo_reduction(meeting: Meeting) -> Outcome:
     How to fix it
         Follow the error of the first rank. "Connection refused" or "timed out" with a peer's
         address: that address is not on the network that the nodes share (`GLOO_SOCKET_IFNAME`). "No
-        result": a rank hung.
+        result": a rank hung. A wrong sum: a node computes or copies wrong numbers; `--soak` on each
+        node alone, then on half of them, shows which.
 
     Example
         Wrong: a torch built without distributed support on one node.
@@ -173,12 +172,28 @@ def _failed_gloo(meeting: Meeting, test: Reduction) -> Iterator[Finding]:
     ][:4]
     if silent:
         evidence.append(f"no answer at all from {meeting.hosts(silent)}")
+    for error in (WRONG_SUM, WRONG_VALUES):
+        if any(result.error == error for result in test.wrong):
+            yield _wrong_result(f"{error} on {meeting.hosts(sorted(wrong))}", evidence)
+            return
     yield failure(
         f"{message if test.correct else 'no rank could reduce'} within {test.limit:.0f} s",
         evidence=tuple(evidence),
         fix="See the first error: a job would end with it. The other checks of the nodes found no "
         "reason. For gloo's own messages, try again with:",
         paste="export TORCH_CPP_LOG_LEVEL=INFO TORCH_DISTRIBUTED_DEBUG=INFO",
+        about="reduction",
+    )
+
+
+def _wrong_result(message: str, evidence: Sequence[str]) -> Finding:
+    return failure(
+        message,
+        evidence=tuple(evidence),
+        fix="One of these nodes computes or copies wrong numbers: its memory, its processor, its "
+        "network card, or a library that was changed. Test each node alone, then half of them "
+        "together, to find which:",
+        paste="ddpdoctor check --soak 10",
         about="reduction",
     )
 

@@ -24,6 +24,8 @@ Order = dict[str, Any]
 ELEMENTS = 2**16
 """Of each all_reduce; 512 KiB of float64."""
 
+WRONG_SUM, WRONG_VALUES = "all_reduce gave a wrong sum", "broadcast gave wrong values"
+
 BANDWIDTH_ELEMENTS = {"nccl": (2**20, 2**24), "gloo": (2**16, 2**20, 2**22)}
 """Of the all_reduces that measure the bus bandwidth, in float32; the last are 64 and 16 MiB."""
 
@@ -129,11 +131,11 @@ def _wrong(rank: int, world: int) -> str:
     mine = base * (rank + 1)
     dist.all_reduce(mine)
     if not torch.equal(mine, base * (world * (world + 1) // 2)):
-        return "all_reduce gave a wrong sum"
+        return WRONG_SUM
     last = base + rank if rank == world - 1 else torch.zeros_like(base)
     dist.broadcast(last, src=world - 1)
     if not torch.equal(last, base + world - 1):
-        return "broadcast gave wrong values"
+        return WRONG_VALUES
     return ""
 
 
@@ -277,7 +279,7 @@ def _stage(
             ones = torch.full((ELEMENTS,), float(order["rank"] + 1), device=device)
             _finish(dist.all_reduce(ones, group=group, async_op=True), limit)
             if not bool((ones == float(sum(each + 1 for each in ranks))).all()):
-                return {**stage, "error": "all_reduce gave a wrong sum"}
+                return {**stage, "error": WRONG_SUM}
             again = _goes_on(until, device, group, limit)
         if len(ranks) > 1:
             stage["bus"] = _bus_bandwidth(backend, device, len(ranks), group, limit)
