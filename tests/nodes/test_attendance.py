@@ -222,8 +222,8 @@ def test_whoever_is_at_the_endpoint_itself_waits_for_node_0(nodes: Make) -> None
 
 @pytest.mark.slow
 def test_a_node_that_is_out_of_files_is_no_firewall(nodes: Make) -> None:
-    checks = nodes(4)
-    said = checks.run(*WITHOUT_TORCH, before={1: ["prlimit", "--nofile=9:9"]})
+    checks = nodes(8)
+    said = checks.run(*WITHOUT_TORCH, before={1: ["prlimit", "--nofile=11:11"]})
     for each in said:
         assert each.status == 2
         (finding,) = each.findings("links")

@@ -231,7 +231,8 @@ def _caller(caller: Caller) -> str:
 
 def open_words(situation: Situation, outcomes: Sequence[Outcome]) -> str:
     """What it means that no rendezvous id was given, and one to give; empty if one was."""
-    if not any(outcome.check == ATTENDANCE for outcome in outcomes):
+    here = next((outcome for outcome in outcomes if outcome.check == ATTENDANCE), None)
+    if here is None or here.status is Status.COULD_NOT_RUN:
         return ""
     place = seat(situation)
     if place.rdzv_id != NO_ID or not place.host or is_local(place.host):

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.preflight.check import Outcome, could_not_run, judged, skipped, typed, warning
-from ddpdoctor.preflight.nodes.judging import across_nodes, blame, interface
+from ddpdoctor.preflight.nodes.judging import Blame, across_nodes, blame, interface
+from ddpdoctor.preflight.protocol.addresses import dialled_at
 from ddpdoctor.preflight.protocol.meet import Meeting
 from ddpdoctor.preflight.protocol.report import (
     Speeds,
@@ -66,12 +67,12 @@ def _lossy(meeting: Meeting, speed: Speeds) -> Iterator[Finding]:
     lost = {(i, j): (sent, resent) for i, j, sent, resent in speed.lossy}
     for each in blame(lost, speed.cells):
         sent, resent = (sum(lost[way][place] for way in each.ways) for place in (0, 1))
-        name = interface(meeting, each.node)[0] or "eth0"
+        name, over = _interface(meeting, each)
         where = each.words(meeting, "on the way to", "on the way from", "to and from")
         yield warning(
             f"packets are lost {where}: {resent} of {sent} small messages were sent again "
             f"({100 * resent / sent:.0f} %)",
-            evidence=("they were sent one at a time: no queue on the way was full",),
+            evidence=("they were sent one at a time: no queue on the way was full", *over),
             fix=f"Check the cable, the switch port and the interface of {each.hosts(meeting)}: "
             "its errors and drops. There:",
             paste=typed("ip -s link show dev {}", name),
@@ -79,10 +80,25 @@ def _lossy(meeting: Meeting, speed: Speeds) -> Iterator[Finding]:
         )
 
 
+def _interface(meeting: Meeting, bad: Blame) -> tuple[str, tuple[str, ...]]:
+    """The interface of the node to look at, and the evidence for it if gloo or NCCL chose it."""
+    source, target = (meeting.nodes[index] for index in bad.ways[0])
+    kind, address = list(dialled_at(source.facts, target.facts, target.address).items())[-1]
+    if kind == "route":
+        return interface(meeting, bad.node)[0] or "eth0", ()
+    facts = meeting.nodes[bad.node].facts
+    if bad.node == bad.ways[0][0]:
+        address = facts.gloo_address if kind == "gloo" else facts.nccl_address
+    where = f"{facts.host} {address}"
+    taken = f"gloo takes: {where} ({facts.gloo_why})" if kind == "gloo" else f"NCCL takes: {where}"
+    name = interface(meeting, bad.node, address)[0] or "eth0"
+    return name, (f"it is the way that {taken}",)
+
+
 def _findings(meeting: Meeting, speed: Speeds) -> Iterator[Finding]:
     slow = {(i, j): (rtt, bandwidth) for i, j, rtt, bandwidth in speed.slow}
     for each in blame(slow, speed.cells):
-        name = interface(meeting, each.node)[0] or "eth0"
+        name, over = _interface(meeting, each)
         rtt = min(slow[way][0] for way in each.ways)
         bandwidth = max(slow[way][1] for way in each.ways)
         link = "the link" if each.kind in ("way", "between") else "every link"
@@ -98,6 +114,7 @@ def _findings(meeting: Meeting, speed: Speeds) -> Iterator[Finding]:
                 if len(speed.cells) >= LEAST_TO_COMPARE
                 else f"less than a network of 100 Mbit/s carries ({shown(FLOOR)})",
                 "it was measured again alone, and the best counts",
+                *over,
             ),
             fix=f"Check the cable, the switch port, the chosen interface and limits on traffic of "
             f"{ends}. There:",

@@ -14,6 +14,7 @@ from ddpdoctor.preflight.machine.interfaces import (
     owner,
 )
 from ddpdoctor.preflight.machine.lookups import own_name
+from ddpdoctor.preflight.protocol.report import Facts
 from ddpdoctor.preflight.situation import Situation, visible_gpus
 
 LOCAL_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "0.0.0.0", "::")
@@ -70,6 +71,21 @@ def gloo_dials(own: str, other: str) -> bool:
     except ValueError:
         return True
     return first.version != second.version or first.packed >= second.packed
+
+
+def dialled_at(here: Facts, there: Facts, route: str) -> dict[str, str]:
+    """The addresses of ``there`` at which ``here`` dials it, by kind: the way's, gloo's, NCCL's.
+
+    What carries most of a job's traffic comes last.
+    """
+    found = {"route": route}
+    gloo = there.gloo_address
+    if gloo and gloo != route and gloo_dials(here.gloo_address, gloo):
+        found["gloo"] = gloo
+    nccl = there.nccl_address
+    if nccl and here.nccl_address and nccl not in found.values():
+        found["nccl"] = nccl
+    return found
 
 
 def may_be_node(address: str, coordinator: str) -> bool:

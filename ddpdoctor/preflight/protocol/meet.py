@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import selectors
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -120,9 +122,26 @@ def meeting_of(situation: Situation) -> Meeting:
 def meet_or_fail(situation: Situation) -> Meeting | Exception:
     """The meeting, or the fault of the check that ended it, for every check that asks."""
     try:
+        _files_for_a_loop()
         return asyncio.run(_until_cancelled(situation))
+    except OSError as error:
+        if error.errno not in NO_FILES:
+            return error
+        return Meeting(seat(situation), problem=Problem("no files", words=words_of(error)))
     except Exception as error:
         return error
+
+
+def _files_for_a_loop() -> None:
+    """What an event loop opens, and closes it: a loop that finds none left leaves a traceback.
+
+    Raises:
+        OSError: There are none.
+    """
+    with contextlib.ExitStack() as opened:
+        for end in socket.socketpair():
+            opened.enter_context(end)
+        opened.enter_context(selectors.DefaultSelector())
 
 
 async def _until_cancelled(situation: Situation) -> Meeting:
@@ -217,6 +236,8 @@ class Participant:
             if error.errno == errno.EADDRINUSE and self.seat.rank is None:
                 # As torchrun does: another process of this machine holds the store.
                 return await self._join()
+            if error.errno in NO_FILES:
+                raise
             problem = Problem("refused", words=words_of(error))
             if error.errno == errno.EADDRINUSE:
                 problem = await self._who_listens(problem)

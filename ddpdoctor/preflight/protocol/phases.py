@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median_high
 
 from ddpdoctor.preflight.protocol import speeds
-from ddpdoctor.preflight.protocol.addresses import gloo_dials, is_loopback
+from ddpdoctor.preflight.protocol.addresses import dialled_at, gloo_dials, is_loopback
 from ddpdoctor.preflight.protocol.connecting import CONNECT_LIMIT
 from ddpdoctor.preflight.protocol.coordinator import Coordinator, Member
 from ddpdoctor.preflight.protocol.messages import Answer, Order
@@ -375,22 +375,13 @@ def _judged(measured: Mapping[speeds.Cell, speeds.Speed], confirmed: set[speeds.
 
 
 def _targets(members: Sequence[Member], source: int, target: int) -> dict[str, Target]:
-    """Where a node dials another: at the address it has on the way to us, gloo's and NCCL's.
-
-    What carries most of a job's traffic comes last.
-    """
+    """Where a node dials another, by the kind of the address."""
     here, there = members[source], members[target]
     address = there.address
     if is_loopback(address) and not is_loopback(here.address):
         # The coordinator's own machine: as the dialling node reached it.
         address = here.reached
-    found = {"route": address}
-    gloo = there.facts.gloo_address
-    if gloo and gloo != address and gloo_dials(here.facts.gloo_address, gloo):
-        found["gloo"] = gloo
-    nccl = there.facts.nccl_address
-    if nccl and here.facts.nccl_address and nccl not in found.values():
-        found["nccl"] = nccl
+    found = dialled_at(here.facts, there.facts, address)
     return {kind: Target(target, each, there.facts.pair_port) for kind, each in found.items()}
 
 
