@@ -18,13 +18,19 @@ _POINTS = 240
 _LEAST_GAP = 2.0
 """Seconds between two points at least."""
 
+_EARLY = 30
+"""Points that a run has after its first minute."""
+
+_USUAL_GAP = 8.0
+"""Seconds between two points of a run that is older: each new one has the charts drawn again."""
+
 _RANKS = 32
 """Ranks of which a point knows the times and the memory: those that come first."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Point:
-    """What charts show of one moment."""
+    """What charts show of one moment; no two points are the same."""
 
     time: float
     """Unix seconds."""
@@ -89,8 +95,10 @@ class Past:
             self.points[:] = [*older, *self.points[-1:]]
 
     def _keep(self, new: Point) -> None:
-        if self.points and new.time < self.points[-1].time + self._gap:
-            return
+        if self.points:
+            age = self.points[-1].time - self.points[0].time
+            if new.time < self.points[-1].time + max(self._gap, min(age / _EARLY, _USUAL_GAP)):
+                return
         self.points.append(new)
         if len(self.points) > _POINTS:
             del self.points[1::2]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from ddpdoctor.core import units
 from ddpdoctor.render.lines import Line, columns, fitted
 from ddpdoctor.top.draw import bars, panels, rank
+from ddpdoctor.top.draw.marks import Marks
 from ddpdoctor.top.draw.scene import Scene
 from ddpdoctor.top.headline import ordered
+from ddpdoctor.top.history import Point
 from ddpdoctor.top.snapshot import Times
 
 PANE = 58
@@ -33,22 +36,30 @@ def draw(scene: Scene, height: int) -> list[Line]:
     panes = max(1, min(3, scene.room // PANE)) if height >= 8 else 1
     width = (scene.room - GAP * (panes - 1)) // panes
     last = scene.room - (width + GAP) * (panes - 1)
-    charts = _charts(replace(scene, room=width))
-    if panes == 1 or not charts:
+    subject = _subject(scene, width)
+    sides = _sides(subject, panes - 1, height) if panes > 1 else ()
+    if not sides:
         sections = _worded(scene, height)
         spare = height - sum(len(section) + 1 for section in sections)
         if spare >= LEAST and scene.room >= 50:
-            sections += [each(min(spare, MOST)) for each in charts[:1]]
+            sections += [each(min(spare, MOST)) for each in _charts(subject)[:1]]
         return _stacked(sections, height)
-    half = (len(charts) + 1) // 2 if panes > 2 else len(charts)
-    sides = [_pane(side, height) for side in (charts[:half], charts[half:]) if side]
     words = _stacked(_worded(replace(scene, room=last), height), height)
     return _beside([*((side, width) for side in sides), (words, last)])
 
 
 def charts_alone(scene: Scene, height: int) -> list[Line]:
     """The charts of the selected rank."""
-    return _pane(_charts(scene)[: max(1, (height + 1) // (LEAST + 1))], height)
+    charts = _charts(_subject(scene, scene.room))
+    return _pane(charts[: max(1, (height + 1) // (LEAST + 1))], height)
+
+
+@lru_cache(maxsize=4)
+def _sides(subject: _Subject, most: int, height: int) -> tuple[list[Line], ...]:
+    """The panes of charts, which are drawn again when there is a point more."""
+    charts = _charts(subject)
+    half = (len(charts) + 1) // 2 if most > 1 else len(charts)
+    return tuple(_pane(side, height) for side in (charts[:half], charts[half:]) if side)
 
 
 def _pane(charts: Sequence[_Chart], height: int) -> list[Line]:
@@ -120,23 +131,52 @@ def _worded(scene: Scene, height: int) -> list[_Section]:
 # -- charts
 
 
-def _charts(scene: Scene) -> list[_Chart]:
+@dataclass(frozen=True)
+class _Subject:
+    """All that the charts depend on."""
+
+    points: tuple[Point, ...]
+    rank: int | None
+    several: bool
+    """Whether there are several ranks."""
+    memory: int | None
+    """Bytes of the rank's GPU."""
+    watts: float | None
+    """What all GPUs may draw."""
+    room: int
+    marks: Marks
+
+    @property
+    def span(self) -> str:
+        """How much time they show."""
+        return f"over {units.duration(self.points[-1].time - self.points[0].time)}"
+
+
+def _subject(scene: Scene, room: int) -> _Subject:
+    row = scene.row
+    return _Subject(
+        scene.material.points,
+        None if row is None else row.rank,
+        len(scene.snapshot.ranks) > 1,
+        None if row is None or row.gpu is None else row.gpu.memory_total,
+        sum(gpu.power_limit or 0.0 for gpu in scene.snapshot.gpus) or None,
+        room,
+        scene.marks,
+    )
+
+
+def _charts(subject: _Subject) -> list[_Chart]:
     """The run over time: steps by phase of a rank and of the median one, skew, loss and others."""
-    return _steps(scene) + _numbers(scene) if len(scene.material.points) >= ENOUGH else []
+    return _steps(subject) + _numbers(subject) if len(subject.points) >= ENOUGH else []
 
 
-def _span(scene: Scene) -> str:
-    points = scene.material.points
-    return f"over {units.duration(points[-1].time - points[0].time)}"
-
-
-def _steps(scene: Scene) -> list[_Chart]:
-    row, points = scene.row, scene.material.points
+def _steps(subject: _Subject) -> list[_Chart]:
+    rank, points = subject.rank, subject.points
     series = []
-    if row is not None:
-        own = [point.times[row.rank] for point in points if row.rank in point.times]
-        series.append((f"step of rank {row.rank}", own))
-    if len(scene.snapshot.ranks) > 1:
+    if rank is not None:
+        own = [point.times[rank] for point in points if rank in point.times]
+        series.append((f"step of rank {rank}", own))
+    if subject.several:
         usual = [point.median for point in points if point.median is not None]
         series.append(("step of the median rank", usual))
     series = [(name, steps) for name, steps in series if len(steps) >= ENOUGH]
@@ -145,37 +185,35 @@ def _steps(scene: Scene) -> list[_Chart]:
 
     def chart(name: str, steps: Sequence[Times]) -> _Chart:
         def draw(height: int) -> _Section:
-            size = scene.room - columns(label) - 1, height - 1
-            title = f"{name}, {_span(scene)}"
-            return bars.framed(title, label, bars.stacks(steps, top, size, scene.marks))
+            size = subject.room - columns(label) - 1, height - 1
+            title = f"{name}, {subject.span}"
+            return bars.framed(title, label, bars.stacks(steps, top, size, subject.marks))
 
         return draw
 
     return [chart(name, steps) for name, steps in series]
 
 
-def _numbers(scene: Scene) -> list[_Chart]:
-    row, points = scene.row, scene.material.points
-    number = -1 if row is None else row.rank
-    most = None if row is None or row.gpu is None else row.gpu.memory_total
-    watts = sum(gpu.power_limit or 0.0 for gpu in scene.snapshot.gpus)
+def _numbers(subject: _Subject) -> list[_Chart]:
+    points = subject.points
+    number = -1 if subject.rank is None else subject.rank
     found: list[tuple[str, list[float | None], float | None, Callable[[float], str]]] = [
         ("skew, slowest to median", [each.skew for each in points], None, _times),
         ("loss", [each.loss for each in points], None, lambda value: f"{value:.3g}"),
         (
             f"memory of rank {number}",
             [each.memory.get(number) for each in points],
-            most,
+            subject.memory,
             lambda value: units.size(value),
         ),
         (
             "power of all GPUs",
             [each.power for each in points],
-            watts or None,
+            subject.watts,
             lambda value: f"{units.figures(value)} W",
         ),
     ]
-    return [_chart(scene, *each) for each in found if _known(each[1]) >= ENOUGH]
+    return [_chart(subject, *each) for each in found if _known(each[1]) >= ENOUGH]
 
 
 def _known(values: Sequence[float | None]) -> int:
@@ -187,7 +225,7 @@ def _times(value: float) -> str:
 
 
 def _chart(
-    scene: Scene,
+    subject: _Subject,
     name: str,
     values: Sequence[float | None],
     most: float | None,
@@ -197,8 +235,8 @@ def _chart(
         known = [value for value in values if value is not None]
         top = most or bars.end(max(known))
         label = shown(top)
-        size = scene.room - columns(label) - 1, height - 1
-        title = f"{name}, now {shown(known[-1])}, {_span(scene)}"
-        return bars.framed(title, label, bars.numbers(values, top, size, scene.marks))
+        size = subject.room - columns(label) - 1, height - 1
+        title = f"{name}, now {shown(known[-1])}, {subject.span}"
+        return bars.framed(title, label, bars.numbers(values, top, size, subject.marks))
 
     return draw

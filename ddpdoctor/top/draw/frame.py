@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from ddpdoctor.render.lines import Line, cleaned, columns, fitted
 from ddpdoctor.top.draw import below, board, panels, rank, status
@@ -76,8 +77,14 @@ def draw(
         foot.append(status.keys(scene))
     body = _body(scene, max(height - len(head) - len(foot), 0)).below(head)
     lines = [*body.lines, *[()] * (height - len(body.lines) - len(foot)), *foot]
-    exact = tuple(fitted(cleaned(line, view.ascii_only), room) for line in lines[:height])
+    exact = tuple(_exact(line, view.ascii_only, room) for line in lines[:height])
     return replace(body, lines=exact)
+
+
+@lru_cache(maxsize=256)
+def _exact(line: Line, ascii_only: bool, room: int) -> Line:
+    """A line of exactly so many columns. Most lines of a screen are those of the one before."""
+    return fitted(cleaned(line, ascii_only), room)
 
 
 def _body(scene: Scene, height: int) -> Frame:

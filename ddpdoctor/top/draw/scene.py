@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 class Material:
     """What a screen shows beside the snapshot: it was asked for, or was seen over time."""
 
-    points: Sequence[Point] = ()
+    points: tuple[Point, ...] = ()
     """The run over time, oldest first."""
     asked: tuple[str, ...] = ()
     """The lines that a key asked for: processes below a rank, how to attach, live runs."""
