@@ -27,6 +27,8 @@ _OF_FILE = re.compile(r"(?:^|[^a-z])rank[-_ ]?(\d{1,5})(?!\d)", re.IGNORECASE)
 _TORCHRUN_FILE = re.compile(r"^(?:stderr|stdout)\.log$|^error\.json$")
 _LIBRARY = re.compile(
     r"[/\\]lib(?:64)?[/\\]python\d|[/\\](?:site|dist)-packages[/\\]"
+    r"|[/\\]bin[/\\](?:torchrun|accelerate|deepspeed)$"
+    r"|[/\\]torch[/\\](?:distributed|cuda|nn|utils|autograd|optim)[/\\]"
     r"|[/\\](?:Python\d\w*|\w+conda\d?|envs[/\\][^/\\]+)[/\\][Ll]ib[/\\]"
 )
 _SOURCE = re.compile(

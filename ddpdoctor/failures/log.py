@@ -14,7 +14,7 @@ from ddpdoctor.failures.anchors import Scan, candidates
 from ddpdoctor.failures.lines import HEAD, clean, rank_of_file, segments, time_of
 from ddpdoctor.failures.prefixes import Line, split_line
 from ddpdoctor.failures.sightings import ALIKE, NUMBER, STATUS, Sighting, corrected
-from ddpdoctor.failures.tracebacks import Printed, Tracebacks
+from ddpdoctor.failures.tracebacks import SUMMARY_RANK, Printed, Tracebacks, says_more
 
 WENT_ON = 3
 """Plain lines of the same rank after a failure, by which it is known to have been caught."""
@@ -44,7 +44,10 @@ _ENDS = 16_000
 _EARLIER = 4_000
 """Bytes before a line in which its time and its rank are looked for."""
 
-_SUMMARY_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
+_ROOT = "Root Cause (first observed failure)"
+_UNSTARTED = re.compile(r", in _initialize_workers$", re.MULTILINE)
+"""In the traceback of a launcher that did not start its ranks."""
+
 _LOCAL_RANK = re.compile(r"local_rank: (\d+)")
 _NEUTRAL = re.compile(r"^\s|^$|^[=\-]{4}|^\s*[|+*]|^\.\.\.|^\[\d+\]:$")
 """What a job at work prints as well as one that ends: of tables and of frames."""
@@ -218,7 +221,8 @@ class LogReader:
         known = None if belongs else recognise(line.text)
         if known is not None:
             failure, groups = known
-            rank = self._rank_in_summary(text) if STATUS.search(text) else line.rank
+            is_status = STATUS.search(text) is not None
+            rank = self._rank_in_summary(text) if is_status else line.rank
             # Of a cause somebody may only speak.
             spoken = not _REPORTED.search(line.text) and _is_always_reported(failure)
             self._add(
@@ -234,6 +238,7 @@ class LogReader:
                     time=self._time(text),
                     final=not spoken,
                     spoken=spoken,
+                    root=is_status and any(_ROOT in each for each in list(self._past)[-5:]),
                     who=line.who,
                     doing=self._activity() if failure.weight == Weight.SYMPTOM else "",
                 )
@@ -247,7 +252,7 @@ class LogReader:
 
     def _went_on(self, line: Line) -> None:
         """A line that no failure prints: enough of them, and what was seen was caught."""
-        plain = _is_plain(line.text)
+        plain = _is_plain(line.text) and not says_more(line.text)
         for each in self._undecided:
             each.lines_after += 1
             # A line without a rank may be anybody's, but not if others have theirs.
@@ -262,8 +267,8 @@ class LogReader:
     def _works(self, line: Line) -> None:
         """A plain line behind an end: steps look alike, closing words do not.
 
-        Behind an exception the lines that stdout held back come out, too: it takes the beginning
-        of another run.
+        Behind a rank's exception the lines that stdout held back come out, too: it takes the
+        beginning of another run.
         """
         if self._end is None:
             return
@@ -273,7 +278,8 @@ class LogReader:
         if _is_plain(line.text) and _PROGRESS.search(line.text):
             self._work[shape] += 1
             is_work = self._work[shape] >= AT_WORK
-            self._end.followed = is_work and (self._begins or not self._end.traceback)
+            held_back = self._end.traceback and not _UNSTARTED.search(self._end.traceback)
+            self._end.followed = is_work and (self._begins or not held_back)
         if self._end.followed or self._behind > _FOLLOWS:
             self._end = None
 
@@ -335,7 +341,7 @@ class LogReader:
     def _rank_in_summary(self, text: str) -> int | None:
         """Whose exit torchrun reports: it names the rank some lines before the status."""
         for each in list(self._past)[-4:]:
-            match = _SUMMARY_RANK.match(split_line(each).text)
+            match = SUMMARY_RANK.match(split_line(each).text)
             if match:
                 return whole(match[1])
         local = _LOCAL_RANK.search(text)

@@ -23,7 +23,7 @@ _NUMBER = "|".join(
     (
         r"\[[A-Za-z_]+(?P<role>\d+)\]:[ ]?",  # torchrun --tee: role and local rank
         r"\[\d+,(?:mpirank:)?(?P<mpi>\d+)(?:,[\w.-]+)?\]<std(?:err|out|diag)>:[ ]?",  # mpirun
-        r"(?P<task>\d{1,5}): ",  # srun --label
+        r" {0,3}(?P<task>\d{1,5}): ",  # srun --label, which aligns the numbers
         r"\[rank: (?P<lightning>\d+)\] ",
         r"\[(?P<bare>\d{1,4})\]: ",
     )

@@ -56,6 +56,7 @@ class Sighting:
         spoken: Of a cause: its line is not how a failure reports itself.
         ignored: Python says that it goes on in spite of it.
         followed: Of what ended a process: lines of another run at work come behind it.
+        root: torchrun names it as what it noticed first.
         behind: Lines behind it until the next one that ended a process, or until the log's end if
             the job is at work there; 0 for an exception if stdout may have held them back.
     """
@@ -80,6 +81,7 @@ class Sighting:
     spoken: bool = False
     ignored: bool = False
     followed: bool = False
+    root: bool = False
     behind: int = 0
     plain_after: int = 0
     lines_after: int = 0

@@ -41,10 +41,17 @@ _CONTINUED = re.compile(
     r"^(?:nccl\w+: |Last error:|CUDA kernel errors|For debugging consider|Compile with `|Search for"
     r"|Device-side assert|Exception raised from|frame #\d|C\+\+ CapturedTraceback|If you were att"
     r"|Parameter indices which|Parameters which did|making sure all|In addition, you can|NCCL WARN"
-    r"|Since `find_unused|You can (?:also )?make|Hint:|size mismatch|Missing key|Unexpected key)"
+    r"|If you already have done the above|Since `find_unused|You can (?:also )?make|Hint:"
+    r"|size mismatch|Missing key|Unexpected key)"
 )
 """Lines of torch's messages that are not indented."""
 
+
+_REPORT = re.compile(r"^\s*traceback : $")
+"""Before a traceback in torchrun's report, all lines of which are indented by two spaces."""
+
+_INDENTED = re.compile(r"  ")
+SUMMARY_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
 
 _SPAWNED = re.compile(r"-- Process (\d+) terminated with the following error:")
 _IGNORED = re.compile(r"Exception ignored in|Error in atexit")
@@ -53,6 +60,11 @@ _IN_THREAD = re.compile(r"^Exception in thread ")
 
 _OUTERMOST = ("<module>", "_run_module_as_main")
 """Where Python starts a script and a module (``python -m``)."""
+
+
+def says_more(text: str) -> bool:
+    """Whether a line is more of a message of torch's."""
+    return _CONTINUED.match(text) is not None
 
 
 class Kind(Enum):
@@ -103,6 +115,7 @@ class Printed:
         woven: Lines of others stand between its own, and some of them fit both.
         ignored: Python says before it that it goes on in spite of it.
         in_thread: It ended a thread, and its process goes on.
+        reported: torchrun's report has it, as what ended a rank.
     """
 
     start: int
@@ -118,6 +131,7 @@ class Printed:
     woven: bool = False
     ignored: bool = False
     in_thread: bool = False
+    reported: bool = False
 
     @property
     def complete(self) -> bool:
@@ -148,7 +162,7 @@ class Printed:
         return kind is Kind.EXCEPTION and number - self.last < _APART
 
     def _says_more(self, text: str) -> bool:
-        return _CONTINUED.match(text) is not None or self.lines[-1].startswith("Last error:")
+        return says_more(text) or self.lines[-1].startswith("Last error:")
 
     def add(self, text: str, kind: Kind, number: int) -> None:
         """Take a line that fits."""
@@ -181,6 +195,7 @@ class Printed:
         whole = not self.lines[0].startswith(" ")
         return not self.ignored and (
             self.uncaught
+            or self.reported
             or self.who.endswith(_SPAWNED_BY)
             or (whole and any(name in _OUTERMOST for name in self._first))
         )
@@ -247,6 +262,12 @@ def _frames(lines: Iterable[str]) -> list[str]:
     return frames if any(map(_FRAME.match, frames)) else []
 
 
+def _reported_rank(lines: Iterable[str]) -> int | None:
+    """The rank that torchrun's report names in some lines."""
+    found = next(filter(None, map(SUMMARY_RANK.match, lines)), None)
+    return whole(found[1]) if found else None
+
+
 _Key = tuple[int | None, bool, str]
 
 
@@ -296,21 +317,24 @@ class Tracebacks:
             ended += self._end(key, under_way[:1])
             under_way = self._open.setdefault(key, [])
         prefix = line.text.partition(HEAD)[0] if head else ""
-        above = [*before()][-2:]
+        reported = _REPORT.match(prefix) is not None
+        earlier = [*before()]
+        above = earlier[-2:]
         spawned = next(filter(None, map(_SPAWNED.match, reversed(above))), None)
         new = Printed(
             start=offset,
             number=number,
-            rank=line.rank,
+            rank=_reported_rank(earlier[-4:]) if reported else line.rank,
             uncaught=line.uncaught,
             time=when(),
-            lines=[f"{HEAD}:"] if head else [*_frames(before()), line.text],
+            lines=[f"{HEAD}:"] if head else [*_frames(earlier), line.text],
             last=number,
             state=Kind.HEAD if head else Kind.EXCEPTION,
             who=line.who or (f"process {spawned[1]}{_SPAWNED_BY}" if spawned else ""),
-            prefix=shape(prefix) if prefix else None,
+            prefix=_INDENTED if reported else shape(prefix) if prefix else None,
             ignored=any(_IGNORED.search(text) for text in above),
             in_thread=any(_IN_THREAD.match(text) for text in above),
+            reported=reported,
         )
         under_way.append(new)
         return True, ended

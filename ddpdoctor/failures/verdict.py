@@ -164,10 +164,10 @@ def _name(each: Sighting) -> str:
     return "exception" if each.failure is None else each.failure.known.name
 
 
-def _wrapper_order(each: Sighting) -> tuple[bool, bool, tuple[int, int]]:
+def _wrapper_order(each: Sighting) -> tuple[bool, bool, bool, tuple[int, int]]:
     """Whose status is 1 comes before those that torchrun stopped, and before its own exception."""
     stopped = each.failure is not None and each.failure.known.name == "stopped-by-torchrun"
-    return stopped, each.rank is None, each.order
+    return stopped, not each.root, each.rank is None, each.order
 
 
 def _ordered(sightings: list[Sighting]) -> list[Sighting]:
