@@ -497,3 +497,17 @@ def test_the_numbers_that_srun_aligns() -> None:
     )
     assert found.message == "rank 3 raised ValueError: no such class"
     assert str(found.location) == "/job/train.py:7"
+
+
+def test_an_assertion_on_a_gpu_stands_with_the_line_that_noticed_it() -> None:
+    found = one(
+        "/pytorch/aten/src/ATen/native/cuda/Loss.cu:250: nll_loss_forward: block: [0,0,0], thread: "
+        "[3,0,0] Assertion `t >= 0 && t < n_classes` failed.\n"
+        'Traceback (most recent call last):\n  File "/job/train.py", line 7, in <module>\n'
+        "    print(loss.item())\nRuntimeError: CUDA error: device-side assert triggered\n"
+        "CUDA kernel errors might be asynchronously reported at some other API call.\n"
+        "For debugging consider passing CUDA_LAUNCH_BLOCKING=1.\n"
+        "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n\n"
+    )
+    assert found.message.endswith("failed an assertion on its GPU: t >= 0 && t < n_classes")
+    assert str(found.location) == "/job/train.py:7"

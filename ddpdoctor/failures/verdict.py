@@ -216,6 +216,7 @@ def _of_first(
     likely = not certain or unordered or (failure is not None and failure.likely)
     alike = [each for each in candidates if _alike(each, first)]
     named = {each.rank for each in (first, *alike) if each.rank is not None}
+    raised = _raised(first, alike)
     evidence = [
         _printed(first),
         *_as_well(named, first),
@@ -230,11 +231,18 @@ def _of_first(
         severity=Severity.ERROR if failure is None else failure.severity,
         message=_sentence(first, likely),
         ranks=(int(guilty),) if guilty else tuple(sorted(named)),
-        location=first.location,
+        location=raised.location,
         evidence=tuple(evidence),
         fix=_FIX if failure is None else failure.fix,
-        traceback=first.traceback,
+        traceback=raised.traceback,
     )
+
+
+def _raised(first: Sighting, alike: Sequence[Sighting]) -> Sighting:
+    """Where Python learned of a failure that another line shows: a GPU's own have no traceback."""
+    own = (each for each in alike if each.location and each.rank in (None, first.rank))
+    shown = first.traceback or first.weight != Weight.CAUSE
+    return first if shown else next(own, first)
 
 
 def _as_well(named: Collection[int], first: Sighting) -> Iterator[str]:
