@@ -182,3 +182,29 @@ def test_a_launcher_that_prints_its_banner_last_starts_no_run_of_its_own() -> No
     found = one(refused + failed + BANNER + killed + STEPS * 20)
     assert found.message.startswith("in an earlier run, which ends at job.log:9, ")
     assert "refused its options" in found.message
+
+
+def test_a_log_that_begins_with_a_script_that_python_cannot_read() -> None:
+    start = "[2025-04-23 21:28:26] [INFO] [accelerator.py:219] Setting ds_accelerator to cuda\n"
+    unreadable = '  File "/job/utils.py", line 87\n    return data\n{}IndentationError: unindent\n'
+    missing = (
+        'Traceback (most recent call last):\n  File "/job/train.py", line 13, in <module>\n'
+        "    config()\nValueError: You need to have PEFT library installed\n"
+    )
+    head = (
+        'Traceback (most recent call last):\n  File "/job/train.py", line 1, in <module>\n'
+        "    from utils import *\n"
+    )
+    found = one(head + unreadable.format("          ^\n") + start + missing + start + STEPS)
+    assert found.severity.label == "info"
+    assert "ValueError: You need to have PEFT" in found.message
+
+
+def test_two_starts_that_fail_on_different_errors_are_two_runs() -> None:
+    found = one(
+        '  File "/job/train.py", line 71\n    data = a(b\n         ^\nSyntaxError: invalid syntax\n'
+        'Traceback (most recent call last):\n  File "/job/train.py", line 3, in <module>\n'
+        "    import data\nModuleNotFoundError: No module named 'data'\n"
+    )
+    assert found.message.endswith("raised ModuleNotFoundError: No module named 'data'")
+    assert any("raised SyntaxError" in each for each in found.evidence)

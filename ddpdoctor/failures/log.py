@@ -14,7 +14,14 @@ from ddpdoctor.failures.anchors import Scan, candidates
 from ddpdoctor.failures.lines import HEAD, clean, rank_of_file, segments, time_of
 from ddpdoctor.failures.prefixes import Line, split_line
 from ddpdoctor.failures.sightings import ALIKE, NUMBER, STATUS, Sighting, corrected
-from ddpdoctor.failures.tracebacks import SUMMARY_RANK, Printed, Tracebacks, says_more
+from ddpdoctor.failures.tracebacks import (
+    SUMMARY_RANK,
+    Kind,
+    Printed,
+    Tracebacks,
+    kind_of,
+    says_more,
+)
 
 WENT_ON = 3
 """Plain lines of the same rank after a failure, by which it is known to have been caught."""
@@ -300,11 +307,11 @@ class LogReader:
                 order=(self._place, printed.start),
                 rank=printed.rank if printed.rank is not None else self._rank,
                 time=printed.time,
-                ignored=printed.ignored and not message.startswith("KeyboardInterrupt"),
+                ignored=printed.survived and not message.startswith("KeyboardInterrupt"),
                 location=printed.location,
                 traceback=printed.text if printed.frames else "",
                 who=printed.who,
-                bare=printed.in_thread or not (printed.frames and message),
+                bare=printed.of_thread or not (printed.frames and message),
                 woven=printed.woven,
                 uncaught=printed.ended_it and printed.frames and bool(message),
             ),
@@ -375,9 +382,17 @@ def _shape(text: str) -> str:
 
 
 def _shapes(data: bytes) -> frozenset[str]:
-    """The shapes of the lines that a log begins with, up to its first step or exception."""
-    lines = (split_line(clean(raw)).text for raw in data.split(b"\n", _BEGINNING)[:_BEGINNING])
-    start = takewhile(lambda text: HEAD not in text and not _PROGRESS.search(text), lines)
+    """The shapes of the lines that a log begins with, up to its first step or exception.
+
+    If it begins with an exception, those behind that.
+    """
+    most = 3 * _BEGINNING
+    lines = [split_line(clean(raw)).text for raw in data.split(b"\n", most)[:most]]
+    if HEAD in lines[0]:
+        ends = (number for number, text in enumerate(lines, 1) if kind_of(text) is Kind.EXCEPTION)
+        lines = lines[next(ends, most) :]
+    begin = lines[:_BEGINNING]
+    start = takewhile(lambda text: HEAD not in text and not _PROGRESS.search(text), begin)
     return frozenset(_shape(text) for text in start if _WORDS.search(text))
 
 

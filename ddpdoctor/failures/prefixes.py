@@ -14,7 +14,8 @@ _WHO = "|".join(
         r"(?:[A-Z][a-z]{2} [ \d]\d [\d:]{8}(?:\.\d+)? )?"
         r"(?P<host>[\w.-]+) (?P<unit>[\w./@-]+\[\d+\]): ",  # journald, syslog
         r"\((?P<actor>[\w.:-]+ (?:\w+=\d+, )?pid=\d+(?:, ip=[\d.a-f:]+)?)\) ",  # Ray
-        r"(?P<node>(?=[\w.-]*\d)[a-z][\w.-]*|\d+\.\d+\.\d+\.\d+): ",  # pdsh
+        # pdsh; urllib3.exceptions.MaxRetryError is no host.
+        r"(?P<node>(?=[\w.-]*\d)(?![\w.]*\.(?:[A-Z]|error: ))[a-z][\w.-]*|\d+\.\d+\.\d+\.\d+): ",
     )
 )
 """Prefixes that say which process or node it is."""

@@ -77,8 +77,8 @@ class _Log:
         self._restart()
 
     def _restart(self) -> None:
-        self._over = self._stillborn = False
-        self._job = ""
+        self._over = False
+        self._job = self._stillborn = ""
         self._pids: dict[int | None, str] = {}
         # How many of the last run's sightings there were when a process was seen to end last, and
         # when torchrun named a rank's last.
@@ -98,11 +98,12 @@ class _Log:
             own = takewhile(lambda seen: seen.weight == Weight.NOTE, reversed(self.runs[-1]))
             self._another(len(self.runs[-1]) - len(list(own)))
             self.begins = each.line
-        elif self._stillborn and _is_raised(each) and not _is_stillborn(each):
+        elif self._stillborn and _is_raised(each) and each.text != self._stillborn:
             self._another(len(self.runs[-1]))
         run = self.runs[-1]
         run.append(each)
-        self._stillborn = self._stillborn or _is_stillborn(each)
+        if _is_stillborn(each):
+            self._stillborn = each.text
         self._job = job
         if pid:
             self._pids[each.rank] = pid

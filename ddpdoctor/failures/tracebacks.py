@@ -58,6 +58,10 @@ _IGNORED = re.compile(r"Exception ignored in|Error in atexit")
 _IN_THREAD = re.compile(r"^Exception in thread ")
 
 
+_UNREADABLE = ("SyntaxError", "IndentationError", "TabError")
+_WRITER = "event_file_writer.py"
+_CLOSED = re.compile(r"(?:OSError: handle is closed|EOFError)$")
+
 _OUTERMOST = ("<module>", "_run_module_as_main")
 """Where Python starts a script and a module (``python -m``)."""
 
@@ -196,9 +200,27 @@ class Printed:
         return not self.ignored and (
             self.uncaught
             or self.reported
+            or self._of_script
             or self.who.endswith(_SPAWNED_BY)
             or (whole and any(name in _OUTERMOST for name in self._first))
         )
+
+    @property
+    def of_thread(self) -> bool:
+        """Whether it ended a thread, and its process went on."""
+        return self.in_thread or any(name == "_bootstrap_inner" for name in self._first)
+
+    @property
+    def survived(self) -> bool:
+        """Whether Python says so, or it is of a thread that writes for TensorBoard, at its end."""
+        closed = any(_CLOSED.match(text) for text in self.lines)
+        return self.ignored or (closed and any(_WRITER in text for text in self.lines))
+
+    @property
+    def _of_script(self) -> bool:
+        """Whether Python cannot read the script itself, of which it prints no head."""
+        first = _FRAME.match(self.lines[0])
+        return first is not None and not first["name"] and self.message.startswith(_UNREADABLE)
 
     @property
     def _first(self) -> Iterator[str]:

@@ -155,12 +155,13 @@ FAILURES = (
     Failure(
         Known("DDP948", "no-kernel-image", Weight.CAUSE, "1.7 to 2.13"),
         r"no kernel image is available for execution|is not compatible with the current PyTorch inst"
-        r"|CUDA error: invalid device function",
+        r"|CUDA error: invalid device function|nvrtc: error: invalid value for --gpu-architecture",
         says="runs code that was not built for its GPU",
         fix="Install a torch build for this GPU (`torch.cuda.get_arch_list()`), and build "
         "extensions with TORCH_CUDA_ARCH_LIST for it.",
         examples=(
             "RuntimeError: CUDA error: no kernel image is available for execution on the device",
+            "nvrtc: error: invalid value for --gpu-architecture (-arch)",
         ),
         page=Page(
             "torch or an extension was not built for this GPU.",

@@ -47,6 +47,14 @@ FAILURES = (
         ),
     ),
     Failure(
+        Known("DDP905", "hydra-target", Weight.CAUSE, "hydra"),
+        r"^Error (?:in call to|instantiating/calling|locating) (?:target )?'(?P<target>[^'\n]{1,120})'",
+        says="could not build {target} from its Hydra configuration",
+        fix="The next line of the log names the exception; HYDRA_FULL_ERROR=1 shows where it was raised.",
+        yields_to=("exception",),
+        examples=("Error in call to target 'models.encoder.Encoder':",),
+    ),
+    Failure(
         Known("DDP305", "unused-parameters", Weight.CAUSE, "1.13, 2.6, 2.13; pytorch#83074"),
         r"Expected to have finished reduction in the prior iteration"
         r"(?![^\n]{0,160}training graph has changed)" + _WITHOUT,

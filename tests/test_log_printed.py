@@ -1,0 +1,152 @@
+"""Failures as launchers, libraries and people print them."""
+
+from __future__ import annotations
+
+from ddpdoctor.failures.log import read
+from ddpdoctor.failures.verdict import findings
+from tests.log_lines import BANNER, STEPS, one
+
+REPORT = """torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+train.py FAILED
+------------------------------------------------------------
+Failures:
+[1]:
+  time      : 2023-05-19_16:39:58
+  host      : node1
+  rank      : 1 (local_rank: 1)
+  exitcode  : 1 (pid: 78971)
+{other}
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2023-05-19_16:39:58
+  host      : node1
+  rank      : 0 (local_rank: 0)
+  exitcode  : 1 (pid: 78970)
+{cause}
+============================================================
+"""
+NO_FILE = "  error_file: <N/A>\n  traceback : To enable traceback see: https://pytorch.org/docs"
+
+
+def test_what_torchrun_noticed_first_is_named_first() -> None:
+    (found,) = findings(read("job.log", [REPORT.format(other=NO_FILE, cause=NO_FILE).encode()]))
+    assert found.message.startswith("rank 0 likely failed first")
+    assert "rank 1 failed on it, too" in found.evidence
+
+
+def test_the_traceback_that_torchrun_reports_of_a_rank() -> None:
+    with_file = (
+        "  error_file: /tmp/error.json\n  traceback : Traceback (most recent call last):\n"
+        '    File "/src/pytorch/torch/distributed/elastic/multiprocessing/errors/__init__.py", '
+        "line 355, in wrapper\n      return f(*args, **kwargs)\n"
+        '    File "/job/train.py", line 162, in main\n      torch.cuda.set_device(device)\n'
+        '    File "/src/pytorch/torch/cuda/__init__.py", line 470, in set_device\n'
+        "      torch._C._cuda_setDevice(device)\n"
+        "  RuntimeError: CUDA error: invalid device ordinal\n"
+        "  CUDA kernel errors might be asynchronously reported at some other API call\n"
+    )
+    (found,) = findings(read("job.log", [REPORT.format(other=NO_FILE, cause=with_file).encode()]))
+    assert (found.code, found.ranks) == ("DDP927", (0,))
+    assert str(found.location) == "/job/train.py:162"
+
+
+def test_the_rest_of_a_message_is_no_work_of_the_job() -> None:
+    """As people post it: without the traceback, broken where their terminal broke it."""
+    found = one(
+        "RuntimeError: Expected to have finished reduction in the prior iteration before starting "
+        "a new one. This error indicates that your module has parameters that were not used in "
+        "producing loss, and by \nmaking sure all `forward` outputs participate. \n"
+        "If you already have done the above, then the module wasn't able to locate the outputs.\n"
+        "Parameters which did not receive grad for rank 3: a.bias, a.weight\n"
+        "Parameter indices which did not receive grad for rank 3: 282 283\n"
+    )
+    assert (found.code, found.severity.label) == ("DDP305", "error")
+
+
+def test_a_launcher_that_did_not_start_its_ranks_held_no_lines_back() -> None:
+    """Another job goes on in the same file."""
+    found = one(
+        BANNER
+        + "Traceback (most recent call last):\n"
+        + '  File "/envs/a/bin/torchrun", line 33, in <module>\n    sys.exit(main())\n'
+        + '  File "/envs/a/lib/python3.9/site-packages/torch/distributed/elastic/agent/server/'
+        + 'api.py", line 668, in _initialize_workers\n    self._rendezvous(worker_group)\n'
+        + "RuntimeError: The server socket has failed to listen on any local network address. "
+        + "port: 4321, useIpv6: 0, code: -98, name: EADDRINUSE, message: address already in use\n"
+        + STEPS
+    )
+    assert (found.code, found.severity.label) == ("DDP002", "info")
+    assert found.location is None
+
+
+def test_the_numbers_that_srun_aligns() -> None:
+    found = one(
+        "".join(f" {rank}: node a step 1 loss 0.5\n" for rank in range(8))
+        + " 3: Traceback (most recent call last):\n"
+        + ' 3:   File "/job/train.py", line 7, in <module>\n 3:     main()\n'
+        + "12: node a step 2 loss 0.5\n 3: ValueError: no such class\n"
+    )
+    assert found.message == "rank 3 raised ValueError: no such class"
+    assert str(found.location) == "/job/train.py:7"
+
+
+def test_an_assertion_on_a_gpu_stands_with_the_line_that_noticed_it() -> None:
+    found = one(
+        "/pytorch/aten/src/ATen/native/cuda/Loss.cu:250: nll_loss_forward: block: [0,0,0], thread: "
+        "[3,0,0] Assertion `t >= 0 && t < n_classes` failed.\n"
+        'Traceback (most recent call last):\n  File "/job/train.py", line 7, in <module>\n'
+        "    print(loss.item())\nRuntimeError: CUDA error: device-side assert triggered\n"
+        "CUDA kernel errors might be asynchronously reported at some other API call.\n"
+        "For debugging consider passing CUDA_LAUNCH_BLOCKING=1.\n"
+        "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n\n"
+    )
+    assert found.message.endswith("failed an assertion on its GPU: t >= 0 && t < n_classes")
+    assert str(found.location) == "/job/train.py:7"
+
+
+def test_an_exceptions_module_is_no_host() -> None:
+    """Of multiprocessing children that lose their parent the cause is that one's exception."""
+    found = one(
+        'Traceback (most recent call last):\n  File "/job/train.py", line 7, in <module>\n'
+        "    main()\ncv2.error: Caught error in DataLoader worker process 0.\n"
+        'Original Traceback (most recent call last):\n  File "/job/data.py", line 46, in read\n'
+        "    image = cv2.cvtColor(image, 4)\n"
+        "cv2.error: OpenCV(4.10.0) color.cpp:196: error: (-215:Assertion failed) !_src.empty()\n"
+        'Traceback (most recent call last):\n  File "<string>", line 1, in <module>\n'
+        '  File "/envs/a/lib/python3.10/multiprocessing/spawn.py", line 116, in spawn_main\n'
+        "    exitcode = _main(fd, parent_sentinel)\n"
+        "_pickle.UnpicklingError: pickle data was truncated\n"
+    )
+    assert "raised cv2.error: OpenCV(4.10.0)" in found.message
+    assert str(found.location) == "/job/data.py:46"
+
+
+def test_a_signal_that_a_library_caught() -> None:
+    found = one(STEPS + "*** SIGTERM received at time=1755448771 on cpu 72 ***\nPC: @ 0x7fb868\n")
+    assert found.message.endswith("was asked to stop from outside by SIGTERM")
+
+
+def test_what_hydra_could_not_build() -> None:
+    found = one(
+        "Error executing job with overrides: ['mode=train']\n"
+        "Error in call to target 'models.encoder.Encoder':\n"
+        "AttributeError(\"'NoneType' object has no attribute 'values'\")\nfull_key: encoder\n"
+        "Set the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.\n"
+    )
+    assert "could not build models.encoder.Encoder" in found.message
+    assert found.severity.label == "error"
+
+
+def test_writers_of_tensorboard_end_with_their_process() -> None:
+    thread = (
+        '  File "/a/lib/python3.10/threading.py", line 1016, in _bootstrap_inner\n'
+        "    self.run()\n"
+        '  File "/a/lib/python3.10/site-packages/tensorboardX/event_file_writer.py", line 202, in '
+        "run\n    data = self._queue.get(True, queue_wait_duration)\nOSError: handle is closed\n"
+    )
+    head = "Traceback (most recent call last):\n"
+    two = "Exception in thread Thread-1:\nException in thread Thread-3:\n\nEnd training....\n"
+    found = one(STEPS + two + (head + thread) * 2)
+    assert found.severity.label == "info"
