@@ -6,7 +6,7 @@ import pytest
 
 from ddpdoctor.failures.log import read
 from ddpdoctor.failures.verdict import findings
-from tests.log_lines import BANNER, FAILED, STEPS, SUMMARY, one, timeouts
+from tests.log_lines import BANNER, CANCELLED, FAILED, STEPS, SUMMARY, one, timeouts
 
 LEAVES = (
     "1: W0403 16:15:06.176000 53 torch/distributed/elastic/rendezvous/dynamic_rendezvous.py:1331] "
@@ -208,3 +208,24 @@ def test_two_starts_that_fail_on_different_errors_are_two_runs() -> None:
     )
     assert found.message.endswith("raised ModuleNotFoundError: No module named 'data'")
     assert any("raised SyntaxError" in each for each in found.evidence)
+
+
+def test_steps_that_are_indented_and_bars_are_work_of_the_next_run() -> None:
+    start = ">>>>start training : forecast_step_a\ntrain 17645\nnext learning rate is 0.0005\n"
+    ctrl_c = (
+        'Traceback (most recent call last):\n  File "/job/train.py", line 13, in <module>\n'
+        "    train()\nKeyboardInterrupt\n"
+    )
+    steps = "".join(f"\titers: {step}00, epoch: 1 | loss: 0.2\n" for step in range(8))
+    bars = "".join(
+        f"\r  0%|          | {step}/920 [00:14<3:45:21, 14.71s/it]" for step in range(400)
+    )
+    for work in (steps, bars + "\n"):
+        assert one(start + work + ctrl_c + start + work).severity.label == "info"
+        assert one(start + work + ctrl_c + work).severity.label == "error"
+
+
+def test_what_comes_long_after_an_end_is_of_another_run() -> None:
+    closing = "wandb: Synced 6 W&B file(s), 0 media file(s) and 0 other file(s)\n"
+    found = one(STEPS + CANCELLED + "  _warn_prf(average, modifier)\n" * 1_100 + closing * 20)
+    assert found.severity.label == "info"

@@ -38,6 +38,9 @@ _BEGINNING = 20
 _FOLLOWS = 300
 """Lines behind a launcher's end that are read for it."""
 
+_MANY = 1_000
+"""Lines behind an end that are of a later run, whatever they are."""
+
 _HELD_BACK = 1 << 14
 """Bytes that Python's stdout may hold back until its process ends, if it is no terminal."""
 
@@ -97,7 +100,6 @@ class LogReader:
         self._end: Sighting | None = None
         """What ended a process last, while it is open whether another run follows."""
         self._work = Counter[str]()
-        self._behind = 0
         self._head: frozenset[str] = frozenset()
         """What the log begins with, as each run of its job does."""
         self._begins = False
@@ -144,8 +146,8 @@ class LogReader:
             for text in list(self._past)[-after:] if after > 0 else ():
                 self._went_on(split_line(text))
         found = corrected(sorted(self._sightings, key=lambda each: each.order))
-        ends = (each.last for each in found if each.final or each.uncaught)
-        next_ = self._number if self._goes_on(max(ends, default=0)) else 0
+        end = max((each.last for each in found if each.final or each.uncaught), default=0)
+        next_ = self._number if self._number > end + _MANY or self._goes_on(end) else 0
         size = self._offset
         for each in reversed(found):
             held_back = each.traceback and size - each.order[1] - len(each.traceback) < _HELD_BACK
@@ -252,7 +254,7 @@ class LogReader:
             )
         elif not belongs:
             self._went_on(line)
-            self._works(line)
+            self._works(line.text, number)
         if text.strip():
             self._past.append(text)
         return belongs or known is not None
@@ -271,23 +273,23 @@ class LogReader:
                 each.lines_after = -1
         self._undecided = [each for each in self._undecided if each.lines_after >= 0]
 
-    def _works(self, line: Line) -> None:
+    def _works(self, text: str, number: int) -> None:
         """A plain line behind an end: steps look alike, closing words do not.
 
         Behind a rank's exception the lines that stdout held back come out, too: it takes the
-        beginning of another run.
+        beginning of another run. So it does for progress bars, of which other ranks draw a few.
         """
         if self._end is None:
             return
-        self._behind += 1
-        shape = _shape(line.text)
+        shape = _shape(text)
         self._begins = self._begins or shape in self._head
-        if _is_plain(line.text) and _PROGRESS.search(line.text):
+        at_work = _is_plain(text) and _PROGRESS.search(text)
+        if at_work or (self._begins and _is_step(text)):
             self._work[shape] += 1
             is_work = self._work[shape] >= AT_WORK
             held_back = self._end.traceback and not _UNSTARTED.search(self._end.traceback)
             self._end.followed = is_work and (self._begins or not held_back)
-        if self._end.followed or self._behind > _FOLLOWS:
+        if self._end.followed or number > self._end.last + _FOLLOWS:
             self._end = None
 
     def _exception(self, printed: Printed) -> None:
@@ -322,7 +324,7 @@ class LogReader:
         self._sightings.append(sighting)
         alone = sighting.uncaught and sighting.rank is None
         if alone or (sighting.weight == Weight.WRAPPER and sighting.final):
-            self._end, self._behind, self._begins = sighting, 0, False
+            self._end, self._begins = sighting, False
             self._work.clear()
         if (
             not decided
@@ -392,7 +394,7 @@ def _shapes(data: bytes) -> frozenset[str]:
         ends = (number for number, text in enumerate(lines, 1) if kind_of(text) is Kind.EXCEPTION)
         lines = lines[next(ends, most) :]
     begin = lines[:_BEGINNING]
-    start = takewhile(lambda text: HEAD not in text and not _PROGRESS.search(text), begin)
+    start = takewhile(lambda text: HEAD not in text and not _STEP.search(text), begin)
     return frozenset(_shape(text) for text in start if _WORDS.search(text))
 
 
