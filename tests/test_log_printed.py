@@ -150,3 +150,17 @@ def test_writers_of_tensorboard_end_with_their_process() -> None:
     two = "Exception in thread Thread-1:\nException in thread Thread-3:\n\nEnd training....\n"
     found = one(STEPS + two + (head + thread) * 2)
     assert found.severity.label == "info"
+
+
+def test_a_warning_by_itself_ends_no_job() -> None:
+    """CUDA is not there then, and the job goes on without it."""
+    found = one(
+        "/a/lib/python3.12/site-packages/torch/cuda/__init__.py:141: UserWarning: CUDA "
+        "initialization: The NVIDIA driver on your system is too old (found version 11040). Please "
+        "update your GPU driver.\n  return torch._C._cuda_getDeviceCount() > 0\n"
+    )
+    assert (found.code, found.severity.label) == ("DDP209", "info")
+
+
+def test_what_somebody_types_after_the_job_is_none_of_it() -> None:
+    assert not findings(read("job.log", [f"{STEPS}-bash: capture: command not found\n".encode()]))

@@ -74,7 +74,11 @@ def _caught(sightings: Sequence[Sighting]) -> list[Finding]:
         for each in sightings
         if each.traceback and (each.weight >= Weight.CONSEQUENCE or each.ignored)
     ]
-    warned = [each for each in sightings if each.weight >= Weight.CONSEQUENCE and each.is_warning]
+    warned = [
+        each
+        for each in sightings
+        if each.weight >= Weight.CONSEQUENCE and (each.is_warning or each.warned)
+    ]
     return [
         replace(
             _verdict([each], True, [each]),
@@ -97,7 +101,9 @@ def _candidates(sightings: Sequence[Sighting]) -> tuple[list[Sighting], bool]:
     """What may be the cause, the first in time first, and whether it is known to be one."""
     sightings = _without_yielding(sightings)
     if not any(
-        each.weight >= Weight.REMARK and not each.is_warning and (each.final or each.uncaught)
+        each.weight >= Weight.REMARK
+        and not (each.is_warning or each.warned)
+        and (each.final or each.uncaught)
         for each in sightings
     ):
         return [], False

@@ -103,7 +103,7 @@ FAILURES = (
     Failure(
         # A shell goes on after it: what the job says later is nearer.
         Known("DDP960", "shell-command-not-found", Weight.GENERIC, "bash"),
-        r"(?:bash|: line \d+): (?:line \d+: )?(?P<shell>\S+): command not found",
+        r"(?:(?<!-)\bbash|: line \d+): (?:line \d+: )?(?P<shell>\S+): command not found",
         says="could not start: there is no such program ({shell})",
         fix="Activate the environment inside the task on every node (module load, conda, the "
         "container), and give the program's full path.",
