@@ -6,21 +6,23 @@ import functools
 import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from itertools import takewhile
 
 from ddpdoctor.core.opening import whole
 from ddpdoctor.failures import Failure, Weight, recognise
 from ddpdoctor.failures.anchors import Scan, candidates
-from ddpdoctor.failures.lines import HEAD, clean, rank_of_file, segments, time_of
+from ddpdoctor.failures.lines import clean, rank_of_file, segments, time_of
 from ddpdoctor.failures.prefixes import Line, split_line
-from ddpdoctor.failures.sightings import ALIKE, NUMBER, STATUS, Sighting, corrected
-from ddpdoctor.failures.tracebacks import (
-    SUMMARY_RANK,
-    Kind,
-    Printed,
-    Tracebacks,
-    kind_of,
-    says_more,
+from ddpdoctor.failures.printed import Printed, says_more
+from ddpdoctor.failures.sightings import STATUS, Sighting, corrected
+from ddpdoctor.failures.tracebacks import SUMMARY_RANK, Tracebacks
+from ddpdoctor.failures.work import (
+    COMPLAINT,
+    PROGRESS,
+    WORDS,
+    beginning_of,
+    is_plain,
+    is_step,
+    shape_of,
 )
 
 WENT_ON = 3
@@ -31,9 +33,6 @@ PATIENCE = 3_000
 
 AT_WORK = 5
 """Plain lines that differ in their numbers alone, by which a job is known to be at work."""
-
-_BEGINNING = 20
-"""Lines at the beginning of a log that are compared with those behind an end."""
 
 _FOLLOWS = 300
 """Lines behind a launcher's end that are read for it."""
@@ -59,22 +58,6 @@ _UNSTARTED = re.compile(r", in _initialize_workers$", re.MULTILINE)
 """In the traceback of a launcher that did not start its ranks."""
 
 _LOCAL_RANK = re.compile(r"local_rank: (\d+)")
-_NEUTRAL = re.compile(r"^\s|^$|^[=\-]{4}|^\s*[|+*]|^\.\.\.|^\[\d+\]:$")
-"""What a job at work prints as well as one that ends: of tables and of frames."""
-
-_COMPLAINT = re.compile(
-    r"[Ee]rror|[Ww]arn|[Ff]ailed|[Ff]ailure|Traceback|Exception|terminate called|srun|slurm"
-    r"|destroy_process_group|resource_tracker|[Kk]illed|[Aa]bort|core dumped"
-    r"|Root Cause|FAILED|^\[?[IWEF](?:\d{3,4} | \S+\.cpp)|SIG[A-Z]{3}"
-    r"|^wandb: |HYDRA_FULL_ERROR"
-    r"|exited|Current thread|frame #|leaked|^<NO_OTHER|^Failures:|^terminate"
-)
-"""What is written where a job ends, beside what a healthy one writes."""
-
-_PROGRESS = re.compile(r"(?i)step|epoch|iter|loss|\bit/s|\bs/it|\d/\d+ ")
-_STEP = re.compile(r"(?i)\b(?:step|epoch|iter\w*)\W{1,3}\d|\d/\d+ .*\d\s?(?:it/s|s/it)")
-_WORDS = re.compile(r"[A-Za-z]{3}")
-
 _REPORTED = re.compile(
     r"^(?:[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Warning)\b|\s*what\(\)|terminate called"
     r"|slurmstepd|srun:|ERROR:|\s*exitcode\s*:|\[?[IWEF](?:\d{3,4} | \S+\.cpp)|\[Rank \d)"
@@ -123,7 +106,7 @@ class LogReader:
         while start < end:
             is_head = self._offset < _ENDS
             if not self._offset:
-                self._head = _shapes(data[:_ENDS])
+                self._head = beginning_of(data[:_ENDS])
             stop = data.find(b"\n", start + (_ENDS if is_head else _BLOCK), end) + 1 or end
             self._block(data[start:stop], is_end=is_head)
             start = stop
@@ -136,7 +119,7 @@ class LogReader:
     def close(self) -> list[Sighting]:
         """All that was found, in the order of the lines, once the log is at its end."""
         if self._rest:
-            self._head = self._head or _shapes(self._rest[:_ENDS])
+            self._head = self._head or beginning_of(self._rest[:_ENDS])
             self._block(self._rest.removesuffix(b"\n") + b"\n", is_end=True)
             self._rest = b""
         for printed in self._tracebacks.rest():
@@ -164,8 +147,8 @@ class LogReader:
         past = list(self._past)
         behind = past[max(0, len(past) - (self._number - end - 1)) :]
         last = [split_line(each).text for each in behind]
-        plain = sum(_is_plain(each) or _is_step(each) for each in last)
-        complaints = sum(_COMPLAINT.search(each) is not None for each in last)
+        plain = sum(is_plain(each) or is_step(each) for each in last)
+        complaints = sum(COMPLAINT.search(each) is not None for each in last)
         return plain > complaints or not complaints
 
     def _block(self, block: bytes, is_end: bool) -> None:
@@ -261,7 +244,7 @@ class LogReader:
 
     def _went_on(self, line: Line) -> None:
         """A line that no failure prints: enough of them, and what was seen was caught."""
-        plain = _is_plain(line.text) and not says_more(line.text)
+        plain = is_plain(line.text) and not says_more(line.text)
         for each in self._undecided:
             each.lines_after += 1
             # A line without a rank may be anybody's, but not if others have theirs.
@@ -281,10 +264,10 @@ class LogReader:
         """
         if self._end is None:
             return
-        shape = _shape(text)
+        shape = shape_of(text)
         self._begins = self._begins or shape in self._head
-        at_work = _is_plain(text) and _PROGRESS.search(text)
-        if at_work or (self._begins and _is_step(text)):
+        at_work = is_plain(text) and PROGRESS.search(text)
+        if at_work or (self._begins and is_step(text)):
             self._work[shape] += 1
             is_work = self._work[shape] >= AT_WORK
             held_back = self._end.traceback and not _UNSTARTED.search(self._end.traceback)
@@ -343,7 +326,7 @@ class LogReader:
         """The last of the lines before this one that is the job's own word about what it does."""
         for each in reversed(self._past):
             text = split_line(each).text.strip()
-            if _WORDS.search(text) and _is_plain(text) and recognise(text) is None:
+            if WORDS.search(text) and is_plain(text) and recognise(text) is None:
                 return text
         return ""
 
@@ -367,35 +350,6 @@ def read(source: str, chunks: Iterable[bytes], place: int = 0) -> list[Sighting]
     for chunk in chunks:
         reader.feed(chunk)
     return reader.close()
-
-
-def _is_plain(text: str) -> bool:
-    """Whether a line reports no failure, and is none of a frame or a table."""
-    return _NEUTRAL.search(text) is None and _COMPLAINT.search(text) is None
-
-
-def _is_step(text: str) -> bool:
-    """Whether a line says how far a job has come."""
-    return _STEP.search(text) is not None and _COMPLAINT.search(text) is None
-
-
-def _shape(text: str) -> str:
-    return NUMBER.sub("", text)[:ALIKE]
-
-
-def _shapes(data: bytes) -> frozenset[str]:
-    """The shapes of the lines that a log begins with, up to its first step or exception.
-
-    If it begins with an exception, those behind that.
-    """
-    most = 3 * _BEGINNING
-    lines = [split_line(clean(raw)).text for raw in data.split(b"\n", most)[:most]]
-    if HEAD in lines[0]:
-        ends = (number for number, text in enumerate(lines, 1) if kind_of(text) is Kind.EXCEPTION)
-        lines = lines[next(ends, most) :]
-    begin = lines[:_BEGINNING]
-    start = takewhile(lambda text: HEAD not in text and not _STEP.search(text), begin)
-    return frozenset(_shape(text) for text in start if _WORDS.search(text))
 
 
 @functools.cache

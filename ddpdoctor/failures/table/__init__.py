@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from ddpdoctor.failures.model import Failure
 from ddpdoctor.failures.table import (
+    checkpoints,
     cuda,
     endings,
     frameworks,
@@ -31,6 +32,7 @@ TABLE: tuple[Failure, ...] = (
     *cuda.FAILURES,
     *network.FAILURES,
     *script.FAILURES,
+    *checkpoints.FAILURES,
     *frameworks.FAILURES,
     *scheduling.FAILURES,
     *endings.FAILURES,
