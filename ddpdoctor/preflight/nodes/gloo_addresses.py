@@ -6,7 +6,13 @@ from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, finding, judged, typed
-from ddpdoctor.preflight.nodes.judging import across_nodes, bad_ways, interface, short_of_files
+from ddpdoctor.preflight.nodes.judging import (
+    across_nodes,
+    bad_ways,
+    interface,
+    short_of_files,
+    with_address,
+)
 from ddpdoctor.preflight.protocol.addresses import gloo_dials, is_loopback
 from ddpdoctor.preflight.protocol.meet import Meeting
 
@@ -101,11 +107,7 @@ def _closed(meeting: Meeting, kind: str) -> dict[int, list[int]]:
 def _not_reached(
     meeting: Meeting, index: int, library: str, address: str, why: str, by: list[int]
 ) -> Finding:
-    same = [
-        other
-        for other in range(len(meeting.nodes))
-        if other != index and interface(meeting, other, address)[0]
-    ]
+    same = with_address(meeting, index, address)
     called = interface(meeting, index, address)[0]
     return _wrong(
         meeting,

@@ -169,6 +169,16 @@ def translated(meeting: Meeting, index: int) -> tuple[str, ...]:
     return () if is_loopback(node.address) or node.address in own else own
 
 
+def with_address(meeting: Meeting, index: int, address: str) -> list[int]:
+    """The other machines that have a node's address as well, as they report."""
+    return [
+        other
+        for other, node in enumerate(meeting.nodes)
+        if node.facts.machine != meeting.nodes[index].facts.machine
+        and interface(meeting, other, address)[0]
+    ]
+
+
 def bad_ways(meeting: Meeting, kind: str) -> dict[Way, Dialled]:
     """The ways that failed twice at the addresses of a kind, with what is known of each."""
     return {(i, j): result for i, j, of, result in meeting.report.bad if of == kind}

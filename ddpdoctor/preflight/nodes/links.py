@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import Outcome, failure, finding, judged, typed, warning
 from ddpdoctor.preflight.command_lines import let_through
+from ddpdoctor.preflight.machine import own_address
 from ddpdoctor.preflight.nodes.judging import (
     Blame,
     Way,
@@ -17,6 +18,7 @@ from ddpdoctor.preflight.nodes.judging import (
     interface,
     short_of_files,
     translated,
+    with_address,
 )
 from ddpdoctor.preflight.protocol.addresses import gloo_dials
 from ddpdoctor.preflight.protocol.meet import Meeting
@@ -80,9 +82,9 @@ def links(meeting: Meeting) -> Outcome:
 
     When it stays silent
         If every ordered pair of nodes exchanged 64 KiB. Packets that are too large for the path are
-        DDP054. A node that may open no more files is named as such, and its connections are not
-        judged. It is a warning only where no node has a GPU and gloo does not connect in that
-        direction.
+        DDP054. Where two machines have one address, that is named, and no firewall is blamed. A
+        node that may open no more files is named as such, and its connections are not judged. It is
+        a warning only where no node has a GPU and gloo does not connect in that direction.
     """
     bad = bad_ways(meeting, "route")
     failed = {way: result for way, result in bad.items() if result.outcome not in STALLS}
@@ -117,7 +119,10 @@ def _out_of_files(meeting: Meeting, node: int, untested: Collection[Way]) -> Fin
 
 
 def _findings(meeting: Meeting, failed: dict[Way, Dialled], ways: list[Way]) -> Iterator[Finding]:
-    blames = blame(failed, ways)
+    doubled = {way for way in failed if _twins(meeting, way[1])}
+    yield from _doubled(meeting, {target for _, target in doubled})
+    failed = {way: result for way, result in failed.items() if way not in doubled}
+    blames = blame(failed, [way for way in ways if way not in doubled])
     single = [each for each in blames if each.kind in ("way", "between")]
     for each in blames:
         if each in single[MOST_WAYS:]:
@@ -155,6 +160,24 @@ def _findings(meeting: Meeting, failed: dict[Way, Dialled], ways: list[Way]) -> 
             f"these, on {meeting.host(more[0].node)}:",
             paste=_paste(meeting, more[0]),
             about="more ways",
+        )
+
+
+def _twins(meeting: Meeting, index: int) -> list[int]:
+    return with_address(meeting, index, meeting.nodes[index].address)
+
+
+def _doubled(meeting: Meeting, nodes: Collection[int]) -> Iterator[Finding]:
+    """Addresses that several machines have: what is sent to one arrives at another."""
+    for address in sorted({meeting.nodes[node].address for node in nodes}):
+        node = next(each for each in sorted(nodes) if meeting.nodes[each].address == address)
+        holders = sorted({node, *_twins(meeting, node)})
+        yield failure(
+            f"{' and '.join(map(meeting.name, holders))} have the same address, {address}: what is "
+            "sent to one arrives at the other",
+            fix=own_address.FIX,
+            paste=typed(own_address.PASTE, interface(meeting, node)[0] or "eth0"),
+            about=f"address {address}",
         )
 
 

@@ -142,10 +142,9 @@ def _wrong(rank: int, world: int) -> str:
 def _staged(order: Order, ends: float, report: Callable[[dict[str, Any]], None]) -> None:
     """All ranks of each node, then pairs of nodes in log2(n) rounds, then all ranks.
 
-    By the backend that ``order["stages"]`` names: NCCL on GPUs, or gloo on the CPU.
-
-    All has to be over at the monotonic time ``ends``; ``report`` gets what is known whenever it is
-    more: ``stages`` that ended, ``doing`` the one that has not, ``untested``, ``ok`` in the end.
+    By the backend that ``order["stages"]`` names: NCCL on GPUs, or gloo on the CPU. All has to be
+    over at the monotonic time ``ends``; ``report`` gets what is known whenever it is more:
+    ``stages`` that ended, ``doing`` the one that has not, ``untested``, ``ok`` in the end.
     """
     import torch
     import torch.distributed as dist
