@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ddpdoctor.failures.log import read
 from ddpdoctor.failures.verdict import findings
-from tests.log_lines import BANNER, STEPS, one
+from tests.log_lines import BANNER, STEPS, one, timeouts
 
 REPORT = """torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 ============================================================
@@ -164,3 +164,29 @@ def test_a_warning_by_itself_ends_no_job() -> None:
 
 def test_what_somebody_types_after_the_job_is_none_of_it() -> None:
     assert not findings(read("job.log", [f"{STEPS}-bash: capture: command not found\n".encode()]))
+
+
+def test_what_a_cluster_prints_after_a_job_is_none_of_its_work() -> None:
+    found = one(
+        STEPS + "\r 20%|##  | 166/827 [11:07<46:47,  4.25s/it]slurmstepd: error: *** JOB 4711 ON "
+        "n3 CANCELLED AT 2025-12-24T20:29:34 DUE TO TIME LIMIT ***\nscontrol show job 4711\n"
+        "JobId=4711 JobName=train.sh\nUserId=ann(3122343) GroupId=ann(3122343)\nPriority=146779\n"
+    )
+    assert "time limit is reached" in found.message and found.severity.label == "error"
+
+
+def test_time_outs_come_long_after_the_exception_of_another_rank() -> None:
+    raised = (
+        '[rank6]: Traceback (most recent call last):\n[rank6]:   File "/job/a.py", line 5, in b\n'
+        "[rank6]: StopIteration\n"
+    )
+    found = one(raised + "".join(f"n{n}: note\n" for n in range(250)) + timeouts(r5=(9, "A", 1)))
+    assert found.message == "rank 6 raised StopIteration"
+
+
+def test_an_exception_that_a_hook_hides_is_no_silence() -> None:
+    found = one(
+        STEPS + 'Error in sys.excepthook:\nTraceback (most recent call last):\n  File "/job/x.py", '
+        "line 81, in hook\n    finish()\n"
+    )
+    assert found.severity.label == "error"

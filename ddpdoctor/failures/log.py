@@ -13,6 +13,7 @@ from ddpdoctor.failures.anchors import Scan, candidates
 from ddpdoctor.failures.lines import clean, rank_of_file, segments, time_of
 from ddpdoctor.failures.prefixes import Line, split_line
 from ddpdoctor.failures.printed import Printed, says_more
+from ddpdoctor.failures.runs import ENDED
 from ddpdoctor.failures.sightings import STATUS, Sighting, corrected
 from ddpdoctor.failures.tracebacks import SUMMARY_RANK, Tracebacks
 from ddpdoctor.failures.work import (
@@ -131,12 +132,16 @@ class LogReader:
         found = corrected(sorted(self._sightings, key=lambda each: each.order))
         end = max((each.last for each in found if each.final or each.uncaught), default=0)
         next_ = self._number if self._number > end + _MANY or self._goes_on(end) else 0
-        size = self._offset
+        size, is_last = self._offset, True
         for each in reversed(found):
             held_back = each.traceback and size - each.order[1] - len(each.traceback) < _HELD_BACK
             each.behind = 0 if held_back else max(0, next_ - each.last - 1)
+            of_rank = each.rank is not None and each.weight not in ENDED
+            if of_rank and not is_last and each.behind < _MANY:
+                # The other ranks of its run end long after it.
+                each.behind = 0
             if each.final or each.uncaught:
-                next_, size = each.line, each.order[1]
+                next_, size, is_last = each.line, each.order[1], False
         return found
 
     def _goes_on(self, end: int) -> bool:
@@ -312,7 +317,7 @@ class LogReader:
         if (
             not decided
             and sighting.final
-            and sighting.weight != Weight.STOPPED
+            and sighting.weight not in (Weight.STOPPED, Weight.DECISIVE)
             and (
                 sighting.weight >= Weight.BARE
                 or sighting.weight == Weight.REMARK

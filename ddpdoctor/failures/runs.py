@@ -17,7 +17,7 @@ from itertools import takewhile
 from ddpdoctor.failures.model import Weight
 from ddpdoctor.failures.sightings import Sighting
 
-_ENDED = (Weight.WRAPPER, Weight.STOPPED, Weight.GENERIC, Weight.DECISIVE)
+ENDED = (Weight.WRAPPER, Weight.STOPPED, Weight.GENERIC, Weight.DECISIVE)
 """What is said where a run ends: by its launcher, a scheduler, or the system."""
 
 _SUMMARY = re.compile(r"exitcode\s*: -?\d+ \(pid: (\d+)\)")
@@ -108,7 +108,7 @@ class _Log:
         if pid:
             self._pids[each.rank] = pid
             self._named = len(run)
-        reported = each.weight in _ENDED and each.final
+        reported = each.weight in ENDED and each.final
         if reported or each.uncaught:
             self._over = True
             self._ended = len(run)

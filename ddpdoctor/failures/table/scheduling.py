@@ -81,13 +81,15 @@ FAILURES = (
     Failure(
         Known("DDP960", "command-not-found", Weight.CAUSE, "Slurm, shells, containers"),
         r"execve\(\): (?P<command>\S+): (?P<why>[^\n]{1,60})|executable file not found in \$PATH|can't open file '(?P<file>[^'\n]{1,120})': \[Errno 2\]"
-        r"|env: (?P<env>\S+): No such file or directory",
-        says="could not start: there is no such program or script[ ({command})][ ({file})]",
+        r"|env: (?P<env>\S+): No such file or directory"
+        r"|Error while finding module specification for '(?P<module>[^'\n]{1,120})'",
+        says="could not start: there is no such program or script[ ({command})][ ({file})][ ({module})]",
         fix="Activate the environment inside the task on every node (module load, conda, the "
         "container), and give the script's full path.",
         examples=(
             "slurmstepd: error: execve(): python: No such file or directory",
             "python: can't open file '/home/me/trian.py': [Errno 2] No such file or directory",
+            "/opt/venv/bin/python: Error while finding module specification for 'bench.run' (ModuleNotFoundError: No module named 'bench')",
         ),
         page=Page(
             "The program of the job does not exist on a node.",

@@ -107,7 +107,7 @@ FAILURES = (
         r"(?<![\w/.=-])(?:ERROR|FATAL|CRITICAL\b(?=[^\n]{0,200}(?:rror|ail|annot|nable|not |bort|xception))|Fatal error|fatal error|PANIC|panic)\b(?!\s*[=:]?\s*[\d.]+\b)"
         r"|(?:^|\s)(?:\w+\.)*[A-Z]\w+(?:Error|Exception): \S|^[Ee]rror: \S|(?:srun|slurmstepd|sbatch): error: |core dumped"
         r"|terminate called after throwing|^\s*what\(\):|Fatal Python error"
-        r"|^(?:\w+\.)*[A-Z]\w*(?:Error|Exception)\(['\"]|^Error executing job|Lmod has detected the foll",
+        r"|^(?:\w+\.)*[A-Z]\w*(?:Error|Exception)\(['\"]|^Error executing job|^Error in sys\.excepthook|Lmod has detected the foll",
         says="failed",
         fix="Collect the whole output of every rank, " + _OWN_LOG[0].lower() + _OWN_LOG[1:],
         # What TensorFlow, pip, NCCL's plugins and others print in healthy jobs, too.
