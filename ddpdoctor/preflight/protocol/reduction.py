@@ -23,7 +23,6 @@ Order = dict[str, Any]
 
 ELEMENTS = 2**16
 """Of each all_reduce; 512 KiB of float64."""
-
 WRONG_SUM, WRONG_VALUES = "all_reduce gave a wrong sum", "broadcast gave wrong values"
 
 BANDWIDTH_ELEMENTS = {"nccl": (2**20, 2**24), "gloo": (2**16, 2**20, 2**22)}
