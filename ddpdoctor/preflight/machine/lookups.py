@@ -41,15 +41,17 @@ class Lookup:
 
 def lookup(name: str, limit: float = LIMIT) -> Lookup:
     """Resolve a name as the C library does, IPv4 and IPv6; one that looks slow twice."""
-    found = _once(name, limit)
+    found = resolve(name, limit)
     if found.addresses and found.seconds > SLOW:
         # Other work makes a lookup slow once; a name server does each time.
-        again = _once(name, limit)
+        again = resolve(name, limit)
         found = min(found, again, key=lambda each: (not each.addresses, each.seconds))
     return found
 
 
-def _once(name: str, limit: float) -> Lookup:
+def resolve(name: str, limit: float = LIMIT) -> Lookup:
+    """Resolve a name as the C library does, IPv4 and IPv6, once: its time is not to be judged."""
+
     def ask() -> tuple[list[str], str, float]:
         began, before = time.monotonic(), waited_for_core()
         problem, addresses = "", []

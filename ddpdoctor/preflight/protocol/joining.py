@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ddpdoctor.preflight.machine.lookups import lookup
+from ddpdoctor.preflight.machine.lookups import resolve
 from ddpdoctor.preflight.protocol.caller import FINAL, Call, CallError, Kind, Problem, call_once
 from ddpdoctor.preflight.protocol.connecting import ConnectError, connect
 from ddpdoctor.preflight.protocol.echo import echoes
@@ -116,7 +116,7 @@ async def call_any(goal: Goal) -> Call:
     Raises:
         CallError: It was not reached; about the address that got furthest.
     """
-    found = await asyncio.get_running_loop().run_in_executor(None, lookup, goal.host)
+    found = await asyncio.get_running_loop().run_in_executor(None, resolve, goal.host)
     problems = []
     for address in found.addresses:
         try:

@@ -18,7 +18,7 @@ from typing import Any
 
 from ddpdoctor.preflight.machine import container
 from ddpdoctor.preflight.machine.interfaces import interfaces
-from ddpdoctor.preflight.machine.lookups import lookup
+from ddpdoctor.preflight.machine.lookups import resolve
 from ddpdoctor.preflight.place import Seat, seat
 from ddpdoctor.preflight.protocol import caller, coordinator
 from ddpdoctor.preflight.protocol.addresses import is_local, mine
@@ -223,7 +223,7 @@ class Participant:
             return Meeting(self.seat, problem=Problem("unresolved"))
         if is_local(self.seat.host):
             self.gather_until = min(self.gather_until, time.monotonic() + LOCAL_LIMIT)
-        addresses = (await asyncio.to_thread(lookup, self.seat.host)).addresses
+        addresses = (await asyncio.to_thread(resolve, self.seat.host)).addresses
         at_home = mine(addresses, self.situation.shared(interfaces))
         if self.seat.rank == 0 or (self.seat.rank is None and at_home):
             return await self._coordinate(at_home, addresses)
