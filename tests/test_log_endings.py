@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from ddpdoctor.core.finding import Severity
 from ddpdoctor.failures.log import read
 from ddpdoctor.failures.verdict import findings
-from tests.log_lines import one
+from tests.log_lines import FAILED, STEPS, one
 
 OUT_OF_MEMORY = (
     'Traceback (most recent call last):\n  File "/job/train.py", line 9, in <module>\n'
@@ -44,3 +45,52 @@ def test_an_exception_of_a_spawned_process_ends_the_run() -> None:
     (found,) = findings(read("job.log", [f"{log}{steps}{OUT_OF_MEMORY}".encode()]))
     assert found.code == "DDP928"
     assert "in an earlier run" in found.evidence[-1]
+
+
+LEAKED = (
+    "/usr/lib/python3.10/multiprocessing/resource_tracker.py:224: UserWarning: resource_tracker: "
+    "There appear to be 6 leaked semaphore objects to clean up at shutdown\n"
+    "  warnings.warn('resource_tracker: There appear to be %d '\n"
+)
+
+
+def test_what_a_killed_process_left_behind_is_worth_a_word() -> None:
+    found = one(STEPS + LEAKED)
+    assert (found.code, found.severity) == ("DDP902", Severity.INFO)
+
+
+def test_what_an_earlier_process_left_behind_is_not() -> None:
+    assert findings(read("job.log", [(STEPS + LEAKED + STEPS).encode()])) == []
+
+
+def test_what_was_left_behind_by_an_exception_is_explained() -> None:
+    found = one(STEPS + FAILED.format("no data") + LEAKED)
+    assert "ValueError: no data" in found.message
+
+
+def test_an_error_of_mpi_comes_before_the_signal_that_follows() -> None:
+    found = one(
+        STEPS + "[node3:4711] *** An error occurred in MPI_Allreduce\n"
+        "[node3:4711] *** reported by process [123,1]\n"
+        "[node3:4711] *** on communicator MPI_COMM_WORLD\n"
+        "[node3:4711] *** MPI_ERR_OTHER: known error not in list\n"
+        "[node3:4711] *** MPI_ERRORS_ARE_FATAL (processes in this communicator will now abort,\n"
+        "[node3:4711] ***    and potentially your MPI job)\n"
+        "srun: error: node3: task 5: Killed\n"
+    )
+    assert "MPI_Allreduce" in found.message
+
+
+def test_what_detectron2_raises_again_ended_each_of_two_tries() -> None:
+    tried = (
+        "".join(f"[01/12 10:22:33 d2.utils.events]: iter: {step}  loss: 0.5\n" for step in range(9))
+        + "[01/12 10:22:40 d2.engine.train_loop]: Exception during training:\n"
+        "Traceback (most recent call last):\n"
+        '  File "/job/train_loop.py", line 149, in train\n    self.run_step()\n'
+        "KeyError: 'masks'\n"
+        "[01/12 10:22:40 d2.engine.hooks]: Overall training speed: 20 iterations in 0:00:10\n"
+        "[01/12 10:22:40 d2.engine.hooks]: Total training time: 0:00:10 (0:00:00 on hooks)\n"
+    )
+    settings = "".join(f"  SETTING_{n}: {'abcdefgh'[n % 8] * 9}\n" for n in range(600))
+    found = findings(read("job.log", [(settings + tried + settings + tried).encode()]))
+    assert found[0].severity == Severity.ERROR and "KeyError" in found[0].message

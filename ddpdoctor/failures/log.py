@@ -322,6 +322,7 @@ class LogReader:
                 sighting.weight >= Weight.BARE
                 or sighting.weight == Weight.REMARK
                 or sighting.traceback
+                or (sighting.failure is not None and sighting.failure.known.name == "left-behind")
             )
             and not STATUS.search(sighting.text)
         ):

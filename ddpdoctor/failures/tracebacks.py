@@ -28,6 +28,8 @@ SUMMARY_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
 _SPAWNED = re.compile(r"-- Process (\d+) terminated with the following error:")
 _IGNORED = re.compile(r"Exception ignored in|Error in atexit")
 _IN_THREAD = re.compile(r"^Exception in thread ")
+_RAISED_AGAIN = re.compile(r"Exception during training:$")
+"""What detectron2 and fvcore log before they raise an exception again."""
 
 
 def _frames(lines: Iterable[str]) -> list[str]:
@@ -112,7 +114,7 @@ class Tracebacks:
             prefix=_INDENTED if reported else shape(prefix) if prefix else None,
             ignored=any(_IGNORED.search(text) for text in above),
             in_thread=any(_IN_THREAD.match(text) for text in above),
-            reported=reported,
+            reported=reported or any(_RAISED_AGAIN.search(text) for text in above),
         )
         under_way.append(new)
         return True, ended

@@ -32,10 +32,13 @@ def findings(sightings: Sequence[Sighting]) -> list[Finding]:
     runs = split(sightings)
     notes: dict[str, Finding] = {}
     for each in runs.last:
-        if each.failure is not None and each.weight == Weight.NOTE:
-            notes.setdefault(each.failure.code, _note(each, each.failure))
+        if each.failure is not None and each.weight == Weight.NOTE and each.final:
+            notes.setdefault(_name(each), _note(each, each.failure))
     found = _of_run(runs.last)
     failed = any(each.severity == Severity.ERROR for each in found)
+    if found:
+        # Why the processes did not clean up is known.
+        notes.pop("left-behind", None)
     earlier = [one for each in runs.earlier for one in _earlier(each, runs)]
     if failed:
         said = tuple(f"before: {each.message}" for each in earlier[:_SHOWN])

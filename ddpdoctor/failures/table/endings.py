@@ -151,6 +151,29 @@ FAILURES = (
         fix="Look above for lines of NCCL, gloo or glibc (`what():`) that say why.",
     ),
     Failure(
+        Known("DDP907", "mpi-failed", Weight.GENERIC, "Open MPI, MPICH, Intel MPI"),
+        r"\*\*\* An error occurred in (?P<call>\w+)|Fatal error in P?(?P<raised>MPI_\w+): "
+        r"|MPI_ERRORS_ARE_FATAL",
+        examples=(
+            "[node3:4711] *** An error occurred in MPI_Allreduce",
+            "[node3:4711] *** MPI_ERRORS_ARE_FATAL (processes in this communicator will now abort,",
+            "Fatal error in PMPI_Init_thread: Other MPI error, error stack:",
+        ),
+        says="had MPI fail[ in {call}][ in {raised}], which ends the whole job",
+        fix="The lines around it say why: of UCX or the fabric, that a peer or a link is gone; of "
+        "PMI, that the launcher and the MPI library do not fit (srun --mpi=list).",
+    ),
+    Failure(
+        Known("DDP902", "left-behind", Weight.NOTE, "Python 3.8 to 3.13"),
+        r"resource_tracker: There appear to be \d+ leaked (?P<what>\w+) objects",
+        examples=(
+            "/usr/lib/python3.10/multiprocessing/resource_tracker.py:224: UserWarning: resource_tracker: There appear to be 6 leaked semaphore objects to clean up at shutdown",
+        ),
+        says="ended without cleaning up ({what} objects), as a process that is killed does",
+        fix="If the job was not done: see `dmesg`, the scheduler's record, and who stopped it.",
+        severity=Severity.INFO,
+    ),
+    Failure(
         Known("DDP907", "stopped-by-torchrun", Weight.WRAPPER, "1.13, 2.6, 2.13"),
         r"exitcode\s*: ?-(?:15|2)\b",
         examples=("exitcode  : -15 (pid: 13314)",),
