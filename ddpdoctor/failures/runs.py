@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from ddpdoctor.failures.model import Weight
-from ddpdoctor.failures.sightings import Sighting
+from ddpdoctor.failures.sightings import STATUS, Sighting
 
 ENDED = (Weight.WRAPPER, Weight.STOPPED, Weight.GENERIC, Weight.DECISIVE)
 """What is said where a run ends: by its launcher, a scheduler, or the system."""
@@ -109,7 +109,8 @@ class _Log:
             self._pids[each.rank] = pid
             self._named = len(run)
         reported = each.weight in ENDED and each.final
-        if reported or each.uncaught:
+        named = STATUS.search(each.text) and each.final
+        if reported or named or each.uncaught or _is_refused(each):
             self._over = True
             self._ended = len(run)
         behind = each.behind >= (LATER if reported else MUCH_LATER)
@@ -147,8 +148,13 @@ def _is_raised(each: Sighting) -> bool:
 
 def _is_stillborn(each: Sighting) -> bool:
     """Whether no rank of the run can have come any further."""
-    refused = _is(each, "options-refused") and each.final and "what" in each.groups
-    return refused or (each.uncaught and _STILLBORN.match(each.text) is not None)
+    return _is_refused(each) or (each.uncaught and _STILLBORN.match(each.text) is not None)
+
+
+def _is_refused(each: Sighting) -> bool:
+    """Whether a program or its launcher did not take its options, and ended."""
+    script = _is(each, "options-refused") and "what" in each.groups
+    return each.final and (script or _is(each, "torchrun-too-old"))
 
 
 def _is(each: Sighting, *names: str) -> bool:
