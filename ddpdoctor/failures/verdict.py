@@ -264,13 +264,15 @@ def _as_well(named: Collection[int], first: Sighting) -> Iterator[str]:
 def _of_late(late: Awaited, first: Sighting, failure: Failure, all_: Sequence[Sighting]) -> Finding:
     """A time-out of which it is known for whom the ranks waited."""
     code = "DDP803" if late.differ else failure.code
+    own = [each for each in all_ if each.rank in late.ranks and _name(each) == "nccl-timeout"]
+    seen = dict.fromkeys((*map(_printed, own[:1]), _printed(first)))
     return Finding(
         code=code,
         severity=Severity.ERROR,
         message=f"{_ranks(late.ranks)} likely held the job up: it {late.said}",
         ranks=late.ranks,
         location=first.location,
-        evidence=(_printed(first), *_facts(first, all_)),
+        evidence=(*seen, *_facts(own[0] if own else first, all_)),
         fix="See what it did instead: a branch on the rank, batches of unequal number, a slow save "
         "or evaluation, a crash. `ddpdoctor run` names the line.",
         traceback=first.traceback,
