@@ -32,7 +32,9 @@ def a_rank(records: list[JsonObject], budget: Any = None, **tracker: Any) -> Ran
         add=lambda written: records.append(as_line(written)),
         add_now=lambda written: records.append(as_line(written)),
     )
-    steps: Any = SimpleNamespace(**{"steps": 0, "armed": 0, "epoch": -1, **tracker})
+    steps: Any = SimpleNamespace(
+        **{"steps": 0, "armed": 0, "epoch": -1, "watch": lambda *_: None, **tracker}
+    )
     state = RankState(recorder, steps)
     if budget is not None:
         state.budget = budget

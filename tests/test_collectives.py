@@ -193,7 +193,7 @@ def test_a_call_is_read_with_its_callers(tmp_path: Path) -> None:
 def test_callers_beyond_the_room_leave_the_line(tmp_path: Path) -> None:
     path = str(tmp_path / "ring")
     ring = RingWriter(path)
-    ledger = Ledger(ring)
+    ledger = Ledger(ring, lambda: 0)
     ledger._groups[DEFAULT_GROUP] = _Group("0", ring.text("0|0-1"))
     inner, outer = Site("/job/comm.py", 5), Site("/job/train.py", 9)
     no_group = (None, None, None, None, None, 0)

@@ -5,30 +5,36 @@ from __future__ import annotations
 import _thread
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from ddpdoctor.probe.observers import detail, steps
+from ddpdoctor.probe.observers import detail
 from ddpdoctor.probe.observers.detail import Detail
 from ddpdoctor.probe.observers.steps import StepTracker
-from ddpdoctor.probe.runtime import events
+from ddpdoctor.probe.runtime import events, hot, phases
 from ddpdoctor.probe.runtime.budget import Budget
 from ddpdoctor.probe.runtime.events import Observer
-from ddpdoctor.probe.runtime.sites import NOWHERE, Chain
+from ddpdoctor.probe.runtime.hot import Chain
+from ddpdoctor.probe.runtime.sites import NOWHERE
 from ddpdoctor.run.snapshot import MOST_EXPANDED, Rank
-from ddpdoctor.run.status import Phase
+from ddpdoctor.run.status import PAGE_SIZE, Phase
 from tests.probed import a_rank
 
 MILLISECOND = 1_000_000
 
 
+def a_stopwatch() -> Any:
+    """What counts the time of hooks."""
+    return SimpleNamespace(clocked=False, spent=0)
+
+
 def followed(number: int, step: int, full: int, light: int, percent: float = 0.5) -> Detail:
     """How closely steps are followed once these costs are known; all in nanoseconds."""
-    one = Detail()
+    one = Detail(a_stopwatch())
     one.follow(Budget(percent))
     one.full, one.light = full, light
     one.choose(number, step)
@@ -62,15 +68,16 @@ def test_a_line_stands_for_a_third_of_a_second_later_on() -> None:
 def test_what_diagnoses_take_of_a_clocked_step_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "_alarms", [])
     budget = Budget(0.5)
-    one = Detail()
+    hooks = a_stopwatch()
+    one = Detail(hooks)
     one.follow(budget)
     one.choose(0, MILLISECOND)
-    events.ring(0)
-    assert one.clocked
-    one.spent += 90_000
+    events.ring(events.due)
+    assert hooks.clocked
+    hooks.spent += 90_000
     budget.spend(50_000)
     one.clock(was_light=False)
-    assert (one.full, one.clocked) == (40_000, False)
+    assert (one.full, hooks.clocked) == (40_000, False)
 
 
 def test_following_steps_leaves_a_quarter_for_diagnoses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,13 +100,19 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0
         self.written: list[Any] = []
-        monkeypatch.setattr(steps, "_now", lambda: self.now)
+        monkeypatch.setattr(phases, "_now", lambda: self.now)
         page = SimpleNamespace(
-            show=lambda *_: None, totals=lambda *_: None, set_site=lambda _: None
+            show=lambda *_: None,
+            totals=lambda *_: None,
+            set_site=lambda _: None,
+            reduced=lambda _: None,
+            memory=bytearray(PAGE_SIZE),
         )
         recorder: Any = SimpleNamespace(
             page=page, add=self.written.append, each_round=[], dropped=0
         )
+        if hot.core is not None:
+            hot.core.set_clock(lambda: self.now)
         self.tracker = StepTracker(recorder, lambda: True)
         self.optimizer = self
 
@@ -108,7 +121,8 @@ class Clock:
         self.tracker.enter(Phase.FORWARD, NOWHERE)
         self.now += forward
         self.tracker.leave()
-        self.tracker.step.backwards += backwards
+        for _ in range(backwards):
+            self.tracker.backward_begins(NOWHERE)
         self.now += 1
         self.tracker.stepped(self.optimizer, skipped=skipped)
 
@@ -118,8 +132,10 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    yield Clock(monkeypatch)
+    if hot.core is not None:
+        hot.core.set_clock(None)
 
 
 def expanded(lines: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
@@ -137,7 +153,7 @@ def test_a_line_for_each_step(clock: Clock) -> None:
 
 
 def test_a_line_for_four_steps_holds_their_mean(clock: Clock) -> None:
-    clock.tracker.detail.line = 3
+    clock.tracker.line = clock.tracker.detail.line = 3
     clock.tracker.detail.choose = lambda *_: None  # type: ignore[method-assign]
     for forward in (5, 5, 9, 1, 7, 7):
         clock.step(forward)
@@ -148,7 +164,7 @@ def test_a_line_for_four_steps_holds_their_mean(clock: Clock) -> None:
 
 
 def test_backwards_that_differ_are_all_known(clock: Clock) -> None:
-    clock.tracker.detail.line = 7
+    clock.tracker.line = clock.tracker.detail.line = 7
     clock.tracker.detail.choose = lambda *_: None  # type: ignore[method-assign]
     for backwards in (2, 2, 2, 1, 2, 2, 2, 2):
         clock.step(backwards=backwards)
@@ -158,7 +174,7 @@ def test_backwards_that_differ_are_all_known(clock: Clock) -> None:
 
 
 def test_a_skipped_step_ends_its_line(clock: Clock) -> None:
-    clock.tracker.detail.line = 7
+    clock.tracker.line = clock.tracker.detail.line = 7
     clock.tracker.detail.choose = lambda *_: None  # type: ignore[method-assign]
     clock.step()
     clock.step(skipped=True)
@@ -170,7 +186,7 @@ def test_a_skipped_step_ends_its_line(clock: Clock) -> None:
 
 
 def test_what_lies_between_epochs_is_in_no_line(clock: Clock) -> None:
-    clock.tracker.detail.line = 7
+    clock.tracker.line = clock.tracker.detail.line = 7
     clock.tracker.detail.choose = lambda *_: None  # type: ignore[method-assign]
     clock.step()
     clock.step()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,6 +177,17 @@ class Purse:
         self._left -= nanoseconds
 
 
+class Carried:
+    """A ledger, as far as it tells who waits for it what collectives have carried."""
+
+    def watch(self, elements: int, moved: Callable[[int], None]) -> None:
+        self.enough, self.moved = elements, moved
+
+    def carry(self, elements: int) -> None:
+        if 0 < self.enough <= elements:
+            self.moved(elements)
+
+
 def written_by(
     monkeypatch: pytest.MonkeyPatch, left: int, change: bool = False, moved: int | None = None
 ) -> tuple[list[JsonObject], torch.nn.Module]:
@@ -185,7 +195,7 @@ def written_by(
 
     Or as many elements are moved by collectives.
     """
-    ledger: Any = SimpleNamespace(moved=0) if moved is not None else None
+    ledger: Any = Carried() if moved is not None else None
     monkeypatch.setattr(torch_groups, "group_ranks", lambda ddp: [0, 1])
     records: list[JsonObject] = []
     state = a_rank(records, Purse(left))
@@ -209,7 +219,7 @@ def written_by(
             with torch.no_grad():
                 model.bias.zero_()
         if ledger is not None and moved is not None and step == 1:
-            ledger.moved += moved
+            ledger.carry(moved)
     fingerprints.rank_ends()
     return records, model
 

@@ -19,7 +19,7 @@ from ddpdoctor.analysis.waits import parsed
 from ddpdoctor.core.finding import RULES, Severity, examine
 from ddpdoctor.probe.observers import flight
 from ddpdoctor.probe.observers.flight import NEWEST, newest, places
-from ddpdoctor.probe.observers.open_step import Backward
+from ddpdoctor.probe.runtime.phases import Backward
 from ddpdoctor.probe.runtime.sites import Site
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.ring import Collective
@@ -135,9 +135,7 @@ def test_who_called_what_a_recorder_recorded() -> None:
         return Collective(began, began, ended, 1, *facts, asynchronous, False, site, callers)
 
     def passed(began: int, ended: int) -> Backward:
-        found = Backward(began, Site("/job/train.py", 90))
-        found.ended = ended
-        return found
+        return began, ended, Site("/job/train.py", 90)
 
     place = places(
         [called(10, 20, 1), called(30, 50, 2, True), called(100, 130, 3), called(200, 0, 4)],

@@ -6,7 +6,7 @@ import pytest
 
 from ddpdoctor.probe.observers import pacing
 from ddpdoctor.probe.observers.pacing import Pacing
-from ddpdoctor.probe.runtime import shield
+from ddpdoctor.probe.runtime import events, shield
 from ddpdoctor.probe.runtime.budget import Budget
 from tests.probed import a_rank
 
@@ -32,7 +32,8 @@ def followed(
                 one.cost = cost
         clock[0] += step
         state.tracker.steps = number + 1
-        one.step_ended(None, number)
+        if number + 1 >= events.due:
+            events.ring(number + 1)
     return seen, unjudged, budget
 
 

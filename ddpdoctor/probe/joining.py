@@ -107,13 +107,13 @@ def become(torch: Any) -> None:
     stem = os.path.join(run_directory(), rank_stem(rank, restart))
     ring = stem + ".collectives"
     try:
-        state.ledger = Ledger(RingWriter(ring))
+        state.ledger = Ledger(RingWriter(ring), lambda: tracker.steps)
         recorder.each_round.append(state.ledger.look)
     except OSError as error:
         shield.fault("ring", error)
     # In a run directory of another version, nothing asks.
     with contextlib.suppress(OSError, ValueError):
-        flight = Flight(run_directory(), stem + ".flight.json", ring, tracker.backwards)
+        flight = Flight(run_directory(), stem + ".flight.json", ring, lambda: tracker.backwards)
         recorder.each_round.append(flight.look)
     observe(state)
     exits.watch_fatal_signals(stem + ".fault")

@@ -154,15 +154,12 @@ class SuspicionReader:
             head = file.read(_SUSPECT_SIZE)
             mapped.check(head, path, "a suspicion", _SUSPECT_MAGIC, FORMAT, _SUSPECT_SIZE)
             self._memory = mmap.mmap(file.fileno(), _SUSPECT_SIZE, access=mmap.ACCESS_READ)
+        self.sequence = self._memory, _SEQUENCE_AT
+        """Where eight bytes change when something is written: the memory, and the place in it."""
         self._read: Callable[[], tuple[int]] = partial(
             _SEQUENCE.unpack_from, self._memory, _SEQUENCE_AT
         )
         self._seen = 0
-
-    @property
-    def quiet(self) -> bool:
-        """Whether nothing was written since `news` was last asked; 0.2 us."""
-        return self._read()[0] == self._seen
 
     def news(self) -> Suspicion | None:
         """What was written since the last call, if it is written to its end; 0.2 us if nothing."""

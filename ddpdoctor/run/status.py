@@ -143,7 +143,8 @@ class StatusPage:
     def __init__(
         self, path: str, *, rank: int, world_size: int, local_rank: int, restart: int, started: int
     ) -> None:
-        self._memory = mapped.create(path, PAGE_SIZE)
+        self.memory = self._memory = mapped.create(path, PAGE_SIZE)
+        """The page itself, for who stores into it without these methods."""
         _HEAD.pack_into(
             self._memory, 0, _MAGIC, FORMAT, PAGE_SIZE,
             os.getpid(), rank, world_size, local_rank, restart, started,

@@ -16,7 +16,8 @@ from ddpdoctor.probe.observers.calls import Call
 from ddpdoctor.probe.observers.ledger import Ledger
 from ddpdoctor.probe.observers.steps import StepTracker
 from ddpdoctor.probe.runtime import events, rank, shield
-from ddpdoctor.probe.runtime.sites import Chain, Site, caller
+from ddpdoctor.probe.runtime.hot import Chain
+from ddpdoctor.probe.runtime.sites import Site, caller
 from ddpdoctor.probe.runtime.wrapping import around
 from ddpdoctor.run.status import Phase, page_name
 

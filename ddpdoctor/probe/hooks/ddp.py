@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import contextmanager
-from types import ModuleType, TracebackType
+from types import FrameType, ModuleType, TracebackType
 from typing import Any
 
 from ddpdoctor.probe.hooks import collectives
@@ -22,6 +22,8 @@ from ddpdoctor.probe.observers.open_step import OpenStep
 from ddpdoctor.probe.observers.steps import StepTracker
 from ddpdoctor.probe.runtime import (
     events,
+    hot,
+    phases,
     rank,
     recorder,
     shield,
@@ -31,6 +33,7 @@ from ddpdoctor.probe.runtime import (
 )
 from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.clocks import CudaClock
+from ddpdoctor.probe.runtime.hot import Chain
 from ddpdoctor.probe.runtime.wrapping import CODES, after, around
 from ddpdoctor.run import status
 from ddpdoctor.run.names import BUCKETS, BUFFERS
@@ -63,7 +66,7 @@ class _Timed:
         self.number = 0
 
 
-_lines = sites.Chain(1)
+_lines = Chain(1)
 _grad_enabled: Callable[[], bool] = bool
 _modules: weakref.WeakKeyDictionary[Any, _Timed] = weakref.WeakKeyDictionary()
 
@@ -166,17 +169,30 @@ def _uuids(torch: Any, module: Any) -> tuple[str, ...]:
 # -- forward
 
 
+Before = Callable[[Any, FrameType], "StepTracker | None"]
+
+
 class _Forward:
-    """DDP's own context around the wrapped module's forward, with ours around it."""
+    """DDP's own context around the wrapped module's forward, with ours around it.
 
-    __slots__ = ("_context", "_ddp", "_entered")
+    Where it is compiled, light steps do without `_before`.
 
-    def __init__(self, ddp: Any, context: Any) -> None:
+    Args:
+        ddp: The module.
+        context: DDP's own.
+        before: Called first, with the module and the frame whose forward it is; what it returns is
+            whose phase is to be left.
+    """
+
+    __slots__ = ("_before", "_context", "_ddp", "_entered")
+
+    def __init__(self, ddp: Any, context: Any, before: Before) -> None:
         self._ddp = ddp
         self._context = context
+        self._before = before
 
     def __enter__(self) -> None:
-        self._entered = _before(self._ddp)
+        self._entered = self._before(self._ddp, sys._getframe(1))
         self._context.__enter__()
 
     def __exit__(
@@ -207,6 +223,7 @@ def _wrap_inside(torch: Any, ddp_class: Any) -> None:
             sys.modules[__name__],
             contents,
             collectives,
+            phases,
             status,
             recorder,
             sites,
@@ -216,20 +233,23 @@ def _wrap_inside(torch: Any, ddp_class: Any) -> None:
     )
     # Bare, without its own shield from Dynamo: ours is outside of it.
     bare = contextmanager(inspect.unwrap(original))
+    forward: Any = _Forward
+    if hot.core is not None:
+        hot.core.use_torch(_grad_enabled)
+        forward = hot.core.Forward
 
     def _inside_ddp_forward(self: Any) -> Any:
         context = bare(self)
-        return context if rank.active is None else _Forward(self, context)
+        return context if rank.active is None else forward(self, context, _before)
 
     ddp_class._inside_ddp_forward = torch_private.disable_dynamo(torch, _inside_ddp_forward, False)
 
 
-def _before(ddp: Any) -> StepTracker | None:
+def _before(ddp: Any, frame: FrameType) -> StepTracker | None:
     tracker = rank.active
     if tracker is None or _HOOK in shield.off:
         return None
-    detail = tracker.detail
-    began = clock() if detail.clocked else 0
+    began = clock() if tracker.clocked else 0
     try:
         if _grad_enabled():
             armed = ddp.require_backward_grad_sync
@@ -245,15 +265,15 @@ def _before(ddp: Any) -> StepTracker | None:
         if not tracker.enter(_FORWARD, _lines.sites()[0]):
             return None
         if not tracker.light and not tracker.step.fetched:
-            # The caller is DDP's _run_ddp_forward, which holds the inputs.
-            inputs = sys._getframe(2).f_locals
+            # It is that of DDP's _run_ddp_forward, which holds the inputs.
+            inputs = frame.f_locals
             size = contents.batch_size
             tracker.step.fed += size(inputs.get("inputs")) or size(inputs.get("kwargs"))
     except Exception as error:
         shield.fault(_HOOK, error)
         return None
     if began:
-        detail.spent += clock() - began
+        tracker.spent += clock() - began
     return tracker
 
 
@@ -262,8 +282,8 @@ def _listen(ddp: Any, tracker: StepTracker) -> None:
     timed = _modules.get(ddp)
     if timed is None:
         return
-    step, number = timed.step, timed.number
-    timed.step, timed.number = tracker.step, tracker.steps
+    step, number, now = timed.step, timed.number, tracker.steps
+    timed.step, timed.number = tracker.step, now
     sparse = tracker.detail.sparse
     if sparse != timed.sparse:
         timed.sparse = sparse
@@ -271,7 +291,8 @@ def _listen(ddp: Any, tracker: StepTracker) -> None:
             torch_private.sample(ddp, sparse + 1)
     if 0 < tracker.last_total < SHORT:
         sparse |= SHORT_STRIDE - 1
-    if step is None or (number + 1) & sparse:
+    # Light steps between them may have passed unseen.
+    if step is None or (number + 1) & sparse or now > number + 1:
         return
     numbers = torch_private.logging_ints(ddp)
     if numbers is None:

@@ -11,14 +11,22 @@ from types import ModuleType
 from typing import Any
 
 from ddpdoctor.probe.observers import contents, modes, optimizers, readback
-from ddpdoctor.probe.observers.open_step import Backward
-from ddpdoctor.probe.runtime import events, rank, shield, torch_loaders, torch_private, worker_code
+from ddpdoctor.probe.runtime import (
+    events,
+    hot,
+    rank,
+    shield,
+    torch_loaders,
+    torch_private,
+    worker_code,
+)
 from ddpdoctor.probe.runtime.budget import clock
-from ddpdoctor.probe.runtime.sites import Chain
+from ddpdoctor.probe.runtime.hot import Chain
 from ddpdoctor.probe.runtime.wrapping import after, around, before
 from ddpdoctor.run.status import NO_EPOCH, Phase
 
 _fetches, _backs, _opts = Chain(1), Chain(1), Chain(1)
+_light_begins, _light_ended = hot.step_begins, hot.step_ended
 _DATA, _BACKWARD, _OPTIMIZER = int(Phase.DATA), int(Phase.BACKWARD), int(Phase.OPTIMIZER)
 
 
@@ -69,7 +77,14 @@ def _batch_came(iterator: Any, data: Any, error: BaseException | None) -> None:
 
 def install_backward(autograd: ModuleType) -> None:
     """Wrap the engine's call in ``torch.autograd.backward``."""
-    around(autograd, torch_private.ENGINE, "backward", _backward_begins, _backward_ended)
+    around(
+        autograd,
+        torch_private.ENGINE,
+        "backward",
+        _backward_begins,
+        _backward_ended,
+        backward=True,
+    )
 
 
 def _backward_begins(tensors: Any, *args: Any, accumulate_grad: bool = False, **kwargs: Any) -> Any:
@@ -78,19 +93,16 @@ def _backward_begins(tensors: Any, *args: Any, accumulate_grad: bool = False, **
     # checkpointing calls backward within backward: one phase, one count.
     if not accumulate_grad or tracker is None or tracker.phase == _BACKWARD:
         return None
-    detail = tracker.detail
-    began = clock() if detail.clocked else 0
+    began = clock() if tracker.clocked else 0
     loss = None
     if not tracker.light and len(tensors) == 1 and tensors[0].numel() == 1:
         loss = readback.loss_reader(unscaled(tensors[0]))
     site = _backs.sites()[0]
     if not tracker.enter(_BACKWARD, site):
         return None
-    step = tracker.step
-    tracker.backwards.append(Backward(tracker.last_change, site))
-    step.backwards += 1
+    tracker.backward_begins(site)
     if loss is not None:
-        step.loss = loss
+        tracker.step.loss = loss
         # What is finite is nothing, less itself.
         if callable(loss) or loss - loss != 0.0:
             for each in events.loss_began:
@@ -98,19 +110,19 @@ def _backward_begins(tensors: Any, *args: Any, accumulate_grad: bool = False, **
     for subscriber in events.backward_begins:
         subscriber()
     if began:
-        detail.spent += clock() - began
+        tracker.spent += clock() - began
     return tracker
 
 
 def _backward_ended(tracker: Any, result: Any, error: BaseException | None) -> None:
-    began = clock() if tracker.detail.clocked else 0
+    began = clock() if tracker.clocked else 0
     tracker.leave(error)
-    tracker.backwards[-1].ended = tracker.last_change
+    tracker.backward_ended()
     if error is None:
         for subscriber in events.backward_ended:
             subscriber()
     if began:
-        tracker.detail.spent += clock() - began
+        tracker.spent += clock() - began
 
 
 # -- optimizers
@@ -148,9 +160,13 @@ def _initialized(begun: bool, result: Any, error: BaseException | None) -> None:
 
 def _step_begins(optimizer: Any, args: Any, kwargs: Any) -> None:
     tracker = rank.active
-    if tracker is None or _initializing or "optimizer" in shield.off or rank.is_compiling():
+    if tracker is None or _initializing or rank.is_compiling():
         return
-    began = clock() if tracker.detail.clocked else 0
+    if tracker.light and _light_begins is not None and _light_begins(optimizer):
+        return
+    if "optimizer" in shield.off:
+        return
+    began = clock() if tracker.clocked else 0
     try:
         if tracker.enter(_OPTIMIZER, _opts.sites()[0]) and tracker.optimizer_frame is None:
             tracker.optimizer_frame = sys._getframe(1)
@@ -159,15 +175,19 @@ def _step_begins(optimizer: Any, args: Any, kwargs: Any) -> None:
     except Exception as error:
         shield.fault("optimizer", error)
     if began:
-        tracker.detail.spent += clock() - began
+        tracker.spent += clock() - began
 
 
 def _step_ended(optimizer: Any, args: Any, kwargs: Any) -> None:
     tracker = rank.active
-    if tracker is None or tracker.phase != _OPTIMIZER or rank.is_compiling():
+    if tracker is None or rank.is_compiling():
         return
-    began = clock() if tracker.detail.clocked else 0
     light = tracker.light
+    if light and _light_ended is not None and _light_ended(optimizer):
+        return
+    if tracker.phase != _OPTIMIZER:
+        return
+    began = clock() if tracker.clocked else 0
     try:
         tracker.leave()
         # A subclass whose step calls its parent's is still one step.
@@ -180,7 +200,7 @@ def _step_ended(optimizer: Any, args: Any, kwargs: Any) -> None:
     except Exception as error:
         shield.fault("optimizer", error)
     if began:
-        tracker.detail.spent += clock() - began
+        tracker.spent += clock() - began
         tracker.detail.clock(light != 0)
 
 

@@ -59,8 +59,9 @@ class Loops(Observer):
 
     def __init__(self, state: RankState) -> None:
         super().__init__(state)
-        self._forwards = self._backwards = self._reduced = 0
-        self._armed = False
+        self._tracker = state.tracker
+        self._reduced = 0
+        """Reduced backwards when the current loop was last looked at."""
         self._recorded = 0
         self._current: _Loop | None = None
         self._open: set[_Loop] = set()
@@ -80,12 +81,13 @@ class Loops(Observer):
         else:
             self._look_back(loop)
         loop.fetched += 1
-        loop.forwards, loop.backwards = self._forwards, self._backwards
-        self._current = loop
+        loop.forwards, loop.backwards = self._tracker.forwards, self._tracker.backward_count
+        self._go_on(loop)
 
     def _begin(self, iterator: Any) -> _Loop:
-        loop = _Loop(sites_of(sys._getframe(2), FRAMES), self._reduced)
+        loop = _Loop(sites_of(sys._getframe(2), FRAMES), self._tracker.reduced)
         self._open.add(loop)
+        self.wake("forward_begins", "buffers_begin")
 
         @shield.shielded
         def let_go(_: Any) -> None:
@@ -94,14 +96,21 @@ class Loops(Observer):
         loop.ref = weakref.ref(iterator, let_go)
         return loop
 
+    def _go_on(self, loop: _Loop | None) -> None:
+        """Backwards belong to this loop from now on."""
+        reduced = self._tracker.reduced
+        if self._current is not None and reduced != self._reduced:
+            self._current.after = reduced
+        self._current, self._reduced = loop, reduced
+
     def _look_back(self, loop: _Loop) -> None:
         """Another batch is taken: was there a backward since the last one?"""
-        if loop.backwards != self._backwards:
+        if loop.backwards != self._tracker.backward_count:
             return
         loop.idled += 1
         if len(loop.idle) >= IDLE:
             return
-        forward = loop.forwards != self._forwards
+        forward = loop.forwards != self._tracker.forwards
         loop.idle.append(IdleBatch(loop.fetched - 1, self.state.tracker.steps, forward))
         if loop.number >= 0:
             self._record(loop, "skips")
@@ -128,10 +137,9 @@ class Loops(Observer):
 
     def forward_begins(self, ddp: Any, armed: bool) -> None:
         """A loop trains once one of its forwards is to be reduced."""
-        self._forwards += 1
         if armed:
-            self._armed = True
             self._trains(ddp)
+            self.rest("forward_begins", "buffers_begin")
 
     def _trains(self, ddp: Any) -> None:
         loop = self._current
@@ -142,17 +150,6 @@ class Loops(Observer):
                 self._recorded += 1
                 self._record(loop, "trains")
 
-    def backward_begins(self) -> None:
-        """Count it, and show the number to those that watch."""
-        self._backwards += 1
-        if not self._armed:
-            return
-        self._armed = False
-        self._reduced += 1
-        self.state.recorder.page.reduced(self._reduced)
-        if self._current is not None:
-            self._current.after = self._reduced
-
     # -- records
 
     def _close(self, loop: _Loop, how: str, sites: list[Site] | None = None) -> None:
@@ -161,7 +158,7 @@ class Loops(Observer):
             return
         self._open.discard(loop)
         if self._current is loop:
-            self._current = None
+            self._go_on(None)
         if loop.number >= 0:
             self._record(loop, how, sites)
 

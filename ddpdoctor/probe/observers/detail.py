@@ -12,7 +12,7 @@ What a rank spends is clocked in a step now and then, full ones and light ones i
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ddpdoctor.probe.runtime import events
 
@@ -48,19 +48,27 @@ _SMOOTH = 8
 _now = time.perf_counter_ns
 
 
-class Detail:
-    """How closely the steps of one rank are followed."""
+class Clocked(Protocol):
+    """Whose hooks are clocked (`ddpdoctor.probe.runtime.phases.Phases`)."""
 
-    def __init__(self) -> None:
+    clocked: bool
+    spent: int
+
+
+class Detail:
+    """How closely the steps of one rank are followed.
+
+    Args:
+        hooks: What counts the time that hooks take.
+    """
+
+    def __init__(self, hooks: Clocked) -> None:
+        self._hooks = hooks
         self.line = 0
         """A line of the journal ends before a step whose number has none of these bits."""
         self.sparse = 0
         """A step is seen in full if the number of the next one has none of these bits."""
         self.most = MOST_STEPS
-        self.clocked = False
-        """Whether hooks add what they take to `spent` in the step under way."""
-        self.spent = 0
-        """Nanoseconds of the step that is clocked, so far."""
         self.full = self.light = 0.0
         """Nanoseconds that a step takes which is seen in full, and one that is not."""
         self._budget: Budget | None = None
@@ -74,15 +82,25 @@ class Detail:
         """Keep to a budget from now on."""
         self._budget = budget
 
+    def _usual(self, number: int) -> int:
+        """The next step of the kind whose turn it is.
+
+        Of light ones not the first: diagnoses choose the multiples of powers of two.
+        """
+        if not self._clocks_light:
+            return number | self.sparse
+        number += 2
+        return number if (number + 1) & self.sparse else number + 1
+
     def _clock_next(self) -> None:
-        self.clocked, self.spent = True, 0
+        self._hooks.clocked, self._hooks.spent = True, 0
         self._before = self._diagnosed
 
     def clock(self, was_light: bool) -> None:
         """The step that was clocked has ended."""
         # What diagnoses took they have counted themselves.
-        spent = max(0, self.spent - (self._diagnosed - self._before))
-        self.clocked = False
+        spent = max(0, self._hooks.spent - (self._diagnosed - self._before))
+        self._hooks.clocked = False
         if was_light:
             self.light = _mean(self.light, spent)
         else:
@@ -103,8 +121,7 @@ class Detail:
         if now >= self._clock_at:
             self._clock_at = now + (CLOCKED_EVERY if number >= CLOSELY else CLOCKED_AT_FIRST)
             self._clocks_light = not self._clocks_light
-            step = number if self._clocks_light else number | self.sparse
-            events.before_step(step, self._clock_next)
+            events.before_step(self._usual(number), self._clock_next)
         self._step = _mean(self._step, total)
         budget = self._budget
         if budget is not None:

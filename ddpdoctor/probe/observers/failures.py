@@ -95,7 +95,7 @@ def _placed(record: ErrorRecord, error: BaseException) -> ErrorRecord:
     tracker = state.tracker
     record = replace(record, step=tracker.steps, armed=tracker.armed)
     if tracker.failed is not None and tracker.failed[0] == id(error):
-        return replace(record, phase=tracker.failed[1], collective=tracker.failed[2])
+        return replace(record, phase=Phase(tracker.failed[1]).label, collective=tracker.failed[2])
     if _raised_in(error, tracker.optimizer_frame):
         return replace(record, phase=Phase.OPTIMIZER.label)
     return record

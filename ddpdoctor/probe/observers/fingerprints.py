@@ -17,6 +17,7 @@ from typing import Any
 
 from ddpdoctor.probe.observers import modes
 from ddpdoctor.probe.observers.hashing import hashable
+from ddpdoctor.probe.observers.ledger import Ledger
 from ddpdoctor.probe.observers.looks import LONGEST, Pace, Suspected
 from ddpdoctor.probe.observers.optimizers import options_of
 from ddpdoctor.probe.observers.readback import Elements, Readback, capturing
@@ -29,7 +30,7 @@ from ddpdoctor.probe.observers.tensor_hashes import (
     hashes_of,
     state_hashes,
 )
-from ddpdoctor.probe.runtime import torch_groups, torch_private
+from ddpdoctor.probe.runtime import events, torch_groups, torch_private
 from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.rank import RankState
@@ -97,8 +98,12 @@ class Fingerprints(Observer):
         self._versions: list[_Version] = []
         self._versions_step = -1
         self._moved = 0
+        """Elements that collectives were called with, enough of them to carry all parameters."""
         self._together = 0
+        self._alarm = -1
+        """The step before which this is woken, if that was asked for already."""
         self._suspected = Suspected(state)
+        self._suspected.watch(lambda: self.wake("step_ended"))
 
     # -- moments
 
@@ -111,12 +116,19 @@ class Fingerprints(Observer):
         self._trained[number] = sum(each.numel() for _, each in tensors if each.requires_grad)
         if not self.state.tracker.steps:
             self._versions += _versions(number, tensors)
+        if self.state.ledger is not None:
+            self._await_together(self.state.ledger)
+        self.wake("step_begins", "step_ended")
+
+    def optimizer_made(self) -> None:
+        """It is to be remembered."""
+        self.wake("step_ended")
 
     def step_begins(self, optimizer: Any) -> None:
         """Were parameters changed since the last fingerprint, which the step before took?"""
-        ledger = self.state.ledger
-        if ledger is not None and ledger.moved != self._moved:
+        if self._moved:
             self._look_together(self.state.tracker.steps - 1)
+        self.rest("step_begins")
         if not self._versions:
             return
         versions, self._versions = self._versions, []
@@ -142,16 +154,29 @@ class Fingerprints(Observer):
         last = self._optimizers[-1]() if self._optimizers else None
         if last is not optimizer:
             self._remember(optimizer)
-        ledger = self.state.ledger
-        if ledger is not None and ledger.moved != self._moved:
+        if self._moved:
             self._look_together(number)
         if self._pending:
             self._drain()
-        if number & self.pace.interval - 1 and self._suspected.quiet:
+        if self.state.tracker.steps == number:
             return
         # After join() a rank may have taken fewer steps than others: numbers tell nothing any more.
-        if self.state.tracker.steps == number or modes.uneven_inputs:
-            return
+        if not modes.uneven_inputs:
+            self._look_at(number)
+        if not self._pending and not self._suspected.active:
+            self._rest_until_due(number)
+
+    def _rest_until_due(self, number: int) -> None:
+        """Nothing is to be done until the next step whose fingerprint is due."""
+        due = number + self.pace.interval & -self.pace.interval
+        if due > number + 1:
+            if self._alarm <= number:
+                self._alarm = due
+                events.before_step(due, lambda: self.wake("step_ended"))
+            self.rest("step_ended")
+
+    def _look_at(self, number: int) -> None:
+        """Take the fingerprint of a step that has ended, if it is due or suspected."""
         closely = self._suspected.at(number, self._rich_cost)
         if not (closely or self.pace.due(number)) or not self._replicas.alive:
             return
@@ -195,15 +220,24 @@ class Fingerprints(Observer):
 
     # -- averaging
 
+    def _await_together(self, ledger: Ledger) -> None:
+        """Be woken by collectives that may carry all parameters of some module in one step."""
+        sizes = [self._trained.get(each.number, 0) for each in self._replicas.alive]
+
+        def moved(elements: int) -> None:
+            self._moved = elements
+            self.wake("step_begins", "step_ended")
+
+        ledger.watch(min((size for size in sizes if size), default=0), moved)
+
     def _look_together(self, step: int) -> None:
         """After collectives that may have carried all parameters: are the ranks equal now?
 
         Replicas of a local SGD are equal after their averaging and never after a step.
         """
-        ledger = self.state.ledger
-        if ledger is None or ledger.moved == self._moved:
-            return
-        moved, self._moved = ledger.moved - self._moved, ledger.moved
+        moved, self._moved = self._moved, 0
+        if self.state.ledger is not None:
+            self._await_together(self.state.ledger)
         modules = [
             each for each in self._replicas.alive if 0 < self._trained.get(each.number, 0) <= moved
         ]
@@ -285,6 +319,7 @@ class Fingerprints(Observer):
     def _take(self, number: int, rich: bool) -> None:
         modules: list[ModuleHashes] = []
         self._versions, self._versions_step = [], number
+        self.wake("step_begins")
         for each in self._replicas.alive:
             ddp = each.ddp()
             if ddp is None:

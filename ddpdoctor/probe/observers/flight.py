@@ -18,12 +18,12 @@ import pickle
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe.observers.open_step import Backward
 from ddpdoctor.probe.runtime import torch_groups
+from ddpdoctor.probe.runtime.phases import Backward
 from ddpdoctor.run.mapped import UnreadableError
 from ddpdoctor.run.requests import Asked
 from ddpdoctor.run.ring import Collective, read_ring
@@ -59,14 +59,16 @@ class Flight:
         directory: The run directory.
         path: The file to answer in.
         ring: The rank's ring of collectives.
-        backwards: The rank's newest backward passes.
+        backwards: Gives the rank's newest backward passes.
 
     Raises:
         OSError: Nothing asks in that run directory.
         ValueError: Nothing does.
     """
 
-    def __init__(self, directory: str, path: str, ring: str, backwards: Iterable[Backward]) -> None:
+    def __init__(
+        self, directory: str, path: str, ring: str, backwards: Callable[[], Sequence[Backward]]
+    ) -> None:
         self._asked = Asked(directory)
         self._path = path
         self._ring = ring
@@ -98,7 +100,7 @@ class Flight:
             collectives = read_ring(self._ring).collectives
         except (OSError, UnreadableError):
             collectives = ()
-        return places(collectives, list(self._backwards))
+        return places(collectives, self._backwards())
 
 
 class _Plain(pickle.Unpickler):
@@ -134,8 +136,9 @@ def places(collectives: Sequence[Collective], backwards: Sequence[Backward]) -> 
                 begun.add(at)
                 return call.site, *call.callers
         for passed in backwards:
-            if passed.began <= created <= (passed.ended or created):
-                return (passed.site.text,)
+            began, ended, site = passed
+            if began <= created <= (ended or created):
+                return (site.text,)
         return ()
 
     return place

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ddpdoctor.core.ranks import spans
@@ -57,10 +58,12 @@ class Ledger:
 
     Args:
         ring: Where they are written.
+        steps: How many training steps have ended.
     """
 
-    def __init__(self, ring: RingWriter) -> None:
+    def __init__(self, ring: RingWriter, steps: Callable[[], int]) -> None:
         self._ring = ring
+        self._steps = steps
         self._distributed: Any = sys.modules["torch"].distributed
         self._sum = ring.text("SUM")
         self._groups: dict[str, _Group] = {}
@@ -77,13 +80,37 @@ class Ledger:
         self._waited = 0
         self.wide = 0
         """Calls that may have moved gradients or parameters, unknown ones among them."""
-        self.moved = 0
-        """Elements that collectives were called with so far, none of them point to point."""
+        self._moved = self._moved_in = 0
+        """Elements that collectives were called with since the step of that number ended, none of
+        them point to point."""
+        self._enough = 0
+        self._when_moved: Callable[[int], None] | None = None
 
     @property
     def count(self) -> int:
         """Calls so far."""
         return self._ring.count
+
+    def watch(self, elements: int, moved: Callable[[int], None]) -> None:
+        """Call ``moved``, once, when collectives have carried so many elements within one step.
+
+        Args:
+            elements: How many are enough; 0: it is not to be called.
+            moved: Gets how many there were.
+        """
+        self._enough, self._when_moved = elements, moved if elements else None
+
+    def _carry(self, elements: int) -> None:
+        when = self._when_moved
+        if when is None:
+            return
+        step = self._steps()
+        if step != self._moved_in:
+            self._moved, self._moved_in = 0, step
+        self._moved += elements
+        if self._moved >= self._enough:
+            self._when_moved = None
+            when(self._moved)
 
     def begin(self, name: str, call: Call, chain: tuple[Site, ...]) -> int:
         """Write down a call that begins; its order, 0 if this rank is not in its group.
@@ -122,9 +149,9 @@ class Ledger:
             sequence = known.calls = known.calls + 1
             # An object may hold a whole model.
             if numel > 0:
-                self.moved += numel
+                self._carry(numel)
             elif numel < 0 and "object" in name:
-                self.moved += OBJECT
+                self._carry(OBJECT)
         return self._ring.begin_as(_now(), sequence, numel, last.rest)
 
     def _met(

@@ -16,7 +16,7 @@ from typing import Any
 
 from ddpdoctor.probe.observers import graphs, norms, readback
 from ddpdoctor.probe.observers.finite import Losses, Names
-from ddpdoctor.probe.runtime import rank, shield, torch_private
+from ddpdoctor.probe.runtime import events, rank, shield, torch_private
 from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.rank import RankState
@@ -36,6 +36,34 @@ NAMED = 4
 _SEARCH = "local_gradients.search"
 
 
+class _Watched:
+    """A parameter, and what is to be called before its gradient is accumulated.
+
+    Args:
+        parameter: The parameter; the node of autograd that does it would keep it alive.
+        call: What is called.
+    """
+
+    def __init__(self, parameter: Any, call: Callable[[Any], None]) -> None:
+        self._parameter = weakref.ref(parameter)
+        self._call = call
+        self._handle: Any = None
+
+    def watch(self) -> None:
+        """Call it from now on."""
+        parameter = self._parameter()
+        if self._handle is None and parameter is not None:
+            node = torch_private.accumulator(parameter)
+            if node is not None:
+                self._handle = node.register_prehook(self._call)
+
+    def let_go(self) -> None:
+        """Call it no more."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+
 class LocalGradients(Observer):
     """Those of one rank."""
 
@@ -44,14 +72,14 @@ class LocalGradients(Observer):
         self._losses = losses
         self._found = 0
         self._spent = 0
+        self._watched: list[_Watched] = []
 
     def ddp_built(self, ddp: Any) -> None:
         """Watch a parameter of the module."""
         for name, parameter in torch_private.reduced_parameters(ddp):
             if norms.plain(parameter) and 0 < parameter.numel() <= LARGEST:
-                node = torch_private.accumulator(parameter)
-                if node is not None:
-                    node.register_prehook(self._watcher(weakref.ref(ddp), name))
+                self._watched.append(_Watched(parameter, self._watcher(weakref.ref(ddp), name)))
+                self.wake("backward_begins", "step_ended")
                 return
 
     def _watcher(self, module: weakref.ref[Any], name: str) -> Callable[[Any], None]:
@@ -63,6 +91,25 @@ class LocalGradients(Observer):
                 look(module, name, gradients[0])
 
         return before_accumulation
+
+    def backward_begins(self) -> None:
+        """Watch in steps that are seen in full: in the others autograd is to call nothing."""
+        for each in self._watched:
+            each.watch()
+        self.rest("backward_begins")
+
+    def step_ended(self, optimizer: Any, number: int) -> None:
+        """Watch no longer, until the next step that is seen in full."""
+        sparse = self.state.tracker.sparse
+        if not self.state.tracker.light:
+            return
+        for each in self._watched:
+            each.let_go()
+        self.rest("step_ended")
+        events.before_step((number + 2 + sparse & ~sparse) - 1, self._watch_again)
+
+    def _watch_again(self) -> None:
+        self.wake("backward_begins", "step_ended")
 
     def _look(self, module: weakref.ref[Any], name: str, gradient: Any) -> None:
         budget = self.state.budget

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 
 from ddpdoctor.probe.runtime import rank
 from ddpdoctor.probe.runtime.rank import RankState
@@ -83,9 +84,15 @@ class Suspected:
             self._reader = SuspicionReader(os.path.join(rank.run_directory(), SUSPICION))
 
     @property
-    def quiet(self) -> bool:
-        """Whether nothing is suspected, as far as is known."""
-        return self._suspicion is None and (self._reader is None or self._reader.quiet)
+    def active(self) -> bool:
+        """Whether steps are looked at closely, or are to be."""
+        return self._suspicion is not None
+
+    def watch(self, noticing: Callable[[], None]) -> None:
+        """Have the step tracker look, at each step, whether anything is suspected."""
+        if self._reader is not None:
+            self._state.tracker.watch(*self._reader.sequence)
+            self._state.tracker.noticing = noticing
 
     def at(self, step: int, cost: int) -> Suspicion | None:
         """The suspicion for which a step is looked at, whatever the pace says.

@@ -9,7 +9,6 @@ from typing import Any
 
 from ddpdoctor.probe.runtime.clocks import Measured, Times
 from ddpdoctor.probe.runtime.recorder import NotYet
-from ddpdoctor.probe.runtime.sites import Site
 from ddpdoctor.probe.runtime.vitals import Vitals
 from ddpdoctor.run.status import NO_EPOCH, Parts, Phase
 
@@ -17,19 +16,6 @@ MOST_RUNS = 32
 """Numbers of backwards that are written of the steps of one line, one for those that are alike."""
 
 ZERO: Times = [0] * len(Phase)
-
-
-class Backward:
-    """One backward pass of the training thread."""
-
-    __slots__ = ("began", "ended", "site")
-
-    def __init__(self, began: int, site: Site) -> None:
-        self.began = began
-        """Unix nanoseconds."""
-        self.ended = 0
-        """Unix nanoseconds; 0 while it is under way."""
-        self.site = site
 
 
 class OpenStep:
@@ -40,7 +26,6 @@ class OpenStep:
 
     # What a step has not is not stored either: one is made for each, and these are a dozen.
     epoch = NO_EPOCH
-    backwards = 0
     armed = 0
     """Forwards whose backward is all-reduced."""
     timed = 0
@@ -64,11 +49,11 @@ class OpenStep:
     cores: tuple[int, int] | None = None
     """Nanoseconds for which the training thread ran, and waited for a core."""
 
-    def __init__(self, number: int, start: int, vitals: Vitals) -> None:
+    def __init__(self, number: int, start: int, vitals: Vitals, passes: list[int]) -> None:
         self.number = number
         self.vitals = vitals
         self.start = start
-        self.passes: list[int] = []
+        self.passes = passes
         """For each step that has ended, how many backwards there were until then."""
 
     def line(self, last: bool = False) -> bytes:

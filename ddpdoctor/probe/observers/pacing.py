@@ -55,6 +55,7 @@ class Pacing(Observer):
         self._turned: int | None = None
         """When the window under way began."""
         self._paced: list[Observer] = []
+        events.before_step(1, self._go_on)
 
     def follow(self, observer: Observer) -> None:
         """Call an observer at the moments of those steps alone that are followed."""
@@ -80,19 +81,24 @@ class Pacing(Observer):
 
         return call
 
-    def step_ended(self, optimizer: Any, number: int) -> None:
-        """Of a training step: measure the next one, or turn to the next window."""
-        if self.state.tracker.steps == number:
-            return
+    def _go_on(self) -> None:
+        """Between two training steps: measure the next one, or turn to the next window."""
+        number = self.state.tracker.steps
         if self.measuring:
             self.measuring, self._estimate, self.cost = False, self.cost, 0
-        number += 1
         if number == self._measured_at and self.awake:
             self.measuring = True
         if self.settling and number >= self._settled_at:
             self.settling = False
         if not number % WINDOW:
             self._turn(number)
+        # In between nothing changes, and nothing is called.
+        following = [number + WINDOW - number % WINDOW]
+        if self.awake:
+            following += [each for each in (self._measured_at, self._settled_at) if each > number]
+        if self.measuring:
+            following.append(number + 1)
+        events.before_step(min(following), self._go_on)
 
     def _turn(self, number: int) -> None:
         """A window ended: pay for it, and see whether the next one is followed."""

@@ -47,8 +47,8 @@ class Waits(Observer):
     def step_begins(self, optimizer: Any) -> None:
         """All backwards of the step are done."""
         tracker = self.state.tracker
-        step = tracker.step
-        passes = list(tracker.backwards)[-step.backwards :] if step.backwards > 1 else []
-        if passes and not step.armed:
-            *others, last = (each.ended - each.began for each in passes)
-            step.exposed = max(0, int(last - median(others)))
+        count = tracker.step_backwards
+        passes = tracker.backwards[-count:] if count > 1 else []
+        if passes and not tracker.step_armed:
+            *others, last = (ended - began for began, ended, _ in passes)
+            tracker.step.exposed = max(0, int(last - median(others)))

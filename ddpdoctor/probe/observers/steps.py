@@ -10,41 +10,29 @@ Everything here runs in the training loop, several times a step: it is written t
 
 from __future__ import annotations
 
-import sys
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from types import FrameType
 
 from ddpdoctor.probe.observers.detail import Detail
-from ddpdoctor.probe.observers.open_step import ZERO, Backward, OpenStep
+from ddpdoctor.probe.observers.open_step import OpenStep
 from ddpdoctor.probe.runtime import events
 from ddpdoctor.probe.runtime.clocks import CudaClock
 from ddpdoctor.probe.runtime.cores import CoreClock
+from ddpdoctor.probe.runtime.hot import Phases
 from ddpdoctor.probe.runtime.recorder import Recorder
 from ddpdoctor.probe.runtime.sites import Site
 from ddpdoctor.probe.runtime.vitals import Vitals
 from ddpdoctor.run.records.training import SiteRecord
-from ddpdoctor.run.status import NO_EPOCH, Phase
+from ddpdoctor.run.status import Phase
 
-_now = time.perf_counter_ns
-_thread = threading.get_ident
-
-_OTHER = int(Phase.OTHER)
-_OPTIMIZER = int(Phase.OPTIMIZER)
-_WAIT = int(Phase.WAIT)
-
-BACKWARDS = 24
-"""Backward passes that are remembered."""
+SKIPPED = 24
+"""Steps that were not taken, of which the newest are remembered."""
 
 
-class StepTracker:
-    """Follows the training thread of one rank through its phases and steps.
-
-    Hooks call :meth:`enter` and :meth:`leave` in pairs; nested phases are charged exclusively, so
-    the parts of a step always add up to its total.
+class StepTracker(Phases):
+    """Follows the training thread of one rank through its steps.
 
     Args:
         recorder: Where steps are written.
@@ -52,154 +40,53 @@ class StepTracker:
     """
 
     def __init__(self, recorder: Recorder, optimizers: Callable[[], bool]) -> None:
+        super().__init__(recorder.page)
         self._recorder = recorder
-        self.page = recorder.page
-        self._show = recorder.page.show
         self._totals = recorder.page.totals
         self._optimizers = optimizers
-        self._thread = _thread()
         self.native = threading.get_native_id()
         """The training thread, as the kernel numbers it."""
         self._cores = CoreClock()
-        self._mark = _now()
-        self._began = self._mark
-        self._unix = time.time_ns() - self._mark
-        self._times = ZERO.copy()
-        self._device: CudaClock | None = None
-        self._stack: list[int] = []
-        self._site: Site | None = None
         self._closer: weakref.ref[object] | None = None
         self._resting: set[int] = set()
         self._closed: OpenStep | None = None
-        self.phase = int(Phase.STARTING)
-        self.steps = 0
-        """Steps closed so far."""
-        self.last_total = 0
-        """Nanoseconds of the last of them, as the host saw it."""
-        self.armed = 0
-        """Forwards so far whose backward is all-reduced."""
-        self.begun = 0
-        """Forwards of the step under way."""
-        self.light = 0
-        """Not 0 if of the step under way only that is seen which must not be missed."""
-        self.detail = Detail()
-        self.skipped: deque[int] = deque(maxlen=BACKWARDS)
+        self.detail = Detail(self)
+        self.skipped: deque[int] = deque(maxlen=SKIPPED)
         """The newest steps that the job, or a GradScaler, did not take."""
-        self._kept = ZERO
-        """`_times` as they were when the last step ended."""
         self._vitals = Vitals(recorder.page)
         recorder.each_round.append(self._vitals.store)
-        self.step = OpenStep(0, self._began + self._unix, self._vitals)
-        self.optimizer_steps = 0
-        """Steps of any optimizer, skipped ones included."""
-        self.epoch = NO_EPOCH
-        self.collective = ""
-        """Name of the collective under way."""
-        self.failed: tuple[int, str, str] | None = None
-        """``id`` of the exception that last flew through a hook, with phase and collective.
-
-        Not the exception: it would keep the frames alive, and with them the step's tensors.
-        """
-        self.optimizer_frame: FrameType | None = None
-        """The frame of the optimizer step under way."""
-        self.backwards: deque[Backward] = deque(maxlen=BACKWARDS)
-        """The newest, the last of them at the end."""
-        self._iterators: set[int] = set()
-        self._trained: set[int] = set()
-        self._aside = False
+        self.step = OpenStep(0, self.began + self.unix, self._vitals, self.passes)
+        self.noticing: Callable[[], None] | None = None
+        """Called where what is watched has changed (`Phases.watch`)."""
         self._fresh = True
 
     # -- phases
 
-    def is_here(self) -> bool:
-        """Whether the calling thread is the training one."""
-        return _thread() == self._thread
-
-    def enter(self, phase: int, site: Site) -> bool:
-        """Begin a phase; False (and nothing done) on any thread but the training one."""
-        if _thread() != self._thread:
-            return False
-        # A rank that does anything we know is no longer starting (which is phase 0).
-        current = self.phase or _OTHER
-        if current == _OPTIMIZER and phase != _WAIT:
-            current = self._leave_failed_optimizer()
-        stack = self._stack
-        if not stack:
-            self.failed = None
-        now = _now()
-        self._times[current] += now - self._mark
-        self._mark = now
-        if self._device is not None:
-            self._device.charge(current)
-        stack.append(current)
-        self.phase = phase
-        self._show(phase, now + self._unix, self.armed)
-        if site is not self._site:
-            self._site = site
-            self.page.set_site(site.page)
-        if not site.recorded & 1 << phase:
-            self._record_site(phase, site)
-        return True
-
-    def leave(self, error: BaseException | None = None) -> None:
-        """End the phase begun last, remembering the exception that ended it, if one did."""
-        phase, stack = self.phase, self._stack
-        now = _now()
-        self._times[phase] += now - self._mark
-        self._mark = now
-        if self._device is not None:
-            self._device.charge(phase)
-        if error is not None and (self.failed is None or self.failed[0] != id(error)):
-            self.failed = (id(error), Phase(phase).label, self.collective)
-        self.phase = back = stack.pop() if stack else _OTHER
-        self._show(back, now + self._unix, self.armed)
-
-    def reset(self) -> None:
-        """After a fault of ours: no phase is under way that we know of."""
-        self._stack.clear()
-        self.phase = _OTHER
-        self.optimizer_frame = None
-
-    def _leave_failed_optimizer(self) -> int:
-        """The phase we are in, which is no optimizer step any more if that one raised.
-
-        torch calls no hook for a step that raised. Within a closure (LBFGS) its frame still runs.
-        """
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None:
-            if frame is self.optimizer_frame:
-                return _OPTIMIZER
-            frame = frame.f_back
-        self.reset()
-        return _OTHER
-
-    def _record_site(self, phase: int, site: Site) -> None:
+    def site_met(self, phase: int, site: Site) -> None:
         """The first time that a phase is entered at a line: write it down."""
-        site.recorded |= 1 << phase
+        super().site_met(phase, site)
         if site.path:
             self._recorder.add(SiteRecord(phase=Phase(phase).label, **site.place))
 
-    def here(self) -> None:
-        """Make the calling thread the training thread."""
-        if _thread() != self._thread:
-            self._thread = _thread()
+    def here(self) -> bool:
+        """Make the calling thread the training thread; whether it was another one."""
+        changed = super().here()
+        if changed:
             self.native = threading.get_native_id()
             self._cores.close()
             self._cores = CoreClock()
-            self._stack.clear()
-            self.phase = _OTHER
+        return changed
 
     def use_device(self, clock: CudaClock) -> None:
         """Measure by the device's events from now on."""
-        self._device = clock
+        self.device = clock
         self._vitals.use_device(clock.device)
         self._restart()
 
-    def page_phase(self, phase: Phase) -> None:
+    def page_phase(self, phase: int) -> None:
         """Show a phase that is no part of a step (starting, ended)."""
-        self.phase = int(phase)
-        self._show(self.phase, _now() + self._unix, self.armed)
-        self.page.totals(self.steps, self.epoch, 0, self._recorder.dropped)
+        super().page_phase(phase)
+        self._totals(self.steps, self.epoch, 0, self._recorder.dropped)
 
     # -- steps
 
@@ -212,10 +99,7 @@ class StepTracker:
             # What came before the very first step (building the model, say) belongs to none.
             self.outside()
             self._fresh = False
-        self.begun += 1
-        if armed:
-            self.step.armed += 1
-            self.armed += 1
+        self.forward_begins(armed)
 
     def evaluating(self) -> None:
         """A forward without gradients begins."""
@@ -234,37 +118,35 @@ class StepTracker:
         """A batch is asked of the loader's iterator with that id; ``first`` of a pass over it."""
         self._fresh = False
         if not self.begun:
-            known = iterator in self._trained
-            if first or (known and self._aside):
+            known = iterator in self.trained
+            if first or (known and self.aside):
                 # Back from another loader, which may have been left before its end.
                 self.outside()
-            self._aside = not known
+            self.aside = not known
         elif not self._optimizers():
             self.close()
-        self._iterators.add(iterator)
+        self.iterators.add(iterator)
 
     def outside(self) -> None:
         """What was charged since the last step belongs to no step, unless one has begun."""
         if self.begun:
             return
         if self.step.passes:
-            self._times = self._kept
-            self._end_line(self.steps, cores=False)
-        began = self._began
+            self._end_line(self.steps, whole=False)
+        began = self.began
         self._restart()
-        self.step.outside += self._began - began
+        self.step.outside += self.began - began
         self.step.fetched = self.step.looked = 0
-        self._iterators.clear()
-        self.step.start = self._began + self._unix
+        self.iterators.clear()
+        self.step.start = self.began + self.unix
 
     def _restart(self) -> None:
         """Begin to measure again."""
-        self._began = self._mark = _now()
-        self._times = ZERO.copy()
+        self.began = self.start()
         self._cores.cut()
-        if self._device is not None:
-            self._device.charge(self.phase)
-            self._device.cut()
+        if self.device is not None:
+            self.device.charge(self.phase)
+            self.device.cut()
 
     def stepped(self, optimizer: object, skipped: bool = False) -> None:
         """An optimizer's step ended, or was ``skipped`` by a GradScaler that saw an overflow."""
@@ -278,81 +160,76 @@ class StepTracker:
             # The first optimizer rests while another one works on: that one counts from now on.
             if id(optimizer) not in self._resting:
                 self._resting.add(id(optimizer))
+                self.closer = 0
                 return
             self._closer = weakref.ref(optimizer)
         if self._resting:
             self._resting.clear()
+        else:
+            self.closer = id(optimizer)
         self.close(skipped)
 
     def close(self, skipped: bool = False) -> None:
         """End the step; its line is written when the next one ends, once DDP has its waits."""
-        step, times = self.step, self._times
-        now = _now()
-        times[self.phase] += now - self._mark
-        self._mark = now
-        self.last_total = total = now - self._began
-        self._began = now
+        step = self.step
+        now = self.charge()
+        self.last_total = total = now - self.began
+        self.began = now
         self.steps = number = self.steps + 1
         self.begun = 0
-        step.passes.append(step.backwards)
+        self.passes.append(self.step_backwards)
         if skipped:
             step.skipped = True
             self.skipped.append(number - 1)
-        if self._iterators:
-            self._trained, self._iterators = self._iterators, set()
-        self._aside = False
-        if number & self.detail.line and not skipped:
-            self._kept = times.copy()
+        if self.iterators:
+            self.trained, self.iterators = self.iterators, set()
+        self.aside = False
+        if number & self.line and not skipped:
+            self.keep()
         else:
             self._end_line(number)
         self._totals(number, self.epoch, total, self._recorder.dropped)
-        self.light = (number + 1) & self.detail.sparse
+        self.light = (number + 1) & self.sparse
+        if self.noticing is not None and self.noticed():
+            self.noticing()
         if number >= events.due:
             events.ring(number)
 
-    def _end_line(self, number: int, cores: bool = True) -> None:
+    def _end_line(self, number: int, whole: bool = True) -> None:
         """What comes from the step of that number on is in another line of the journal.
 
         Args:
             number: Of the step that begins.
-            cores: Whether what the thread ran since the last line was all in these steps.
+            whole: Whether all that was measured since the last line was in these steps.
         """
-        step, now = self.step, self._began
-        step.times, self._times = self._times, ZERO.copy()
-        self._kept = ZERO
-        if self._device is not None:
-            self._device.charge(self.phase)
-            step.measured = self._device.cut()
+        step, now = self.step, self.began
+        step.times = self.take(kept=not whole)
+        if self.device is not None:
+            self.device.charge(self.phase)
+            step.measured = self.device.cut()
         ran = self._cores.cut()
-        if cores:
+        if whole:
             step.cores = ran
         step.epoch = self.epoch
         step.last = number - 1
+        step.armed, self.step_armed = self.step_armed, 0
+        self.step_backwards = 0
         if self._closed is not None:
             self._recorder.add(self._closed.line)
         self._closed = step
         if now >= self._vitals.due:
             self._vitals.ask(now)
-        self.step = OpenStep(number, now + self._unix, self._vitals)
+        self.passes = []
+        self.step = OpenStep(number, now + self.unix, self._vitals, self.passes)
         self.detail.choose(number, self.last_total)
-
-    @property
-    def thread(self) -> int:
-        """The training thread, as Python numbers it."""
-        return self._thread
-
-    @property
-    def last_change(self) -> int:
-        """Unix nanoseconds of the last change of phase."""
-        return self._mark + self._unix
+        self.line, self.sparse = self.detail.line, self.detail.sparse
 
     def finish(self) -> int:
         """Write the last step; the number of steps closed."""
         if self.begun and not self._optimizers():
             self.close()
         if self.step.passes:
-            self._times = self._kept
-            self._end_line(self.steps, cores=False)
+            self._end_line(self.steps, whole=False)
         if self._closed is not None:
             self._recorder.add(self._closed.line)
             self._closed = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from types import CodeType, FrameType
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from ddpdoctor.core.user_code import Location, user_file
 from ddpdoctor.run.status import page_text
@@ -20,7 +20,8 @@ CHAIN = 8
 _codes: list[CodeType] = []
 _is_user: dict[int, bool] = {}
 _sites: dict[tuple[int, int], Site] = {}
-_memos: list[Chain] = []
+memos: list[Any] = []
+"""Those that remember lines, of this module or of ``_hot.c``: they are to `forget` in a child."""
 
 
 class Place(TypedDict):
@@ -61,7 +62,7 @@ def forget() -> None:
     """In a forked child: nothing has been recorded yet."""
     _sites.clear()
     NOWHERE.recorded = 0
-    for each in _memos:
+    for each in memos:
         each.forget()
 
 
@@ -115,7 +116,8 @@ _Known = tuple[tuple[tuple[CodeType, int], ...], bool, tuple[Site, ...]]
 class Chain:
     """The user lines that lead to one hook, found again if all frames are where they were.
 
-    A loop calls a hook through the same functions, from the same instructions, step after step.
+    Hooks take the one of `ddpdoctor.probe.runtime.hot`, which may be compiled. A loop calls a hook
+    through the same functions, from the same instructions, step after step.
     Each of the frames is compared, since a function of the user's may have come in between.
 
     Args:
@@ -126,7 +128,7 @@ class Chain:
 
     def __init__(self, most: int = CHAIN) -> None:
         self._most = most
-        _memos.append(self)
+        memos.append(self)
         self.forget()
 
     def forget(self) -> None:
@@ -146,22 +148,22 @@ class Chain:
             # Either all of the stack, or as much of it as is wanted.
             if enough or frame is None:
                 return found
-        return self._walk()
+        self._known = walk(_getframe(1), self._most)
+        return self._known[2]
 
-    def _walk(self) -> tuple[Site, ...]:
-        frames: list[tuple[CodeType, int]] = []
-        found: list[Site] = []
-        frame: FrameType | None = _getframe(2)
-        while frame is not None and len(found) < self._most:
-            code = frame.f_code
-            mine = _is_user.get(id(code))
-            if _classify(code) if mine is None else mine:
-                found.append(_site_at(code, frame.f_lineno))
-            frames.append((code, frame.f_lasti))
-            frame = frame.f_back
-        sites = tuple(found) or (NOWHERE,)
-        self._known = tuple(frames), len(found) == self._most, sites
-        return sites
+
+def walk(frame: FrameType | None, most: int) -> _Known:
+    """The frames from ``frame`` outwards, and the user lines among them, ``most`` of these."""
+    frames: list[tuple[CodeType, int]] = []
+    found: list[Site] = []
+    while frame is not None and len(found) < most:
+        code = frame.f_code
+        mine = _is_user.get(id(code))
+        if _classify(code) if mine is None else mine:
+            found.append(_site_at(code, frame.f_lineno))
+        frames.append((code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(frames), len(found) == most, tuple(found) or (NOWHERE,)
 
 
 def caller() -> Site:

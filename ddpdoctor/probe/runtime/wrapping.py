@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
-from ddpdoctor.probe.runtime import rank, shield
+from ddpdoctor.probe.runtime import hot, rank, shield
 
 Begin = Callable[..., Any]
 End = Callable[[Any, Any, "BaseException | None"], object]
@@ -66,6 +66,7 @@ def around(
     *,
     compiled: bool = False,
     idle: str = "",
+    backward: bool = False,
 ) -> None:
     """Call ``begin`` and ``end`` around each call of ``owner.name`` in a rank.
 
@@ -77,11 +78,17 @@ def around(
         end: Gets what ``begin`` returned, the result and the exception.
         compiled: Whether Dynamo may come here, for which there is only the original then.
         idle: An attribute of the first argument; where it is true there is nothing to call.
+        backward: Whether it is autograd's engine, which compiled code follows in light steps.
     """
     original = getattr(owner, name, None)
     if original is None:
         return
 
+    if hot.core is not None and not compiled and not idle:
+        # Of what is no Python function Dynamo would break the graph.
+        made = hot.core.Around(original, hook, begin, end, backward)
+        setattr(owner, name, functools.update_wrapper(made, original))
+        return
     off = shield.off
 
     @functools.wraps(original)
