@@ -268,7 +268,7 @@ def test_what_is_loaded_before_there_is_a_rank_waits_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rank_state, "_early", [])
-    for name in ("_state", "active", "is_compiling"):
+    for name in ("_state", "active", "is_tracing"):
         monkeypatch.setattr(rank_state, name, getattr(rank_state, name))
     for _ in range(2):
         files.loaded(torch.device("cuda:0"), False)

@@ -39,7 +39,7 @@ from ddpdoctor.probe.observers.stages import Stages
 from ddpdoctor.probe.observers.steps import StepTracker
 from ddpdoctor.probe.observers.weights import Changes
 from ddpdoctor.probe.observers.zeroing import Zeroing
-from ddpdoctor.probe.runtime import shield, timeouts, watch
+from ddpdoctor.probe.runtime import hot, shield, timeouts, watch
 from ddpdoctor.probe.runtime.events import subscribe
 from ddpdoctor.probe.runtime.rank import (
     RankState,
@@ -75,6 +75,7 @@ def become(torch: Any) -> None:
     except OSError as error:
         warn(f"rank {rank} cannot write to the run directory: {error}")
         return
+    hot.use_torch(torch)
     recorder = Recorder(page, journal)
     tracker = StepTracker(recorder, optimizers.were_made)
     state = RankState(recorder, tracker, restart)
@@ -102,12 +103,12 @@ def become(torch: Any) -> None:
             },
         )
     )
-    enter(state, torch.compiler.is_compiling)
+    enter(state, torch.compiler.is_dynamo_compiling)
     recorder.each_round.append(lambda: page.set_cost(state.budget.taken()))
     stem = os.path.join(run_directory(), rank_stem(rank, restart))
     ring = stem + ".collectives"
     try:
-        state.ledger = Ledger(RingWriter(ring), lambda: tracker.steps)
+        state.ledger = tracker.calls = Ledger(RingWriter(ring), lambda: tracker.steps)
         recorder.each_round.append(state.ledger.look)
     except OSError as error:
         shield.fault("ring", error)

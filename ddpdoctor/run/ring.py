@@ -37,6 +37,7 @@ _FLAGS_AT = 48
 _TEXTS = struct.Struct("<q")
 _TEXTS_AT = 56
 _ENTRY = struct.Struct("<qqqqqHHHHHBBi4I")
+_REST = struct.Struct("<HHHHHBBi4I")
 _ENTRIES_AT = 64
 _ENDED = struct.Struct("<q")
 _ENDED_AT = 16
@@ -61,6 +62,11 @@ def entry_rest(
     """The end of a call's entry; what they are is in `RingWriter.begin`."""
     dimensions = (each & _INTEGER for each in (*shape, 0, 0, 0, 0)[:4])
     return (*texts, len(shape), flags, root, *dimensions)
+
+
+def packed_rest(rest: tuple[int, ...]) -> bytes:
+    """The end of a call's entry as it is stored."""
+    return _REST.pack(*rest)
 
 
 class Collective(NamedTuple):
@@ -120,7 +126,8 @@ class RingWriter:
     """
 
     def __init__(self, path: str) -> None:
-        self._memory = mapped.create(path, SIZE)
+        self.memory = self._memory = mapped.create(path, SIZE)
+        """The file, for who stores into it without these methods."""
         _HEAD.pack_into(self._memory, 0, _MAGIC, FORMAT, ENTRIES, _ENTRY.size, _TEXT_AT)
         self._store: Callable[..., None] = partial(_ENTRY.pack_into, self._memory)
         self._end: Callable[[int, int], None] = partial(_ENDED.pack_into, self._memory)
@@ -169,14 +176,20 @@ class RingWriter:
         Returns:
             The call's order.
         """
-        return self.begin_as(now, sequence, numel, entry_rest(texts, shape, root, flags))
+        order = self.count + 1
+        self.begin_as(order, now, sequence, numel, entry_rest(texts, shape, root, flags))
+        return order
 
-    def begin_as(self, now: int, sequence: int, numel: int, rest: tuple[int, ...]) -> int:
-        """The same, with all that is alike in each call of a place (`entry_rest`) made before."""
-        order = self.count = self.count + 1
+    def begin_as(
+        self, order: int, now: int, sequence: int, numel: int, rest: tuple[int, ...]
+    ) -> None:
+        """The same of the call of that order, with what each call of a place shares made before.
+
+        That is ``rest``, made by `entry_rest`.
+        """
+        self.count = order
         self._store(_PLACES[order % ENTRIES], order, now, 0, sequence, numel, *rest)
         self._count(order)
-        return order
 
     def end(self, order: int, now: int) -> None:
         """A call ended at ``now``, in Unix nanoseconds."""

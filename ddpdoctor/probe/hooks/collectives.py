@@ -6,6 +6,7 @@ Recorder. A collective that is made of others (``all_gather_object``) counts as 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from types import ModuleType
@@ -15,7 +16,7 @@ from ddpdoctor.probe.observers import calls
 from ddpdoctor.probe.observers.calls import Call
 from ddpdoctor.probe.observers.ledger import Ledger
 from ddpdoctor.probe.observers.steps import StepTracker
-from ddpdoctor.probe.runtime import events, rank, shield
+from ddpdoctor.probe.runtime import hot, rank, shield
 from ddpdoctor.probe.runtime.hot import Chain
 from ddpdoctor.probe.runtime.sites import Site, caller
 from ddpdoctor.probe.runtime.wrapping import around
@@ -33,11 +34,38 @@ Noted = tuple[Ledger, int]
 def install(c10d: ModuleType) -> None:
     """Wrap the collectives before ``torch.distributed`` copies their names."""
     for name in calls.TENSORS:
-        if hasattr(c10d, name):
+        if hasattr(c10d, name) and not _install_compiled(c10d, name):
             begin = _begin(name, calls.binder(name, getattr(c10d, name)))
             around(c10d, name, _HOOK, begin, _end, compiled=True)
     # What an asynchronous collective returns: here the rank waits for it.
-    around(getattr(c10d, "Work", None), "wait", _HOOK, _wait_begins, _wait_ended, compiled=True)
+    around(getattr(c10d, "Work", None), "wait", _HOOK, _wait_begins, _wait_ended, waits=True)
+
+
+def _install_compiled(c10d: ModuleType, name: str) -> bool:
+    """Wrap a collective by compiled code, if there is any; whether it was.
+
+    Dynamo puts its own functions in place of those that it knows, and these have to be Python's.
+    """
+    original = getattr(c10d, name)
+    places = calls.places(name, original) if hot.core is not None else None
+    if places is None:
+        return False
+    first, peer = calls.TENSORS[name].endswith("[0]"), name in ("send", "recv")
+    begin = _begin(name, calls.binder(name, original))
+    followed = hot.core.Collective(name, original, begin, _end, *places, first, peer).call
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if rank.is_tracing():
+            return original(*args, **kwargs)
+        try:
+            return followed(args, kwargs)
+        except BaseException as error:
+            shield.hide_frame(error)
+            raise
+
+    setattr(c10d, name, call)
+    return True
 
 
 def _show(tracker: StepTracker, name: str) -> None:
@@ -84,15 +112,21 @@ def _begin(name: str, bind: Callable[..., Call]) -> Callable[..., object]:
             if tracker.enter(_WAIT, chain[0]):
                 tracker.collective = name
                 tracker.page.set_collective(shown)
-                noted = _note(name, bind, chain, args, kwargs)
-                for subscriber in events.collective_begins:
-                    subscriber(name)
-                return noted or True
+                _count(tracker, name)
+                return _note(name, bind, chain, args, kwargs) or True
         if not tracker.is_here():
             _note_elsewhere(bind, args, kwargs)
         return None
 
     return begin
+
+
+def _count(tracker: StepTracker, name: str) -> None:
+    tracker.collectives += 1
+    if "reduce" in name:
+        tracker.reductions += 1
+    elif "gather" in name:
+        tracker.gathers += 1
 
 
 def _end(begun: Noted | bool, result: object, error: BaseException | None) -> None:
@@ -148,8 +182,9 @@ def _note_elsewhere(bind: Callable[..., Call], args: Any, kwargs: Any) -> None:
 def _wait_begins(work: object, *args: Any, **kwargs: Any) -> object:
     if not enter("Work.wait"):
         return None
-    for subscriber in events.collective_begins:
-        subscriber("Work.wait")
+    tracker = rank.active
+    if tracker is not None:
+        tracker.collectives += 1
     ledger = _ledger()
     try:
         return ledger if ledger is not None and ledger.waits_for(work) else True

@@ -235,7 +235,6 @@ def _wrap_inside(torch: Any, ddp_class: Any) -> None:
     bare = contextmanager(inspect.unwrap(original))
     forward: Any = _Forward
     if hot.core is not None:
-        hot.core.use_torch(_grad_enabled)
         forward = hot.core.Forward
 
     def _inside_ddp_forward(self: Any) -> Any:

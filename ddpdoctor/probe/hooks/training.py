@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from ddpdoctor.probe.observers import contents, modes, optimizers, readback
@@ -150,26 +150,32 @@ def install_state_dict(module: ModuleType) -> None:
 def _initializes(*args: Any, **kwargs: Any) -> bool:
     global _initializing
     _initializing += 1
+    hot.initializes(1)
     return True
 
 
 def _initialized(begun: bool, result: Any, error: BaseException | None) -> None:
     global _initializing
     _initializing -= 1
+    hot.initializes(-1)
+
+
+# Dynamo may come here, with the step of an optimizer that it compiles: it knows `is_tracing`.
 
 
 def _step_begins(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if not rank.is_tracing() and not _light_begins(optimizer):
+        _begin_step(optimizer, sys._getframe(1))
+
+
+def _begin_step(optimizer: Any, frame: FrameType) -> None:
     tracker = rank.active
-    if tracker is None or _initializing or rank.is_compiling():
-        return
-    if tracker.light and _light_begins is not None and _light_begins(optimizer):
-        return
-    if "optimizer" in shield.off:
+    if tracker is None or _initializing or "optimizer" in shield.off:
         return
     began = clock() if tracker.clocked else 0
     try:
-        if tracker.enter(_OPTIMIZER, _opts.sites()[0]) and tracker.optimizer_frame is None:
-            tracker.optimizer_frame = sys._getframe(1)
+        if tracker.enter(_OPTIMIZER, _opts.sites()[0]):
+            tracker.optimizer_code = frame.f_code
         for subscriber in events.step_begins:
             subscriber(optimizer)
     except Exception as error:
@@ -179,20 +185,20 @@ def _step_begins(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _step_ended(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if not rank.is_tracing() and not _light_ended(optimizer):
+        _end_step(optimizer)
+
+
+def _end_step(optimizer: Any) -> None:
     tracker = rank.active
-    if tracker is None or rank.is_compiling():
-        return
-    light = tracker.light
-    if light and _light_ended is not None and _light_ended(optimizer):
-        return
-    if tracker.phase != _OPTIMIZER:
+    if tracker is None or tracker.phase != _OPTIMIZER:
         return
     began = clock() if tracker.clocked else 0
+    light = tracker.light
     try:
         tracker.leave()
         # A subclass whose step calls its parent's is still one step.
         if tracker.phase != _OPTIMIZER:
-            tracker.optimizer_frame = None
             number = tracker.steps
             tracker.stepped(optimizer)
             for subscriber in events.step_ended:

@@ -56,6 +56,27 @@ whose shape and dtype all ranks share.
 """
 
 
+PARAMETERS = (("op",), ("src", "dst"), ("group_src", "group_dst"), ("group",), ("async_op",))
+"""Of the arguments but the tensor, what functions call them."""
+
+
+def places(
+    name: str, function: Callable[..., Any]
+) -> tuple[tuple[str, ...], tuple[int, ...]] | None:
+    """Names and positions of the tensor's parameter and those of `PARAMETERS`.
+
+    The position is -1, and the name empty, where the function has none. None if the calls of that
+    function are more than their tensor tells.
+    """
+    tensor = TENSORS[name].removesuffix("[0]")
+    if tensor == "None" and not name.endswith("barrier"):
+        return None
+    names = list(inspect.signature(function).parameters)
+    wanted = ((tensor,), *PARAMETERS)
+    found = tuple(next((each for each in several if each in names), "") for several in wanted)
+    return found, tuple(names.index(each) if each else -1 for each in found)
+
+
 def binder(name: str, function: Callable[..., Any]) -> Callable[..., Call]:
     """What makes a `Call` of the arguments of a call of ``function``, one of `TENSORS`.
 
@@ -77,10 +98,7 @@ def binder(name: str, function: Callable[..., Any]) -> Callable[..., Call]:
     flags = f"{ASYNC} if async_op else 0" if "async_op" in names else "0"
     call = [
         TENSORS[name],
-        first_of("op"),
-        first_of("src", "dst"),
-        first_of("group_src", "group_dst"),
-        first_of("group"),
+        *(first_of(*wanted) for wanted in PARAMETERS[:-1]),
         str(POINT_TO_POINT) if name in ("send", "recv") else flags,
     ]
     made: Callable[..., Call] = eval(  # as `dataclasses` makes an `__init__`

@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from dataclasses import fields, replace
-from types import FrameType
+from types import CodeType
 from typing import Any
 
 from ddpdoctor.probe.observers import file_facts, inner, ports
@@ -96,15 +96,15 @@ def _placed(record: ErrorRecord, error: BaseException) -> ErrorRecord:
     record = replace(record, step=tracker.steps, armed=tracker.armed)
     if tracker.failed is not None and tracker.failed[0] == id(error):
         return replace(record, phase=Phase(tracker.failed[1]).label, collective=tracker.failed[2])
-    if _raised_in(error, tracker.optimizer_frame):
+    if _raised_in(error, tracker.optimizer_code):
         return replace(record, phase=Phase.OPTIMIZER.label)
     return record
 
 
-def _raised_in(error: BaseException, frame: FrameType | None) -> bool:
-    """Whether the exception flew through that frame."""
-    return frame is not None and any(
-        each is frame for each, _ in traceback.walk_tb(error.__traceback__)
+def _raised_in(error: BaseException, code: CodeType | None) -> bool:
+    """Whether the exception flew through that code."""
+    return code is not None and any(
+        each.f_code is code for each, _ in traceback.walk_tb(error.__traceback__)
     )
 
 

@@ -15,8 +15,17 @@ from typing import Any, NamedTuple
 from ddpdoctor.core.ranks import spans
 from ddpdoctor.probe.observers.calls import Call
 from ddpdoctor.probe.runtime import torch_private
+from ddpdoctor.probe.runtime.hot import Calls
 from ddpdoctor.probe.runtime.sites import Site
-from ddpdoctor.run.ring import POINT_TO_POINT, RingWriter, chain_text, entry_rest
+from ddpdoctor.run.ring import (
+    ASYNC,
+    ENTRIES,
+    POINT_TO_POINT,
+    RingWriter,
+    chain_text,
+    entry_rest,
+    packed_rest,
+)
 
 DEFAULT_GROUP = ""
 OBJECT = 1 << 50
@@ -53,7 +62,7 @@ class _Alike(NamedTuple):
     rest: tuple[int, ...]
 
 
-class Ledger:
+class Ledger(Calls):
     """The calls of one rank.
 
     Args:
@@ -62,6 +71,7 @@ class Ledger:
     """
 
     def __init__(self, ring: RingWriter, steps: Callable[[], int]) -> None:
+        super().__init__(ring.memory)
         self._ring = ring
         self._steps = steps
         self._distributed: Any = sys.modules["torch"].distributed
@@ -78,18 +88,7 @@ class Ledger:
         self._elsewhere: set[str] = set()
         """Groups in which other threads call collectives, too."""
         self._waited = 0
-        self.wide = 0
-        """Calls that may have moved gradients or parameters, unknown ones among them."""
-        self._moved = self._moved_in = 0
-        """Elements that collectives were called with since the step of that number ended, none of
-        them point to point."""
-        self._enough = 0
-        self._when_moved: Callable[[int], None] | None = None
-
-    @property
-    def count(self) -> int:
-        """Calls so far."""
-        return self._ring.count
+        self._when_carried: Callable[[int], None] | None = None
 
     def watch(self, elements: int, moved: Callable[[int], None]) -> None:
         """Call ``moved``, once, when collectives have carried so many elements within one step.
@@ -98,19 +97,23 @@ class Ledger:
             elements: How many are enough; 0: it is not to be called.
             moved: Gets how many there were.
         """
-        self._enough, self._when_moved = elements, moved if elements else None
+        self.enough, self._when_carried = elements, moved
 
     def _carry(self, elements: int) -> None:
-        when = self._when_moved
-        if when is None:
+        if not self.enough:
             return
         step = self._steps()
-        if step != self._moved_in:
-            self._moved, self._moved_in = 0, step
-        self._moved += elements
-        if self._moved >= self._enough:
-            self._when_moved = None
-            when(self._moved)
+        if step != self.carried_in:
+            self.carried, self.carried_in = 0, step
+        self.carried += elements
+        if self.carried >= self.enough:
+            self.carried_enough()
+
+    def carried_enough(self) -> None:
+        """Collectives have carried as much as is waited for."""
+        self.enough = 0
+        if self._when_carried is not None:
+            self._when_carried(self.carried)
 
     def begin(self, name: str, call: Call, chain: tuple[Site, ...]) -> int:
         """Write down a call that begins; its order, 0 if this rank is not in its group.
@@ -152,7 +155,39 @@ class Ledger:
                 self._carry(numel)
             elif numel < 0 and "object" in name:
                 self._carry(OBJECT)
-        return self._ring.begin_as(_now(), sequence, numel, last.rest)
+        self.count += 1
+        self._ring.begin_as(self.count, _now(), sequence, numel, last.rest)
+        return self.count
+
+    def like(
+        self, name: str, tensor: Any, op: Any, root: Any, group_root: Any, group: Any, later: Any
+    ) -> tuple[_Group, bytes, Any, tuple[int, ...], int] | None:
+        """What is stored of a call that was just written down, for those that are like it.
+
+        Args:
+            name: Of the collective.
+            tensor: And so on: what it was called with, None where it is left out.
+            op: Of a reduction.
+            root: The global rank of source or destination.
+            group_root: The rank in its group.
+            group: The process group.
+            later: Whether it is asynchronous.
+
+        Returns:
+            Its group, the end of its entry, dtype, shape and number of elements; None if the last
+            call of that name was another one.
+        """
+        last = self._last.get(name)
+        if last is None or last.group is not group or last.op is not op:
+            return None
+        if last.roots[:2] != (root, group_root) or bool(last.roots[2] & ASYNC) is not bool(later):
+            return None
+        numel = -1
+        if tensor is not None:
+            numel = tensor.numel()
+            if tensor.dtype is not last.dtype or tensor.shape != last.shape:
+                return None
+        return last.known, packed_rest(last.rest), last.dtype, last.shape, numel
 
     def _met(
         self, name: str, call: Call, chain: tuple[Site, ...], shape: tuple[int, ...], dtype: Any
@@ -194,6 +229,7 @@ class Ledger:
         if name is None or call[5] & POINT_TO_POINT:
             return
         self._elsewhere.add(name)
+        self.elsewhere = True
         if any(each.name == name and each.calls for each in list(self._groups.values())):
             self.set_partial()
 
@@ -245,7 +281,7 @@ class Ledger:
     def returned(self, order: int, result: object) -> None:
         """The call returned; an asynchronous one goes on."""
         if result is None or not hasattr(result, "is_completed"):
-            self._ring.end(order, _now())
+            self._end(order, _now())
             return
         if len(self._works) >= _MOST_WORKS:
             self._works.clear()
@@ -263,7 +299,11 @@ class Ledger:
     def waited(self, now: int) -> None:
         """The wait is over."""
         self._ring.waits_for(0)
-        self._ring.end(self._waited, now)
+        self._end(self._waited, now)
+
+    def _end(self, order: int, now: int) -> None:
+        if self.count - order < ENTRIES:
+            self._ring.end(order, now)
 
     def set_partial(self) -> None:
         """Say that calls may be missing."""

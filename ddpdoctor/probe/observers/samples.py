@@ -55,7 +55,6 @@ class Samples(Observer):
         """Forwards in a row before which no batch was fetched."""
         self._evaluated: list[Pass] = []
         self._followed = 0
-        self._collectives = self._reductions = self._gathers = 0
         self._sketched = 0
         """Nanoseconds that it took to look at all samples."""
 
@@ -118,7 +117,8 @@ class Samples(Observer):
                 **site.place,
             )
             drawn = _opened(iterator, dataset, record, left)
-        drawn.collectives = self._collectives, self._reductions, self._gathers
+        tracker = self.state.tracker
+        drawn.collectives = tracker.collectives, tracker.reductions, tracker.gathers
         self._followed += 1
         self._open[key] = drawn
         return drawn
@@ -212,23 +212,16 @@ class Samples(Observer):
         self._waiting.clear()
         self._judge_evaluations()
 
-    def collective_begins(self, name: str) -> None:
-        """Count it: by its collectives an evaluation brings its results together."""
-        self._collectives += 1
-        if "reduce" in name:
-            self._reductions += 1
-        elif "gather" in name:
-            self._gathers += 1
-
     def _judge_evaluations(self) -> None:
         """By the next step, ranks have exchanged what they had to of an evaluation."""
+        tracker = self.state.tracker
         for drawn in self._evaluated:
             every, reductions, gathers = drawn.collectives
             drawn.record = replace(
                 drawn.record,
-                collectives=self._collectives - every,
-                reductions=self._reductions - reductions,
-                gathers=self._gathers - gathers,
+                collectives=tracker.collectives - every,
+                reductions=tracker.reductions - reductions,
+                gathers=tracker.gathers - gathers,
             )
             self.state.recorder.add(drawn.as_it_is("ended"))
         self._evaluated.clear()

@@ -28,17 +28,24 @@
 enum { STARTING, OTHER, DATA, FORWARD, BACKWARD, OPTIMIZER, WAIT, ENDED, PHASES };
 enum { LIVE_AT = 128, TOTALS_AT = 160, REDUCED_AT = 192, COLLECTIVE_AT = 256, SITE_AT = 320 };
 enum { COLLECTIVE_SIZE = 64, SITE_SIZE = 688, PAGE_SIZE = 1024 };
-enum { MOST_NESTED = 250, BACKWARDS = 24, MOST_FRAMES = 48 };
+enum { MOST_NESTED = 250, BACKWARDS = 24, MOST_FRAMES = 48, TRUSTED = 64 };
 
 #define NO_EPOCH (-1)
 
+/* One higher with each change that the Python beside it depends on (hot.py). */
+#define CONTRACT 1
+
 /* What other modules of the probe hold; see bind(). */
 static PyObject *rank_names, *event_names, *off_hooks, *fault_of, *grad_enabled, *walk, *memos;
+static PyObject *compiler_names;
 /* Names of attributes. */
 static PyObject *s_active, *s_page, *s_recorded, *s_site_met, *s_charge, *s_memory, *s_due, *s_ring;
 static PyObject *s_noticing, *s_detail, *s_clock, *s_accumulate_grad, *s_sync, *s_enter;
 static PyObject *s_exit, *s_evaluated, *s_forward_begins, *s_backward_begins, *s_backward_ended;
-static PyObject *s_step_begins, *s_step_ended, *s_empty, *h_forward, *h_backward, *h_optimizer;
+static PyObject *s_calls, *s_dtype, *s_shape, *s_like, *s_returned;
+static PyObject *s_carry, *s_compiling;
+static PyObject *s_step_begins, *s_step_ended, *s_empty, *h_forward, *h_backward, *h_optimizer,
+    *h_collectives, *h_ring;
 
 static PyObject *clock_of_tests;
 
@@ -125,14 +132,15 @@ typedef struct {
     unsigned char stack[MOST_NESTED];
     int depth;
     char reduces, clocked, aside;
-    PyObject *page, *site, *device, *collective, *failed, *optimizer_frame;
-    PyObject *passes, *iterators, *trained;
+    PyObject *page, *site, *device, *collective, *failed, *optimizer_code;
+    PyObject *passes, *iterators, *trained, *calls;
     Backward backwards[BACKWARDS];
     Py_buffer watched;
     const int64_t *word;
     int64_t seen;
     long long phase, steps, last_total, epoch, armed, forwards, backward_count, reduced, begun;
     long long step_armed, step_backwards, light, line, sparse, spent, began, closer, optimizer_steps;
+    long long collectives, reductions, gathers;
 } Phases;
 
 static PyTypeObject PhasesType;
@@ -156,10 +164,11 @@ static int Phases_traverse(Phases *self, visitproc visit, void *arg)
     Py_VISIT(self->device);
     Py_VISIT(self->collective);
     Py_VISIT(self->failed);
-    Py_VISIT(self->optimizer_frame);
+    Py_VISIT(self->optimizer_code);
     Py_VISIT(self->passes);
     Py_VISIT(self->iterators);
     Py_VISIT(self->trained);
+    Py_VISIT(self->calls);
     for (int i = 0; i < BACKWARDS; i++)
         Py_VISIT(self->backwards[i].site);
     return 0;
@@ -172,10 +181,11 @@ static int Phases_clear(Phases *self)
     Py_CLEAR(self->device);
     Py_CLEAR(self->collective);
     Py_CLEAR(self->failed);
-    Py_CLEAR(self->optimizer_frame);
+    Py_CLEAR(self->optimizer_code);
     Py_CLEAR(self->passes);
     Py_CLEAR(self->iterators);
     Py_CLEAR(self->trained);
+    Py_CLEAR(self->calls);
     for (int i = 0; i < BACKWARDS; i++)
         Py_CLEAR(self->backwards[i].site);
     return 0;
@@ -219,8 +229,9 @@ static int Phases_init(Phases *self, PyObject *args, PyObject *kwargs)
     self->site = Py_NewRef(Py_None);
     self->device = Py_NewRef(Py_None);
     self->failed = Py_NewRef(Py_None);
-    self->optimizer_frame = Py_NewRef(Py_None);
+    self->optimizer_code = Py_NewRef(Py_None);
     self->collective = Py_NewRef(s_empty);
+    self->calls = Py_NewRef(Py_None);
     self->passes = PyList_New(0);
     self->iterators = PySet_New(NULL);
     self->trained = PySet_New(NULL);
@@ -249,7 +260,6 @@ static void do_reset(Phases *self)
 {
     self->depth = 0;
     self->phase = OTHER;
-    Py_SETREF(self->optimizer_frame, Py_NewRef(Py_None));
 }
 
 static int optimizer_runs(Phases *self)
@@ -257,7 +267,9 @@ static int optimizer_runs(Phases *self)
     PyFrameObject *frame = PyEval_GetFrame();
     Py_XINCREF(frame);
     while (frame != NULL) {
-        if ((PyObject *)frame == self->optimizer_frame) {
+        PyCodeObject *code = PyFrame_GetCode(frame);
+        Py_DECREF(code);
+        if ((PyObject *)code == self->optimizer_code) {
             Py_DECREF(frame);
             return 1;
         }
@@ -617,8 +629,9 @@ static PyMemberDef Phases_members[] = {
     NUMBER(forwards), NUMBER(backward_count), NUMBER(reduced), NUMBER(begun), NUMBER(step_armed),
     NUMBER(step_backwards), NUMBER(light), NUMBER(line), NUMBER(sparse), NUMBER(spent),
     NUMBER(began), NUMBER(closer), NUMBER(optimizer_steps),
-    OBJECT(page), OBJECT(device), OBJECT(collective), OBJECT(failed), OBJECT(optimizer_frame),
-    OBJECT(passes), OBJECT(iterators), OBJECT(trained),
+    NUMBER(collectives), NUMBER(reductions), NUMBER(gathers),
+    OBJECT(page), OBJECT(device), OBJECT(collective), OBJECT(failed), OBJECT(optimizer_code),
+    OBJECT(passes), OBJECT(iterators), OBJECT(trained), OBJECT(calls),
     {"clocked", T_BOOL, offsetof(Phases, clocked), 0, NULL},
     {"aside", T_BOOL, offsetof(Phases, aside), 0, NULL},
     {NULL},
@@ -668,6 +681,7 @@ typedef struct {
     PyObject_HEAD
     long most;
     int count, enough;
+    int same;               /* how often in a row it was found again */
     Place places[MOST_FRAMES];
     PyObject *found;
 } Chain;
@@ -680,6 +694,7 @@ static void chain_forget(Chain *self)
         Py_CLEAR(self->places[i].code);
     self->count = 0;
     self->enough = 0;
+    self->same = 0;
     Py_CLEAR(self->found);
 }
 
@@ -734,6 +749,8 @@ static PyObject *chain_walk(Chain *self, PyFrameObject *frame)
 /* A new reference to the lines that lead to a frame; NULL with an exception. */
 static PyObject *chain_sites(Chain *self, PyFrameObject *start)
 {
+    if (start == NULL)
+        start = PyEval_GetFrame();
     if (self->found == NULL)
         return chain_walk(self, start);
     PyFrameObject *frame = start;
@@ -753,8 +770,10 @@ static PyObject *chain_sites(Chain *self, PyFrameObject *start)
     }
     int known = i == self->count && (self->enough || frame == NULL);
     Py_XDECREF(frame);
-    if (known)
+    if (known) {
+        self->same += self->same < TRUSTED;
         return Py_NewRef(self->found);
+    }
     return chain_walk(self, start);
 }
 
@@ -793,7 +812,9 @@ static Chain *forward_lines, *backward_lines, *optimizer_lines;
 /* Begin a phase at the user's line that led to a frame: 1, 0 or -1 as do_enter. */
 static int enter_at(Phases *rank, int phase, Chain *lines, PyFrameObject *frame, PyObject **site)
 {
-    PyObject *found = chain_sites(lines, frame);
+    /* Of one that never changed, every sixteenth is looked at. */
+    PyObject *found = lines->same >= TRUSTED && rank->steps & 15 ? Py_NewRef(lines->found)
+                                                                : chain_sites(lines, frame);
     if (found == NULL)
         return -1;
     int begun = do_enter(rank, phase, PyTuple_GET_ITEM(found, 0));
@@ -850,7 +871,7 @@ static int light_forward(Phases *rank, PyObject *ddp)
         return FAULT;
     Py_DECREF(syncs);
     do_forward_begins(rank, syncs == Py_True);
-    int done = begun_at(rank, FORWARD, forward_lines, PyEval_GetFrame(), NULL);
+    int done = begun_at(rank, FORWARD, forward_lines, NULL, NULL);
     clocked_since(rank, began);
     return done;
 }
@@ -867,7 +888,7 @@ static int light_backward(Phases *rank, PyObject *const *args, Py_ssize_t count,
         return FOR_PYTHON;
     int64_t began = rank->clocked ? cpu_ns() : 0;
     PyObject *site;
-    int done = begun_at(rank, BACKWARD, backward_lines, PyEval_GetFrame(), &site);
+    int done = begun_at(rank, BACKWARD, backward_lines, NULL, &site);
     if (done == BEGUN)
         do_backward_begins(rank, site);
     clocked_since(rank, began);
@@ -938,23 +959,26 @@ static int light_close(Phases *rank)
     return 0;
 }
 
+static int initializing;
+
+/* initializes(more): calls of torch's own are under way that step an optimizer without training. */
+static PyObject *initializes(PyObject *module, PyObject *more)
+{
+    initializing += (int)PyLong_AsLong(more);
+    Py_RETURN_NONE;
+}
+
 /* step_begins(optimizer): whether it was light, and all is done. */
 static PyObject *step_begins(PyObject *module, PyObject *optimizer)
 {
     Phases *rank = active_rank();
-    if (!is_light(rank) || is_off(h_optimizer) || subscribers(s_step_begins))
-        Py_RETURN_FALSE;
+    if (!is_light(rank) || is_off(h_optimizer) || subscribers(s_step_begins) || initializing ||
+        rank->optimizer_code == Py_None)
+        return PyBool_FromLong(rank == NULL);
     Py_INCREF(rank);
     int64_t began = rank->clocked ? cpu_ns() : 0;
-    PyFrameObject *frame = PyEval_GetFrame();
-    int done = begun_at(rank, OPTIMIZER, optimizer_lines, frame, NULL);
-    if (done == FAULT)
+    if (begun_at(rank, OPTIMIZER, optimizer_lines, NULL, NULL) == FAULT)
         note_fault(h_optimizer);
-    if (done == BEGUN && rank->optimizer_frame == Py_None && frame != NULL) {
-        PyFrameObject *back = PyFrame_GetBack(frame);
-        if (back != NULL)
-            Py_SETREF(rank->optimizer_frame, (PyObject *)back);
-    }
     clocked_since(rank, began);
     Py_DECREF(rank);
     Py_RETURN_TRUE;
@@ -964,6 +988,8 @@ static PyObject *step_begins(PyObject *module, PyObject *optimizer)
 static PyObject *step_ended(PyObject *module, PyObject *optimizer)
 {
     Phases *rank = active_rank();
+    if (rank == NULL)
+        Py_RETURN_TRUE;
     if (!is_light(rank) || rank->phase != OPTIMIZER || rank->closer != (long long)(intptr_t)optimizer)
         Py_RETURN_FALSE;
     int nested = rank->depth > 0 && rank->depth <= MOST_NESTED &&
@@ -975,9 +1001,7 @@ static PyObject *step_ended(PyObject *module, PyObject *optimizer)
     int64_t began = rank->clocked ? cpu_ns() : 0;
     int was_clocked = rank->clocked;
     long long number = rank->steps;
-    int failed = do_leave(rank, NULL) < 0;
-    Py_SETREF(rank->optimizer_frame, Py_NewRef(Py_None));
-    failed = failed || light_close(rank) < 0;
+    int failed = do_leave(rank, NULL) < 0 || light_close(rank) < 0;
     PyObject *each = failed ? NULL : subscribers(s_step_ended);
     Py_XINCREF(each);
     if (each != NULL) {
@@ -1012,7 +1036,7 @@ typedef struct {
     PyObject_HEAD
     PyObject *original, *hook, *begin, *end, *names;
     vectorcallfunc vectorcall;
-    char backward;
+    char backward, waits;
 } Around;
 
 static PyTypeObject AroundType;
@@ -1039,6 +1063,8 @@ static PyObject *Around_call(Around *self, PyObject *const *args, size_t flagged
     if (active == NULL || active == Py_None || is_off(self->hook))
         return PyObject_Vectorcall(self->original, args, flagged, names);
     Phases *rank = active_rank();
+    if (self->waits && rank != NULL && rank->phase == WAIT)
+        return PyObject_Vectorcall(self->original, args, flagged, names);
     Py_XINCREF(rank);
     PyObject *begun = NULL;
     int light = FOR_PYTHON;
@@ -1089,17 +1115,18 @@ static PyObject *Around_call(Around *self, PyObject *const *args, size_t flagged
 
 static int Around_init(Around *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"original", "hook", "begin", "end", "backward", NULL};
+    static char *names[] = {"original", "hook", "begin", "end", "backward", "waits", NULL};
     PyObject *original, *hook, *begin, *end;
-    int backward = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OUOO|p", names, &original, &hook, &begin, &end,
-                                     &backward))
+    int backward = 0, waits = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OUOO|pp", names, &original, &hook, &begin, &end,
+                                     &backward, &waits))
         return -1;
     Py_XSETREF(self->original, Py_NewRef(original));
     Py_XSETREF(self->hook, Py_NewRef(hook));
     Py_XSETREF(self->begin, Py_NewRef(begin));
     Py_XSETREF(self->end, Py_NewRef(end));
     self->backward = (char)backward;
+    self->waits = (char)waits;
     self->vectorcall = (vectorcallfunc)Around_call;
     return 0;
 }
@@ -1279,6 +1306,423 @@ static PyTypeObject ForwardType = {
     .tp_methods = Forward_methods,
 };
 
+/* -- collectives */
+
+/* What a rank has called so far: the base of observers/ledger.py's Ledger. */
+typedef struct {
+    PyObject_HEAD
+    Py_buffer memory;
+    char *bytes;
+    long long count, wide, carried, carried_in, enough;
+    char elsewhere;
+} Calls;
+
+static PyTypeObject CallsType;
+
+/* As in run/ring.py. */
+enum { RING_ENTRIES = 64, RING_ENTRY = 72, RING_COUNT_AT = 32, RING_ENTRIES_AT = 64 };
+enum { RING_SIZE = 32 << 10, RING_ENDED = 16, RING_REST = 40, NARROW = 64 };
+
+static int Calls_init(Calls *self, PyObject *args, PyObject *kwargs)
+{
+    PyObject *memory;
+    if (!PyArg_ParseTuple(args, "O", &memory))
+        return -1;
+    if (self->bytes != NULL || PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0)
+        return -1;
+    if (self->memory.len < RING_SIZE) {
+        PyBuffer_Release(&self->memory);
+        PyErr_SetString(PyExc_ValueError, "a ring is larger");
+        return -1;
+    }
+    self->bytes = self->memory.buf;
+    return 0;
+}
+
+static void Calls_dealloc(Calls *self)
+{
+    if (self->bytes != NULL)
+        PyBuffer_Release(&self->memory);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+#define CALLS(name) {#name, T_LONGLONG, offsetof(Calls, name), 0, NULL}
+static PyMemberDef Calls_members[] = {
+    CALLS(count), CALLS(wide), CALLS(carried), CALLS(carried_in), CALLS(enough),
+    {"elsewhere", T_BOOL, offsetof(Calls, elsewhere), 0, NULL},
+    {NULL},
+};
+
+static PyTypeObject CallsType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "ddpdoctor.probe.runtime._hot.Calls",
+    .tp_basicsize = sizeof(Calls),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)Calls_init,
+    .tp_dealloc = (destructor)Calls_dealloc,
+    .tp_members = Calls_members,
+};
+
+/* Where a call has the arguments that its ranks share. */
+enum { TENSOR, OP, ROOT, GROUP_ROOT, GROUP, ASYNC_OP, ARGUMENTS };
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *name, *original, *begin, *end;
+    PyObject *parameters[ARGUMENTS];
+    int places[ARGUMENTS];
+    char first, point_to_point, reduces, gathers;
+    char shown[COLLECTIVE_SIZE];
+    Chain *lines;
+    /* The last call, and what is stored of all like it. */
+    PyObject *chain, *given[ARGUMENTS], *dtype, *shape, *known;
+    const Calls *of;
+    long long numel;
+    char rest[RING_ENTRY - RING_REST];
+} Collective;
+
+static PyTypeObject CollectiveType;
+
+static int Collective_traverse(Collective *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->original);
+    Py_VISIT(self->begin);
+    Py_VISIT(self->end);
+    Py_VISIT(self->chain);
+    for (int i = 0; i < ARGUMENTS; i++)
+        Py_VISIT(self->given[i]);
+    Py_VISIT(self->known);
+    return 0;
+}
+
+static void collective_forget(Collective *self)
+{
+    Py_CLEAR(self->chain);
+    for (int i = 0; i < ARGUMENTS; i++)
+        Py_CLEAR(self->given[i]);
+    Py_CLEAR(self->dtype);
+    Py_CLEAR(self->shape);
+    Py_CLEAR(self->known);
+}
+
+static int Collective_clear(Collective *self)
+{
+    collective_forget(self);
+    Py_CLEAR(self->name);
+    Py_CLEAR(self->original);
+    Py_CLEAR(self->begin);
+    Py_CLEAR(self->end);
+    for (int i = 0; i < ARGUMENTS; i++)
+        Py_CLEAR(self->parameters[i]);
+    Chain *lines = self->lines;
+    self->lines = NULL;
+    Py_XDECREF(lines);
+    return 0;
+}
+
+static void Collective_dealloc(Collective *self)
+{
+    PyObject_GC_UnTrack(self);
+    Collective_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+/* Collective(name, original, begin, end, parameters, places, first, point_to_point) */
+static int Collective_init(Collective *self, PyObject *args, PyObject *kwargs)
+{
+    PyObject *name, *original, *begin, *end, *parameters, *places;
+    int first, point_to_point;
+    if (!PyArg_ParseTuple(args, "UOOOO!O!pp", &name, &original, &begin, &end, &PyTuple_Type,
+                          &parameters, &PyTuple_Type, &places, &first, &point_to_point))
+        return -1;
+    if (self->name != NULL || PyTuple_GET_SIZE(parameters) != ARGUMENTS ||
+        PyTuple_GET_SIZE(places) != ARGUMENTS) {
+        PyErr_SetString(PyExc_ValueError, "as many parameters and places as are known");
+        return -1;
+    }
+    const char *text = PyUnicode_AsUTF8(name);
+    if (text == NULL)
+        return -1;
+    strncpy(self->shown, text, COLLECTIVE_SIZE - 1);
+    self->reduces = strstr(text, "reduce") != NULL;
+    self->gathers = !self->reduces && strstr(text, "gather") != NULL;
+    for (int i = 0; i < ARGUMENTS; i++) {
+        self->places[i] = (int)PyLong_AsLong(PyTuple_GET_ITEM(places, i));
+        self->parameters[i] = Py_NewRef(PyTuple_GET_ITEM(parameters, i));
+    }
+    self->name = Py_NewRef(name);
+    self->original = Py_NewRef(original);
+    self->begin = Py_NewRef(begin);
+    self->end = Py_NewRef(end);
+    self->first = (char)first;
+    self->point_to_point = (char)point_to_point;
+    self->lines = (Chain *)PyObject_CallNoArgs((PyObject *)&ChainType);
+    return self->lines == NULL || PyErr_Occurred() ? -1 : 0;
+}
+
+/* The arguments of a call, borrowed; NULL where one is left out. */
+static void collective_bind(Collective *self, PyObject *args, PyObject *kwargs, PyObject **given)
+{
+    Py_ssize_t count = PyTuple_GET_SIZE(args);
+    for (int i = 0; i < ARGUMENTS; i++) {
+        given[i] = NULL;
+        if (self->places[i] < 0)
+            continue;
+        if (self->places[i] < count)
+            given[i] = PyTuple_GET_ITEM(args, self->places[i]);
+        else if (kwargs != NULL && PyDict_GET_SIZE(kwargs))
+            given[i] = PyDict_GetItemWithError(kwargs, self->parameters[i]);
+    }
+    if (given[TENSOR] != NULL && self->first)
+        given[TENSOR] = PyList_Check(given[TENSOR]) && PyList_GET_SIZE(given[TENSOR])
+                            ? PyList_GET_ITEM(given[TENSOR], 0)
+                            : NULL;
+}
+
+/* Whether a call is like the last one of this place, so that what is stored is known. */
+static int collective_alike(Collective *self, Calls *calls, PyObject *chain, PyObject **given)
+{
+    if (self->known == NULL || self->of != calls || self->chain != chain)
+        return 0;
+    for (int i = TENSOR + 1; i < ARGUMENTS; i++)
+        if (self->given[i] != given[i])
+            return 0;
+    if (self->places[TENSOR] < 0)
+        return 1;
+    if (given[TENSOR] == NULL)
+        return 0;
+    PyObject *dtype = PyObject_GetAttr(given[TENSOR], s_dtype);
+    PyObject *shape = dtype == self->dtype ? PyObject_GetAttr(given[TENSOR], s_shape) : NULL;
+    int alike = shape != NULL && PyTuple_Check(shape) &&
+                PyObject_RichCompareBool(shape, self->shape, Py_EQ) == 1;
+    Py_XDECREF(dtype);
+    Py_XDECREF(shape);
+    PyErr_Clear();
+    return alike;
+}
+
+/* Remember what the ledger has of a call that Python has just written down. */
+static void collective_learn(Collective *self, Calls *calls, PyObject *chain, PyObject **given)
+{
+    collective_forget(self);
+    PyObject *or_none[ARGUMENTS];
+    for (int i = 0; i < ARGUMENTS; i++)
+        or_none[i] = given[i] != NULL ? given[i] : Py_None;
+    PyObject *found = PyObject_CallMethodObjArgs(
+        (PyObject *)calls, s_like, self->name, or_none[TENSOR], or_none[OP], or_none[ROOT],
+        or_none[GROUP_ROOT], or_none[GROUP], or_none[ASYNC_OP], NULL);
+    PyObject *known, *dtype, *shape;
+    const char *rest;
+    Py_ssize_t size;
+    long long numel;
+    if (found != NULL && found != Py_None &&
+        PyArg_ParseTuple(found, "Oy#OOL", &known, &rest, &size, &dtype, &shape, &numel) &&
+        size == sizeof self->rest) {
+        memcpy(self->rest, rest, sizeof self->rest);
+        self->numel = numel;
+        self->chain = Py_NewRef(chain);
+        for (int i = TENSOR + 1; i < ARGUMENTS; i++)
+            self->given[i] = Py_XNewRef(given[i]);
+        self->dtype = Py_NewRef(dtype);
+        self->shape = Py_NewRef(shape);
+        self->known = Py_NewRef(known);
+        self->of = calls;
+    }
+    Py_XDECREF(found);
+    if (PyErr_Occurred())
+        note_fault(h_ring);
+}
+
+static int add_to(PyObject *object, PyObject *name, long long *sum)
+{
+    PyObject *before = PyObject_GetAttr(object, name);
+    if (before == NULL)
+        return -1;
+    *sum = PyLong_AsLongLong(before) + 1;
+    Py_DECREF(before);
+    PyObject *now = PyLong_FromLongLong(*sum);
+    int failed = now == NULL || PyObject_SetAttr(object, name, now) < 0;
+    Py_XDECREF(now);
+    return failed ? -1 : 0;
+}
+
+/* Write a call down that is like the last one, as Ledger.begin does; its order, -1 for a fault. */
+static long long collective_write(Collective *self, Phases *rank, Calls *calls)
+{
+    long long sequence = 0;
+    if (!self->point_to_point) {
+        if (add_to(self->known, s_calls, &sequence) < 0)
+            return -1;
+        if (self->numel > 0 && calls->enough) {
+            if (calls->carried_in != rank->steps) {
+                calls->carried = 0;
+                calls->carried_in = rank->steps;
+            }
+            calls->carried += self->numel;
+            if (calls->carried >= calls->enough) {
+                PyObject *done = PyObject_CallMethodNoArgs((PyObject *)calls, s_carry);
+                Py_XDECREF(done);
+                if (done == NULL)
+                    return -1;
+            }
+        }
+    }
+    calls->wide += self->numel > NARROW;
+    int64_t order = ++calls->count;
+    char *place = calls->bytes + RING_ENTRIES_AT + order % RING_ENTRIES * RING_ENTRY;
+    int64_t numbers[5] = {order, read_clock(CLOCK_REALTIME), 0, sequence, self->numel};
+    memcpy(place, numbers, sizeof numbers);
+    memcpy(place + RING_REST, self->rest, sizeof self->rest);
+    memcpy(calls->bytes + RING_COUNT_AT, &order, sizeof order);
+    return order;
+}
+
+static void leave_collective(Phases *rank, PyObject *error)
+{
+    if (do_leave(rank, error) < 0)
+        note_fault(h_collectives);
+    Py_SETREF(rank->collective, Py_NewRef(s_empty));
+    memset(rank->bytes + COLLECTIVE_AT, 0, COLLECTIVE_SIZE);
+}
+
+/* The call as Python follows it: begin, the function itself, end. */
+static PyObject *collective_in_python(Collective *self, PyObject *args, PyObject *kwargs)
+{
+    PyObject *begun = PyObject_Call(self->begin, args, kwargs);
+    if (begun == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_Exception))
+            return NULL;
+        note_fault(h_collectives);
+    } else if (begun == Py_None)
+        Py_CLEAR(begun);
+    PyObject *result = PyObject_Call(self->original, args, kwargs);
+    if (begun == NULL)
+        return result;
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    if (type != NULL) {
+        PyErr_NormalizeException(&type, &error, &traceback);
+        if (traceback != NULL && error != NULL)
+            PyException_SetTraceback(error, traceback);
+    }
+    PyObject *done = PyObject_CallFunctionObjArgs(self->end, begun, result ? result : Py_None,
+                                                  error ? error : Py_None, NULL);
+    Py_DECREF(begun);
+    if (done == NULL && !PyErr_ExceptionMatches(PyExc_Exception)) {
+        Py_XDECREF(type);
+        Py_XDECREF(error);
+        Py_XDECREF(traceback);
+        Py_XDECREF(result);
+        return NULL;
+    }
+    if (done == NULL)
+        note_fault(h_collectives);
+    Py_XDECREF(done);
+    PyErr_Restore(type, error, traceback);
+    return result;
+}
+
+/* call(args, kwargs) */
+static PyObject *Collective_call(Collective *self, PyObject *const *both, Py_ssize_t count)
+{
+    if (count != 2 || !PyTuple_Check(both[0]) || !PyDict_Check(both[1])) {
+        PyErr_SetString(PyExc_TypeError, "call(args, kwargs)");
+        return NULL;
+    }
+    PyObject *args = both[0], *kwargs = both[1], *given[ARGUMENTS];
+    Phases *rank = active_rank();
+    PyObject *compiling =
+        compiler_names ? PyDict_GetItemWithError(compiler_names, s_compiling) : NULL;
+    if (rank == NULL || compiling == Py_True || is_off(h_collectives))
+        return PyObject_Call(self->original, args, kwargs);
+    if (rank->phase == WAIT || is_off(h_ring) || !PyObject_TypeCheck(rank->calls, &CallsType) ||
+        PyThread_get_thread_ident() != rank->thread)
+        return collective_in_python(self, args, kwargs);
+    Py_INCREF(rank);
+    Calls *calls = (Calls *)Py_NewRef(rank->calls);
+    PyObject *chain = chain_sites(self->lines, PyEval_GetFrame());
+    collective_bind(self, args, kwargs, given);
+    if (chain == NULL)
+        note_fault(h_collectives);
+    if (chain == NULL || calls->elsewhere || !collective_alike(self, calls, chain, given)) {
+        PyObject *result = collective_in_python(self, args, kwargs);
+        if (chain != NULL && !calls->elsewhere && result != NULL)
+            collective_learn(self, calls, chain, given);
+        Py_XDECREF(chain);
+        Py_DECREF(calls);
+        Py_DECREF(rank);
+        return result;
+    }
+    long long order = -1;
+    int begun = do_enter(rank, WAIT, PyTuple_GET_ITEM(chain, 0));
+    if (begun == 1) {
+        Py_SETREF(rank->collective, Py_NewRef(self->name));
+        memcpy(rank->bytes + COLLECTIVE_AT, self->shown, COLLECTIVE_SIZE);
+        rank->collectives++;
+        rank->reductions += self->reduces;
+        rank->gathers += self->gathers;
+        order = collective_write(self, rank, calls);
+    }
+    if (begun < 0 || (begun == 1 && order < 0))
+        note_fault(h_collectives);
+    PyObject *result = PyObject_Call(self->original, args, kwargs);
+    if (begun == 1) {
+        PyObject *type, *error, *traceback;
+        PyErr_Fetch(&type, &error, &traceback);
+        if (type != NULL) {
+            PyErr_NormalizeException(&type, &error, &traceback);
+            if (traceback != NULL && error != NULL)
+                PyException_SetTraceback(error, traceback);
+        } else if (order > 0 && result == Py_None) {
+            int64_t now = read_clock(CLOCK_REALTIME);
+            char *place = calls->bytes + RING_ENTRIES_AT + order % RING_ENTRIES * RING_ENTRY;
+            if (calls->count - order < RING_ENTRIES)
+                memcpy(place + RING_ENDED, &now, sizeof now);
+        } else if (order > 0) {
+            PyObject *number = PyLong_FromLongLong(order);
+            PyObject *done = number ? PyObject_CallMethodObjArgs((PyObject *)calls, s_returned,
+                                                                 number, result, NULL)
+                                    : NULL;
+            Py_XDECREF(number);
+            Py_XDECREF(done);
+            if (done == NULL)
+                note_fault(h_collectives);
+        }
+        leave_collective(rank, error);
+        PyErr_Restore(type, error, traceback);
+    }
+    Py_DECREF(chain);
+    Py_DECREF(calls);
+    Py_DECREF(rank);
+    return result;
+}
+
+static PyObject *Collective_forget(Collective *self, PyObject *unused)
+{
+    collective_forget(self);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef Collective_methods[] = {
+    {"call", (PyCFunction)(void (*)(void))Collective_call, METH_FASTCALL, NULL},
+    {"forget", (PyCFunction)Collective_forget, METH_NOARGS, NULL},
+    {NULL},
+};
+
+static PyTypeObject CollectiveType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "ddpdoctor.probe.runtime._hot.Collective",
+    .tp_basicsize = sizeof(Collective),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)Collective_init,
+    .tp_dealloc = (destructor)Collective_dealloc,
+    .tp_traverse = (traverseproc)Collective_traverse,
+    .tp_clear = (inquiry)Collective_clear,
+    .tp_methods = Collective_methods,
+};
+
 /* -- the module */
 
 static PyObject *bind(PyObject *module, PyObject *args, PyObject *kwargs)
@@ -1305,9 +1749,13 @@ static PyObject *bind(PyObject *module, PyObject *args, PyObject *kwargs)
     Py_RETURN_NONE;
 }
 
-static PyObject *use_torch(PyObject *module, PyObject *enabled)
+static PyObject *use_torch(PyObject *module, PyObject *args)
 {
+    PyObject *enabled, *compiler;
+    if (!PyArg_ParseTuple(args, "OO!", &enabled, &PyDict_Type, &compiler))
+        return NULL;
     Py_XSETREF(grad_enabled, Py_NewRef(enabled));
+    Py_XSETREF(compiler_names, Py_NewRef(compiler));
     Py_RETURN_NONE;
 }
 
@@ -1323,8 +1771,9 @@ static PyObject *set_clock(PyObject *module, PyObject *clock)
 static PyMethodDef methods[] = {
     {"bind", (PyCFunction)(void (*)(void))bind, METH_VARARGS | METH_KEYWORDS,
      "What other modules of the probe hold."},
-    {"use_torch", use_torch, METH_O, "torch.is_grad_enabled"},
+    {"use_torch", use_torch, METH_VARARGS, "torch.is_grad_enabled, and what torch.compiler holds."},
     {"set_clock", set_clock, METH_O, "For tests: read the time from a function; None: the clock."},
+    {"initializes", initializes, METH_O, "How many more states of optimizers are being made."},
     {"step_begins", step_begins, METH_O, "An optimizer's step begins; whether all is done."},
     {"step_ended", step_ended, METH_O, "An optimizer's step ended; whether all is done."},
     {NULL},
@@ -1350,8 +1799,11 @@ PyMODINIT_FUNC PyInit__hot(void)
         {&s_enter, "__enter__"}, {&s_exit, "__exit__"}, {&s_evaluated, "evaluated"},
         {&s_forward_begins, "forward_begins"}, {&s_backward_begins, "backward_begins"},
         {&s_backward_ended, "backward_ended"}, {&s_step_begins, "step_begins"},
-        {&s_step_ended, "step_ended"}, {&s_empty, ""}, {&h_forward, "ddp.forward"},
-        {&h_backward, "backward"}, {&h_optimizer, "optimizer"},
+        {&s_step_ended, "step_ended"}, {&s_calls, "calls"}, {&s_dtype, "dtype"},
+        {&s_shape, "shape"}, {&s_like, "like"}, {&s_returned, "returned"},
+        {&s_carry, "carried_enough"}, {&s_compiling, "_is_compiling_flag"}, {&s_empty, ""}, {&h_forward, "ddp.forward"},
+        {&h_backward, "backward"}, {&h_optimizer, "optimizer"}, {&h_collectives, "collectives"},
+        {&h_ring, "collectives.ring"},
     };
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
         if (*texts[i].place == NULL)
@@ -1360,9 +1812,12 @@ PyMODINIT_FUNC PyInit__hot(void)
             return NULL;
     }
     PyObject *module = PyModule_Create(&definition);
-    if (module == NULL)
+    if (module == NULL || PyModule_AddIntConstant(module, "CONTRACT", CONTRACT) < 0) {
+        Py_XDECREF(module);
         return NULL;
-    PyTypeObject *types[] = {&PhasesType, &ChainType, &AroundType, &ForwardType};
+    }
+    PyTypeObject *types[] = {&PhasesType, &ChainType, &AroundType, &ForwardType,
+                             &CallsType, &CollectiveType};
     for (size_t i = 0; i < sizeof types / sizeof *types; i++)
         if (PyModule_AddType(module, types[i]) < 0) {
             Py_DECREF(module);

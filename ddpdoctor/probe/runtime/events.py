@@ -77,9 +77,6 @@ class Observer:
     def loader_exhausted(self, iterator: Any) -> None:
         """A loader came to its end: its iterator."""
 
-    def collective_begins(self, name: str) -> None:
-        """A collective is called from Python: its name."""
-
     def clips(self, name: str) -> None:
         """A function of torch is called that clips gradients: its name."""
 
@@ -126,7 +123,6 @@ loss_began: tuple[Callable[[Any, Any], None], ...] = ()
 batch_fetched: tuple[Callable[[Any, Any], None], ...] = ()
 indices_drawn: tuple[Callable[[Any, Any], None], ...] = ()
 loader_exhausted: tuple[Callable[[Any], None], ...] = ()
-collective_begins: tuple[Callable[[str], None], ...] = ()
 clips: tuple[Callable[[str], None], ...] = ()
 step_begins: tuple[Callable[[Any], None], ...] = ()
 step_ended: tuple[Callable[[Any, int], None], ...] = ()

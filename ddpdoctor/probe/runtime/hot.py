@@ -18,21 +18,46 @@ from ddpdoctor.probe.runtime import events, rank, shield, sites
 core: Any = None
 """The compiled module, None without."""
 
+CONTRACT = 1
+"""What this Python expects of it: of another version's, left in a checkout, nothing is taken."""
+
 if not os.environ.get("DDPDOCTOR_PURE_PYTHON"):
     with contextlib.suppress(ImportError):
         core = importlib.import_module("ddpdoctor.probe.runtime._hot")
+        core = core if getattr(core, "CONTRACT", 0) == CONTRACT else None
 
 if TYPE_CHECKING or core is None:
+    from ddpdoctor.probe.runtime.calls import Calls
     from ddpdoctor.probe.runtime.phases import Phases
     from ddpdoctor.probe.runtime.sites import Chain
 else:
-    Phases, Chain = core.Phases, core.Chain
+    Calls, Chain, Phases = core.Calls, core.Chain, core.Phases
     core.bind(vars(rank), vars(events), shield.off, shield.fault, sites.walk, sites.memos)
 
-step_begins: Callable[[Any], bool] | None = None if core is None else core.step_begins
-"""What an optimizer's step that begins is in a light step; False: nothing was done."""
 
-step_ended: Callable[[Any], bool] | None = None if core is None else core.step_ended
+def _for_python(optimizer: Any) -> bool:
+    return False
+
+
+step_begins: Callable[[Any], bool] = _for_python if core is None else core.step_begins
+"""An optimizer's step begins; whether all is done, as in a light step. False: nothing was."""
+
+step_ended: Callable[[Any], bool] = _for_python if core is None else core.step_ended
 """The same of one that has ended."""
 
-__all__ = ["Chain", "Phases", "core", "step_begins", "step_ended"]
+
+def initializes(more: int) -> None:
+    """So many more calls are under way that step an optimizer without training."""
+    if core is not None:
+        core.initializes(more)
+
+
+def use_torch(torch: Any) -> None:
+    """Give the core what it asks of torch, once torch is there."""
+    if core is not None:
+        core.use_torch(torch.is_grad_enabled, vars(torch.compiler))
+
+
+__all__ = [
+    "Calls", "Chain", "Phases", "core", "initializes", "step_begins", "step_ended", "use_torch",
+]  # fmt: skip

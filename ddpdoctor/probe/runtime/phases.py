@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 from ddpdoctor.probe.runtime.sites import Site
@@ -105,6 +105,10 @@ class Phases:
         """Whether hooks add what they take to `spent` in the step under way."""
         self.spent = 0
         """Nanoseconds of the step that is clocked, so far."""
+        self.calls: Any = None
+        """Where collectives are written down, for compiled code."""
+        self.collectives = self.reductions = self.gathers = 0
+        """Collectives called so far, and those of them that reduce and that gather."""
         self.collective = ""
         """Name of the collective under way."""
         self.failed: tuple[int, int, str] | None = None
@@ -112,8 +116,8 @@ class Phases:
 
         Not the exception: it would keep the frames alive, and with them the step's tensors.
         """
-        self.optimizer_frame: FrameType | None = None
-        """The frame of the optimizer step under way."""
+        self.optimizer_code: CodeType | None = None
+        """What torch runs around the step of an optimizer, once one was seen."""
 
     # -- phases
 
@@ -179,7 +183,6 @@ class Phases:
         """After a fault of ours: no phase is under way that we know of."""
         self._stack.clear()
         self.phase = _OTHER
-        self.optimizer_frame = None
 
     def page_phase(self, phase: int) -> None:
         """Show a phase that is no part of a step (starting, ended)."""
@@ -193,7 +196,7 @@ class Phases:
         """
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
-            if frame is self.optimizer_frame:
+            if frame.f_code is self.optimizer_code:
                 return True
             frame = frame.f_back
         return False

@@ -59,8 +59,8 @@ _state: RankState | None = None
 active: StepTracker | None = None
 """The step tracker of this process if it is a rank, else None; hooks read it at every call."""
 
-is_compiling: Callable[[], bool] = bool
-"""``torch.compiler.is_compiling``, once this process is a rank; Dynamo knows its answer."""
+is_tracing: Callable[[], bool] = bool
+"""``torch.compiler.is_dynamo_compiling``, once this process is a rank; Dynamo knows its answer."""
 
 _warned = False
 _MOST_EARLY = 256
@@ -71,15 +71,15 @@ def current() -> RankState | None:
     return _state
 
 
-def enter(state: RankState, compiling: Callable[[], bool]) -> None:
+def enter(state: RankState, tracing: Callable[[], bool]) -> None:
     """From now on this process is a rank.
 
     Args:
         state: What it writes to.
-        compiling: ``torch.compiler.is_compiling``.
+        tracing: ``torch.compiler.is_dynamo_compiling``.
     """
-    global _state, active, is_compiling
-    _state, active, is_compiling = state, state.tracker, compiling
+    global _state, active, is_tracing
+    _state, active, is_tracing = state, state.tracker, tracing
     shield.report_to(_report)
     while _early:
         state.add(*_early.pop(0))

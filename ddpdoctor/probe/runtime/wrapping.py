@@ -67,6 +67,7 @@ def around(
     compiled: bool = False,
     idle: str = "",
     backward: bool = False,
+    waits: bool = False,
 ) -> None:
     """Call ``begin`` and ``end`` around each call of ``owner.name`` in a rank.
 
@@ -79,6 +80,7 @@ def around(
         compiled: Whether Dynamo may come here, for which there is only the original then.
         idle: An attribute of the first argument; where it is true there is nothing to call.
         backward: Whether it is autograd's engine, which compiled code follows in light steps.
+        waits: Whether it is of no account within a collective, which waits.
     """
     original = getattr(owner, name, None)
     if original is None:
@@ -86,21 +88,17 @@ def around(
 
     if hot.core is not None and not compiled and not idle:
         # Of what is no Python function Dynamo would break the graph.
-        made = hot.core.Around(original, hook, begin, end, backward)
+        made = hot.core.Around(original, hook, begin, end, backward, waits)
         setattr(owner, name, functools.update_wrapper(made, original))
         return
     off = shield.off
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if compiled and rank.is_compiling():
+        if compiled and (rank.is_tracing() or (idle and getattr(args[0], idle, True))):
             return original(*args, **kwargs)
         begun = None
-        if (
-            rank.active is not None
-            and hook not in off
-            and not (idle and getattr(args[0], idle, True))
-        ):
+        if rank.active is not None and hook not in off:
             try:
                 begun = begin(*args, **kwargs)
             except Exception as broken:
