@@ -134,15 +134,16 @@ def peers(pairs: int, directory: str, verdicts: Verdicts) -> None:
 def hooks(pairs: int, directory: str, verdicts: Verdicts) -> None:
     """The hooks alone: blocks of steps with them and without in turn, in one process.
 
-    At full detail, which a budget without a bound gives, and as thinned by the default budget.
+    At full detail, every step seen in full with a line of its own, and as thinned by the default
+    budget, which bounds the diagnoses in both.
     """
     command = [*DOCTOR[:5], "--nproc-per-node", "1"]
     job = [str(HERE / "jobs" / "hooks.py"), "--pairs", str(pairs)]
     for name, options, bars in (
-        ("full detail", ["--overhead-budget", "100"], {"step": 20.0, "collective": 2.0}),
+        ("full detail", ["--full"], {"step": 20.0, "collective": 2.0}),
         ("default budget", [], {"step": 5.0, "collective": 2.0}),
     ):
-        output = run([*command, *options, *job], directory)[1]
+        output = run([*command, *job, *options], directory)[1]
         found: dict[str, list[tuple[float, float]]] = {}
         for line in output.splitlines():
             what, *blocks = json.loads(line)

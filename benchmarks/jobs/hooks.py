@@ -53,6 +53,12 @@ def pairs(name: str, step: Callable[[], None], count: int) -> None:
     rank.active = tracker
 
 
+def stay_at_full_detail() -> None:
+    """See every step in full, with a line each, as at the beginning of a job."""
+    rank: Any = sys.modules["ddpdoctor.probe.runtime.rank"]
+    rank.active.detail.choose = lambda *_: None
+
+
 def measure(count: int) -> None:
     """Print pairs of blocks of steps, and of collectives."""
     layers = [nn.Linear(64, 64) for _ in range(8)]
@@ -73,9 +79,12 @@ def main() -> None:
     """Join the process group, and measure."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=100)
+    parser.add_argument("--full", action="store_true", help="see every step in full")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    if options.full:
+        stay_at_full_detail()
     measure(options.pairs)
     gc.collect()
     dist.destroy_process_group()

@@ -1,0 +1,155 @@
+/* Calls around a function, as wrapping.py has them. */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *original, *hook, *begin, *end, *names;
+    vectorcallfunc vectorcall;
+    char backward, waits;
+} Around;
+
+static PyTypeObject AroundType;
+
+/* Call end(begun, result, error); what it raises is a fault, or the job's own if it is no Exception:
+ * then -1, with that exception set. */
+static int around_ends(Around *self, PyObject *begun, PyObject *result, PyObject *error)
+{
+    PyObject *done = PyObject_CallFunctionObjArgs(self->end, begun, result ? result : Py_None,
+                                                  error ? error : Py_None, NULL);
+    if (done == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_Exception))
+            return -1;
+        note_fault(self->hook);
+        return 0;
+    }
+    Py_DECREF(done);
+    return 0;
+}
+
+static PyObject *Around_call(Around *self, PyObject *const *args, size_t flagged, PyObject *names)
+{
+    PyObject *active = rank_names ? PyDict_GetItemWithError(rank_names, s_active) : NULL;
+    if (active == NULL || active == Py_None || is_off(self->hook))
+        return PyObject_Vectorcall(self->original, args, flagged, names);
+    Phases *rank = active_rank();
+    if (self->waits && rank != NULL && rank->phase == WAIT)
+        return PyObject_Vectorcall(self->original, args, flagged, names);
+    Py_XINCREF(rank);
+    PyObject *begun = NULL;
+    int light = FOR_PYTHON;
+    if (self->backward && rank != NULL)
+        light = light_backward(rank, args, PyVectorcall_NARGS(flagged), names);
+    if (light == FAULT)
+        note_fault(self->hook);
+    if (light == FOR_PYTHON) {
+        size_t given = flagged & ~PY_VECTORCALL_ARGUMENTS_OFFSET;
+        begun = PyObject_Vectorcall(self->begin, args, given, names);
+        if (begun == NULL) {
+            if (!PyErr_ExceptionMatches(PyExc_Exception)) {
+                Py_XDECREF(rank);
+                return NULL;
+            }
+            note_fault(self->hook);
+        } else if (begun == Py_None)
+            Py_CLEAR(begun);
+    }
+    PyObject *result = PyObject_Vectorcall(self->original, args, flagged, names);
+    if (result == NULL && (begun != NULL || light == BEGUN)) {
+        PyObject *type, *error, *traceback;
+        PyErr_Fetch(&type, &error, &traceback);
+        PyErr_NormalizeException(&type, &error, &traceback);
+        if (traceback != NULL && error != NULL)
+            PyException_SetTraceback(error, traceback);
+        int raised = 0;
+        if (light == BEGUN) {
+            if (light_backward_ended(rank, error) < 0)
+                note_fault(self->hook);
+        } else
+            raised = around_ends(self, begun, NULL, error) < 0;
+        if (raised) {
+            Py_XDECREF(type);
+            Py_XDECREF(error);
+            Py_XDECREF(traceback);
+        } else
+            PyErr_Restore(type, error, traceback);
+    } else if (light == BEGUN) {
+        if (light_backward_ended(rank, NULL) < 0)
+            note_fault(self->hook);
+    } else if (begun != NULL && around_ends(self, begun, result, NULL) < 0)
+        Py_CLEAR(result);
+    Py_XDECREF(begun);
+    Py_XDECREF(rank);
+    return result;
+}
+
+static int Around_init(Around *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"original", "hook", "begin", "end", "backward", "waits", NULL};
+    PyObject *original, *hook, *begin, *end;
+    int backward = 0, waits = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OUOO|pp", names, &original, &hook, &begin, &end,
+                                     &backward, &waits))
+        return -1;
+    Py_XSETREF(self->original, Py_NewRef(original));
+    Py_XSETREF(self->hook, Py_NewRef(hook));
+    Py_XSETREF(self->begin, Py_NewRef(begin));
+    Py_XSETREF(self->end, Py_NewRef(end));
+    self->backward = (char)backward;
+    self->waits = (char)waits;
+    self->vectorcall = (vectorcallfunc)Around_call;
+    return 0;
+}
+
+static int Around_traverse(Around *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->original);
+    Py_VISIT(self->hook);
+    Py_VISIT(self->begin);
+    Py_VISIT(self->end);
+    Py_VISIT(self->names);
+    return 0;
+}
+
+static int Around_clear(Around *self)
+{
+    Py_CLEAR(self->original);
+    Py_CLEAR(self->hook);
+    Py_CLEAR(self->begin);
+    Py_CLEAR(self->end);
+    Py_CLEAR(self->names);
+    return 0;
+}
+
+static void Around_dealloc(Around *self)
+{
+    PyObject_GC_UnTrack(self);
+    Around_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *Around_get(PyObject *self, PyObject *object, PyObject *type)
+{
+    return object == NULL || object == Py_None ? Py_NewRef(self) : PyMethod_New(self, object);
+}
+
+static PyGetSetDef Around_getset[] = {
+    {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
+    {NULL},
+};
+
+static PyTypeObject AroundType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "ddpdoctor.probe.runtime._hot.Around",
+    .tp_basicsize = sizeof(Around),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
+                Py_TPFLAGS_METHOD_DESCRIPTOR,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)Around_init,
+    .tp_dealloc = (destructor)Around_dealloc,
+    .tp_traverse = (traverseproc)Around_traverse,
+    .tp_clear = (inquiry)Around_clear,
+    .tp_call = PyVectorcall_Call,
+    .tp_vectorcall_offset = offsetof(Around, vectorcall),
+    .tp_dictoffset = offsetof(Around, names),
+    .tp_descr_get = Around_get,
+    .tp_getset = Around_getset,
+};

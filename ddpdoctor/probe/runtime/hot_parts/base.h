@@ -1,0 +1,107 @@
+/* What all parts share: the layout of the status page, names, clocks, faults, subscribers. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include <structmember.h>
+#include <time.h>
+
+#ifdef Py_GIL_DISABLED
+#error "written for Pythons with a GIL"
+#endif
+#ifndef __linux__
+#error "the clock is Linux's"
+#endif
+
+/* As in run/status.py. */
+enum { STARTING, OTHER, DATA, FORWARD, BACKWARD, OPTIMIZER, WAIT, ENDED, PHASES };
+enum { LIVE_AT = 128, TOTALS_AT = 160, REDUCED_AT = 192, COLLECTIVE_AT = 256, SITE_AT = 320 };
+enum { COLLECTIVE_SIZE = 64, SITE_SIZE = 688, PAGE_SIZE = 1024 };
+enum { MOST_NESTED = 250, BACKWARDS = 24, MOST_FRAMES = 48, TRUSTED = 64 };
+
+#define NO_EPOCH (-1)
+
+/* One higher with each change that the Python beside it depends on (hot.py). */
+#define CONTRACT 1
+
+/* What other modules of the probe hold; see bind(). */
+static PyObject *rank_names, *event_names, *off_hooks, *fault_of, *grad_enabled, *walk, *memos;
+static PyObject *compiler_names;
+/* Names of attributes. */
+static PyObject *s_active, *s_page, *s_recorded, *s_site_met, *s_charge, *s_memory, *s_due, *s_ring;
+static PyObject *s_noticing, *s_detail, *s_clock, *s_accumulate_grad, *s_sync, *s_enter;
+static PyObject *s_exit, *s_evaluated, *s_forward_begins, *s_backward_begins, *s_backward_ended;
+static PyObject *s_calls, *s_dtype, *s_shape, *s_like, *s_returned;
+static PyObject *s_carry, *s_compiling;
+static PyObject *s_step_begins, *s_step_ended, *s_empty, *h_forward, *h_backward, *h_optimizer,
+    *h_collectives, *h_ring;
+
+static PyObject *clock_of_tests;
+
+static int64_t read_clock(clockid_t which)
+{
+    struct timespec now;
+    clock_gettime(which, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* time.perf_counter_ns() */
+static int64_t now_ns(void)
+{
+    if (clock_of_tests != NULL) {
+        PyObject *now = PyObject_CallNoArgs(clock_of_tests);
+        int64_t value = now != NULL ? PyLong_AsLongLong(now) : 0;
+        Py_XDECREF(now);
+        return value;
+    }
+    return read_clock(CLOCK_MONOTONIC);
+}
+
+/* time.thread_time_ns(), as budget.clock */
+static int64_t cpu_ns(void)
+{
+    return read_clock(CLOCK_THREAD_CPUTIME_ID);
+}
+
+/* The exception that is set becomes a fault of that hook. */
+static void note_fault(PyObject *hook)
+{
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    if (type == NULL)
+        return;
+    PyErr_NormalizeException(&type, &error, &traceback);
+    PyObject *done = NULL;
+    if (fault_of != NULL)
+        done = PyObject_CallFunctionObjArgs(fault_of, hook, error ? error : Py_None, NULL);
+    Py_XDECREF(done);
+    PyErr_Clear();
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(traceback);
+}
+
+static int is_off(PyObject *hook)
+{
+    return off_hooks != NULL && PySet_GET_SIZE(off_hooks) && PySet_Contains(off_hooks, hook) != 0;
+}
+
+/* Who has subscribed to a moment: a borrowed tuple, NULL if there is nobody. */
+static PyObject *subscribers(PyObject *moment)
+{
+    PyObject *found = event_names ? PyDict_GetItemWithError(event_names, moment) : NULL;
+    return found && PyTuple_CheckExact(found) && PyTuple_GET_SIZE(found) ? found : NULL;
+}
+
+/* -- frames */
+
+#if PY_VERSION_HEX < 0x030B0000
+static int frame_at(PyFrameObject *frame)
+{
+    return frame->f_lasti * (int)sizeof(_Py_CODEUNIT);
+}
+#else
+#define frame_at PyFrame_GetLasti
+#endif

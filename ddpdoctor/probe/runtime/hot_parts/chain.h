@@ -1,0 +1,134 @@
+/* The user lines that lead to a hook, as sites.py has them. */
+
+typedef struct {
+    PyObject *code;
+    int at;
+} Place;
+
+typedef struct {
+    PyObject_HEAD
+    long most;
+    int count, enough;
+    int same;               /* how often in a row it was found again */
+    Place places[MOST_FRAMES];
+    PyObject *found;
+} Chain;
+
+static PyTypeObject ChainType;
+
+static void chain_forget(Chain *self)
+{
+    for (int i = 0; i < self->count; i++)
+        Py_CLEAR(self->places[i].code);
+    self->count = 0;
+    self->enough = 0;
+    self->same = 0;
+    Py_CLEAR(self->found);
+}
+
+static void Chain_dealloc(Chain *self)
+{
+    chain_forget(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static int Chain_init(Chain *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"most", NULL};
+    self->most = 8;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|l", names, &self->most))
+        return -1;
+    return memos != NULL ? PyList_Append(memos, (PyObject *)self) : 0;
+}
+
+/* A new reference to the lines that lead to a frame, which is walked; NULL with an exception. */
+static PyObject *chain_walk(Chain *self, PyFrameObject *frame)
+{
+    PyObject *most = PyLong_FromLong(self->most);
+    PyObject *known = most && walk ? PyObject_CallFunctionObjArgs(walk, (PyObject *)frame, most, NULL)
+                                   : NULL;
+    Py_XDECREF(most);
+    PyObject *frames, *found;
+    int enough;
+    if (known == NULL || !PyArg_ParseTuple(known, "O!pO!", &PyTuple_Type, &frames, &enough,
+                                           &PyTuple_Type, &found)) {
+        Py_XDECREF(known);
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_RuntimeError, "not bound");
+        return NULL;
+    }
+    chain_forget(self);
+    Py_ssize_t count = PyTuple_GET_SIZE(frames);
+    if (count <= MOST_FRAMES) {
+        for (Py_ssize_t i = 0; i < count; i++) {
+            PyObject *place = PyTuple_GET_ITEM(frames, i);
+            self->places[i].code = Py_NewRef(PyTuple_GET_ITEM(place, 0));
+            self->places[i].at = (int)PyLong_AsLong(PyTuple_GET_ITEM(place, 1));
+        }
+        self->count = (int)count;
+        self->enough = enough;
+        self->found = Py_NewRef(found);
+    }
+    Py_INCREF(found);
+    Py_DECREF(known);
+    return found;
+}
+
+/* A new reference to the lines that lead to a frame; NULL with an exception. */
+static PyObject *chain_sites(Chain *self, PyFrameObject *start)
+{
+    if (start == NULL)
+        start = PyEval_GetFrame();
+    if (self->found == NULL)
+        return chain_walk(self, start);
+    PyFrameObject *frame = start;
+    Py_XINCREF(frame);
+    int i = 0;
+    for (; i < self->count && frame != NULL; i++) {
+        PyCodeObject *code = PyFrame_GetCode(frame);
+        int same = (PyObject *)code == self->places[i].code && frame_at(frame) == self->places[i].at;
+        Py_DECREF(code);
+        if (!same)
+            break;
+        /* Of the last one nobody needs to know who called it. */
+        PyFrameObject *back =
+            i + 1 < self->count || !self->enough ? PyFrame_GetBack(frame) : NULL;
+        Py_DECREF(frame);
+        frame = back;
+    }
+    int known = i == self->count && (self->enough || frame == NULL);
+    Py_XDECREF(frame);
+    if (known) {
+        self->same += self->same < TRUSTED;
+        return Py_NewRef(self->found);
+    }
+    return chain_walk(self, start);
+}
+
+static PyObject *Chain_sites(Chain *self, PyObject *unused)
+{
+    return chain_sites(self, PyEval_GetFrame());
+}
+
+static PyObject *Chain_forget(Chain *self, PyObject *unused)
+{
+    chain_forget(self);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef Chain_methods[] = {
+    {"sites", (PyCFunction)Chain_sites, METH_NOARGS, NULL},
+    {"forget", (PyCFunction)Chain_forget, METH_NOARGS, NULL},
+    {NULL},
+};
+
+static PyTypeObject ChainType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "ddpdoctor.probe.runtime._hot.Chain",
+    .tp_basicsize = sizeof(Chain),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)Chain_init,
+    .tp_dealloc = (destructor)Chain_dealloc,
+    .tp_methods = Chain_methods,
+};

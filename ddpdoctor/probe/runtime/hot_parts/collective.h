@@ -1,0 +1,190 @@
+/* A call of a collective, as hooks/collectives.py follows it. */
+
+static int add_to(PyObject *object, PyObject *name, long long *sum)
+{
+    PyObject *before = PyObject_GetAttr(object, name);
+    if (before == NULL)
+        return -1;
+    *sum = PyLong_AsLongLong(before) + 1;
+    Py_DECREF(before);
+    PyObject *now = PyLong_FromLongLong(*sum);
+    int failed = now == NULL || PyObject_SetAttr(object, name, now) < 0;
+    Py_XDECREF(now);
+    return failed ? -1 : 0;
+}
+
+/* Write a call down that is like the last one, as Ledger.begin does; its order, -1 for a fault. */
+static long long collective_write(Collective *self, Phases *rank, Calls *calls)
+{
+    long long sequence = 0;
+    if (!self->point_to_point) {
+        if (add_to(self->known, s_calls, &sequence) < 0)
+            return -1;
+        if (self->numel > 0 && calls->enough) {
+            if (calls->carried_in != rank->steps) {
+                calls->carried = 0;
+                calls->carried_in = rank->steps;
+            }
+            calls->carried += self->numel;
+            if (calls->carried >= calls->enough) {
+                PyObject *done = PyObject_CallMethodNoArgs((PyObject *)calls, s_carry);
+                Py_XDECREF(done);
+                if (done == NULL)
+                    return -1;
+            }
+        }
+    }
+    calls->wide += self->numel > NARROW;
+    int64_t order = ++calls->count;
+    char *place = calls->bytes + RING_ENTRIES_AT + order % RING_ENTRIES * RING_ENTRY;
+    int64_t numbers[5] = {order, read_clock(CLOCK_REALTIME), 0, sequence, self->numel};
+    memcpy(place, numbers, sizeof numbers);
+    memcpy(place + RING_REST, self->rest, sizeof self->rest);
+    memcpy(calls->bytes + RING_COUNT_AT, &order, sizeof order);
+    return order;
+}
+
+static void leave_collective(Phases *rank, PyObject *error)
+{
+    if (do_leave(rank, error) < 0)
+        note_fault(h_collectives);
+    Py_SETREF(rank->collective, Py_NewRef(s_empty));
+    memset(rank->bytes + COLLECTIVE_AT, 0, COLLECTIVE_SIZE);
+}
+
+/* The call as Python follows it: begin, the function itself, end. */
+static PyObject *collective_in_python(Collective *self, PyObject *args, PyObject *kwargs)
+{
+    PyObject *begun = PyObject_Call(self->begin, args, kwargs);
+    if (begun == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_Exception))
+            return NULL;
+        note_fault(h_collectives);
+    } else if (begun == Py_None)
+        Py_CLEAR(begun);
+    PyObject *result = PyObject_Call(self->original, args, kwargs);
+    if (begun == NULL)
+        return result;
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    if (type != NULL) {
+        PyErr_NormalizeException(&type, &error, &traceback);
+        if (traceback != NULL && error != NULL)
+            PyException_SetTraceback(error, traceback);
+    }
+    PyObject *done = PyObject_CallFunctionObjArgs(self->end, begun, result ? result : Py_None,
+                                                  error ? error : Py_None, NULL);
+    Py_DECREF(begun);
+    if (done == NULL && !PyErr_ExceptionMatches(PyExc_Exception)) {
+        Py_XDECREF(type);
+        Py_XDECREF(error);
+        Py_XDECREF(traceback);
+        Py_XDECREF(result);
+        return NULL;
+    }
+    if (done == NULL)
+        note_fault(h_collectives);
+    Py_XDECREF(done);
+    PyErr_Restore(type, error, traceback);
+    return result;
+}
+
+/* call(args, kwargs) */
+static PyObject *Collective_call(Collective *self, PyObject *const *both, Py_ssize_t count)
+{
+    if (count != 2 || !PyTuple_Check(both[0]) || !PyDict_Check(both[1])) {
+        PyErr_SetString(PyExc_TypeError, "call(args, kwargs)");
+        return NULL;
+    }
+    PyObject *args = both[0], *kwargs = both[1], *given[ARGUMENTS];
+    Phases *rank = active_rank();
+    PyObject *compiling =
+        compiler_names ? PyDict_GetItemWithError(compiler_names, s_compiling) : NULL;
+    if (rank == NULL || compiling == Py_True || is_off(h_collectives))
+        return PyObject_Call(self->original, args, kwargs);
+    if (rank->phase == WAIT || is_off(h_ring) || !PyObject_TypeCheck(rank->calls, &CallsType) ||
+        PyThread_get_thread_ident() != rank->thread)
+        return collective_in_python(self, args, kwargs);
+    Py_INCREF(rank);
+    Calls *calls = (Calls *)Py_NewRef(rank->calls);
+    PyObject *chain = chain_sites(self->lines, PyEval_GetFrame());
+    collective_bind(self, args, kwargs, given);
+    if (chain == NULL)
+        note_fault(h_collectives);
+    if (chain == NULL || calls->elsewhere || !collective_alike(self, calls, chain, given)) {
+        PyObject *result = collective_in_python(self, args, kwargs);
+        if (chain != NULL && !calls->elsewhere && result != NULL)
+            collective_learn(self, calls, chain, given);
+        Py_XDECREF(chain);
+        Py_DECREF(calls);
+        Py_DECREF(rank);
+        return result;
+    }
+    long long order = -1;
+    int begun = do_enter(rank, WAIT, PyTuple_GET_ITEM(chain, 0));
+    if (begun == 1) {
+        Py_SETREF(rank->collective, Py_NewRef(self->name));
+        memcpy(rank->bytes + COLLECTIVE_AT, self->shown, COLLECTIVE_SIZE);
+        rank->collectives++;
+        rank->reductions += self->reduces;
+        rank->gathers += self->gathers;
+        order = collective_write(self, rank, calls);
+    }
+    if (begun < 0 || (begun == 1 && order < 0))
+        note_fault(h_collectives);
+    PyObject *result = PyObject_Call(self->original, args, kwargs);
+    if (begun == 1) {
+        PyObject *type, *error, *traceback;
+        PyErr_Fetch(&type, &error, &traceback);
+        if (type != NULL) {
+            PyErr_NormalizeException(&type, &error, &traceback);
+            if (traceback != NULL && error != NULL)
+                PyException_SetTraceback(error, traceback);
+        } else if (order > 0 && result == Py_None) {
+            int64_t now = read_clock(CLOCK_REALTIME);
+            char *place = calls->bytes + RING_ENTRIES_AT + order % RING_ENTRIES * RING_ENTRY;
+            if (calls->count - order < RING_ENTRIES)
+                memcpy(place + RING_ENDED, &now, sizeof now);
+        } else if (order > 0) {
+            PyObject *number = PyLong_FromLongLong(order);
+            PyObject *done = number ? PyObject_CallMethodObjArgs((PyObject *)calls, s_returned,
+                                                                 number, result, NULL)
+                                    : NULL;
+            Py_XDECREF(number);
+            Py_XDECREF(done);
+            if (done == NULL)
+                note_fault(h_collectives);
+        }
+        leave_collective(rank, error);
+        PyErr_Restore(type, error, traceback);
+    }
+    Py_DECREF(chain);
+    Py_DECREF(calls);
+    Py_DECREF(rank);
+    return result;
+}
+
+static PyObject *Collective_forget(Collective *self, PyObject *unused)
+{
+    collective_forget(self);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef Collective_methods[] = {
+    {"call", (PyCFunction)(void (*)(void))Collective_call, METH_FASTCALL, NULL},
+    {"forget", (PyCFunction)Collective_forget, METH_NOARGS, NULL},
+    {NULL},
+};
+
+static PyTypeObject CollectiveType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "ddpdoctor.probe.runtime._hot.Collective",
+    .tp_basicsize = sizeof(Collective),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)Collective_init,
+    .tp_dealloc = (destructor)Collective_dealloc,
+    .tp_traverse = (traverseproc)Collective_traverse,
+    .tp_clear = (inquiry)Collective_clear,
+    .tp_methods = Collective_methods,
+};

@@ -1,0 +1,171 @@
+/* A collective as it was called last: calls that are like it are written by what is known. */
+
+/* Where a call has the arguments that its ranks share. */
+enum { TENSOR, OP, ROOT, GROUP_ROOT, GROUP, ASYNC_OP, ARGUMENTS };
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *name, *original, *begin, *end;
+    PyObject *parameters[ARGUMENTS];
+    int places[ARGUMENTS];
+    char first, point_to_point, reduces, gathers;
+    char shown[COLLECTIVE_SIZE];
+    Chain *lines;
+    /* The last call, and what is stored of all like it. */
+    PyObject *chain, *given[ARGUMENTS], *dtype, *shape, *known;
+    const Calls *of;
+    long long numel;
+    char rest[RING_ENTRY - RING_REST];
+} Collective;
+
+static PyTypeObject CollectiveType;
+
+static int Collective_traverse(Collective *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->original);
+    Py_VISIT(self->begin);
+    Py_VISIT(self->end);
+    Py_VISIT(self->chain);
+    for (int i = 0; i < ARGUMENTS; i++)
+        Py_VISIT(self->given[i]);
+    Py_VISIT(self->known);
+    return 0;
+}
+
+static void collective_forget(Collective *self)
+{
+    Py_CLEAR(self->chain);
+    for (int i = 0; i < ARGUMENTS; i++)
+        Py_CLEAR(self->given[i]);
+    Py_CLEAR(self->dtype);
+    Py_CLEAR(self->shape);
+    Py_CLEAR(self->known);
+}
+
+static int Collective_clear(Collective *self)
+{
+    collective_forget(self);
+    Py_CLEAR(self->name);
+    Py_CLEAR(self->original);
+    Py_CLEAR(self->begin);
+    Py_CLEAR(self->end);
+    for (int i = 0; i < ARGUMENTS; i++)
+        Py_CLEAR(self->parameters[i]);
+    Chain *lines = self->lines;
+    self->lines = NULL;
+    Py_XDECREF(lines);
+    return 0;
+}
+
+static void Collective_dealloc(Collective *self)
+{
+    PyObject_GC_UnTrack(self);
+    Collective_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+/* Collective(name, original, begin, end, parameters, places, first, point_to_point) */
+static int Collective_init(Collective *self, PyObject *args, PyObject *kwargs)
+{
+    PyObject *name, *original, *begin, *end, *parameters, *places;
+    int first, point_to_point;
+    if (!PyArg_ParseTuple(args, "UOOOO!O!pp", &name, &original, &begin, &end, &PyTuple_Type,
+                          &parameters, &PyTuple_Type, &places, &first, &point_to_point))
+        return -1;
+    if (self->name != NULL || PyTuple_GET_SIZE(parameters) != ARGUMENTS ||
+        PyTuple_GET_SIZE(places) != ARGUMENTS) {
+        PyErr_SetString(PyExc_ValueError, "as many parameters and places as are known");
+        return -1;
+    }
+    const char *text = PyUnicode_AsUTF8(name);
+    if (text == NULL)
+        return -1;
+    strncpy(self->shown, text, COLLECTIVE_SIZE - 1);
+    self->reduces = strstr(text, "reduce") != NULL;
+    self->gathers = !self->reduces && strstr(text, "gather") != NULL;
+    for (int i = 0; i < ARGUMENTS; i++) {
+        self->places[i] = (int)PyLong_AsLong(PyTuple_GET_ITEM(places, i));
+        self->parameters[i] = Py_NewRef(PyTuple_GET_ITEM(parameters, i));
+    }
+    self->name = Py_NewRef(name);
+    self->original = Py_NewRef(original);
+    self->begin = Py_NewRef(begin);
+    self->end = Py_NewRef(end);
+    self->first = (char)first;
+    self->point_to_point = (char)point_to_point;
+    self->lines = (Chain *)PyObject_CallNoArgs((PyObject *)&ChainType);
+    return self->lines == NULL || PyErr_Occurred() ? -1 : 0;
+}
+
+/* The arguments of a call, borrowed; NULL where one is left out. */
+static void collective_bind(Collective *self, PyObject *args, PyObject *kwargs, PyObject **given)
+{
+    Py_ssize_t count = PyTuple_GET_SIZE(args);
+    for (int i = 0; i < ARGUMENTS; i++) {
+        given[i] = NULL;
+        if (self->places[i] < 0)
+            continue;
+        if (self->places[i] < count)
+            given[i] = PyTuple_GET_ITEM(args, self->places[i]);
+        else if (kwargs != NULL && PyDict_GET_SIZE(kwargs))
+            given[i] = PyDict_GetItemWithError(kwargs, self->parameters[i]);
+    }
+    if (given[TENSOR] != NULL && self->first)
+        given[TENSOR] = PyList_Check(given[TENSOR]) && PyList_GET_SIZE(given[TENSOR])
+                            ? PyList_GET_ITEM(given[TENSOR], 0)
+                            : NULL;
+}
+
+/* Whether a call is like the last one of this place, so that what is stored is known. */
+static int collective_alike(Collective *self, Calls *calls, PyObject *chain, PyObject **given)
+{
+    if (self->known == NULL || self->of != calls || self->chain != chain)
+        return 0;
+    for (int i = TENSOR + 1; i < ARGUMENTS; i++)
+        if (self->given[i] != given[i])
+            return 0;
+    if (self->places[TENSOR] < 0)
+        return 1;
+    if (given[TENSOR] == NULL)
+        return 0;
+    PyObject *dtype = PyObject_GetAttr(given[TENSOR], s_dtype);
+    PyObject *shape = dtype == self->dtype ? PyObject_GetAttr(given[TENSOR], s_shape) : NULL;
+    int alike = shape != NULL && PyTuple_Check(shape) &&
+                PyObject_RichCompareBool(shape, self->shape, Py_EQ) == 1;
+    Py_XDECREF(dtype);
+    Py_XDECREF(shape);
+    PyErr_Clear();
+    return alike;
+}
+
+/* Remember what the ledger has of a call that Python has just written down. */
+static void collective_learn(Collective *self, Calls *calls, PyObject *chain, PyObject **given)
+{
+    collective_forget(self);
+    PyObject *or_none[ARGUMENTS];
+    for (int i = 0; i < ARGUMENTS; i++)
+        or_none[i] = given[i] != NULL ? given[i] : Py_None;
+    PyObject *found = PyObject_CallMethodObjArgs(
+        (PyObject *)calls, s_like, self->name, or_none[TENSOR], or_none[OP], or_none[ROOT],
+        or_none[GROUP_ROOT], or_none[GROUP], or_none[ASYNC_OP], NULL);
+    PyObject *known, *dtype, *shape;
+    const char *rest;
+    Py_ssize_t size;
+    long long numel;
+    if (found != NULL && found != Py_None &&
+        PyArg_ParseTuple(found, "Oy#OOL", &known, &rest, &size, &dtype, &shape, &numel) &&
+        size == sizeof self->rest) {
+        memcpy(self->rest, rest, sizeof self->rest);
+        self->numel = numel;
+        self->chain = Py_NewRef(chain);
+        for (int i = TENSOR + 1; i < ARGUMENTS; i++)
+            self->given[i] = Py_XNewRef(given[i]);
+        self->dtype = Py_NewRef(dtype);
+        self->shape = Py_NewRef(shape);
+        self->known = Py_NewRef(known);
+        self->of = calls;
+    }
+    Py_XDECREF(found);
+    if (PyErr_Occurred())
+        note_fault(h_ring);
+}

@@ -1,0 +1,119 @@
+/* DDP's own context around the wrapped module's forward, with ours around it (hooks/ddp.py). */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *ddp, *context, *before, *rank;
+    char light;
+} Forward;
+
+static PyTypeObject ForwardType;
+
+static int Forward_init(Forward *self, PyObject *args, PyObject *kwargs)
+{
+    PyObject *ddp, *context, *before;
+    if (!PyArg_ParseTuple(args, "OOO", &ddp, &context, &before))
+        return -1;
+    Py_XSETREF(self->ddp, Py_NewRef(ddp));
+    Py_XSETREF(self->context, Py_NewRef(context));
+    Py_XSETREF(self->before, Py_NewRef(before));
+    return 0;
+}
+
+static int Forward_traverse(Forward *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->ddp);
+    Py_VISIT(self->context);
+    Py_VISIT(self->before);
+    Py_VISIT(self->rank);
+    return 0;
+}
+
+static int Forward_clear(Forward *self)
+{
+    Py_CLEAR(self->ddp);
+    Py_CLEAR(self->context);
+    Py_CLEAR(self->before);
+    Py_CLEAR(self->rank);
+    return 0;
+}
+
+static void Forward_dealloc(Forward *self)
+{
+    PyObject_GC_UnTrack(self);
+    Forward_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *Forward_enter(Forward *self, PyObject *unused)
+{
+    Phases *rank = active_rank();
+    int done = NO_END;
+    if (rank != NULL) {
+        Py_INCREF(rank);
+        done = light_forward(rank, self->ddp);
+        if (done == FAULT)
+            note_fault(h_forward);
+        if (done == FOR_PYTHON) {
+            PyFrameObject *frame = PyEval_GetFrame();
+            PyObject *found = PyObject_CallFunctionObjArgs(
+                self->before, self->ddp, frame ? (PyObject *)frame : Py_None, NULL);
+            if (found == NULL) {
+                Py_DECREF(rank);
+                return NULL;
+            }
+            done = found != Py_None ? BEGUN : NO_END;
+            Py_DECREF(found);
+        } else
+            self->light = 1;
+        if (done == BEGUN)
+            Py_XSETREF(self->rank, Py_NewRef((PyObject *)rank));
+        Py_DECREF(rank);
+    }
+    return PyObject_CallMethodNoArgs(self->context, s_enter);
+}
+
+static PyObject *Forward_exit(Forward *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 3) {
+        PyErr_SetString(PyExc_TypeError, "__exit__(type, error, traceback)");
+        return NULL;
+    }
+    if (self->rank != NULL) {
+        Phases *rank = (Phases *)self->rank;
+        int64_t began = self->light && rank->clocked ? cpu_ns() : 0;
+        PyObject *error = args[1] == Py_None ? NULL : args[1];
+        int failed = do_leave(rank, error) < 0;
+        if (!failed && error == NULL && !self->light) {
+            PyObject *grad = PyObject_CallNoArgs(grad_enabled);
+            Py_XDECREF(grad);
+            if (grad == Py_False) {
+                PyObject *done = PyObject_CallMethodNoArgs(self->rank, s_evaluated);
+                Py_XDECREF(done);
+            }
+            failed = PyErr_Occurred() != NULL;
+        }
+        if (failed)
+            note_fault(h_forward);
+        clocked_since(rank, began);
+    }
+    return PyObject_CallMethodObjArgs(self->context, s_exit, args[0], args[1], args[2], NULL);
+}
+
+static PyMethodDef Forward_methods[] = {
+    {"__enter__", (PyCFunction)Forward_enter, METH_NOARGS, NULL},
+    {"__exit__", (PyCFunction)(void (*)(void))Forward_exit, METH_FASTCALL, NULL},
+    {NULL},
+};
+
+static PyTypeObject ForwardType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "ddpdoctor.probe.runtime._hot.Forward",
+    .tp_basicsize = sizeof(Forward),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)Forward_init,
+    .tp_dealloc = (destructor)Forward_dealloc,
+    .tp_traverse = (traverseproc)Forward_traverse,
+    .tp_clear = (inquiry)Forward_clear,
+    .tp_methods = Forward_methods,
+};

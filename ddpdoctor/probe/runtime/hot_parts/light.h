@@ -1,0 +1,224 @@
+/* The hooks of steps of which only that is seen which must not be missed. */
+
+static Chain *forward_lines, *backward_lines, *optimizer_lines;
+
+/* Begin a phase at the user's line that led to a frame: 1, 0 or -1 as do_enter. */
+static int enter_at(Phases *rank, int phase, Chain *lines, PyFrameObject *frame, PyObject **site)
+{
+    /* Of one that never changed, every sixteenth is looked at. */
+    PyObject *found = lines->same >= TRUSTED && rank->steps & 15 ? Py_NewRef(lines->found)
+                                                                : chain_sites(lines, frame);
+    if (found == NULL)
+        return -1;
+    int begun = do_enter(rank, phase, PyTuple_GET_ITEM(found, 0));
+    if (site != NULL)
+        *site = PyTuple_GET_ITEM(found, 0); /* the rank holds it */
+    Py_DECREF(found);
+    return begun;
+}
+
+/* Whether only that is seen of the step under way which must not be missed. */
+static int is_light(Phases *rank)
+{
+    return rank != NULL && rank->light && rank->device == Py_None;
+}
+
+/* What follows returns for a hook: nothing was done, which is for Python to do; the phase has begun;
+ * all is done, and there is no end (another thread's call); a fault. */
+enum { FAULT = -1, FOR_PYTHON, BEGUN, NO_END };
+
+static int begun_at(Phases *rank, int phase, Chain *lines, PyFrameObject *frame, PyObject **site)
+{
+    switch (enter_at(rank, phase, lines, frame, site)) {
+    case 1:
+        return BEGUN;
+    case 0:
+        return NO_END;
+    default:
+        return FAULT;
+    }
+}
+
+static void clocked_since(Phases *rank, int64_t began)
+{
+    if (began && rank->clocked)
+        rank->spent += cpu_ns() - began;
+}
+
+/* A forward of a DDP module. */
+static int light_forward(Phases *rank, PyObject *ddp)
+{
+    /* DDP's logger is asked in the step after one that is seen in full. */
+    if (!is_light(rank) || !rank->closer || !(rank->steps & rank->sparse) ||
+        subscribers(s_forward_begins) || is_off(h_forward))
+        return FOR_PYTHON;
+    PyObject *grad = PyObject_CallNoArgs(grad_enabled);
+    if (grad == NULL)
+        return FAULT;
+    Py_DECREF(grad);
+    if (grad != Py_True)
+        return FOR_PYTHON;
+    int64_t began = rank->clocked ? cpu_ns() : 0;
+    PyObject *syncs = PyObject_GetAttr(ddp, s_sync);
+    if (syncs == NULL)
+        return FAULT;
+    Py_DECREF(syncs);
+    do_forward_begins(rank, syncs == Py_True);
+    int done = begun_at(rank, FORWARD, forward_lines, NULL, NULL);
+    clocked_since(rank, began);
+    return done;
+}
+
+/* A call of autograd's engine. */
+static int light_backward(Phases *rank, PyObject *const *args, Py_ssize_t count, PyObject *names)
+{
+    if (!is_light(rank) || rank->phase == BACKWARD || subscribers(s_backward_begins))
+        return FOR_PYTHON;
+    Py_ssize_t i = 0, keywords = names != NULL ? PyTuple_GET_SIZE(names) : 0;
+    while (i < keywords && PyUnicode_Compare(PyTuple_GET_ITEM(names, i), s_accumulate_grad))
+        i++;
+    if (i == keywords || args[count + i] != Py_True)
+        return FOR_PYTHON;
+    int64_t began = rank->clocked ? cpu_ns() : 0;
+    PyObject *site;
+    int done = begun_at(rank, BACKWARD, backward_lines, NULL, &site);
+    if (done == BEGUN)
+        do_backward_begins(rank, site);
+    clocked_since(rank, began);
+    return done;
+}
+
+static int light_backward_ended(Phases *rank, PyObject *error)
+{
+    int64_t began = rank->clocked ? cpu_ns() : 0;
+    if (do_leave(rank, error) < 0)
+        return FAULT;
+    do_backward_ended(rank);
+    PyObject *each = error == NULL ? subscribers(s_backward_ended) : NULL;
+    Py_XINCREF(each);
+    for (Py_ssize_t i = 0; each != NULL && i < PyTuple_GET_SIZE(each); i++) {
+        PyObject *done = PyObject_CallNoArgs(PyTuple_GET_ITEM(each, i));
+        Py_XDECREF(done);
+        if (done == NULL)
+            note_fault(h_backward);
+    }
+    Py_XDECREF(each);
+    clocked_since(rank, began);
+    return BEGUN;
+}
+
+/* The end of a step within a line of the journal, as StepTracker.close has it. */
+static int light_close(Phases *rank)
+{
+    int64_t now = charge_host(rank);
+    rank->last_total = now - rank->began;
+    rank->began = now;
+    rank->optimizer_steps++;
+    rank->steps++;
+    rank->begun = 0;
+    PyObject *passed = PyLong_FromLongLong(rank->step_backwards);
+    int failed = passed == NULL || PyList_Append(rank->passes, passed) < 0;
+    Py_XDECREF(passed);
+    if (failed)
+        return -1;
+    if (PySet_GET_SIZE(rank->iterators)) {
+        PyObject *before = rank->trained;
+        rank->trained = rank->iterators;
+        rank->iterators = before;
+        PySet_Clear(before);
+    }
+    rank->aside = 0;
+    memcpy(rank->kept, rank->times, sizeof rank->kept);
+    store(rank, TOTALS_AT, rank->steps);
+    store(rank, TOTALS_AT + 8, rank->epoch);
+    store(rank, TOTALS_AT + 16, rank->last_total);
+    rank->light = (rank->steps + 1) & rank->sparse;
+    if (is_noticed(rank)) {
+        PyObject *done = PyObject_CallMethodNoArgs((PyObject *)rank, s_noticing);
+        Py_XDECREF(done);
+        if (done == NULL)
+            return -1;
+    }
+    PyObject *due = PyDict_GetItemWithError(event_names, s_due);
+    if (due != NULL && rank->steps >= PyLong_AsLongLong(due)) {
+        PyObject *ring = PyDict_GetItemWithError(event_names, s_ring);
+        PyObject *number = PyLong_FromLongLong(rank->steps);
+        PyObject *done = ring && number ? PyObject_CallOneArg(ring, number) : NULL;
+        Py_XDECREF(number);
+        Py_XDECREF(done);
+        if (done == NULL)
+            return -1;
+    }
+    return 0;
+}
+
+static int initializing;
+
+/* initializes(more): calls of torch's own are under way that step an optimizer without training. */
+static PyObject *initializes(PyObject *module, PyObject *more)
+{
+    initializing += (int)PyLong_AsLong(more);
+    Py_RETURN_NONE;
+}
+
+/* step_begins(optimizer): whether it was light, and all is done. */
+static PyObject *step_begins(PyObject *module, PyObject *optimizer)
+{
+    Phases *rank = active_rank();
+    if (!is_light(rank) || is_off(h_optimizer) || subscribers(s_step_begins) || initializing ||
+        rank->optimizer_code == Py_None)
+        return PyBool_FromLong(rank == NULL);
+    Py_INCREF(rank);
+    int64_t began = rank->clocked ? cpu_ns() : 0;
+    if (begun_at(rank, OPTIMIZER, optimizer_lines, NULL, NULL) == FAULT)
+        note_fault(h_optimizer);
+    clocked_since(rank, began);
+    Py_DECREF(rank);
+    Py_RETURN_TRUE;
+}
+
+/* step_ended(optimizer): the same of its end. */
+static PyObject *step_ended(PyObject *module, PyObject *optimizer)
+{
+    Phases *rank = active_rank();
+    if (rank == NULL)
+        Py_RETURN_TRUE;
+    if (!is_light(rank) || rank->phase != OPTIMIZER || rank->closer != (long long)(intptr_t)optimizer)
+        Py_RETURN_FALSE;
+    int nested = rank->depth > 0 && rank->depth <= MOST_NESTED &&
+                 rank->stack[rank->depth - 1] == OPTIMIZER;
+    /* Where a line of the journal ends there is more to do. */
+    if (nested || !((rank->steps + 1) & rank->line))
+        Py_RETURN_FALSE;
+    Py_INCREF(rank);
+    int64_t began = rank->clocked ? cpu_ns() : 0;
+    int was_clocked = rank->clocked;
+    long long number = rank->steps;
+    int failed = do_leave(rank, NULL) < 0 || light_close(rank) < 0;
+    PyObject *each = failed ? NULL : subscribers(s_step_ended);
+    Py_XINCREF(each);
+    if (each != NULL) {
+        PyObject *closed = PyLong_FromLongLong(number);
+        for (Py_ssize_t i = 0; closed != NULL && i < PyTuple_GET_SIZE(each); i++) {
+            PyObject *done = PyObject_CallFunctionObjArgs(PyTuple_GET_ITEM(each, i), optimizer,
+                                                          closed, NULL);
+            Py_XDECREF(done);
+            if (done == NULL)
+                note_fault(h_optimizer);
+        }
+        Py_XDECREF(closed);
+        Py_DECREF(each);
+    }
+    if (was_clocked && began && !failed) {
+        rank->spent += cpu_ns() - began;
+        PyObject *detail = PyObject_GetAttr((PyObject *)rank, s_detail);
+        PyObject *done = detail ? PyObject_CallMethodOneArg(detail, s_clock, Py_True) : NULL;
+        failed = done == NULL;
+        Py_XDECREF(done);
+        Py_XDECREF(detail);
+    }
+    if (failed)
+        note_fault(h_optimizer);
+    Py_DECREF(rank);
+    Py_RETURN_TRUE;
+}
