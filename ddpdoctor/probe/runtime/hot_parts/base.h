@@ -98,9 +98,15 @@ static PyObject *subscribers(PyObject *moment)
 /* -- frames */
 
 #if PY_VERSION_HEX < 0x030B0000
+#include <frameobject.h>
 static int frame_at(PyFrameObject *frame)
 {
     return frame->f_lasti * (int)sizeof(_Py_CODEUNIT);
+}
+static PyFrameObject *PyFrame_GetBack(PyFrameObject *frame)
+{
+    Py_XINCREF(frame->f_back);
+    return frame->f_back;
 }
 #else
 #define frame_at PyFrame_GetLasti
