@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,10 +89,15 @@ build(first=me == 0)
         ("primary()", True),
         ("options.first", True),
         ("me > 0", True),
+        ("rank in ranks", True),
+        ("rank in {0, 1}", True),
+        ("rank in [-1, limit]", True),
         # All ranks answer these alike.
         ("rank is not None", False),
         ("local_rank != -1", False),
         ("rank >= 0", False),
+        ("rank not in [-1]", False),
+        ("rank in (-1, -2)", False),
         ("int(rank) >= 0", False),
         ('str(rank) != "none"', False),
         ('int(os.environ["RANK"]) >= 0', False),
@@ -116,6 +122,11 @@ def test_conditions_that_tell_ranks_apart(test: str, tells: bool) -> None:
     condition = ast.parse(test, mode="eval").body
     assert discerns(condition, words) is tells
     assert is_plain(condition, words)
+
+
+def test_names_are_followed_through_three_assignments() -> None:
+    words = words_of(ast.parse("first = rank\nsecond = first\nthird = second\nfourth = third\n"))
+    assert words.numbers == {"first", "second", "third"}
 
 
 def test_a_condition_that_may_be_a_collective_itself() -> None:
@@ -401,6 +412,27 @@ def test_nothing_is_known_but_what_they_called(tmp_path: Path) -> None:
         "ranks 0 and 1 called different collectives as #5 of the default group: rank 0 all_reduce "
         "at `one(x)` a.py:1 and rank 1 all_gather at `other(x)` a.py:2"
     )
+
+
+@pytest.mark.parametrize(
+    ("line", "facts", "fix"),
+    [
+        ("one", {"numel": 9}, "Make the size the same on every rank of the group."),
+        ("one", {"name": "barrier"}, "Make the operation the same on every rank of the group."),
+        ("other", {"numel": 9}, "Make the size the same on every rank of the group."),
+        (
+            "other",
+            {"name": "barrier"},
+            "Let every rank call the same collectives in the same order.",
+        ),
+    ],
+)
+def test_other_operations_at_other_lines_are_out_of_order(
+    tmp_path: Path, line: str, facts: dict[str, Any], fix: str
+) -> None:
+    script = Script(tmp_path / "a.py", "one(x)\nother(x)\n")
+    _, verdict = judged({0: script.call(5, "one"), 1: script.call(5, line, **facts)})
+    assert verdict.fix == fix
 
 
 def test_three_kinds_of_calls_are_named_as_three(tmp_path: Path) -> None:

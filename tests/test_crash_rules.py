@@ -114,6 +114,21 @@ def test_a_file_has_come_to_the_limit_of_its_size(
     assert (f"/data/last.pt has {size} bytes" in finding.evidence) is limited
 
 
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [({"url": "https://data.example/a.tar"}, " from https://data.example/a.tar"), ({}, "")],
+)
+def test_a_download_without_a_network_is_named_with_its_address(
+    written: Written, file: JsonObject, said: str
+) -> None:
+    words = "<urlopen error [Errno -2] Name or service not known>"
+    written.rank(0, [error("urllib.error.URLError", words, file=file)])
+    written.exit(0, 1, T0 + SECOND)
+    (finding,) = written.findings(status=1)
+    assert finding.code == "DDP936"
+    assert finding.message == f"rank 0 has no network for a download{said}"
+
+
 def test_a_file_that_cannot_be_read_is_named_with_its_size(written: Written) -> None:
     read = {"path": "/data/first.pt", "access": "read", "size": 9000}
     written.rank(0, [error("RuntimeError", LEGACY, file=read)])

@@ -52,6 +52,8 @@ WRITES = {
 NO_WRITES = {
     "everywhere": "model.weight.zero_()\n\n",
     "gradient": "if rank == 0:\n    p.grad.zero_()\n",
+    "no module's apply": "if rank == 0:\n    settings.apply(start)\n",
+    "another method": "if rank == 0:\n    model.describe()\n",
     "total": "if rank == 0:\n    total.add_(loss)\n",
     "called everywhere": "def reset(m):\n    m.weight.zero_()\nreset(model)\n",
     "two": WRITES["copy"] + WRITES["init"],

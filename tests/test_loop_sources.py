@@ -91,6 +91,14 @@ elif rank == 3:
     third()
 if step == 5:
     everyone()
+if rank in (0, 2):
+    some()
+if rank not in [0]:
+    rest()
+if rank == 0 or rank == 3:
+    ends()
+if rank > 0 and not rank == 3:
+    inner()
 """
 
 
@@ -104,6 +112,10 @@ if step == 5:
         (8, True, (3,)),
         (8, False, (3,)),
         (10, True, ()),
+        (12, True, (0, 2)),
+        (14, True, (1, 2, 3)),
+        (16, True, (0, 3)),
+        (18, True, (1, 2)),
         (1, True, ()),
     ],
 )

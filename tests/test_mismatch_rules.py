@@ -244,6 +244,10 @@ def test_a_call_that_differs_and_went_unnoticed(
         f"rank 2 called {what} as collective #1 of the default group, where ranks 0 and 1 called "
     )
     assert finding.message.startswith(said)
+    assert finding.message.endswith("at `dist.all_reduce(x, op)` train.py:1")
+    same = {"MAX": "reduce operation", "floats": "size", "broadcast": "operation"}
+    (word,) = [word for name, word in same.items() if name in what]
+    assert finding.fix.startswith(f"Make the {word} the same on every rank")
 
 
 @pytest.mark.parametrize(

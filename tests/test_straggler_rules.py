@@ -343,6 +343,11 @@ def test_garbage_that_is_half_of_the_surplus(
     assert finding.message.endswith(": Python collects garbage") is named
 
 
+def test_samples_of_a_single_step_count_for_that_step(written: Written) -> None:
+    finding = sick(written, profile(stack(40, MAIN, loop(30)), gc=35 * MS, steps=1))
+    assert "Python's collector takes 35.0 ms a step, 0.0 ms on the others" in finding.evidence
+
+
 @pytest.mark.parametrize(("mine", "theirs", "named"), [(2, 4, True), (4, 4, False), (0, 4, False)])
 def test_threads_that_are_fewer_are_reported(
     written: Written, mine: int, theirs: int, named: bool
