@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
-from ddpdoctor.core.finding import RULES, Finding, examine
+from ddpdoctor.core.finding import Finding
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase, Status
-from tests.written import supervisor_records
+from tests.written import examined, supervisor_records
 
 NOW = 1_800_000_000_000_000_000
 
@@ -76,9 +76,13 @@ def waiting(number: int, sequence: int = 9) -> dict[str, Any]:
     )
 
 
-def findings(path: Path, *ranks: dict[str, Any], **more: Any) -> list[Finding]:
+def hung(path: Path, *ranks: dict[str, Any], **more: Any) -> Run:
+    """A run whose ranks make no progress."""
     told = {"kind": "hang", "time": NOW, "number": 1, "restart": 0, "seconds": 41.0, **more}
     (path / "hang-0001.json").write_text(json.dumps({**told, "ranks": ranks}))
     record = {**told, "file": "hang-0001.json"}
-    run = Run(path, {"launcher": "torchrun"}, (), supervisor=supervisor_records(record), taken=NOW)
-    return examine(run, RULES.values())
+    return Run(path, {"launcher": "torchrun"}, (), supervisor=supervisor_records(record), taken=NOW)
+
+
+def findings(path: Path, *ranks: dict[str, Any], **more: Any) -> list[Finding]:
+    return examined(hung(path, *ranks, **more))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ddpdoctor.analysis.blame import alone_by_guard
+from ddpdoctor.analysis.blame import _shared, alone_by_guard
 from ddpdoctor.analysis.calls import Call
 from ddpdoctor.analysis.collective_mismatch import Mismatch, of_calls
 from ddpdoctor.analysis.guards import guards_of
@@ -70,6 +71,14 @@ build(first=me == 0)
         ("not rank", True),
         ("args.local_rank in [-1, 0]", True),
         ('int(os.environ["RANK"]) == 0', True),
+        ("int(rank) == 0", True),
+        ('str(rank) == "0"', True),
+        ('int(os.environ.get("RANK")) == 0', True),
+        ('os.getenv("RANK") == "0"', True),
+        ("not (rank > 0)", True),
+        ("rank not in (0, 1)", True),
+        ("rank % 2 == 0", True),
+        ("debug or rank == 0", True),
         ("self.is_master", True),
         ("trainer.is_global_zero", True),
         ("accelerator.is_local_main_process and step % 10 == 0", True),
@@ -80,13 +89,26 @@ build(first=me == 0)
         ("primary()", True),
         ("options.first", True),
         ("me > 0", True),
+        ("rank in ranks", True),
+        ("rank in {0, 1}", True),
+        ("rank in [-1, limit]", True),
         # All ranks answer these alike.
         ("rank is not None", False),
         ("local_rank != -1", False),
         ("rank >= 0", False),
+        ("rank not in [-1]", False),
+        ("rank in (-1, -2)", False),
+        ("int(rank) >= 0", False),
+        ('str(rank) != "none"', False),
+        ('int(os.environ["RANK"]) >= 0', False),
+        ('os.getenv("RANK") != "none"', False),
+        ("not (rank < 0)", False),
+        ("rank >= 0 and rank != -1", False),
+        ("rank == -1 or rank < 0", False),
         ('"RANK" in os.environ', False),
         ('os.environ.get("RANK")', False),
         ('hasattr(args, "rank")', False),
+        ("True or rank == 0", False),
         ("len(ranks) > 1", False),
         # Other ranks.
         ("self.lora_rank > 0", False),
@@ -100,6 +122,11 @@ def test_conditions_that_tell_ranks_apart(test: str, tells: bool) -> None:
     condition = ast.parse(test, mode="eval").body
     assert discerns(condition, words) is tells
     assert is_plain(condition, words)
+
+
+def test_names_are_followed_through_three_assignments() -> None:
+    words = words_of(ast.parse("first = rank\nsecond = first\nthird = second\nfourth = third\n"))
+    assert words.numbers == {"first", "second", "third"}
 
 
 def test_a_condition_that_may_be_a_collective_itself() -> None:
@@ -305,6 +332,39 @@ def test_a_call_that_one_rank_made_alone(tmp_path: Path, swapped: bool) -> None:
     assert "under `if score > best:` train.py:7" in verdict.message
 
 
+@pytest.mark.parametrize(
+    ("times", "kind"), [(3, "passed"), (2, "passed"), (1, "none")], ids=["3", "twice", "once"]
+)
+def test_what_followed_twice_is_the_rule(tmp_path: Path, times: int, kind: str) -> None:
+    script = Script(tmp_path / "train.py", LOOP)
+    before = [*rounds(script, times, "first", "second", "third"), script.call(10, "first")]
+    calls = {0: script.call(11, "second"), 1: script.call(11, "first", numel=9)}
+    found, _ = judged(calls, {0: before, 1: before})
+    assert found.blame.kind == kind
+
+
+def test_what_followed_before_is_no_call_out_of_line(tmp_path: Path) -> None:
+    """Another round went on without the call, too."""
+    script = Script(tmp_path / "train.py", LOOP)
+    usual = rounds(script, 3, "first", "second", "third")
+    before = [*usual, script.call(10, "first"), script.call(11, "first")]
+    calls = {0: script.call(12, "second"), 1: script.call(12, "first", numel=9)}
+    found, _ = judged(calls, {0: before, 1: before})
+    assert found.blame.kind == "none"
+
+
+def test_most_ranks_are_right_about_what_comes_first(tmp_path: Path) -> None:
+    """They called before what the other one called already: in the first round, say."""
+    script = Script(tmp_path / "train.py", LOOP)
+    before = rounds(script, 1, "first", "second", "third")
+    before += [script.call(4, "first")]
+    there, here = script.call(5, "second"), script.call(5, "third", numel=9)
+    found, verdict = judged({0: there, 1: there, 2: here}, dict.fromkeys(range(3), before))
+    assert (found.blame.kind, verdict.ranks) == ("passed", (2,))
+    found, _ = judged({0: there, 1: here}, dict.fromkeys(range(2), before))
+    assert found.blame.kind == "none"
+
+
 def test_a_call_by_a_shared_count_is_not_to_blame(tmp_path: Path) -> None:
     """The other rank may have skipped a round some time before."""
     script = Script(tmp_path / "train.py", LOOP)
@@ -312,6 +372,21 @@ def test_a_call_by_a_shared_count_is_not_to_blame(tmp_path: Path) -> None:
     calls = {0: script.call(10, "first"), 1: script.call(10, "log", numel=1)}
     found, verdict = judged(calls, {0: before, 1: before})
     assert (found.blame.kind, verdict.ranks) == ("none", (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("test", "shared"),
+    [
+        ("step == 10", True),
+        ("self.steps == args.epochs", True),
+        ("seen % 10 == 0", True),
+        ("is_late(step)", True),
+        ("loss < best", False),
+        ("step == 10 and loss < best", False),
+    ],
+)
+def test_conditions_on_a_count_that_all_ranks_share(test: str, shared: bool) -> None:
+    assert _shared(ast.parse(test, mode="eval").body) is shared
 
 
 def test_a_loop_that_may_have_ended(tmp_path: Path) -> None:
@@ -337,6 +412,27 @@ def test_nothing_is_known_but_what_they_called(tmp_path: Path) -> None:
         "ranks 0 and 1 called different collectives as #5 of the default group: rank 0 all_reduce "
         "at `one(x)` a.py:1 and rank 1 all_gather at `other(x)` a.py:2"
     )
+
+
+@pytest.mark.parametrize(
+    ("line", "facts", "fix"),
+    [
+        ("one", {"numel": 9}, "Make the size the same on every rank of the group."),
+        ("one", {"name": "barrier"}, "Make the operation the same on every rank of the group."),
+        ("other", {"numel": 9}, "Make the size the same on every rank of the group."),
+        (
+            "other",
+            {"name": "barrier"},
+            "Let every rank call the same collectives in the same order.",
+        ),
+    ],
+)
+def test_other_operations_at_other_lines_are_out_of_order(
+    tmp_path: Path, line: str, facts: dict[str, Any], fix: str
+) -> None:
+    script = Script(tmp_path / "a.py", "one(x)\nother(x)\n")
+    _, verdict = judged({0: script.call(5, "one"), 1: script.call(5, line, **facts)})
+    assert verdict.fix == fix
 
 
 def test_three_kinds_of_calls_are_named_as_three(tmp_path: Path) -> None:

@@ -49,6 +49,51 @@ def test_a_buffer_that_goes_apart(written: Written, broadcast: bool, severity: S
     assert ("turned off" in finding.message) is not broadcast
 
 
+def test_since_when_a_buffer_differs_and_by_how_much(written: Written) -> None:
+    (finding,) = buffers_found(written, [gathered(0), gathered(1)], True)
+    assert finding.message == (
+        "buffer centre differs between ranks 0 and 1 since step 1, and DDP broadcasts no buffers, "
+        "as the module had none when DDP was built"
+    )
+    assert finding.evidence == (
+        "centre: equal before step 0, different at all 7 looks from step 1 to 7; norm of 2 "
+        "elements 1.465 on rank 0, 1.563 on rank 1",
+    )
+
+
+def test_several_buffers_are_one_finding(written: Written) -> None:
+    for rank in (0, 1):
+        looks = []
+        for each in buffers(gathered(rank), broadcast=True):
+            each["names"], each["hashes"] = ["centre", "scale"], each["hashes"] * 2
+            looks.append({**each, "samples": each["samples"] * 2})
+        written.rank(rank, [tensors([0, 1]), *prints("aaaaaaaa"), *looks])
+    (finding,) = found(written)
+    assert finding.message.startswith("buffer centre and 1 more differ between ranks 0 and 1")
+    assert [each.partition(":")[0] for each in finding.evidence] == ["centre", "scale"]
+
+
+@pytest.mark.parametrize(
+    ("apart", "moves", "expected"),
+    # Apart by half of the norm, which is about 115; moved by three quarters of that distance.
+    [(1.0, 0.7, 1), (1.0, 0.8, 0), (50.0, 0.4, 1), (70.0, 0.4, 0)],
+)
+def test_versions_of_one_thing_are_near_and_move_slowly(
+    written: Written, apart: float, moves: float, expected: int
+) -> None:
+    first = [[100.0, 0.0]]
+    values = [
+        [*first, *([100.0 + moves * step, apart * rank] for step in range(1, 8))] for rank in (0, 1)
+    ]
+    assert len(buffers_found(written, values, True)) == expected
+
+
+@pytest.mark.parametrize(("looks", "expected"), [(5, 1), (4, 1), (3, 0)])
+def test_a_difference_is_seen_several_times(written: Written, looks: int, expected: int) -> None:
+    values = [gathered(0, looks), gathered(1, looks)]
+    assert len(buffers_found(written, values, True)) == expected
+
+
 def test_a_single_number_may_be_a_meter(written: Written) -> None:
     values = [[[1 + 0.02 * rank * step] for step in range(8)] for rank in (0, 1)]
     (finding,) = buffers_found(written, values, True)
@@ -93,6 +138,14 @@ def test_an_evaluation_of_rank_0_alone(written: Written) -> None:
 def test_a_rank_that_has_not_come_to_the_evaluation_yet_is_waited_for(written: Written) -> None:
     ranks(written, [*prints("aaaa"), evaluation(4)], [*prints("aaaa")])
     assert found(written, over=False) == []
+
+
+@pytest.mark.parametrize("over", ["the rank", "the job"])
+def test_who_has_ended_will_not_come_to_the_evaluation(written: Written, over: str) -> None:
+    end = {"kind": "end", "time": T0, "steps": 4, "armed": 4}
+    theirs = [*prints("aaaa"), *([end] if over == "the rank" else [])]
+    ranks(written, [*prints("aaaa"), evaluation(4)], theirs)
+    assert [each.code for each in found(written, over=over == "the job")] == ["DDP402"]
 
 
 @pytest.mark.parametrize(

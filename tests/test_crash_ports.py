@@ -46,6 +46,16 @@ def test_who_holds_a_port(written: Written, facts: JsonObject | None, said: str,
     assert fix in finding.fix
 
 
+def test_a_long_name_of_a_holder_is_cut(written: Written) -> None:
+    holder = {"pid": 9, "name": "x" * 101, "ours": False}
+    file = {"port": 29501, "holder": holder}
+    written.rank(0, [error("torch.distributed.DistNetworkError", TAKEN, file=file)])
+    written.exit(0, 1, T0)
+    (finding,) = written.findings(status=1)
+    (line,) = [each for each in finding.evidence if each.startswith("pid 9 holds it: ")]
+    assert len(line.removeprefix("pid 9 holds it: ")) == 100
+
+
 def test_a_port_that_no_rank_opens(written: Written) -> None:
     words = "The client socket has timed out after 6000ms while trying to connect to (h, 23457)."
     store = {
@@ -59,6 +69,20 @@ def test_a_port_that_no_rank_opens(written: Written) -> None:
     assert finding.message == "rank 0 waited for a store at h:23457 that no rank opens"
     assert "torchrun keeps the job's store at localhost:37481" in finding.evidence
     assert "env://" in finding.fix
+
+
+def test_a_process_that_a_worker_started_opens_no_store(written: Written) -> None:
+    words = "The client socket has timed out after 2000ms while trying to connect to (h, 23457)."
+    store = {
+        "kind": "own_store", "time": T0, "restart": 0, "rank": 0, "host": "h", "port": "23457",
+        "launcher": "localhost:37481", "spawned": True,
+    }  # fmt: skip
+    (written.path / "process-7.jsonl").write_text(json.dumps(store) + "\n")
+    written.rank(0, [error("torch.distributed.DistNetworkError", words)])
+    written.exit(0, 1, T0)
+    (finding,) = written.findings(status=1)
+    assert "a worker of torchrun started this process" in finding.evidence
+    assert "env://" not in finding.fix
 
 
 def test_the_holder_of_a_port_is_found() -> None:

@@ -59,6 +59,18 @@ def test_another_file_than_the_shared_one_is_just_damaged(written: Written) -> N
             {"free": 10**8, "total": 10**9, "limit": 10**6, "size": 10**6},
             "files may be 1.0 MB at most",
         ),
+        (
+            {"free": 10**8, "total": 10**9, "limit": 1000, "size": 1000},
+            "files may be 1.0 kB at most",
+        ),
+        (
+            {"free": 10**8, "total": 10**9, "limit": 10**9, "size": 10**9},
+            "files may be 1.0 GB at most",
+        ),
+        (
+            {"free": 10**8, "total": 10**9, "limit": 999, "size": 999},
+            "files may be 999 bytes at most",
+        ),
         ({}, "could not write /data/last.pt: no room is left for it"),
     ],
 )
@@ -70,6 +82,60 @@ def test_a_full_disk_in_disguise(written: Written, file: JsonObject, said: str) 
     (finding,) = written.findings(status=1)
     assert finding.code == "DDP935"
     assert said in finding.message
+
+
+@pytest.mark.parametrize(
+    ("free", "total", "full"),
+    [(1 << 20, 10**8, True), ((1 << 20) + 1, 10**8, False), (2 * 10**9, 10**12, True),
+     (2 * 10**9 + 1, 10**12, False)],
+)  # fmt: skip
+def test_a_disk_is_full_but_for_what_is_kept_for_root(
+    written: Written, free: int, total: int, full: bool
+) -> None:
+    words = "[enforce fail at inline_container.cc:672] . unexpected pos 640 vs 534"
+    file = {"path": "/data/last.pt", "access": "write", "free": free, "total": total}
+    written.rank(0, [error("RuntimeError", words, file=file)])
+    written.exit(0, 1, T0 + SECOND)
+    (finding,) = written.findings(status=1)
+    assert finding.message.endswith("/data/last.pt: the disk is full") is full
+    assert any(" are free in /data" in each for each in finding.evidence)
+
+
+@pytest.mark.parametrize(("size", "limited"), [(900, True), (899, False)])
+def test_a_file_has_come_to_the_limit_of_its_size(
+    written: Written, size: int, limited: bool
+) -> None:
+    words = "[enforce fail at inline_container.cc:672] . unexpected pos 640 vs 534"
+    file = {"path": "/data/last.pt", "access": "write", "limit": 1000, "size": size}
+    written.rank(0, [error("RuntimeError", words, file=file)])
+    written.exit(0, 1, T0 + SECOND)
+    (finding,) = written.findings(status=1)
+    assert ("files may be 1.0 kB at most" in finding.message) is limited
+    assert (f"/data/last.pt has {size} bytes" in finding.evidence) is limited
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [({"url": "https://data.example/a.tar"}, " from https://data.example/a.tar"), ({}, "")],
+)
+def test_a_download_without_a_network_is_named_with_its_address(
+    written: Written, file: JsonObject, said: str
+) -> None:
+    words = "<urlopen error [Errno -2] Name or service not known>"
+    written.rank(0, [error("urllib.error.URLError", words, file=file)])
+    written.exit(0, 1, T0 + SECOND)
+    (finding,) = written.findings(status=1)
+    assert finding.code == "DDP936"
+    assert finding.message == f"rank 0 has no network for a download{said}"
+
+
+def test_a_file_that_cannot_be_read_is_named_with_its_size(written: Written) -> None:
+    read = {"path": "/data/first.pt", "access": "read", "size": 9000}
+    written.rank(0, [error("RuntimeError", LEGACY, file=read)])
+    written.exit(0, 1, T0 + SECOND)
+    (finding,) = written.findings(status=1)
+    assert finding.code == "DDP945"
+    assert "the file is /data/first.pt, 9.0 kB" in finding.evidence
 
 
 def test_the_first_in_time_is_the_cause_not_whom_torchrun_saw_first(written: Written) -> None:
@@ -203,6 +269,49 @@ def test_an_end_that_was_not_seen_is_no_crash(written: Written, why: str) -> Non
         unseen(written, 0, T0 - MS)
     stderr = f"Sending process {os.getpid()} closing signal SIGTERM\n"
     assert written.findings(stderr=stderr if why == "stopped by torchrun" else "") == []
+
+
+def test_an_end_that_was_not_seen_is_dated_by_the_last_sign_of_life(written: Written) -> None:
+    """Rank 1's parent noticed it late; rank 0 lost it long before that."""
+    written.rank(0, [], phase=Phase.WAIT, since=T0)
+    written.rank(1, [], phase=Phase.FORWARD, since=T0 + MS)
+    written.exit(0, -11, T0 + SECOND)
+    unseen(written, 1, T0 + 5 * SECOND)
+    name = "torch.multiprocessing.spawn.ProcessExitedException"
+    stderr = f"{HEAD}{name}: process 1 terminated with signal SIGKILL\n"
+    (finding,) = written.findings(status=1, stderr=stderr)
+    assert (finding.code, finding.ranks) == ("DDP902", (1,))
+
+
+def test_what_all_ranks_complain_of_is_likely_the_network(written: Written) -> None:
+    words = "Gloo connectFullMesh failed with [../gloo/transport/tcp/pair.cc:144] no error"
+    for rank in (0, 1):
+        written.rank(rank, [error("RuntimeError", words, T0 + rank * MS)])
+        written.exit(rank, 1, T0 + SECOND)
+    (finding,) = written.findings(status=1)
+    assert (finding.code, finding.ranks) == ("DDP914", (0,))
+    assert "likely" in finding.message
+
+
+@pytest.mark.parametrize(("failed", "ranks"), [(T0 - MS, [(1,)]), (T0 + MS, [(2,)])])
+def test_an_end_that_was_not_seen_follows_from_one_before_it(
+    written: Written, failed: int, ranks: list[tuple[int, ...]]
+) -> None:
+    written.rank(0, [], phase=Phase.WAIT)
+    written.rank(1, [error("ValueError", "bad", failed)])
+    written.rank(2, [], phase=Phase.BACKWARD)
+    written.exit(1, 1, T0 + SECOND)
+    unseen(written, 2, T0)
+    assert [each.ranks for each in written.findings()] == ranks
+
+
+def test_one_stopped_rank_excuses_no_other(written: Written) -> None:
+    """The closing signal that torchrun announced is another process's."""
+    written.rank(0, [], phase=Phase.FORWARD)
+    written.rank(1, [], phase=Phase.WAIT)
+    unseen(written, 1, T0)
+    stderr = "Sending process 1 closing signal SIGTERM\n"
+    assert [each.ranks for each in written.findings(stderr=stderr)] == [(1,)]
 
 
 # -- exceptions that end no process by themselves

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ddpdoctor.analysis.endings import PATIENCE
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.probe.observers.loops import runs_to_end
 from ddpdoctor.probe.observers.passes import SAMPLE, Pass, sample_of
@@ -20,7 +22,7 @@ from ddpdoctor.run.records.supervisor import RankExitRecord
 from ddpdoctor.run.snapshot import Rank, Records, Run
 from ddpdoctor.run.status import Phase, Status
 from tests.probed import as_line, pass_record
-from tests.written import rank_records
+from tests.written import as_declared, rank_records
 
 Content = Callable[[int], int]
 
@@ -85,7 +87,7 @@ RULES = (
 
 
 def findings(run: Run) -> list[Finding]:
-    return [finding for rule in RULES for finding in rule(run)]
+    return as_declared(finding for rule in RULES for finding in rule(run))
 
 
 def codes(run: Run) -> list[str]:
@@ -178,6 +180,12 @@ def test_a_loader_that_evaluates_may_read_everything() -> None:
     assert codes(run_of([whole], [whole])) == []
 
 
+SAMPLER: JsonObject = {
+    "name": "DistributedSampler", "num_replicas": 2, "seed": 0, "epoch": 0, "shuffle": True,
+    "set_epoch": True, "id": 1,
+}  # fmt: skip
+
+
 def sharded(epoch: int, rank: int, world: int = 2, **more: object) -> JsonObject:
     said = {
         "name": "DistributedSampler", "rank": rank, "num_replicas": world, "seed": 0,
@@ -194,10 +202,96 @@ def test_an_epoch_that_one_rank_alone_has_finished_says_nothing() -> None:
     assert codes(run_of([sharded(0, 0), again], [sharded(0, 1), twice])) == ["DDP103"]
 
 
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, ["DDP103"]),
+        ({"number": 2}, []),
+        ({"number": 0}, []),
+        ({"marks": 0}, []),
+        ({"order": 1, "head": [64, 1]}, []),
+        # Passes that were left early are compared by their beginning.
+        ({"order": 1}, []),
+        ({"order": 1, "draws": 199}, ["DDP103"]),
+        ({"order": 1, "state": "left"}, ["DDP103"]),
+        ({"head": [7, 1], "state": "left"}, []),
+        ({"sampler": {"id": 2}}, []),
+        ({"sampler": {"id": None}}, []),
+        ({"sampler": {"set_epoch": False}}, ["DDP103"]),
+    ],
+    ids=str,
+)
+def test_orders_that_are_repeated(change: JsonObject, expected: list[str]) -> None:
+    ranks = []
+    for rank in (0, 1):
+        first = sharded(0, rank)
+        again = {**first, "number": 1, "pass": 1, "armed": 13, **change}
+        ranks.append([first, {**again, "sampler": {**first["sampler"], **again["sampler"]}}])
+    assert codes(run_of(*ranks)) == expected
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [({}, ["DDP103"]), ({"shuffle": False}, []), ({"set_epoch": False}, []), ({"id": None}, [])],
+    ids=str,
+)
+def test_samplers_that_shuffle_by_the_epoch(facts: JsonObject, expected: list[str]) -> None:
+    ranks = []
+    for rank in (0, 1):
+        first = sharded(0, rank, **facts)
+        ranks.append([first, {**first, "number": 1, "pass": 1, "armed": 13}])
+    assert codes(run_of(*ranks)) == expected
+
+
+def test_what_is_said_of_an_order_that_is_repeated() -> None:
+    ranks = []
+    for rank in (0, 1):
+        first = sharded(0, rank)
+        first["sampler"]["epoch"] = 0
+        ranks.append([first, {**first, "number": 1, "pass": 1, "armed": 13}])
+    (finding,) = findings(run_of(*ranks))
+    assert finding.message == (
+        "every rank draws the same samples in the same order in each epoch at /job/train.py:9: "
+        "set_epoch does not reach the loader's DistributedSampler"
+    )
+    assert re.match(r"passes 1 and 2 over it gave the same \d+ samples first", finding.evidence[0])
+    assert finding.evidence[1:] == (
+        "DistributedSampler built at /job/train.py:5",
+        "its epoch was 0, then 0",
+    )
+
+
 def test_set_epoch_on_one_rank_only_names_the_other() -> None:
     again = {**sharded(0, 1), "number": 1, "pass": 1, "armed": 13}
     run = run_of([sharded(0, 0), sharded(1, 0)], [sharded(0, 1), again])
     assert [each.ranks for each in findings(run) if each.code == "DDP103"] == [(1,)]
+
+
+@pytest.mark.parametrize("name", ["seed", "epoch"])
+def test_samplers_that_shuffle_otherwise_give_shards_that_overlap(name: str) -> None:
+    ranks = [drawn(shuffled(rank)[rank::2], sampler={**SAMPLER, "rank": rank, name: rank})
+             for rank in (0, 1)]  # fmt: skip
+    (finding,) = findings(run_of(*([each] for each in ranks)))
+    assert (finding.code, finding.ranks) == ("DDP113", (0, 1))
+    assert finding.message.endswith(f"has another {name} on each rank")
+    assert finding.evidence[0] == f"{name}: rank 0 has 0, rank 1 has 1"
+    assert re.match(r"of \d+ draws that were followed, \d+ were of samples", finding.evidence[1])
+
+
+@pytest.mark.parametrize(("name", "expected"), [("seed", ["DDP113"]), ("epoch", [])])
+def test_a_rank_that_left_an_epoch_early_is_in_another_one(
+    monkeypatch: pytest.MonkeyPatch, name: str, expected: list[str]
+) -> None:
+    monkeypatch.setattr(data, "departures", lambda run, suspected: suspected)
+    ranks = [drawn(shuffled(rank)[rank::2], sampler={**SAMPLER, "rank": rank, name: rank})
+             for rank in (0, 1)]  # fmt: skip
+    assert codes(run_of(*([each] for each in ranks))) == expected
+
+
+def test_shards_of_one_order_do_not_overlap_whatever_the_seed() -> None:
+    ranks = [drawn(shuffled(0)[rank::2], sampler={**SAMPLER, "rank": rank, "seed": rank})
+             for rank in (0, 1)]  # fmt: skip
+    assert codes(run_of(*([each] for each in ranks))) == []
 
 
 def test_samplers_ranked_otherwise_are_well_if_they_cover_the_whole() -> None:
@@ -269,6 +363,14 @@ def test_else_uneven_loaders_are_named_once_a_rank_waits_alone(
     assert codes(run) == expected
 
 
+@pytest.mark.parametrize(("more", "expected"), [(0, []), (1, ["DDP109"])])
+def test_a_rank_that_waits_for_a_moment_is_not_alone_yet(more: int, expected: list[str]) -> None:
+    longer = uneven(0, False, fetched=11, marks=10, state="trains")
+    shorter = uneven(1, False, armed_after=10, closed=9)
+    run = run_of([longer], [shorter], status=lambda rank: None if rank else waiting(11))
+    assert codes(replace(run, taken=PATIENCE + more)) == expected
+
+
 @pytest.mark.parametrize(("over", "expected"), [(True, ["DDP109"]), (False, [])])
 def test_a_rank_is_ended_before_it_writes_that_its_backward_raised(
     over: bool, expected: list[str]
@@ -309,4 +411,9 @@ def test_a_stream_comes_once_from_each_worker() -> None:
     other = [row + 1000 for row in copies]
     assert codes(run_of([stream(copies, 2)], [stream(other, 2)])) == ["DDP116"]
     assert codes(run_of([stream(copies, 0)], [stream(other, 0)])) == []
+    # Few samples, or labels, which repeat within a batch as well.
+    few = [row % 8 for row in copies]
+    assert codes(run_of([stream(few, 2)], [stream([row + 9 for row in few], 2)])) == []
+    labels = [row // 2 for row in copies]
+    assert codes(run_of([stream(labels, 2)], [stream([row + 99 for row in labels], 2)])) == []
     assert codes(run_of([stream(range(64), 2)], [stream(range(64, 128), 2)])) == []

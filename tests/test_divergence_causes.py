@@ -52,6 +52,8 @@ WRITES = {
 NO_WRITES = {
     "everywhere": "model.weight.zero_()\n\n",
     "gradient": "if rank == 0:\n    p.grad.zero_()\n",
+    "no module's apply": "if rank == 0:\n    settings.apply(start)\n",
+    "another method": "if rank == 0:\n    model.describe()\n",
     "total": "if rank == 0:\n    total.add_(loss)\n",
     "called everywhere": "def reset(m):\n    m.weight.zero_()\nreset(model)\n",
     "two": WRITES["copy"] + WRITES["init"],
@@ -158,6 +160,64 @@ def test_a_step_that_one_rank_left_out(
     findings = found(written)
     assert [each.code for each in findings] == codes
     assert not codes or findings[0].ranks == (1,)
+
+
+LEAVES_OUT = {
+    "for x in loader:\n    loss.backward()\n    if norm < 9:\n        optimizer.step()\n": 3,
+    "for x in loader:\n    loss.backward()\n    if norm > 9:\n        continue\n"
+    "    optimizer.step()\n": 4,
+    # Which of the two is not known, and one in front of the backward is none of them.
+    "for x in loader:\n    loss.backward()\n    if norm > 9:\n        continue\n"
+    "    if late:\n        continue\n    optimizer.step()\n": 7,
+    "for x in loader:\n    if x is None:\n        continue\n    loss.backward()\n"
+    "    optimizer.step()\n": 5,
+    "loss.backward()\noptimizer.step()\n": 2,
+}
+
+
+@pytest.mark.parametrize("text", LEAVES_OUT)
+def test_the_statement_by_which_a_step_was_left_out(
+    written: Written, tmp_path: Path, text: str
+) -> None:
+    train = tmp_path / "train.py"
+    train.write_text(text)
+    lines = text.splitlines()
+    sites = [
+        {"kind": "site", "phase": phase, "path": str(train),
+         "line": next(number for number, line in enumerate(lines, 1) if code in line)}
+        for phase, code in (("backward", "backward"), ("optimizer", "optimizer.step"))
+    ]  # fmt: skip
+    each = (stepped([1] * 5, [1, 2, 3, 4, 5]), stepped([1, 1, 2, 1, 1], [1, 2, 4, 5, 6]))
+    for number, records in enumerate(each):
+        written.rank(number, [*sites, tensors([0, 1]), *records])
+    (finding,) = found(written)
+    assert finding.location is not None
+    assert finding.location.line == LEAVES_OUT[text]
+    assert finding.message.startswith(
+        "rank 1 alone did not step the optimizer after a backward of step 2, and rank 0 did:"
+    )
+    assert finding.evidence == (
+        "rank 0 had 1 backward in step 2",
+        "rank 1 had 2 backwards in step 2",
+    )
+    assert "so that rank 1 steps whenever rank 0 does;" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("armed", "over", "expected"),
+    [
+        ([1, 2, 4], False, []),
+        ([1, 2, 4], True, ["DDP403"]),
+        ([1, 2, 4, 5], False, ["DDP403"]),
+    ],
+)
+def test_a_step_that_was_left_out_just_now_may_be_made_up_for(
+    written: Written, armed: list[int], over: bool, expected: list[str]
+) -> None:
+    count = len(armed)
+    theirs = stepped([1] * count, list(range(1, count + 1)))
+    ranks(written, theirs, stepped([1, 1, 2, 1][:count], armed))
+    assert [each.code for each in found(written, over=over)] == expected
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from ddpdoctor.analysis.replicas import elements as elements_of
+from ddpdoctor.analysis.replicas import odd, unpacked
 from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.replicas import PackedTensor
 from tests.replicas import FAMILY, found, prints, ranks, tensors
 from tests.written import Written
 
@@ -58,6 +61,18 @@ def test_how_far_replicas_are_apart_is_told(written: Written) -> None:
         "looked at (of 9)"
     ) in finding.evidence
     assert not any("second.weight: norm" in line for line in finding.evidence)
+
+
+def test_elements_count_from_the_step_on_in_which_tensors_differ(written: Written) -> None:
+    for step, seen in ((0, False), (1, True), (2, True)):
+        path = written.path / str(step)
+        path.mkdir()
+        each = Written(path)
+        looks = [elements(step, [1.0, 2.0 + rank]) for rank in (0, 1)]
+        ranks(each, [*prints("aaaa"), looks[0]], [*prints("abbb"), looks[1]])
+        (finding,) = found(each)
+        line = f"second.weight: max difference 1 after step {step} between ranks 0 and 1, of all"
+        assert any(text.startswith(line) for text in finding.evidence) is seen
 
 
 @pytest.mark.parametrize(
@@ -180,6 +195,36 @@ def test_a_hook_of_local_sgd_says_that_replicas_differ_by_design(written: Writte
     for rank, hashes in enumerate(("aaaa", "bbbb")):
         written.rank(rank, [tensors([0, 1], hook="post_localSGD_hook"), *prints(hashes)])
     assert found(written) == []
+
+
+@pytest.mark.parametrize(
+    ("later", "expected"), [(999, 0), (1000, 1), (1001, 1)], ids=["pause", "a thousand", "more"]
+)
+def test_a_thousand_steps_without_an_all_reduce_are_no_pause(
+    written: Written, later: int, expected: int
+) -> None:
+    each = []
+    for letter in "ab":
+        looks = (*prints("a"), *prints(letter, start=1), *prints(letter, start=1 + later))
+        each.append([{**one, "armed": 0} for one in looks])
+    ranks(written, *each)
+    assert len(found(written, over=False)) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"), [("aab", (2,)), ("ab", ()), ("aabb", ()), ("", ())]
+)
+def test_the_odd_ranks_are_those_without_the_majority(
+    values: str, expected: tuple[int, ...]
+) -> None:
+    assert odd(dict(enumerate(values))) == expected
+
+
+def test_damaged_elements_are_none() -> None:
+    good = base64.b64encode(struct.pack("<2d", 1.0, 2.0)).decode()
+    for form, data, values in (("d", good, (1.0, 2.0)), ("x", good, ()), ("f", "=", ())):
+        assert elements_of(PackedTensor(elements=2, format=form, data=data)) == values
+    assert unpacked("=") == []
 
 
 @pytest.mark.parametrize(("seen", "expected"), [("aaab", 0), ("aabb", 1)])

@@ -57,6 +57,51 @@ def test_gradients_that_one_rank_changes_are_the_cause(
     assert said(written) == expected
 
 
+@pytest.mark.parametrize(
+    ("clipping", "blamed", "words"),
+    [
+        ((1,), (1,), "rank 1 calls clip_grad_norm_ here and ranks 0 and 2 do not"),
+        ((0, 1), (2,), "ranks 0 and 1 call clip_grad_norm_ here and rank 2 does not"),
+    ],
+)
+def test_who_clips_and_who_does_not(
+    written: Written, clipping: tuple[int, ...], blamed: tuple[int, ...], words: str
+) -> None:
+    letters = ["aabb" if rank in clipping else "aaaa" for rank in range(3)]
+    each = [[*prints(letters[rank]), *([clip(2)] if rank in clipping else [])] for rank in range(3)]
+    ranks(written, *each)
+    (finding,) = [each for each in written.findings(status=0) if each.code == "DDP709"]
+    assert finding.ranks == blamed
+    assert finding.message == f"{words}: the parameters differ since step 2"
+    assert finding.evidence[0] == (
+        "the first step of that kind since the parameters were equal is step 2"
+    )
+
+
+def test_who_changes_more_gradients_than_the_others(written: Written) -> None:
+    each = ([*prints("aaaa"), edit(2, 1)], [*prints("aabb"), edit(2, 2)], [*prints("aaaa")])
+    ranks(written, *each)
+    (finding,) = [each for each in written.findings(status=0) if each.code == "DDP709"]
+    assert finding.ranks == (1,)
+    assert finding.message.startswith(
+        "rank 1 changes its gradients between backward and optimizer.step() otherwise than ranks 0 "
+        "and 2"
+    )
+    assert finding.evidence[0].startswith(
+        "of the gradients looked at in step 2: 1 changed on rank 0, 2 changed on rank 1, 0 changed "
+        "on rank 2 (first.weight)"
+    )
+
+
+@pytest.mark.parametrize(("step", "code"), [(63, "DDP709"), (64, "DDP709"), (65, "DDP701")])
+def test_later_changes_count_in_the_steps_that_every_rank_looks_at(
+    written: Written, step: int, code: str
+) -> None:
+    same, other = prints("aa", start=step - 2), prints("bb", start=step)
+    ranks(written, [*prints("aaaa", start=step - 2)], [*same, *other, edit(step, 1)])
+    assert [each for each, _, _ in said(written)] == [code]
+
+
 def test_equal_gradients_are_not_the_cause(written: Written) -> None:
     ranks(written, [*prints("aaaa", gradients="g"), clip(0)], list(prints("aabb", gradients="g")))
     assert [code for code, _, _ in said(written)] == ["DDP701"]

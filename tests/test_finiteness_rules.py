@@ -70,6 +70,27 @@ def test_where_a_loss_became_nan_is_told(written: Written) -> None:
     assert finding.evidence[0].endswith("the first infinite value came out of log behind module fc")
 
 
+@pytest.mark.parametrize(
+    ("what", "said", "fix"),
+    [
+        ("input", "what enters log in module fc holds nan: a batch, or a constant", "normalized"),
+        ("parameter", "a parameter in module fc is not finite when log uses it", "logarithms"),
+        ("operation", "the first nan came out of log in module fc", "logarithms"),
+    ],
+)
+def test_what_a_loss_became_nan_of_is_reported(
+    written: Written, what: str, said: str, fix: str
+) -> None:
+    origin = {"what": what, "operations": ["log"], "module": "fc", "within": True}
+    records = [BACKWARD, tensors([0, 1]), *poisoned(3)]
+    written.rank(0, records)
+    written.rank(1, [*records, {**nonfinite(3), "origin": origin}])
+    (finding,) = found(written)
+    assert finding.message.endswith("before any other rank's; it began in module fc")
+    assert finding.evidence[0] == said
+    assert fix in finding.fix
+
+
 def test_lines_that_may_be_it_are_all_named(written: Written, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("loss = model(batch)\nloss = loss * a\nloss = loss * b\nloss.backward()\n")

@@ -15,16 +15,28 @@ from typing import Any
 import pytest
 
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
+from ddpdoctor.analysis.hang_snapshot import RankState
 from ddpdoctor.analysis.waits import parsed
 from ddpdoctor.core.finding import RULES, Severity, examine
 from ddpdoctor.probe.observers import flight
 from ddpdoctor.probe.observers.flight import NEWEST, newest, places
 from ddpdoctor.probe.runtime.phases import Backward
 from ddpdoctor.probe.runtime.sites import Site
+from ddpdoctor.rules.diagnosis import guilty
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.ring import Collective
 from ddpdoctor.run.snapshot import Run
-from tests.hanging_ranks import IN_TORCH, NOW, TRAIN, call, findings, rank, stacks, waiting
+from tests.hanging_ranks import (
+    IN_TORCH,
+    NOW,
+    TRAIN,
+    call,
+    findings,
+    hung,
+    rank,
+    stacks,
+    waiting,
+)
 from tests.written import SECOND, T0, Written, supervisor_records
 
 
@@ -199,6 +211,52 @@ def test_everybody_is_there(tmp_path: Path) -> None:
     assert "ranks 2 and 3 of other nodes" in found.message
 
 
+def in_group(number: int, group: str, step: int = 3) -> dict[str, Any]:
+    """A rank that waits in a collective of a group of which nothing else is known."""
+    found = waiting(number)
+    found["flight"] = [{**call(9, False), "group": group}]
+    return {**found, "step": step}
+
+
+def test_groups_that_are_complete_and_do_not_go_on_are_reported_as_they_are(tmp_path: Path) -> None:
+    ranks = [in_group(number, "1" if number < 2 else "2") for number in range(4)]
+    (found,) = findings(tmp_path, *ranks)
+    assert (found.code, found.ranks, found.severity) == ("DDP814", (0, 1, 2, 3), Severity.WARNING)
+    assert found.message.startswith("the job has made no progress for 41 s: rank 0 waits in ")
+    assert found.message.count(" at train.py:61") == 3
+    assert len(found.evidence) == 1
+    assert found.evidence[0].startswith("rank 3 waits in DDP's all_reduce #9")
+    assert findings(tmp_path, *ranks, everybody=False) == []
+    # Their threads have no core.
+    starved = {"activity": {"letters": "SR", "cpu": 0.0, "busy": 0.9}}
+    assert findings(tmp_path, *ranks[:3], {**ranks[3], **starved}) == []
+
+
+def test_of_ranks_that_were_not_all_looked_at_others_may_be_on_their_way(tmp_path: Path) -> None:
+    assert findings(tmp_path, *map(waiting, range(4)), everybody=False) == []
+
+
+def test_the_guilty_are_those_of_errors(tmp_path: Path) -> None:
+    """Ranks that only may be to blame are not: the job is left alone for them."""
+    idle = rank(1, "other", flight=[call(8, True)], stacks=stacks(1, ("/job/a.py", 88, "get")))
+    assert guilty(hung(tmp_path, waiting(0), idle)) == {1}
+    assert guilty(hung(tmp_path, waiting(0), idle, everybody=False)) == set()
+
+
+def test_a_call_of_no_known_line_is_at_the_line_of_the_main_thread() -> None:
+    unknown = waiting(1)
+    unknown["flight"][-1]["lines"] = []
+    found = RankState(unknown, NOW).blocked
+    assert found is not None and (found.sequence, str(found.site)) == (9, "/job/train.py:61")
+    known = RankState(waiting(1), NOW).blocked
+    assert known is not None and (known.sequence, str(known.site)) == (9, "/job/train.py:61")
+
+
+def test_a_rank_whose_collectives_are_all_done_waits_for_none_of_them() -> None:
+    done = rank(1, "wait", flight=[call(9, True)], stacks=stacks(1, TRAIN, IN_TORCH))
+    assert RankState(done, NOW).blocked is None
+
+
 def test_a_rank_whose_evidence_cannot_be_had(tmp_path: Path) -> None:
     hidden = rank(1, "other", flight=None, activity={})
     hidden["stacks"] = stacks(1, trouble="on another host or in another container: n2")
@@ -286,6 +344,96 @@ def test_a_node_that_never_came(tmp_path: Path) -> None:
     run = Run(tmp_path, manifest, (), supervisor=supervisor_records(told))
     (found,) = examine(run, RULES.values())
     assert found.code == "DDP813" and "of 2 nodes" in found.message
+
+
+@pytest.mark.parametrize(
+    ("command", "launcher", "words"),
+    [
+        (["--nnodes=2", "--node-rank", "0"], "torchrun", "--nnodes 2 --node-rank 0"),
+        (["--nnodes", "1:4", "--nproc_per_node=8"], "torchrun",
+         "--nnodes 1:4 --nproc-per-node 8"),
+        (["--nnodes", "1"], "torchrun", None),
+        (["--nproc-per-node=2"], "torchrun", None),
+        (["--nnodes=2"], "srun", None),
+        (["--nnodes"], "torchrun", None),
+    ],
+)  # fmt: skip
+def test_torchrun_that_started_no_rank_waits_for_nodes(
+    tmp_path: Path, command: list[str], launcher: str, words: str | None
+) -> None:
+    record = {"kind": "hang", "time": NOW, "number": 1, "restart": 0, "seconds": 41.0}
+    manifest = {"launcher": launcher, "command": ["python", *command]}
+    run = Run(tmp_path, manifest, (), supervisor=supervisor_records(record))
+    found = examine(run, RULES.values())
+    assert [each.evidence for each in found] == ([(f"started with {words}",)] if words else [])
+
+
+INIT = ("/srv/lib/python3.11/site-packages/torch/distributed/c.py", 9, "init_process_group")
+
+
+def joining(number: int, world: int = 0, **activity: Any) -> dict[str, Any]:
+    """A process that waits in `init_process_group`."""
+    seen = {"letters": "SS", **activity}
+    stack = stacks(number, TRAIN, INIT, world_size=world)
+    return {"rank": number, "pid": 1 + number, "stacks": stack, "activity": seen}
+
+
+def test_ranks_that_have_all_come_and_do_not_begin(tmp_path: Path) -> None:
+    (found,) = findings(tmp_path, joining(0, 2), joining(1, 2))
+    assert (found.code, found.ranks) == ("DDP814", (0, 1))
+    assert found.message.startswith("all ranks have been in init_process_group for 41 s")
+    for world, one in ((3, 2), (0, 2)):
+        (found,) = findings(tmp_path, joining(0, world), joining(1, one))
+        assert (found.code, found.ranks) == ("DDP813", (0, 1))
+        assert "ranks 0 and 1 wait in init_process_group at train.py:61" in found.message
+    (found,) = findings(tmp_path, joining(0, 2))
+    assert found.message.startswith("rank 0 waits in init_process_group at train.py:61 for ranks")
+
+
+def test_who_still_works_may_be_about_to_begin(tmp_path: Path) -> None:
+    assert findings(tmp_path, joining(0), joining(1, cpu=0.9)) == []
+    assert findings(tmp_path, joining(0), joining(1), launcher_works=True) == []
+    hidden = {"rank": 1, "pid": 2, "stacks": {**stacks(1), "threads": []}}
+    assert findings(tmp_path, joining(0), {**hidden, "activity": {"letters": "SS"}}) == []
+
+
+@pytest.mark.parametrize(
+    ("ran", "needed", "late"), [(46.0, 30.0, True), (44.0, 30.0, False), (46.0, 31.0, False)]
+)
+def test_a_rank_without_a_core_is_late_once_it_had_the_time_of_the_others(
+    tmp_path: Path, ran: float, needed: float, late: bool
+) -> None:
+    slow = {"rank": 1, "pid": 2, "stacks": stacks(1, ("/job/train.py", 9, "download"))}
+    starved = {"letters": "SR", "cpu": 0.1, "busy": 0.9, "ran": ran}
+    found = findings(tmp_path, joining(0, ran=needed), {**slow, "activity": starved}, limit=30.0)
+    assert [each.ranks for each in found] == ([(1,)] if late else [])
+
+
+def in_pair(number: int, group: str, members: str) -> dict[str, Any]:
+    """A rank that waits in its own call of a group."""
+    ring = {
+        "order": 1, "began": NOW, "ended": 0, "sequence": 1, "name": "all_reduce",
+        "group": f"{group}|{members}", "dtype": "float32", "reduce": "SUM", "numel": 4, "root": -1,
+        "asynchronous": False, "point_to_point": False, "site": f"/job/train.py:{group}",
+        "callers": [],
+    }  # fmt: skip
+    stack = stacks(number, ("/job/train.py", int(group), "main"), IN_TORCH)
+    return rank(number, "wait", flight=None, collectives=[ring], waited=1, stacks=stack)
+
+
+def test_groups_that_are_used_in_different_order(tmp_path: Path) -> None:
+    (found,) = findings(tmp_path, in_pair(0, "10", "0-1"), in_pair(1, "20", "0-1"))
+    assert (found.code, found.ranks, found.severity) == ("DDP804", (0, 1), Severity.ERROR)
+    assert found.message == (
+        "ranks wait for each other in collectives of different groups: rank 0 in all_reduce #1 "
+        "(4 floats, group of ranks 0-1) at train.py:10; rank 1 in all_reduce #1 (4 floats, group "
+        "of ranks 0-1) at train.py:20"
+    )
+    assert found.evidence == (
+        "rank 0 waits in all_reduce #1 (4 floats, group of ranks 0-1) at train.py:10 for 41 s",
+        "rank 1 waits in all_reduce #1 (4 floats, group of ranks 0-1) at train.py:20 for 41 s",
+    )
+    assert found.fix == "Call the collectives of all groups in one order on every rank."
 
 
 def test_a_rank_that_is_late_before_anybody_joined(tmp_path: Path) -> None:

@@ -40,6 +40,19 @@ def test_the_model_of_most_ranks_is_the_right_one(written: Written) -> None:
     assert "it is without a" in finding.message
 
 
+@pytest.mark.parametrize(
+    ("count", "words"), [(9, "it has some parameter, too"), (7, "it is without some parameter")]
+)
+def test_models_that_differ_behind_the_parameters_that_are_listed(
+    written: Written, count: int, words: str
+) -> None:
+    for rank, each in enumerate((8, 8, count)):
+        written.rank(rank, [{**model([ONE, OTHER], [0, 1, 2]), "count": each}])
+    (finding,) = found(written, over=False)
+    assert finding.ranks == (2,)
+    assert finding.message.endswith(words)
+
+
 def test_models_are_compared_once_all_ranks_have_one(written: Written) -> None:
     for rank, records in enumerate(([model([ONE])], [model([OTHER, ONE])], [])):
         written.rank(rank, [{**each, "group": [0, 1, 2]} for each in records])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddpdoctor.core.user_code import Location
+from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.training import IdleBatch, LoopRecord, SiteRecord
 from tests.written import Written
 
@@ -42,6 +43,17 @@ def test_batches_that_are_each_reduced_are_named_with_the_backward(written: Writ
     assert finding.evidence == (
         "rank 0: 16 batches, 4 optimizer steps, 16 reduced backwards in a loop",
     )
+
+
+def test_what_the_reductions_cost_is_shown_where_ddp_times_them(written: Written) -> None:
+    timed: list[JsonObject] = [
+        {"kind": "step", "step": number, "start": 1, "total": total, "wait": 25, "split": split}
+        for number, (total, split) in enumerate([(100, True), (50, True), (100, True), (25, False)])
+    ]
+    written.rank(0, [*loop(), *timed])
+    written.rank(1, loop())
+    (finding,) = written.findings()
+    assert finding.evidence[1:] == ("rank 0 waits for reductions 25 % of a step",)
 
 
 def test_twice_as_many_batches_as_steps_are_enough(written: Written) -> None:

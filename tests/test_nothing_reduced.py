@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import struct
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.records.supervisor import JobRecord
 from ddpdoctor.run.ring import RingWriter
 from ddpdoctor.run.snapshot import Rank, Records, Run
-from tests.test_data_rules import evaluated, run_of
+from tests.test_data_rules import drawn, evaluated, run_of
 from tests.written import rank_records
 
 Build = Callable[..., Run]
@@ -76,6 +77,12 @@ def test_ranks_that_start_alike_and_exchange_nothing(build: Build) -> None:
         trained(1, outside=True),
         trained(0),
         [*trained(1), {"kind": "solo_end", "steps": 8, "wide": 5, "outside": False}],
+        [*trained(1), {"kind": "solo_end", "steps": 8, "wide": 0, "outside": True}],
+        [*trained(1), {"kind": "solo_end", "steps": 8, "wide": 0, "wrapped": True}],
+        trained(1, optimizer="Adam"),
+        trained(1, parameters=2),
+        trained(1, elements=32),
+        trained(1, range(3)),
         [*trained(1), {"kind": "ddp", "group_ranks": [0, 1]}],
         [*trained(1), {"kind": "data_parallel"}],
         [],
@@ -85,6 +92,44 @@ def test_ranks_that_differ_by_design_or_exchange_something(
     build: Build, other: list[JsonObject]
 ) -> None:
     assert said(build(trained(0), other)) == []
+
+
+def test_what_is_said_of_models_of_each_rank(build: Build) -> None:
+    end = {"kind": "solo_end", "steps": 40, "wide": 0, "outside": False, "wrapped": False}
+    shared = drawn(range(8), state="ended", sampler={"rank": 0, "num_replicas": 2})
+    idle = {**shared, "idle": [["/job/train.py", 6]]}
+    (finding,) = said(build([*trained(0), end, idle], [*trained(1), end, shared]))
+    assert finding.message == (
+        "each rank trains its own model: ranks 0 and 1 share a process group, and no gradient was "
+        "reduced in 40 steps"
+    )
+    assert finding.evidence == (
+        "the DistributedSampler built at /job/train.py:6 was handed to no loader",
+        "the sampler built at /job/train.py:5 gives each rank its part of the data",
+        "before step 0 the parameters were the same on all ranks",
+        "gradients of SGD before the step 7: norm 8 on rank 0, 9 on rank 1",
+        "the parameters that belong to them: norm 2 on rank 0, 9 on rank 1",
+        "no DistributedDataParallel was built, and no collective carried as much as a gradient",
+    )
+
+
+def test_four_looks_are_needed_and_norms_that_differ_by_more_than_rounding(build: Build) -> None:
+    for steps, count in ((range(4), 1), (range(3), 0)):
+        assert len(said(build(trained(0, steps), trained(1, steps)))) == count
+    for by, count in ((2e-6, 1), (0.9e-6, 0)):
+        near = [[{**each, "gradients": [500.0 + by * 500 * rank]} for each in trained(rank)]
+                for rank in (0, 1)]  # fmt: skip
+        assert len(said(build(*near))) == count
+
+
+def test_gradients_that_differ_on_some_ranks_only_are_shared_by_the_others(build: Build) -> None:
+    ranks = [trained(0), trained(1), trained(1)]
+    run = build(*ranks)
+    opened = [replace(rank.opened, world_size=3) for rank in run.ranks]
+    ranks_of_three = tuple(
+        replace(rank, opened=each) for rank, each in zip(run.ranks, opened, strict=True)
+    )
+    assert said(replace(run, ranks=ranks_of_three)) == []
 
 
 def test_gradients_that_were_averaged_are_equal(build: Build) -> None:
@@ -140,6 +185,13 @@ def shard(rank: int, mean: float = 0, gathers: int = 0, reductions: int = 1) -> 
         "names": ["norm"], "hashes": [f"{mean}", "1"], "samples": [packed(mean), packed(1.0)],
     }  # fmt: skip
     return [part, statistics]
+
+
+@pytest.mark.parametrize(("gathers", "reductions"), [(2, 0), (0, 2), (1, 1)])
+def test_results_meet_by_a_gather_as_by_a_reduction(gathers: int, reductions: int) -> None:
+    ranks = (shard(rank, 0.2 * rank, gathers, reductions) for rank in (0, 1))
+    (finding,) = evaluation_differs(run_of(*ranks))
+    assert finding.evidence[-1].startswith("2 reductions and gathers")
 
 
 def test_statistics_of_each_rank_make_several_models() -> None:

@@ -76,6 +76,16 @@ def test_without_content_the_numbers_tell() -> None:
     assert said(*records) == ["DDP117"]
 
 
+@pytest.mark.parametrize(("again", "expected"), [(1, ["DDP117"]), (300, [])])
+def test_draws_with_replacement_share_samples_by_chance(again: int, expected: list[str]) -> None:
+    """A sample or two that a rank drew twice are no sign of that."""
+    order = [*range(300), *range(again)]
+    records = [subset(part, order) for part in (range(300), range(100, 400))]
+    for record in records:
+        del record["sketch"]
+    assert said(*records) == expected
+
+
 def test_one_subset_that_every_rank_reads_is_the_whole() -> None:
     assert said(*(subset(range(300), shuffled(seed, 300)) for seed in (0, 1))) == ["DDP102"]
 
@@ -141,6 +151,16 @@ def test_the_sampler_that_repeats_on_purpose_is_left_alone() -> None:
     assert said(*passes) == []
 
 
+def test_shards_of_subsets_of_each_rank_are_meant() -> None:
+    """Equal samples in shards of other subsets: what a split at random gives is DDP110's affair."""
+    records = []
+    for rank in (0, 1):
+        sampler = {"name": "DistributedSampler", "rank": rank, "num_replicas": 2, "seed": 0}
+        record = subset(shuffled(rank, 300), range(rank, 300, 2), sampler=sampler)
+        records.append({**record, "sketch": sketch(range(150))})
+    assert said(*records) == ["DDP110"]
+
+
 def test_a_permutation_of_each_rank_in_torchs_sampler_is_named() -> None:
     sampler = {"name": "SubsetRandomSampler", "torch": True}
     records = [drawn(shuffled(seed)[:200], sampler=sampler) for seed in (0, 1)]
@@ -169,6 +189,28 @@ def test_padding_matters_where_a_metric_is_reduced(
     run = run_of(*([each] for each in padded(reductions, gathers)))
     (finding,) = shards.padded(run)
     assert finding.severity == severity
+
+
+def test_what_is_said_of_padding() -> None:
+    (finding,) = shards.padded(run_of(*([each] for each in padded(1, 0))))
+    assert finding.message.startswith("the evaluation counts 1 of 399 samples twice: the sampler")
+    assert finding.evidence == (
+        "rank 0: 200 samples",
+        "rank 1: 200 samples",
+        "together 400 of 399",
+        "numbers are reduced over the ranks afterwards",
+    )
+
+
+@pytest.mark.parametrize(("length", "expected"), [(400, 0), (399, 1), (398, 0)])
+def test_padding_is_less_than_a_sample_for_each_rank(length: int, expected: int) -> None:
+    records = [{**each, "length": length} for each in padded(1, 0)]
+    assert len(list(shards.padded(run_of(*([each] for each in records))))) == expected
+
+
+def test_a_sampler_that_drops_the_last_samples_pads_nothing() -> None:
+    records = [{**each, "sampler": {**each["sampler"], "drop_last": True}} for each in padded(1, 0)]
+    assert list(shards.padded(run_of(*([each] for each in records)))) == []
 
 
 def test_before_it_is_known_what_becomes_of_the_results_nothing_is_said() -> None:

@@ -165,6 +165,51 @@ def test_a_batch_whose_forward_failed_and_was_passed_over(written: Written) -> N
     assert job.decided() == ((1,), 7)
 
 
+RETURNS = """\
+def train(loader):
+    for batch in loader:
+        step(batch)
+
+
+def step(batch):
+    if broken(batch):
+        return
+    loss = model(batch)
+    if loss > 9:
+        return
+    loss.backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("skipped_at", "forward", "line"), [((5, 5, False), False, 8), ((5, 5, True), True, 11)]
+)
+def test_a_batch_that_a_function_returned_from(
+    written: Written, skipped_at: tuple[int, int, bool], forward: bool, line: int
+) -> None:
+    job = Job(written, RETURNS, 2)
+    sites = [
+        {"kind": "site", "phase": phase, "path": job.path, "line": at}
+        for phase, at in (("forward", 9), ("backward", 12))
+    ]
+    skipped = job.over("ended", 20, 19, idle=[list(skipped_at)], idled=1)
+    job.waits(0, [job.loop()], reduced=20)
+    job.ends(1, [job.loop(), *sites, skipped], reduced=19)
+    assert job.decided() == ((1,), line)
+
+
+def test_a_function_with_two_ways_out_leaves_the_loop(written: Written) -> None:
+    text = RETURNS.replace(
+        "    loss = model", "    if batch.late:\n        return\n    loss = model"
+    )
+    job = Job(written, text, 2)
+    site = {"kind": "site", "phase": "backward", "path": job.path, "line": 14}
+    skipped = job.over("ended", 20, 19, idle=[[5, 5, False]], idled=1)
+    job.waits(0, [job.loop()], reduced=20)
+    job.ends(1, [job.loop(), site, skipped], reduced=19)
+    assert job.decided() == ((1,), 2)
+
+
 def test_a_batch_that_all_ranks_skipped(job: Job) -> None:
     for rank in (0, 1):
         skipped = job.over("ended", 20, 19, idle=[[5, 5, False]], idled=1)
@@ -233,6 +278,42 @@ def test_a_rank_that_began_no_further_epoch(job: Job) -> None:
     job.waits(0, [*epochs(job, 2), job.loop(2, before=20)], reduced=21)
     job.ends(1, epochs(job, 2), reduced=20)
     assert job.decided() == ((1,), STOP)
+
+
+def test_within_join_a_rank_may_begin_no_further_epoch(job: Job) -> None:
+    further = job.loop(2, before=20, joins=True)
+    job.waits(0, [*epochs(job, 2), further], reduced=21)
+    job.ends(1, epochs(job, 2), reduced=20)
+    assert "DDP403" not in job.codes()
+
+
+def test_a_further_epoch_that_has_not_trained_yet_wants_no_rank(job: Job) -> None:
+    job.waits(0, [*epochs(job, 2), job.loop(2, before=20)], reduced=20)
+    job.ends(1, epochs(job, 2), reduced=20)
+    assert "DDP403" not in job.codes()
+
+
+CALLED = """\
+def epoch(loader):
+    for batch in loader:
+        model(batch).backward()
+
+
+def main(loader):
+    for number in range(9):
+        epoch(loader)
+        if evaluate() > best:
+            break
+"""
+
+
+def test_an_epoch_is_begun_by_the_caller_of_the_loop(written: Written) -> None:
+    job = Job(written, CALLED, 2)
+    frames = {"frames": [[job.path, 2], [job.path, 8]]}
+    each = [{**record, **frames} if "frames" in record else record for record in epochs(job, 2)]
+    job.waits(0, [*each, {**job.loop(2, before=20), **frames}], reduced=21)
+    job.ends(1, each, reduced=20)
+    assert job.decided() == ((1,), 10)
 
 
 def test_a_rank_with_fewer_epochs_by_count_took_no_decision(written: Written) -> None:

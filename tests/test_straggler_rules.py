@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ddpdoctor.analysis.reasons import _bytes
 from ddpdoctor.core.finding import RULES, Finding, Location, Severity
 from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.names import FORMAT, rank_stem
@@ -112,6 +114,39 @@ def test_ranks_that_wait_alike_for_their_cores_are_no_stragglers(written: Writte
     assert written.findings(status=0) == []
 
 
+def test_a_slow_rank_for_which_the_others_do_not_wait_longer_holds_none_up(
+    written: Written,
+) -> None:
+    rank(written, 0, steps(10, 30, 9, 0))
+    rank(written, 1, steps(50, 30, 45, 0))
+    assert written.findings(status=0) == []
+
+
+@pytest.mark.parametrize(("high", "found"), [(30, 1), (29, 0)])
+def test_a_surplus_has_to_be_there_in_three_of_four_steps(
+    written: Written, high: int, found: int
+) -> None:
+    """The others take less than half as much of it; of the first ten steps none counts."""
+    mine = [*steps(50, 1, 45, 0, last=10 + high), *list(steps(26, 25, 24, 0, last=50))[10 + high :]]
+    rank(written, 0, steps(10, 41, 9, 0, last=50))
+    rank(written, 1, mine)
+    assert len(written.findings(status=0)) == found
+
+
+def test_what_is_said_of_a_straggler(written: Written) -> None:
+    for number in (0, 2):
+        rank(written, number, steps(10, 41, 9, 0, phase="forward"))
+    rank(written, 1, steps(50, 1, 45, 0, phase="forward"))
+    (finding,) = written.findings(status=0)
+    assert finding.message == "rank 1 holds the others up by 40.0 ms a step, in its forward pass"
+    assert finding.evidence == (
+        "own time 50.0 ms a step; the others 10.0 ms (medians of 110 steps)",
+        "forward pass: 50.0 ms against 10.0 ms",
+        "the others wait 41.0 ms a step in the all-reduce, rank 1 1.0 ms",
+    )
+    assert "batch shapes" in finding.fix
+
+
 def test_a_rank_whose_work_is_that_of_the_others_only_waits(written: Written) -> None:
     """For a second: the kernel will balance it."""
     rank(written, 0, steps(12, 40, 12, 0.2, last=40))
@@ -170,6 +205,26 @@ def test_workers_that_want_for_cores_are_no_stragglers_fault(written: Written) -
     assert "DDP610" not in [each.code for each in written.findings(status=0)]
 
 
+def test_workers_that_want_for_cores_excuse_no_other_phase(written: Written) -> None:
+    counted = {"children": 2, "children_ran": 200 * MS}
+    slow = stack(40, MAIN, loop(30))
+    finding = sick(
+        written,
+        profile(slow, **counted, children_waited=900 * MS),
+        profile(BACKWARD, **counted, children_waited=100 * MS),
+    )
+    assert finding.location == Location("/job/train.py", 30)
+
+
+def test_a_rank_without_workers_waits_for_none_of_them(written: Written) -> None:
+    fetch = stack(40, MAIN, loop(30), letter="S", waits=("queue.py", "get"))
+    asked(written)
+    rank(written, 0, [*steps(20, 50, 10, 2, phase="data"), profile(BACKWARD)])
+    mine = profile(fetch, children_waited=900 * MS)
+    rank(written, 1, [*steps(69, 1, 10, 2, phase="data"), mine])
+    assert "DDP610" in [each.code for each in written.findings(status=0)]
+
+
 # -- lines
 
 
@@ -207,6 +262,27 @@ def test_a_surplus_spread_over_a_function_is_that_function(written: Written) -> 
     assert "36 of 46 samples of its stack (78%) are in clean(), 9 of them at a.py:3" in str(
         finding.evidence
     )
+
+
+def test_what_one_of_many_slow_lines_calls_is_not_the_line(written: Written) -> None:
+    """The surplus is that of the function; a call that has a quarter of it explains little."""
+    lines = [stack(9, MAIN, loop(30), ("/job/a.py", line, "clean")) for line in (4, 5, 6)]
+    inner = stack(9, MAIN, loop(30), ("/job/a.py", 3, "clean"), ("/job/b.py", 8, "trim"))
+    finding = sick(written, profile(inner, *lines, stack(10, MAIN, loop(33))))
+    assert finding.location == Location("/job/a.py", 3)
+    assert "in clean(), 9 of them at a.py:3" in str(finding.evidence)
+
+
+@pytest.mark.parametrize(("later", "named"), [(0, True), (1, False)])
+def test_a_file_that_was_changed_since_has_other_lines(
+    written: Written, tmp_path: Path, later: int, named: bool
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("def main(rank):\n    if rank == 1:\n        log()\n")
+    mine = profile(stack(40, (str(script), 3, "main"), (str(tmp_path / "log.py"), 7, "log")))
+    os.utime(script, ns=(0, mine["time"] + later))
+    finding = sick(written, mine)
+    assert finding.fix.startswith("Do this on the one rank less often") is named
 
 
 def test_a_branch_by_rank_is_the_cause(written: Written, tmp_path: Path) -> None:
@@ -252,6 +328,76 @@ def test_garbage(written: Written) -> None:
     finding = sick(written, profile(work, gc=20 * 35 * MS))
     assert finding.message.endswith(": Python collects garbage")
     assert "Python's collector takes 35.0 ms a step, 0.0 ms on the others" in finding.evidence
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "named"),
+    [(20, 0, True), (19, 0, False), (35, 20, False), (41, 20, True)],
+)
+def test_garbage_that_is_half_of_the_surplus(
+    written: Written, mine: int, theirs: int, named: bool
+) -> None:
+    """What it takes on the others as well is no reason."""
+    work, usual = stack(40, MAIN, loop(30)), profile(BACKWARD, gc=20 * theirs * MS)
+    finding = sick(written, profile(work, gc=20 * mine * MS), usual)
+    assert finding.message.endswith(": Python collects garbage") is named
+
+
+def test_samples_of_a_single_step_count_for_that_step(written: Written) -> None:
+    finding = sick(written, profile(stack(40, MAIN, loop(30)), gc=35 * MS, steps=1))
+    assert "Python's collector takes 35.0 ms a step, 0.0 ms on the others" in finding.evidence
+
+
+@pytest.mark.parametrize(("mine", "theirs", "named"), [(2, 4, True), (4, 4, False), (0, 4, False)])
+def test_threads_that_are_fewer_are_reported(
+    written: Written, mine: int, theirs: int, named: bool
+) -> None:
+    common = stack(40, MAIN, loop(30))
+    finding = sick(written, profile(common, threads=mine), profile(common, threads=theirs))
+    words = f": it computes with {mine} threads, the others with {theirs}"
+    assert finding.message.endswith(words) is named
+
+
+@pytest.mark.parametrize(
+    ("major", "words", "moved"),
+    [
+        (
+            20,
+            "it waits for the disk in fetch()",
+            ["it reads and writes 5 MB a step, 2 KB of it on disk"],
+        ),
+        (19, "it waits in fetch()", []),
+    ],
+)
+def test_a_wait_for_pages_that_come_from_the_disk(
+    written: Written, tmp_path: Path, major: int, words: str, moved: list[str]
+) -> None:
+    helper = tmp_path / "a.py"
+    helper.write_text("def fetch():\n    return stream.next()\n")
+    here = stack(40, MAIN, loop(30), (str(helper), 2, "fetch"), letter="S", waits=("a.py", "fetch"))
+    counted = {"characters": 20 * 5_000_000, "disk": 20 * 2_000, "major": major}
+    finding = sick(written, profile(here, **counted), cpu=10.0)
+    assert finding.message.endswith(words)
+    assert [each for each in finding.evidence if each.startswith("it reads and writes")] == moved
+
+
+@pytest.mark.parametrize(
+    ("sleeps", "waits"), [(20, True), (19, False)], ids=["half of the samples", "fewer"]
+)
+def test_a_line_that_waits_does_so_in_half_of_its_samples(
+    written: Written, sleeps: int, waits: bool
+) -> None:
+    there = (MAIN, loop(30), ("/job/a.py", 3, "pad"))
+    mine = profile(stack(sleeps, *there, letter="S"), stack(40 - sleeps, *there))
+    assert sick(written, mine, cpu=10.0).message.endswith("it waits in pad()") is waits
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(999, "999 B"), (1_000, "1 KB"), (999_000_000, "999 MB"), (1_500_000_000, "1.5 GB")],
+)
+def test_what_is_read_and_written_is_shown_in_the_unit_that_fits(number: int, words: str) -> None:
+    assert _bytes(number) == words
 
 
 def test_fewer_threads(written: Written, tmp_path: Path) -> None:
@@ -433,6 +579,17 @@ def test_what_few_steps_do_not_show_is_not_told(written: Written, less: dict[str
     assert written.findings(status=0) == []
 
 
+@pytest.mark.parametrize(("halves", "found"), [(1, 1), (2, 0)])
+def test_few_steps_have_to_show_it_all_but_one(written: Written, halves: int, found: int) -> None:
+    """Half of the surplus is none."""
+    slow, half = list(steps(50, 1, 45, 0, last=20)), list(steps(30, 21, 25, 0, last=20))
+    asked(written)
+    rank(written, 0, [*steps(10, 40, 9, 0, last=20), profile(BACKWARD)])
+    mine = [*slow[: 20 - halves], *half[20 - halves :]]
+    rank(written, 1, [*mine, profile(stack(40, MAIN, loop(30)))])
+    assert len(written.findings(status=0)) == found
+
+
 def test_samples_of_a_slow_machine_are_waited_for(written: Written) -> None:
     """A minute, where each of them has to wait for a core."""
     then = time.time_ns() - 60_000_000_000
@@ -452,6 +609,18 @@ def test_samples_that_were_asked_for_earlier_serve_where_later_ones_are_missing(
     rank(written, 1, [*steps(50, 1, 45, 0), profile(stack(40, MAIN, loop(30)))])
     (finding,) = written.findings(status=0)
     assert finding.location == Location("/job/train.py", 30)
+
+
+@pytest.mark.parametrize(("number", "over"), [(1, False), (0, True), (2, True), (9, True)])
+def test_it_is_over_for_the_ranks_that_are_not_slow(
+    written: Written, number: int, over: bool
+) -> None:
+    for each, own in ((0, 10), (1, 14), (2, 10)):
+        rank(written, each, steps(own, 16 - own, 9, 0))
+    written.findings(status=0)
+    finding = Finding("DDP610", Severity.WARNING, "slow", (number,), about=f"rank {number}")
+    run = RunReader(written.path).snapshot()
+    assert (RULES["DDP610"].lapses(finding, run) is not None) is over
 
 
 @pytest.mark.parametrize(("own", "over"), [(11, False), (10.2, True)])

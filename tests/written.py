@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
-from ddpdoctor.core.finding import RULES, Finding, examine
+from ddpdoctor.core.finding import RULES, Finding, Rule, Severity, examine
 from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.names import FORMAT, rank_stem
 from ddpdoctor.run.reader import RunReader
@@ -17,12 +17,49 @@ from ddpdoctor.run.records.decode import SUPERVISOR_RECORDS, decode
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.records.supervisor import JobRecord
-from ddpdoctor.run.snapshot import Records
+from ddpdoctor.run.snapshot import Records, Run
 from ddpdoctor.run.status import Phase, StatusPage, page_name, page_text
 
 T0 = 1_700_000_000_000_000_000
 MS = 1_000_000
 SECOND = 1_000 * MS
+
+OTHERWISE: dict[str, tuple[Severity, ...]] = {
+    "DDP308": (Severity.WARNING,),
+    "DDP501": (Severity.ERROR,),
+    "DDP502": (Severity.WARNING, Severity.ERROR),
+    "DDP509": (Severity.WARNING,),
+    "DDP704": (Severity.INFO,),
+    "DDP802": (Severity.WARNING,),
+    "DDP808": (Severity.INFO,),
+    "DDP809": (Severity.WARNING,),
+    "DDP815": (Severity.WARNING,),
+    "DDP928": (Severity.WARNING,),
+}
+"""Severities of a code's findings besides the declared one: by what is seen, and when."""
+
+
+def as_declared(findings: Iterable[Finding]) -> list[Finding]:
+    """The findings, each of which has the severity that its page says, or a known other."""
+    found = list(findings)
+    for each in found:
+        known = RULES[each.code].severity, *OTHERWISE.get(each.code, ())
+        assert each.severity in known, each
+    return found
+
+
+def examined(run: Run) -> list[Finding]:
+    """What all rules say of a run; each finds what its own page describes."""
+
+    def checked(rule: Rule) -> Rule:
+        def detect(run: Run) -> Iterator[Finding]:
+            for each in as_declared(rule.detect(run)):
+                assert each.code == rule.code
+                yield each
+
+        return replace(rule, detect=detect)
+
+    return examine(run, map(checked, RULES.values()))
 
 
 def rank_records(*lines: JsonObject) -> Records:
@@ -85,7 +122,7 @@ class Written:
         if status is not None:
             journal.write([JobRecord(time=T0, status=status)])
         journal.close()
-        return examine(RunReader(self.path).snapshot(), RULES.values())
+        return examined(RunReader(self.path).snapshot())
 
     def exit(self, rank: int, status: int, time: int) -> None:
         self.supervisor.append(

@@ -1,30 +1,35 @@
 """Break rules on purpose, one small change at a time: does a test notice?
 
-    python -m tools.mutants --count 50 --seed 1 -- -n 2 tests/test_finiteness_rules.py ...
+    python -m tools.mutants --count 50 --seed 1 -- tests/test_finiteness_rules.py ...
 
 Each mutant is one change of one expression in ``ddpdoctor/rules`` or ``ddpdoctor/analysis``: a
 comparison, ``and`` for ``or``, a condition without its ``not``, a guard that never holds, a number,
-a severity. It is made in a copy of the tracked files, and the tests run there with ``-x``. One that
-no test notices has survived, and is printed with its change. (mutmut leaves decorated functions
-alone, and every rule is one.)
+a severity. It is made in a copy of the tracked files, and the tests run there with ``-x``: those
+that run the changed lines (``tools.reached``), first those that run most of the module. One that no
+test notices has survived, and is printed with its change. Options of pytest take their value with
+``=``. (mutmut leaves decorated functions alone, and every rule is one.)
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import json
 import os
 import random
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-FOLDERS = ("ddpdoctor/rules", "ddpdoctor/analysis")
+from tools.reached import FOLDERS, ROOT
+
+Reached = Mapping[str, Mapping[str, Sequence[str]]]
+"""Modules, their lines, and the tests that run them."""
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -55,6 +60,8 @@ class Mutant:
     """Relative to the repository."""
     node: ast.expr
     becomes: str
+    lines: range
+    """Of the statement, up to the change; empty outside of functions."""
 
     @property
     def title(self) -> str:
@@ -74,12 +81,26 @@ def mutants(path: Path) -> Iterator[Mutant]:
     """All mutants of a module."""
     tree = ast.parse((ROOT / path).read_text())
     hidden = {id(each) for node in ast.walk(tree) for each in _not_code(node)}
+    lines = dict(_lines(tree))
     for node in ast.walk(tree):
         if isinstance(node, ast.expr) and id(node) not in hidden:
             for becomes in _changes(node):
-                yield Mutant(path, node, becomes)
+                yield Mutant(path, node, becomes, lines.get(id(node), range(0)))
         if isinstance(node, ast.If) and _is_guard(node):
-            yield Mutant(path, node.test, "False")
+            yield Mutant(path, node.test, "False", lines[id(node.test)])
+
+
+def _lines(tree: ast.AST) -> Iterator[tuple[int, range]]:
+    """The expressions of functions, and the lines that run with each; the innermost comes last."""
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef):
+            for statement in (each for line in function.body for each in ast.walk(line)):
+                if isinstance(statement, ast.stmt | ast.match_case | ast.ExceptHandler):
+                    for each in ast.walk(statement):
+                        if isinstance(each, ast.expr):
+                            last = each.end_lineno or each.lineno
+                            first = getattr(statement, "lineno", each.lineno)
+                            yield id(each), range(first, last + 1)
 
 
 def _not_code(node: ast.AST) -> Iterator[ast.AST]:
@@ -136,15 +157,18 @@ def copy_of_the_tree(into: Path) -> None:
         shutil.copy2(ROOT / name, into / name)
 
 
-def noticed(tree: Path, tests: Sequence[str], limit: float) -> bool:
-    """Whether a test fails in the tree."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+def noticed(
+    tree: Path, tests: Sequence[str], limit: float, *, shown: bool = False, **environment: str
+) -> bool:
+    """Whether a test fails in the tree; all run in one process, where their lines are seen."""
+    output = None if shown else subprocess.DEVNULL
+    plugins = ("-p", "no:cacheprovider", "-p", "no:xdist", "-p", "tools.reached")
     job = subprocess.Popen(
-        command,
+        [sys.executable, "-m", "pytest", "-x", "-q", *plugins, *tests],
         cwd=tree,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": str(tree)},
+        stdout=output,
+        stderr=output,
+        env={**os.environ, "PYTHONPATH": str(tree), **environment},
         start_new_session=True,
     )
     try:
@@ -153,6 +177,19 @@ def noticed(tree: Path, tests: Sequence[str], limit: float) -> bool:
         job.terminate()
         job.wait()
         return True
+
+
+def nearest(mutant: Mutant, reached: Reached) -> list[str]:
+    """The tests that run the changed lines, first those that run most of the module.
+
+    All tests, if the change is of what runs on import.
+    """
+    module = reached.get(str(mutant.path), {})
+    amount = Counter(test for tests in module.values() for test in tests)
+    found = {test for line in mutant.lines for test in module.get(str(line), ())}
+    if not mutant.lines or "" in found:
+        found = {test for lines in reached.values() for tests in lines.values() for test in tests}
+    return sorted(found - {""}, key=lambda test: (-amount[test], test))
 
 
 def main() -> int:
@@ -176,20 +213,25 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutants") as directory:
         tree = Path(directory)
         copy_of_the_tree(tree)
-        if noticed(tree, asked.pytest, asked.limit):
+        seen_lines, wanted = tree / "reached.json", tree / "wanted"
+        if noticed(tree, asked.pytest, asked.limit, shown=True, REACHED_INTO=str(seen_lines)):
             print("the tests fail without any change", file=sys.stderr)
             return 2
+        reached = json.loads(seen_lines.read_text())
+        options = [each for each in asked.pytest if not (tree / each.split("::")[0]).exists()]
         for number, mutant in enumerate(chosen, 1):
             source = tree / mutant.path
             text = source.read_text()
             source.write_text(mutant.apply(text))
-            seen = noticed(tree, asked.pytest, asked.limit)
+            tests = nearest(mutant, reached)
+            wanted.write_text("\n".join(tests))
+            files = dict.fromkeys(test.split("::")[0] for test in tests)
+            arguments = [*options, *files]
+            seen = bool(tests) and noticed(tree, arguments, asked.limit, REACHED_ONLY=str(wanted))
             source.write_text(text)
             killed += seen
-            print(
-                f"{number}/{len(chosen)} {'killed' if seen else 'SURVIVED'} {mutant.title}",
-                flush=True,
-            )
+            verdict = "killed" if seen else "SURVIVED" if tests else "SURVIVED (no test runs it)"
+            print(f"{number}/{len(chosen)} {verdict} {mutant.title}", flush=True)
     print(f"{killed} of {len(chosen)} mutants are noticed, of {len(found)} that there are")
     return 0 if killed >= 0.8 * len(chosen) else 1
 

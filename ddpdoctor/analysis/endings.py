@@ -272,8 +272,7 @@ def _unseen_endings(
         ):
             continue
         when = rank.exit.time
-        stopped = f"Sending process {rank.status.pid} closing signal" in run.stderr
-        if stopped or any(each.time <= when for each in found):
+        if any(each.time <= when for each in found):
             continue
         native = _FATAL.search(rank.fault)
         number = _FATAL_SIGNALS.get(native[1]) if native is not None else None

@@ -137,7 +137,8 @@ def _difference(here: ModelRecord, there: ModelRecord) -> str:
             return f"{name or other} is {dtype}, not {dtype_there}"
         if name != other and here.count == there.count:
             return f"{name} stands in the place of {other}"
-    more, fewer = (mine, theirs) if len(mine) > len(theirs) else (theirs, mine)
+    # Of a large model the first parameters alone are listed.
+    more, fewer = (mine, theirs) if here.count > there.count else (theirs, mine)
     known = {name for name, _, _ in fewer}
     names = ", ".join([name for name, _, _ in more if name not in known][:3]) or "some parameter"
     return f"it has {names}, too" if more is mine else f"it is without {names}"
