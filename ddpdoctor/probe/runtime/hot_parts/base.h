@@ -103,11 +103,6 @@ static int frame_at(PyFrameObject *frame)
 {
     return frame->f_lasti * (int)sizeof(_Py_CODEUNIT);
 }
-static PyFrameObject *PyFrame_GetBack(PyFrameObject *frame)
-{
-    Py_XINCREF(frame->f_back);
-    return frame->f_back;
-}
 #else
 #define frame_at PyFrame_GetLasti
 #endif
