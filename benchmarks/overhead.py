@@ -1,7 +1,7 @@
 """What ddpdoctor costs: the same job under torchrun and under ``ddpdoctor run``, in turn.
 
-    python benchmarks/overhead.py [hooks|steps|peers|resnet|child|startup|supervisor|fingerprints|
-                                   delay]
+    python benchmarks/overhead.py [hooks|instructions|steps|peers|resnet|child|startup|supervisor|
+                                   fingerprints|delay]
 
 Each figure is a ratio or a difference within a pair, so that a machine that gets faster or slower
 meanwhile does not show, as the median over the pairs with its 95 % interval: for ``hooks`` pairs of
@@ -162,6 +162,30 @@ def quartile(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 4]
 
 
+def instructions() -> None:
+    """What the hooks of a light step execute, counted by valgrind: alike on any machine."""
+    job = str(HERE / "jobs" / "light_step.py")
+    for name, pure in (("compiled", ""), ("Python", "1")):
+        took = {mode: executed(job, mode, pure) for mode in ("awake", "asleep")}
+        print(f"hooks, {name}, a light step: {took['awake'] - took['asleep']:,.0f} instructions")
+
+
+def executed(job: str, mode: str, pure: str, few: int = 100, many: int = 1100) -> float:
+    """Instructions that each of the steps takes of which ``many`` makes more than ``few``."""
+    counts = []
+    for steps in (few, many):
+        command = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null"]
+        done = subprocess.run(
+            [*command, sys.executable, job, str(steps), mode],
+            env={**os.environ, "PYTHONHASHSEED": "0", "DDPDOCTOR_PURE_PYTHON": pure},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        counts.append(number(r"Collected : (\d+)", done.stderr))
+    return (counts[1] - counts[0]) / (many - few)
+
+
 def fingerprints(pairs: int, directory: str) -> None:
     """Looking for wrong results: the tiny job with the default budget and with none, in turn.
 
@@ -309,6 +333,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         if "hooks" in options.what:
             hooks(options.blocks, directory, verdicts)
+        if "instructions" in options.what:
+            instructions()
         if "steps" in options.what:
             steps(options.lengths, options.pairs, options.seconds, directory, verdicts)
         if "peers" in options.what:
