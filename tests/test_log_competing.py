@@ -80,7 +80,7 @@ def test_a_message_that_srun_cut_in_two() -> None:
 
 def test_a_worker_of_old_torch_whose_message_is_a_traceback() -> None:
     text = (
-        'Traceback (most recent call last):\n  File "/job/a.py", line 9, in <module>\n    next(it)\n'
+        'Traceback (most recent call last):\n  File "/job/a.py", line 9, in <module>\n    go()\n'
         'KeyError: Traceback (most recent call last):\n  File "/job/data.py", line 4, in load\n'
         "    d[1]\nKeyError: 1\n"
     )
