@@ -66,6 +66,8 @@ def _unquoted(text: str) -> list[str]:
         return [docker[1].replace('\\"', '"')]
     if HEAD in text and "\\n" in text:
         text = text.replace("\\n", "\n").replace('\\"', '"')
+    elif "tKeyboardInterrupt" in text:
+        text = text.replace("tKeyboardInterrupt", "t\nKeyboardInterrupt")
     elif text.count(HEAD) > 1 or text.count('  File "') > 1:
         text = _GLUED.sub("\n", text)
     return text.split("\n")

@@ -124,8 +124,9 @@ class LogReader:
             self._block(self._rest.removesuffix(b"\n") + b"\n", is_end=True)
             self._rest = b""
         for printed in self._tracebacks.rest():
-            self._undecided.clear()
+            earlier = len(self._undecided)
             self._exception(printed)
+            del self._undecided[:earlier]
             after = self._number - printed.last - 1
             for text in list(self._past)[-after:] if after > 0 else ():
                 self._went_on(split_line(text))
@@ -308,7 +309,24 @@ class LogReader:
             decided=printed.uncaught and printed.frames,
         )
 
+    def _survived(self, sighting: Sighting) -> None:
+        """What a process printed and went on after did not end it, if another exception did."""
+        for each in self._undecided:
+            printed = each.traceback and not each.uncaught and each.text != sighting.text
+            if (
+                printed
+                and each.plain_after
+                and (each.rank, each.who)
+                == (
+                    sighting.rank,
+                    sighting.who,
+                )
+            ):
+                each.final, each.went_on = False, True
+
     def _add(self, sighting: Sighting, decided: bool = False) -> None:
+        if sighting.uncaught and sighting.weight == Weight.CAUSE:
+            self._survived(sighting)
         self._sightings.append(sighting)
         alone = sighting.uncaught and sighting.rank is None
         if alone or (sighting.weight == Weight.WRAPPER and sighting.final):
@@ -331,9 +349,9 @@ class LogReader:
     def _activity(self) -> str:
         """The last of the lines before this one that is the job's own word about what it does."""
         for each in reversed(self._past):
-            text = split_line(each).text.strip()
+            text = split_line(each).text
             if WORDS.search(text) and is_plain(text) and recognise(text) is None:
-                return text
+                return text.strip()
         return ""
 
     def _rank_in_summary(self, text: str) -> int | None:

@@ -38,6 +38,9 @@ _PREFIX = re.compile(
     r"|\[?\d\d:\d\d:\d\d(?:[.,]\d+)?\]? "
     r"|(?:stderr|stdout|STDERR|STDOUT)\s?[:|] ?"  # accelerate
     r"|> ?"  # mail and issues
+    # A comment, as people post logs.
+    r"|# (?=\[?rank|\s*File \"|Traceback|[\w.]+(?:Error|Exception|Interrupt)\b|[EW]\d{3,4} "
+    r"|\[\d|\s|=|-)"
 )
 TASK = "task "
 """Before the number of a task in ``Line.who``."""

@@ -23,6 +23,9 @@ _EXCEPTION = re.compile(
     r"(?:(?:_?[A-Z]\w*|error|gaierror|herror|timeout)(?:\([\w.]+\))?(?:: |:$)|(?<=\.)\w+$"
     r"|\w*(?:Error|Exception|Interrupt|Exit|Iteration)$)"
 )
+_WITHIN = re.compile(rf"^[\w.]+(?:Error|Exception): {re.escape(HEAD)}")
+"""An exception whose message is the traceback of a DataLoader worker (torch 1.1 and before)."""
+
 _CHAIN = ("was the direct cause of the following", "another exception occurred")
 _LOGGED = re.compile(r"^\[?[IWEF](?:\d{3,4} [\d:.]+| \S+\.(?:cpp|cc|hpp|h):\d+\])")
 """What c10d and torchrun log has such a head, which no exception's message has."""
@@ -131,7 +134,8 @@ class Printed:
         if len(self.lines) >= _MOST_LINES or _LOGGED.match(text):
             return False
         if kind is Kind.HEAD:
-            more = text.startswith(_ORIGINAL) if self.complete else self.uncaught
+            started = text.startswith(_ORIGINAL) if self.complete else self.uncaught
+            more = started or (self.state is Kind.SOURCE and _WITHIN.match(text) is not None)
             return more or self.state is Kind.CHAIN
         if self.uncaught:
             return True
@@ -145,10 +149,15 @@ class Printed:
         return kind is Kind.EXCEPTION and number - self.last < _APART
 
     def _says_more(self, text: str) -> bool:
-        return says_more(text) or self.lines[-1].startswith("Last error:")
+        cut = text.startswith(": ") and self.lines[-1].isidentifier()
+        return says_more(text) or cut or self.lines[-1].startswith("Last error:")
 
     def add(self, text: str, kind: Kind, number: int) -> None:
-        """Take a line that fits."""
+        """Take a line that fits; srun may cut one in two."""
+        if self.complete and text.startswith(": "):
+            self.lines[-1] += text
+            self.last = number
+            return
         self.lines.append(text)
         self.last = number
         if not self.complete or kind in (Kind.HEAD, Kind.CHAIN):
@@ -165,7 +174,8 @@ class Printed:
         last = max((n for n, text in enumerate(self.lines) if HEAD in text), default=0)
         # Where the last one of a chain is cut off, the one before it.
         after, before = range(last, len(self.lines)), range(last - 1, -1, -1)
-        return next((n for n in (*after, *before) if _EXCEPTION.match(self.lines[n])), None)
+        raised = (n for n in (*after, *before) if _EXCEPTION.match(self.lines[n]))
+        return next((n for n in raised if HEAD not in self.lines[n]), None)
 
     @property
     def frames(self) -> bool:

@@ -57,6 +57,7 @@ class Sighting:
         ignored: Python says that it goes on in spite of it.
         followed: Of what ended a process: lines of another run at work come behind it.
         root: torchrun names it as what it noticed first.
+        went_on: Its process printed more, and then the exception that ended it.
         behind: Lines behind it until the next one that ended a process, or until the log's end if
             the job is at work there; 0 for an exception if stdout may have held them back.
     """
@@ -83,6 +84,7 @@ class Sighting:
     followed: bool = False
     root: bool = False
     behind: int = 0
+    went_on: bool = False
     plain_after: int = 0
     lines_after: int = 0
 

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.failures import Failure, Weight, matching_line
+from ddpdoctor.failures.candidates import ONE_RUN, found_in, is_timed, name_of
 from ddpdoctor.failures.lines import shortened
-from ddpdoctor.failures.runs import LATER, Runs, split
+from ddpdoctor.failures.reported import with_ranks
+from ddpdoctor.failures.runs import Runs, split
 from ddpdoctor.failures.sightings import Sighting
 from ddpdoctor.failures.waiting import Awaited, awaited, together
 
 _FIX = "Fix this exception first; failures of other ranks follow from it."
 _WHOSE = "lines do not say whose they are, and the log goes on after it"
 _SHOWN = 3
-_OF_GPU = re.compile(r"(?i)cuda|nvidia|nccl|gpu|driver")
 _TOGETHER = 1.0
 """Seconds within which lines of different logs are of one moment: clocks differ."""
-_ONE_RUN = 7 * 86_400.0
-"""Seconds beyond which times are of other clocks: some lines name no year, and some no zone."""
 
 
 def findings(sightings: Sequence[Sighting]) -> list[Finding]:
@@ -33,7 +31,7 @@ def findings(sightings: Sequence[Sighting]) -> list[Finding]:
     notes: dict[str, Finding] = {}
     for each in runs.last:
         if each.failure is not None and each.weight == Weight.NOTE and each.final:
-            notes.setdefault(_name(each), _note(each, each.failure))
+            notes.setdefault(name_of(each), _note(each, each.failure))
     found = _of_run(runs.last)
     failed = any(each.severity == Severity.ERROR for each in found)
     if found:
@@ -50,7 +48,8 @@ def findings(sightings: Sequence[Sighting]) -> list[Finding]:
 
 def _of_run(sightings: Sequence[Sighting]) -> list[Finding]:
     """What to say of one run."""
-    candidates, certain = _candidates(sightings)
+    sightings = with_ranks(sightings)
+    candidates, certain = found_in(sightings)
     return [_verdict(candidates, certain, sightings)] if candidates else _caught(sightings)
 
 
@@ -95,104 +94,6 @@ def _caught(sightings: Sequence[Sighting]) -> list[Finding]:
     ][:1]
 
 
-def causes(sightings: Sequence[Sighting]) -> list[Sighting]:
-    """What may have ended the job, the likeliest first; empty if no process failed."""
-    return _candidates(sightings)[0]
-
-
-def _candidates(sightings: Sequence[Sighting]) -> tuple[list[Sighting], bool]:
-    """What may be the cause, the first in time first, and whether it is known to be one."""
-    sightings = _without_yielding(sightings)
-    if not any(
-        each.weight >= Weight.REMARK
-        and not (each.is_warning or each.warned)
-        and (each.final or each.uncaught)
-        for each in sightings
-    ):
-        return [], False
-    causes = _ending(sightings, Weight.DECISIVE, Weight.CAUSE, Weight.GENERIC, Weight.SYMPTOM)
-    if causes := _without_warnings(causes):
-        return _ordered(causes), True
-    lost = _ending(sightings, Weight.STOPPED, Weight.BARE, Weight.CONSEQUENCE)
-    # Plain lines came after it, which may be those of other ranks, if lines do not say whose.
-    unsure = [
-        each
-        for each in sightings
-        if each.weight >= Weight.SYMPTOM
-        and (each.uncaught or (each.rank is None and each.behind < LATER))
-        and not (each.spoken and lost)
-    ]
-    if unsure:
-        return _ordered(unsure)[-1:], False
-    if lost:
-        return _ordered(lost), lost[0].weight == Weight.STOPPED
-    spoken = [each for each in sightings if each.spoken and each.behind < LATER]
-    if spoken:
-        return _ordered(spoken), False
-    wrappers = [each for each in sightings if each.weight == Weight.WRAPPER]
-    remarks = [each for each in sightings if each.weight == Weight.REMARK and each.final]
-    return sorted(wrappers, key=_wrapper_order) or remarks, False
-
-
-def _ending(sightings: Sequence[Sighting], *weights: Weight) -> list[Sighting]:
-    """What ended a process, of the first of these weights of which there is any."""
-    found = ([e for e in sightings if e.weight == weight and e.final] for weight in weights)
-    return next((each for each in found if each), [])
-
-
-def _without_yielding(sightings: Sequence[Sighting]) -> list[Sighting]:
-    """The sightings without those that another failure in the log explains."""
-    # What the job went on after explains no end.
-    names = {_name(each) for each in sightings if not (each.traceback and _was_caught(each))}
-    left, explained = [], set[str]()
-    for each in sightings:
-        nearer = names & {*each.failure.yields_to} if each.failure is not None else set[str]()
-        if not nearer:
-            left.append(each)
-        elif each.final or each.uncaught:
-            explained |= nearer
-    # What explains the end of a process ended it.
-    return [
-        replace(each, final=True) if _name(each) in explained and not each.final else each
-        for each in left
-    ]
-
-
-def _without_warnings(causes: list[Sighting]) -> list[Sighting]:
-    """Without the warnings that no exception speaks of: the job went on after them."""
-    raised = [each for each in causes if each.traceback]
-    follows = any(_OF_GPU.search(each.text) for each in raised)
-    return causes if follows or not raised else [each for each in causes if not each.warned]
-
-
-def _was_caught(each: Sighting) -> bool:
-    return not each.final and not each.uncaught
-
-
-def _name(each: Sighting) -> str:
-    return "exception" if each.failure is None else each.failure.known.name
-
-
-def _wrapper_order(each: Sighting) -> tuple[bool, bool, bool, tuple[int, int]]:
-    """Whose status is 1 comes before those that torchrun stopped, and before its own exception."""
-    stopped = each.failure is not None and each.failure.known.name == "stopped-by-torchrun"
-    return stopped, not each.root, each.rank is None, each.order
-
-
-def _ordered(sightings: list[Sighting]) -> list[Sighting]:
-    """By time where it is known of all; else by their place in the log."""
-    if _timed(sightings):
-        return sorted(sightings, key=lambda each: (each.time or 0.0, each.order))
-    return sorted(sightings, key=lambda each: each.order)
-
-
-def _timed(sightings: Sequence[Sighting]) -> bool:
-    """Whether their times order them: within a single log its lines do so better."""
-    several = len({each.source for each in sightings}) > 1
-    times = [each.time for each in sightings if each.time is not None]
-    return several and len(times) == len(sightings) and max(times) - min(times) <= _ONE_RUN
-
-
 def _note(each: Sighting, failure: Failure) -> Finding:
     return Finding(
         code=failure.code,
@@ -206,7 +107,7 @@ def _note(each: Sighting, failure: Failure) -> Finding:
 
 def _verdict(candidates: list[Sighting], certain: bool, all_: Sequence[Sighting]) -> Finding:
     first = _first(candidates)
-    late = awaited(all_) if _name(first) == "nccl-timeout" else None
+    late = awaited(all_) if name_of(first) == "nccl-timeout" else None
     if late is not None and first.failure is not None:
         return _of_late(late, first, first.failure, all_)
     remarks = [each for each in all_ if each.weight == Weight.REMARK]
@@ -220,7 +121,7 @@ def _of_first(
 ) -> Finding:
     """The failure that came first, with what came of it."""
     other = _others(candidates, first)
-    unordered = not _timed(candidates) and any(each.source != first.source for each in other)
+    unordered = not is_timed(candidates) and any(each.source != first.source for each in other)
     failure = first.failure
     likely = not certain or unordered or (failure is not None and failure.likely)
     alike = [each for each in candidates if _alike(each, first)]
@@ -264,7 +165,7 @@ def _as_well(named: Collection[int], first: Sighting) -> Iterator[str]:
 def _of_late(late: Awaited, first: Sighting, failure: Failure, all_: Sequence[Sighting]) -> Finding:
     """A time-out of which it is known for whom the ranks waited."""
     code = "DDP803" if late.differ else failure.code
-    own = [each for each in all_ if each.rank in late.ranks and _name(each) == "nccl-timeout"]
+    own = [each for each in all_ if each.rank in late.ranks and name_of(each) == "nccl-timeout"]
     seen = dict.fromkeys((*map(_printed, own[:1]), _printed(first)))
     return Finding(
         code=code,
@@ -297,16 +198,20 @@ def _facts(first: Sighting, all_: Sequence[Sighting]) -> Iterator[str]:
     """What was printed before it, who else was in it, and what of its line is doubtful."""
     if first.doing:
         yield f"before it the log says: {shortened(first.doing, 120)}"
-    all_in_it = together(all_) if _name(first) == "nccl-timeout" else ()
+    all_in_it = together(all_) if name_of(first) == "nccl-timeout" else ()
     if all_in_it:
         yield (
             f"all ranks that the log shows, 0 to {all_in_it[-1]}, timed out in it: none of them "
             "was late; a rank that the log does not show may have been"
         )
+    caught = [each for each in all_ if each.went_on and each.order < first.order]
+    yield from (f"before it, and the log goes on after: {_printed(each)}" for each in caught[-1:])
+    limits = (each for each in all_ if name_of(each) == "time-limit" and each.order > first.order)
+    yield from (f"it came before the end of its time: {_printed(each)}" for each in limits)
     if first.woven:
         yield "tracebacks of several processes are mixed here: its line is not certain"
     if first.failure is not None and "nccl" in first.text.lower():
-        warned = [each for each in all_ if _name(each) == "nccl-warn"]
+        warned = [each for each in all_ if name_of(each) == "nccl-warn"]
         yield from (f"before: {_printed(each)}" for each in warned[:_SHOWN])
 
 
@@ -390,7 +295,7 @@ def _later(each: Sighting, first: Sighting, why: str) -> str:
     delay = ""
     if each.time is not None and first.time is not None:
         seconds = each.time - first.time
-        delay = f" {seconds:.0f} s later" if _TOGETHER <= seconds <= _ONE_RUN else ""
+        delay = f" {seconds:.0f} s later" if _TOGETHER <= seconds <= ONE_RUN else ""
     what = shortened(each.text.partition("\n")[0], 120)
     if each.failure is not None:
         what = each.failure.said(each.groups)

@@ -15,11 +15,11 @@ from ddpdoctor.analysis.reduction import explained
 from ddpdoctor.core.finding import RULES, Detect, Finding, Rule
 from ddpdoctor.core.relations import same_subject
 from ddpdoctor.failures import TABLE, Failure, Weight, matching_line, recognise
+from ddpdoctor.failures.candidates import causes
 from ddpdoctor.failures.lines import shortened
 from ddpdoctor.failures.log import read
 from ddpdoctor.failures.printed import parse
 from ddpdoctor.failures.sightings import Sighting
-from ddpdoctor.failures.verdict import causes
 from ddpdoctor.rules.attempts import EXPLAINED_BY, attempt_finding
 from ddpdoctor.rules.checkpoints import refused_for_prefix
 from ddpdoctor.run.snapshot import Run

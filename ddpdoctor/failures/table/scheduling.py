@@ -13,7 +13,7 @@ FAILURES = (
     Failure(
         Known("DDP908", "time-limit", Weight.DECISIVE, "Slurm, LSF, PBS"),
         r"CANCELLED AT \S+ DUE TO TIME LIMIT|TERM_RUNLIMIT|walltime \d+ exceeded limit"
-        r"|DeadlineExceeded|job killed: walltime",
+        r"|DeadlineExceeded|job killed: walltime|exceeded hard (?:wallclock )?time",
         says="was ended by the scheduler: the job's time limit is reached",
         fix="Ask for more time (--time), or save checkpoints and requeue (--signal=B:USR1@300).",
         examples=(
@@ -30,6 +30,16 @@ FAILURES = (
             "Wrong: fixing the line in which the KeyboardInterrupt happened to arrive.\n"
             "Right: `sacct -j ID --format=State,ExitCode,Reason`",
             "If a rank failed by itself before: then the scheduler only cleaned up.",
+        ),
+    ),
+    Failure(
+        Known("DDP908", "requeued", Weight.DECISIVE, "Slurm"),
+        r"CANCELLED AT \S+ DUE TO JOB REQUEUE",
+        says="was put back into the queue",
+        fix="By its owner, an administrator, or a preemption (sacct --duplicates). It starts again: load "
+        "the last checkpoint.",
+        examples=(
+            "slurmstepd: error: *** JOB 4711 ON node3 CANCELLED AT 2024-05-01T12:00:00 DUE TO JOB REQUEUE ***",
         ),
     ),
     Failure(
@@ -58,7 +68,7 @@ FAILURES = (
     Failure(
         Known("DDP908", "evicted", Weight.DECISIVE, "Kubernetes"),
         r"[Rr]eason: *Evicted|\bEvicted\b[^\n]{0,99}(?:pod|node|low)|The node was low on resource: (?P<what>[\w-]+)"
-        r"|Usage of EmptyDir volume \S+ exceeds the limit",
+        r"|\bJob was evicted\b|Usage of EmptyDir volume \S+ exceeds the limit",
         says="was evicted from its node[, which was low on {what}]",
         fix="Request what the pod uses (memory, ephemeral-storage), or raise the volume's limit.",
         examples=(
@@ -69,7 +79,7 @@ FAILURES = (
         Known("DDP903", "container-out-of-memory", Weight.DECISIVE, "Kubernetes, docker, Slurm"),
         r"OOMKilled|oom-kill:|Out of memory: Kill(?:ed)? process|srun: error: \S+: task \d+: Out Of Memory"
         r"|Memory cgroup out of memory|Some of your processes may have been killed by the cgroup out-of"
-        r"|TERM_MEMLIMIT|Exceeded job memory limit|oom_kill event|OUT_OF_MEMORY|ray\.exceptions\.OutOfMemory",
+        r"|TERM_MEMLIMIT|Exceeded (?:job|step) memory limit|PBS: job killed: v?mem \S+ exceeded|oom_kill event|OUT_OF_MEMORY|ray\.exceptions\.OutOfMemory",
         says="was killed by the out-of-memory killer: its container or job was out of host memory",
         fix="Raise the limit (resources.limits.memory, --mem), or use fewer DataLoader workers and "
         "load less in each rank.",
@@ -105,11 +115,29 @@ FAILURES = (
     Failure(
         # A shell goes on after it: what the job says later is nearer.
         Known("DDP960", "shell-command-not-found", Weight.GENERIC, "bash"),
-        r"(?:(?<!-)\bbash|: line \d+): (?:line \d+: )?(?P<shell>\S+): command not found",
-        says="could not start: there is no such program ({shell})",
+        r"(?:(?<!-)\bbash|: line \d+): (?:line \d+: )?(?P<shell>\S+): command not found|\bzsh: command not found: (?P<zsh>\S+)"
+        r"|\bsh: (?:\d+|line \d+): (?P<sh>\S+): not found|(?:^(?:\S*/)?(?:ba|z)?sh: |: line \d+: )(?P<what>(?:\S*/\S+|\S+\.(?:sh|py))): "
+        r"(?:No such file or directory|Permission denied|cannot execute)",
+        says="could not start[: there is no such program ({shell})][: there is no such program ({zsh})]"
+        "[: there is no such program ({sh})][: {what} cannot be run]",
         fix="Activate the environment inside the task on every node (module load, conda, the "
         "container), and give the program's full path.",
-        examples=("/var/spool/slurmd/job7/slurm_script: line 12: torchrun: command not found",),
+        examples=(
+            "/var/spool/slurmd/job7/slurm_script: line 12: torchrun: command not found",
+            "run.sh: line 3: ./train.sh: Permission denied",
+        ),
+    ),
+    Failure(
+        Known("DDP960", "container-not-started", Weight.GENERIC, "docker, enroot, Apptainer"),
+        r"docker: Error response from daemon: (?P<docker>[^\n]{1,160})|nvidia-container-cli: (?P<nvidia>[^\n]{1,160})"
+        r"|pyxis: (?P<pyxis>container start failed[^\n]{0,80})",
+        says="could not start its container[: {docker}][: {nvidia}][: {pyxis}]",
+        fix="Start it by hand on that node: the image, the driver and the container toolkit "
+        "(`nvidia-smi`, `docker run --gpus all IMAGE nvidia-smi`), and the mounts.",
+        examples=(
+            "nvidia-container-cli: initialization error: nvml error: driver not loaded",
+            "slurmstepd: error: pyxis: container start failed with error code: 1",
+        ),
     ),
     Failure(
         Known("DDP960", "shell-error", Weight.CAUSE, "bash"),
@@ -123,7 +151,8 @@ FAILURES = (
     ),
     Failure(
         Known("DDP908", "cancelled", Weight.STOPPED, "Slurm"),
-        r"\*\*\* JOB (?P<job>\S+) ON \S+ CANCELLED AT|TERM_OWNER|TERM_ADMIN|Job cancelled by user|job was cancelled",
+        r"\*\*\* JOB (?P<job>\S+) ON \S+ CANCELLED AT|TERM_OWNER|TERM_ADMIN|Job cancelled by user|job was cancelled"
+        r"|srun: Force Terminated job|Job allocation \d+ has been revoked",
         says="was cancelled by its owner or an administrator",
         fix=_LOOK,
         examples=("slurmstepd: error: *** JOB 4711 ON node3 CANCELLED AT 2024-05-01T12:00:00 ***",),
@@ -132,7 +161,7 @@ FAILURES = (
         Known("DDP908", "asked-to-stop", Weight.STOPPED, "1.9 to 2.13"),
         r"SignalException: Process \d+ got signal: (?P<signal>(?!2\b)\d+)|Received (?:Signals\.)?(?P<name>SIG(?:TERM|HUP|INT))"
         r"(?: death signal|: \d+|\b)|Received (?P<number>(?!2 )\d+) death signal, shutting down|got SIGTERM, exiting"
-        r"|: line \d+: +\d+ Terminated\b|Launcher caught signal (?P<caught>\d+)|Main process received (?P<main>SIG(?!INT)\w+)"
+        r"|: line \d+: +\d+ Terminated\b|^(?:Terminated|Hangup|User defined signal [12])$|KILLED BY SIGNAL: 15\b|Launcher caught signal (?P<caught>\d+)|Main process received (?P<main>SIG(?!INT)\w+)"
         r"|\*\*\* (?P<caught_by>SIG(?:TERM|HUP)) received at time="
         r"|DataLoader worker \(pid[^)\n]{0,40}\) is killed by signal: Terminated|exits with return code = -15",
         says="was asked to stop from outside[ by {name}][ by signal {signal}][ by signal {number}][ by {main}][ by {caught_by}]",
@@ -148,7 +177,7 @@ FAILURES = (
     ),
     Failure(
         Known("DDP908", "interrupted", Weight.STOPPED, "any"),
-        r"^KeyboardInterrupt\b|\bKeyboard [Ii]nterrupt(?:ion|ed)?\b|\^CTraceback|Detected KeyboardInterrupt|Main process received SIGINT|Received 2 death signal|SignalException: Process \d+ got signal: 2\b",
+        r"^KeyboardInterrupt\b|^Aborted[.!]$|\bKeyboard [Ii]nterrupt(?:ion|ed)?\b|\^CTraceback|Detected KeyboardInterrupt|Main process received SIGINT|Received 2 death signal|SignalException: Process \d+ got signal: 2\b",
         says="was interrupted (Ctrl-C)",
         fix="If it was interrupted because it made no progress, the line is where it waited: run it "
         "again with ddpdoctor run, which names the rank that the others wait for.",
