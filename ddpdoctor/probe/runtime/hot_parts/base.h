@@ -65,22 +65,28 @@ static int64_t cpu_ns(void)
     return read_clock(CLOCK_THREAD_CPUTIME_ID);
 }
 
-/* The exception that is set becomes a fault of that hook. */
-static void note_fault(PyObject *hook)
+/* The exception that is set becomes a fault of that hook. What is no Exception (KeyboardInterrupt,
+ * SystemExit) is the job's own: then -1, and it stays set. */
+static int note_fault(PyObject *hook)
 {
     PyObject *type, *error, *traceback;
+    if (!PyErr_Occurred())
+        return 0;
+    if (!PyErr_ExceptionMatches(PyExc_Exception))
+        return -1;
     PyErr_Fetch(&type, &error, &traceback);
-    if (type == NULL)
-        return;
     PyErr_NormalizeException(&type, &error, &traceback);
     PyObject *done = NULL;
     if (fault_of != NULL)
         done = PyObject_CallFunctionObjArgs(fault_of, hook, error ? error : Py_None, NULL);
     Py_XDECREF(done);
-    PyErr_Clear();
     Py_XDECREF(type);
     Py_XDECREF(error);
     Py_XDECREF(traceback);
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception))
+        return -1;
+    PyErr_Clear();
+    return 0;
 }
 
 static int is_off(PyObject *hook)

@@ -138,8 +138,9 @@ static int collective_alike(Collective *self, Calls *calls, PyObject *chain, PyO
     return alike;
 }
 
-/* Remember what the ledger has of a call that Python has just written down. */
-static void collective_learn(Collective *self, Calls *calls, PyObject *chain, PyObject **given)
+/* Remember what the ledger has of a call that Python has just written down; -1 if that raised what
+ * is the job's own. */
+static int collective_learn(Collective *self, Calls *calls, PyObject *chain, PyObject **given)
 {
     collective_forget(self);
     PyObject *or_none[ARGUMENTS];
@@ -166,6 +167,5 @@ static void collective_learn(Collective *self, Calls *calls, PyObject *chain, Py
         self->of = calls;
     }
     Py_XDECREF(found);
-    if (PyErr_Occurred())
-        note_fault(h_ring);
+    return note_fault(h_ring);
 }

@@ -99,8 +99,10 @@ static int light_backward_ended(Phases *rank, PyObject *error)
     for (Py_ssize_t i = 0; each != NULL && i < PyTuple_GET_SIZE(each); i++) {
         PyObject *done = PyObject_CallNoArgs(PyTuple_GET_ITEM(each, i));
         Py_XDECREF(done);
-        if (done == NULL)
-            note_fault(h_backward);
+        if (done == NULL && note_fault(h_backward) < 0) {
+            Py_DECREF(each);
+            return FAULT;
+        }
     }
     Py_XDECREF(each);
     clocked_since(rank, began);
@@ -170,11 +172,11 @@ static PyObject *step_begins(PyObject *module, PyObject *optimizer)
         return PyBool_FromLong(rank == NULL);
     Py_INCREF(rank);
     int64_t began = rank->clocked ? cpu_ns() : 0;
-    if (begun_at(rank, OPTIMIZER, optimizer_lines, NULL, NULL) == FAULT)
-        note_fault(h_optimizer);
+    int raised = begun_at(rank, OPTIMIZER, optimizer_lines, NULL, NULL) == FAULT &&
+                 note_fault(h_optimizer) < 0;
     clocked_since(rank, began);
     Py_DECREF(rank);
-    Py_RETURN_TRUE;
+    return raised ? NULL : Py_NewRef(Py_True);
 }
 
 /* step_ended(optimizer): the same of its end. */
@@ -196,15 +198,15 @@ static PyObject *step_ended(PyObject *module, PyObject *optimizer)
     long long number = rank->steps;
     int failed = do_leave(rank, NULL) < 0 || light_close(rank) < 0;
     PyObject *each = failed ? NULL : subscribers(s_step_ended);
-    Py_XINCREF(each);
     if (each != NULL) {
+        Py_INCREF(each);
         PyObject *closed = PyLong_FromLongLong(number);
-        for (Py_ssize_t i = 0; closed != NULL && i < PyTuple_GET_SIZE(each); i++) {
+        failed = closed == NULL;
+        for (Py_ssize_t i = 0; !failed && i < PyTuple_GET_SIZE(each); i++) {
             PyObject *done = PyObject_CallFunctionObjArgs(PyTuple_GET_ITEM(each, i), optimizer,
                                                           closed, NULL);
             Py_XDECREF(done);
-            if (done == NULL)
-                note_fault(h_optimizer);
+            failed = done == NULL && note_fault(h_optimizer) < 0;
         }
         Py_XDECREF(closed);
         Py_DECREF(each);
@@ -217,8 +219,7 @@ static PyObject *step_ended(PyObject *module, PyObject *optimizer)
         Py_XDECREF(done);
         Py_XDECREF(detail);
     }
-    if (failed)
-        note_fault(h_optimizer);
+    int raised = failed && note_fault(h_optimizer) < 0;
     Py_DECREF(rank);
-    Py_RETURN_TRUE;
+    return raised ? NULL : Py_NewRef(Py_True);
 }
