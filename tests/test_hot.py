@@ -289,6 +289,19 @@ def light(monkeypatch: pytest.MonkeyPatch) -> Light:
     return one
 
 
+def test_a_line_that_is_taken_for_once_after_many_steps_is_seen(light: Light) -> None:
+    engine = SimpleNamespace(run=lambda tensors, accumulate_grad: None)
+    wrapping.around(engine, "run", "backward", lambda *_: None, lambda *_: None, backward=True)
+    lines: set[int] = set()
+    for light.steps in range(200):
+        if light.steps == 150:
+            engine.run((), accumulate_grad=True)
+        else:
+            engine.run((), accumulate_grad=True)
+        lines.add(light.backwards[-1][2].line)
+    assert len(lines) == 2
+
+
 def interrupted(*_: object) -> None:
     """Ctrl-C while code of ours runs."""
     raise KeyboardInterrupt

@@ -2,17 +2,16 @@
 
 static Chain *forward_lines, *backward_lines, *optimizer_lines;
 
-/* Begin a phase at the user's line that led to a frame: 1, 0 or -1 as do_enter. */
+/* Begin a phase at the user's line that led to a frame: 1, 0 or -1 as do_enter. Each frame up to that
+ * line is looked at every time: what hangs is often a line that is taken once, by one rank. */
 static int enter_at(Phases *rank, int phase, Chain *lines, PyFrameObject *frame, PyObject **site)
 {
-    /* Of one that never changed, every sixteenth is looked at. */
-    PyObject *found = lines->same >= TRUSTED && rank->steps & 15 ? Py_NewRef(lines->found)
-                                                                : chain_sites(lines, frame);
+    PyObject *found = chain_sites(lines, frame);
     if (found == NULL)
         return -1;
     int begun = do_enter(rank, phase, PyTuple_GET_ITEM(found, 0));
     if (site != NULL)
-        *site = PyTuple_GET_ITEM(found, 0); /* the rank holds it */
+        *site = Py_NewRef(PyTuple_GET_ITEM(found, 0));
     Py_DECREF(found);
     return begun;
 }
@@ -80,10 +79,11 @@ static int light_backward(Phases *rank, PyObject *const *args, Py_ssize_t count,
     if (i == keywords || args[count + i] != Py_True)
         return FOR_PYTHON;
     int64_t began = rank->clocked ? cpu_ns() : 0;
-    PyObject *site;
+    PyObject *site = NULL;
     int done = begun_at(rank, BACKWARD, backward_lines, NULL, &site);
     if (done == BEGUN)
         do_backward_begins(rank, site);
+    Py_XDECREF(site);
     clocked_since(rank, began);
     return done;
 }
