@@ -105,6 +105,8 @@ static PyObject *Collective_call(Collective *self, PyObject *const *both, Py_ssi
     Calls *calls = (Calls *)Py_NewRef(rank->calls);
     PyObject *result = NULL, *chain = chain_sites(self->lines, PyEval_GetFrame());
     collective_bind(self, args, kwargs, given);
+    /* It may be of a list, which others can change. */
+    PyObject *tensor = Py_XNewRef(given[TENSOR]);
     if (chain == NULL && note_fault(h_collectives) < 0)
         goto end;
     if (chain == NULL || calls->elsewhere || !collective_alike(self, calls, chain, given)) {
@@ -160,6 +162,7 @@ static PyObject *Collective_call(Collective *self, PyObject *const *both, Py_ssi
             PyErr_Restore(type, error, traceback);
     }
 end:
+    Py_XDECREF(tensor);
     Py_XDECREF(chain);
     Py_DECREF(calls);
     Py_DECREF(rank);

@@ -61,8 +61,11 @@ static int light_forward(Phases *rank, PyObject *ddp)
     PyObject *syncs = PyObject_GetAttr(ddp, s_sync);
     if (syncs == NULL)
         return FAULT;
+    int armed = PyObject_IsTrue(syncs);
     Py_DECREF(syncs);
-    do_forward_begins(rank, syncs == Py_True);
+    if (armed < 0)
+        return FAULT;
+    do_forward_begins(rank, armed);
     int done = begun_at(rank, FORWARD, forward_lines, NULL, NULL);
     clocked_since(rank, began);
     return done;
