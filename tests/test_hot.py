@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import inspect
+import pickle
 import re
 import subprocess
 import sys
@@ -192,6 +195,22 @@ def test_what_is_called_keeps_its_name_result_and_arguments(around: Callable[...
     assert (call.__name__, call.__doc__, call.__wrapped__) == ("scale", "Scale it.", scale)
     assert call(3, factor=5) == 15
     assert seen == [((3,), {"factor": 5}), ("begun", 15, None)]
+
+
+def scaled(value: int) -> int:
+    """Scale it."""
+    return 2 * value
+
+
+def test_what_is_called_is_copied_pickled_and_referred_to_as_a_function(
+    around: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = around(scaled, lambda _: True, lambda *_: None)
+    monkeypatch.setattr(sys.modules[__name__], "scaled", call)
+    assert weakref.ref(call)() is call
+    assert copy.deepcopy([call]) == copy.copy([call]) == [call]
+    assert pickle.loads(pickle.dumps(call)) is call
+    assert str(inspect.signature(call)) == "(value: 'int') -> 'int'"
 
 
 def test_an_exception_flies_through_without_a_frame_of_ours(around: Callable[..., Any]) -> None:

@@ -2,7 +2,7 @@
 
 typedef struct {
     PyObject_HEAD
-    PyObject *original, *hook, *begin, *end, *names;
+    PyObject *original, *hook, *begin, *end, *names, *references;
     vectorcallfunc vectorcall;
     char backward, waits;
 } Around;
@@ -115,6 +115,8 @@ static int Around_clear(Around *self)
 static void Around_dealloc(Around *self)
 {
     PyObject_GC_UnTrack(self);
+    if (self->references != NULL)
+        PyObject_ClearWeakRefs((PyObject *)self);
     Around_clear(self);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
@@ -123,6 +125,17 @@ static PyObject *Around_get(PyObject *self, PyObject *object, PyObject *type)
 {
     return object == NULL || object == Py_None ? Py_NewRef(self) : PyMethod_New(self, object);
 }
+
+/* As a function is copied and pickled: by its name. */
+static PyObject *Around_reduce(PyObject *self, PyObject *unused)
+{
+    return PyObject_GetAttr(self, s_qualname);
+}
+
+static PyMethodDef Around_methods[] = {
+    {"__reduce__", Around_reduce, METH_NOARGS, NULL},
+    {NULL},
+};
 
 static PyGetSetDef Around_getset[] = {
     {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
@@ -143,6 +156,8 @@ static PyTypeObject AroundType = {
     .tp_call = PyVectorcall_Call,
     .tp_vectorcall_offset = offsetof(Around, vectorcall),
     .tp_dictoffset = offsetof(Around, names),
+    .tp_weaklistoffset = offsetof(Around, references),
     .tp_descr_get = Around_get,
+    .tp_methods = Around_methods,
     .tp_getset = Around_getset,
 };
