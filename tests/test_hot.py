@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import inspect
+import pickle
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpdoctor.probe.runtime import hot, phases, rank, shield, wrapping
+from ddpdoctor.probe.runtime import events, hot, phases, rank, shield, sites, wrapping
 from ddpdoctor.probe.runtime.sites import Site
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.process import FaultRecord
+from ddpdoctor.run.ring import SIZE as RING_SIZE
 from ddpdoctor.run.ring import read_ring
 from ddpdoctor.run.status import PAGE_SIZE, Phase, StatusPage
 from tests.conftest import Doctor
@@ -190,6 +197,22 @@ def test_what_is_called_keeps_its_name_result_and_arguments(around: Callable[...
     assert seen == [((3,), {"factor": 5}), ("begun", 15, None)]
 
 
+def scaled(value: int) -> int:
+    """Scale it."""
+    return 2 * value
+
+
+def test_what_is_called_is_copied_pickled_and_referred_to_as_a_function(
+    around: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = around(scaled, lambda _: True, lambda *_: None)
+    monkeypatch.setattr(sys.modules[__name__], "scaled", call)
+    assert weakref.ref(call)() is call
+    assert copy.deepcopy([call]) == copy.copy([call]) == [call]
+    assert pickle.loads(pickle.dumps(call)) is call
+    assert str(inspect.signature(call)) == "(value: 'int') -> 'int'"
+
+
 def test_an_exception_flies_through_without_a_frame_of_ours(around: Callable[..., Any]) -> None:
     ends: list[Any] = []
 
@@ -243,6 +266,139 @@ def test_a_function_of_a_class_stays_a_method(around: Callable[..., Any]) -> Non
     loader = Loader()
     assert loader.next(3) == (loader, 3)
     assert seen == [(loader, 3)]
+
+
+# -- light steps
+
+
+class Light(hot.Phases):
+    """A rank whose step under way is light, and the calls that hooks follow in it."""
+
+    def __init__(self) -> None:
+        super().__init__(a_page())
+        self.light, self.sparse, self.line, self.steps = 1, 63, 63, 1
+        self.optimizer = SimpleNamespace()
+        self.closer = id(self.optimizer)
+        self.optimizer_code = compile("0", "/torch/optim/optimizer.py", "exec")
+        self.ddp = SimpleNamespace(require_backward_grad_sync=True)
+
+    def forward(self) -> None:
+        """A forward of a DDP module."""
+        with hot.core.Forward(self.ddp, contextlib.nullcontext(), None):
+            pass
+
+    def backward(self) -> None:
+        """A call of autograd's engine."""
+        engine = SimpleNamespace(run=lambda tensors, accumulate_grad: None)
+        wrapping.around(engine, "run", "backward", lambda *_: None, lambda *_: None, backward=True)
+        engine.run((), accumulate_grad=True)
+
+    def step(self) -> None:
+        """An optimizer's step."""
+        assert hot.step_begins(self.optimizer)
+        assert hot.step_ended(self.optimizer)
+
+
+@pytest.fixture
+def light(monkeypatch: pytest.MonkeyPatch) -> Light:
+    """That rank, which this process is."""
+    one = Light()
+    monkeypatch.setattr(rank, "active", one)
+    monkeypatch.setattr(shield, "faults", [])
+    hot.use_torch(torch)
+    return one
+
+
+def test_a_line_that_is_taken_for_once_after_many_steps_is_seen(light: Light) -> None:
+    engine = SimpleNamespace(run=lambda tensors, accumulate_grad: None)
+    wrapping.around(engine, "run", "backward", lambda *_: None, lambda *_: None, backward=True)
+    lines: set[int] = set()
+    for light.steps in range(200):
+        if light.steps == 150:
+            engine.run((), accumulate_grad=True)
+        else:
+            engine.run((), accumulate_grad=True)
+        lines.add(light.backwards[-1][2].line)
+    assert len(lines) == 2
+
+
+def interrupted(*_: object) -> None:
+    """Ctrl-C while code of ours runs."""
+    raise KeyboardInterrupt
+
+
+MOMENTS = {"backward": "backward_ended", "step": "step_ended"}
+
+
+@pytest.mark.parametrize("call", ["forward", "backward", "step"])
+def test_ctrl_c_within_a_light_step_is_the_jobs(
+    light: Light, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    getattr(light, call)()
+    assert light.phase == Phase.OTHER
+    if call in MOMENTS:
+        monkeypatch.setattr(events, MOMENTS[call], (interrupted,))
+    else:
+        monkeypatch.setattr(Light, "site_met", interrupted, raising=False)
+        sites.forget()
+    with pytest.raises(KeyboardInterrupt):
+        getattr(light, call)()
+    assert (shield.faults, shield.off) == ([], set())
+
+
+class Written(hot.Calls):
+    """A ledger that knows of each call what is stored of it."""
+
+    def __init__(self) -> None:
+        super().__init__(bytearray(RING_SIZE))
+        self.group = SimpleNamespace(calls=0)
+        self.interrupted = False
+
+    def like(self, name: str, tensor: Any, *_: Any) -> Any:
+        """What is stored of a call that was just written down."""
+        return self.group, bytes(32), tensor.dtype, tensor.shape, tensor.numel()
+
+    def returned(self, order: int, result: object) -> None:
+        """The call returned."""
+        if self.interrupted:
+            interrupted()
+
+
+def collective(function: Callable[..., Any], first: bool = False) -> Callable[..., Any]:
+    """A collective of one parameter, as compiled code follows it."""
+    names, places = ("tensor", "", "", "", "", ""), (0, -1, -1, -1, -1, -1)
+    followed = hot.core.Collective(
+        "all_reduce", function, lambda *_: True, lambda *_: None, names, places, first, False
+    ).call
+    return lambda *args: followed(args, {})
+
+
+def test_a_list_that_is_emptied_while_its_collective_runs_is_no_harm(light: Light) -> None:
+    light.calls = Written()
+    call = collective(lambda tensors: tensors.clear(), first=True)
+    for _ in range(9):
+        given = [torch.zeros(3)]
+        freed = weakref.ref(given[0])
+        assert call(given) is None
+        assert freed() is None
+    assert light.calls.count > 4, "Python may move the instruction once, as it specializes it"
+    assert call([]) is None
+    assert shield.faults == []
+
+
+def test_ctrl_c_within_a_collective_is_the_jobs(light: Light) -> None:
+    written = light.calls = Written()
+    call, tensor = collective(lambda _: "work"), torch.zeros(3)
+
+    def calls(interrupts: bool) -> None:
+        # Only calls of one place are like the last one.
+        for written.interrupted in (False, False, interrupts):
+            assert call(tensor) == "work"
+
+    with pytest.raises(KeyboardInterrupt):
+        calls(True)
+    assert written.count == 2
+    assert (shield.faults, light.phase, light.collective) == ([], Phase.OTHER, "")
 
 
 # -- the core as a whole

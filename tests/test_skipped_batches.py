@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import ast
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from ddpdoctor.analysis.sources import source_of
+from ddpdoctor.probe.observers.batches import Loops
+from ddpdoctor.probe.runtime import events
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.status import Phase
 from tests.loop_jobs import ABORTED, BACKWARD, SKIP, STOP, Job
+from tests.probed import a_rank
 from tests.written import SECOND, T0, Written
 
 COUNTED = """\
@@ -381,3 +386,48 @@ def test_a_break_belongs_to_its_own_loop(tmp_path: Path) -> None:
     assert loop is not None
     assert sorted(each.lineno for each in source.exits(loop)) == [5, 8]
     assert source.leaves(8, loop) and not source.leaves(3, loop)
+
+
+# -- what the probe sees
+
+
+class Asked:
+    """A loader's iterator."""
+
+    _num_yielded = 0
+
+
+@pytest.fixture
+def no_subscribers() -> Iterator[None]:
+    """Nobody has subscribed to a moment, before the test and after it."""
+    events.forget()
+    yield
+    events.forget()
+
+
+@pytest.mark.usefixtures("no_subscribers")
+def test_a_loop_that_trains_only_after_another_one_has_trained_is_recorded() -> None:
+    told: list[JsonObject] = []
+    state = a_rank(told, forwards=0, backward_count=0, reduced=0)
+    loops = Loops(state)
+    events.subscribe(loops)
+
+    def train() -> None:
+        state.tracker.backward_count += 1
+        for each in events.forward_begins:
+            each(None, True)
+
+    outer, inner = Asked(), Asked()
+    for number in range(2):
+        loops.batch_fetched(outer, torch.zeros(1))
+        outer._num_yielded += 1
+        if number:
+            train()
+        else:
+            loops.batch_fetched(inner, None)
+            train()
+            loops.loader_exhausted(inner)
+    assert [(each["loop"], each["state"]) for each in told] == [
+        (0, "trains"), (0, "ended"), (1, "trains"),
+    ]  # fmt: skip
+    assert not events.forward_begins, "nothing more is to be seen of it"

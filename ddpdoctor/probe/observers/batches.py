@@ -83,11 +83,13 @@ class Loops(Observer):
         loop.fetched += 1
         loop.forwards, loop.backwards = self._tracker.forwards, self._tracker.backward_count
         self._go_on(loop)
+        if loop.number < 0 and self._recorded < MOST:
+            # Another loop may have trained since this one began.
+            self.wake("forward_begins", "buffers_begin")
 
     def _begin(self, iterator: Any) -> _Loop:
         loop = _Loop(sites_of(sys._getframe(2), FRAMES), self._tracker.reduced)
         self._open.add(loop)
-        self.wake("forward_begins", "buffers_begin")
 
         @shield.shielded
         def let_go(_: Any) -> None:

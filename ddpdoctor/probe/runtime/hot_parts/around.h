@@ -2,7 +2,7 @@
 
 typedef struct {
     PyObject_HEAD
-    PyObject *original, *hook, *begin, *end, *names;
+    PyObject *original, *hook, *begin, *end, *names, *references;
     vectorcallfunc vectorcall;
     char backward, waits;
 } Around;
@@ -15,14 +15,8 @@ static int around_ends(Around *self, PyObject *begun, PyObject *result, PyObject
 {
     PyObject *done = PyObject_CallFunctionObjArgs(self->end, begun, result ? result : Py_None,
                                                   error ? error : Py_None, NULL);
-    if (done == NULL) {
-        if (!PyErr_ExceptionMatches(PyExc_Exception))
-            return -1;
-        note_fault(self->hook);
-        return 0;
-    }
-    Py_DECREF(done);
-    return 0;
+    Py_XDECREF(done);
+    return done != NULL ? 0 : note_fault(self->hook);
 }
 
 static PyObject *Around_call(Around *self, PyObject *const *args, size_t flagged, PyObject *names)
@@ -38,18 +32,18 @@ static PyObject *Around_call(Around *self, PyObject *const *args, size_t flagged
     int light = FOR_PYTHON;
     if (self->backward && rank != NULL)
         light = light_backward(rank, args, PyVectorcall_NARGS(flagged), names);
-    if (light == FAULT)
-        note_fault(self->hook);
+    if (light == FAULT && note_fault(self->hook) < 0) {
+        Py_DECREF(rank);
+        return NULL;
+    }
     if (light == FOR_PYTHON) {
         size_t given = flagged & ~PY_VECTORCALL_ARGUMENTS_OFFSET;
         begun = PyObject_Vectorcall(self->begin, args, given, names);
-        if (begun == NULL) {
-            if (!PyErr_ExceptionMatches(PyExc_Exception)) {
-                Py_XDECREF(rank);
-                return NULL;
-            }
-            note_fault(self->hook);
-        } else if (begun == Py_None)
+        if (begun == NULL && note_fault(self->hook) < 0) {
+            Py_XDECREF(rank);
+            return NULL;
+        }
+        if (begun == Py_None)
             Py_CLEAR(begun);
     }
     PyObject *result = PyObject_Vectorcall(self->original, args, flagged, names);
@@ -60,10 +54,9 @@ static PyObject *Around_call(Around *self, PyObject *const *args, size_t flagged
         if (traceback != NULL && error != NULL)
             PyException_SetTraceback(error, traceback);
         int raised = 0;
-        if (light == BEGUN) {
-            if (light_backward_ended(rank, error) < 0)
-                note_fault(self->hook);
-        } else
+        if (light == BEGUN)
+            raised = light_backward_ended(rank, error) < 0 && note_fault(self->hook) < 0;
+        else
             raised = around_ends(self, begun, NULL, error) < 0;
         if (raised) {
             Py_XDECREF(type);
@@ -72,8 +65,8 @@ static PyObject *Around_call(Around *self, PyObject *const *args, size_t flagged
         } else
             PyErr_Restore(type, error, traceback);
     } else if (light == BEGUN) {
-        if (light_backward_ended(rank, NULL) < 0)
-            note_fault(self->hook);
+        if (light_backward_ended(rank, NULL) < 0 && note_fault(self->hook) < 0)
+            Py_CLEAR(result);
     } else if (begun != NULL && around_ends(self, begun, result, NULL) < 0)
         Py_CLEAR(result);
     Py_XDECREF(begun);
@@ -122,6 +115,8 @@ static int Around_clear(Around *self)
 static void Around_dealloc(Around *self)
 {
     PyObject_GC_UnTrack(self);
+    if (self->references != NULL)
+        PyObject_ClearWeakRefs((PyObject *)self);
     Around_clear(self);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
@@ -130,6 +125,17 @@ static PyObject *Around_get(PyObject *self, PyObject *object, PyObject *type)
 {
     return object == NULL || object == Py_None ? Py_NewRef(self) : PyMethod_New(self, object);
 }
+
+/* As a function is copied and pickled: by its name. */
+static PyObject *Around_reduce(PyObject *self, PyObject *unused)
+{
+    return PyObject_GetAttr(self, s_qualname);
+}
+
+static PyMethodDef Around_methods[] = {
+    {"__reduce__", Around_reduce, METH_NOARGS, NULL},
+    {NULL},
+};
 
 static PyGetSetDef Around_getset[] = {
     {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
@@ -150,6 +156,8 @@ static PyTypeObject AroundType = {
     .tp_call = PyVectorcall_Call,
     .tp_vectorcall_offset = offsetof(Around, vectorcall),
     .tp_dictoffset = offsetof(Around, names),
+    .tp_weaklistoffset = offsetof(Around, references),
     .tp_descr_get = Around_get,
+    .tp_methods = Around_methods,
     .tp_getset = Around_getset,
 };

@@ -19,7 +19,7 @@
 enum { STARTING, OTHER, DATA, FORWARD, BACKWARD, OPTIMIZER, WAIT, ENDED, PHASES };
 enum { LIVE_AT = 128, TOTALS_AT = 160, REDUCED_AT = 192, COLLECTIVE_AT = 256, SITE_AT = 320 };
 enum { COLLECTIVE_SIZE = 64, SITE_SIZE = 688, PAGE_SIZE = 1024 };
-enum { MOST_NESTED = 250, BACKWARDS = 24, MOST_FRAMES = 48, TRUSTED = 64 };
+enum { MOST_NESTED = 250, BACKWARDS = 24, MOST_FRAMES = 48 };
 
 #define NO_EPOCH (-1)
 
@@ -34,7 +34,7 @@ static PyObject *s_active, *s_page, *s_recorded, *s_site_met, *s_charge, *s_memo
 static PyObject *s_noticing, *s_detail, *s_clock, *s_accumulate_grad, *s_sync, *s_enter;
 static PyObject *s_exit, *s_evaluated, *s_forward_begins, *s_backward_begins, *s_backward_ended;
 static PyObject *s_calls, *s_dtype, *s_shape, *s_like, *s_returned;
-static PyObject *s_carry, *s_compiling;
+static PyObject *s_carry, *s_compiling, *s_qualname;
 static PyObject *s_step_begins, *s_step_ended, *s_empty, *h_forward, *h_backward, *h_optimizer,
     *h_collectives, *h_ring;
 
@@ -65,22 +65,28 @@ static int64_t cpu_ns(void)
     return read_clock(CLOCK_THREAD_CPUTIME_ID);
 }
 
-/* The exception that is set becomes a fault of that hook. */
-static void note_fault(PyObject *hook)
+/* The exception that is set becomes a fault of that hook. What is no Exception (KeyboardInterrupt,
+ * SystemExit) is the job's own: then -1, and it stays set. */
+static int note_fault(PyObject *hook)
 {
     PyObject *type, *error, *traceback;
+    if (!PyErr_Occurred())
+        return 0;
+    if (!PyErr_ExceptionMatches(PyExc_Exception))
+        return -1;
     PyErr_Fetch(&type, &error, &traceback);
-    if (type == NULL)
-        return;
     PyErr_NormalizeException(&type, &error, &traceback);
     PyObject *done = NULL;
     if (fault_of != NULL)
         done = PyObject_CallFunctionObjArgs(fault_of, hook, error ? error : Py_None, NULL);
     Py_XDECREF(done);
-    PyErr_Clear();
     Py_XDECREF(type);
     Py_XDECREF(error);
     Py_XDECREF(traceback);
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception))
+        return -1;
+    PyErr_Clear();
+    return 0;
 }
 
 static int is_off(PyObject *hook)

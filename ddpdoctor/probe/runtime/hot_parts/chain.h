@@ -9,7 +9,6 @@ typedef struct {
     PyObject_HEAD
     long most;
     int count, enough;
-    int same;               /* how often in a row it was found again */
     Place places[MOST_FRAMES];
     PyObject *found;
 } Chain;
@@ -22,7 +21,6 @@ static void chain_forget(Chain *self)
         Py_CLEAR(self->places[i].code);
     self->count = 0;
     self->enough = 0;
-    self->same = 0;
     Py_CLEAR(self->found);
 }
 
@@ -98,11 +96,7 @@ static PyObject *chain_sites(Chain *self, PyFrameObject *start)
     }
     int known = i == self->count && (self->enough || frame == NULL);
     Py_XDECREF(frame);
-    if (known) {
-        self->same += self->same < TRUSTED;
-        return Py_NewRef(self->found);
-    }
-    return chain_walk(self, start);
+    return known ? Py_NewRef(self->found) : chain_walk(self, start);
 }
 
 static PyObject *Chain_sites(Chain *self, PyObject *unused)

@@ -44,23 +44,21 @@ static long long collective_write(Collective *self, Phases *rank, Calls *calls)
     return order;
 }
 
-static void leave_collective(Phases *rank, PyObject *error)
+static int leave_collective(Phases *rank, PyObject *error)
 {
-    if (do_leave(rank, error) < 0)
-        note_fault(h_collectives);
+    int raised = do_leave(rank, error) < 0 && note_fault(h_collectives) < 0;
     Py_SETREF(rank->collective, Py_NewRef(s_empty));
     memset(rank->bytes + COLLECTIVE_AT, 0, COLLECTIVE_SIZE);
+    return raised ? -1 : 0;
 }
 
 /* The call as Python follows it: begin, the function itself, end. */
 static PyObject *collective_in_python(Collective *self, PyObject *args, PyObject *kwargs)
 {
     PyObject *begun = PyObject_Call(self->begin, args, kwargs);
-    if (begun == NULL) {
-        if (!PyErr_ExceptionMatches(PyExc_Exception))
-            return NULL;
-        note_fault(h_collectives);
-    } else if (begun == Py_None)
+    if (begun == NULL && note_fault(h_collectives) < 0)
+        return NULL;
+    if (begun == Py_None)
         Py_CLEAR(begun);
     PyObject *result = PyObject_Call(self->original, args, kwargs);
     if (begun == NULL)
@@ -75,16 +73,14 @@ static PyObject *collective_in_python(Collective *self, PyObject *args, PyObject
     PyObject *done = PyObject_CallFunctionObjArgs(self->end, begun, result ? result : Py_None,
                                                   error ? error : Py_None, NULL);
     Py_DECREF(begun);
-    if (done == NULL && !PyErr_ExceptionMatches(PyExc_Exception)) {
+    Py_XDECREF(done);
+    if (done == NULL && note_fault(h_collectives) < 0) {
         Py_XDECREF(type);
         Py_XDECREF(error);
         Py_XDECREF(traceback);
         Py_XDECREF(result);
         return NULL;
     }
-    if (done == NULL)
-        note_fault(h_collectives);
-    Py_XDECREF(done);
     PyErr_Restore(type, error, traceback);
     return result;
 }
@@ -107,18 +103,18 @@ static PyObject *Collective_call(Collective *self, PyObject *const *both, Py_ssi
         return collective_in_python(self, args, kwargs);
     Py_INCREF(rank);
     Calls *calls = (Calls *)Py_NewRef(rank->calls);
-    PyObject *chain = chain_sites(self->lines, PyEval_GetFrame());
+    PyObject *result = NULL, *chain = chain_sites(self->lines, PyEval_GetFrame());
     collective_bind(self, args, kwargs, given);
-    if (chain == NULL)
-        note_fault(h_collectives);
+    /* It may be of a list, which others can change. */
+    PyObject *tensor = Py_XNewRef(given[TENSOR]);
+    if (chain == NULL && note_fault(h_collectives) < 0)
+        goto end;
     if (chain == NULL || calls->elsewhere || !collective_alike(self, calls, chain, given)) {
-        PyObject *result = collective_in_python(self, args, kwargs);
-        if (chain != NULL && !calls->elsewhere && result != NULL)
-            collective_learn(self, calls, chain, given);
-        Py_XDECREF(chain);
-        Py_DECREF(calls);
-        Py_DECREF(rank);
-        return result;
+        result = collective_in_python(self, args, kwargs);
+        if (chain != NULL && !calls->elsewhere && result != NULL &&
+            collective_learn(self, calls, chain, given) < 0)
+            Py_CLEAR(result);
+        goto end;
     }
     long long order = -1;
     int begun = do_enter(rank, WAIT, PyTuple_GET_ITEM(chain, 0));
@@ -130,9 +126,9 @@ static PyObject *Collective_call(Collective *self, PyObject *const *both, Py_ssi
         rank->gathers += self->gathers;
         order = collective_write(self, rank, calls);
     }
-    if (begun < 0 || (begun == 1 && order < 0))
-        note_fault(h_collectives);
-    PyObject *result = PyObject_Call(self->original, args, kwargs);
+    int raised = (begun < 0 || (begun == 1 && order < 0)) && note_fault(h_collectives) < 0;
+    if (!raised)
+        result = PyObject_Call(self->original, args, kwargs);
     if (begun == 1) {
         PyObject *type, *error, *traceback;
         PyErr_Fetch(&type, &error, &traceback);
@@ -152,13 +148,22 @@ static PyObject *Collective_call(Collective *self, PyObject *const *both, Py_ssi
                                     : NULL;
             Py_XDECREF(number);
             Py_XDECREF(done);
-            if (done == NULL)
-                note_fault(h_collectives);
+            if (done == NULL && note_fault(h_collectives) < 0) {
+                PyErr_Fetch(&type, &error, &traceback);
+                Py_CLEAR(result);
+            }
         }
-        leave_collective(rank, error);
-        PyErr_Restore(type, error, traceback);
+        if (leave_collective(rank, error) < 0) {
+            Py_XDECREF(type);
+            Py_XDECREF(error);
+            Py_XDECREF(traceback);
+            Py_CLEAR(result);
+        } else
+            PyErr_Restore(type, error, traceback);
     }
-    Py_DECREF(chain);
+end:
+    Py_XDECREF(tensor);
+    Py_XDECREF(chain);
     Py_DECREF(calls);
     Py_DECREF(rank);
     return result;

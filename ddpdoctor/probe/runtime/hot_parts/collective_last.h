@@ -13,7 +13,7 @@ typedef struct {
     Chain *lines;
     /* The last call, and what is stored of all like it. */
     PyObject *chain, *given[ARGUMENTS], *dtype, *shape, *known;
-    const Calls *of;
+    Calls *of;
     long long numel;
     char rest[RING_ENTRY - RING_REST];
 } Collective;
@@ -29,6 +29,7 @@ static int Collective_traverse(Collective *self, visitproc visit, void *arg)
     for (int i = 0; i < ARGUMENTS; i++)
         Py_VISIT(self->given[i]);
     Py_VISIT(self->known);
+    Py_VISIT(self->of);
     return 0;
 }
 
@@ -40,6 +41,9 @@ static void collective_forget(Collective *self)
     Py_CLEAR(self->dtype);
     Py_CLEAR(self->shape);
     Py_CLEAR(self->known);
+    Calls *of = self->of;
+    self->of = NULL;
+    Py_XDECREF(of);
 }
 
 static int Collective_clear(Collective *self)
@@ -138,10 +142,13 @@ static int collective_alike(Collective *self, Calls *calls, PyObject *chain, PyO
     return alike;
 }
 
-/* Remember what the ledger has of a call that Python has just written down. */
-static void collective_learn(Collective *self, Calls *calls, PyObject *chain, PyObject **given)
+/* Remember what the ledger has of a call that Python has just written down; -1 if that raised what
+ * is the job's own. */
+static int collective_learn(Collective *self, Calls *calls, PyObject *chain, PyObject **given)
 {
     collective_forget(self);
+    if (self->places[TENSOR] >= 0 && given[TENSOR] == NULL)
+        return 0;
     PyObject *or_none[ARGUMENTS];
     for (int i = 0; i < ARGUMENTS; i++)
         or_none[i] = given[i] != NULL ? given[i] : Py_None;
@@ -163,9 +170,8 @@ static void collective_learn(Collective *self, Calls *calls, PyObject *chain, Py
         self->dtype = Py_NewRef(dtype);
         self->shape = Py_NewRef(shape);
         self->known = Py_NewRef(known);
-        self->of = calls;
+        self->of = (Calls *)Py_NewRef(calls);
     }
     Py_XDECREF(found);
-    if (PyErr_Occurred())
-        note_fault(h_ring);
+    return note_fault(h_ring);
 }

@@ -51,8 +51,10 @@ static PyObject *Forward_enter(Forward *self, PyObject *unused)
     if (rank != NULL) {
         Py_INCREF(rank);
         done = light_forward(rank, self->ddp);
-        if (done == FAULT)
-            note_fault(h_forward);
+        if (done == FAULT && note_fault(h_forward) < 0) {
+            Py_DECREF(rank);
+            return NULL;
+        }
         if (done == FOR_PYTHON) {
             PyFrameObject *frame = PyEval_GetFrame();
             PyObject *found = PyObject_CallFunctionObjArgs(
@@ -92,9 +94,10 @@ static PyObject *Forward_exit(Forward *self, PyObject *const *args, Py_ssize_t c
             }
             failed = PyErr_Occurred() != NULL;
         }
-        if (failed)
-            note_fault(h_forward);
+        int raised = failed && note_fault(h_forward) < 0;
         clocked_since(rank, began);
+        if (raised)
+            return NULL;
     }
     return PyObject_CallMethodObjArgs(self->context, s_exit, args[0], args[1], args[2], NULL);
 }

@@ -2,17 +2,16 @@
 
 static Chain *forward_lines, *backward_lines, *optimizer_lines;
 
-/* Begin a phase at the user's line that led to a frame: 1, 0 or -1 as do_enter. */
+/* Begin a phase at the user's line that led to a frame: 1, 0 or -1 as do_enter. Each frame up to that
+ * line is looked at every time: what hangs is often a line that is taken once, by one rank. */
 static int enter_at(Phases *rank, int phase, Chain *lines, PyFrameObject *frame, PyObject **site)
 {
-    /* Of one that never changed, every sixteenth is looked at. */
-    PyObject *found = lines->same >= TRUSTED && rank->steps & 15 ? Py_NewRef(lines->found)
-                                                                : chain_sites(lines, frame);
+    PyObject *found = chain_sites(lines, frame);
     if (found == NULL)
         return -1;
     int begun = do_enter(rank, phase, PyTuple_GET_ITEM(found, 0));
     if (site != NULL)
-        *site = PyTuple_GET_ITEM(found, 0); /* the rank holds it */
+        *site = Py_NewRef(PyTuple_GET_ITEM(found, 0));
     Py_DECREF(found);
     return begun;
 }
@@ -62,8 +61,11 @@ static int light_forward(Phases *rank, PyObject *ddp)
     PyObject *syncs = PyObject_GetAttr(ddp, s_sync);
     if (syncs == NULL)
         return FAULT;
+    int armed = PyObject_IsTrue(syncs);
     Py_DECREF(syncs);
-    do_forward_begins(rank, syncs == Py_True);
+    if (armed < 0)
+        return FAULT;
+    do_forward_begins(rank, armed);
     int done = begun_at(rank, FORWARD, forward_lines, NULL, NULL);
     clocked_since(rank, began);
     return done;
@@ -80,10 +82,11 @@ static int light_backward(Phases *rank, PyObject *const *args, Py_ssize_t count,
     if (i == keywords || args[count + i] != Py_True)
         return FOR_PYTHON;
     int64_t began = rank->clocked ? cpu_ns() : 0;
-    PyObject *site;
+    PyObject *site = NULL;
     int done = begun_at(rank, BACKWARD, backward_lines, NULL, &site);
     if (done == BEGUN)
         do_backward_begins(rank, site);
+    Py_XDECREF(site);
     clocked_since(rank, began);
     return done;
 }
@@ -99,8 +102,10 @@ static int light_backward_ended(Phases *rank, PyObject *error)
     for (Py_ssize_t i = 0; each != NULL && i < PyTuple_GET_SIZE(each); i++) {
         PyObject *done = PyObject_CallNoArgs(PyTuple_GET_ITEM(each, i));
         Py_XDECREF(done);
-        if (done == NULL)
-            note_fault(h_backward);
+        if (done == NULL && note_fault(h_backward) < 0) {
+            Py_DECREF(each);
+            return FAULT;
+        }
     }
     Py_XDECREF(each);
     clocked_since(rank, began);
@@ -170,11 +175,11 @@ static PyObject *step_begins(PyObject *module, PyObject *optimizer)
         return PyBool_FromLong(rank == NULL);
     Py_INCREF(rank);
     int64_t began = rank->clocked ? cpu_ns() : 0;
-    if (begun_at(rank, OPTIMIZER, optimizer_lines, NULL, NULL) == FAULT)
-        note_fault(h_optimizer);
+    int raised = begun_at(rank, OPTIMIZER, optimizer_lines, NULL, NULL) == FAULT &&
+                 note_fault(h_optimizer) < 0;
     clocked_since(rank, began);
     Py_DECREF(rank);
-    Py_RETURN_TRUE;
+    return raised ? NULL : Py_NewRef(Py_True);
 }
 
 /* step_ended(optimizer): the same of its end. */
@@ -196,15 +201,15 @@ static PyObject *step_ended(PyObject *module, PyObject *optimizer)
     long long number = rank->steps;
     int failed = do_leave(rank, NULL) < 0 || light_close(rank) < 0;
     PyObject *each = failed ? NULL : subscribers(s_step_ended);
-    Py_XINCREF(each);
     if (each != NULL) {
+        Py_INCREF(each);
         PyObject *closed = PyLong_FromLongLong(number);
-        for (Py_ssize_t i = 0; closed != NULL && i < PyTuple_GET_SIZE(each); i++) {
+        failed = closed == NULL;
+        for (Py_ssize_t i = 0; !failed && i < PyTuple_GET_SIZE(each); i++) {
             PyObject *done = PyObject_CallFunctionObjArgs(PyTuple_GET_ITEM(each, i), optimizer,
                                                           closed, NULL);
             Py_XDECREF(done);
-            if (done == NULL)
-                note_fault(h_optimizer);
+            failed = done == NULL && note_fault(h_optimizer) < 0;
         }
         Py_XDECREF(closed);
         Py_DECREF(each);
@@ -217,8 +222,7 @@ static PyObject *step_ended(PyObject *module, PyObject *optimizer)
         Py_XDECREF(done);
         Py_XDECREF(detail);
     }
-    if (failed)
-        note_fault(h_optimizer);
+    int raised = failed && note_fault(h_optimizer) < 0;
     Py_DECREF(rank);
-    Py_RETURN_TRUE;
+    return raised ? NULL : Py_NewRef(Py_True);
 }
