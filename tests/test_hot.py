@@ -386,6 +386,21 @@ def test_a_list_that_is_emptied_while_its_collective_runs_is_no_harm(light: Ligh
     assert shield.faults == []
 
 
+def test_what_is_known_of_a_collective_may_be_forgotten_while_it_begins(
+    light: Light, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    light.calls = Written()
+    names, places = ("tensor", "", "", "", "", ""), (0, -1, -1, -1, -1, -1)
+    followed = hot.core.Collective(
+        "all_reduce", lambda _: None, lambda *_: True, lambda *_: None, names, places, False, False
+    )
+    monkeypatch.setattr(Light, "site_met", lambda *_: followed.forget(), raising=False)
+    for _ in range(20):
+        followed.call((torch.zeros(3),), {})
+    assert light.calls.count > 4
+    assert light.calls.group.calls == light.calls.count
+
+
 def test_ctrl_c_within_a_collective_is_the_jobs(light: Light) -> None:
     written = light.calls = Written()
     call, tensor = collective(lambda _: "work"), torch.zeros(3)
