@@ -116,7 +116,8 @@ static PyObject *Collective_call(Collective *self, PyObject *const *both, Py_ssi
         goto end;
     if (known == NULL) {
         result = collective_in_python(self, args, kwargs);
-        if (chain != NULL && !calls->elsewhere && result != NULL &&
+        /* Of a stack that is too deep to be remembered no call is like the last one. */
+        if (chain != NULL && chain == self->lines->found && !calls->elsewhere && result != NULL &&
             collective_learn(self, calls, chain, given) < 0)
             Py_CLEAR(result);
         goto end;
