@@ -20,6 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddpdoctor.probe.hooks import training
 from ddpdoctor.probe.runtime import events, hot, phases, rank, shield, sites, wrapping
 from ddpdoctor.probe.runtime.sites import Site
 from ddpdoctor.run.reader import RunReader
@@ -280,6 +281,7 @@ class Light(hot.Phases):
         self.optimizer = SimpleNamespace()
         self.closer = id(self.optimizer)
         self.optimizer_code = compile("0", "/torch/optim/optimizer.py", "exec")
+        self.fetch: Callable[..., None]
         self.ddp = SimpleNamespace(require_backward_grad_sync=True)
 
     def forward(self) -> None:
@@ -414,6 +416,19 @@ def test_ctrl_c_within_a_collective_is_the_jobs(light: Light) -> None:
         calls(True)
     assert written.count == 2
     assert (shield.faults, light.phase, light.collective) == ([], Phase.OTHER, "")
+
+
+@pytest.mark.parametrize(("epoch", "shown"), [(7, 7), (1 << 63, -1), ("7", -1)])
+def test_an_epoch_that_is_no_number_of_eight_bytes_is_none(
+    light: Light, epoch: object, shown: int
+) -> None:
+    light.fetch = lambda *_: None
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(1)))
+    sampler: Any = data.sampler
+    sampler.epoch = epoch
+    iterator = iter(data)
+    assert training._batch_wanted(iterator) is iterator
+    assert light.epoch == shown
 
 
 # -- the core as a whole
