@@ -20,6 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddpdoctor.probe.hooks import training
 from ddpdoctor.probe.runtime import events, hot, phases, rank, shield, sites, wrapping
 from ddpdoctor.probe.runtime.sites import Site
 from ddpdoctor.run.reader import RunReader
@@ -280,6 +281,7 @@ class Light(hot.Phases):
         self.optimizer = SimpleNamespace()
         self.closer = id(self.optimizer)
         self.optimizer_code = compile("0", "/torch/optim/optimizer.py", "exec")
+        self.fetch: Callable[..., None]
         self.ddp = SimpleNamespace(require_backward_grad_sync=True)
 
     def forward(self) -> None:
@@ -386,6 +388,21 @@ def test_a_list_that_is_emptied_while_its_collective_runs_is_no_harm(light: Ligh
     assert shield.faults == []
 
 
+def test_what_is_known_of_a_collective_may_be_forgotten_while_it_begins(
+    light: Light, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    light.calls = Written()
+    names, places = ("tensor", "", "", "", "", ""), (0, -1, -1, -1, -1, -1)
+    followed = hot.core.Collective(
+        "all_reduce", lambda _: None, lambda *_: True, lambda *_: None, names, places, False, False
+    )
+    monkeypatch.setattr(Light, "site_met", lambda *_: followed.forget(), raising=False)
+    for _ in range(20):
+        followed.call((torch.zeros(3),), {})
+    assert light.calls.count > 4
+    assert light.calls.group.calls == light.calls.count
+
+
 def test_ctrl_c_within_a_collective_is_the_jobs(light: Light) -> None:
     written = light.calls = Written()
     call, tensor = collective(lambda _: "work"), torch.zeros(3)
@@ -399,6 +416,19 @@ def test_ctrl_c_within_a_collective_is_the_jobs(light: Light) -> None:
         calls(True)
     assert written.count == 2
     assert (shield.faults, light.phase, light.collective) == ([], Phase.OTHER, "")
+
+
+@pytest.mark.parametrize(("epoch", "shown"), [(7, 7), (1 << 63, -1), ("7", -1)])
+def test_an_epoch_that_is_no_number_of_eight_bytes_is_none(
+    light: Light, epoch: object, shown: int
+) -> None:
+    light.fetch = lambda *_: None
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(1)))
+    sampler: Any = data.sampler
+    sampler.epoch = epoch
+    iterator = iter(data)
+    assert training._batch_wanted(iterator) is iterator
+    assert light.epoch == shown
 
 
 # -- the core as a whole

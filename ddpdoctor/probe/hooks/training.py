@@ -46,7 +46,9 @@ def _batch_wanted(iterator: Any) -> Any:
     first = torch_loaders.is_first_batch(iterator)
     if first:
         epoch = getattr(torch_loaders.sampler_of(iterator), "epoch", None)
-        iterator._ddpdoctor_epoch = epoch if type(epoch) is int else NO_EPOCH
+        # Some seed with it: what has no place in eight bytes is no number of an epoch.
+        known = type(epoch) is int and abs(epoch) < 1 << 63
+        iterator._ddpdoctor_epoch = epoch if known else NO_EPOCH
         worker_code.note(iterator)
     if not tracker.enter(_DATA, _fetches.sites()[0]):
         return None

@@ -14,11 +14,11 @@ static int add_to(PyObject *object, PyObject *name, long long *sum)
 }
 
 /* Write a call down that is like the last one, as Ledger.begin does; its order, -1 for a fault. */
-static long long collective_write(Collective *self, Phases *rank, Calls *calls)
+static long long collective_write(Collective *self, PyObject *known, Phases *rank, Calls *calls)
 {
     long long sequence = 0;
     if (!self->point_to_point) {
-        if (add_to(self->known, s_calls, &sequence) < 0)
+        if (add_to(known, s_calls, &sequence) < 0)
             return -1;
         if (self->numel > 0 && calls->enough) {
             if (calls->carried_in != rank->steps) {
@@ -103,15 +103,21 @@ static PyObject *Collective_call(Collective *self, PyObject *const *both, Py_ssi
         return collective_in_python(self, args, kwargs);
     Py_INCREF(rank);
     Calls *calls = (Calls *)Py_NewRef(rank->calls);
-    PyObject *result = NULL, *chain = chain_sites(self->lines, PyEval_GetFrame());
+    PyObject *result = NULL, *known = NULL;
+    PyObject *chain = chain_sites(self->lines, PyEval_GetFrame());
     collective_bind(self, args, kwargs, given);
     /* It may be of a list, which others can change. */
     PyObject *tensor = Py_XNewRef(given[TENSOR]);
     if (chain == NULL && note_fault(h_collectives) < 0)
         goto end;
-    if (chain == NULL || calls->elsewhere || !collective_alike(self, calls, chain, given)) {
+    if (chain != NULL && !calls->elsewhere)
+        known = collective_alike(self, calls, chain, given);
+    if (known == NULL && PyErr_Occurred())
+        goto end;
+    if (known == NULL) {
         result = collective_in_python(self, args, kwargs);
-        if (chain != NULL && !calls->elsewhere && result != NULL &&
+        /* Of a stack that is too deep to be remembered no call is like the last one. */
+        if (chain != NULL && chain == self->lines->found && !calls->elsewhere && result != NULL &&
             collective_learn(self, calls, chain, given) < 0)
             Py_CLEAR(result);
         goto end;
@@ -124,7 +130,7 @@ static PyObject *Collective_call(Collective *self, PyObject *const *both, Py_ssi
         rank->collectives++;
         rank->reductions += self->reduces;
         rank->gathers += self->gathers;
-        order = collective_write(self, rank, calls);
+        order = collective_write(self, known, rank, calls);
     }
     int raised = (begun < 0 || (begun == 1 && order < 0)) && note_fault(h_collectives) < 0;
     if (!raised)
@@ -162,6 +168,7 @@ static PyObject *Collective_call(Collective *self, PyObject *const *both, Py_ssi
             PyErr_Restore(type, error, traceback);
     }
 end:
+    Py_XDECREF(known);
     Py_XDECREF(tensor);
     Py_XDECREF(chain);
     Py_DECREF(calls);

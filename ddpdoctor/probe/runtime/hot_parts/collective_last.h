@@ -120,26 +120,34 @@ static void collective_bind(Collective *self, PyObject *args, PyObject *kwargs, 
                             : NULL;
 }
 
-/* Whether a call is like the last one of this place, so that what is stored is known. */
-static int collective_alike(Collective *self, Calls *calls, PyObject *chain, PyObject **given)
+/* The group of a call that is like the last one of this place, so that what is stored is known: a new
+ * reference, since what runs from now on may forget it; NULL of another one, with an exception if that
+ * is the job's own. */
+static PyObject *collective_alike(Collective *self, Calls *calls, PyObject *chain,
+                                  PyObject **given)
 {
     if (self->known == NULL || self->of != calls || self->chain != chain)
-        return 0;
+        return NULL;
     for (int i = TENSOR + 1; i < ARGUMENTS; i++)
         if (self->given[i] != given[i])
-            return 0;
+            return NULL;
     if (self->places[TENSOR] < 0)
-        return 1;
+        return Py_NewRef(self->known);
     if (given[TENSOR] == NULL)
-        return 0;
+        return NULL;
+    PyObject *known = Py_NewRef(self->known), *last = Py_NewRef(self->shape);
     PyObject *dtype = PyObject_GetAttr(given[TENSOR], s_dtype);
     PyObject *shape = dtype == self->dtype ? PyObject_GetAttr(given[TENSOR], s_shape) : NULL;
     int alike = shape != NULL && PyTuple_Check(shape) &&
-                PyObject_RichCompareBool(shape, self->shape, Py_EQ) == 1;
+                PyObject_RichCompareBool(shape, last, Py_EQ) == 1 && known == self->known;
     Py_XDECREF(dtype);
     Py_XDECREF(shape);
-    PyErr_Clear();
-    return alike;
+    Py_DECREF(last);
+    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception))
+        PyErr_Clear();
+    if (!alike)
+        Py_CLEAR(known);
+    return known;
 }
 
 /* Remember what the ledger has of a call that Python has just written down; -1 if that raised what
