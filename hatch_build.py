@@ -48,6 +48,8 @@ def compiled(root: Path) -> str:
     )
     command = build_ext(Distribution({"name": "ddpdoctor", "ext_modules": [extension]}))
     command.build_lib = str(root)
+    # Else one that was made before stays where only its parts have changed.
+    command.force = True
     with tempfile.TemporaryDirectory() as objects:
         command.build_temp = objects
         command.ensure_finalized()
