@@ -40,6 +40,16 @@ def test_what_a_process_went_on_after_did_not_end_it() -> None:
     assert found.message == "a process of the job raised OSError: cannot read a.jpg"
 
 
+def test_versions_that_are_accepted_are_no_failure() -> None:
+    accepted = (
+        "Installed CUDA version 12.1 does not match the version torch was compiled with 12.4 "
+        "but since the APIs are compatible, accepting this combination\n"
+    )
+    found = one(accepted + STEPS + RAISED.format("TypeError: bad"))
+    assert (found.code, found.message) == ("DDP901", "a process of the job raised TypeError: bad")
+    assert not any("accepting" in each for each in found.evidence)
+
+
 def test_the_report_of_torchrun_says_whose_an_exception_is() -> None:
     raised = RAISED.format("ValueError: bad")
     assert one(STEPS + raised + SUMMARY.format(77)).ranks == (1,)
