@@ -369,8 +369,9 @@ class Written(hot.Calls):
 def collective(function: Callable[..., Any], first: bool = False) -> Callable[..., Any]:
     """A collective of one parameter, as compiled code follows it."""
     names, places = ("tensor", "", "", "", "", ""), (0, -1, -1, -1, -1, -1)
+    in_python = hot.core.Around(function, "a hook", lambda *_: True, lambda *_: None)
     followed = hot.core.Collective(
-        "all_reduce", function, lambda *_: True, lambda *_: None, names, places, first, False
+        "all_reduce", function, in_python, names, places, first, False
     ).call
     return lambda *args: followed(args, {})
 
@@ -393,8 +394,9 @@ def test_what_is_known_of_a_collective_may_be_forgotten_while_it_begins(
 ) -> None:
     light.calls = Written()
     names, places = ("tensor", "", "", "", "", ""), (0, -1, -1, -1, -1, -1)
+    in_python = hot.core.Around(lambda _: None, "a hook", lambda *_: True, lambda *_: None)
     followed = hot.core.Collective(
-        "all_reduce", lambda _: None, lambda *_: True, lambda *_: None, names, places, False, False
+        "all_reduce", lambda _: None, in_python, names, places, False, False
     )
     monkeypatch.setattr(Light, "site_met", lambda *_: followed.forget(), raising=False)
     for _ in range(20):

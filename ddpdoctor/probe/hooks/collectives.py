@@ -51,8 +51,8 @@ def _install_compiled(c10d: ModuleType, name: str) -> bool:
     if places is None:
         return False
     first, peer = calls.TENSORS[name].endswith("[0]"), name in ("send", "recv")
-    begin = _begin(name, calls.binder(name, original))
-    followed = hot.core.Collective(name, original, begin, _end, *places, first, peer).call
+    in_python = hot.core.Around(original, _HOOK, _begin(name, calls.binder(name, original)), _end)
+    followed = hot.core.Collective(name, original, in_python, *places, first, peer).call
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:

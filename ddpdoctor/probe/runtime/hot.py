@@ -18,7 +18,7 @@ from ddpdoctor.probe.runtime import events, rank, shield, sites
 core: Any = None
 """The compiled module, None without."""
 
-CONTRACT = 1
+CONTRACT = 2
 """What this Python expects of it: of another version's, left in a checkout, nothing is taken."""
 
 if not os.environ.get("DDPDOCTOR_PURE_PYTHON"):

@@ -78,15 +78,7 @@ def _classify(code: CodeType) -> bool:
 
 def site_of(frame: FrameType | None) -> Site:
     """The innermost user line at or above ``frame``."""
-    while frame is not None:
-        code = frame.f_code
-        mine = _is_user.get(id(code))
-        if mine is None:
-            mine = _classify(code)
-        if mine:
-            return _site_at(code, frame.f_lineno)
-        frame = frame.f_back
-    return NOWHERE
+    return walk(frame, 1)[2][0]
 
 
 def _site_at(code: CodeType, line: int) -> Site:
@@ -99,14 +91,7 @@ def _site_at(code: CodeType, line: int) -> Site:
 
 def sites_of(frame: FrameType | None, most: int) -> list[Site]:
     """The user lines at and above ``frame``, innermost first, ``most`` of them."""
-    found: list[Site] = []
-    while frame is not None and len(found) < most:
-        code = frame.f_code
-        mine = _is_user.get(id(code))
-        if _classify(code) if mine is None else mine:
-            found.append(_site_at(code, frame.f_lineno))
-        frame = frame.f_back
-    return found
+    return [site for site in walk(frame, most)[2] if site is not NOWHERE]
 
 
 _Known = tuple[tuple[tuple[CodeType, int], ...], bool, tuple[Site, ...]]

@@ -47,28 +47,17 @@ static PyObject *Around_call(Around *self, PyObject *const *args, size_t flagged
             Py_CLEAR(begun);
     }
     PyObject *result = PyObject_Vectorcall(self->original, args, flagged, names);
-    if (result == NULL && (begun != NULL || light == BEGUN)) {
-        PyObject *type, *error, *traceback;
-        PyErr_Fetch(&type, &error, &traceback);
-        PyErr_NormalizeException(&type, &error, &traceback);
-        if (traceback != NULL && error != NULL)
-            PyException_SetTraceback(error, traceback);
-        int raised = 0;
-        if (light == BEGUN)
-            raised = light_backward_ended(rank, error) < 0 && note_fault(self->hook) < 0;
-        else
-            raised = around_ends(self, begun, NULL, error) < 0;
+    if (begun != NULL || light == BEGUN) {
+        PyObject *error = take_exception();
+        int raised = light == BEGUN
+                         ? light_backward_ended(rank, error) < 0 && note_fault(self->hook) < 0
+                         : around_ends(self, begun, result, error) < 0;
         if (raised) {
-            Py_XDECREF(type);
             Py_XDECREF(error);
-            Py_XDECREF(traceback);
-        } else
-            PyErr_Restore(type, error, traceback);
-    } else if (light == BEGUN) {
-        if (light_backward_ended(rank, NULL) < 0 && note_fault(self->hook) < 0)
             Py_CLEAR(result);
-    } else if (begun != NULL && around_ends(self, begun, result, NULL) < 0)
-        Py_CLEAR(result);
+        } else
+            set_exception(error);
+    }
     Py_XDECREF(begun);
     Py_XDECREF(rank);
     return result;

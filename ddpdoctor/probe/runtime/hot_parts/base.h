@@ -24,7 +24,7 @@ enum { MOST_NESTED = 250, BACKWARDS = 24, MOST_FRAMES = 48 };
 #define NO_EPOCH (-1)
 
 /* One higher with each change that the Python beside it depends on (hot.py). */
-#define CONTRACT 1
+#define CONTRACT 2
 
 /* What other modules of the probe hold; see bind(). */
 static PyObject *rank_names, *event_names, *off_hooks, *fault_of, *grad_enabled, *walk, *memos;
@@ -65,24 +65,42 @@ static int64_t cpu_ns(void)
     return read_clock(CLOCK_THREAD_CPUTIME_ID);
 }
 
+/* The exception that is set, and is no longer; NULL without one (3.12: PyErr_GetRaisedException). */
+static PyObject *take_exception(void)
+{
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    if (type == NULL)
+        return NULL;
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (traceback != NULL && error != NULL)
+        PyException_SetTraceback(error, traceback);
+    Py_XDECREF(type);
+    Py_XDECREF(traceback);
+    return error;
+}
+
+/* Set an exception that was taken, whose reference goes with it; nothing for NULL. */
+static void set_exception(PyObject *error)
+{
+    if (error != NULL)
+        PyErr_Restore(Py_NewRef((PyObject *)Py_TYPE(error)), error,
+                      PyException_GetTraceback(error));
+}
+
 /* The exception that is set becomes a fault of that hook. What is no Exception (KeyboardInterrupt,
  * SystemExit) is the job's own: then -1, and it stays set. */
 static int note_fault(PyObject *hook)
 {
-    PyObject *type, *error, *traceback;
     if (!PyErr_Occurred())
         return 0;
     if (!PyErr_ExceptionMatches(PyExc_Exception))
         return -1;
-    PyErr_Fetch(&type, &error, &traceback);
-    PyErr_NormalizeException(&type, &error, &traceback);
-    PyObject *done = NULL;
+    PyObject *error = take_exception(), *done = NULL;
     if (fault_of != NULL)
-        done = PyObject_CallFunctionObjArgs(fault_of, hook, error ? error : Py_None, NULL);
+        done = PyObject_CallFunctionObjArgs(fault_of, hook, error, NULL);
     Py_XDECREF(done);
-    Py_XDECREF(type);
     Py_XDECREF(error);
-    Py_XDECREF(traceback);
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception))
         return -1;
     PyErr_Clear();

@@ -13,6 +13,11 @@ static int add_to(PyObject *object, PyObject *name, long long *sum)
     return failed ? -1 : 0;
 }
 
+static char *ring_place(Calls *calls, long long order)
+{
+    return calls->bytes + RING_ENTRIES_AT + order % RING_ENTRIES * RING_ENTRY;
+}
+
 /* Write a call down that is like the last one, as Ledger.begin does; its order, -1 for a fault. */
 static long long collective_write(Collective *self, PyObject *known, Phases *rank, Calls *calls)
 {
@@ -36,12 +41,23 @@ static long long collective_write(Collective *self, PyObject *known, Phases *ran
     }
     calls->wide += self->numel > NARROW;
     int64_t order = ++calls->count;
-    char *place = calls->bytes + RING_ENTRIES_AT + order % RING_ENTRIES * RING_ENTRY;
+    char *place = ring_place(calls, order);
     int64_t numbers[5] = {order, read_clock(CLOCK_REALTIME), 0, sequence, self->numel};
     memcpy(place, numbers, sizeof numbers);
     memcpy(place + RING_REST, self->rest, sizeof self->rest);
     memcpy(calls->bytes + RING_COUNT_AT, &order, sizeof order);
     return order;
+}
+
+/* An asynchronous call returned what its end is waited for by; -1 for an exception of the job's. */
+static int collective_returned(Calls *calls, long long order, PyObject *work)
+{
+    PyObject *number = PyLong_FromLongLong(order);
+    PyObject *done =
+        number ? PyObject_CallMethodObjArgs((PyObject *)calls, s_returned, number, work, NULL) : NULL;
+    Py_XDECREF(number);
+    Py_XDECREF(done);
+    return done != NULL ? 0 : note_fault(h_collectives);
 }
 
 static int leave_collective(Phases *rank, PyObject *error)
@@ -50,39 +66,6 @@ static int leave_collective(Phases *rank, PyObject *error)
     Py_SETREF(rank->collective, Py_NewRef(s_empty));
     memset(rank->bytes + COLLECTIVE_AT, 0, COLLECTIVE_SIZE);
     return raised ? -1 : 0;
-}
-
-/* The call as Python follows it: begin, the function itself, end. */
-static PyObject *collective_in_python(Collective *self, PyObject *args, PyObject *kwargs)
-{
-    PyObject *begun = PyObject_Call(self->begin, args, kwargs);
-    if (begun == NULL && note_fault(h_collectives) < 0)
-        return NULL;
-    if (begun == Py_None)
-        Py_CLEAR(begun);
-    PyObject *result = PyObject_Call(self->original, args, kwargs);
-    if (begun == NULL)
-        return result;
-    PyObject *type, *error, *traceback;
-    PyErr_Fetch(&type, &error, &traceback);
-    if (type != NULL) {
-        PyErr_NormalizeException(&type, &error, &traceback);
-        if (traceback != NULL && error != NULL)
-            PyException_SetTraceback(error, traceback);
-    }
-    PyObject *done = PyObject_CallFunctionObjArgs(self->end, begun, result ? result : Py_None,
-                                                  error ? error : Py_None, NULL);
-    Py_DECREF(begun);
-    Py_XDECREF(done);
-    if (done == NULL && note_fault(h_collectives) < 0) {
-        Py_XDECREF(type);
-        Py_XDECREF(error);
-        Py_XDECREF(traceback);
-        Py_XDECREF(result);
-        return NULL;
-    }
-    PyErr_Restore(type, error, traceback);
-    return result;
 }
 
 /* call(args, kwargs) */
@@ -100,7 +83,7 @@ static PyObject *Collective_call(Collective *self, PyObject *const *both, Py_ssi
         return PyObject_Call(self->original, args, kwargs);
     if (rank->phase == WAIT || is_off(h_ring) || !PyObject_TypeCheck(rank->calls, &CallsType) ||
         PyThread_get_thread_ident() != rank->thread)
-        return collective_in_python(self, args, kwargs);
+        return PyObject_Call(self->in_python, args, kwargs);
     Py_INCREF(rank);
     Calls *calls = (Calls *)Py_NewRef(rank->calls);
     PyObject *result = NULL, *known = NULL;
@@ -115,7 +98,7 @@ static PyObject *Collective_call(Collective *self, PyObject *const *both, Py_ssi
     if (known == NULL && PyErr_Occurred())
         goto end;
     if (known == NULL) {
-        result = collective_in_python(self, args, kwargs);
+        result = PyObject_Call(self->in_python, args, kwargs);
         /* Of a stack that is too deep to be remembered no call is like the last one. */
         if (chain != NULL && chain == self->lines->found && !calls->elsewhere && result != NULL &&
             collective_learn(self, calls, chain, given) < 0)
@@ -136,36 +119,20 @@ static PyObject *Collective_call(Collective *self, PyObject *const *both, Py_ssi
     if (!raised)
         result = PyObject_Call(self->original, args, kwargs);
     if (begun == 1) {
-        PyObject *type, *error, *traceback;
-        PyErr_Fetch(&type, &error, &traceback);
-        if (type != NULL) {
-            PyErr_NormalizeException(&type, &error, &traceback);
-            if (traceback != NULL && error != NULL)
-                PyException_SetTraceback(error, traceback);
-        } else if (order > 0 && result == Py_None) {
+        PyObject *error = take_exception();
+        if (order > 0 && result == Py_None) {
             int64_t now = read_clock(CLOCK_REALTIME);
-            char *place = calls->bytes + RING_ENTRIES_AT + order % RING_ENTRIES * RING_ENTRY;
             if (calls->count - order < RING_ENTRIES)
-                memcpy(place + RING_ENDED, &now, sizeof now);
-        } else if (order > 0) {
-            PyObject *number = PyLong_FromLongLong(order);
-            PyObject *done = number ? PyObject_CallMethodObjArgs((PyObject *)calls, s_returned,
-                                                                 number, result, NULL)
-                                    : NULL;
-            Py_XDECREF(number);
-            Py_XDECREF(done);
-            if (done == NULL && note_fault(h_collectives) < 0) {
-                PyErr_Fetch(&type, &error, &traceback);
-                Py_CLEAR(result);
-            }
+                memcpy(ring_place(calls, order) + RING_ENDED, &now, sizeof now);
+        } else if (order > 0 && result != NULL && collective_returned(calls, order, result) < 0) {
+            error = take_exception();
+            Py_CLEAR(result);
         }
         if (leave_collective(rank, error) < 0) {
-            Py_XDECREF(type);
             Py_XDECREF(error);
-            Py_XDECREF(traceback);
             Py_CLEAR(result);
         } else
-            PyErr_Restore(type, error, traceback);
+            set_exception(error);
     }
 end:
     Py_XDECREF(known);

@@ -5,7 +5,8 @@ enum { TENSOR, OP, ROOT, GROUP_ROOT, GROUP, ASYNC_OP, ARGUMENTS };
 
 typedef struct {
     PyObject_HEAD
-    PyObject *name, *original, *begin, *end;
+    PyObject *name, *original;
+    PyObject *in_python;     /* an Around of the same function, for calls that are not like the last */
     PyObject *parameters[ARGUMENTS];
     int places[ARGUMENTS];
     char first, point_to_point, reduces, gathers;
@@ -23,8 +24,7 @@ static PyTypeObject CollectiveType;
 static int Collective_traverse(Collective *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->original);
-    Py_VISIT(self->begin);
-    Py_VISIT(self->end);
+    Py_VISIT(self->in_python);
     Py_VISIT(self->chain);
     for (int i = 0; i < ARGUMENTS; i++)
         Py_VISIT(self->given[i]);
@@ -51,8 +51,7 @@ static int Collective_clear(Collective *self)
     collective_forget(self);
     Py_CLEAR(self->name);
     Py_CLEAR(self->original);
-    Py_CLEAR(self->begin);
-    Py_CLEAR(self->end);
+    Py_CLEAR(self->in_python);
     for (int i = 0; i < ARGUMENTS; i++)
         Py_CLEAR(self->parameters[i]);
     Chain *lines = self->lines;
@@ -68,12 +67,12 @@ static void Collective_dealloc(Collective *self)
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-/* Collective(name, original, begin, end, parameters, places, first, point_to_point) */
+/* Collective(name, original, in_python, parameters, places, first, point_to_point) */
 static int Collective_init(Collective *self, PyObject *args, PyObject *kwargs)
 {
-    PyObject *name, *original, *begin, *end, *parameters, *places;
+    PyObject *name, *original, *in_python, *parameters, *places;
     int first, point_to_point;
-    if (!PyArg_ParseTuple(args, "UOOOO!O!pp", &name, &original, &begin, &end, &PyTuple_Type,
+    if (!PyArg_ParseTuple(args, "UOOO!O!pp", &name, &original, &in_python, &PyTuple_Type,
                           &parameters, &PyTuple_Type, &places, &first, &point_to_point))
         return -1;
     if (self->name != NULL || PyTuple_GET_SIZE(parameters) != ARGUMENTS ||
@@ -93,8 +92,7 @@ static int Collective_init(Collective *self, PyObject *args, PyObject *kwargs)
     }
     self->name = Py_NewRef(name);
     self->original = Py_NewRef(original);
-    self->begin = Py_NewRef(begin);
-    self->end = Py_NewRef(end);
+    self->in_python = Py_NewRef(in_python);
     self->first = (char)first;
     self->point_to_point = (char)point_to_point;
     self->lines = (Chain *)PyObject_CallNoArgs((PyObject *)&ChainType);
