@@ -10,6 +10,7 @@ from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.run.records.base import JsonObject, Record, encode
 from ddpdoctor.run.records.data import PassRecord
 from ddpdoctor.run.records.decode import decode
+from ddpdoctor.run.status import PAGE_SIZE
 
 
 def as_line(written: Any) -> JsonObject:
@@ -46,3 +47,8 @@ def pass_record(line: JsonObject) -> PassRecord:
     record = decode({"state": "", **line})
     assert isinstance(record, PassRecord)
     return record
+
+
+def page_of_memory() -> Any:
+    """A status page that is no file, for compiled code to store into."""
+    return SimpleNamespace(memory=bytearray(PAGE_SIZE))

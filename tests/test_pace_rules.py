@@ -13,7 +13,7 @@ from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.snapshot import Rank
-from tests.test_straggler_rules import rank
+from tests.straggling import rank
 from tests.written import MS, T0, Written
 
 LOADS: JsonObject = {"kind": "site", "phase": "data", "path": "/job/train.py", "line": 7}

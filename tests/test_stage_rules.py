@@ -9,7 +9,7 @@ import pytest
 from ddpdoctor.core.finding import Location, Severity
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.model import StageRecord
-from tests.test_straggler_rules import rank, steps
+from tests.straggling import rank, steps
 from tests.written import Written
 
 LINE = Location("/job/train.py", 40)
