@@ -110,8 +110,13 @@ def test_a_pattern_looks_only_so_far_ahead() -> None:
         ("abcd{0,9}|efg+h", ("abc", "efg")),
         (r"(?m)^(?:[\w.]+\.)?end: \[Errno", ("end: [Errno",)),
         ("[Ff]ailed to(?P<what>.*)", ("ailed to",)),
+        ("abcd|(?:efgh)", ("abcd", "efgh")),
+        (r"(?:ab|cd)\b: (?:one|two)+ (?P<x>three)?", ("one", "two")),
+        (r"^begin(?!s)ning\b", ("beginning",)),
         # One alternative has none, so that any text may match.
-        ("abcd|(?:efgh)", ()),
+        (r"abcd|\d+", ()),
+        ("abcd|(?i:efgh)", ()),
+        ("(?i)abcd", ()),
         (r"ab\w", ()),
     ],
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ddpdoctor.failures.log import read
+from ddpdoctor.failures.verdict import findings
 from tests.log_lines import CANCELLED, STEPS, SUMMARY, one, timeouts
 
 LIMIT = CANCELLED.replace(" ***\n", " DUE TO TIME LIMIT ***\n")
@@ -38,6 +40,58 @@ def test_what_a_process_went_on_after_did_not_end_it() -> None:
     # If nothing was printed between them, the one may follow from the other.
     found = one(STEPS + caught + RAISED.format("TypeError: bad"))
     assert found.message == "a process of the job raised OSError: cannot read a.jpg"
+
+
+def test_a_script_that_still_imports_has_held_nothing_back() -> None:
+    importing = (
+        'Traceback (most recent call last):\n  File "/job/train.py", line 1, in <module>\n'
+        '    import model\n  File "<frozen importlib._bootstrap>", line 991, in _find_and_load\n'
+        "KeyboardInterrupt\n"
+    )
+    later = "".join(f"{number}\n0.{number}\n" for number in range(150))
+    log = "loading is done\n" * 5 + later
+    assert [each.severity for each in findings(read("a.log", [(importing + log).encode()]))] == [1]
+
+
+def test_what_spawned_a_process_raises_its_exception_again() -> None:
+    parent = (
+        'Traceback (most recent call last):\n  File "/job/launch.py", line 72, in launch\n'
+        "    spawn(main)\n"
+        '  File "/lib/site-packages/torch/multiprocessing/spawn.py", line 119, in join\n'
+        "    raise Exception(msg)\nException: \n\n"
+        "-- Process 1 terminated with the following error:\n"
+    )
+    found = one(STEPS + parent + RAISED.format("RuntimeError: bad"))
+    assert found.message == "process 1 of mp.spawn raised RuntimeError: bad"
+    assert found.location is not None and found.location.path == "/job/a.py"
+
+
+def test_of_exceptions_that_are_alike_the_shown_one_is_whom_torchrun_noticed_first() -> None:
+    raised = RAISED.format("ValueError: bad")
+    report = SUMMARY.format(77) + SUMMARY.format(78).replace("rank      : 1", "rank      : 0")
+    first = one(STEPS + raised + "a line\nand one\nand one more\n" + raised + report)
+    assert first.ranks == (1,), "the first of the report"
+
+
+def test_the_stack_of_an_error_of_mpi_is_no_work() -> None:
+    mpi = (
+        "Abort(1090831) on node 0 (rank 0 in comm 0): Fatal error in PMPI_Init_thread: Unknown\n"
+        "MPIR_Init_thread(196): \nMPID_Init(1612)......: \nMPIR_pmi_init(142)...: returned -1\n"
+        "[cli_0]: write_line error; fd=9 buf=:cmd=abort exitcode=1090831\n:\n"
+        "system msg for write_line failure : Invalid argument\n"
+    )
+    found = one(mpi + "failed (exitcode: -11) local_rank: 0 (pid: 7) of binary: /bin/python\n")
+    assert found.message.endswith("had MPI fail in MPI_Init_thread, which ends the whole job")
+
+
+def test_numbers_of_lines_are_no_part_of_a_log() -> None:
+    raised = "[rank1]: " + RAISED.format("ValueError: bad").strip().replace("\n", "\n[rank1]: ")
+    numbered = "".join(f"{at:4d}  {line}\n" for at, line in enumerate(raised.split("\n"), 98))
+    cancelled = f" 130  {CANCELLED.splitlines()[-1]}\n"
+    found = one(
+        STEPS + numbered + " 129  srun: error: n1: task 1: Exited with exit code 1\n" + cancelled
+    )
+    assert (found.ranks, found.message) == ((1,), "rank 1 raised ValueError: bad")
 
 
 def test_versions_that_are_accepted_are_no_failure() -> None:

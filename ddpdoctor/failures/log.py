@@ -55,8 +55,9 @@ _EARLIER = 4_000
 """Bytes before a line in which its time and its rank are looked for."""
 
 _ROOT = "Root Cause (first observed failure)"
-_UNSTARTED = re.compile(r", in _initialize_workers$", re.MULTILINE)
-"""In the traceback of a launcher that did not start its ranks."""
+_UNSTARTED = re.compile(r", in (?:_initialize_workers|_find_and_load)$", re.MULTILINE)
+"""In the traceback of a launcher that did not start its ranks, and of a script that still imports:
+their stdout holds nothing back."""
 
 _LOCAL_RANK = re.compile(r"local_rank: (\d+)")
 _REPORTED = re.compile(
@@ -135,7 +136,8 @@ class LogReader:
         next_ = self._number if self._number > end + _MANY or self._goes_on(end) else 0
         size, is_last = self._offset, True
         for each in reversed(found):
-            held_back = each.traceback and size - each.order[1] - len(each.traceback) < _HELD_BACK
+            behind = size - each.order[1] - len(each.traceback)
+            held_back = _may_hold_back(each) and behind < _HELD_BACK
             each.behind = 0 if held_back else max(0, next_ - each.last - 1)
             of_rank = each.rank is not None and each.weight not in ENDED
             if of_rank and not is_last and each.behind < _MANY:
@@ -276,8 +278,7 @@ class LogReader:
         if at_work or (self._begins and is_step(text)):
             self._work[shape] += 1
             is_work = self._work[shape] >= AT_WORK
-            held_back = self._end.traceback and not _UNSTARTED.search(self._end.traceback)
-            self._end.followed = is_work and (self._begins or not held_back)
+            self._end.followed = is_work and (self._begins or not _may_hold_back(self._end))
         if self._end.followed or number > self._end.last + _FOLLOWS:
             self._end = None
 
@@ -374,6 +375,11 @@ def read(source: str, chunks: Iterable[bytes], place: int = 0) -> list[Sighting]
     for chunk in chunks:
         reader.feed(chunk)
     return reader.close()
+
+
+def _may_hold_back(sighting: Sighting) -> bool:
+    """Whether the process that raised it may print what it held back once it ends."""
+    return bool(sighting.traceback) and not _UNSTARTED.search(sighting.traceback)
 
 
 @functools.cache

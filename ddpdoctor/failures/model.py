@@ -11,6 +11,7 @@ from textwrap import indent
 from typing import NamedTuple
 
 from ddpdoctor.core.finding import Severity
+from ddpdoctor.failures.literals import LEAST, required
 
 _FIELD = re.compile(r"\{(\w+)\}")
 _OPTIONAL = re.compile(r"\[([^\[\]]*)\]")
@@ -130,42 +131,27 @@ class Failure:
     def literals(self) -> tuple[str, ...]:
         """Literals of which each text that the pattern matches has one; none if that is not clear.
 
-        They are looked for first: a pattern takes many times as long.
+        `recognise` looks for them first.
         """
-        found = tuple(max(runs, key=len) for runs in self.alternatives)
-        return found if all(len(each) >= _LEAST for each in found) else ()
-
-    @cached_property
-    def alternatives(self) -> tuple[tuple[str, ...], ...]:
-        """The literals outside of groups in each alternative of the pattern."""
-        alternatives: list[tuple[str, ...]] = [("",)]
-        for run, depth, ends in _runs(self.pattern):
-            if not depth:
-                alternatives[-1] += (run,)
-            if ends:
-                alternatives.append(("",))
-        return tuple(alternatives[:-1])
+        return required(self.pattern)
 
     @property
     def words(self) -> tuple[str, ...]:
         """All literals of the pattern that are a word at least: some of them are in each match."""
-        return tuple(run for run, _, _ in _runs(self.pattern) if len(run) >= _LEAST)
+        return tuple(run for run in _runs(self.pattern) if len(run) >= LEAST)
 
     @property
     def texts(self) -> tuple[str, ...]:
         """Parts of what is printed, for who searches for it."""
-        runs = (run.strip() for run, _, _ in _runs(re.sub(r"\[(\w)\w\]", r"\1", self.pattern)))
+        runs = (run.strip() for run in _runs(re.sub(r"\[(\w)\w\]", r"\1", self.pattern)))
         return tuple(run for run in runs if len(run) >= _TELLING)
 
     def match(self, text: str, traceback: str = "") -> Mapping[str, str] | None:
         """The groups of the first match in ``text``; None if it is not this failure."""
-        if self.literals and not any(literal in text for literal in self.literals):
-            return None
-        elsewhere = self.within and not re.search(self.within, traceback)
-        if elsewhere or (self.unless and re.search(self.unless, traceback or text)):
-            return None
         found = self.regex.search(text)
-        if found is None:
+        if found is None or (self.within and not re.search(self.within, traceback)):
+            return None
+        if self.unless and re.search(self.unless, traceback or text):
             return None
         return {name: value for name, value in found.groupdict().items() if value}
 
@@ -182,15 +168,13 @@ class Failure:
 _TOKEN = re.compile(
     r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?P<\w+>|\(\?<?[:=!]|\(\?\w+\)|\{[\d,]+\}\??|[*+?]\??|."
 )
-_LEAST = 3
 _TELLING = 10
 """Letters of a literal that a person may search for."""
 
 
-def _runs(pattern: str) -> Iterator[tuple[str, int, bool]]:
-    """The literals of a pattern, each with its depth, and whether it ends an alternative."""
+def _runs(pattern: str) -> Iterator[str]:
+    """The literals of a pattern."""
     run = ""
-    depth = 0
     for token in (*_TOKEN.findall(pattern), "|"):
         is_class = token[0] in "[^$." or (token[0] == "\\" and token[1].isalnum())
         if token[0] not in "|()*+?{" and not is_class:
@@ -199,9 +183,5 @@ def _runs(pattern: str) -> Iterator[tuple[str, int, bool]]:
         if token[0] in "*?{":
             # What is before it may be missing.
             run = run[:-1]
-        yield run, depth, token == "|" and not depth
+        yield run
         run = ""
-        if token[0] == "(" and not token.endswith(")"):
-            depth += 1
-        elif token == ")":
-            depth -= 1

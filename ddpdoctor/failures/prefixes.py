@@ -41,6 +41,9 @@ _PREFIX = re.compile(
     # A comment, as people post logs.
     r"|# (?=\[?rank|\s*File \"|Traceback|[\w.]+(?:Error|Exception|Interrupt)\b|[EW]\d{3,4} "
     r"|\[\d|\s|=|-)"
+    # The number of a line, as editors and `cat -n` show it.
+    r"| {0,6}\d{1,6}(?:\t| {1,2})(?=\[rank\d|Traceback \(|slurmstepd: |srun: |[EW]\d{4} "
+    r"|[\w.]{3,80}(?:Error|Exception|Interrupt)(?::|$)| {2,4}File \")"
 )
 TASK = "task "
 """Before the number of a task in ``Line.who``."""

@@ -35,7 +35,8 @@ _CONTINUED = re.compile(
     r"|Device-side assert|Exception raised from|frame #\d|C\+\+ CapturedTraceback|If you were att"
     r"|Parameter indices which|Parameters which did|making sure all|In addition, you can|NCCL WARN"
     r"|If you already have done the above|Since `find_unused|You can (?:also )?make|Hint:"
-    r"|size mismatch|Missing key|Unexpected key|(?:\[[^\]]+\] )?\*\*\* )"
+    r"|size mismatch|Missing key|Unexpected key|(?:\[[^\]]+\] )?\*\*\* "
+    r"|MPI\w*\(\d+\)|\[cli_\d+\]: |system msg for |:$)"
 )
 """Lines of torch's and MPI's messages that are not indented."""
 

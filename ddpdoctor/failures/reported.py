@@ -28,6 +28,8 @@ def with_ranks(sightings: Sequence[Sighting]) -> Sequence[Sighting]:
     alike = len({each.text for each in raised}) == 1
     if not alike or not ranks or any(each.rank is not None or each.who for each in raised):
         return sightings
+    # Whose process the log goes on after ended last.
+    raised.sort(key=lambda each: not each.final)
     given = {id(each): rank for each, rank in zip(raised, ranks, strict=False)}
     return [replace(e, rank=given[id(e)]) if id(e) in given else e for e in sightings]
 

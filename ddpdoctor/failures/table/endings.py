@@ -188,6 +188,17 @@ FAILURES = (
         fix=_LOG_DIR,
     ),
     Failure(
+        Known("DDP907", "spawned-failed", Weight.WRAPPER, "1.5 to 1.7"),
+        r"^Exception:?\s*$",
+        # The parent raises what its process printed, whose traceback follows.
+        within=r"multiprocessing/spawn\.py\", line \d+, in join",
+        says="failed, as the process that spawned it noticed; why is not in this log",
+        fix=_LOG_DIR,
+        examples=(
+            'Traceback (most recent call last):\n  File "/lib/torch/multiprocessing/spawn.py", line 119, in join\n    raise Exception(msg)\nException:',
+        ),
+    ),
+    Failure(
         Known("DDP907", "child-failed", Weight.WRAPPER, "1.13, 2.6, 2.13"),
         r"ChildFailedError|Process(?:Exited|Raised)Exception",
         examples=(

@@ -127,7 +127,7 @@ FAILURES = (
         r"|terminate called after throwing|^\s*what\(\):|Fatal Python error"
         r"|^(?:\w+\.)*[A-Z]\w*(?:Error|Exception)\(['\"]|^Error executing job|^Error in sys\.excepthook|Lmod has detected the foll"
         r"|^(?:\w+ )?(?:[Tt]raining|[Jj]ob|[Rr]un|[Ee]xperiment)(?: job)?(?: \S+)? (?:has )?(?:failed|aborted|crashed)\b"
-        r"|(?i:\bloss is (?:nan|inf\w*)\b)|^libc\+\+abi: terminating|process exited unexpectedly|panicked at |PBS: job killed: ",
+        r"|\b(?:[Ll]oss|LOSS) is (?:nan|NaN|NAN|[Ii]nf\w*)\b|^libc\+\+abi: terminating|process exited unexpectedly|panicked at |PBS: job killed: ",
         says="failed",
         fix="Collect the whole output of every rank, " + _OWN_LOG[0].lower() + _OWN_LOG[1:],
         # What TensorFlow, pip, NCCL's plugins and others print in healthy jobs, too.
