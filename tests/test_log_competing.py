@@ -32,6 +32,33 @@ def test_a_time_limit_is_no_cause_where_a_process_had_ended_before(before: str, 
     assert any("DUE TO TIME LIMIT" in each for each in found.evidence)
 
 
+def test_a_time_limit_that_ends_several_jobs_came_before_nothing() -> None:
+    assert len(one(STEPS + LIMIT + LIMIT).evidence) == 1
+
+
+def test_each_program_that_refuses_its_options_is_a_run() -> None:
+    first = "prune.py: error: unrecognized arguments: --dim 8\n"
+    found = one(first + first + "usage: quantize.py [-h]\nquantize.py: error: bad --iters\n")
+    assert found.message == "a process of the job refused its options: bad --iters"
+    assert any("in an earlier run" in each and "--dim 8" in each for each in found.evidence)
+
+
+def test_what_an_exception_was_raised_while_handling_is_shown() -> None:
+    locked = RAISED.format("OSError: Unable to lock file")
+    again = (
+        "\nDuring handling of the above exception, another exception occurred:\n\n"
+        'Traceback (most recent call last):\n  File "/job/a.py", line 9, in <module>\n    main()\n'
+        '  File "h5py/h5f.pyx", line 108, in h5py.h5f.create\nOSError: File exists\n'
+    )
+    found = one(locked + again)
+    assert found.message == "a process of the job raised OSError: File exists"
+    assert "it was raised while handling: OSError: Unable to lock file" in found.evidence
+    # A module of Cython names a file that is not there.
+    assert found.location is not None
+    assert (found.location.path, found.location.line) == ("/job/a.py", 9)
+    assert not any("while handling" in each for each in one(locked).evidence)
+
+
 def test_what_a_process_went_on_after_did_not_end_it() -> None:
     caught = PRINTED.format("OSError: cannot read a.jpg")
     found = one(STEPS + caught + "trying another\n" + RAISED.format("TypeError: bad"))

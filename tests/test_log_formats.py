@@ -223,6 +223,17 @@ def test_a_log_that_ends_in_the_middle() -> None:
     assert found.location.line == 7
 
 
+def test_a_log_that_ends_among_frames_of_libraries() -> None:
+    found = one(
+        "  0%|     | 0/23260 [00:00<?, ?it/s]Traceback (most recent call last):\n"
+        '  File "<frozen runpy>", line 88, in _run_code\n'
+        '  File "/lib/python3.12/site-packages/trainers/__main__.py", line 624, in <module>\n'
+    )
+    assert found.severity.label == "error"
+    assert "__main__.py" in found.evidence[0]
+    assert "missing: the end of its traceback" in found.evidence
+
+
 def test_a_traceback_within_json() -> None:
     lines = [{"log": f"{line}\n", "stream": "stderr"} for line in TRACEBACK.splitlines()]
     docker = "".join(f"{json.dumps(line)}\n" for line in lines)

@@ -14,6 +14,9 @@ _STDLIB = tuple(
     if path
 )
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_COMPILED = (".pyx", ".pxi", ".pxd")
+"""Sources of Cython modules, which tracebacks name by paths that are not on this machine."""
+
 _GENERATED = re.compile(r"[/\\]torchinductor_[^/\\]*[/\\]|[/\\](\w\w)[/\\]c\1[a-z2-7]{40,}\.py$")
 """Files that Inductor writes: in its usual directory, or by their names in another one."""
 
@@ -32,6 +35,6 @@ def user_file(filename: str) -> bool:
     """Whether a code object's file is the user's: not a library's, nor ours, nor generated."""
     if filename.startswith(("<", _PACKAGE)) or _GENERATED.search(filename):
         return False
-    if any(part in filename for part in _INSTALLED):
+    if filename.endswith(_COMPILED) or any(part in filename for part in _INSTALLED):
         return False
     return not filename.startswith(_STDLIB)

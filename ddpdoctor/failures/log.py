@@ -285,7 +285,7 @@ class LogReader:
     def _exception(self, printed: Printed) -> None:
         """A traceback has come to its end."""
         message = printed.message
-        if not message and not printed.location:
+        if not message and not printed.frames:
             return
         failure, groups = printed.known
         self._add(
@@ -302,6 +302,7 @@ class LogReader:
                 ignored=printed.survived and not message.startswith("KeyboardInterrupt"),
                 location=printed.location,
                 traceback=printed.text if printed.frames else "",
+                context=printed.context,
                 who=printed.who,
                 bare=printed.of_thread or not (printed.frames and message),
                 woven=printed.woven,

@@ -229,6 +229,19 @@ class Printed:
         return "" if at is None else "\n".join(text for text in self.lines[at:] if text.strip())
 
     @property
+    def context(self) -> str:
+        """The exception of a chain that was raised first; empty if there is no chain."""
+        chained = (
+            []
+            if self.woven
+            else [n for n, text in enumerate(self.lines) if kind_of(text) is Kind.CHAIN]
+        )
+        raised = (
+            [text for text in self.lines[: chained[0]] if _EXCEPTION.match(text)] if chained else []
+        )
+        return next((text for text in raised if HEAD not in text), "")
+
+    @property
     def text(self) -> str:
         """All of it."""
         return "\n".join(self.lines)

@@ -98,7 +98,7 @@ class _Log:
             own = takewhile(lambda seen: seen.weight == Weight.NOTE, reversed(self.runs[-1]))
             self._another(len(self.runs[-1]) - len(list(own)))
             self.begins = each.line
-        elif self._stillborn and _is_raised(each) and each.text != self._stillborn:
+        elif self._stillborn not in ("", each.text) and (_is_raised(each) or _is_refused(each)):
             self._another(len(self.runs[-1]))
         run = self.runs[-1]
         run.append(each)

@@ -48,6 +48,7 @@ class Sighting:
         final: It ended its process, as far as can be seen: nothing plain was written after it.
         location: The innermost line of the user's code, for exceptions.
         traceback: The whole text of it.
+        context: The exception that it was raised while handling, the first one of a chain.
         who: The process or node that the line's prefix names.
         bare: An exception without a traceback, which may be a remark.
         uncaught: It ended its process, whatever came after it.
@@ -74,6 +75,7 @@ class Sighting:
     final: bool = True
     location: Location | None = None
     traceback: str = ""
+    context: str = ""
     who: str = ""
     bare: bool = False
     uncaught: bool = False

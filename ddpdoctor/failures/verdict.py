@@ -16,6 +16,7 @@ from ddpdoctor.failures.waiting import Awaited, awaited, together
 
 _FIX = "Fix this exception first; failures of other ranks follow from it."
 _WHOSE = "lines do not say whose they are, and the log goes on after it"
+_CUT = "an exception whose message is cut off in the log"
 _SHOWN = 3
 _TOGETHER = 1.0
 """Seconds within which lines of different logs are of one moment: clocks differ."""
@@ -207,7 +208,10 @@ def _facts(first: Sighting, all_: Sequence[Sighting]) -> Iterator[str]:
     caught = [each for each in all_ if each.went_on and each.order < first.order]
     yield from (f"before it, and the log goes on after: {_printed(each)}" for each in caught[-1:])
     limits = (each for each in all_ if name_of(each) == "time-limit" and each.order > first.order)
-    yield from (f"it came before the end of its time: {_printed(each)}" for each in limits)
+    if name_of(first) != "time-limit":
+        yield from (f"it came before the end of its time: {_printed(each)}" for each in limits)
+    if first.context and first.context != first.text.partition("\n")[0]:
+        yield f"it was raised while handling: {shortened(first.context)}"
     if first.woven:
         yield "tracebacks of several processes are mixed here: its line is not certain"
     if first.failure is not None and "nccl" in first.text.lower():
@@ -242,6 +246,8 @@ def _doubts(first: Sighting, *, certain: bool, unordered: bool) -> Iterator[str]
         yield "the logs carry no times, so which of them was first is not known"
     if first.weight <= Weight.CONSEQUENCE:
         yield "missing: the output of the rank that failed first"
+    elif not first.text:
+        yield "missing: the end of its traceback"
     elif not certain:
         yield _WHOSE
 
@@ -258,7 +264,7 @@ def _sentence(first: Sighting, likely: bool) -> str:
     probably = "likely " if likely else ""
     subject = _subject(first)
     if first.failure is None and not first.text:
-        return f"{subject} {probably}raised an exception whose message is cut off in the log"
+        return f"{subject} {probably}raised {_CUT}"
     if first.failure is None:
         return f"{subject} {probably}raised {shortened(first.text.partition(chr(10))[0], 200)}"
     return f"{subject} {probably}{first.failure.said(first.groups)}"
@@ -275,7 +281,8 @@ def _subject(each: Sighting) -> str:
 
 
 def _printed(each: Sighting) -> str:
-    return f"{each.source}:{each.line}: {shortened(matching_line(each.failure, each.text))}"
+    text = matching_line(each.failure, each.text) or each.traceback.rstrip().rpartition("\n")[2]
+    return f"{each.source}:{each.line}: {shortened(text)}"
 
 
 def _consequences(first: Sighting, all_: Sequence[Sighting]) -> Iterator[str]:
@@ -296,7 +303,7 @@ def _later(each: Sighting, first: Sighting, why: str) -> str:
     if each.time is not None and first.time is not None:
         seconds = each.time - first.time
         delay = f" {seconds:.0f} s later" if _TOGETHER <= seconds <= ONE_RUN else ""
-    what = shortened(each.text.partition("\n")[0], 120)
+    what = shortened(each.text.partition("\n")[0], 120) or _CUT
     if each.failure is not None:
         what = each.failure.said(each.groups)
         return f"{_subject(each)}{delay}, {why}: it {what}"
