@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Mapping
 
+from ddpdoctor.failures.literals import any_of
 from ddpdoctor.failures.model import Failure, Page, Weight
 from ddpdoctor.failures.table import TABLE
 
@@ -17,6 +20,11 @@ _WITHOUT = {place for place, failure in enumerate(TABLE) if not failure.literals
 """Entries of the table whose matches need not hold any literal."""
 
 
+@functools.cache
+def _any() -> re.Pattern[str]:
+    return any_of(_LITERALS)
+
+
 def recognise(text: str, traceback: str = "") -> tuple[Failure, Mapping[str, str]] | None:
     """The heaviest known failure in a text, with its groups; None if it is unknown.
 
@@ -26,6 +34,8 @@ def recognise(text: str, traceback: str = "") -> tuple[Failure, Mapping[str, str
     """
     best: tuple[Failure, Mapping[str, str]] | None = None
     # Nearly all that a log takes is here: a pattern takes many times as long as its literals.
+    if not _WITHOUT and _any().search(text) is None:
+        return None
     held = [_LITERALS[literal] for literal in _LITERALS if literal in text]
     for place in sorted(_WITHOUT.union(*held)):
         failure = TABLE[place]

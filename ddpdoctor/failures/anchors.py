@@ -6,7 +6,7 @@ block is searched only if it has a line of a shape that was not seen before, or 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ddpdoctor.failures import TABLE
 from ddpdoctor.failures.lines import HEAD
@@ -40,6 +40,12 @@ _AT_ONCE = 300
 
 _REST = 15
 """Blocks until it is seen again whether lines repeat themselves."""
+
+_LONG = 200
+"""Letters of each end of a line's shape by which it is known to be nothing."""
+
+_OF_STATUS = (b" code", b"status", b"exitcode")
+"""Before a number that says whether a process failed: the next line like it may say more."""
 
 _NUMBERS = b"0123456789."
 
@@ -79,15 +85,13 @@ class Scan:
 
     def is_nothing(self, line: bytes) -> None:
         """Remember that lines like this one say nothing."""
-        if len(self._noise) < _NOISE:
+        if len(self._noise) < _NOISE and not any(word in line for word in _OF_STATUS):
             self._noise.add(_shape(line))
 
     def starts(self, block: bytes, first: int) -> Iterator[int]:
         """Where the lines of a block begin that hold an anchor, from an offset on."""
         found: dict[int, bytes] = {}
-        if self._is_plain(block[first:]):
-            return
-        for anchor in ANCHORS:
+        for anchor in self._held(block[first:]):
             at = block.find(anchor, first)
             tries = 0
             while at >= 0 and self._counts[anchor] < MOST and tries < _AT_ONCE:
@@ -109,20 +113,20 @@ class Scan:
                 self._counts[found[start]] += 1
                 yield start
 
-    def _is_plain(self, lines: bytes) -> bool:
-        """Whether lines of these shapes are known to hold no anchor, or to be nothing."""
+    def _held(self, lines: bytes) -> Sequence[bytes]:
+        """The anchors that may be in lines of shapes that are not known to be nothing."""
         if self._rest:
             self._rest -= 1
-            return False
-        shapes = set(lines.translate(None, _NUMBERS).split(b"\n")) - self._plain - self._noise
+            return ANCHORS
+        shapes = set(lines.translate(None, _NUMBERS).split(b"\n")) - self._plain
+        shapes = {each for each in shapes if _ends(each) not in self._noise}
         if 2 * len(shapes) > lines.count(b"\n") + 1:
             self._rest = _REST
         new = b"\n".join(shapes)
-        if any(anchor in new for anchor in _SHAPES):
-            return False
-        if len(self._plain) < _NOISE:
+        held = [anchor for anchor, shape in zip(ANCHORS, _SHAPES, strict=True) if shape in new]
+        if not held and len(self._plain) < _NOISE:
             self._plain |= shapes
-        return True
+        return held
 
     def _add(self, block: bytes, at: int, anchor: bytes, found: dict[int, bytes]) -> int:
         start, end = _line(block, at)
@@ -149,4 +153,9 @@ def _line(block: bytes, at: int) -> tuple[int, int]:
 
 
 def _shape(line: bytes) -> bytes:
-    return line[:400].rstrip(b"\r\n").translate(None, _NUMBERS)
+    return _ends(line.rstrip(b"\r\n").translate(None, _NUMBERS))
+
+
+def _ends(shape: bytes) -> bytes:
+    """Both ends of a line's shape: what is printed behind a progress bar stands last."""
+    return shape if len(shape) <= 2 * _LONG else shape[:_LONG] + shape[-_LONG:]

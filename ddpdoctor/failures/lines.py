@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import time
+from collections import Counter
 from pathlib import PurePath
 
 from ddpdoctor.core.opening import whole
@@ -19,6 +21,12 @@ _GLUED = re.compile(rf'(?<=\S)(?=  File "|{re.escape(HEAD)})')
 _DOCKER = re.compile(r'\{"log":\s?"(.*?)(?:\\[rn])*",\s?"stream"')
 _FIRST = 100
 """Texts of a line that overwrote each other: of more, those in the middle are not looked at."""
+
+_REDRAWN = 5
+"""Times that a bar is looked at which redraws itself."""
+
+_OF_BARS = b"0123456789.,:%|/<>#=? " + "█▏▎▍▌▋▊▉".encode()
+"""What changes from one time to the next."""
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 _GLOG = re.compile(r"\b[IWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})")
@@ -54,10 +62,24 @@ def segments(raw: bytes) -> list[str]:
     one that was quoted.
     """
     parts = raw.rstrip(b"\r\n").split(b"\r")
+    if len(parts) > _REDRAWN:
+        parts = _drawn(parts)
     texts = [without_bar(_text(part)) for part in parts[:_FIRST] + parts[_FIRST:][-_FIRST:]]
     if len(parts) > 1:
         texts = [text for text in texts if text] or [""]
     return [line for text in texts for line in _unquoted(text)]
+
+
+def _drawn(parts: list[bytes]) -> list[bytes]:
+    """The texts that overwrote each other, of each bar the first ones."""
+    seen = Counter[bytes]()
+    drawn = []
+    for part in parts:
+        shape = part.translate(None, _OF_BARS)
+        seen[shape] += 1
+        if seen[shape] <= _REDRAWN:
+            drawn.append(part)
+    return drawn
 
 
 def _unquoted(text: str) -> list[str]:
@@ -88,6 +110,7 @@ def rank_of_file(path: str) -> int | None:
     return whole(match[1]) if match else None
 
 
+@functools.lru_cache(maxsize=64)
 def time_of(text: str) -> float | None:
     """When a line was written, in seconds; only differences count, as zones are not known."""
     iso = _ISO.search(text)

@@ -8,7 +8,7 @@ from itertools import takewhile
 from ddpdoctor.failures.lines import HEAD, clean
 from ddpdoctor.failures.prefixes import split_line
 from ddpdoctor.failures.printed import Kind, kind_of
-from ddpdoctor.failures.sightings import ALIKE, NUMBER
+from ddpdoctor.failures.sightings import ALIKE
 
 _BEGINNING = 20
 """Lines at the beginning of a log that are compared with those behind an end."""
@@ -27,6 +27,7 @@ COMPLAINT = re.compile(
 
 PROGRESS = re.compile(r"(?i)step|epoch|iter|loss|\bit/s|\bs/it|\d/\d+ ")
 _STEP = re.compile(r"(?i)\b(?:step|epoch|iter\w*)\W{1,3}\d|\d/\d+ .*\d\s?(?:it/s|s/it)")
+_VARYING = re.compile(r"[\d.,:]+|[ █▏▎▍▌▋▊▉#\ufffd]{2,}")
 WORDS = re.compile(r"[A-Za-z]{3}")
 
 
@@ -41,8 +42,8 @@ def is_step(text: str) -> bool:
 
 
 def shape_of(text: str) -> str:
-    """The beginning of a line without its numbers: steps look alike."""
-    return NUMBER.sub("", text)[:ALIKE]
+    """The beginning of a line without its numbers and bars: steps look alike."""
+    return _VARYING.sub("", text)[:ALIKE]
 
 
 def beginning_of(data: bytes) -> frozenset[str]:
