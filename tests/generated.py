@@ -16,8 +16,7 @@ from ddpdoctor.run.names import FORMAT, rank_stem
 from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.process import ErrorRecord, OpenRecord
 from ddpdoctor.run.records.supervisor import JobRecord, RankExitRecord
-from ddpdoctor.run.snapshot import PHASES
-from ddpdoctor.run.status import Parts, Phase, StatusPage, page_name, page_text
+from ddpdoctor.run.status import PHASES, Parts, Phase, StatusPage, page_name, page_text
 from ddpdoctor.system.gpu.poller import file_name
 
 MS = 1_000_000

@@ -17,6 +17,7 @@ from ddpdoctor.core.finding import RULES, examine
 from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.process import EndRecord
 from ddpdoctor.run.records.supervisor import RankExitRecord
+from ddpdoctor.run.requests import Asking
 from ddpdoctor.run.snapshot import NO_RECORDS, Rank, Records, Run
 from ddpdoctor.run.status import Phase
 from ddpdoctor.stacks.model import ENDING, from_record
@@ -53,7 +54,9 @@ class Watched:
         self.page = status(0, Phase.ENDED)._replace(pid=pid)
         self.exits: RankExitRecord | None = None
         self.started = True
-        self.watch = HangWatch(path, 0.1, self.told.records.append, self.told.note, lambda: None)
+        self.watch = HangWatch(
+            path, Asking(str(path)), 0.1, self.told.records.append, self.told.note, lambda: None
+        )
         told = {**stacks(0, ("/job/log.py", 8, "finish")), "trouble": ENDING}
         seen = from_record({**told, "pid": pid, "state": {"letter": "S"}})
         monkeypatch.setattr(examination, "capture", lambda *_, **__: (seen,))

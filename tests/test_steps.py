@@ -13,7 +13,8 @@ import pytest
 
 from ddpdoctor.run.records.process import FaultRecord
 from ddpdoctor.run.records.training import StepRecord
-from ddpdoctor.run.snapshot import PHASES, Run
+from ddpdoctor.run.snapshot import Run
+from ddpdoctor.run.status import PHASES
 from tests.conftest import JOBS, Doctor, Result, marked
 
 PAUSE = 40_000_000

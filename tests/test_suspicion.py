@@ -217,7 +217,9 @@ class Watched:
 
     def __init__(self, directory: Path, hook: str = "", group: tuple[int, ...] = (0, 1)) -> None:
         self.written: list[Record] = []
-        self.suspicions = Suspicions(directory, self.written.append)
+        self.suspicions = Suspicions(
+            SuspicionWriter(str(directory / SUSPICION)), self.written.append
+        )
         self.reader = SuspicionReader(str(directory / SUSPICION))
         self.path = directory
         told = {"kind": "tensors", "module": 0, "group": list(group), "hook": hook}

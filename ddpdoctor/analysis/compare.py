@@ -12,7 +12,8 @@ from statistics import median
 
 from ddpdoctor.analysis.pace import NOTICEABLE
 from ddpdoctor.run import code
-from ddpdoctor.run.snapshot import PHASES, Run
+from ddpdoctor.run.snapshot import Run
+from ddpdoctor.run.status import PHASES
 from ddpdoctor.run.step_series import PARTS, RankSeries, Series, series
 
 WARM_UP = 10

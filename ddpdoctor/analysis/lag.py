@@ -16,7 +16,8 @@ from ddpdoctor.analysis.pace import BORNE_OUT, WARM_UP, own_time, stands_out
 from ddpdoctor.analysis.stages import Stage, alike, stages
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.training import StepRecord
-from ddpdoctor.run.snapshot import PHASES, Rank, Run
+from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.status import PHASES
 
 ENOUGH = 20
 """Steps that a verdict needs, after the warm-up."""

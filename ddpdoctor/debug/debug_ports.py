@@ -1,15 +1,18 @@
-"""The ports at which debuggers attach: one per rank of this node, in one block."""
+"""Where debuggers attach: a block of ports, one per rank of this node, and sockets beside them."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import ipaddress
+import os
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import LOOPBACK
+from ddpdoctor.run.names import CONTROL, short_path
 
 _LAST = 65535
 _ATTEMPTS = 200
@@ -38,6 +41,32 @@ class Ports:
         """Stop listening."""
         for listener in self.listeners:
             listener.close()
+
+
+class Doors:
+    """The sockets of a run directory: the ranks' control socket, and one beside each port.
+
+    Args:
+        directory: The run directory.
+        count: The number of ports.
+
+    Raises:
+        OSError: A socket cannot be made.
+    """
+
+    def __init__(self, directory: Path, count: int) -> None:
+        self.control = _private_socket(str(directory / CONTROL))
+        self.paths = [str(directory / f"debug-{index}.sock") for index in range(count)]
+        self.listeners = [_private_socket(path) for path in self.paths]
+
+    def close(self) -> None:
+        """Stop listening."""
+        for door in (self.control, *self.listeners):
+            door.close()
+        # Nothing listens there any more, and a socket cannot be copied with the directory.
+        for path in self.paths:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
 
 
 def bind_block(host: str, first: int, count: int) -> Ports:
@@ -118,3 +147,17 @@ def _any_port(host: str) -> int:
     with listener:
         port: int = listener.getsockname()[1]
     return port
+
+
+def _private_socket(path: str) -> socket.socket:
+    """A Unix socket that listens, for this user alone."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with short_path(path) as short:
+            made.bind(short)
+            os.chmod(short, 0o600)
+        made.listen(128)
+    except OSError:
+        made.close()
+        raise
+    return made

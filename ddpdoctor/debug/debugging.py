@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.faults import Faults
@@ -14,13 +14,15 @@ from ddpdoctor.core.ranks import named
 from ddpdoctor.core.working_directory import relative
 from ddpdoctor.debug import debug_ports
 from ddpdoctor.debug.editor import Editor
-from ddpdoctor.debug.gateway import Gateway
 from ddpdoctor.debug.partial_stops import PartialStops
 from ddpdoctor.run.environment import DEBUG
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.supervisor import DebugRecord
-from ddpdoctor.run.snapshot import Run
 from ddpdoctor.system import peers
+
+if TYPE_CHECKING:
+    from ddpdoctor.debug.gateway import Gateway
+    from ddpdoctor.run.snapshot import Run
 
 ASIDE = 1000
 """How far the default ports move for a script that uses debugpy itself."""
@@ -69,14 +71,8 @@ class Debugging:
             first += ASIDE
         self._editor = Editor(own, command.script)
         self._ports = debug_ports.bind_block(own.debug_host, first, count)
-        self._gateway = Gateway(
-            self._ports,
-            unidentified=own.debug_unidentified,
-            gate=own.wait_for_attach,
-            ends_job=own.stop_with_debugger,
-            hold_errors=own.debug_on_error,
-            expected=command.local_ranks,
-        )
+        self._doors: debug_ports.Doors | None = None
+        self._gateway: Gateway | None = None
         self._stops = PartialStops()
         self._written: dict[int, int] = {}
         self._expects = False
@@ -105,7 +101,7 @@ class Debugging:
         return {
             "host": self._ports.host,
             "ports": list(self._ports.numbers),
-            "sockets": self._gateway.sockets,
+            "sockets": [] if self._doors is None else self._doors.paths,
             "workspace": None if workspace is None else str(workspace),
             "label": self._editor.label,
         }
@@ -116,7 +112,7 @@ class Debugging:
         Raises:
             OSError: The control socket cannot be made.
         """
-        self._gateway.open(directory)
+        self._doors = debug_ports.Doors(directory, len(self._ports.listeners))
         port = self._ports.numbers[0]
         self._speaker.faults.guarded("launch.json", self._editor.claim, directory, port)
         if self._command.one_node and self._command.local_ranks is not None:
@@ -124,12 +120,32 @@ class Debugging:
         self._announce()
 
     def start(self, news: Callable[[], None]) -> None:
-        """Serve; ``news`` is called, from another thread, when :meth:`look` has something to do."""
+        """Serve; ``news`` is called, from another thread, when :meth:`look` has something to do.
+
+        Ranks that came before wait in the sockets: the job does not wait for asyncio's import.
+        """
+        from ddpdoctor.debug.gateway import Gateway
+
+        assert self._doors is not None
+        own = self._command.own
+        self._gateway = Gateway(
+            self._ports,
+            self._doors,
+            unidentified=own.debug_unidentified,
+            gate=own.wait_for_attach,
+            ends_job=own.stop_with_debugger,
+            hold_errors=own.debug_on_error,
+            expected=self._command.local_ranks,
+        )
         self._gateway.start(news)
 
     def stop(self) -> None:
         """The run is over."""
-        self._gateway.stop()
+        if self._gateway is not None:
+            self._gateway.stop()
+        self._ports.close()
+        if self._doors is not None:
+            self._doors.close()
         self._speaker.faults.guarded("launch.json", self._restore_file)
 
     def _announce(self) -> None:
@@ -171,6 +187,8 @@ class Debugging:
 
     def look(self) -> list[DebugRecord]:
         """Take in what has happened, say it, and return its records for the journal."""
+        if self._gateway is None:
+            return []
         records = self._gateway.take()
         for state in ("attached", "detached"):
             ranks = [each.rank for each in records if each.state == state and each.rank is not None]
@@ -186,8 +204,8 @@ class Debugging:
 
     def look_at(self, run: Run) -> None:
         """Say which ranks wait for one that stands in the debugger."""
-        text = self._stops.look(run, self._gateway.stops)
-        if text:
+        stops = () if self._gateway is None else self._gateway.stops
+        if text := self._stops.look(run, stops):
             self._speaker.say(text)
 
     def _say(self, record: DebugRecord) -> None:
@@ -207,7 +225,7 @@ class Debugging:
                 f"rank {rank} wants a debugger, but all {len(self._ports.numbers)} ports "
                 "are taken by other ranks: it goes on"
             )
-        elif state == "listening":
+        elif state == "listening" and self._gateway is not None:
             every = len(record.ranks) == len(self._gateway.ranks)
             who = "" if every else f" to {named(record.ranks)}"
             self._speaker.say(

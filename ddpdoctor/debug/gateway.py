@@ -9,22 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ddpdoctor.debug.admission import Admission
 from ddpdoctor.debug.clients import Clients
-from ddpdoctor.debug.debug_ports import Ports
+from ddpdoctor.debug.debug_ports import Doors, Ports
 from ddpdoctor.debug.ranks import Ranks
 from ddpdoctor.debug.slots import Slots, Stop
-from ddpdoctor.run.names import CONTROL, short_path
 from ddpdoctor.run.records.supervisor import DebugRecord
 
 _SOCKET_STAYS: dict[str, Any] = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
@@ -36,6 +32,7 @@ class Gateway:
 
     Args:
         ports: The listening sockets.
+        doors: Those in the run directory, which are open.
         unidentified: Serve clients at the ports whose user cannot be determined, too.
         gate: Ranks that have to be attached before any may start; all of them if empty; None for
             no gate.
@@ -48,6 +45,7 @@ class Gateway:
     def __init__(
         self,
         ports: Ports,
+        doors: Doors,
         *,
         unidentified: bool,
         gate: frozenset[int] | None,
@@ -56,6 +54,7 @@ class Gateway:
         expected: int | None,
     ) -> None:
         self._ports = ports
+        self._doors = doors
         self._slots = Slots(ports.numbers)
         admission = Admission(unidentified, self._slots.report)
         self._ranks = Ranks(
@@ -65,25 +64,9 @@ class Gateway:
         self._main_task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = threading.Event()
-        self._control: socket.socket | None = None
-        self._doors: list[socket.socket] = []
         self._thread = threading.Thread(target=self._serve, name="ddpdoctor-gateway", daemon=True)
-        self.sockets: list[str] = []
-        """The Unix socket beside each port, once there is one."""
 
     # -- from the supervisor's thread
-
-    def open(self, directory: Path) -> None:
-        """Make the sockets in ``directory``: the ranks' control socket, and one beside each port.
-
-        Raises:
-            OSError: A socket cannot be made.
-        """
-        self._control = _private_socket(str(directory / CONTROL))
-        for slot in self._slots:
-            path = str(directory / f"debug-{slot.index}.sock")
-            self._doors.append(_private_socket(path))
-            self.sockets.append(path)
 
     def start(self, news: Callable[[], None]) -> None:
         """Serve, from its own thread, which calls ``news`` when there is some to take."""
@@ -99,13 +82,7 @@ class Gateway:
                 loop.call_soon_threadsafe(self._cancel)
             self._thread.join(2.0)
         self._ports.close()
-        for door in (self._control, *self._doors):
-            if door is not None:
-                door.close()
-        # Nothing listens there any more, and a socket cannot be copied with the directory.
-        for path in self.sockets:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+        self._doors.close()
 
     def take(self) -> list[DebugRecord]:
         """What has happened since the last call: ``debug`` records for the journal."""
@@ -130,15 +107,16 @@ class Gateway:
             self._report("broken", error)
 
     async def _main(self) -> None:
-        assert self._control is not None
         self._loop = asyncio.get_running_loop()
         # Else asyncio would write its tracebacks between the job's lines.
         self._loop.set_exception_handler(self._fault)
         servers: list[asyncio.Server] = [
-            await asyncio.start_unix_server(self._ranks.take, sock=self._control, **_SOCKET_STAYS)
+            await asyncio.start_unix_server(
+                self._ranks.take, sock=self._doors.control, **_SOCKET_STAYS
+            )
         ]
         for slot, listener, door in zip(
-            self._slots, self._ports.listeners, self._doors, strict=True
+            self._slots, self._ports.listeners, self._doors.listeners, strict=True
         ):
             take = partial(self._clients.take, slot)
             servers.append(await asyncio.start_server(take, sock=listener))
@@ -165,17 +143,3 @@ class Gateway:
     def _cancel(self) -> None:
         if self._main_task is not None:
             self._main_task.cancel()
-
-
-def _private_socket(path: str) -> socket.socket:
-    """A Unix socket that listens, for this user alone."""
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        with short_path(path) as short:
-            made.bind(short)
-            os.chmod(short, 0o600)
-        made.listen(128)
-    except OSError:
-        made.close()
-        raise
-    return made

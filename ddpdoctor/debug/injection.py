@@ -63,13 +63,18 @@ def serve(pid: int, first_port: int, say: Callable[[str], None]) -> None:
         DoctorError: debugpy could not be brought there, or no port is free.
     """
     ports = debug_ports.bind_block(LOOPBACK, first_port, 1)
-    gateway = Gateway(
-        ports, unidentified=False, gate=None, ends_job=False, hold_errors=False, expected=1
-    )
     news = threading.Event()
     with tempfile.TemporaryDirectory(prefix="ddpdoctor-attach-") as directory:
+        gateway = Gateway(
+            ports,
+            debug_ports.Doors(Path(directory), 1),
+            unidentified=False,
+            gate=None,
+            ends_job=False,
+            hold_errors=False,
+            expected=1,
+        )
         try:
-            gateway.open(Path(directory))
             gateway.start(news.set)
             _inject(pid, directory)
             if not _happens("ready", gateway, news, say, JOINS):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ddpdoctor.core.ranks import named
 from ddpdoctor.core.units import duration
 from ddpdoctor.core.working_directory import relative_place
-from ddpdoctor.debug.slots import Stop
-from ddpdoctor.run.snapshot import Run
 from ddpdoctor.run.status import Phase, Status
+
+if TYPE_CHECKING:
+    from ddpdoctor.debug.slots import Stop
+    from ddpdoctor.run.snapshot import Run
 
 PATIENCE = 2.0
 """Seconds in which all ranks may reach the same breakpoint."""

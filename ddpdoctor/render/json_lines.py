@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddpdoctor.core.control_characters import json_text
 from ddpdoctor.core.finding import Finding, to_record
 from ddpdoctor.run.records.supervisor import FindingRecord
 from ddpdoctor.run.reported import Withdrawn, from_journal
-from ddpdoctor.run.snapshot import Run
+
+if TYPE_CHECKING:
+    from ddpdoctor.run.snapshot import Run
 
 FORMAT = 1
 """Goes up when a line means something else; new keys may come without."""

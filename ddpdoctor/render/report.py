@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from ddpdoctor.core.control_characters import shown
 from ddpdoctor.core.errors import DoctorError
@@ -17,7 +18,9 @@ from ddpdoctor.core.working_directory import relative
 from ddpdoctor.render import summary, terminal
 from ddpdoctor.run import rundir
 from ddpdoctor.run.reported import Event, FindingLog, Reported, Withdrawn, in_words
-from ddpdoctor.run.snapshot import Run
+
+if TYPE_CHECKING:
+    from ddpdoctor.run.snapshot import Run
 
 PREFIX = "ddpdoctor: "
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import median
+from typing import TYPE_CHECKING
 
 from ddpdoctor.core import units
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.run.records.process import OverrideRecord
 from ddpdoctor.run.records.supervisor import UnwatchedRecord
-from ddpdoctor.run.snapshot import PHASES, Run
+from ddpdoctor.run.status import PHASES
+
+if TYPE_CHECKING:
+    from ddpdoctor.run.snapshot import Run
 
 
 def lines(run: Run) -> Iterator[str]:

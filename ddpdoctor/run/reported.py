@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ddpdoctor.core.finding import RULES, Finding, Location, Severity, explains
 from ddpdoctor.core.relations import ABORT, MISPAIRED, fact
 from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.supervisor import FindingRecord, FoundLocation, RetractionRecord
-from ddpdoctor.run.snapshot import Run
+
+if TYPE_CHECKING:
+    from ddpdoctor.run.snapshot import Run
 
 PATIENCE = 3
 """Examinations in a row that do not find it before a finding is withdrawn while the job runs."""

@@ -34,9 +34,6 @@ from ddpdoctor.run.status import Status
 HANG = "hang-*.json"
 """The files with what was gathered while a job made no progress, in alphabetical order."""
 
-PHASES = ("data", "forward", "backward", "optimizer", "other")
-"""The phases whose sum is a rank's own time; ``wait`` is the rest of a step."""
-
 MOST_EXPANDED = 1 << 11
 """Steps that the lines of a rank are taken to stand for at most, if there are fewer lines."""
 

@@ -15,6 +15,9 @@ from typing import NamedTuple
 from ddpdoctor.run import mapped
 from ddpdoctor.run.names import FORMAT
 
+PHASES = ("data", "forward", "backward", "optimizer", "other")
+"""The phases whose sum is a rank's own time; ``wait`` is the rest of a step."""
+
 
 class Phase(IntEnum):
     """What the training thread of a rank is doing."""

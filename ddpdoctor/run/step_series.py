@@ -20,7 +20,8 @@ from ddpdoctor.core import opening
 from ddpdoctor.run.names import rank_stem
 from ddpdoctor.run.records.decode import parse
 from ddpdoctor.run.records.training import StepRecord
-from ddpdoctor.run.snapshot import PHASES, Rank, Run
+from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.status import PHASES
 
 PARTS = (*PHASES, "wait")
 """What a step is divided into, in the order of :attr:`RankSeries.parts`."""

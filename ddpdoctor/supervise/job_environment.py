@@ -6,7 +6,6 @@ import os
 import socket
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 
 from ddpdoctor import __version__
@@ -39,6 +38,8 @@ def environment(
 
 def manifest(directory: Path, command: Command, debugging: Debugging | None) -> JsonObject:
     """The content of run.json."""
+    from importlib import metadata
+
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:

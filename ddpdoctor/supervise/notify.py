@@ -15,7 +15,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ddpdoctor import __version__
@@ -25,8 +25,10 @@ from ddpdoctor.core.job import Command
 from ddpdoctor.core.relations import STANDSTILL
 from ddpdoctor.render import json_lines, summary
 from ddpdoctor.run.reported import Event, Reported, in_words
-from ddpdoctor.run.snapshot import Run
 from ddpdoctor.supervise import processes
+
+if TYPE_CHECKING:
+    from ddpdoctor.run.snapshot import Run
 
 TIMEOUT = 10.0
 """Seconds that a target has for one message."""

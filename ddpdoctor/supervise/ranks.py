@@ -8,14 +8,17 @@ import signal
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import psutil
 
 from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.records.supervisor import RankExitRecord
-from ddpdoctor.run.snapshot import Run
 from ddpdoctor.system import proc
 from ddpdoctor.system.oom import OomWatch
+
+if TYPE_CHECKING:
+    from ddpdoctor.run.snapshot import Run
 
 LEFTOVER_PATIENCE = 4.0
 """Seconds that a dead rank's DataLoader worker has to notice by itself.

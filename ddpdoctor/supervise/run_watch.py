@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import Command
@@ -16,25 +17,28 @@ from ddpdoctor.debug.debugging import Debugging
 from ddpdoctor.render.report import Reporter
 from ddpdoctor.run import code, rundir
 from ddpdoctor.run.journal import Journal
-from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.process import EndRecord, ErrorRecord, ExitRecord, FaultRecord
 from ddpdoctor.run.records.supervisor import JobRecord, SignalRecord, UnwatchedRecord
-from ddpdoctor.run.snapshot import Run
+from ddpdoctor.run.requests import PROFILE, SUSPICION, Asking, SuspicionWriter
 from ddpdoctor.supervise import job_environment
-from ddpdoctor.supervise.gpu_poll import GpuPoll
-from ddpdoctor.supervise.gpu_watch import GpuWatch
-from ddpdoctor.supervise.hangs.watch import HangWatch
 from ddpdoctor.supervise.keepers import Keepers
 from ddpdoctor.supervise.notify import Notifications
 from ddpdoctor.supervise.passthrough import Passthrough
 from ddpdoctor.supervise.ranks import RankWatch
 from ddpdoctor.supervise.showing import Showing
 from ddpdoctor.supervise.signals import JobSignals
-from ddpdoctor.supervise.stragglers import Stragglers
-from ddpdoctor.supervise.suspicions import Suspicions
 from ddpdoctor.supervise.unwatched import Unwatched, bare_option, of_option
-from ddpdoctor.supervise.vitals import Vitals
+
+if TYPE_CHECKING:
+    from ddpdoctor.run.reader import RunReader
+    from ddpdoctor.run.snapshot import Run
+    from ddpdoctor.supervise.gpu_poll import GpuPoll
+    from ddpdoctor.supervise.gpu_watch import GpuWatch
+    from ddpdoctor.supervise.hangs.watch import HangWatch
+    from ddpdoctor.supervise.stragglers import Stragglers
+    from ddpdoctor.supervise.suspicions import Suspicions
+    from ddpdoctor.supervise.vitals import Vitals
 
 EXAMINE = 5.0
 """Seconds between two examinations of a job in which nothing has happened."""
@@ -82,7 +86,7 @@ class RunWatch:
         self._keepers = keepers
         self._signals = signals
         self._ranks = RankWatch()
-        self._gpus = GpuWatch()
+        self._gpus: GpuWatch | None = None
         self._gpu_poll: GpuPoll | None = None
         self._unwatched_ranks = Unwatched(job_environment.ENTRY)
         self._showing: Showing | None = None
@@ -90,6 +94,7 @@ class RunWatch:
         self._journal: Journal | None = None
         self._lock: rundir.Lock | None = None
         self.notifications = Notifications(command, reporter.say)
+        self._requests: tuple[Asking, Asking, SuspicionWriter] | None = None
         self._hangs: HangWatch | None = None
         self._watches: dict[str, Suspicions | Stragglers | HangWatch | Vitals] = {}
         self.killed = False
@@ -111,25 +116,14 @@ class RunWatch:
         try:
             self._lock = rundir.Lock(directory)
             self._open_debugger(directory)
-            manifest = job_environment.manifest(directory, self._command, self._debugging)
-            rundir.put(directory / rundir.MANIFEST, json.dumps(manifest, indent=1).encode())
             self._journal = Journal(str(directory / "supervisor.jsonl"), 1 << 24)
-            self._reader = RunReader(directory)
-            self._showing = Showing(directory, self._passthrough)
-            self._watches["the suspicions"] = Suspicions(directory, self.write)
-            self._watches["the straggler watch"] = Stragglers(directory, self.write)
-            self._watches["the record of memory and GPUs"] = Vitals(directory)
-            self._hangs = HangWatch(
-                directory,
-                self._command.own.hang_after,
-                self.write,
-                self._reporter.note,
-                self._signals.wake,
+            self._requests = (
+                Asking(str(directory)),
+                Asking(str(directory), PROFILE),
+                SuspicionWriter(str(directory / SUSPICION)),
             )
-            self._watches[_HANGS] = self._hangs
         except (OSError, DoctorError) as error:
-            self._reporter.warn(f"cannot write the run directory ({error}); the job runs unwatched")
-            self._stop_watching()
+            self._give_up(error)
         except Exception as error:
             self._reporter.faults.failed([("the start of the watch", error)])
             self._stop_watching()
@@ -138,6 +132,10 @@ class RunWatch:
             why = of_option(option)
             self._reporter.say(f"{why}: leave out {option}, or this process is not watched")
             self.write(UnwatchedRecord(time=time.time_ns(), why=why))
+
+    def _give_up(self, error: Exception) -> None:
+        self._reporter.warn(f"cannot write the run directory ({error}); the job runs unwatched")
+        self._stop_watching()
 
     def _stop_watching(self) -> None:
         """Let the job run, and do nothing else."""
@@ -168,15 +166,54 @@ class RunWatch:
     def started(self) -> None:
         """The job's command has started."""
         if self._directory is not None:
-            with contextlib.suppress(OSError, DoctorError):
-                rundir.publish(self._directory)
-            self._guarded("the record of the code", code.keep, self._directory, self._command.argv)
-            self._gpu_poll = GpuPoll(self._directory)
-            self._guarded("the GPU poll", self._gpu_poll.start)
+            self._begin(self._directory)
         if self._debugging is not None:
             self._guarded(_DEBUGGER, self._debugging.start, self._signals.wake)
         if self._hangs is not None:
             self._guarded(_HANGS, self._hangs.begin, self._keepers.pid)
+
+    def _begin(self, directory: Path) -> None:
+        """Make what looks at the run; the job, which starts, does not wait for the imports."""
+        try:
+            manifest = job_environment.manifest(directory, self._command, self._debugging)
+            rundir.put(directory / rundir.MANIFEST, json.dumps(manifest, indent=1).encode())
+        except OSError as error:
+            self._give_up(error)
+            return
+        with contextlib.suppress(OSError, DoctorError):
+            rundir.publish(directory)
+        self._guarded("the record of the code", code.keep, directory, self._command.argv)
+        self._guarded("the start of the watch", self._begin_to_look, directory)
+
+    def _begin_to_look(self, directory: Path) -> None:
+        from ddpdoctor.run.reader import RunReader
+        from ddpdoctor.supervise.gpu_poll import GpuPoll
+        from ddpdoctor.supervise.gpu_watch import GpuWatch
+        from ddpdoctor.supervise.hangs.watch import HangWatch
+        from ddpdoctor.supervise.stragglers import Stragglers
+        from ddpdoctor.supervise.suspicions import Suspicions
+        from ddpdoctor.supervise.vitals import Vitals
+
+        if self._requests is None:
+            return
+        self._reader = RunReader(directory)
+        self._showing = Showing(directory, self._passthrough)
+        examination, profile, suspicion = self._requests
+        self._watches["the suspicions"] = Suspicions(suspicion, self.write)
+        self._watches["the straggler watch"] = Stragglers(profile, self.write)
+        self._watches["the record of memory and GPUs"] = Vitals(directory)
+        self._hangs = HangWatch(
+            directory,
+            examination,
+            self._command.own.hang_after,
+            self.write,
+            self._reporter.note,
+            self._signals.wake,
+        )
+        self._watches[_HANGS] = self._hangs
+        self._gpus = GpuWatch()
+        self._gpu_poll = GpuPoll(directory)
+        self._guarded("the GPU poll", self._gpu_poll.start)
 
     # -- while the job runs
 
@@ -225,7 +262,8 @@ class RunWatch:
         if self._debugging is not None:
             guarded(_DEBUGGER, self._debugging.look_at, run)
         guarded(_RANKS, self._note, partial(self._ranks.follow, run))
-        if guarded("the GPU watch", self._note, partial(self._gpus.look_at, run)):
+        gpus = self._gpus
+        if gpus and guarded("the GPU watch", self._note, partial(gpus.look_at, run)):
             self._happened = self._happened or now
         for name, watch in self._watches.items():
             if guarded(name, watch.look, run):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from ddpdoctor.analysis.lag import Lag, lags
 from ddpdoctor.analysis.reasons import PATIENCE
@@ -13,7 +12,7 @@ from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.supervisor import BusyProcess, CoreClock, ProfileRequestRecord
 from ddpdoctor.run.records.training import ProfileRecord
-from ddpdoctor.run.requests import MOST_PROFILES, PROFILE, Asking
+from ddpdoctor.run.requests import MOST_PROFILES, Asking
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.system import proc
 from ddpdoctor.system.core_clocks import CoreClocks
@@ -36,15 +35,12 @@ class Stragglers:
     """Watches the pace of the ranks.
 
     Args:
-        directory: The run directory.
+        page: By which ranks are asked for a profile.
         write: Writes a record of the supervisor.
-
-    Raises:
-        OSError: The file for the ranks cannot be made.
     """
 
-    def __init__(self, directory: Path, write: Callable[[Record], None]) -> None:
-        self._page = Asking(str(directory), PROFILE)
+    def __init__(self, page: Asking, write: Callable[[Record], None]) -> None:
+        self._page = page
         self._write = write
         self._asked = 0
         self._looked = 0.0

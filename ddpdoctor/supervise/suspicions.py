@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from ddpdoctor.analysis.replicas import AVERAGED, PATIENCE, unpacked
 from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.replicas import ElementsRecord, FingerprintRecord, TensorsRecord
 from ddpdoctor.run.records.supervisor import SuspicionRecord
-from ddpdoctor.run.requests import SUSPICION, Suspicion, SuspicionWriter
+from ddpdoctor.run.requests import Suspicion, SuspicionWriter
 from ddpdoctor.run.snapshot import Rank, Run
 
 STEPS = 16
@@ -38,15 +37,12 @@ class Suspicions:
     """Compares the fingerprints of a run as they come in.
 
     Args:
-        directory: The run directory.
+        page: Where ranks read what is suspected.
         write: Writes a record of the supervisor.
-
-    Raises:
-        OSError: The file for the ranks cannot be made.
     """
 
-    def __init__(self, directory: Path, write: Callable[[Record], None]) -> None:
-        self._page = SuspicionWriter(str(directory / SUSPICION))
+    def __init__(self, page: SuspicionWriter, write: Callable[[Record], None]) -> None:
+        self._page = page
         self._write = write
         self._begin(0)
 

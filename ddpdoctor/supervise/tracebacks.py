@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddpdoctor.core import opening
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.run import rundir
-from ddpdoctor.run.snapshot import Run
+
+if TYPE_CHECKING:
+    from ddpdoctor.run.snapshot import Run
 
 
 def keep(run: Run, finding: Finding) -> Path | None:

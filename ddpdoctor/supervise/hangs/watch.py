@@ -49,18 +49,17 @@ class HangWatch:
 
     Args:
         directory: The run directory.
+        asking: By which ranks are asked for their stacks.
         hang_after: Seconds, if a person named them.
         write: Writes a record of the supervisor.
         note: Says that the job goes on again.
         wake: Wakes the supervisor's loop.
-
-    Raises:
-        OSError: The file by which ranks are asked cannot be made.
     """
 
     def __init__(
         self,
         directory: Path,
+        asking: Asking,
         hang_after: float | None,
         write: Callable[[Record], None],
         note: Callable[[str], None],
@@ -70,7 +69,7 @@ class HangWatch:
         self._write = write
         self._note = note
         self._wake = wake
-        self._asking = Asking(str(directory))
+        self._asking = asking
         self._cores = Cores()
         self._signs = Signs(hang_after, self._cores.lost_by)
         self._start = Start(hang_after if hang_after is not None else LEAST)

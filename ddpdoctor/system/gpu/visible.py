@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ddpdoctor.core.opening import whole
-from ddpdoctor.system.gpu.nvml import NvmlReader
 from ddpdoctor.system.gpu.reader import Device, same_uuid
 
 HIDES_ALL = ("", "-1", "NoDevFiles")
@@ -35,6 +34,8 @@ def visible(environ: Mapping[str, str]) -> int:
     """How many NVIDIA GPUs a process sees; 0 without a driver."""
     if hides_all(environ):
         return 0
+    from ddpdoctor.system.gpu.nvml import NvmlReader
+
     reader = NvmlReader()
     found = [(each, reader.instances(each)) for each in reader.devices()]
     reader.close()
