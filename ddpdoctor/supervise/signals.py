@@ -58,6 +58,9 @@ class JobSignals:
         """Those that ask the job to end."""
         self.deadline: float | None = None
         """When the job must have ended (monotonic seconds)."""
+        self._started = False
+        self._unsent: list[int] = []
+        """What came while the job's command was not there yet."""
         self._records: list[SignalRecord] = []
         self._repeated = False
         self._woken, self._wake = os.pipe()
@@ -97,8 +100,9 @@ class JobSignals:
 
     def started(self) -> None:
         """The job's command has started: it gets what came while it was not there yet."""
-        for number in tuple(self.received):
-            self._send(number)
+        self._started = True
+        while self._unsent:
+            self._send(self._unsent.pop(0))
 
     def end_job(self, grace: float) -> None:
         """Ask the job to end within so many seconds."""
@@ -165,7 +169,9 @@ class JobSignals:
         self._pass_on_every(number, frame)
 
     def _pass_on_every(self, number: int, frame: FrameType | None) -> None:
-        if not self._keepers.sent_to_group(number):
+        if not self._started:
+            self._unsent.append(number)
+        elif not self._keepers.sent_to_group(number):
             self._send(number)
 
     def _resize(self, number: int, frame: FrameType | None) -> None:

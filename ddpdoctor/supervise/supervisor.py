@@ -104,9 +104,9 @@ class Supervisor:
             if self._directory is not None:
                 shutil.rmtree(self._directory, ignore_errors=True)
             raise DoctorError(f"cannot start {self._command.argv[0]}: {error.strerror}") from None
+        self._signals.started()
         self._passthrough.start()
         self._watch.started()
-        self._signals.started()
 
     def _loop(self) -> None:
         while self._keepers.status is None:
