@@ -36,6 +36,33 @@ def test_a_time_limit_that_ends_several_jobs_came_before_nothing() -> None:
     assert len(one(STEPS + LIMIT + LIMIT).evidence) == 1
 
 
+def test_a_shell_goes_on_after_a_command_that_it_did_not_find() -> None:
+    missing = "/var/spool/slurm/slurm_script: line 5: conda: command not found\n"
+    assert one(missing + "cuda:0\n" + CANCELLED).code == "DDP908"
+    assert one(missing).code == "DDP960"
+
+
+@pytest.mark.parametrize(
+    "above",
+    [
+        "--- Logging error ---\n",
+        "Exception ignored in: <function f>\n",
+        "Task exception was never retrieved\nfuture: <Task finished name='Task-1'>\n",
+        "Exception in callback _f(<Task finished>)\nhandle: <Handle _f>\n",
+    ],
+)
+def test_what_python_prints_and_goes_on_after_ends_nothing(above: str) -> None:
+    found = one(above + RAISED.format("TypeError: not all converted") + STEPS[:40] + CANCELLED)
+    assert found.code == "DDP908"
+
+
+def test_another_process_that_ended_before_is_shown() -> None:
+    log = RAISED.format("TypeError: no question") + STEPS + RAISED.format("ValueError: no objects")
+    found = one(log)
+    assert found.message == "a process of the job raised ValueError: no objects"
+    assert any("another process ended" in each and "TypeError" in each for each in found.evidence)
+
+
 def test_each_program_that_refuses_its_options_is_a_run() -> None:
     first = "prune.py: error: unrecognized arguments: --dim 8\n"
     found = one(first + first + "usage: quantize.py [-h]\nquantize.py: error: bad --iters\n")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ddpdoctor.failures.log import read
+from ddpdoctor.failures.printed import untangled
 from ddpdoctor.failures.verdict import findings
 from tests.log_lines import BANNER, STEPS, one, timeouts
 
@@ -190,3 +193,18 @@ def test_an_exception_that_a_hook_hides_is_no_silence() -> None:
         "line 81, in hook\n    finish()\n"
     )
     assert found.severity.label == "error"
+
+
+@pytest.mark.parametrize(
+    ("printed", "said"),
+    [
+        ("SyntaxErrorSyntaxError: : invalid syntaxinvalid syntax", "SyntaxError: invalid syntax"),
+        ("KeyError: KeyErrorKeyErrorThe word 'a': : ", "KeyError: The word 'a'"),
+        ("ValueErrorValueError", "ValueError"),
+        ("ValueError: bad", "ValueError: bad"),
+        ("ValueError: ValueErrors are bad bad", "ValueError: ValueErrors are bad bad"),
+        ("RuntimeError: abab", "RuntimeError: abab"),
+    ],
+)
+def test_what_several_processes_printed_at_once_is_said_once(printed: str, said: str) -> None:
+    assert untangled(printed) == said

@@ -23,6 +23,11 @@ _EXCEPTION = re.compile(
     r"(?:(?:_?[A-Z]\w*|error|gaierror|herror|timeout)(?:\([\w.]+\))?(?:: |:$)|(?<=\.)\w+$"
     r"|\w*(?:Error|Exception|Interrupt|Exit|Iteration)$)"
 )
+_SEVERAL = re.compile(
+    r"(?P<name>[A-Za-z_]\w*?(?:Error|Exception|Interrupt))(?:[: ]{0,3}(?P=name)(?![a-z]))+"
+    r"(?P<said>.*)$"
+)
+_REPEATED = re.compile(r"(.{3,300}?)\1+")
 _WITHIN = re.compile(rf"^[\w.]+(?:Error|Exception): {re.escape(HEAD)}")
 """An exception whose message is the traceback of a DataLoader worker (torch 1.1 and before)."""
 
@@ -52,6 +57,19 @@ _OUTERMOST = ("<module>", "_run_module_as_main")
 def says_more(text: str) -> bool:
     """Whether a line is more of a message of torch's."""
     return _CONTINUED.match(text) is not None
+
+
+def untangled(text: str) -> str:
+    """The line of an exception that several processes printed at once, piece by piece, as of one.
+
+    ``ValueErrorValueError: : badbad`` becomes ``ValueError: bad``.
+    """
+    several = _SEVERAL.match(text)
+    if several is None:
+        return text
+    said = several["said"].strip(": ")
+    repeated = _REPEATED.fullmatch(said)
+    return f"{several['name']}: {repeated[1] if repeated else said}".rstrip(": ")
 
 
 class Kind(Enum):
@@ -226,7 +244,10 @@ class Printed:
     def message(self) -> str:
         """The exception that ended it all, with the rest of its message; empty if torn."""
         at = self.headline
-        return "" if at is None else "\n".join(text for text in self.lines[at:] if text.strip())
+        if at is None:
+            return ""
+        first, *more = (text for text in self.lines[at:] if text.strip())
+        return "\n".join([untangled(first), *more])
 
     @property
     def context(self) -> str:

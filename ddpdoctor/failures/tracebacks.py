@@ -26,7 +26,12 @@ _INDENTED = re.compile(r"  ")
 SUMMARY_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
 
 _SPAWNED = re.compile(r"-- Process (\d+) terminated with the following error:")
-_IGNORED = re.compile(r"Exception ignored in|Error in atexit")
+_IGNORED = re.compile(
+    r"Exception ignored in|Error in atexit|^--- Logging error ---"
+    r"|(?:Task|Future) exception was never retrieved|^Exception in callback "
+)
+"""Before a traceback that Python prints and goes on after: of ``logging``, of ``asyncio``."""
+
 _IN_THREAD = re.compile(r"^Exception in thread ")
 _RAISED_AGAIN = re.compile(r"Exception during training:$")
 """What detectron2 and fvcore log before they raise an exception again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.failures import Failure, Weight, matching_line
@@ -207,6 +208,12 @@ def _facts(first: Sighting, all_: Sequence[Sighting]) -> Iterator[str]:
         )
     caught = [each for each in all_ if each.went_on and each.order < first.order]
     yield from (f"before it, and the log goes on after: {_printed(each)}" for each in caught[-1:])
+    ended = (
+        each
+        for each in all_
+        if each.uncaught and each.order < first.order and not (each.final or _alike(each, first))
+    )
+    yield from (f"before it another process ended: {_printed(each)}" for each in islice(ended, 1))
     limits = (each for each in all_ if name_of(each) == "time-limit" and each.order > first.order)
     if name_of(first) != "time-limit":
         yield from (f"it came before the end of its time: {_printed(each)}" for each in limits)

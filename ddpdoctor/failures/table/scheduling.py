@@ -126,6 +126,7 @@ FAILURES = (
             "/var/spool/slurmd/job7/slurm_script: line 12: torchrun: command not found",
             "run.sh: line 3: ./train.sh: Permission denied",
         ),
+        yields_to=("cancelled",),
     ),
     Failure(
         Known("DDP960", "container-not-started", Weight.GENERIC, "docker, enroot, Apptainer"),
