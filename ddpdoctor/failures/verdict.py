@@ -251,7 +251,7 @@ def _doubts(first: Sighting, *, certain: bool, unordered: bool) -> Iterator[str]
     """Why the verdict is not certain."""
     if unordered:
         yield "the logs carry no times, so which of them was first is not known"
-    if first.weight <= Weight.CONSEQUENCE:
+    if first.weight <= Weight.CONSEQUENCE and not first.ignored:
         yield "missing: the output of the rank that failed first"
     elif not first.text:
         yield "missing: the end of its traceback"
