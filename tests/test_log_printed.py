@@ -195,6 +195,17 @@ def test_an_exception_that_a_hook_hides_is_no_silence() -> None:
     assert found.severity.label == "error"
 
 
+def test_a_file_that_no_process_can_read_is_one_failure() -> None:
+    of_rank = '  File "/job/a.py", line 14\n    grouped (4 GPUs)\n             ^^^^^^\n'
+    of_rank += "SyntaxError: invalid syntax. Perhaps you forgot a comma?\n"
+    woven = "".join(f"{node}: {line}\n" for node in (0, 0, 1) for line in of_rank.splitlines())
+    (found,) = findings(read("a.log", [woven.encode()]))
+    assert "raised SyntaxError: invalid syntax. Perhaps you forgot a comma?" in found.message
+    assert found.location == ("/job/a.py", 14)
+    assert not any("earlier run" in each for each in found.evidence)
+    assert not any("File" in each for each in found.evidence)
+
+
 @pytest.mark.parametrize(
     ("printed", "said"),
     [

@@ -160,7 +160,11 @@ class Printed:
             return True
         if self.complete:
             said = kind is Kind.OTHER and self._says_more(text)
-            return kind in (Kind.SOURCE, Kind.CHAIN, Kind.FRAME) or said
+            frame = FRAME.match(text)
+            if frame is not None:
+                # Without a function it is where Python could not read another process's file.
+                return bool(frame["name"])
+            return kind in (Kind.SOURCE, Kind.CHAIN) or said
         if kind is Kind.FRAME:
             return True
         if kind is Kind.SOURCE:

@@ -98,12 +98,12 @@ class _Log:
             own = takewhile(lambda seen: seen.weight == Weight.NOTE, reversed(self.runs[-1]))
             self._another(len(self.runs[-1]) - len(list(own)))
             self.begins = each.line
-        elif self._stillborn not in ("", each.text) and (_is_raised(each) or _is_refused(each)):
+        elif self._stillborn not in ("", _first(each)) and (_is_raised(each) or _is_refused(each)):
             self._another(len(self.runs[-1]))
         run = self.runs[-1]
         run.append(each)
         if _is_stillborn(each):
-            self._stillborn = each.text
+            self._stillborn = _first(each)
         self._job = job
         if pid:
             self._pids[each.rank] = pid
@@ -140,6 +140,11 @@ def _is_tail(run: Sequence[Sighting]) -> bool:
     """Whether it is what a launcher of the run before printed last, its banner included."""
     stopped = any(_is(each, "stopped-status") for each in run)
     return stopped and all(_is(each, "launch", "stopped-status") for each in run)
+
+
+def _first(each: Sighting) -> str:
+    """The first line of it; the others may be those of another process."""
+    return each.text.partition("\n")[0]
 
 
 def _is_raised(each: Sighting) -> bool:
