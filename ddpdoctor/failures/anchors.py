@@ -47,6 +47,9 @@ _LONG = 200
 _OF_STATUS = (b" code", b"status", b"exitcode")
 """Before a number that says whether a process failed: the next line like it may say more."""
 
+_FEW = 50
+"""Shapes that a block may have for the first time, and those behind it are likely known."""
+
 _NUMBERS = b"0123456789."
 
 
@@ -120,7 +123,7 @@ class Scan:
             return ANCHORS
         shapes = set(lines.translate(None, _NUMBERS).split(b"\n")) - self._plain
         shapes = {each for each in shapes if _ends(each) not in self._noise}
-        if 2 * len(shapes) > lines.count(b"\n") + 1:
+        if len(shapes) > max(_FEW, lines.count(b"\n") // 2):
             self._rest = _REST
         new = b"\n".join(shapes)
         held = [anchor for anchor, shape in zip(ANCHORS, _SHAPES, strict=True) if shape in new]
