@@ -1,4 +1,7 @@
-"""Calls a command by its name; it is imported only then, so ``--help`` costs nothing."""
+"""Calls a command by its name; it is imported only then, so ``--help`` costs nothing.
+
+What is imported here, before :func:`main` can catch Ctrl-C, takes a few milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from ddpdoctor import __version__
-from ddpdoctor.core import working_directory
 from ddpdoctor.core.commands import COMMANDS
-from ddpdoctor.core.control_characters import shown
 from ddpdoctor.core.errors import INTERNAL, DoctorError
 
 HELP = """\
@@ -59,6 +60,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _complain(message: str, hint: str = "") -> None:
+    from ddpdoctor.core.control_characters import shown
+
     text = shown(f"ddpdoctor: error: {message}\n" + (f"ddpdoctor: {hint}\n" if hint else ""), "\n")
     with contextlib.suppress(OSError):
         os.write(2, text.encode())
@@ -96,6 +99,8 @@ def _dispatch(words: Sequence[str]) -> int:
     try:
         return int(module.main(words[1:]))
     except FileNotFoundError:
+        from ddpdoctor.core import working_directory
+
         if working_directory.is_gone():
             raise DoctorError(working_directory.GONE, working_directory.GO_THERE) from None
         raise

@@ -93,6 +93,28 @@ def test_a_command_gets_a_signal_once(name: str, doctor: Doctor) -> None:
     assert json.loads((doctor.directory / "counts0").read_text()) == {name: 1}
 
 
+WAITING = """
+import pathlib, time
+{first}
+pathlib.Path("ready0").touch()
+time.sleep(300)
+"""
+GROUP = """import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)"""
+
+
+@pytest.mark.parametrize("first", ["", "import torch", GROUP], ids=["bare", "torch", "group"])
+def test_python_dies_of_ctrl_c_as_it_does_alone(first: str, doctor: Doctor) -> None:
+    # A shell's loop ends only if it sees that; Python forgets it if it runs a text meanwhile.
+    doctor.write("waiting.py", WAITING.format(first=first))
+    live = doctor.start("--", PYTHON, "waiting.py")
+    wait_for_files(live, doctor.directory, "ready0")
+    live.process.send_signal(signal.SIGINT)
+    done = live.finish()
+    assert done.status == -signal.SIGINT
+    assert done.stderr.count("KeyboardInterrupt") == 1
+
+
 @pytest.mark.parametrize(
     "name", ["SIGINT", "SIGTERM", pytest.param("SIGHUP", marks=pytest.mark.slow)]
 )

@@ -84,7 +84,8 @@ class _Waiting:
         self, kind: type[BaseException], error: BaseException, trace: "TracebackType | None"
     ) -> None:
         """An exception ends this process, which has not imported torch yet."""
-        if self.over():
+        # Ctrl-C needs no record, and Python dies of it as long as nothing is imported meanwhile.
+        if kind is not KeyboardInterrupt and self.over():
             sys.modules["ddpdoctor.probe.observers.failures"].uncaught(error)
         self.excepthook(kind, error, trace)
 

@@ -88,5 +88,7 @@ def _constructor(cls: type[Any]) -> Any:
             arguments.append(name)
         lines.append(f"_set(self, {name!r}, {value})")
     star = ", *, " if arguments else ""
-    exec(f"def __init__(self{star}{', '.join(arguments)}): {'; '.join(lines) or 'pass'}", known)
+    source = f"def __init__(self{star}{', '.join(arguments)}): {'; '.join(lines) or 'pass'}"
+    # Compiled: where Python runs a text, it forgets that Ctrl-C has ended the process.
+    exec(compile(source, "<record>", "exec"), known)
     return known["__init__"]
