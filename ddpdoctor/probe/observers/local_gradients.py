@@ -16,7 +16,7 @@ from typing import Any
 
 from ddpdoctor.probe.observers import graphs, norms, readback
 from ddpdoctor.probe.observers.finite import Losses, Names
-from ddpdoctor.probe.runtime import events, rank, shield, torch_private
+from ddpdoctor.probe.runtime import events, hot, rank, shield, torch_private
 from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.rank import RankState
@@ -90,7 +90,7 @@ class LocalGradients(Observer):
             if rank.active is tracker and not tracker.light:
                 look(module, name, gradients[0])
 
-        return before_accumulation
+        return hot.deferring(before_accumulation)
 
     def backward_begins(self) -> None:
         """Watch in steps that are seen in full: in the others autograd is to call nothing."""

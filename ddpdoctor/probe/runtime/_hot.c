@@ -19,6 +19,7 @@
 #include "hot_parts/calls.h"
 #include "hot_parts/collective_last.h"
 #include "hot_parts/collective.h"
+#include "hot_parts/deferring.h"
 
 static PyObject *bind(PyObject *module, PyObject *args, PyObject *kwargs)
 {
@@ -71,6 +72,7 @@ static PyMethodDef methods[] = {
     {"initializes", initializes, METH_O, "How many more states of optimizers are being made."},
     {"step_begins", step_begins, METH_O, "An optimizer's step begins; whether all is done."},
     {"step_ended", step_ended, METH_O, "An optimizer's step ended; whether all is done."},
+    {"deferring", deferring, METH_O, "A hook during which Ctrl-C waits for what calls it."},
     {NULL},
 };
 

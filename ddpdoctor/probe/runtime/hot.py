@@ -18,7 +18,7 @@ from ddpdoctor.probe.runtime import events, rank, shield, sites
 core: Any = None
 """The compiled module, None without."""
 
-CONTRACT = 2
+CONTRACT = 3
 """What this Python expects of it: of another version's, left in a checkout, nothing is taken."""
 
 if not os.environ.get("DDPDOCTOR_PURE_PYTHON"):
@@ -46,6 +46,14 @@ step_ended: Callable[[Any], bool] = _for_python if core is None else core.step_e
 """The same of one that has ended."""
 
 
+def deferring(hook: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A hook that C++ calls in the middle of other work: Ctrl-C comes when that is done.
+
+    As it does without the hook, where no Python code runs. In Python that cannot be had.
+    """
+    return hook if core is None else core.deferring(hook)
+
+
 def initializes(more: int) -> None:
     """So many more calls are under way that step an optimizer without training."""
     if core is not None:
@@ -59,5 +67,6 @@ def use_torch(torch: Any) -> None:
 
 
 __all__ = [
-    "Calls", "Chain", "Phases", "core", "initializes", "step_begins", "step_ended", "use_torch",
+    "Calls", "Chain", "Phases", "core", "deferring", "initializes",
+    "step_begins", "step_ended", "use_torch",
 ]  # fmt: skip
