@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import traceback
 from collections.abc import Callable, Iterator
@@ -43,6 +44,27 @@ def test_it_is_raised_behind_the_hook() -> None:
     with pytest.raises(KeyboardInterrupt) as caught:
         called_and_on(hot.deferring(interrupted))
     assert innermost(caught.value) == "called_and_on"
+
+
+@compiled
+def test_it_comes_out_of_a_collection() -> None:
+    def hook(phase: str, info: dict[str, int]) -> None:
+        if phase == "stop":
+            raise KeyboardInterrupt
+
+    def collected_and_on() -> None:
+        gc.collect()
+        while True:
+            pass
+
+    callback = hot.deferring(hook)
+    gc.callbacks.append(callback)
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            collected_and_on()
+    finally:
+        gc.callbacks.remove(callback)
+    assert innermost(caught.value) == "collected_and_on"
 
 
 @compiled

@@ -23,6 +23,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from ddpdoctor.core.user_code import user_file
+from ddpdoctor.probe.runtime import hot
 from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.rank import RankState
@@ -83,6 +84,7 @@ class Sampler:
         self._known: dict[int, tuple[CodeType, bool]] = {}
         self._before: dict[str, int] = {}
         self._cost = 0
+        self._collects = hot.deferring(self._on_collection)
         self._collecting = 0
         self._collected = 0
         self._collections = 0
@@ -94,7 +96,7 @@ class Sampler:
         """Take the samples and write them down; runs in a thread of ours."""
         interval = SPAN * self._state.tracker.last_total / 1e9 / SAMPLES
         interval = min(max(interval, QUICKEST), SLOWEST)
-        gc.callbacks.append(self._on_collection)
+        gc.callbacks.append(self._collects)
         try:
             with _opened(f"{self._task}/stat") as status:
                 for _ in range(ATTEMPTS):
@@ -129,7 +131,7 @@ class Sampler:
             return
         self.over = True
         with contextlib.suppress(ValueError):
-            gc.callbacks.remove(self._on_collection)
+            gc.callbacks.remove(self._collects)
         self._state.budget.spend(self._cost)
         self._state.recorder.add(self._record())
 

@@ -11,9 +11,11 @@ import contextlib
 import importlib
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from ddpdoctor.probe.runtime import events, rank, shield, sites
+
+P = ParamSpec("P")
 
 core: Any = None
 """The compiled module, None without."""
@@ -46,7 +48,7 @@ step_ended: Callable[[Any], bool] = _for_python if core is None else core.step_e
 """The same of one that has ended."""
 
 
-def deferring(hook: Callable[[Any], None]) -> Callable[[Any], None]:
+def deferring(hook: Callable[P, None]) -> Callable[P, None]:
     """A hook that C++ calls in the middle of other work: Ctrl-C comes when that is done.
 
     As it does without the hook, where no Python code runs. In Python that cannot be had.

@@ -1,7 +1,7 @@
 /* A hook that C++ calls in the middle of other work: Ctrl-C waits until that is done.
  *
  * Without the hook no Python code runs there, so Python raises KeyboardInterrupt in the first one
- * behind it, the job's own. */
+ * behind it, the job's own. From a callback of the garbage collector it would not even come out. */
 
 static int is_pythons_own_handler(void)
 {
@@ -16,9 +16,9 @@ static int is_pythons_own_handler(void)
     return same;
 }
 
-static PyObject *deferring_call(PyObject *hook, PyObject *argument)
+static PyObject *deferring_call(PyObject *hook, PyObject *args)
 {
-    PyObject *result = PyObject_CallOneArg(hook, argument);
+    PyObject *result = PyObject_Call(hook, args, NULL);
     if (result != NULL || !PyErr_ExceptionMatches(PyExc_KeyboardInterrupt))
         return result;
     PyObject *error = take_exception();
@@ -32,7 +32,7 @@ static PyObject *deferring_call(PyObject *hook, PyObject *argument)
     Py_RETURN_NONE;
 }
 
-static PyMethodDef deferring_definition = {"deferring_call", deferring_call, METH_O, NULL};
+static PyMethodDef deferring_definition = {"deferring_call", deferring_call, METH_VARARGS, NULL};
 
 /* deferring(hook) */
 static PyObject *deferring(PyObject *module, PyObject *hook)
