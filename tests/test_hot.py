@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import pickle
+import signal
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -240,6 +242,41 @@ def test_ctrl_c_within_a_hook_is_the_jobs(around: Callable[..., Any]) -> None:
     with pytest.raises(KeyboardInterrupt):
         around(lambda: "result", lambda: True, interrupted)()
     assert shield.faults == []
+
+
+class TimeLimit:
+    """A handler of signals, as a bound method."""
+
+    def over(self, number: int, frame: object) -> None:
+        raise TimeoutError("the job's")
+
+
+@pytest.mark.parametrize("kind", ["function", "method", "partial"])
+def test_what_a_signal_handler_raises_within_a_hook_is_the_jobs(
+    kind: str, around: Callable[..., Any]
+) -> None:
+    def over(number: int, frame: object) -> None:
+        raise TimeoutError("the job's")
+
+    def alarmed(*_: object) -> None:
+        signal.raise_signal(signal.SIGALRM)
+
+    handlers: dict[str, Any] = {
+        "function": over,
+        "method": TimeLimit().over,
+        "partial": functools.partial(over),
+    }
+    before = signal.signal(signal.SIGALRM, handlers[kind])
+    try:
+        with pytest.raises(TimeoutError, match="the job's"):
+            around(lambda: "result", alarmed, lambda *_: None)()
+        with pytest.raises(TimeoutError, match="the job's"):
+            around(lambda: "result", lambda: True, alarmed)()
+        with pytest.raises(TimeoutError, match="the job's"):
+            shield.shielded(alarmed)()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert (shield.faults, shield.off) == ([], set())
 
 
 def test_a_function_of_a_class_stays_a_method(around: Callable[..., Any]) -> None:

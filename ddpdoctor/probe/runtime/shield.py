@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import signal
 from collections.abc import Callable
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 P = ParamSpec("P")
 
@@ -26,7 +27,14 @@ def report_to(report: Callable[[str, str], None] | None) -> None:
 
 
 def fault(hook: str, error: BaseException) -> None:
-    """Note a fault of ours in ``hook``, which goes off; never raises."""
+    """Note a fault of ours in ``hook``, which goes off.
+
+    Raises:
+        Exception: ``error``, if a signal handler of the job's raised it: a DataLoader's, whose
+            worker died, or a time limit's. Python runs it in whatever code the main thread is in.
+    """
+    if _is_of_handler(error):
+        raise error
     try:
         if hook in off:
             return
@@ -37,6 +45,28 @@ def fault(hook: str, error: BaseException) -> None:
             faults.append((hook, repr(error)))
     except Exception:
         pass
+
+
+def _is_of_handler(error: BaseException) -> bool:
+    """Whether the code of a signal handler is among what the exception went through."""
+    try:
+        handlers = map(signal.getsignal, signal.valid_signals())
+        codes = {_code_of(each) for each in handlers if callable(each)}
+        trace = error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code in codes:
+                return True
+            trace = trace.tb_next
+    except Exception:
+        pass
+    return False
+
+
+def _code_of(handler: Any) -> object:
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    function = getattr(handler, "__func__", handler)
+    return getattr(function, "__code__", None) or getattr(type(handler).__call__, "__code__", None)
 
 
 def hide_frame(error: BaseException) -> None:
@@ -57,7 +87,8 @@ def name_of(function: Callable[..., object]) -> str:
 def shielded(function: Callable[P, object]) -> Callable[P, None]:
     """``function`` without its exceptions: after the first one it does nothing any more.
 
-    KeyboardInterrupt and SystemExit are the job's own and pass.
+    KeyboardInterrupt and SystemExit are the job's own and pass, and so is what a signal handler of
+    its own raises.
     """
     name = name_of(function)
 

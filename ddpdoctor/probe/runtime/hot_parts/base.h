@@ -90,7 +90,7 @@ static void set_exception(PyObject *error)
 }
 
 /* The exception that is set becomes a fault of that hook. What is no Exception (KeyboardInterrupt,
- * SystemExit) is the job's own: then -1, and it stays set. */
+ * SystemExit), or of a signal handler (see shield.fault), is the job's own: then -1, and it is set. */
 static int note_fault(PyObject *hook)
 {
     if (!PyErr_Occurred())
@@ -102,10 +102,7 @@ static int note_fault(PyObject *hook)
         done = PyObject_CallFunctionObjArgs(fault_of, hook, error, NULL);
     Py_XDECREF(done);
     Py_XDECREF(error);
-    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception))
-        return -1;
-    PyErr_Clear();
-    return 0;
+    return PyErr_Occurred() ? -1 : 0;
 }
 
 static int is_off(PyObject *hook)
