@@ -62,7 +62,8 @@ class JobSignals:
         self._unsent: list[int] = []
         """What came while the job's command was not there yet."""
         self._records: list[SignalRecord] = []
-        self._repeated = False
+        self._interrupts = 0
+        """Times that Ctrl-C came: Python calls a handler once for several that came meanwhile."""
         self._woken, self._wake = os.pipe()
         for end in (self._woken, self._wake):
             os.set_blocking(end, False)
@@ -96,7 +97,8 @@ class JobSignals:
     def drain(self) -> None:
         """The loop is awake."""
         with contextlib.suppress(BlockingIOError):
-            os.read(self._woken, 4096)
+            # A byte for each signal, its number.
+            self._interrupts += os.read(self._woken, 4096).count(signal.SIGINT)
 
     def started(self) -> None:
         """The job's command has started: it gets what came while it was not there yet."""
@@ -118,8 +120,9 @@ class JobSignals:
 
     def asked_again(self) -> bool:
         """Whether Ctrl-C came a second time; then the job's time is over."""
-        repeated, self._repeated = self._repeated and self.deadline is not None, False
+        repeated = self._interrupts > 1 and self.deadline is not None
         if repeated:
+            self._interrupts = 1
             self.deadline = time.monotonic()
         return repeated
 
@@ -158,7 +161,6 @@ class JobSignals:
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         if number in self.received:
-            self._repeated |= number == signal.SIGINT
             return
         self.received.add(number)
         grace = self._command.own.grace
