@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ddpdoctor.failures.model import Failure, Known, Page, Weight
 
-_IN_ALL_ELSE = "When any rank failed by itself: then this is its consequence."
-
 _ADDRESS = (
     "Put the name into /etc/hosts on every node, or give an address: --master-addr IP, or "
     "--local-addr IP on the first node."
