@@ -67,6 +67,7 @@ def test_a_line_stands_for_a_third_of_a_second_later_on() -> None:
 
 def test_what_diagnoses_take_of_a_clocked_step_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "_alarms", [])
+    monkeypatch.setattr(events, "due", events.NEVER)
     budget = Budget(0.5)
     hooks = a_stopwatch()
     one = Detail(hooks)
