@@ -205,3 +205,20 @@ def test_a_worker_of_old_torch_whose_message_is_a_traceback() -> None:
     found = one(text)
     assert found.message == "a process of the job raised KeyError: 1"
     assert found.location is not None and found.location.path == "/job/data.py"
+
+
+def test_a_job_that_went_on_after_its_likely_cause_shows_how_it_ended() -> None:
+    found = one(
+        "INFO:root:distributed training not available The server socket has failed to listen on "
+        "any local network address.\n"
+        + STEPS
+        + "slurmstepd: error: *** JOB 2567 ON hgx CANCELLED AT 2024-07-09T14:25:08 ***\n"
+    )
+    assert found.code == "DDP002"
+    assert any("in the end: it was cancelled" in each for each in found.evidence)
+
+
+def test_an_assertion_within_torch_that_the_script_prints_is_shown() -> None:
+    line = 'Rank 7, stack.size() INTERNAL ASSERT FAILED at "../torch/profiler.cpp":964, please\n'
+    found = one(STEPS + line + SUMMARY.format(77))
+    assert any("INTERNAL ASSERT FAILED" in each for each in found.evidence)

@@ -219,3 +219,45 @@ def test_a_file_that_no_process_can_read_is_one_failure() -> None:
 )
 def test_what_several_processes_printed_at_once_is_said_once(printed: str, said: str) -> None:
     assert untangled(printed) == said
+
+
+def test_a_stack_that_numpy_prints_is_no_exception() -> None:
+    warned = (
+        "We expect that some modules will need time to support NumPy 2.\n\n"
+        'Traceback (most recent call last):  File "/job/a.py", line 3, in <module>\n'
+        "    import torch\n"
+    )
+    bar = "Map:   0%|          | 0/36 [00:00<?, ? examples/s]\rMap:  19Dataset loaded.\n"
+    assert findings(read("a.log", [(warned + STEPS + bar).encode()])) == []
+    assert one(warned + bar + timeouts(r1=(7, "BROADCAST", 1))).code == "DDP907"
+
+
+def test_any_word_with_a_colon_ends_no_traceback_far_above() -> None:
+    cut = 'Traceback (most recent call last):\n  File "/job/a.py", line 3, in load\n    go()\n'
+    assert "raised Map" not in one(cut + STEPS * 3 + "Map:  19Dataset loaded.\n").message
+    assert "raised Timeout: 3 s" in one(cut + "Timeout: 3 s\n").message
+
+
+def test_who_could_not_save_a_checkpoint_stands_in_the_exception_of_another_rank() -> None:
+    lines = (
+        "Traceback (most recent call last):",
+        '  File "/job/a.py", line 3, in <module>',
+        "    save()",
+        "torch.distributed.checkpoint.api.CheckpointException: CheckpointException ranks:"
+        "dict_keys([0, 1])",
+        *(
+            line
+            for rank in (0, 1)
+            for line in (
+                f"Traceback (most recent call last): (RANK {rank})",
+                '  File "/job/b.py", line 9, in write',
+                "    write(state)",
+                "ValueError: bad state",
+            )
+        ),
+    )
+    found = one("".join(f"[rank7]: {line}\n" for line in lines))
+    assert (found.ranks, found.message) == ((0, 1), "rank 0 raised ValueError: bad state")
+    assert any("rank 7, as a consequence" in each for each in found.evidence)
+    # Without them it is known at least that it was another rank's.
+    assert "another rank" in one("".join(f"[rank7]: {line}\n" for line in lines[:4])).message

@@ -140,7 +140,7 @@ def test_steps_behind_another_start_are_of_a_later_run() -> None:
     """Also without a banner, and few of them: as a script alone writes them into nohup.out."""
     found = one(START + raised("ValueError: no such option") + START + STEPS)
     assert found.severity.label == "info"
-    assert found.message.startswith("in an earlier run, which ends at job.log:3, ")
+    assert found.message.startswith("in an earlier run, which ends at job.log:6, ")
     assert not any("do not say whose" in each for each in found.evidence)
 
 
@@ -229,3 +229,23 @@ def test_what_comes_long_after_an_end_is_of_another_run() -> None:
     closing = "wandb: Synced 6 W&B file(s), 0 media file(s) and 0 other file(s)\n"
     found = one(STEPS + CANCELLED + "  _warn_prf(average, modifier)\n" * 1_100 + closing * 20)
     assert found.severity.label == "info"
+
+
+def test_a_launching_script_that_failed_before_it_launched_was_of_another_run() -> None:
+    failed = (
+        'Traceback (most recent call last):\n  File "/job/go.py", line 4, in <module>\n'
+        "    main()\nKeyError: 'WORLD_SIZE'\n"
+    )
+    launched = (
+        'Traceback (most recent call last):\n  File "/job/go.py", line 4, in <module>\n'
+        '    main()\n  File "/lib/python3.12/site-packages/deepspeed/launcher/runner.py", line 6, '
+        "in main\n    result.wait()\nKeyboardInterrupt\n"
+    )
+    interrupted = (
+        '[rank0]: Traceback (most recent call last):\n[rank0]:   File "/job/a.py", line 9\n'
+    )
+    interrupted += "[rank0]: KeyboardInterrupt\n"
+    found, *others = findings(read("a.log", [(failed + interrupted + launched).encode()]))
+    assert not others
+    assert (found.code, found.ranks) == ("DDP908", (0,))
+    assert any("in an earlier run, which ends at a.log:4" in each for each in found.evidence)

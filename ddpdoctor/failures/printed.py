@@ -17,12 +17,18 @@ _MOST_LINES = 2_000
 _APART = 50
 """Lines of others after which an exception's line is not taken for a traceback's."""
 
+_BEHIND = 8
+"""The same where its name may be any word with a colon behind it."""
+
 FRAME = re.compile(r'^\s*File "(?P<path>[^"\n]+)", line (?P<line>\d+)(?:, in (?P<name>.*))?$')
 _EXCEPTION = re.compile(
     r"^(?!(?:Failures|Epoch|Step|Loss|Iter|INFO|WARNING|DEBUG|ERROR)\b)(?:[A-Za-z_]\w*\.)*"
     r"(?:(?:_?[A-Z]\w*|error|gaierror|herror|timeout)(?:\([\w.]+\))?(?:: |:$)|(?<=\.)\w+$"
     r"|\w*(?:Error|Exception|Interrupt|Exit|Iteration)$)"
 )
+_NAMED = re.compile(r"[\w.]*(?:Error|Exception|Interrupt|Exit|Iteration)\b|(?:\w+\.)+\w+")
+"""The name of an exception, which is not any word."""
+
 _SEVERAL = re.compile(
     r"(?P<name>[A-Za-z_]\w*?(?:Error|Exception|Interrupt))(?:[: ]{0,3}(?P=name)(?![a-z]))+"
     r"(?P<said>.*)$"
@@ -169,7 +175,8 @@ class Printed:
             return True
         if kind is Kind.SOURCE:
             return self.state is not Kind.HEAD
-        return kind is Kind.EXCEPTION and number - self.last < _APART
+        near = _APART if _NAMED.match(text) else _BEHIND
+        return kind is Kind.EXCEPTION and number - self.last < near
 
     def _says_more(self, text: str) -> bool:
         cut = text.startswith(": ") and self.lines[-1].isidentifier()

@@ -26,6 +26,13 @@ _SUMMARY = re.compile(r"exitcode\s*: -?\d+ \(pid: (\d+)\)")
 _STILLBORN = re.compile(r"(?:IndentationError|SyntaxError|TabError|ModuleNotFoundError)\b")
 """What Python raises before a script's first line, on each rank."""
 
+_SCRIPT = re.compile(r'^\s*File "([^"\n]+)", line \d+, in <module>$', re.MULTILINE)
+_LAUNCHER = re.compile(
+    r"deepspeed[/\\]launcher[/\\]runner\.py|torch[/\\]distributed[/\\](?:run|launch|launcher[/\\]api)"
+    r"\.py|accelerate[/\\]commands[/\\]launch\.py"
+)
+"""In the traceback of a script that starts the ranks, of which a job has one on each node."""
+
 LATER = 100
 """Lines behind the end of a run that are of a later one."""
 
@@ -79,6 +86,8 @@ class _Log:
     def _restart(self) -> None:
         self._over = False
         self._job = self._stillborn = ""
+        # The script whose exception was seen last, and how many sightings there were then.
+        self._script, self._script_ended = "", 0
         self._pids: dict[int | None, str] = {}
         # How many of the last run's sightings there were when a process was seen to end last, and
         # when torchrun named a rank's last.
@@ -89,19 +98,16 @@ class _Log:
         job = each.groups.get("job", self._job)
         status = _SUMMARY.match(each.text)
         pid = status[1] if status and each.rank is not None else ""
-        if self._over and self._job not in ("", job):
-            self._another(self._ended)
-        elif self._over and pid and self._pids.get(each.rank, pid) != pid:
-            self._another(self._named)
-        elif self._over and _is(each, "launch"):
-            # What the launcher says of itself comes before its banner.
-            own = takewhile(lambda seen: seen.weight == Weight.NOTE, reversed(self.runs[-1]))
-            self._another(len(self.runs[-1]) - len(list(own)))
-            self.begins = each.line
-        elif self._stillborn not in ("", _first(each)) and (_is_raised(each) or _is_refused(each)):
-            self._another(len(self.runs[-1]))
+        script, launches = _script_of(each)
+        border = self._border(each, job, pid, script if launches else "")
+        if border is not None:
+            self._another(border)
+            if _is(each, "launch"):
+                self.begins = each.line
         run = self.runs[-1]
         run.append(each)
+        if script:
+            self._script, self._script_ended = ("" if launches else script), len(run)
         if _is_stillborn(each):
             self._stillborn = _first(each)
         self._job = job
@@ -117,6 +123,22 @@ class _Log:
         if each.followed or (self._over and behind):
             self._another(len(run))
 
+    def _border(self, each: Sighting, job: str, pid: str, launcher: str) -> int | None:
+        """With which of the last run's sightings another run begins; None if none does."""
+        run = self.runs[-1]
+        if self._over and self._job not in ("", job):
+            return self._ended
+        if self._over and pid and self._pids.get(each.rank, pid) != pid:
+            return self._named
+        if self._over and _is(each, "launch"):
+            # What the launcher says of itself comes before its banner.
+            own = takewhile(lambda seen: seen.weight == Weight.NOTE, reversed(run))
+            return len(run) - len(list(own))
+        if self._stillborn not in ("", _first(each)) and (_is_raised(each) or _is_refused(each)):
+            return len(run)
+        # Each node has one launcher, which had ended once already.
+        return self._script_ended if launcher and launcher == self._script else None
+
     def close(self) -> None:
         """Take the end of the log in: a launcher's first words may come out of its buffer last."""
         last = self.runs[-1]
@@ -129,7 +151,7 @@ class _Log:
         run = self.runs[-1]
         self.runs.append(run[at:])
         del run[at:]
-        self.begins = run[-1].line + 1
+        self.begins = run[-1].last + 1
         if _is_tail(run) and len(self.runs) > 2:
             del self.runs[-2]
             self.runs[-2] += run
@@ -145,6 +167,15 @@ def _is_tail(run: Sequence[Sighting]) -> bool:
 def _first(each: Sighting) -> str:
     """The first line of it; the others may be those of another process."""
     return each.text.partition("\n")[0]
+
+
+def _script_of(each: Sighting) -> tuple[str, bool]:
+    """The script that an exception ended, and whether it had started the ranks."""
+    alone = each.uncaught and each.rank is None and not each.woven
+    found = _SCRIPT.search(each.traceback) if alone else None
+    if found is None:
+        return "", False
+    return found[1], _LAUNCHER.search(each.traceback) is not None
 
 
 def _is_raised(each: Sighting) -> bool:

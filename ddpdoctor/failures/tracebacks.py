@@ -32,6 +32,12 @@ _IGNORED = re.compile(
 )
 """Before a traceback that Python prints and goes on after: of ``logging``, of ``asyncio``."""
 
+_NO_EXCEPTION = re.compile(r"^We expect that some modules will need time to support NumPy 2")
+"""Before a stack that NumPy prints as one of an exception, which there is none of."""
+
+_OF_RANK = re.compile(rf"{re.escape(HEAD)}: \(RANK (\d+)\)$")
+"""Before what another rank raised, in the message of a ``CheckpointException``."""
+
 _IN_THREAD = re.compile(r"^Exception in thread ")
 _RAISED_AGAIN = re.compile(r"Exception during training:$")
 """What detectron2 and fvcore log before they raise an exception again."""
@@ -97,19 +103,23 @@ class Tracebacks:
         head = HEAD in line.text
         if not head and not _RAISED.match(line.text):
             return False, ended
+        earlier = [*before()]
+        above = earlier[-2:]
+        if any(_NO_EXCEPTION.match(text) for text in above):
+            return False, ended
         under_way = self._open.setdefault(key, [])
         if len(under_way) >= _MOST_OPEN:
             ended += self._end(key, under_way[:1])
             under_way = self._open.setdefault(key, [])
         prefix = line.text.partition(HEAD)[0] if head else ""
         reported = _REPORT.match(prefix) is not None
-        earlier = [*before()]
-        above = earlier[-2:]
         spawned = next(filter(None, map(_SPAWNED.match, reversed(above))), None)
+        of_rank = _OF_RANK.search(line.text)
+        rank = whole(of_rank[1]) if of_rank else line.rank
         new = Printed(
             start=offset,
             number=number,
-            rank=_reported_rank(earlier[-4:]) if reported else line.rank,
+            rank=_reported_rank(earlier[-4:]) if reported else rank,
             uncaught=line.uncaught,
             time=when(),
             lines=[f"{HEAD}:"] if head else [*_frames(earlier), line.text],

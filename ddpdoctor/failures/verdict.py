@@ -62,7 +62,7 @@ def _earlier(sightings: Sequence[Sighting], runs: Runs) -> list[Finding]:
         replace(
             each,
             severity=Severity.INFO,
-            message=f"in an earlier run, which ends at {source}:{sightings[-1].line}, "
+            message=f"in an earlier run, which ends at {source}:{sightings[-1].last}, "
             f"{each.message}; the last run begins at line {runs.borders[source]}",
             evidence=tuple(line for line in each.evidence if line != _WHOSE),
         )
@@ -136,6 +136,7 @@ def _of_first(
         *_facts(first, all_),
         *_consequences(first, all_),
         *_doubts(first, certain=certain, unordered=unordered),
+        *(() if certain else _stopped(first, all_)),
     ]
     guilty = first.groups.get("rank")
     return Finding(
@@ -257,6 +258,12 @@ def _doubts(first: Sighting, *, certain: bool, unordered: bool) -> Iterator[str]
         yield "missing: the end of its traceback"
     elif not certain:
         yield _WHOSE
+
+
+def _stopped(first: Sighting, all_: Sequence[Sighting]) -> Iterator[str]:
+    """How a job ended that went on after what likely is its cause."""
+    ends = (e for e in all_ if e.weight == Weight.STOPPED and e.final and e.order > first.order)
+    yield from (_later(each, first, "in the end") for each in islice(ends, 1))
 
 
 def _alike(one: Sighting, other: Sighting) -> bool:

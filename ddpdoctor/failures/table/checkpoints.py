@@ -6,6 +6,15 @@ from ddpdoctor.failures.model import Failure, Known, Page, Weight
 
 FAILURES = (
     Failure(
+        Known("DDP901", "checkpoint-elsewhere", Weight.CONSEQUENCE, "2.13"),
+        r"CheckpointException: CheckpointException ranks:dict_keys\(\[\d",
+        examples=(
+            "torch.distributed.checkpoint.api.CheckpointException: CheckpointException ranks:dict_keys([0, 1, 6])",
+        ),
+        says="was stopped by a distributed checkpoint that another rank could not save or load",
+        fix="Look for what that rank raised: torch prints it behind this line, as (RANK n).",
+    ),
+    Failure(
         Known("DDP502", "wrapper-prefix", Weight.CAUSE, "any"),
         r'(?:Missing|Unexpected) key\(s\) in state_dict: "module\.',
         examples=(
