@@ -96,6 +96,17 @@ FAILURES = (
         ),
     ),
     Failure(
+        Known("DDP005", "semaphores-full", Weight.CAUSE, "any"),
+        r"\[Errno 28\] No space left on device",
+        within=r"multiprocessing[/\\](?:synchronize|heap|shared_memory)\.py",
+        examples=(
+            'Traceback (most recent call last):\n  File "/opt/lib/python3.11/multiprocessing/synchronize.py", line 57, in __init__\n    sl = self._semlock = _multiprocessing.SemLock(\nOSError: [Errno 28] No space left on device',
+        ),
+        says="could not create what processes share: /dev/shm is full or too small",
+        fix="`df -h /dev/shm`; remove the files that dead jobs left there, start fewer workers, or "
+        "give the container more (docker run --shm-size=8g, --ipc=host).",
+    ),
+    Failure(
         Known("DDP931", "worker-killed", Weight.CAUSE, "1.13, 2.6, 2.13"),
         r"DataLoader worker \(pid(?:\(s\))? (?P<pid>[\d, ]+)\) "
         r"(?:is killed by signal: (?!Terminated|Aborted)(?P<signal>[\w ]+)|exited unexpectedly)",
