@@ -230,6 +230,11 @@ def test_a_stack_that_numpy_prints_is_no_exception() -> None:
     bar = "Map:   0%|          | 0/36 [00:00<?, ? examples/s]\rMap:  19Dataset loaded.\n"
     assert findings(read("a.log", [(warned + STEPS + bar).encode()])) == []
     assert one(warned + bar + timeouts(r1=(7, "BROADCAST", 1))).code == "DDP907"
+    # Not even as the last that a log holds, with what may stand behind it.
+    assert (
+        findings(read("a.log", [(warned + "AttributeError: _ARRAY_API not found\n").encode()]))
+        == []
+    )
 
 
 def test_any_word_with_a_colon_ends_no_traceback_far_above() -> None:

@@ -249,3 +249,9 @@ def test_a_launching_script_that_failed_before_it_launched_was_of_another_run() 
     assert not others
     assert (found.code, found.ranks) == ("DDP908", (0,))
     assert any("in an earlier run, which ends at a.log:4" in each for each in found.evidence)
+    # On another node it is of the same run.
+    nodes = "".join(f"0: {line}\n" for line in failed.splitlines())
+    nodes += "".join(f"1: {line}\n" for line in launched.splitlines())
+    found = one(nodes)
+    assert "raised KeyError: 'WORLD_SIZE'" in found.message
+    assert not any("earlier run" in each for each in found.evidence)

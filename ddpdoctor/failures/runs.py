@@ -86,8 +86,8 @@ class _Log:
     def _restart(self) -> None:
         self._over = False
         self._job = self._stillborn = ""
-        # The script whose exception was seen last, and how many sightings there were then.
-        self._script, self._script_ended = "", 0
+        # The script that an exception ended last, whose it was, and how many sightings there were.
+        self._script, self._script_ended = ("", ""), 0
         self._pids: dict[int | None, str] = {}
         # How many of the last run's sightings there were when a process was seen to end last, and
         # when torchrun named a rank's last.
@@ -99,7 +99,7 @@ class _Log:
         status = _SUMMARY.match(each.text)
         pid = status[1] if status and each.rank is not None else ""
         script, launches = _script_of(each)
-        border = self._border(each, job, pid, script if launches else "")
+        border = self._border(each, job, pid, (each.who, script) if launches else None)
         if border is not None:
             self._another(border)
             if _is(each, "launch"):
@@ -107,7 +107,7 @@ class _Log:
         run = self.runs[-1]
         run.append(each)
         if script:
-            self._script, self._script_ended = ("" if launches else script), len(run)
+            self._script, self._script_ended = (each.who, "" if launches else script), len(run)
         if _is_stillborn(each):
             self._stillborn = _first(each)
         self._job = job
@@ -123,7 +123,9 @@ class _Log:
         if each.followed or (self._over and behind):
             self._another(len(run))
 
-    def _border(self, each: Sighting, job: str, pid: str, launcher: str) -> int | None:
+    def _border(
+        self, each: Sighting, job: str, pid: str, launcher: tuple[str, str] | None
+    ) -> int | None:
         """With which of the last run's sightings another run begins; None if none does."""
         run = self.runs[-1]
         if self._over and self._job not in ("", job):
@@ -136,8 +138,8 @@ class _Log:
             return len(run) - len(list(own))
         if self._stillborn not in ("", _first(each)) and (_is_raised(each) or _is_refused(each)):
             return len(run)
-        # Each node has one launcher, which had ended once already.
-        return self._script_ended if launcher and launcher == self._script else None
+        # Each node has one launcher, and this one's had ended already.
+        return self._script_ended if launcher == self._script else None
 
     def close(self) -> None:
         """Take the end of the log in: a launcher's first words may come out of its buffer last."""

@@ -32,8 +32,11 @@ _IGNORED = re.compile(
 )
 """Before a traceback that Python prints and goes on after: of ``logging``, of ``asyncio``."""
 
-_NO_EXCEPTION = re.compile(r"^We expect that some modules will need time to support NumPy 2")
-"""Before a stack that NumPy prints as one of an exception, which there is none of."""
+_BEFORE_STACK = re.compile(r"^We expect that some modules will need time to support NumPy 2")
+"""Before a stack that NumPy prints under a traceback's head, and the job goes on."""
+
+_OF_NUMPY = "AttributeError: _ARRAY_API not found"
+"""What may stand behind such a stack."""
 
 _OF_RANK = re.compile(rf"{re.escape(HEAD)}: \(RANK (\d+)\)$")
 """Before what another rank raised, in the message of a ``CheckpointException``."""
@@ -101,11 +104,11 @@ class Tracebacks:
             return True, ended
         ended += self._end(key, [each for each in under_way if each.complete])
         head = HEAD in line.text
-        if not head and not _RAISED.match(line.text):
+        if not head and (line.text == _OF_NUMPY or not _RAISED.match(line.text)):
             return False, ended
         earlier = [*before()]
         above = earlier[-2:]
-        if any(_NO_EXCEPTION.match(text) for text in above):
+        if any(_BEFORE_STACK.match(text) for text in above):
             return False, ended
         under_way = self._open.setdefault(key, [])
         if len(under_way) >= _MOST_OPEN:

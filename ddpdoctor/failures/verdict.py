@@ -135,8 +135,7 @@ def _of_first(
         *(_later(each, first, "too") for each in other[:_SHOWN]),
         *_facts(first, all_),
         *_consequences(first, all_),
-        *_doubts(first, certain=certain, unordered=unordered),
-        *(() if certain else _stopped(first, all_)),
+        *_doubts(first, all_, certain=certain, unordered=unordered),
     ]
     guilty = first.groups.get("rank")
     return Finding(
@@ -248,7 +247,9 @@ def _ranks(numbers: Collection[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {words}" if words else "another process"
 
 
-def _doubts(first: Sighting, *, certain: bool, unordered: bool) -> Iterator[str]:
+def _doubts(
+    first: Sighting, all_: Sequence[Sighting], *, certain: bool, unordered: bool
+) -> Iterator[str]:
     """Why the verdict is not certain."""
     if unordered:
         yield "the logs carry no times, so which of them was first is not known"
@@ -258,12 +259,8 @@ def _doubts(first: Sighting, *, certain: bool, unordered: bool) -> Iterator[str]
         yield "missing: the end of its traceback"
     elif not certain:
         yield _WHOSE
-
-
-def _stopped(first: Sighting, all_: Sequence[Sighting]) -> Iterator[str]:
-    """How a job ended that went on after what likely is its cause."""
-    ends = (e for e in all_ if e.weight == Weight.STOPPED and e.final and e.order > first.order)
-    yield from (_later(each, first, "in the end") for each in islice(ends, 1))
+        ends = (e for e in all_ if e.weight == Weight.STOPPED and e.final and e.order > first.order)
+        yield from (_later(each, first, "in the end") for each in islice(ends, 1))
 
 
 def _alike(one: Sighting, other: Sighting) -> bool:

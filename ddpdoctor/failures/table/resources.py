@@ -20,6 +20,9 @@ _NO_NETWORK = (
     "cache, local_files_only=True, or a path on the shared disk."
 )
 
+_SHARED = r"multiprocessing[/\\](?:synchronize|heap|shared_memory)\.py"
+"""Where Python makes what its processes share."""
+
 FAILURES = (
     Failure(
         Known("DDP936", "no-network-for-download", Weight.CAUSE, "any"),
@@ -98,11 +101,11 @@ FAILURES = (
     Failure(
         Known("DDP005", "semaphores-full", Weight.CAUSE, "any"),
         r"\[Errno 28\] No space left on device",
-        within=r"multiprocessing[/\\](?:synchronize|heap|shared_memory)\.py",
+        within=_SHARED,
         examples=(
             'Traceback (most recent call last):\n  File "/opt/lib/python3.11/multiprocessing/synchronize.py", line 57, in __init__\n    sl = self._semlock = _multiprocessing.SemLock(\nOSError: [Errno 28] No space left on device',
         ),
-        says="could not create what processes share: /dev/shm is full or too small",
+        says="could not create a semaphore or shared memory: /dev/shm is full or too small",
         fix="`df -h /dev/shm`; remove the files that dead jobs left there, start fewer workers, or "
         "give the container more (docker run --shm-size=8g, --ipc=host).",
     ),
@@ -211,7 +214,7 @@ FAILURES = (
         r"|PytorchStreamWriter failed writing"
         r"|Error[^\n]{0,99}(?:FilesystemQuotaExceeded|StorageFull)",
         # Watches of files, and semaphores in /dev/shm, are refused in the same words.
-        unless=r"inotify|multiprocessing[/\\](?:synchronize|heap|shared_memory)\.py",
+        unless=rf"inotify|{_SHARED}",
         examples=(
             "OSError: [Errno 28] No space left on device",
             "SafetensorError: Error while serializing: IoError(Os { code: 28, kind: StorageFull })",
