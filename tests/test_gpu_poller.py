@@ -117,7 +117,7 @@ def test_a_lost_gpu_is_never_asked_again_and_the_others_go_on(stub: Stub) -> Non
     assert "lost" in gpu(stub.read(2), 2)["problem"]
 
 
-def test_after_an_unknown_error_it_is_opened_anew_with_a_pause(stub: Stub) -> None:
+def test_after_an_unknown_error_it_is_reopened_with_a_pause(stub: Stub) -> None:
     stub.read(0)
     stub.has("nvmlDeviceGetUtilizationRates * 999", "nvmlInit * 999")
     broken = stub.read(1)

@@ -146,7 +146,7 @@ def test_a_library_that_opens_and_then_does_not_answer_has_no_gpus(machine: Mach
     assert machine.module.opened == 0
 
 
-def test_after_an_error_it_is_opened_anew_but_not_at_once(machine: Machine) -> None:
+def test_after_an_error_it_is_reopened_but_not_at_once(machine: Machine) -> None:
     clock = Clock()
     reader = NvmlReader(clock)
     device = reader.devices()[0]

@@ -123,7 +123,7 @@ def test_a_dead_process_is_said_to_be(candidates: Candidates) -> None:
 def test_a_process_that_is_not_the_one_it_was_is_left_alone(
     candidates: Candidates, how: str, token: str
 ) -> None:
-    """The declaration speaks of another one: pids and descriptors are given away anew."""
+    """The declaration speaks of another one: pids and descriptors are reused."""
     live = candidates.start(HOLDS_GIL)
     time.sleep(0.2)
     (declared,) = read_declared(candidates.run_dir)

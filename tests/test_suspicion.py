@@ -289,7 +289,7 @@ def test_after_other_numbers_of_forwards_nothing_is_compared(tmp_path: Path) -> 
     assert watched.reader.news() is None
 
 
-def test_another_attempt_is_looked_at_anew(tmp_path: Path) -> None:
+def test_another_attempt_is_examined_again(tmp_path: Path) -> None:
     watched = Watched(tmp_path)
     watched.look([printed(0, "a", 1)], [printed(0, "b", 2)])
     assert watched.reader.news() is not None

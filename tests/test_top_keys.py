@@ -287,7 +287,7 @@ def test_what_a_key_has_to_say_goes_after_a_while(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("again", ["ctrl+l", "resume"])
-def test_the_whole_screen_is_drawn_anew(again: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_screen_is_redrawn(again: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole: list[bool] = []
 
     async def test(app: TopApp, pilot: Pilot[None]) -> None:

@@ -2,7 +2,7 @@
 
     python -m tests.top_snapshots
 
-writes the goldens anew: look at the difference before you commit it.
+writes the goldens again: look at the difference before you commit it.
 """
 
 from __future__ import annotations

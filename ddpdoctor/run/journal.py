@@ -59,7 +59,7 @@ class Journal:
 
     def _begin(self, descriptor: int, sticky: Sequence[bytes] = ()) -> None:
         """Write the head of a segment."""
-        # By its number a reader knows a segment again: inodes are given away anew.
+        # By its number a reader knows a segment again: inodes are reused.
         data = b"".join((segment_line(self._number), *sticky))
         self._written = len(data)
         self._check(os.write(descriptor, data), len(data))

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 
 class BatchSamplerShard:
-    """The batches of one rank; the last round begins anew, so that all ranks get as many."""
+    """The batches of one rank; the last round starts over, so that all ranks get as many."""
 
     def __init__(self, batch_sampler: BatchSampler, shards: int, shard: int) -> None:
         self.batch_sampler = batch_sampler

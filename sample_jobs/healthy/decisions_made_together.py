@@ -73,7 +73,7 @@ def main() -> None:
     sampler.set_epoch(next(epoch))
     for inputs, targets in itertools.islice(loader, 4):
         one_step(ddp, optimizer, inputs, targets)
-    # Batches by hand: one rank passes over some, and begins anew before the others do.
+    # Batches by hand: one rank passes over some, and starts over before the others do.
     sampler.set_epoch(next(epoch))
     batches = iter(loader)
     for number in range(12):

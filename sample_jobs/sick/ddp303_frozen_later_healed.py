@@ -1,4 +1,4 @@
-"""Freeze the encoder after the first epoch and wrap anew."""
+"""Freeze the encoder after the first epoch and wrap again."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Fine-tune the head first, then all of it, wrapped anew."""
+"""Fine-tune the head first, then all of it, wrapped again."""
 
 import gc
 

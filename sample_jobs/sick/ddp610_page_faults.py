@@ -1,4 +1,4 @@
-"""Rank 1 gives its scratch memory back to the kernel after each step, and so gets it anew, page by
+"""Rank 1 gives its scratch memory back to the kernel after each step, and so gets it again, page by
 page; rank 0 keeps it.
 """
 

@@ -172,7 +172,7 @@ def optimizer_state_made_for_a_checkpoint() -> None:
 
 
 @loop
-def optimizer_made_anew() -> None:
+def optimizer_recreated() -> None:
     ddp = model()
     for (batch,) in batches():
         optimizer = sgd(ddp)
@@ -182,7 +182,7 @@ def optimizer_made_anew() -> None:
 
 
 @loop
-def optimizer_made_anew_with_a_scheduler() -> None:
+def optimizer_recreated_with_a_scheduler() -> None:
     # A scheduler and its optimizer refer to each other: the garbage collector decides when they go.
     ddp = model()
     for _ in range(3):
