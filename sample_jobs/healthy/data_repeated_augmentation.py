@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 class Repeated(DistributedSampler[tuple[torch.Tensor, ...]]):
-    """Each sample comes three times in an epoch, on whichever ranks, augmented differently each time."""
+    """Each sample comes three times in an epoch, on whichever ranks, augmented each time."""
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.epoch)
