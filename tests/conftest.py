@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import contextlib
 import functools
 import os
@@ -41,7 +42,14 @@ SPURIOUS_ABORT = "terminate called without an active exception"
 """gloo's threads race with the interpreter's exit in torch 2.13, with and without ddpdoctor."""
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        # Where nothing is cached, each of hundreds of processes would compile all that it imports.
+        compileall.compile_dir(ROOT / "ddpdoctor", quiet=2)
+    _heed_signals()
+
+
+def _heed_signals() -> None:
     """Signals that whoever started the tests ignores, as `nohup` and `&` do, reach the jobs.
 
     A handler that does nothing spares the tests themselves, and a started program does not inherit

@@ -214,8 +214,10 @@ def listening(pid: int) -> set[int]:
     ("content", "said"),
     [
         ('{"configurations": [', "launch.json:1:"),
-        ('{\n"configurations": null}', "launch.json:2:"),
-        ("\udcff", "not UTF-8"),
+        pytest.param(
+            '{\n"configurations": null}', "launch.json:2:", id="null", marks=pytest.mark.slow
+        ),
+        pytest.param("\udcff", "not UTF-8", id="bytes", marks=pytest.mark.slow),
     ],
 )
 def test_a_launch_json_that_cannot_be_edited(doctor: Doctor, content: str, said: str) -> None:
@@ -235,6 +237,7 @@ def test_a_launch_json_that_cannot_be_edited(doctor: Doctor, content: str, said:
     assert file.read_bytes() == content.encode(errors="surrogateescape")
 
 
+@pytest.mark.slow
 def test_the_first_launch_json_is_said_in_one_line(doctor: Doctor) -> None:
     words = (*QUICK[:2], "--no-python", "--", "true")
     folder = doctor.directory / ".vscode"

@@ -40,6 +40,7 @@ def check_ranks(result: Result, steps: int, ranks: int = 2) -> None:
     assert result.codes == []
 
 
+@pytest.mark.slow
 def test_workers_of_torchrun(doctor: Doctor) -> None:
     result = doctor.run("--nproc-per-node=2", TRAIN, "--steps=3", "--workers=1")
     check_ranks(result, 3)

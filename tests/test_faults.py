@@ -308,6 +308,7 @@ def test_a_disk_that_fills_up_costs_the_record_and_nothing_else(
     assert watched.codes == []
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_from_the_start(doctor: Doctor, small_disk: Path) -> None:
     with (small_disk / "filler").open("wb", buffering=0) as file:
         try:

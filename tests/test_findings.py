@@ -64,6 +64,7 @@ def test_sigkill_says_rank_step_and_last_line(doctor: Doctor) -> None:
     assert any("train.py:" in line for line in finding.evidence)
 
 
+@pytest.mark.slow
 def test_rank_that_leaves_early_is_named_not_its_victim(doctor: Doctor) -> None:
     result = doctor.run(*TWO, TRAIN, "--fail", "leave", "--at", "4")
     assert result.status == 1
@@ -339,10 +340,8 @@ def memory_limit(token: str) -> Iterator[Path]:
         cgroup.rmdir()
 
 
-@pytest.mark.parametrize(
-    "delay",
-    [pytest.param(0, id="at-once"), pytest.param(3, id="later", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0, 3], ids=["at-once", "later"])
 def test_out_of_memory_killer(doctor: Doctor, memory_limit: Path, delay: int) -> None:
     script = doctor.write(
         "hog.py",

@@ -129,6 +129,7 @@ dist.destroy_process_group()
 
 
 @compiled
+@pytest.mark.slow
 def test_backward_is_interrupted_where_it_is_without_us(doctor: Doctor) -> None:
     doctor.write("interrupted.py", JOB)
     done = doctor.run("--", PYTHON, "interrupted.py")

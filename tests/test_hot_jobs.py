@@ -86,6 +86,7 @@ def recorded(doctor: Doctor, script: Path, **environment: str) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_what_a_job_records_is_the_same_without_it(doctor: Doctor) -> None:
     script = doctor.write("train.py", JOB)
     compiled = recorded(doctor, script)
@@ -97,6 +98,7 @@ def test_what_a_job_records_is_the_same_without_it(doctor: Doctor) -> None:
     assert len({each[0] for each in compiled[0]["steps"]}) == 800
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_steps(doctor: Doctor) -> None:
     script = doctor.write(
         "train.py",

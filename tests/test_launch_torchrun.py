@@ -71,7 +71,10 @@ sys.stdout.write(json.dumps(mine) + "\\n")
 @pytest.mark.parametrize(
     "words",
     [
-        ["--standalone", "--nproc_per_node=2", "env.py", "--lr", "1", "--", "-x"],
+        pytest.param(
+            ["--standalone", "--nproc_per_node=2", "env.py", "--lr", "1", "--", "-x"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ["--nproc-per=1", "--role", "a b", "--max_res=3", "-m", "env", "--nproc-per-node", "5"],
             marks=pytest.mark.slow,

@@ -15,7 +15,8 @@ SAMPLES = ROOT / "sample_jobs"
 # -- the same numbers
 
 
-@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
 def test_losses_and_random_state_are_the_same_bit_for_bit(doctor: Doctor, workers: int) -> None:
     words = [
         "--nproc-per-node=2",

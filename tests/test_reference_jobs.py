@@ -61,16 +61,8 @@ def check_healthy(done: Result, job: str, ranks: int = 2) -> None:
     assert all(rank.steps for rank in done.run.ranks)
 
 
-@pytest.mark.parametrize(
-    "job",
-    [
-        MNIST,
-        *(
-            pytest.param(job, marks=pytest.mark.slow)
-            for job in (PIPELINE, FLOWERS, IMAGENET, GPT, FSDP)
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("job", [MNIST, PIPELINE, FLOWERS, IMAGENET, GPT, FSDP])
 def test_ddpdoctor_finds_nothing(doctor: Doctor, job: str) -> None:
     done = doctor.run("--nproc-per-node", "2", "--", str(JOBS / job), *SMALL[job])
     check_healthy(done, job)

@@ -141,6 +141,7 @@ def test_resnet50_has_the_well_known_number_of_parameters(tmp_path: Path) -> Non
     assert done.stdout.split() == ["25557032", "True"]
 
 
+@pytest.mark.slow
 def test_resnet50_reports_every_iteration_on_two_ranks(tmp_path: Path) -> None:
     done = run_ranks(tmp_path, 2, RESNET, *SMALL_RESNET, "--bucket-cap-mb", "5")
     summary = summary_of(done)
@@ -213,14 +214,8 @@ def test_cifar10_resumes_exactly_where_it_stopped(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["state.pt"]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "workers"),
-    [
-        pytest.param(1, 1, marks=pytest.mark.slow),
-        (2, 0),
-        pytest.param(3, 0, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 1), (2, 0), (3, 0)])
 def test_cifar10_tests_every_image_once(tmp_path: Path, ranks: int, workers: int) -> None:
     options = (*SMALL_CIFAR, "--test-size", "67", "--epochs", "1", "--workers", str(workers))
     done = run_ranks(tmp_path, ranks, CIFAR, *options)
@@ -236,7 +231,13 @@ def test_cifar10_refuses_a_missing_folder_once_for_all_ranks(tmp_path: Path) -> 
     assert "cifar-10-python.tar.gz" in error
 
 
-@pytest.mark.parametrize("damage", ["truncated", "foreign", "misshapen"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "truncated",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("foreign", "misshapen")),
+    ],
+)
 def test_cifar10_refuses_a_damaged_batch(tmp_path: Path, damage: str) -> None:
     data = write_folder(tmp_path, python2_batch(20))
     content = {
@@ -267,7 +268,8 @@ def test_cifar10_reads_the_real_format(tmp_path: Path) -> None:
     assert "100 for training, 20 for testing" in done.stdout
 
 
-@pytest.mark.parametrize("protocol", [2, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("protocol", [2, 5])
 def test_cifar10_reads_what_numpy_pickles(tmp_path: Path, protocol: int) -> None:
     numpy: Any = pytest.importorskip("numpy", reason="numpy writes the files of this test")
     batch = {

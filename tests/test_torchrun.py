@@ -28,12 +28,17 @@ def run(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
     ("words", "expected"),
     [
         (["--nnodes=a:b"], r"int\(\) with base 10: 'a'"),
-        (["--nproc-per-node=many"], "many"),
-        (["--rdzv-conf=timeout"], "rdzv_conf|configuration|key=value|format"),
-        (["--redirects=9"], "9"),
-        (["--max-restarts=-1"], "max_restarts must be >= 0"),
-        (["--rdzv-backend=nowhere", "--rdzv-endpoint=localhost:1"], "nowhere"),
-        (["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:port"], "localhost:port"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (["--nproc-per-node=many"], "many"),
+                (["--rdzv-conf=timeout"], "rdzv_conf|configuration|key=value|format"),
+                (["--redirects=9"], "9"),
+                (["--max-restarts=-1"], "max_restarts must be >= 0"),
+                (["--rdzv-backend=nowhere", "--rdzv-endpoint=localhost:1"], "nowhere"),
+                (["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:port"], "localhost:port"),
+            )
+        ),
     ],
 )
 def test_a_bad_value_is_a_line(words: list[str], expected: str, tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import ddpdoctor.preflight
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
@@ -44,7 +46,8 @@ class _Entry:
         return self.page.partition("\n")[0]
 
 
-def entries() -> dict[str, _Entry]:
+@functools.cache
+def entries() -> Mapping[str, _Entry]:
     """All that can be explained, by code, in order."""
     messages: dict[str, dict[str, None]] = {}
     for failure in TABLE:
@@ -54,7 +57,7 @@ def entries() -> dict[str, _Entry]:
         for code, rule in RULES.items()
     }
     checks = {check.code: _Entry(check.name, "check", check.page) for check in CHECKS.values()}
-    return dict(sorted((rules | checks).items()))
+    return MappingProxyType(dict(sorted((rules | checks).items())))
 
 
 def main(words: Sequence[str]) -> int:
