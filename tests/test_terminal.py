@@ -310,8 +310,8 @@ def test_no_line_is_torn_on_the_screen(screen: Callable[..., list[str]], doctor:
     )
     run = f"{PYTHON} -m ddpdoctor run"
     lines = screen(f"{run} -- {PYTHON} bar.py; echo; {run} -- {PYTHON} fine.py")
-    ours = [line for line in lines if "ddpdoctor" in line]
-    assert any("warning: " in line for line in ours)
+    ours = [line for line in lines if "ddpdoctor: " in line]
+    assert any("warning: cannot use the run directory" in line for line in ours), lines
     assert any("the job succeeded" in line for line in ours)
     assert all(line.startswith("ddpdoctor: ") for line in ours), lines
     shown = [line.strip() for line in lines]

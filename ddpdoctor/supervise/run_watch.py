@@ -134,7 +134,7 @@ class RunWatch:
             self.write(UnwatchedRecord(time=time.time_ns(), why=why))
 
     def _give_up(self, error: Exception) -> None:
-        self._reporter.warn(f"cannot write the run directory ({error}); the job runs unwatched")
+        self._reporter.warn(f"cannot use the run directory ({error}); the job runs unwatched")
         self._stop_watching()
 
     def _stop_watching(self) -> None:
@@ -196,7 +196,12 @@ class RunWatch:
 
         if self._requests is None:
             return
-        self._reader = RunReader(directory)
+        try:
+            self._reader = RunReader(directory)
+        except DoctorError as error:
+            # Whoever removed it was quicker.
+            self._give_up(error)
+            return
         self._showing = Showing(directory, self._passthrough)
         examination, profile, suspicion = self._requests
         self._watches["the suspicions"] = Suspicions(suspicion, self.write)
@@ -424,4 +429,4 @@ class RunWatch:
             self._journal.write([record])
         except OSError as error:
             self._journal = None
-            self._reporter.warn(f"cannot write the run directory: {error}")
+            self._reporter.warn(f"cannot use the run directory: {error}")
