@@ -1,7 +1,7 @@
 """What ddpdoctor costs: the same job under torchrun and under ``ddpdoctor run``, in turn.
 
-    python benchmarks/overhead.py [hooks|instructions|blocks|steps|peers|resnet|child|startup|
-                                   supervisor|fingerprints|delay]
+    python benchmarks/overhead.py [hooks|instructions|steps|peers|resnet|child|startup|supervisor|
+                                   fingerprints|delay]
 
 Each figure is a ratio or a difference within a pair, so that a machine that gets faster or slower
 meanwhile does not show, as the median over the pairs with its 95 % interval: for ``hooks`` pairs of
@@ -120,28 +120,6 @@ def steps(
         outputs = in_turn([*TORCHRUN, job, *words], [*DOCTOR, job, *words], pairs, directory)
         bar = 1.02 if length < 5 else 1.005
         compare(f"steps of {length:g} ms", outputs, verdicts, bar)
-
-
-def blocks(lengths: Sequence[float], pairs: int, directory: str, verdicts: Verdicts) -> None:
-    """Steps of these milliseconds: CPU time of rank 0, all its threads, with the hooks and without.
-
-    Blocks of a second or more of one job in turn: what the writing thread does at its next wake,
-    four times a second, is almost all in the block that it belongs to.
-    """
-    job = str(HERE / "jobs" / "tiny.py")
-    for length in lengths:
-        each = max(4, int(1.2e3 / length))
-        words = ["--switch", str(each), "--iterations", str(each * (2 * pairs + 5))]
-        words += ["--work", str(work_for(length, directory))]
-        found = json.loads(run([*DOCTOR, job, *words], directory)[1].splitlines()[-1])
-        # The first blocks are of a step that is still seen in full, and of cold caches.
-        both = list(zip(found["awake"], found["asleep"], strict=False))[2:]
-        bar = 1.02 if length < 5 else 1.005
-        title = f"steps of {length:g} ms, CPU {median(b for _, b in both) * 1e3:.2f} ms"
-        ratios = interval([awake / asleep for awake, asleep in both])
-        verdicts.tell(f"{title}, ratio", ratios, "", digits=4, widest=TELLING["cpu"], most=bar)
-        extra = interval([1e6 * (awake - asleep) for awake, asleep in both])
-        print(f"    {extra.text(' us', 1)} a step more", flush=True)
 
 
 def peers(pairs: int, directory: str, verdicts: Verdicts) -> None:
@@ -340,7 +318,7 @@ def supervisor(directory: str, seconds: float = 20.0) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    usual = ["hooks", "blocks", "steps", "child", "startup", "supervisor"]
+    usual = ["hooks", "steps", "child", "startup", "supervisor"]
     parser.add_argument("what", nargs="*", default=usual)
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--blocks", type=int, default=300, help="pairs of blocks, for hooks")
@@ -357,8 +335,6 @@ def main() -> int:
             hooks(options.blocks, directory, verdicts)
         if "instructions" in options.what:
             instructions()
-        if "blocks" in options.what:
-            blocks(options.lengths, options.pairs, directory, verdicts)
         if "steps" in options.what:
             steps(options.lengths, options.pairs, options.seconds, directory, verdicts)
         if "peers" in options.what:

@@ -1,9 +1,7 @@
 """A step of a given length: what the probe adds to it is seen here.
 
 Rank 0 prints seconds as JSON: the steps' wall times and the CPU times of the process in them, by
-blocks of steps, the lower quartile over the blocks. With ``--switch``, under ``ddpdoctor run``, the
-hooks are awake and asleep in turn, for so many steps each, and the CPU time of every such block is
-printed.
+blocks of steps, the lower quartile over the blocks.
 """
 
 from __future__ import annotations
@@ -13,9 +11,7 @@ import contextlib
 import gc
 import itertools
 import json
-import sys
 import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +29,6 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=300)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--work", type=int, default=0, help="more products of matrices in a step")
-    parser.add_argument("--switch", type=int, default=0, help="steps with and without hooks")
     parser.add_argument("--profiler", choices=("none", "off", "on"), default="none")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -45,10 +40,8 @@ def main() -> None:
     batch = torch.randn(64, options.width)
     ballast = torch.randn(256, 256) / 256
     wall, cpu = [], []
-    switches = Switches(options.switch)
     with profiler(options.profiler, options.iterations) as step_done:
         for iteration in range(options.iterations):
-            switches.before(iteration)
             if iteration % BLOCK == 0:
                 wall.append(time.perf_counter())
                 cpu.append(time.process_time())
@@ -59,38 +52,12 @@ def main() -> None:
             ddp(batch).square().mean().backward()
             optimizer.step()
             step_done()
-    if options.switch and dist.get_rank() == 0:
-        print(json.dumps({"awake": switches.used[True], "asleep": switches.used[False]}))
-    elif dist.get_rank() == 0:
+    if dist.get_rank() == 0:
         skipped = options.warmup // BLOCK
         print(json.dumps({"wall": lower(wall[skipped:]), "cpu": lower(cpu[skipped:])}))
     del ddp, optimizer
     gc.collect()
     dist.destroy_process_group()
-
-
-class Switches:
-    """Wakes and silences the hooks in turn, ABBA, and keeps the CPU seconds of a step by block."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-        self.used: dict[bool, list[float]] = {True: [], False: []}
-        rank: Any = sys.modules.get("ddpdoctor.probe.runtime.rank")
-        self._rank = rank
-        self._tracker = rank.active if steps else None
-        self._awake = True
-        self._began = 0.0
-
-    def before(self, iteration: int) -> None:
-        """Switch where a block ends."""
-        if not self.steps or iteration % self.steps:
-            return
-        now = time.process_time()
-        if iteration:
-            self.used[self._awake].append((now - self._began) / self.steps)
-        self._awake = iteration // self.steps % 4 in (0, 3)
-        self._rank.active = self._tracker if self._awake else None
-        self._began = time.process_time()
 
 
 def lower(marks: list[float]) -> float:
