@@ -11,13 +11,16 @@ from pathlib import PurePath
 
 from ddpdoctor.core.opening import whole
 from ddpdoctor.core.user_code import user_file
-from ddpdoctor.failures.prefixes import without_bar
+from ddpdoctor.failures.prefixes import split_line, without_bar
 
 LONGEST = 1 << 16
 """Bytes of a line that are looked at: to search one of megabytes takes seconds."""
 
 HEAD = "Traceback (most recent call last)"
 _GLUED = re.compile(rf'(?<=\S)(?=  File "|{re.escape(HEAD)})')
+_ITEMS = re.compile(r"\\n['\"](?:, ['\"]|\]\s*$)")
+"""Between the lines of a traceback that was printed as a list, and at its end."""
+
 _DOCKER = re.compile(r'\{"log":\s?"(.*?)(?:\\[rn])*",\s?"stream"')
 _FIRST = 100
 """Texts of a line that overwrote each other: of more, those in the middle are not looked at."""
@@ -86,8 +89,10 @@ def _unquoted(text: str) -> list[str]:
     """The lines within one: of a traceback in JSON or a ``repr``, and of those glued together."""
     if (docker := _DOCKER.match(text)) is not None:
         return [docker[1].replace('\\"', '"')]
-    if HEAD in text and "\\n" in text:
-        text = text.replace("\\n", "\n").replace('\\"', '"')
+    if "\\n" in text and (HEAD in text or ('  File "' in text and _ITEMS.search(text))):
+        mark = text[: len(text) - len(split_line(text).text)]
+        parts = _ITEMS.sub("\n", text).replace("\\n", "\n").replace('\\"', '"').split("\n")
+        return [parts[0], *(mark + part for part in parts[1:])]
     elif "tKeyboardInterrupt" in text:
         text = text.replace("tKeyboardInterrupt", "t\nKeyboardInterrupt")
     elif text.count(HEAD) > 1 or text.count('  File "') > 1:

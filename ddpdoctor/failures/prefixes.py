@@ -89,6 +89,8 @@ def split_line(text: str) -> Line:
         if mark.lastgroup in _LOWEST and rank is None:
             rank = whole(mark[mark.lastgroup])
             who = who or (f"{TASK}{rank}" if mark.lastgroup == "task" else "")
+        elif mark.lastgroup == "role" and who.startswith(TASK):
+            who = f"{who}, local rank {whole(mark['role'])}"
         who = who or next((mark[name] for name in _NAMES if mark[name]), "")
     if rank is None and "Rank " in text and (word := _RANK_WORD.search(text)) is not None:
         rank = whole(word[1])

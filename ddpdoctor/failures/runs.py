@@ -95,6 +95,9 @@ class _Log:
 
     def take(self, each: Sighting) -> None:
         """Take the next sighting in."""
+        if len(self.runs) > 1 and not self.runs[-1] and _again(each, self.runs[-2]):
+            # The usage of each rank may have hundreds of lines.
+            self.runs.pop()
         job = each.groups.get("job", self._job)
         status = _SUMMARY.match(each.text)
         pid = status[1] if status and each.rank is not None else ""
@@ -136,7 +139,8 @@ class _Log:
             # What the launcher says of itself comes before its banner.
             own = takewhile(lambda seen: seen.weight == Weight.NOTE, reversed(run))
             return len(run) - len(list(own))
-        if self._stillborn not in ("", _first(each)) and (_is_raised(each) or _is_refused(each)):
+        other = self._stillborn and not _same_words(_first(each), self._stillborn)
+        if other and (_is_raised(each) or _is_refused(each)):
             return len(run)
         # Each node has one launcher, and this one's had ended already.
         return self._script_ended if launcher == self._script else None
@@ -193,6 +197,17 @@ def _is_refused(each: Sighting) -> bool:
     """Whether a program or its launcher did not take its options, and ended."""
     script = _is(each, "options-refused") and "what" in each.groups
     return each.final and (script or _is(each, "torchrun-too-old"))
+
+
+def _again(each: Sighting, run: Sequence[Sighting]) -> bool:
+    """Whether another rank refuses the options that one refused at the end of a run."""
+    both = _is(each, "options-refused") and _is(run[-1], "options-refused")
+    return both and _same_words(_first(each), _first(run[-1]))
+
+
+def _same_words(one: str, other: str) -> bool:
+    """Whether two lines say the same; one may be torn."""
+    return one.startswith(other) or other.startswith(one)
 
 
 def _is(each: Sighting, *names: str) -> bool:

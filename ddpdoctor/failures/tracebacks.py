@@ -32,6 +32,9 @@ _IGNORED = re.compile(
 )
 """Before a traceback that Python prints and goes on after: of ``logging``, of ``asyncio``."""
 
+_WARNED = re.compile(r"\[?W\d{3,4} [\d:.]+ ")
+"""Before a traceback that torch logs as a warning: it goes on without what failed."""
+
 _BEFORE_STACK = re.compile(r"^We expect that some modules will need time to support NumPy 2")
 """Before a stack that NumPy prints under a traceback's head, and the job goes on."""
 
@@ -119,18 +122,19 @@ class Tracebacks:
         spawned = next(filter(None, map(_SPAWNED.match, reversed(above))), None)
         of_rank = _OF_RANK.search(line.text)
         rank = whole(of_rank[1]) if of_rank else line.rank
+        warned = _WARNED.match(prefix) is not None
         new = Printed(
             start=offset,
             number=number,
             rank=_reported_rank(earlier[-4:]) if reported else rank,
-            uncaught=line.uncaught,
+            uncaught=line.uncaught and not warned,
             time=when(),
             lines=[f"{HEAD}:"] if head else [*_frames(earlier), line.text],
             last=number,
             state=Kind.HEAD if head else Kind.EXCEPTION,
             who=line.who or (f"process {spawned[1]}{SPAWNED_BY}" if spawned else ""),
             prefix=_INDENTED if reported else shape(prefix) if prefix else None,
-            ignored=any(_IGNORED.search(text) for text in above),
+            ignored=warned or any(_IGNORED.search(text) for text in above),
             in_thread=any(_IN_THREAD.match(text) for text in above),
             reported=reported or any(_RAISED_AGAIN.search(text) for text in above),
         )

@@ -21,7 +21,8 @@ COMPLAINT = re.compile(
     r"|destroy_process_group|resource_tracker|[Kk]illed|[Aa]bort|core dumped"
     r"|Root Cause|FAILED|^\[?[IWEF](?:\d{3,4} | \S+\.cpp)|SIG[A-Z]{3}"
     r"|^wandb: |HYDRA_FULL_ERROR"
-    r"|exited|Current thread|frame #|leaked|^<NO_OTHER|^Failures:|^terminate"
+    r"|exited|Current thread|^Thread 0x|\(most recent call first\)|no Python frame"
+    r"|frame #|leaked|^<NO_OTHER|^Failures:|^terminate"
 )
 """What is written where a job ends, beside what a healthy one writes."""
 

@@ -97,7 +97,7 @@ FAILURES = (
         r"Must flatten tensors with (?:uniform|the same) (?P<what>\w+)|Cannot writeback when the parameter shape"
         r"|FlatParameter|_flat_param|but its data is not allocated yet|Expects? (?:the )?storage to be allocated"
         r"|Could not find the transformer (?:layer )?class|`?FSDP`? requires (?!PyTorch)|FSDP expects|FullyShardedDataParallel[^\n]{0,200}(?:must|require|support)"
-        r"|mixed torch\.Tensor and DTensor|ShardedTensor[^\n]{0,99}(?:mismatch|not)|Manual wrapping|no_shard|_is_root should not",
+        r"|mixed torch\.Tensor and DTensor|ShardedTensor[^\n]{0,99}(?:mismatch|not)|Manual wrapping|_is_root should not",
         says="uses FSDP in a way that it refuses[: {what} differs within one unit]",
         fix="One dtype and one requires_grad in each unit (cast before the wrap; use_orig_params=True "
         "for frozen parts); outside of forward: summon_full_params; state dicts on all ranks, in the "

@@ -174,7 +174,7 @@ FAILURES = (
             "W0312 10:00:00.123000 4711 torch/distributed/elastic/agent/server/api.py:704] Received Signals.SIGHUP death signal, shutting down workers",
             "*** SIGTERM received at time=1755448771 on cpu 72 ***",
         ),
-        yields_to=("cancelled",),
+        yields_to=("cancelled", "step-cancelled", "time-limit"),
     ),
     Failure(
         Known("DDP908", "interrupted", Weight.STOPPED, "any"),
