@@ -22,6 +22,9 @@ FAILED = (
     "E1122 10:30:21.207000 12 torch/distributed/elastic/multiprocessing/api.py:869] failed "
     "(exitcode: 1) local_rank: 1 (pid: 4711) of binary: /usr/bin/python\n"
 )
+RAISED = (
+    'Traceback (most recent call last):\n  File "/job/a.py", line 9, in <module>\n    main()\n{}\n'
+)
 STEPS = "".join(f"epoch 1 step {step} loss 0.5\n" for step in range(8))
 SUMMARY = (
     "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"

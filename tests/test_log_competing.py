@@ -6,12 +6,9 @@ import pytest
 
 from ddpdoctor.failures.log import read
 from ddpdoctor.failures.verdict import findings
-from tests.log_lines import CANCELLED, STEPS, SUMMARY, one, timeouts
+from tests.log_lines import CANCELLED, RAISED, STEPS, SUMMARY, one, timeouts
 
 LIMIT = CANCELLED.replace(" ***\n", " DUE TO TIME LIMIT ***\n")
-RAISED = (
-    'Traceback (most recent call last):\n  File "/job/a.py", line 9, in <module>\n    main()\n{}\n'
-)
 PRINTED = (
     'Traceback (most recent call last):\n  File "/job/data.py", line 4, in load\n    open(p)\n{}\n'
 )
@@ -222,3 +219,33 @@ def test_an_assertion_within_torch_that_the_script_prints_is_shown() -> None:
     line = 'Rank 7, stack.size() INTERNAL ASSERT FAILED at "../torch/profiler.cpp":964, please\n'
     found = one(STEPS + line + SUMMARY.format(77))
     assert any("INTERNAL ASSERT FAILED" in each for each in found.evidence)
+
+
+def test_a_step_that_slurm_cancelled_explains_the_signal_that_torchrun_got() -> None:
+    signal = (
+        "1: W0505 13:50:58.465000 773960 torch/distributed/elastic/agent/server/api.py:704] "
+        "Received 15 death signal, shutting down workers\n"
+    )
+    step = "0: slurmstepd-hades: error: *** STEP 1586.0 ON hades CANCELLED AT 2026-05-05T13:50:58\n"
+    assert "was asked to stop from outside by signal 15" in one(STEPS + signal).message
+    assert "had its step cancelled in Slurm" in one(STEPS + signal + step).message
+
+
+def test_a_rank_that_failed_without_a_word_comes_before_what_slurm_ended() -> None:
+    status = (
+        "0: E0630 23:13:49.749000 265144 torch/distributed/elastic/multiprocessing/api.py:984] "
+        "failed (exitcode: 1) local_rank: 0 (pid: 265651) of binary: /opt/venv/bin/python3\n"
+    )
+    ended = "srun: error: nid7: task 0: Exited with exit code 1\nsrun: Terminating StepId=265.0\n"
+    found = one(STEPS + status + ended)
+    assert found.message.startswith("rank 0 likely failed first, with exit status 1")
+
+
+def test_what_a_script_prints_of_its_options_is_no_failure() -> None:
+    options = (
+        " 0:   data_parallel_sharding_strategy ................. no_shard\n"
+        " 0:   flight_recorder_dump_on_timeout ................. True\n"
+        " 0:   inprocess_hard_timeout .......................... 90\n"
+    )
+    assert findings(read("a.log", [(options + STEPS).encode()])) == []
+    assert one(STEPS + options + " 0: Error: no such path: /job/x\nEND TIME: Wed\n").code == "DDP900"

@@ -7,7 +7,7 @@ import pytest
 from ddpdoctor.failures.log import read
 from ddpdoctor.failures.printed import untangled
 from ddpdoctor.failures.verdict import findings
-from tests.log_lines import BANNER, STEPS, one, timeouts
+from tests.log_lines import BANNER, RAISED, STEPS, one, timeouts
 
 REPORT = """torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 ============================================================
@@ -266,3 +266,46 @@ def test_who_could_not_save_a_checkpoint_stands_in_the_exception_of_another_rank
     assert any("rank 7, as a consequence" in each for each in found.evidence)
     # Without them it is known at least that it was another rank's.
     assert "another rank" in one("".join(f"[rank7]: {line}\n" for line in lines[:4])).message
+
+
+@pytest.mark.parametrize("mark", ["", " 3: [rank3]:"])
+def test_a_traceback_that_torch_logs_as_a_warning_ended_nothing(mark: str) -> None:
+    lines = (
+        "fx graph cache unable to load compiled graph",
+        "Traceback (most recent call last):",
+        '  File "/lib/python3.12/site-packages/torch/_inductor/codecache.py", line 9, in iterate',
+        "    with open(path) as f:",
+        "FileNotFoundError: [Errno 2] No such file or directory: '/tmp/fx'",
+    )
+    head = f"{mark}W0624 15:07:12.862000 1624 torch/_inductor/codecache.py:1052] [1/1] "
+    warned = "".join(f"{head}{line}\n" for line in lines)
+    assert {each.severity.label for each in findings(read("a.log", [warned.encode()]))} <= {"info"}
+    found = one(warned + RAISED.format("ValueError: bad"))
+    assert found.message == "a process of the job raised ValueError: bad"
+    # An error that the launcher logs is one.
+    error = "".join(f"E0624 15:07:12.862000 1624 a.py:1] {line}\n" for line in lines[1:])
+    assert "raised FileNotFoundError" in one(error).message
+
+
+def test_a_traceback_that_was_printed_as_a_list() -> None:
+    frames = (
+        "Traceback (most recent call last):\n",
+        '  File "/job/train.py", line 9, in step\n    model(x)\n    ^^^^^^^^\n',
+        '  File "/lib/python3.12/site-packages/torch/nn/modules/module.py", line 8, in _call\n',
+        "RuntimeError: seq_idx is only supported for channel last layout\n",
+    )
+    text = repr(list(frames))
+    found = one(f"0: {text}\n")
+    assert found.message.startswith("rank 0 raised RuntimeError: seq_idx is only supported")
+    assert found.location is not None and found.location.path == "/job/train.py"
+    # srun writes long lines in pieces, each with its label.
+    cut = text.index("module.py") + 4
+    found = one(f"0: {text[:cut]}\n0: {text[cut:]}\n")
+    assert found.message.startswith("rank 0 raised RuntimeError: seq_idx is only supported")
+
+
+def test_a_message_that_srun_cut_off_behind_the_colon() -> None:
+    text = RAISED.format("FileNotFoundError") + ": \n[Errno 2] No such file: 'a.txt'\n" + STEPS
+    labelled = "".join(f"0: {line}\n" for line in text.splitlines())
+    found = one(labelled + "0: Traceback (most recent call last):\n")
+    assert "raised FileNotFoundError: [Errno 2] No such file: 'a.txt'" in found.message

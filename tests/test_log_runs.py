@@ -255,3 +255,47 @@ def test_a_launching_script_that_failed_before_it_launched_was_of_another_run() 
     found = one(nodes)
     assert "raised KeyError: 'WORLD_SIZE'" in found.message
     assert not any("earlier run" in each for each in found.evidence)
+
+
+def test_options_that_many_ranks_refuse_are_one_run() -> None:
+    usage = "".join(f"                       [--option-{number} N]\n" for number in range(400))
+    refused = "train.py: error: unrecognized arguments: --keep-last 5"
+    text = ""
+    for task in range(3):
+        for local in range(2):
+            # One of them is torn.
+            last = refused[:-2] if (task, local) == (1, 1) else refused
+            said = f"usage: train.py [-h]\n{usage}{last}\n"
+            text += "".join(f"{task}: [default{local}]:{line}\n" for line in said.splitlines())
+    text += (
+        "1: E0416 11:31:51.007000 14574 torch/distributed/elastic/multiprocessing/api.py:906] "
+        "failed (exitcode: 2) local_rank: 0 (pid: 291890) of binary: /opt/venv/bin/python\n"
+    )
+    found = one(text)
+    assert found.message.startswith("a process of task 0, local rank 0 refused its options")
+    assert not any("earlier run" in each for each in found.evidence)
+
+
+def test_stacks_that_ranks_print_at_the_time_limit_are_no_later_run() -> None:
+    stack = "1: [default1]:Stack (most recent call first):\n" + "".join(
+        f'1: [default1]:  File "/job/train.py", line {number} in step\n' for number in range(9)
+    )
+    limit = (
+        "0: slurmstepd: error: *** STEP 7.1 ON nid7 CANCELLED AT 2026-04-15T11:31:51 DUE TO TIME "
+        "LIMIT ***\n"
+    )
+    found = one(limit + stack * 30)
+    assert found.severity.label == "error"
+    assert "time limit is reached" in found.message
+
+
+def test_bars_of_other_tasks_behind_the_end_of_one_are_of_its_run() -> None:
+    raised = (
+        'Traceback (most recent call last):\n  File "/job/a.py", line 9, in <module>\n    go()\n'
+        "FileNotFoundError: gone\n"
+    )
+    text = "".join(f"0: [rank1]: {line}\n" for line in raised.splitlines())
+    text += "srun: error: hades: task 0: Exited with exit code 1\n"
+    bars = "\r".join(f"Map:  {n}%|##  | {n}000/39531 [00:09<00:04, 299 rows/s]" for n in range(9))
+    assert one(text + f"1: {bars}\n").message == "rank 1 raised FileNotFoundError: gone"
+    assert one(text + f"0: {bars}\n").severity.label == "info"

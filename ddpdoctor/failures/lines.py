@@ -21,6 +21,9 @@ _GLUED = re.compile(rf'(?<=\S)(?=  File "|{re.escape(HEAD)})')
 _ITEMS = re.compile(r"\\n['\"](?:, ['\"]|\]\s*$)")
 """Between the lines of a traceback that was printed as a list, and at its end."""
 
+_OF_LIST = re.compile(r"  File \"|\\n['\"]\]\s*$")
+"""In a piece of it, of which srun makes several."""
+
 _DOCKER = re.compile(r'\{"log":\s?"(.*?)(?:\\[rn])*",\s?"stream"')
 _FIRST = 100
 """Texts of a line that overwrote each other: of more, those in the middle are not looked at."""
@@ -69,7 +72,9 @@ def segments(raw: bytes) -> list[str]:
         parts = _drawn(parts)
     texts = [without_bar(_text(part)) for part in parts[:_FIRST] + parts[_FIRST:][-_FIRST:]]
     if len(parts) > 1:
-        texts = [text for text in texts if text] or [""]
+        mark = _mark_of(_text(parts[0]))
+        marked = (text if text.startswith(mark) else mark + text for text in texts if text)
+        texts = [*marked] or [""]
     return [line for text in texts for line in _unquoted(text)]
 
 
@@ -85,12 +90,17 @@ def _drawn(parts: list[bytes]) -> list[bytes]:
     return drawn
 
 
+def _mark_of(text: str) -> str:
+    """What a launcher or a container put before a line: once, however many texts it holds."""
+    return text[: len(text) - len(split_line(text).text)]
+
+
 def _unquoted(text: str) -> list[str]:
     """The lines within one: of a traceback in JSON or a ``repr``, and of those glued together."""
     if (docker := _DOCKER.match(text)) is not None:
         return [docker[1].replace('\\"', '"')]
-    if "\\n" in text and (HEAD in text or ('  File "' in text and _ITEMS.search(text))):
-        mark = text[: len(text) - len(split_line(text).text)]
+    if "\\n" in text and (HEAD in text or (_ITEMS.search(text) and _OF_LIST.search(text))):
+        mark = _mark_of(text)
         parts = _ITEMS.sub("\n", text).replace("\\n", "\n").replace('\\"', '"').split("\n")
         return [parts[0], *(mark + part for part in parts[1:])]
     elif "tKeyboardInterrupt" in text:

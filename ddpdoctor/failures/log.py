@@ -11,7 +11,7 @@ from ddpdoctor.core.opening import whole
 from ddpdoctor.failures import Failure, Weight, recognise
 from ddpdoctor.failures.anchors import Scan, candidates
 from ddpdoctor.failures.lines import clean, rank_of_file, segments, time_of
-from ddpdoctor.failures.prefixes import Line, split_line
+from ddpdoctor.failures.prefixes import TASK, Line, split_line
 from ddpdoctor.failures.printed import Printed, says_more
 from ddpdoctor.failures.runs import ENDED
 from ddpdoctor.failures.sightings import STATUS, Sighting, corrected
@@ -245,7 +245,7 @@ class LogReader:
             )
         elif not belongs:
             self._went_on(line)
-            self._works(line.text, number)
+            self._works(line, number)
         if text.strip():
             self._past.append(text)
         return belongs or known is not None
@@ -264,13 +264,18 @@ class LogReader:
                 each.lines_after = -1
         self._undecided = [each for each in self._undecided if each.lines_after >= 0]
 
-    def _works(self, text: str, number: int) -> None:
+    def _works(self, line: Line, number: int) -> None:
         """A plain line behind an end: steps look alike, closing words do not.
 
         Behind a rank's exception the lines that stdout held back come out, too: it takes the
         beginning of another run. So it does for progress bars, of which other ranks draw a few.
         """
         if self._end is None:
+            return
+        text = line.text
+        ended = self._end.groups.get("task", line.who)
+        if line.who.startswith(TASK) and line.who.removeprefix(TASK) != ended.removeprefix(TASK):
+            # The other tasks of its run are still at work.
             return
         shape = shape_of(text)
         self._begins = self._begins or shape in self._head

@@ -127,6 +127,7 @@ class Printed:
         ignored: Python says before it that it goes on in spite of it.
         in_thread: It ended a thread, and its process goes on.
         reported: torchrun's report has it, as what ended a rank.
+        torn: srun cut its message off behind the colon.
     """
 
     start: int
@@ -143,6 +144,7 @@ class Printed:
     ignored: bool = False
     in_thread: bool = False
     reported: bool = False
+    torn: bool = False
 
     @property
     def complete(self) -> bool:
@@ -180,13 +182,14 @@ class Printed:
 
     def _says_more(self, text: str) -> bool:
         cut = text.startswith(": ") and self.lines[-1].isidentifier()
-        return says_more(text) or cut or self.lines[-1].startswith("Last error:")
+        return says_more(text) or cut or self.torn or self.lines[-1].startswith("Last error:")
 
     def add(self, text: str, kind: Kind, number: int) -> None:
         """Take a line that fits; srun may cut one in two."""
-        if self.complete and text.startswith(": "):
+        if self.complete and (text.startswith(": ") or self.torn):
             self.lines[-1] += text
             self.last = number
+            self.torn = text.strip() == ":"
             return
         self.lines.append(text)
         self.last = number

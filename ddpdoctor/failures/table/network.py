@@ -34,6 +34,17 @@ FAILURES = (
         ),
     ),
     Failure(
+        Known("DDP922", "no-network-plugin", Weight.CAUSE, "NCCL 2.27 on, plugin/net.cc"),
+        r"Failed to initialize any NET plugin|Error: network \S+ not found\.",
+        examples=(
+            "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:93, invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.29.3\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\nFailed to initialize any NET plugin",
+        ),
+        says="could not load the network that NCCL is to use",
+        fix="NCCL_NET and NCCL_NET_PLUGIN name it: its library (libnccl-net.so, aws-ofi-nccl) has to "
+        "be in LD_LIBRARY_PATH on every node, inside the container, and its devices have to be "
+        "free. NCCL_NET=Socket does without it.",
+    ),
+    Failure(
         Known("DDP924", "nccl-internal-error", Weight.GENERIC, "NCCL 2.x"),
         r"ncclInternalError|NCCL error[^\n]{0,200}internal error|ncclInvalidArgument|NCCL error[^\n]{0,200}invalid argument",
         says="had NCCL fail an internal check, which does not say which",

@@ -207,5 +207,6 @@ FAILURES = (
         fix="The cause is the task that ended first: its exit code stands before, its output in its "
         "own file (srun --output=%x-%t.log).",
         examples=("srun: error: node3: task 5: Terminated",),
+        yields_to=("exit-status-1",),
     ),
 )
