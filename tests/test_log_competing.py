@@ -248,4 +248,6 @@ def test_what_a_script_prints_of_its_options_is_no_failure() -> None:
         " 0:   inprocess_hard_timeout .......................... 90\n"
     )
     assert findings(read("a.log", [(options + STEPS).encode()])) == []
-    assert one(STEPS + options + " 0: Error: no such path: /job/x\nEND TIME: Wed\n").code == "DDP900"
+    assert (
+        one(STEPS + options + " 0: Error: no such path: /job/x\nEND TIME: Wed\n").code == "DDP900"
+    )

@@ -411,3 +411,38 @@ def test_ranks_that_wait_in_a_collective_do_not_lack_the_port() -> None:
     raised = 'Traceback (most recent call last):\n  File "/a.py", line 5, in <module>\n' + taken
     assert one(raised + timeouts(r0=(1, "ALLREDUCE", 1), r1=(1, "ALLREDUCE", 1))).code == "DDP907"
     assert one(raised).code == "DDP002"
+
+
+@pytest.mark.parametrize(
+    ("shown", "said"),
+    [
+        ((0, 1, 2, 4, 7), "ranks 3, 5 and 6 did not come: see whether they started"),
+        ((1, 2, 4, 7), "3 of ranks 0, 3, 5 and 6 did not come: see whether they started"),
+        ((1,), None),
+    ],
+)
+def test_who_did_not_come_to_a_barrier_of_the_store(shown: tuple[int, ...], said: str) -> None:
+    found = one(
+        "".join(
+            f"{rank}: RuntimeError: Timed out initializing process group in store based barrier on "
+            f"rank: {rank}, for key: store_based_barrier_key:1 (world_size=8, worker_count=5, "
+            "timeout=0:30:00)\n"
+            for rank in shown
+        )
+    )
+    assert found.code == "DDP813"
+    absent = [each for each in found.evidence if "did not come" in each]
+    assert [each[: len(said)] for each in absent] == [said] if said else not absent
+
+
+def test_hundreds_of_tracebacks_of_one_failure_are_of_one_run() -> None:
+    raised = (
+        'Traceback (most recent call last):\n  File "/job/a.py", line 9, in <module>\n    go({0})\n'
+        "ValueError: bad {0}\n"
+    )
+    text = "".join(
+        f"{rank}: {line}\n" for rank in range(5) for line in raised.format(rank).splitlines()
+    )
+    frames = "".join(f'9:   File "/job/a.py", line {number}, in go\n' for number in range(1_200))
+    found = one(text + frames + text.replace("0: ", "7: ").replace("1: ", "8: "))
+    assert not any("earlier run" in each for each in found.evidence)

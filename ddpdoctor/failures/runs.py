@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from ddpdoctor.failures.model import Weight
-from ddpdoctor.failures.sightings import STATUS, Sighting
+from ddpdoctor.failures.sightings import NUMBER, STATUS, Sighting
 
 ENDED = (Weight.WRAPPER, Weight.STOPPED, Weight.GENERIC, Weight.DECISIVE)
 """What is said where a run ends: by its launcher, a scheduler, or the system."""
@@ -95,9 +95,11 @@ class _Log:
 
     def take(self, each: Sighting) -> None:
         """Take the next sighting in."""
-        if len(self.runs) > 1 and not self.runs[-1] and _again(each, self.runs[-2]):
-            # The usage of each rank may have hundreds of lines.
-            self.runs.pop()
+        said = any(one.text for one in self.runs[-1])
+        if len(self.runs) > 1 and not said and _again(each, self.runs[-2]):
+            # The usage of each rank may have hundreds of lines, and so have hundreds of tracebacks.
+            torn = self.runs.pop()
+            self.runs[-1] += torn
         job = each.groups.get("job", self._job)
         status = _SUMMARY.match(each.text)
         pid = status[1] if status and each.rank is not None else ""
@@ -200,9 +202,16 @@ def _is_refused(each: Sighting) -> bool:
 
 
 def _again(each: Sighting, run: Sequence[Sighting]) -> bool:
-    """Whether another rank refuses the options that one refused at the end of a run."""
-    both = _is(each, "options-refused") and _is(run[-1], "options-refused")
-    return both and _same_words(_first(each), _first(run[-1]))
+    """Whether another rank fails as one did at the end of a run."""
+    if _is(each, "options-refused") and _is(run[-1], "options-refused"):
+        return _same_words(_first(each), _first(run[-1]))
+    alike = [one for one in run if one.failure is each.failure and _words(one) == _words(each)]
+    return bool(each.text and alike) and each.rank not in {None, *(one.rank for one in alike)}
+
+
+def _words(each: Sighting) -> str:
+    """Its first line without numbers, which differ from rank to rank."""
+    return NUMBER.sub("", _first(each))
 
 
 def _same_words(one: str, other: str) -> bool:

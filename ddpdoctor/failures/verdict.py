@@ -7,6 +7,8 @@ from dataclasses import replace
 from itertools import islice
 
 from ddpdoctor.core.finding import Finding, Severity
+from ddpdoctor.core.opening import whole
+from ddpdoctor.core.ranks import named
 from ddpdoctor.failures import Failure, Weight, matching_line
 from ddpdoctor.failures.candidates import ONE_RUN, found_in, is_timed, name_of
 from ddpdoctor.failures.lines import shortened
@@ -19,6 +21,9 @@ _FIX = "Fix this exception first; failures of other ranks follow from it."
 _WHOSE = "lines do not say whose they are, and the log goes on after it"
 _CUT = "an exception whose message is cut off in the log"
 _SHOWN = 3
+_MOST_RANKS = 100_000
+"""Of a job whose missing ranks are counted."""
+
 _TOGETHER = 1.0
 """Seconds within which lines of different logs are of one moment: clocks differ."""
 
@@ -127,11 +132,11 @@ def _of_first(
     failure = first.failure
     likely = not certain or unordered or (failure is not None and failure.likely)
     alike = [each for each in candidates if _alike(each, first)]
-    named = {each.rank for each in (first, *alike) if each.rank is not None}
+    failed = {each.rank for each in (first, *alike) if each.rank is not None}
     raised = _raised(first, alike)
     evidence = [
         _printed(first),
-        *_as_well(named, first),
+        *_as_well(failed, first),
         *(_later(each, first, "too") for each in other[:_SHOWN]),
         *_facts(first, all_),
         *_consequences(first, all_),
@@ -142,7 +147,7 @@ def _of_first(
         code="DDP901" if failure is None else failure.code,
         severity=Severity.ERROR if failure is None else failure.severity,
         message=_sentence(first, likely),
-        ranks=(int(guilty),) if guilty else tuple(sorted(named)),
+        ranks=(int(guilty),) if guilty else tuple(sorted(failed)),
         location=raised.location,
         evidence=tuple(evidence),
         fix=_FIX if failure is None else failure.fix,
@@ -157,11 +162,11 @@ def _raised(first: Sighting, alike: Sequence[Sighting]) -> Sighting:
     return first if shown else next(own, first)
 
 
-def _as_well(named: Collection[int], first: Sighting) -> Iterator[str]:
+def _as_well(failed: Collection[int], first: Sighting) -> Iterator[str]:
     """The other ranks that failed on it."""
-    others = [number for number in named if number != first.rank]
+    others = [number for number in failed if number != first.rank]
     if others:
-        yield f"{_ranks(others)} failed on it, too"
+        yield f"{named(others)} failed on it, too"
 
 
 def _of_late(late: Awaited, first: Sighting, failure: Failure, all_: Sequence[Sighting]) -> Finding:
@@ -172,7 +177,7 @@ def _of_late(late: Awaited, first: Sighting, failure: Failure, all_: Sequence[Si
     return Finding(
         code=code,
         severity=Severity.ERROR,
-        message=f"{_ranks(late.ranks)} likely held the job up: it {late.said}",
+        message=f"{named(late.ranks)} likely held the job up: it {late.said}",
         ranks=late.ranks,
         location=first.location,
         evidence=(*seen, *_facts(own[0] if own else first, all_)),
@@ -206,6 +211,7 @@ def _facts(first: Sighting, all_: Sequence[Sighting]) -> Iterator[str]:
             f"all ranks that the log shows, 0 to {all_in_it[-1]}, timed out in it: none of them "
             "was late; a rank that the log does not show may have been"
         )
+    yield from _absent(first, all_)
     caught = [each for each in all_ if each.went_on and each.order < first.order]
     yield from (f"before it, and the log goes on after: {_printed(each)}" for each in caught[-1:])
     ended = (
@@ -226,6 +232,19 @@ def _facts(first: Sighting, all_: Sequence[Sighting]) -> Iterator[str]:
         yield from (f"before: {_printed(each)}" for each in warned[:_SHOWN])
 
 
+def _absent(first: Sighting, all_: Sequence[Sighting]) -> Iterator[str]:
+    """The ranks that did not come to a barrier of the store, if the log shows most that did."""
+    if name_of(first) != "store-barrier":
+        return
+    came = {each.rank for each in all_ if name_of(each) == "store-barrier"} - {None}
+    size = whole(first.groups["all"])
+    missing = size - whole(first.groups["came"])
+    absent = sorted({*range(min(size, _MOST_RANKS))} - came)
+    if 0 < missing <= len(absent) <= 2 * missing and size <= _MOST_RANKS:
+        of_them = "" if missing == len(absent) else f"{missing} of "
+        yield f"{of_them}{named(absent)} did not come: see whether they started, and their output"
+
+
 def _first(candidates: list[Sighting]) -> Sighting:
     """The first failure, said by the rank itself: NCCL's own lines do not say whose they are."""
     first = candidates[0]
@@ -240,11 +259,6 @@ def _others(candidates: list[Sighting], first: Sighting) -> list[Sighting]:
     for each in candidates[1:]:
         found.setdefault((each.rank, each.failure.code if each.failure else ""), each)
     return [each for each in found.values() if not _alike(each, first)]
-
-
-def _ranks(numbers: Collection[int]) -> str:
-    words = ", ".join(map(str, sorted(numbers)))
-    return f"rank{'s' if len(numbers) > 1 else ''} {words}" if words else "another process"
 
 
 def _doubts(
