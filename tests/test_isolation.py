@@ -233,6 +233,7 @@ def test_a_fault_in_the_editors_files_leaves_the_debugger(
     debugging = Debugging(command, reporter)
     monkeypatch.setattr(debugging._editor, method, raises)
     debugging.open(tmp_path)
+    debugging.announce(tmp_path)
     debugging.start(lambda: None)
     assert debugging.look() == []
     debugging.stop()

@@ -74,6 +74,13 @@ def _source() -> Path:
     )
 
 
+def _declaring(source: bytes) -> bytes:
+    """The function that declares the options; all of the source where there is none."""
+    start = source.find(b"\ndef get_args_parser(")
+    end = source.find(b"\ndef ", start + 1)
+    return source[start:end] if 0 <= start < end else source
+
+
 @lru_cache(maxsize=1)
 def read_options() -> TorchrunOptions:
     """The options of the torchrun that is installed.
@@ -82,7 +89,7 @@ def read_options() -> TorchrunOptions:
         DoctorError: There is no torch in this interpreter.
     """
     takes_value: dict[str, bool] = {"-h": False, "--help": False}
-    for node in ast.walk(ast.parse(_source().read_bytes())):
+    for node in ast.walk(ast.parse(_declaring(_source().read_bytes()))):
         if not (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute)

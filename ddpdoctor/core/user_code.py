@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import sysconfig
 from typing import NamedTuple
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_STDLIB = tuple(
-    path + os.sep
-    for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
-    if path
-)
+_STDLIB = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _COMPILED = (".pyx", ".pxi", ".pxd")
 """Sources of Cython modules, which tracebacks name by paths that are not on this machine."""

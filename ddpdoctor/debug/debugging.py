@@ -107,12 +107,15 @@ class Debugging:
         }
 
     def open(self, directory: Path) -> None:
-        """Make what the ranks connect to, write launch.json, and say what there is.
+        """Make what the ranks connect to.
 
         Raises:
             OSError: The control socket cannot be made.
         """
         self._doors = debug_ports.Doors(directory, len(self._ports.listeners))
+
+    def announce(self, directory: Path) -> None:
+        """Write launch.json, and say what there is; the job does not wait for it."""
         port = self._ports.numbers[0]
         self._speaker.faults.guarded("launch.json", self._editor.claim, directory, port)
         if self._command.one_node and self._command.local_ranks is not None:

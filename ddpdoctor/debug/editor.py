@@ -1,4 +1,7 @@
-"""A run's entries in the editor's launch.json, which several live runs may share."""
+"""A run's entries in the editor's launch.json, which several live runs may share.
+
+What edits the file is imported when there is something to write: the job has started by then.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ from typing import Any
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import OwnOptions
 from ddpdoctor.debug.debug_ports import reachable
-from ddpdoctor.debug.vscode import launch_json
 from ddpdoctor.debug.vscode.files import FOLDER, current_directory, edit, find_workspace, locked
-from ddpdoctor.debug.vscode.owned import PREFIX
 from ddpdoctor.run import rundir
+
+_FILE = "launch.json"
 
 
 class Editor:
@@ -36,21 +39,25 @@ class Editor:
         self.workspace: Path | None = None
         if not own.no_vscode:
             self.workspace = find_workspace(current_directory(), own.workspace)
-        self._tracked = self.workspace is not None and _tracked_by_git(self.workspace)
+        self._tracked: bool | None = None
         self._before: str | None = None
         self._after: str | None = None
-        self._mappings = [launch_json.PathMapping(*pair) for pair in own.path_map]
+        self._path_map = own.path_map
         self._script = script
         self.label = ""
         """What distinguishes this run's names from another live run's; empty for the only one."""
 
     def configuration(self, rank: int) -> str:
         """The name of a rank's attach configuration."""
+        from ddpdoctor.debug.vscode import launch_json
+
         return launch_json.rank_name(rank, self.label)
 
     @property
     def compound(self) -> str:
         """The name of the compound that attaches to all ranks."""
+        from ddpdoctor.debug.vscode import launch_json
+
         return launch_json.compound_name(self.label)
 
     def claim(self, directory: Path, port: int) -> None:
@@ -86,20 +93,28 @@ class Editor:
         """
         if self.workspace is None:
             return ""
+        from ddpdoctor.debug.vscode import launch_json
+        from ddpdoctor.debug.vscode.owned import PREFIX
+
         points = [
             launch_json.AttachPoint(rank, reachable(host), port)
             for rank, port in sorted(ports.items())
         ]
         others = {claim["label"] for claim in _claims(self.workspace)} - {self.label}
         text = _text(self.workspace)
-        if self._tracked and self._before is None:
-            self._before = text
+        if self._tracked is None:
+            self._tracked = _tracked_by_git(self.workspace)
+            self._before = text if self._tracked else None
         launch_json.update(
-            self.workspace, points, label=self.label, others=others, mappings=self._mappings
+            self.workspace,
+            points,
+            label=self.label,
+            others=others,
+            mappings=[launch_json.PathMapping(*pair) for pair in self._path_map],
         )
         self._after = _text(self.workspace)
         fresh = text is None or PREFIX not in text
-        return str(self.workspace / FOLDER / launch_json.FILE) if fresh else ""
+        return str(self.workspace / FOLDER / _FILE) if fresh else ""
 
     def restore(self) -> None:
         """Put back a launch.json that git tracks: a run leaves nothing to commit.
@@ -111,19 +126,19 @@ class Editor:
         """
         before, after = self._before, self._after
         if self.workspace is not None and before is not None:
-            edit(self.workspace, {launch_json.FILE: lambda text: before if text == after else text})
+            edit(self.workspace, {_FILE: lambda text: before if text == after else text})
 
 
 def _text(workspace: Path) -> str | None:
     try:
-        return (workspace / FOLDER / launch_json.FILE).read_bytes().decode()
+        return (workspace / FOLDER / _FILE).read_bytes().decode()
     except (OSError, ValueError):
         return None
 
 
 def _tracked_by_git(workspace: Path) -> bool:
-    """Whether git has the workspace's launch.json; asked before there is a job to watch."""
-    path = Path(FOLDER, launch_json.FILE)
+    """Whether git has the workspace's launch.json."""
+    path = Path(FOLDER, _FILE)
     if not (workspace / path).exists() or not (workspace / ".git").exists():
         return False
     command = ["git", "-C", str(workspace), "ls-files", "--error-unmatch", str(path)]

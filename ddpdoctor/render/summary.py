@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from statistics import median
 from typing import TYPE_CHECKING
 
 from ddpdoctor.core import units
@@ -88,6 +87,8 @@ def _pace(run: Run) -> str:
     timed = [step for step in timed if step.split] or timed
     if not timed:
         return ""
+    from statistics import median
+
     text = f"median step {units.time(median(step.total for step in timed) / 1e9)}"
     shares = []
     for name in (*PHASES, "wait"):

@@ -6,7 +6,6 @@ import os
 import shutil
 import sys
 import warnings
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from ddpdoctor.core.options import Given, Passed
 from ddpdoctor.core.selection import Selection
 from ddpdoctor.core.torchrun import read_options
 from ddpdoctor.supervise.command_line import PARSER
-from ddpdoctor.system.gpu.visible import visible
 
 TORCHRUN = str(Path(__file__).parent / "entry" / "torchrun")
 """torchrun's own entry point. Not ``-m torch.distributed.run``: as ``__main__`` its log lines have
@@ -68,7 +66,7 @@ def build(words: Sequence[str], environ: Mapping[str, str]) -> Command | None:
     nproc = _nproc(given, environ)
     ranks, note, extra = _local_ranks(nproc, environ), "", []
     if nproc is None:
-        count = visible(environ)
+        count = _gpus(environ)
         ranks = count or DEFAULT_CPU_RANKS
         extra = ["--nproc-per-node", str(ranks)]
         what = f"one per visible GPU ({count})" if count else "no GPU here"
@@ -157,7 +155,14 @@ def _local_ranks(nproc: str | None, environ: Mapping[str, str]) -> int | None:
         return int(nproc)
     if nproc == "cpu":
         return os.cpu_count()
-    return visible(environ) or (os.cpu_count() if nproc == "auto" else None)
+    return _gpus(environ) or (os.cpu_count() if nproc == "auto" else None)
+
+
+def _gpus(environ: Mapping[str, str]) -> int:
+    """How many GPUs the job sees; imported where the number of ranks depends on it."""
+    from ddpdoctor.system.gpu.visible import visible
+
+    return visible(environ)
 
 
 def _is_executable(word: str) -> bool:
@@ -193,21 +198,30 @@ def _check_script(script: str) -> None:
         raise DoctorError(f"{script}: no such file", _nearby(path)) from None
     except OSError as error:
         raise DoctorError(f"{script} cannot be read: {error.strerror}") from None
-    if zipfile.is_zipfile(path):
-        return
     try:
         with warnings.catch_warnings():
             # The ranks will say them, each once, as they would without us.
             warnings.simplefilter("ignore")
             compile(source, script, "exec", dont_inherit=True)
     except SyntaxError as error:
+        if _is_zip(path):
+            return
         where = f"{script}:{error.lineno}" if error.lineno else script
         raise DoctorError(f"{where} is not valid Python: {error.msg}") from None
     except ValueError as error:
+        if _is_zip(path):
+            return
         raise DoctorError(f"{script} is not a Python script: {error}") from None
     except (RecursionError, MemoryError):
         # Too deep for the compiler here; the ranks will see for themselves.
         return
+
+
+def _is_zip(path: Path) -> bool:
+    """Whether Python runs it as an archive with a ``__main__.py``."""
+    import zipfile
+
+    return zipfile.is_zipfile(path)
 
 
 def _nearby(path: Path) -> str:

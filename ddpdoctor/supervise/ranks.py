@@ -10,14 +10,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import psutil
-
 from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.records.supervisor import RankExitRecord
 from ddpdoctor.system import proc
 from ddpdoctor.system.oom import OomWatch
 
 if TYPE_CHECKING:
+    import psutil
+
     from ddpdoctor.run.snapshot import Run
 
 LEFTOVER_PATIENCE = 4.0
@@ -121,6 +121,8 @@ class RankWatch:
         """
         if not self._dead:
             return
+        import psutil
+
         now = time.monotonic()
         adopted = set().union(*(proc.children(pid) for pid in (os.getpid(), *keepers)))
         for pid in adopted - self._leftovers.keys():

@@ -165,6 +165,9 @@ class RunWatch:
 
     def started(self) -> None:
         """The job's command has started."""
+        if self._debugging is not None and self._directory is not None:
+            # Before the manifest, which has the label that is chosen here.
+            self._guarded(_DEBUGGER, self._debugging.announce, self._directory)
         if self._directory is not None:
             self._begin(self._directory)
         if self._debugging is not None:

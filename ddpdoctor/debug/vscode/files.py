@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.debug.vscode.jsonc import JsoncError
 from ddpdoctor.run import rundir
 
 FOLDER = ".vscode"
@@ -110,6 +109,8 @@ def edit(workspace: Path, edits: Mapping[str, Edit]) -> list[Path]:
         DoctorError: A file cannot be read, understood or written, said in one line; then all are
             as they were, unless the disk gave up between two of them.
     """
+    from ddpdoctor.debug.vscode.jsonc import JsoncError
+
     with locked(workspace):
         files = {name: _File(workspace, name) for name in edits}
         changed: list[tuple[_File, str | None]] = []
