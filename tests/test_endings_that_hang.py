@@ -166,7 +166,7 @@ def test_a_real_shutdown_that_does_not_end_is_ended_if_asked(doctor: Doctor) -> 
     said = doctor.run(*options, "--", "train.py")
     assert said.status == 4, said.stderr
     words = " ".join(said.ours.replace("ddpdoctor: ", "").split())
-    assert "error DDP815: rank 1 is at the end of the script since" in words
+    assert "error DDP815: rank 1 is at the end of the script for" in words
     assert "where Python's own shutdown does not come to its end" in words
     if find_py_spy() is not None:
         assert "below `__del__` train.py:" in words

@@ -39,6 +39,7 @@ def test_losses_are_the_same_where_stacks_are_sampled(doctor: Doctor) -> None:
     script = doctor.write(
         "slow_rank.py",
         """
+        import sys
         import torch, torch.distributed as dist
         from torch import nn
         from torch.nn.parallel import DistributedDataParallel
@@ -59,8 +60,9 @@ def test_losses_are_the_same_where_stacks_are_sampled(doctor: Doctor) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            print(f"{rank} {loss.item():.17g}")
-        print(f"{rank} {torch.initial_seed()} {torch.get_rng_state().sum()}", flush=True)
+            sys.stdout.write(f"{rank} {loss.item():.17g}\\n")
+        sys.stdout.write(f"{rank} {torch.initial_seed()} {torch.get_rng_state().sum()}\\n")
+        sys.stdout.flush()
         """,
     )
     bare = doctor.torchrun("--nproc-per-node=2", str(script))

@@ -239,7 +239,7 @@ def test_a_node_that_is_out_of_files_is_no_firewall(nodes: Make) -> None:
 @pytest.mark.slow
 def test_node_0_that_is_out_of_files_is_named_and_nothing_else(nodes: Make) -> None:
     checks = nodes(4)
-    said = checks.run("--timeout", "20", *WITHOUT_TORCH, before={0: ["prlimit", "--nofile=12:12"]})
+    said = checks.run("--timeout", "20", *WITHOUT_TORCH, before={0: ["prlimit", "--nofile=14:14"]})
     assert "ulimit -n" in said[0].stderr
     assert said[0].document["exclude"] == ["node0"]
     for each in said:
