@@ -298,4 +298,5 @@ def test_bars_of_other_tasks_behind_the_end_of_one_are_of_its_run() -> None:
     text += "srun: error: hades: task 0: Exited with exit code 1\n"
     bars = "\r".join(f"Map:  {n}%|##  | {n}000/39531 [00:09<00:04, 299 rows/s]" for n in range(9))
     assert one(text + f"1: {bars}\n").message == "rank 1 raised FileNotFoundError: gone"
-    assert one(text + f"0: {bars}\n").severity.label == "info"
+    for own in ("0: ", "0: [default1]:"):
+        assert one(f"{text}{own}{bars}\n").severity.label == "info"

@@ -273,8 +273,8 @@ class LogReader:
         if self._end is None:
             return
         text = line.text
-        ended = self._end.groups.get("task", line.who)
-        if line.who.startswith(TASK) and line.who.removeprefix(TASK) != ended.removeprefix(TASK):
+        task = line.who.partition(",")[0]
+        if task.startswith(TASK) and task != TASK + self._end.groups.get("task", task[len(TASK) :]):
             # The other tasks of its run are still at work.
             return
         shape = shape_of(text)

@@ -66,7 +66,7 @@ def split(sightings: Sequence[Sighting]) -> Runs:
         found.last.extend(log.runs[-1])
         if len(log.runs) > 1:
             found.earlier.append(log.runs[-2])
-            found.borders[source] = log.begins
+            found.borders[source] = log.begins[-1]
     return found
 
 
@@ -75,12 +75,12 @@ class _Log:
 
     Attributes:
         runs: The sightings of each run so far.
-        begins: The line with which the last one begins.
+        begins: The line with which each of them begins.
     """
 
     def __init__(self) -> None:
         self.runs: list[list[Sighting]] = [[]]
-        self.begins = 1
+        self.begins = [1]
         self._restart()
 
     def _restart(self) -> None:
@@ -98,8 +98,7 @@ class _Log:
         said = any(one.text for one in self.runs[-1])
         if len(self.runs) > 1 and not said and _again(each, self.runs[-2]):
             # The usage of each rank may have hundreds of lines, and so have hundreds of tracebacks.
-            torn = self.runs.pop()
-            self.runs[-1] += torn
+            self._join()
         job = each.groups.get("job", self._job)
         status = _SUMMARY.match(each.text)
         pid = status[1] if status and each.rank is not None else ""
@@ -108,7 +107,7 @@ class _Log:
         if border is not None:
             self._another(border)
             if _is(each, "launch"):
-                self.begins = each.line
+                self.begins[-1] = each.line
         run = self.runs[-1]
         run.append(each)
         if script:
@@ -149,19 +148,23 @@ class _Log:
 
     def close(self) -> None:
         """Take the end of the log in: a launcher's first words may come out of its buffer last."""
-        last = self.runs[-1]
-        if _is_tail(last) and len(self.runs) > 1:
-            self.runs.pop()
-            self.runs[-1] += last
+        if _is_tail(self.runs[-1]) and len(self.runs) > 1:
+            self._join()
+
+    def _join(self) -> None:
+        """What was taken for the last run is of the one before it."""
+        self.begins.pop()
+        last = self.runs.pop()
+        self.runs[-1] += last
 
     def _another(self, at: int) -> None:
         """The sightings from one on are of another run."""
         run = self.runs[-1]
         self.runs.append(run[at:])
         del run[at:]
-        self.begins = run[-1].last + 1
+        self.begins.append(run[-1].last + 1)
         if _is_tail(run) and len(self.runs) > 2:
-            del self.runs[-2]
+            del self.runs[-2], self.begins[-2]
             self.runs[-2] += run
         self._restart()
 
