@@ -15,10 +15,15 @@ from typing import Any
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import OwnOptions
 from ddpdoctor.debug.debug_ports import reachable
-from ddpdoctor.debug.vscode.files import FOLDER, current_directory, edit, find_workspace, locked
+from ddpdoctor.debug.vscode.files import (
+    FOLDER,
+    LAUNCH,
+    current_directory,
+    edit,
+    find_workspace,
+    locked,
+)
 from ddpdoctor.run import rundir
-
-_FILE = "launch.json"
 
 
 class Editor:
@@ -114,7 +119,7 @@ class Editor:
         )
         self._after = _text(self.workspace)
         fresh = text is None or PREFIX not in text
-        return str(self.workspace / FOLDER / _FILE) if fresh else ""
+        return str(self.workspace / FOLDER / LAUNCH) if fresh else ""
 
     def restore(self) -> None:
         """Put back a launch.json that git tracks: a run leaves nothing to commit.
@@ -126,19 +131,19 @@ class Editor:
         """
         before, after = self._before, self._after
         if self.workspace is not None and before is not None:
-            edit(self.workspace, {_FILE: lambda text: before if text == after else text})
+            edit(self.workspace, {LAUNCH: lambda text: before if text == after else text})
 
 
 def _text(workspace: Path) -> str | None:
     try:
-        return (workspace / FOLDER / _FILE).read_bytes().decode()
+        return (workspace / FOLDER / LAUNCH).read_bytes().decode()
     except (OSError, ValueError):
         return None
 
 
 def _tracked_by_git(workspace: Path) -> bool:
     """Whether git has the workspace's launch.json."""
-    path = Path(FOLDER, _FILE)
+    path = Path(FOLDER, LAUNCH)
     if not (workspace / path).exists() or not (workspace / ".git").exists():
         return False
     command = ["git", "-C", str(workspace), "ls-files", "--error-unmatch", str(path)]

@@ -103,7 +103,7 @@ def _unquoted(text: str) -> list[str]:
         mark = _mark_of(text)
         parts = _ITEMS.sub("\n", text).replace("\\n", "\n").replace('\\"', '"').split("\n")
         return [parts[0], *(mark + part for part in parts[1:])]
-    elif "tKeyboardInterrupt" in text:
+    if "tKeyboardInterrupt" in text:
         text = text.replace("tKeyboardInterrupt", "t\nKeyboardInterrupt")
     elif text.count(HEAD) > 1 or text.count('  File "') > 1:
         text = _GLUED.sub("\n", text)

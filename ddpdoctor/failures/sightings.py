@@ -27,7 +27,9 @@ _REMARKS = 20
 _REPEATED = re.compile(r" \[repeated \d+x across cluster\].*")
 _AGENT = re.compile(r"torch[./]distributed[./](?:elastic|run|launch)\b|^torchrun: ")
 
-_WARNING = re.compile(r"(?:\[rank\d+\]:)?\s*\[?W\d{3,4} ")
+WARNING = re.compile(r"(?:\[rank\d+\]:)?\s*\[?W\d{3,4} ")
+"""How a warning begins that torch logs."""
+
 _PYTHON_WARNING = re.compile(r"\b[A-Z]\w+Warning: ")
 
 
@@ -102,7 +104,7 @@ class Sighting:
     @property
     def is_warning(self) -> bool:
         """Whether it was logged as a warning by torch, which goes on after it."""
-        return _WARNING.match(self.text) is not None
+        return WARNING.match(self.text) is not None
 
     @property
     def warned(self) -> bool:

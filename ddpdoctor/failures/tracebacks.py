@@ -9,6 +9,7 @@ from ddpdoctor.core.opening import whole
 from ddpdoctor.failures.lines import HEAD
 from ddpdoctor.failures.prefixes import Line, shape
 from ddpdoctor.failures.printed import FRAME, SPAWNED_BY, Kind, Printed, kind_of
+from ddpdoctor.failures.sightings import WARNING
 
 _MOST_OPEN = 64
 """Tracebacks of one kind of mark that are under way at a time."""
@@ -31,9 +32,6 @@ _IGNORED = re.compile(
     r"|(?:Task|Future) exception was never retrieved|^Exception in callback "
 )
 """Before a traceback that Python prints and goes on after: of ``logging``, of ``asyncio``."""
-
-_WARNED = re.compile(r"\[?W\d{3,4} [\d:.]+ ")
-"""Before a traceback that torch logs as a warning: it goes on without what failed."""
 
 _BEFORE_STACK = re.compile(r"^We expect that some modules will need time to support NumPy 2")
 """Before a stack that NumPy prints under a traceback's head, and the job goes on."""
@@ -122,7 +120,8 @@ class Tracebacks:
         spawned = next(filter(None, map(_SPAWNED.match, reversed(above))), None)
         of_rank = _OF_RANK.search(line.text)
         rank = whole(of_rank[1]) if of_rank else line.rank
-        warned = _WARNED.match(prefix) is not None
+        # What torch logs so it goes on without.
+        warned = WARNING.match(prefix) is not None
         new = Printed(
             start=offset,
             number=number,

@@ -17,6 +17,7 @@ from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.run import rundir
 
 FOLDER = ".vscode"
+LAUNCH = "launch.json"
 LOCK_SECONDS = 10.0
 """How long to wait for another process that edits the same workspace."""
 

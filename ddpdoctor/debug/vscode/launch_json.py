@@ -11,7 +11,7 @@ from pathlib import Path
 from ddpdoctor.debug.vscode import files, jsonc, owned
 from ddpdoctor.debug.vscode.owned import PREFIX, Section
 
-FILE = "launch.json"
+FILE = files.LAUNCH
 RUN = f"{PREFIX}run + attach"
 """The compound that F5 starts: the task that runs the job, then all ranks."""
 RUN_TASK = f"{PREFIX}run"
