@@ -233,6 +233,8 @@ def test_marks_of_lines() -> None:
     assert rank_of_file("/logs/attempt_0/3/stderr.log") == 3
     assert rank_of_file("train_rank12.log") == 12
     assert rank_of_file("frank3.log") is None
+    assert rank_of_file("low_rank8.log") is rank_of_file("lora-rank-16.out") is None
+    assert rank_of_file("slow_rank2.log") == 2
     assert clean(b"10%\r20%\r\x1b[31mred\x1b[0m\r\n") == "red"
     one = time_of("[rank0]:[E1122 03:09:37.250 x.cpp:1]")
     two = time_of("E1122 03:09:38.500000 1 x")

@@ -251,3 +251,51 @@ def test_what_a_script_prints_of_its_options_is_no_failure() -> None:
     assert (
         one(STEPS + options + " 0: Error: no such path: /job/x\nEND TIME: Wed\n").code == "DDP900"
     )
+
+
+_BATCH_LOST = (
+    'Traceback (most recent call last):\n  File "/job/a.py", line 9, in <module>\n    main()\n'
+    '  File "/opt/lib/python3.11/site-packages/torch/multiprocessing/reductions.py", line 297, in '
+    "rebuild_storage_fd\n    fd = df.detach()\n"
+    '  File "/opt/lib/python3.11/multiprocessing/resource_sharer.py", line 57, in detach\n'
+    "    with _resource_sharer.get_connection(self._id) as conn:\n"
+    "ConnectionResetError: [Errno 104] Connection reset by peer\n"
+)
+
+
+def test_a_batch_whose_worker_is_gone() -> None:
+    found = one(_BATCH_LOST)
+    assert found.code == "DDP931"
+    assert found.message.endswith("likely lost the DataLoader worker that had made a batch")
+    found = one(
+        _BATCH_LOST + "Error in atexit._run_exitfuncs:\nTraceback (most recent call last):\n"
+        '  File "/opt/lib/python3.11/multiprocessing/popen_fork.py", line 28, in poll\n'
+        "    pid, sts = os.waitpid(self.pid, flag)\n"
+        "RuntimeError: DataLoader worker (pid 4712) is killed by signal: Killed.\n"
+    )
+    assert found.message.endswith("lost a DataLoader worker (pid 4712), killed by signal Killed")
+
+
+def test_each_exception_that_a_job_goes_on_after_is_shown_once() -> None:
+    """A program that logs what its trials raise."""
+    raised = 'Traceback (most recent call last):\n  File "/job/a.py", line 9, in trial\n    go()\n'
+    steps = "".join(f"[INFO] step {step}\n" for step in range(5))
+    trials = [raised + f"ValueError: {name}\n" + steps for name in ("one", "two", "one")]
+    found = findings(read("job.log", ["".join(trials).encode()]))
+    said = [each.message.partition(": ")[2].partition(",")[0] for each in found]
+    assert said == ["one", "two"]
+    assert {each.severity.label for each in found} == {"info"}
+
+
+def test_what_slurm_says_of_its_cgroups_is_no_failure() -> None:
+    assert not findings(
+        read(
+            "job.log", [b"slurmstepd: error: Unable to move pid 4711 to init root cgroup (null)\n"]
+        )
+    )
+
+
+def test_a_server_that_tries_another_port_has_not_failed() -> None:
+    text = "[I ServerApp] The port 14924 is already in use, trying another port.\n"
+    assert not findings(read("job.log", [text.encode()]))
+    assert one("ERROR: port 14924 is already in use\n").code == "DDP002"

@@ -300,3 +300,11 @@ def test_bars_of_other_tasks_behind_the_end_of_one_are_of_its_run() -> None:
     assert one(text + f"1: {bars}\n").message == "rank 1 raised FileNotFoundError: gone"
     for own in ("0: ", "0: [default1]:"):
         assert one(f"{text}{own}{bars}\n").severity.label == "info"
+
+
+@pytest.mark.parametrize(("year", "severity"), [(2023, "error"), (2025, "info")])
+def test_what_was_written_before_an_end_is_no_later_run(year: int, severity: str) -> None:
+    """Somebody put stderr before stdout."""
+    steps = "".join(f"{year}-01-01 12:00:{second} [INFO] step\n" for second in range(10, 60))
+    found = one(CANCELLED + steps * 3)
+    assert (found.code, found.severity.label) == ("DDP908", severity)

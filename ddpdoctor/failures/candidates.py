@@ -73,7 +73,7 @@ def _without_yielding(sightings: Sequence[Sighting]) -> list[Sighting]:
             explained |= nearer
     # What explains the end of a process ended it.
     return [
-        replace(each, final=True) if name_of(each) in explained and not each.final else each
+        replace(each, final=True, ignored=False) if name_of(each) in explained else each
         for each in left
     ]
 

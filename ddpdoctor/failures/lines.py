@@ -37,7 +37,12 @@ _OF_BARS = b"0123456789.,:%|/<>#=? " + "█▏▎▍▌▋▊▉".encode()
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 _GLOG = re.compile(r"\b[IWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})")
 _ISO = re.compile(r"\b(\d{4})-(\d\d)-(\d\d)[T _](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")
-_OF_FILE = re.compile(r"(?:^|[^a-z])rank[-_ ]?(\d{1,5})(?!\d)", re.IGNORECASE)
+_OF_FILE = re.compile(
+    r"(?:^|(?<!\blow)(?<!_low)(?<!lora)(?<!full)(?<!max)[^a-z])rank[-_ ]?(\d{1,5})(?!\d)",
+    re.IGNORECASE,
+)
+"""Not the rank of a matrix: ``low_rank8.log``, ``lora-rank-16.out``."""
+
 _TORCHRUN_FILE = re.compile(r"^(?:stderr|stdout)\.log$|^error\.json$")
 _LIBRARY = re.compile(
     r"[/\\]lib(?:64)?[/\\]python\d|[/\\](?:site|dist)-packages[/\\]"

@@ -132,8 +132,10 @@ class LogReader:
             for text in list(self._past)[-after:] if after > 0 else ():
                 self._went_on(split_line(text))
         found = corrected(sorted(self._sightings, key=lambda each: each.order))
-        end = max((each.last for each in found if each.final or each.uncaught), default=0)
-        next_ = self._number if self._number > end + _MANY or self._goes_on(end) else 0
+        ends = [each for each in found if each.final or each.uncaught]
+        end = max(ends, key=lambda each: each.last, default=None)
+        goes_on = end and (self._number > end.last + _MANY or self._goes_on(end))
+        next_ = self._number if goes_on else 0
         size, is_last = self._offset, True
         for each in reversed(found):
             behind = size - each.order[1] - len(each.traceback)
@@ -147,13 +149,17 @@ class LogReader:
                 next_, size, is_last = each.line, each.order[1], False
         return found
 
-    def _goes_on(self, end: int) -> bool:
-        """Whether the last lines behind one are a job's at work, not what is written where it ends.
+    def _goes_on(self, end: Sighting) -> bool:
+        """Whether the last lines behind an end are a job's at work, not what is written there.
 
         A line that both have counts if it is a step.
         """
         past = list(self._past)
-        behind = past[max(0, len(past) - (self._number - end - 1)) :]
+        behind = past[max(0, len(past) - (self._number - end.last - 1)) :]
+        times = [when for each in behind if (when := time_of(each)) is not None]
+        if end.time is not None and times and max(times) < end.time:
+            # The log was put together from several: what comes behind it was written before.
+            return False
         last = [split_line(each).text for each in behind]
         plain = sum(is_plain(each) or is_step(each) for each in last)
         complaints = sum(COMPLAINT.search(each) is not None for each in last)

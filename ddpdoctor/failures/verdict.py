@@ -77,12 +77,12 @@ def _earlier(sightings: Sequence[Sighting], runs: Runs) -> list[Finding]:
 
 
 def _caught(sightings: Sequence[Sighting]) -> list[Finding]:
-    """The last exception that a job went on after, or what it warned of at its end."""
-    over = [
-        each
+    """The last exceptions that a job went on after, or what it warned of at its end."""
+    over = {
+        _sentence(each, False): each
         for each in sightings
         if each.traceback and (each.weight >= Weight.CONSEQUENCE or each.ignored)
-    ]
+    }
     warned = [
         each
         for each in sightings
@@ -95,10 +95,13 @@ def _caught(sightings: Sequence[Sighting]) -> list[Finding]:
             message=f"{_sentence(each, False)}, {why}",
         )
         for each, why in (
-            *((each, "and the log goes on after it") for each in over[-1:]),
-            *((each, "which is a warning; the log shows no failure") for each in warned[:1]),
+            *((each, "and the log goes on after it") for each in [*over.values()][-_SHOWN:]),
+            *(
+                (each, "which is a warning; the log shows no failure")
+                for each in warned[: 0 if over else 1]
+            ),
         )
-    ][:1]
+    ]
 
 
 def _note(each: Sighting, failure: Failure) -> Finding:

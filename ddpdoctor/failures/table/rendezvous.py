@@ -44,7 +44,7 @@ FAILURES = (
         Known("DDP002", "port-in-use-logged", Weight.GENERIC, "1.7 to 2.13; Accelerate"),
         r"\[E[^\]\n]{0,60}\] [^\n]{0,60}The server socket has failed to listen"
         r"|not available The server socket has failed|(?:RuntimeError|what\(\)): Address already in use"
-        r"|launch distributed communication on port `(?P<port>\d+)`|[Pp]ort (?P<taken>\d+) is already in use",
+        r"|launch distributed communication on port `(?P<port>\d+)`|[Pp]ort (?P<taken>\d+) is already in use(?!\W{1,3}(?:\w+ ){0,2}(?i:try|us|switch|pick|fall|choos)ing\b)",
         says="could not listen[ on port {port}][ on port {taken}]: another process holds the port",
         fix="See who holds it (`ss -tlnp`): another job or a rank that an earlier job left behind. "
         "Take another --master-port, or --standalone for a single node.",

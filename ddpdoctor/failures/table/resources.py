@@ -131,6 +131,19 @@ FAILURES = (
         ),
     ),
     Failure(
+        Known("DDP931", "worker-gone", Weight.CAUSE, "1.1 to 2.13"),
+        r"(?:ConnectionResetError|ConnectionRefusedError|EOFError|FileNotFoundError)\b",
+        within=r"in rebuild_storage_f(?s:.*)multiprocessing[/\\]resource_sharer\.py",
+        says="lost the DataLoader worker that had made a batch",
+        fix="Most likely the out-of-memory killer ended the worker (dmesg): use fewer workers, and keep "
+        "no large Python lists in the dataset. Where the job was stopped, it follows from that.",
+        likely=True,
+        yields_to=("worker-killed", "worker-aborted", "host-memory", "interrupted"),
+        examples=(
+            'Traceback (most recent call last):\n  File "/opt/lib/python3.11/site-packages/torch/multiprocessing/reductions.py", line 297, in rebuild_storage_fd\n    fd = df.detach()\n  File "/opt/lib/python3.11/multiprocessing/resource_sharer.py", line 57, in detach\n    with _resource_sharer.get_connection(self._id) as conn:\n  File "/opt/lib/python3.11/multiprocessing/connection.py", line 379, in _recv\n    chunk = read(handle, remaining)\nConnectionResetError: [Errno 104] Connection reset by peer',
+        ),
+    ),
+    Failure(
         Known("DDP931", "worker-aborted", Weight.GENERIC, "1.13 to 2.13"),
         r"DataLoader worker \(pid[^)\n]{0,40}\) is killed by signal: Aborted",
         says="lost a DataLoader worker, which aborted",

@@ -24,6 +24,15 @@ FAILURES = (
         ),
     ),
     Failure(
+        Known("DDP808", "pdb-quit", Weight.CAUSE, "any"),
+        r"^(?:bdb\.)?BdbQuit\b",
+        says="stopped at a breakpoint of pdb, which was quit or had no terminal",
+        fix="Remove the call. `breakpoint()` under `ddpdoctor run` waits for a debugger to attach.",
+        examples=(
+            'Traceback (most recent call last):\n  File "/job/train.py", line 3, in <module>\n    loss.backward()\n  File "/usr/lib/python3.11/bdb.py", line 115, in dispatch_line\n    if self.quitting: raise BdbQuit\nbdb.BdbQuit',
+        ),
+    ),
+    Failure(
         Known("DDP905", "options-refused", Weight.CAUSE, "argparse, click, hydra, absl, tyro"),
         r"^\S+\.py: error: (?P<what>(?!unrecognized arguments: [^\n]{0,999}--local)[^\n]{1,120})"
         r"|^[\w./-]+(?: <command> \[<args>\])?: error: (?P<argparse>(?:the following arguments are required"

@@ -23,6 +23,7 @@ FAILURES = (
         Known("DDP907", "parent-gone", Weight.CONSEQUENCE, "any"),
         r"EOFError: Ran out of input|ConnectionResetError|EOFError$",
         within=r"multiprocessing[/\\](?:spawn|forkserver|connection|reduction|resource_sharer)\.py",
+        unless=r"in rebuild_storage_f",
         says="lost the process that had started it",
         fix="The cause is what ended the main process: see its output, before these lines.",
         examples=(

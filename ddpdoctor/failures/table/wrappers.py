@@ -123,7 +123,7 @@ FAILURES = (
     Failure(
         Known("DDP900", "error-line", Weight.REMARK, "any"),
         r"(?<![\w/.=-])(?:ERROR|FATAL|CRITICAL\b(?=[^\n]{0,200}(?:rror|ail|annot|nable|not |bort|xception))|Fatal error|fatal error|PANIC|panic)\b(?!\s*[=:]?\s*[\d.]+\b)"
-        r"|(?:^|\s)(?:\w+\.)*[A-Z]\w+(?:Error|Exception): \S|^[Ee]rror: \S|(?:srun|slurmstepd|sbatch): error: |core dumped"
+        r"|(?:^|\s)(?:\w+\.)*[A-Z]\w+(?:Error|Exception): \S|^[Ee]rror: \S|(?:srun|slurmstepd|sbatch): error: (?![^\n]{0,200}cgroup)|core dumped"
         r"|INTERNAL ASSERT FAILED at|terminate called after throwing|^\s*what\(\):|Fatal Python error"
         r"|^(?:\w+\.)*[A-Z]\w*(?:Error|Exception)\(['\"]|^Error executing job|^Error in sys\.excepthook|Lmod has detected the foll"
         r"|^(?:\w+ )?(?:[Tt]raining|[Jj]ob|[Rr]un|[Ee]xperiment)(?: job)?(?: \S+)? (?:has )?(?:failed|aborted|crashed)\b"
