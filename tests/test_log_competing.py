@@ -299,3 +299,44 @@ def test_a_server_that_tries_another_port_has_not_failed() -> None:
     text = "[I ServerApp] The port 14924 is already in use, trying another port.\n"
     assert not findings(read("job.log", [text.encode()]))
     assert one("ERROR: port 14924 is already in use\n").code == "DDP002"
+
+
+def test_a_process_of_multiprocessing_ends_with_its_exception() -> None:
+    """What its stdout held back comes out behind it."""
+    raised = (
+        'Process Process-3:\nTraceback (most recent call last):\n  File "/usr/lib/python3.12/'
+        'multiprocessing/process.py", line 314, in _bootstrap\n    self.run()\n'
+        '  File "/job/main.py", line 52, in process_main\n    main()\nValueError: bad\n'
+    )
+    found = one(raised + "".join(f"Checking {step}\n" for step in range(7)))
+    assert (found.code, found.severity.label) == ("DDP901", "error")
+    assert one(raised + LIMIT).code == "DDP901"
+
+
+def test_a_node_that_lost_the_store_is_no_cause_where_a_rank_of_another_ended() -> None:
+    lost = (
+        'Traceback (most recent call last):\n  File "/opt/elastic/multiprocessing/errors/__init__.py", '
+        "line 9, in wrapper\n    return f()\nRuntimeError: Broken pipe\n\n"
+        "The above exception was the direct cause of the following exception:\n\n"
+        'Traceback (most recent call last):\n  File "/opt/bin/torchrun", line 8, in <module>\n'
+        "    main()\ntorch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The "
+        "connection to the C10d store has failed. See inner exception for details.\n"
+    )
+    assert one(lost).message == (
+        "a process of the job likely lost the job's store, which ends with rank 0 or its torchrun"
+    )
+    said = "[node1] Rank 0, stack.size() INTERNAL ASSERT FAILED at profiler_python.cpp\n"
+    found = one(said + SUMMARY.format(4711) + lost)
+    assert found.code == "DDP900" and found.ranks == (1,)
+    assert any("INTERNAL ASSERT FAILED" in each for each in found.evidence)
+    refused = lost.replace("Broken pipe", "The client socket has timed out after 60s")
+    assert one(refused).code == "DDP912"
+
+
+def test_what_a_rank_had_logged_before_its_last_exception_is_shown() -> None:
+    raised = 'Traceback (most recent call last):\n  File "/job/a.py", line 5, in go\n{}\n'
+    work = "".join(f"trial {trial} begins\n" for trial in range(5))
+    text = raised.format("ValueError: one") + work + raised.format("OSError: two")
+    (found,) = findings(read("rank1.log", [text.encode()]))
+    assert found.message == "rank 1 raised OSError: two"
+    assert any("ValueError: one" in each for each in found.evidence)

@@ -446,3 +446,11 @@ def test_hundreds_of_tracebacks_of_one_failure_are_of_one_run() -> None:
     frames = "".join(f'9:   File "/job/a.py", line {number}, in go\n' for number in range(1_200))
     found = one(text + frames + text.replace("0: ", "7: ").replace("1: ", "8: "))
     assert not any("earlier run" in each for each in found.evidence)
+
+
+def test_several_ranks_that_held_the_job_up() -> None:
+    behind = {"r0": (3, "ALLGATHER", 1), "r1": (3, "ALLGATHER", 1)}
+    ahead = {f"r{rank}": (4, "ALLREDUCE", 64) for rank in range(2, 5)}
+    assert "ranks 0 and 1 likely held the job up: they were in ALLGATHER #3" in (
+        one(timeouts(**behind, **ahead)).message
+    )

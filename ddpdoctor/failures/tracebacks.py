@@ -43,8 +43,9 @@ _OF_RANK = re.compile(rf"{re.escape(HEAD)}: \(RANK (\d+)\)$")
 """Before what another rank raised, in the message of a ``CheckpointException``."""
 
 _IN_THREAD = re.compile(r"^Exception in thread ")
-_RAISED_AGAIN = re.compile(r"Exception during training:$")
-"""What detectron2 and fvcore log before they raise an exception again."""
+_OF_PROCESS = re.compile(r"Exception during training:$|^Process \S+:$")
+"""Before what ended a process: of detectron2 and fvcore, which raise it again, and of
+``multiprocessing``."""
 
 
 def _frames(lines: Iterable[str]) -> list[str]:
@@ -135,7 +136,7 @@ class Tracebacks:
             prefix=_INDENTED if reported else shape(prefix) if prefix else None,
             ignored=warned or any(_IGNORED.search(text) for text in above),
             in_thread=any(_IN_THREAD.match(text) for text in above),
-            reported=reported or any(_RAISED_AGAIN.search(text) for text in above),
+            reported=reported or any(_OF_PROCESS.search(text) for text in above),
         )
         under_way.append(new)
         return True, ended

@@ -180,7 +180,7 @@ def _of_late(late: Awaited, first: Sighting, failure: Failure, all_: Sequence[Si
     return Finding(
         code=code,
         severity=Severity.ERROR,
-        message=f"{named(late.ranks)} likely held the job up: it {late.said}",
+        message=f"{named(late.ranks)} likely held the job up: {late.said}",
         ranks=late.ranks,
         location=first.location,
         evidence=(*seen, *_facts(own[0] if own else first, all_)),
@@ -215,7 +215,12 @@ def _facts(first: Sighting, all_: Sequence[Sighting]) -> Iterator[str]:
             "was late; a rank that the log does not show may have been"
         )
     yield from _absent(first, all_)
-    caught = [each for each in all_ if each.went_on and each.order < first.order]
+    caught = [
+        each
+        for each in all_
+        if each.order < first.order
+        and (each.went_on or (not first.uncaught and _was_logged(each, first)))
+    ]
     yield from (f"before it, and the log goes on after: {_printed(each)}" for each in caught[-1:])
     ended = (
         each
@@ -233,6 +238,13 @@ def _facts(first: Sighting, all_: Sequence[Sighting]) -> Iterator[str]:
     if first.failure is not None and "nccl" in first.text.lower():
         warned = [each for each in all_ if name_of(each) == "nccl-warn"]
         yield from (f"before: {_printed(each)}" for each in warned[:_SHOWN])
+
+
+def _was_logged(each: Sighting, first: Sighting) -> bool:
+    """Whether a failure's rank had printed another one and gone on, as it may have after it."""
+    of_rank = (each.rank, each.who) == (first.rank, first.who)
+    printed = bool(each.traceback and first.traceback) and not (each.final or each.ignored)
+    return of_rank and printed and not _alike(each, first)
 
 
 def _absent(first: Sighting, all_: Sequence[Sighting]) -> Iterator[str]:

@@ -82,21 +82,30 @@ def _compared(places: dict[int, Place], enqueued: dict[int, int]) -> Awaited | N
     if lowest < highest:
         behind = tuple(sorted(rank for rank, place in places.items() if place.number == lowest))
         count = f"{highest - lowest} behind the others, which waited in {others}"
-        return Awaited(behind, f"was in {places[behind[0]]}, {count}")
+        return Awaited(behind, f"{_was(behind)} in {places[behind[0]]}, {count}")
     late = {rank: number for rank, number in enqueued.items() if 0 <= number < highest}
     if late and len(late) < len({*places, *enqueued}):
         least = min(late.values())
         behind = tuple(sorted(rank for rank, number in late.items() if number == least))
-        return Awaited(
-            behind, f"had come only to collective #{least}; the others waited in {others}"
-        )
+        came = f"{_they(behind)} had come only to collective #{least}"
+        return Awaited(behind, f"{came}; the others waited in {others}")
     odd = tuple(sorted(rank for rank, place in places.items() if place != others))
     if odd:
-        return Awaited(odd, f"was in {places[odd[0]]}, where the others were in {others}", True)
+        where = f"{_was(odd)} in {places[odd[0]]}, where the others were in {others}"
+        return Awaited(odd, where, True)
     missing = tuple(sorted({*range(max(places))} - {*places}))
     if len(places) >= _ENOUGH and 0 < len(missing) <= len(places) // 3:
-        return Awaited(missing, f"has no time-out in the log; the others waited in {others}")
+        shows = f"the log shows no time-out of {'it' if len(missing) == 1 else 'them'}"
+        return Awaited(missing, f"{shows}; the others waited in {others}")
     return None
+
+
+def _they(ranks: tuple[int, ...]) -> str:
+    return "it" if len(ranks) == 1 else "they"
+
+
+def _was(ranks: tuple[int, ...]) -> str:
+    return "it was" if len(ranks) == 1 else "they were"
 
 
 def _most(places: list[Place]) -> Place:

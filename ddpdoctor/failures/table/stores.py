@@ -5,9 +5,17 @@ from __future__ import annotations
 from ddpdoctor.failures.model import Failure, Known, Weight
 from ddpdoctor.failures.table.rendezvous import LEAVING
 
+_LOST = r"Broken pipe|Connection reset by peer|Connection was likely closed"
+"""What a store says that had answered before."""
+
 _RANK_0 = (
     "Look at the rank that it names first: it came late, failed, or is in another collective. If it "
     "is only slow (a download, a tokenizer), let all ranks wait for it, or raise the timeout."
+)
+
+_ENDED_FIRST = (
+    "The cause is on the rank or node that ended first, mostly the one with rank 0: look at its "
+    "output. `ddpdoctor run` sees all ranks."
 )
 
 FAILURES = (
@@ -57,7 +65,7 @@ FAILURES = (
         r"connect\(\) timed out|TCP ?[Cc]lient failed to connect|failed to connect to (?:\(|\[)?[^\n]{0,99}"
         r"no error details|The client socket has failed to connect to any network address of \("
         r"(?P<address>[^,)]+), (?P<port>\d+)\)|RendezvousConnectionError",
-        unless=LEAVING,
+        unless=rf"{LEAVING}|{_LOST}",
         says="got no answer from the job's store[ at {address}][ port {port}]",
         fix="See whether rank 0 (the first node) was started and still lives; then MASTER_ADDR, "
         "MASTER_PORT, and a firewall: `nc -vz ADDRESS PORT` from this node.",
@@ -82,17 +90,22 @@ FAILURES = (
     Failure(
         Known("DDP907", "store-lost", Weight.CONSEQUENCE, "1.7 to 2.13"),
         r"(?:RuntimeError|DistNetworkError|what\(\)): (?:\[[^\n]{0,200}\] )?(?:Connection reset by peer|Broken pipe)\b"
-        r"|Stop_waiting response is expected|RendezvousClosedError"
-        r"|Agent\.is_failed|The node '[^']{1,99}' has"
-        r"|DistNetworkError: (?:Failed to recv|Connection)",
+        r"|Stop_waiting response is expected|DistNetworkError: (?:Failed to recv|Connection)",
         says="lost the job's store, which ends with rank 0 or its torchrun",
-        fix="The cause is on the rank or node that ended first, mostly the one with rank 0: look at "
-        "its output. `ddpdoctor run` sees all ranks.",
-        unless=r"[/\\](?:requests|urllib3?|aiohttp|socketserver|http|multiprocessing)[/\\]",
+        fix=_ENDED_FIRST,
+        unless=r"[/\\](?:requests|urllib3?|aiohttp|socketserver|http)[/\\]|(?<!elastic)[/\\]multiprocessing[/\\]",
         examples=(
             "RuntimeError: Connection reset by peer",
             "torch.distributed.DistNetworkError: Connection was likely closed.",
-            "torch.distributed.elastic.rendezvous.api.RendezvousClosedError",
         ),
+    ),
+    Failure(
+        Known("DDP907", "agent-lost-store", Weight.CONSEQUENCE, "1.9 to 2.13"),
+        r"Rendezvous(?:Closed|Connection)Error|Agent\.is_failed|The node '[^']{1,99}' has",
+        says="lost the job's store, which ends with rank 0 or its torchrun",
+        fix=_ENDED_FIRST,
+        # The ranks whose statuses are in the log were those of another node.
+        yields_to=("exit-status-1",),
+        examples=("torch.distributed.elastic.rendezvous.api.RendezvousClosedError",),
     ),
 )
