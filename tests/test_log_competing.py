@@ -315,8 +315,8 @@ def test_a_process_of_multiprocessing_ends_with_its_exception() -> None:
 
 def test_a_node_that_lost_the_store_is_no_cause_where_a_rank_of_another_ended() -> None:
     lost = (
-        'Traceback (most recent call last):\n  File "/opt/elastic/multiprocessing/errors/__init__.py", '
-        "line 9, in wrapper\n    return f()\nRuntimeError: Broken pipe\n\n"
+        'Traceback (most recent call last):\n  File "/opt/elastic/multiprocessing/__init__.py"'
+        ", line 9, in wrapper\n    return f()\nRuntimeError: Broken pipe\n\n"
         "The above exception was the direct cause of the following exception:\n\n"
         'Traceback (most recent call last):\n  File "/opt/bin/torchrun", line 8, in <module>\n'
         "    main()\ntorch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The "

@@ -454,3 +454,15 @@ def test_several_ranks_that_held_the_job_up() -> None:
     assert "ranks 0 and 1 likely held the job up: they were in ALLGATHER #3" in (
         one(timeouts(**behind, **ahead)).message
     )
+
+
+def test_the_cause_is_shown_where_it_stands_earlier_in_a_chain() -> None:
+    found = one(
+        'Traceback (most recent call last):\n  File "/job/a.py", line 5, in save\n    write()\n'
+        "RuntimeError: PytorchStreamWriter failed writing file data/19: file write failed\n\n"
+        "During handling of the above exception, another exception occurred:\n\n"
+        'Traceback (most recent call last):\n  File "/job/a.py", line 9, in <module>\n    main()\n'
+        "RuntimeError: could not save\n"
+    )
+    assert found.code == "DDP935"
+    assert "PytorchStreamWriter failed" in found.evidence[0]

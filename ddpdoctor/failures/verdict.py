@@ -321,7 +321,10 @@ def _subject(each: Sighting) -> str:
 
 
 def _printed(each: Sighting) -> str:
-    text = matching_line(each.failure, each.text) or each.traceback.rstrip().rpartition("\n")[2]
+    # The cause may stand earlier in a chain.
+    all_ = f"{each.text}\n{each.traceback}"
+    cut = each.traceback.rstrip().rpartition("\n")[2]
+    text = matching_line(each.failure, all_) if each.text else cut
     return f"{each.source}:{each.line}: {shortened(text)}"
 
 
