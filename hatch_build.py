@@ -1,7 +1,7 @@
-"""Compiles the probe's core for the Python that installs it, if there is a C compiler.
+"""Compiles the probe's core and the log's search, if there is a C compiler where it is installed.
 
-Without one the package is the same, and does in Python what the core does
-(`ddpdoctor.probe.runtime.hot`).
+Without one the package is the same, and does in Python what they do
+(`ddpdoctor.probe.runtime.hot`, `ddpdoctor.failures.anchors`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE = "ddpdoctor/probe/runtime/_hot.c"
+SOURCES = ("ddpdoctor/probe/runtime/_hot.c", "ddpdoctor/failures/_present.c")
 
 
 class CompiledCore(BuildHookInterface):  # type: ignore[misc]
-    """Makes ``_hot`` beside its source, and the wheel one for this platform."""
+    """Makes each module beside its source, and the wheel one for this platform."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile it before the wheel is put together; a source distribution has the source."""
@@ -27,26 +27,34 @@ class CompiledCore(BuildHookInterface):  # type: ignore[misc]
         except Exception as error:
             # No compiler, no headers of Python, another system: whatever it is, it is no reason
             # not to install.
-            self.app.display_warning(f"ddpdoctor's core is not compiled: {error}")
+            self.app.display_warning(f"ddpdoctor's C modules are not compiled: {error}")
+            return
+        if not made:
             return
         build_data["pure_python"] = False
         build_data["infer_tag"] = True
-        build_data["artifacts"].append(made)
+        build_data["artifacts"].extend(made)
 
 
-def compiled(root: Path) -> str:
-    """Compile the core; its path below ``root``.
+def compiled(root: Path) -> list[str]:
+    """Compile the modules; the paths below ``root`` of those that could be.
 
     Raises:
-        Exception: It cannot be compiled.
+        Exception: There is no compiler.
     """
     from setuptools import Distribution, Extension
     from setuptools.command.build_ext import build_ext
 
-    extension = Extension(
-        "ddpdoctor.probe.runtime._hot", [str(root / SOURCE)], extra_compile_args=["-O2", "-g0"]
-    )
-    command = build_ext(Distribution({"name": "ddpdoctor", "ext_modules": [extension]}))
+    modules = [
+        Extension(
+            source.removesuffix(".c").replace("/", "."),
+            [str(root / source)],
+            extra_compile_args=["-O2", "-g0"],
+            optional=True,
+        )
+        for source in SOURCES
+    ]
+    command = build_ext(Distribution({"name": "ddpdoctor", "ext_modules": modules}))
     command.build_lib = str(root)
     # Else one that was made before stays where only its parts have changed.
     command.force = True
@@ -54,5 +62,5 @@ def compiled(root: Path) -> str:
         command.build_temp = objects
         command.ensure_finalized()
         command.run()
-    path = Path(command.get_ext_fullpath(extension.name))
-    return path.relative_to(root).as_posix()
+    paths = [Path(command.get_ext_fullpath(each.name)) for each in modules]
+    return [path.relative_to(root).as_posix() for path in paths if path.exists()]

@@ -280,10 +280,13 @@ def test_each_exception_that_a_job_goes_on_after_is_shown_once() -> None:
     """A program that logs what its trials raise."""
     raised = 'Traceback (most recent call last):\n  File "/job/a.py", line 9, in trial\n    go()\n'
     steps = "".join(f"[INFO] step {step}\n" for step in range(5))
-    trials = [raised + f"ValueError: {name}\n" + steps for name in ("one", "two", "one")]
+    said = ("ValueError: 1", "OSError: one", "ValueError: 2")
+    trials = [raised + each + "\n" + steps for each in said]
     found = findings(read("job.log", ["".join(trials).encode()]))
-    said = [each.message.partition(": ")[2].partition(",")[0] for each in found]
-    assert said == ["one", "two"]
+    assert [each.message.partition(",")[0].rpartition("raised ")[2] for each in found] == [
+        "ValueError: 2",
+        "OSError: one",
+    ]
     assert {each.severity.label for each in found} == {"info"}
 
 

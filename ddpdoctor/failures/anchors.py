@@ -2,14 +2,25 @@
 
 A long log repeats itself: most of its lines differ from earlier ones in their numbers alone. So a
 block is searched only if it has a line of a shape that was not seen before, or not without a text.
+
+Which texts a block holds is found out in C (``_present.c``) where that was compiled.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import os
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from ddpdoctor.failures import TABLE
 from ddpdoctor.failures.lines import HEAD
+
+_compiled: Any = None
+if not os.environ.get("DDPDOCTOR_PURE_PYTHON"):
+    with contextlib.suppress(ImportError):
+        _compiled = importlib.import_module("ddpdoctor.failures._present")
 
 COMMON = (
     *(HEAD, "rror", "ERROR", "FATAL", "ailed", "xception", "NCCL WARN", "atchdog", "exitcode"),
@@ -72,7 +83,7 @@ _TEXTS = tuple(
 )
 """What is looked for at the ends of a log."""
 
-_SHAPES = tuple(anchor.translate(None, _NUMBERS) for anchor in ANCHORS)
+_SHAPES = {anchor: anchor.translate(None, _NUMBERS) for anchor in ANCHORS}
 """As they stand in a line's shape."""
 
 
@@ -94,7 +105,7 @@ class Scan:
     def starts(self, block: bytes, first: int) -> Iterator[int]:
         """Where the lines of a block begin that hold an anchor, from an offset on."""
         found: dict[int, bytes] = {}
-        for anchor in self._held(block[first:]):
+        for anchor in self._anchors(block, first):
             at = block.find(anchor, first)
             tries = 0
             while at >= 0 and self._counts[anchor] < MOST and tries < _AT_ONCE:
@@ -116,17 +127,19 @@ class Scan:
                 self._counts[found[start]] += 1
                 yield start
 
-    def _held(self, lines: bytes) -> Sequence[bytes]:
-        """The anchors that may be in lines of shapes that are not known to be nothing."""
-        if self._rest:
-            self._rest -= 1
-            return ANCHORS
+    def _anchors(self, block: bytes, first: int) -> Sequence[bytes]:
+        """Those that may be in lines of shapes that are not known to be nothing."""
+        held = _held(block, first, ANCHORS)
+        if self._rest or not held:
+            self._rest = max(0, self._rest - 1)
+            return held
+        lines = block[first:]
         shapes = set(lines.translate(None, _NUMBERS).split(b"\n")) - self._plain
         shapes = {each for each in shapes if _ends(each) not in self._noise}
         if len(shapes) > max(_FEW, lines.count(b"\n") // 2):
             self._rest = _REST
         new = b"\n".join(shapes)
-        held = [anchor for anchor, shape in zip(ANCHORS, _SHAPES, strict=True) if shape in new]
+        held = [anchor for anchor in held if _SHAPES[anchor] in new]
         if not held and len(self._plain) < _NOISE:
             self._plain |= shapes
         return held
@@ -141,13 +154,21 @@ class Scan:
 def candidates(block: bytes, first: int) -> Iterator[int]:
     """Where the lines of a short block begin that any failure of the table may have printed."""
     found = set[int]()
-    for text in _TEXTS:
+    for text in _held(block, first, _TEXTS):
         at = block.find(text, first)
         while at >= 0:
             start, end = _line(block, at)
             found.add(start)
             at = block.find(text, end)
     yield from sorted(found)
+
+
+def _held(block: bytes, first: int, texts: tuple[bytes, ...]) -> Sequence[bytes]:
+    """Those of some texts that a block holds; all of them, where to see that takes as long."""
+    if _compiled is None:
+        return texts
+    held: list[bytes] = _compiled.present(block, first, texts)
+    return held
 
 
 def _line(block: bytes, at: int) -> tuple[int, int]:

@@ -79,7 +79,7 @@ def _earlier(sightings: Sequence[Sighting], runs: Runs) -> list[Finding]:
 def _caught(sightings: Sequence[Sighting]) -> list[Finding]:
     """The last exceptions that a job went on after, or what it warned of at its end."""
     over = {
-        _sentence(each, False): each
+        (name_of(each), each.text.partition(":")[0], each.location): each
         for each in sightings
         if each.traceback and (each.weight >= Weight.CONSEQUENCE or each.ignored)
     }
