@@ -343,3 +343,21 @@ def test_what_a_rank_had_logged_before_its_last_exception_is_shown() -> None:
     (found,) = findings(read("rank1.log", [text.encode()]))
     assert found.message == "rank 1 raised OSError: two"
     assert any("ValueError: one" in each for each in found.evidence)
+
+
+def test_what_ended_a_process_comes_before_how_another_one_crashed_after_it() -> None:
+    """The node of the second one prints on after the exception of the first."""
+    lost = "".join(f"node2: frame {number} of its watchdog\n" for number in range(5))
+    crashed = (
+        "[2026-03-28 00:24:52,547] [ERROR] [launch.py:341:sigkill_handler] ['/usr/bin/python3', "
+        "'train.py'] exits with return code = -11\n"
+    )
+    found = one(RAISED.format("ValueError: bad") + lost + crashed)
+    assert found.message == "a process of the job likely raised ValueError: bad"
+    assert one(crashed).code == "DDP904"
+
+
+def test_what_a_program_quotes_of_a_shell_is_its_own_output() -> None:
+    quoted = "results[['failed : /bin/bash: line 3: syntax error near unexpected token']]\n"
+    assert one(quoted + RAISED.format("ValueError: bad")).code == "DDP901"
+    assert one("run.sh: line 3: syntax error near unexpected token `('\n").code == "DDP960"

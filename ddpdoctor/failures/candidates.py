@@ -11,6 +11,9 @@ from ddpdoctor.failures.runs import LATER
 from ddpdoctor.failures.sightings import Sighting
 
 _OF_GPU = re.compile(r"(?i)cuda|nvidia|nccl|gpu|driver")
+_STATUSES = ("exit-status", "crash-status", "abort-status")
+"""A process's end as its launcher says it, which may have followed from that of another one."""
+
 ONE_RUN = 7 * 86_400.0
 """Seconds beyond which times are of other clocks: some lines name no year, and some no zone."""
 
@@ -32,7 +35,8 @@ def found_in(sightings: Sequence[Sighting]) -> tuple[list[Sighting], bool]:
         return [], False
     causes = _ending(sightings, Weight.DECISIVE, Weight.CAUSE, Weight.GENERIC, Weight.SYMPTOM)
     if causes := _without_warnings(causes):
-        return _ordered(causes), True
+        raised = _raised_before(causes, sightings)
+        return _ordered(raised or causes), not raised
     lost = _ending(sightings, Weight.STOPPED, Weight.BARE, Weight.CONSEQUENCE)
     # Plain lines came after it, which may be those of other ranks, if lines do not say whose.
     unsure = [
@@ -58,6 +62,14 @@ def _ending(sightings: Sequence[Sighting], *weights: Weight) -> list[Sighting]:
     """What ended a process, of the first of these weights of which there is any."""
     found = ([e for e in sightings if e.weight == weight and e.final] for weight in weights)
     return next((each for each in found if each), [])
+
+
+def _raised_before(causes: Sequence[Sighting], all_: Sequence[Sighting]) -> list[Sighting]:
+    """What ended a process before a launcher said how another one ended, after plain lines."""
+    first = causes[0]
+    if name_of(first) not in _STATUSES:
+        return []
+    return [e for e in all_ if e.uncaught and e.weight == Weight.CAUSE and e.order < first.order]
 
 
 def _without_yielding(sightings: Sequence[Sighting]) -> list[Sighting]:

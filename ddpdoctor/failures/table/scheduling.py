@@ -142,7 +142,7 @@ FAILURES = (
     ),
     Failure(
         Known("DDP960", "shell-error", Weight.CAUSE, "bash"),
-        r": line \d+: (?P<what>[^\n]{0,200}: (?:bad substitution|unbound variable)|syntax error[^\n]{0,99})",
+        r"^[^\n\[{]{0,200}: line \d+: (?P<what>[^\n]{0,200}: (?:bad substitution|unbound variable)|syntax error[^\n]{0,99})",
         says="was started by a shell script that has an error[: {what}]",
         fix="Correct that line of the script: what stands after it ran with other words, or not at all.",
         examples=(
