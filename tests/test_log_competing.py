@@ -347,7 +347,7 @@ def test_what_a_rank_had_logged_before_its_last_exception_is_shown() -> None:
 
 def test_what_ended_a_process_comes_before_how_another_one_crashed_after_it() -> None:
     """The node of the second one prints on after the exception of the first."""
-    lost = "".join(f"node2: frame {number} of its watchdog\n" for number in range(5))
+    lost = STEPS
     crashed = (
         "[2026-03-28 00:24:52,547] [ERROR] [launch.py:341:sigkill_handler] ['/usr/bin/python3', "
         "'train.py'] exits with return code = -11\n"
