@@ -34,7 +34,15 @@ def a_rank(records: list[JsonObject], budget: Any = None, **tracker: Any) -> Ran
         add_now=lambda written: records.append(as_line(written)),
     )
     steps: Any = SimpleNamespace(
-        **{"steps": 0, "armed": 0, "epoch": -1, "watch": lambda *_: None, **tracker}
+        **{
+            "steps": 0,
+            "armed": 0,
+            "epoch": -1,
+            "watch": lambda *_: None,
+            "clocked": False,
+            "spent": 0,
+            **tracker,
+        }
     )
     state = RankState(recorder, steps)
     if budget is not None:

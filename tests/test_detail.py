@@ -92,6 +92,20 @@ def test_following_steps_leaves_a_quarter_for_diagnoses(monkeypatch: pytest.Monk
     assert budget.earned() == 2.5 * MILLISECOND
 
 
+def test_to_follow_the_first_steps_costs_no_diagnosis_its_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0]
+    monkeypatch.setattr("ddpdoctor.probe.runtime.budget._now", lambda: now[0])
+    budget = Budget(1)
+    now[0] = 1000 * MILLISECOND
+    budget.follow(1000 * MILLISECOND, granted=True)
+    assert budget.earned() == 10 * MILLISECOND
+    assert budget.followed == 1000 * MILLISECOND
+    budget.follow(4 * MILLISECOND)
+    assert budget.earned() == 6 * MILLISECOND
+
+
 # -- lines
 
 

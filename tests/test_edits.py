@@ -192,6 +192,30 @@ def test_a_rank_writes_when_it_begins_and_ceases_to_clip(
     assert first["path"] == __file__
 
 
+def test_that_it_ceased_is_written_with_the_step_however_late_it_is_noticed(
+    edits: Edits, told: list[JsonObject]
+) -> None:
+    """Between the steps that all ranks look at nothing is called where nothing clips."""
+    parameters = [torch.nn.Parameter(torch.ones(2))]
+
+    def clipped(*steps: int) -> None:
+        for step in steps:
+            edits.state.tracker.steps = step
+            clip_grad.clip_grad_norm_(parameters, 0.1)
+
+    clipped(70, 71, 72)
+    clipped(80)
+    edits.state.tracker.steps = 90
+    edits.rank_ends()
+    edits.rank_ends()
+    assert [(each["step"], each.get("call", "")) for each in told] == [
+        (70, "clip_grad_norm_"),
+        (73, ""),
+        (80, "clip_grad_norm_"),
+        (81, ""),
+    ]
+
+
 @pytest.mark.parametrize(("how", "name"), [("none", "module.bias"), ("scale", "module.weight")])
 def test_gradients_that_are_changed_by_hand_are_named(
     edits: Edits, told: list[JsonObject], how: str, name: str

@@ -53,6 +53,23 @@ def test_of_short_steps_some_windows_are_followed(monkeypatch: pytest.MonkeyPatc
     assert budget.account()[0] == pytest.approx(20_000 * len(seen), rel=0.05)
 
 
+def test_the_beginning_costs_other_diagnoses_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its 20 ms they pay for a half of what may be spent in a second, 2.5 ms."""
+    _, _, budget = followed(monkeypatch, step=MILLISECOND, cost=20_000, steps=1_000)
+    assert budget.account()[0] == pytest.approx(20 * MILLISECOND, rel=0.05)
+    assert budget.left() > 47 * MILLISECOND
+
+
+def test_what_is_paced_is_not_among_the_hooks_that_are_clocked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ticks = iter((1_000, 4_000))
+    monkeypatch.setattr(pacing, "clock", lambda: next(ticks))
+    state = a_rank([], clocked=True, spent=5_000)
+    Pacing(state).paced(lambda: None)()
+    assert state.tracker.spent == 2_000
+
+
 def test_ranks_of_different_cost_share_their_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     often, _, _ = followed(monkeypatch, step=MILLISECOND, cost=8_000)
     rarely, _, _ = followed(monkeypatch, step=MILLISECOND, cost=50_000)

@@ -84,7 +84,7 @@ def install_clipping(module: ModuleType) -> None:
 def _clips(name: str) -> Callable[..., Any]:
     def clips(*args: Any, **kwargs: Any) -> Any:
         for subscriber in events.clips:
-            subscriber(name)
+            subscriber(name, sys._getframe(2))
         return rank.active
 
     return clips

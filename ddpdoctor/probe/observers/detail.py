@@ -127,7 +127,8 @@ class Detail:
         if budget is not None:
             steps, self._charged = number - self._charged, number
             seen = -(-steps // (self.sparse + 1))
-            budget.follow(int(seen * self.full + (steps - seen) * (self.light or self.full)))
+            took = int(seen * self.full + (steps - seen) * (self.light or self.full))
+            budget.follow(took, granted=number <= CLOSELY)
         if number < CLOSELY:
             return
         share = budget.share if budget is not None else 0.0

@@ -48,6 +48,9 @@ from ddpdoctor.run.requests import Suspicion
 RICH_STEPS = 16
 """Steps at the beginning whose fingerprints are rich."""
 
+RICHER = 4
+"""Times the price of a plain fingerprint that a rich one costs, as long as only one is known."""
+
 RICH_EVERY = 8
 """Of later fingerprints, every eighth is rich."""
 
@@ -200,7 +203,7 @@ class Fingerprints(Observer):
             or number < RICH_STEPS
             or not number & (self.pace.interval * self._rich_stride - 1)
         )
-        rich = wanted and left >= (self._rich_cost or 4 * cost)
+        rich = wanted and left >= (self._rich_cost or RICHER * cost)
         start = clock()
         with sys.modules["torch"].no_grad():
             self._take(number, rich)
@@ -208,7 +211,7 @@ class Fingerprints(Observer):
         budget.spend(spent)
         if rich:
             self._rich_cost = spent
-            self._cost = self._cost or spent
+            self._cost = self._cost or spent // RICHER
         else:
             self._cost = spent
         if not closely:

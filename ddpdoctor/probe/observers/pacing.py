@@ -74,6 +74,11 @@ class Pacing(Observer):
                     began = clock()
                     function(*args)
                     self.cost += clock() - began
+                elif self.state.tracker.clocked:
+                    # What this takes is counted here, not among the hooks that are clocked.
+                    began = clock()
+                    function(*args)
+                    self.state.tracker.spent -= clock() - began
                 else:
                     function(*args)
             except Exception as error:
@@ -105,12 +110,15 @@ class Pacing(Observer):
         now = _now()
         began, self._turned = self._turned, now
         budget = self.state.budget
-        if self.awake:
-            budget.spend(WINDOW * self._estimate)
+        cost = WINDOW * self._estimate if self.awake else 0
+        budget.spend(cost)
         if began is None or not budget.enabled:
             return
         rarity = 1
         may_cost = budget.share * (now - began) / SHARE
+        if number <= DENSE:
+            # They are followed whatever it costs: other diagnoses have their turn all the same.
+            budget.grant(max(0, cost - int(may_cost)))
         while number >= DENSE and rarity < RAREST and WINDOW * self._estimate > rarity * may_cost:
             rarity *= 2
         window = number // WINDOW

@@ -6,8 +6,9 @@ take no more than a half (`ddpdoctor.probe.observers.detail`). What cannot be th
 more where steps are very short; a quarter is left for diagnoses in any case.
 
 It starts with a credit, so that the first steps are looked at closely; afterwards a diagnosis has
-to wait until enough has been earned. A suspicion may add to it, so often and so much as its
-diagnosis says.
+to wait until enough has been earned. To follow the first steps, which are not thinned out, costs no
+diagnosis its turn: a job of seconds has no others. A suspicion may add to the credit, so often and
+so much as its diagnosis says.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class Budget:
         self._spent = 0
         self.followed = 0
         """Nanoseconds that it took to follow the steps, as far as is known."""
+        self._granted = 0
+        """Those of them that no diagnosis has to wait for."""
 
     @property
     def enabled(self) -> bool:
@@ -75,14 +78,20 @@ class Budget:
         yield
         self._spent += clock() - began
 
-    def follow(self, nanoseconds: int) -> None:
-        """Note what the hooks of some steps have cost."""
+    def follow(self, nanoseconds: int, granted: bool = False) -> None:
+        """Note what the hooks of some steps have cost.
+
+        Args:
+            nanoseconds: What they took.
+            granted: They cannot be thinned out: what is left for diagnoses stays as it is.
+        """
         self.followed += nanoseconds
+        self._granted += nanoseconds if granted else 0
 
     def earned(self) -> int:
         """Nanoseconds that the time so far allows, without what may be spent in advance."""
         allowed = int(self._share * (_now() - self._start))
-        return max(allowed - self.followed, allowed // RESERVED)
+        return max(allowed - self.followed + self._granted, allowed // RESERVED)
 
     def grant(self, nanoseconds: int) -> None:
         """Let that much more be spent than is earned."""

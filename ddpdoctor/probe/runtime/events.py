@@ -10,6 +10,7 @@ of a step (`before_step`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ddpdoctor.probe.runtime import shield
@@ -77,8 +78,8 @@ class Observer:
     def loader_exhausted(self, iterator: Any) -> None:
         """A loader came to its end: its iterator."""
 
-    def clips(self, name: str) -> None:
-        """A function of torch is called that clips gradients: its name."""
+    def clips(self, name: str, frame: FrameType) -> None:
+        """A function of torch is called that clips gradients: its name, and who calls it."""
 
     def step_begins(self, optimizer: Any) -> None:
         """An optimizer's step begins."""
@@ -123,7 +124,7 @@ loss_began: tuple[Callable[[Any, Any], None], ...] = ()
 batch_fetched: tuple[Callable[[Any, Any], None], ...] = ()
 indices_drawn: tuple[Callable[[Any, Any], None], ...] = ()
 loader_exhausted: tuple[Callable[[Any], None], ...] = ()
-clips: tuple[Callable[[str], None], ...] = ()
+clips: tuple[Callable[[str, FrameType], None], ...] = ()
 step_begins: tuple[Callable[[Any], None], ...] = ()
 step_ended: tuple[Callable[[Any, int], None], ...] = ()
 scheduler_made: tuple[Callable[[Any], None], ...] = ()
