@@ -85,11 +85,27 @@ def test_following_steps_leaves_a_quarter_for_diagnoses(monkeypatch: pytest.Monk
     now = [0]
     monkeypatch.setattr("ddpdoctor.probe.runtime.budget._now", lambda: now[0])
     budget = Budget(1)
+    now[0] = 800 * MILLISECOND
+    budget.follow(3 * MILLISECOND)
+    assert budget.earned() == 5 * MILLISECOND
+    budget.follow(1000 * MILLISECOND)
+    assert budget.earned() == 2 * MILLISECOND
+
+
+def test_what_was_earned_stays_whatever_following_takes_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else diagnoses wait for minutes where steps get shorter, or can be thinned out no more."""
+    now = [0]
+    monkeypatch.setattr("ddpdoctor.probe.runtime.budget._now", lambda: now[0])
+    budget = Budget(1)
     now[0] = 1000 * MILLISECOND
     budget.follow(4 * MILLISECOND)
     assert budget.earned() == 6 * MILLISECOND
-    budget.follow(1000 * MILLISECOND)
-    assert budget.earned() == 2.5 * MILLISECOND
+    for _ in range(2):
+        now[0] += 1000 * MILLISECOND
+        budget.follow(500 * MILLISECOND)
+    assert budget.earned() == (6 + 2 * 2.5) * MILLISECOND
 
 
 def test_to_follow_the_first_steps_costs_no_diagnosis_its_turn(
@@ -98,12 +114,12 @@ def test_to_follow_the_first_steps_costs_no_diagnosis_its_turn(
     now = [0]
     monkeypatch.setattr("ddpdoctor.probe.runtime.budget._now", lambda: now[0])
     budget = Budget(1)
-    now[0] = 1000 * MILLISECOND
+    now[0] = 800 * MILLISECOND
     budget.follow(1000 * MILLISECOND, granted=True)
-    assert budget.earned() == 10 * MILLISECOND
+    assert budget.earned() == 8 * MILLISECOND
     assert budget.followed == 1000 * MILLISECOND
     budget.follow(4 * MILLISECOND)
-    assert budget.earned() == 6 * MILLISECOND
+    assert budget.earned() == 4 * MILLISECOND
 
 
 # -- lines

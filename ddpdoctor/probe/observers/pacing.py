@@ -2,7 +2,7 @@
 
 Where steps take a millisecond, to count forwards and backwards is dear. Then it is done in some
 windows of steps only: the same ones on all ranks, since they are chosen by the number of the step.
-What it costs is measured now and then, and counted as all diagnosis is.
+What it costs is measured now and then, and counted as the hooks of the steps are.
 """
 
 from __future__ import annotations
@@ -110,15 +110,12 @@ class Pacing(Observer):
         now = _now()
         began, self._turned = self._turned, now
         budget = self.state.budget
-        cost = WINDOW * self._estimate if self.awake else 0
-        budget.spend(cost)
+        if self.awake:
+            budget.follow(WINDOW * self._estimate, granted=number <= DENSE)
         if began is None or not budget.enabled:
             return
         rarity = 1
         may_cost = budget.share * (now - began) / SHARE
-        if number <= DENSE:
-            # They are followed whatever it costs: other diagnoses have their turn all the same.
-            budget.grant(max(0, cost - int(may_cost)))
         while number >= DENSE and rarity < RAREST and WINDOW * self._estimate > rarity * may_cost:
             rarity *= 2
         window = number // WINDOW

@@ -1,9 +1,10 @@
 """What diagnosis may cost: a share of the time that the rank has trained.
 
-Looks at parameters, gradients and buffers count, what it takes to follow the gradients from step to
-step (`ddpdoctor.probe.observers.pacing`), and the hooks of every step, which are thinned out to
-take no more than a half (`ddpdoctor.probe.observers.detail`). What cannot be thinned out may take
-more where steps are very short; a quarter is left for diagnoses in any case.
+Looks at parameters, gradients and buffers count, and what it takes to follow the steps: the hooks
+of each (`ddpdoctor.probe.observers.detail`), and its gradients
+(`ddpdoctor.probe.observers.pacing`). Either is thinned out to take no more than a half. What
+cannot be thinned out may take more where steps are very short; a quarter is left for diagnoses in
+any case.
 
 It starts with a credit, so that the first steps are looked at closely; afterwards a diagnosis has
 to wait until enough has been earned. To follow the first steps, which are not thinned out, costs no
@@ -28,6 +29,9 @@ LEAST_AHEAD = 25_000_000
 """Nanoseconds that may be spent in advance, however small the budget: the first steps of a short
 job are all that tells of it."""
 
+SETTLED_EVERY = 1_000_000_000
+"""Nanoseconds after which what diagnoses have earned is theirs."""
+
 RESERVED = 4
 """One part in so many is for diagnoses, whatever it takes to follow the steps."""
 
@@ -48,8 +52,11 @@ class Budget:
         self._spent = 0
         self.followed = 0
         """Nanoseconds that it took to follow the steps, as far as is known."""
-        self._granted = 0
-        """Those of them that no diagnosis has to wait for."""
+        self._settled_at = self._start
+        self._settled = 0
+        """What was earned until then: whatever following takes later, it stays."""
+        self._charged = 0
+        """Nanoseconds that following took since, but for what was granted."""
 
     @property
     def enabled(self) -> bool:
@@ -86,12 +93,19 @@ class Budget:
             granted: They cannot be thinned out: what is left for diagnoses stays as it is.
         """
         self.followed += nanoseconds
-        self._granted += nanoseconds if granted else 0
+        if not granted:
+            self._charged += nanoseconds
+        now = _now()
+        if now - self._settled_at >= SETTLED_EVERY:
+            self._settled, self._settled_at, self._charged = self._earned(now), now, 0
 
     def earned(self) -> int:
         """Nanoseconds that the time so far allows, without what may be spent in advance."""
-        allowed = int(self._share * (_now() - self._start))
-        return max(allowed - self.followed + self._granted, allowed // RESERVED)
+        return self._earned(_now())
+
+    def _earned(self, now: int) -> int:
+        allowed = int(self._share * (now - self._settled_at))
+        return self._settled + max(allowed - self._charged, allowed // RESERVED)
 
     def grant(self, nanoseconds: int) -> None:
         """Let that much more be spent than is earned."""
