@@ -37,7 +37,8 @@ class Guard:
         thread = threading._active.get(threading.get_ident())
         if not hasattr(thread, "pydev_do_not_trace"):
             return None
-        if name.partition(".")[0] in sys.stdlib_module_names:
+        if name.partition(".")[0] in sys.stdlib_module_names or name.startswith("_sysconfigdata"):
+            # The second has the platform in its name, so the list does not have it.
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         places = spec and (spec.submodule_search_locations or [spec.origin])
