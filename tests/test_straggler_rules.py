@@ -125,6 +125,17 @@ def test_workers_that_want_for_cores_are_no_stragglers_fault(written: Written) -
     assert "DDP610" not in [each.code for each in written.findings(status=0)]
 
 
+@pytest.mark.parametrize(("workers", "found"), [(1, []), (0, ["DDP610"])])
+def test_what_workers_lack_is_not_known_without_samples(
+    written: Written, workers: int, found: list[str]
+) -> None:
+    """A short job may end before any were taken; its training thread only waits for a batch."""
+    passed = {"kind": "pass", "pass_": 0, "number": 0, "state": "ended", "workers": workers}
+    rank(written, 0, [*steps(10, 60, 10, 2, phase="data"), passed])
+    rank(written, 1, [*steps(69, 1, 10, 2, phase="data"), passed])
+    assert [each.code for each in written.findings(status=0)] == found
+
+
 def test_workers_that_want_for_cores_excuse_no_other_phase(written: Written) -> None:
     counted = {"children": 2, "children_ran": 200 * MS}
     slow = stack(40, MAIN, loop(30))

@@ -12,6 +12,7 @@ from ddpdoctor.analysis.lag import Lag
 from ddpdoctor.analysis.pace import BORNE_OUT
 from ddpdoctor.analysis.profiles import Profile, Spot, profiles, spot
 from ddpdoctor.core.finding import Location
+from ddpdoctor.run.records.data import PassRecord
 from ddpdoctor.run.records.supervisor import ProfileRequestRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.stacks.model import Frame
@@ -99,7 +100,7 @@ def explain(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
     sure = lag.calm or (lag.sure and lag.phase != "data")
     if not (works or sure or (place is not None and place.blocked("SD") >= BLOCKED)):
         return None
-    if mine is not None and others and _workers_crowded(lag, mine, others):
+    if not works and _workers_crowded(lag, mine, others):
         return None
     return _reason(run, lag, mine, others, place, works)
 
@@ -289,9 +290,13 @@ def _neighbours(run: Run, lag: Lag, cores: Sequence[int]) -> list[str]:
     return found
 
 
-def _workers_crowded(lag: Lag, mine: Profile, others: Sequence[Profile]) -> bool:
-    """Whether it waits for loader workers that are slow only for want of cores."""
-    if lag.phase != "data" or not mine.record.children:
+def _workers_crowded(lag: Lag, mine: Profile | None, others: Sequence[Profile]) -> bool:
+    """Whether it waits for loader workers that are slow only for want of cores, as far as known."""
+    if lag.phase != "data":
+        return False
+    if mine is None or not others:
+        return any(each.workers for each in lag.rank.records.of(PassRecord))
+    if not mine.record.children:
         return False
     ran, waited = mine.a_step("children_ran"), mine.a_step("children_waited")
     return waited > BORNE_OUT * ran and ran < HEAVIER * _usual(others, "children_ran")

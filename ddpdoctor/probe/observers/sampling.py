@@ -83,6 +83,7 @@ class Sampler:
         self._samples: list[_Sample] = []
         self._known: dict[int, tuple[CodeType, bool]] = {}
         self._before: dict[str, int] = {}
+        self._children: dict[int, tuple[int, int]] = {}
         self._cost = 0
         self._collects = hot.deferring(self._on_collection)
         self._collecting = 0
@@ -115,7 +116,7 @@ class Sampler:
 
     def _take(self, status: int, interval: float) -> bool:
         """Take all samples; False if no step was closed meanwhile."""
-        self._before = self._counters()
+        self._before, self._children = self._counters(), _children()
         self._samples = []
         self._collected = self._collections = 0
         for number in range(SAMPLES):
@@ -197,21 +198,20 @@ class Sampler:
             words = dict(line.split(b": ") for line in _read(f"{self._task}/io").splitlines())
             counted |= {"characters": int(words[b"rchar"]) + int(words[b"wchar"])}
             counted |= {"disk": int(words[b"read_bytes"]) + int(words[b"write_bytes"])}
-        ran = waited = number = 0
-        for child in _children()[:MOST_CHILDREN]:
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                one = _numbers(f"/proc/{child}/schedstat")
-                ran, waited, number = ran + one[0], waited + one[1], number + 1
-        return {**counted, "children": number, "children_ran": ran, "children_waited": waited}
+        return counted
 
     def _record(self) -> ProfileRecord:
-        after = self._counters()
+        after, children = self._counters(), _children()
         counted = {
             name: max(after[name] - before, 0)
             for name, before in self._before.items()
             if name in after
         }
-        counted["children"] = min(self._before.get("children", 0), after["children"])
+        # Workers of a new epoch are other processes: each is counted by itself.
+        ran, waited = (
+            sum(counts[at] - self._children.get(pid, (0, 0))[at] for pid, counts in children.items())
+            for at in (0, 1)
+        )
         paths = {each: os.path.abspath(each) for each in self._files()}
         stacks: Counter[tuple[tuple[CodeFrame, ...], tuple[str, str], str, int]] = Counter()
         for lines, innermost, letter, phase in self._samples:
@@ -226,6 +226,9 @@ class Sampler:
             step=self._state.tracker.steps,
             samples=len(self._samples),
             **counted,
+            children=min(len(self._children), len(children)),
+            children_ran=max(ran, 0),
+            children_waited=max(waited, 0),
             gc=self._collected,
             collections=self._collections,
             affinity=_affinity(self._state.tracker.native),
@@ -253,12 +256,18 @@ def _numbers(path: str) -> list[int]:
     return [int(each) for each in _read(path).split()]
 
 
-def _children() -> list[int]:
+def _children() -> dict[int, tuple[int, int]]:
+    """For how long each child process ran, and waited for a core, by its pid."""
     found: list[int] = []
     with contextlib.suppress(OSError, ValueError):
         for task in os.listdir("/proc/self/task"):
             found += _numbers(f"/proc/self/task/{task}/children")
-    return found
+    counts: dict[int, tuple[int, int]] = {}
+    for child in found[:MOST_CHILDREN]:
+        with contextlib.suppress(OSError, ValueError):
+            ran, waited = _numbers(f"/proc/{child}/schedstat")[:2]
+            counts[child] = ran, waited
+    return counts
 
 
 def _affinity(task: int) -> tuple[int, ...]:
