@@ -209,7 +209,7 @@ class Sampler:
         }
         # Workers of a new epoch are other processes: each is counted by itself.
         ran, waited = (
-            sum(counts[at] - self._children.get(pid, (0, 0))[at] for pid, counts in children.items())
+            sum(each[at] - self._children.get(pid, (0, 0))[at] for pid, each in children.items())
             for at in (0, 1)
         )
         paths = {each: os.path.abspath(each) for each in self._files()}
