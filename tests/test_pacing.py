@@ -2,34 +2,46 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from ddpdoctor.probe.observers import pacing
+from ddpdoctor.probe.observers import detail, pacing
+from ddpdoctor.probe.observers.detail import Detail
 from ddpdoctor.probe.observers.pacing import Pacing
-from ddpdoctor.probe.runtime import events, shield
+from ddpdoctor.probe.runtime import events
 from ddpdoctor.probe.runtime.budget import Budget
 from tests.probed import a_rank
 
 MILLISECOND = 1_000_000
 
 
+def a_detail(cost: float = 0.0, light: float = 0.0) -> Detail:
+    """Light steps that take so many nanoseconds, and so many more where gradients are followed."""
+    one = Detail(SimpleNamespace(clocked=False, spent=0))
+    one.sparse, one.full = 63, 50_000.0
+    one.light, one.paced = light, light + cost
+    return one
+
+
 def followed(
     monkeypatch: pytest.MonkeyPatch, *, step: int, cost: int, steps: int = 4096
 ) -> tuple[list[int], list[int], Budget]:
     """The steps that are followed, those of them that are not judged, and what was paid."""
+    monkeypatch.setattr(events, "_alarms", [])
+    monkeypatch.setattr(events, "due", events.NEVER)
     budget = Budget(0.5)
-    state = a_rank([], budget)
+    state = a_rank([], budget, detail=a_detail(cost, light=3_000))
     clock = [0]
     monkeypatch.setattr(pacing, "_now", lambda: clock[0])
     one = Pacing(state)
     seen, unjudged = [], []
     for number in range(steps):
-        if one.awake:
+        if state.tracker.detail.pacing:
             seen.append(number)
             if one.settling:
                 unjudged.append(number)
-            if one.measuring:
-                one.cost = cost
         clock[0] += step
         state.tracker.steps = number + 1
         if number + 1 >= events.due:
@@ -47,7 +59,7 @@ def test_of_short_steps_some_windows_are_followed(monkeypatch: pytest.MonkeyPatc
     assert seen[: pacing.DENSE] == list(range(pacing.DENSE))
     later = [number for number in seen if number >= pacing.DENSE]
     # 20 us of a step of 1 ms are 2 %, which is eight times a half of the 0.5 % that are allowed.
-    assert {number // pacing.WINDOW % 8 for number in later} == {0}
+    assert {number // detail.WINDOW % 8 for number in later} == {0}
     assert len(later) == (4096 - pacing.DENSE) // 8
     assert unjudged[:4] == [1152, 1153, 1280, 1281]
     assert budget.followed == pytest.approx(20_000 * len(seen), rel=0.05)
@@ -59,14 +71,48 @@ def test_the_beginning_costs_other_diagnoses_no_turn(monkeypatch: pytest.MonkeyP
     assert budget.left() >= 50 * MILLISECOND
 
 
-def test_what_is_paced_is_not_among_the_hooks_that_are_clocked(
+def test_steps_of_either_kind_are_clocked_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "_alarms", [])
+    monkeypatch.setattr(events, "due", events.NEVER)
+    hooks: Any = SimpleNamespace(clocked=False, spent=0)
+    one = Detail(hooks)
+    one.sparse = 3
+    for one.pacing, spent in ((True, 9_000), (False, 2_000)):
+        one.clock_next()
+        assert hooks.clocked
+        hooks.spent += spent
+        one.clock(was_light=True)
+    assert (one.paced, one.light, one.surplus) == (9_000, 2_000, 7_000)
+    # Where every step is seen in full, what it takes is among what these take.
+    one.sparse = 0
+    assert one.surplus == 0
+
+
+def test_a_step_of_each_fourth_followed_window_is_clocked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ticks = iter((1_000, 4_000))
-    monkeypatch.setattr(pacing, "clock", lambda: next(ticks))
-    state = a_rank([], clocked=True, spent=5_000)
-    Pacing(state).paced(lambda: None)()
-    assert state.tracker.spent == 2_000
+    clocked: list[bool] = []
+    monkeypatch.setattr(Detail, "clock_next", lambda self: clocked.append(self.pacing))
+    followed(monkeypatch, step=MILLISECOND, cost=20_000)
+    # 4, 8, ..., 60 of the first 64 windows, and 64, 96, ..., 224 of the others.
+    assert clocked == [True] * (15 + 6)
+
+
+def test_light_steps_are_clocked_outside_of_followed_windows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lines of the journal end where these begin."""
+    monkeypatch.setattr(events, "_alarms", [])
+    monkeypatch.setattr(events, "due", events.NEVER)
+    monkeypatch.setattr(detail, "CLOCKED_EVERY", 0)
+    one = a_detail(20_000, 3_000)
+    due = set()
+    for number in range(2048, 4096, 64):
+        one.choose(number, MILLISECOND)
+        if (events.due + 1) & one.sparse:
+            due.add(events.due // detail.WINDOW % 4)
+        events.ring(events.due)
+    assert due == {1}
 
 
 def test_ranks_of_different_cost_share_their_windows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,19 +124,4 @@ def test_ranks_of_different_cost_share_their_windows(monkeypatch: pytest.MonkeyP
 
 def test_a_window_is_followed_however_dear(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, _, _ = followed(monkeypatch, step=1000, cost=MILLISECOND)
-    assert set(range(3072, 3072 + pacing.WINDOW)) <= set(seen)
-
-
-def test_a_subscriber_that_raises_goes_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def raises(number: int) -> None:
-        calls.append(number)
-        raise ValueError
-
-    monkeypatch.setattr(shield, "off", set())
-    monkeypatch.setattr(shield, "faults", [])
-    paced = Pacing(a_rank([])).paced(raises)
-    paced(1)
-    paced(2)
-    assert calls == [1]
+    assert set(range(3072, 3072 + detail.WINDOW)) <= set(seen)

@@ -6,7 +6,8 @@ thinned out where steps are short: losses, batch sizes and DDP's timers are read
 steps, and one line of the journal stands for several. Both numbers are powers of two and count from
 step 0, so ranks that thin differently still share every step of the one that thins more.
 
-What a rank spends is clocked in a step now and then, full ones and light ones in turn.
+What a rank spends is clocked in a step now and then, full ones and light ones in turn. Of these the
+ones whose gradients are followed (`ddpdoctor.probe.observers.pacing`) are clocked for themselves.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ RAREST = 64
 
 SHARE = 2
 """Of what may be spent, a half at most goes here; what is left is for diagnoses."""
+
+WINDOW = 16
+"""Steps whose gradients are followed, or not, together."""
 
 CLOCKED_EVERY = 200_000_000
 """Nanoseconds between two steps that are clocked."""
@@ -71,6 +75,10 @@ class Detail:
         self.most = MOST_STEPS
         self.full = self.light = 0.0
         """Nanoseconds that a step takes which is seen in full, and one that is not."""
+        self.paced = 0.0
+        """Nanoseconds that a light step takes whose gradients are followed."""
+        self.pacing = False
+        """Whether those of the step under way are."""
         self._budget: Budget | None = None
         self._step = 0.0
         self._clock_at = 0
@@ -85,14 +93,16 @@ class Detail:
     def _usual(self, number: int) -> int:
         """The next step of the kind whose turn it is.
 
-        Of light ones not the first: diagnoses choose the multiples of powers of two.
+        Of light ones not the first: diagnoses choose the multiples of powers of two, and windows of
+        steps whose gradients are followed begin there.
         """
         if not self._clocks_light:
             return number | self.sparse
-        number += 2
+        number += WINDOW + 2
         return number if (number + 1) & self.sparse else number + 1
 
-    def _clock_next(self) -> None:
+    def clock_next(self) -> None:
+        """Clock the hooks of the step that begins."""
         self._hooks.clocked, self._hooks.spent = True, 0
         self._before = self._diagnosed
 
@@ -101,10 +111,17 @@ class Detail:
         # What diagnoses took they have counted themselves.
         spent = max(0, self._hooks.spent - (self._diagnosed - self._before))
         self._hooks.clocked = False
-        if was_light:
-            self.light = _mean(self.light, spent)
-        else:
+        if not was_light:
             self.full = _mean(self.full, spent)
+        elif self.pacing:
+            self.paced = _mean(self.paced, spent)
+        else:
+            self.light = _mean(self.light, spent)
+
+    @property
+    def surplus(self) -> float:
+        """Nanoseconds that it takes to follow the gradients of a light step."""
+        return max(self.paced - self.light, 0.0) if self.sparse else 0.0
 
     @property
     def _diagnosed(self) -> int:
@@ -121,20 +138,22 @@ class Detail:
         if now >= self._clock_at:
             self._clock_at = now + (CLOCKED_EVERY if number >= CLOSELY else CLOCKED_AT_FIRST)
             self._clocks_light = not self._clocks_light
-            events.before_step(self._usual(number), self._clock_next)
+            events.before_step(self._usual(number), self.clock_next)
         self._step = _mean(self._step, total)
         budget = self._budget
+        # Where the gradients of all are followed, what they take is all surplus.
+        light = self.light or (0.0 if self.paced else self.full)
         if budget is not None:
             steps, self._charged = number - self._charged, number
             seen = -(-steps // (self.sparse + 1))
-            took = int(seen * self.full + (steps - seen) * (self.light or self.full))
+            took = int(seen * self.full + (steps - seen) * light)
             budget.follow(took, granted=number <= CLOSELY)
         if number < CLOSELY:
             return
         share = budget.share if budget is not None else 0.0
         allowed = share * self._step / SHARE
         every = 1
-        light = min(self.light, self.full)
+        light = min(light, self.full)
         while every < RAREST and light + (self.full - light) / every > allowed:
             every *= 2
         count = every

@@ -18,8 +18,6 @@ from ddpdoctor.probe.runtime import shield
 if TYPE_CHECKING:
     from ddpdoctor.probe.runtime.rank import RankState
 
-Through = Callable[[Callable[..., None]], Callable[..., None]]
-
 
 class Observer:
     """Follows one rank.
@@ -163,17 +161,11 @@ due = NEVER
 _alarms: list[tuple[int, Callable[[], None]]] = []
 
 
-def subscribe(observer: Observer, paced: Through = shield.shielded) -> None:
-    """Call an observer at the moments that it has methods for.
-
-    Args:
-        observer: The observer.
-        paced: What the methods of the moments of a step go through.
-    """
+def subscribe(observer: Observer) -> None:
+    """Call an observer at the moments that it has methods for, without its exceptions."""
     for name in _MOMENTS:
         if getattr(type(observer), name) is not getattr(Observer, name):
-            through = shield.shielded if name.startswith(("rank_", "ddp_")) else paced
-            _calls[name].append(_Call(observer, through(getattr(observer, name))))
+            _calls[name].append(_Call(observer, shield.shielded(getattr(observer, name))))
             _publish(name)
 
 
