@@ -303,7 +303,8 @@ def test_a_disk_that_fills_up_costs_the_record_and_nothing_else(
     watched.check_success()
     assert losses(watched) == losses(bare)
     assert len(losses(bare)) == 400
-    assert len(warnings_by_ranks(watched)) == 1
+    # A rank that starts late may find the disk full, which it says itself.
+    assert len(warnings_by_ranks(watched)) in (1, 2)
     assert "Traceback" not in watched.stderr
     assert watched.codes == []
 
