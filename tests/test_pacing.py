@@ -56,18 +56,18 @@ def test_long_steps_are_all_followed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_of_short_steps_some_windows_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, unjudged, budget = followed(monkeypatch, step=MILLISECOND, cost=20_000)
-    assert seen[: pacing.DENSE] == list(range(pacing.DENSE))
-    later = [number for number in seen if number >= pacing.DENSE]
+    assert seen[: detail.CLOSELY] == list(range(detail.CLOSELY))
+    windows = {number // detail.WINDOW for number in seen if number >= detail.CLOSELY}
     # 20 us of a step of 1 ms are 2 %, which is eight times a half of the 0.5 % that are allowed.
-    assert {number // detail.WINDOW % 8 for number in later} == {0}
-    assert len(later) == (4096 - pacing.DENSE) // 8
-    assert unjudged[:4] == [1152, 1153, 1280, 1281]
+    assert windows == {*range(16, 64, 4), *range(64, 256, 8)}
+    assert len(seen) == detail.CLOSELY + len(windows) * detail.WINDOW
+    assert unjudged[:4] == [320, 321, 384, 385]
     assert budget.followed == pytest.approx(20_000 * len(seen), rel=0.05)
 
 
 def test_the_beginning_costs_other_diagnoses_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, _, budget = followed(monkeypatch, step=MILLISECOND, cost=20_000, steps=1_000)
-    assert budget.followed == pytest.approx(20 * MILLISECOND, rel=0.05)
+    seen, _, budget = followed(monkeypatch, step=MILLISECOND, cost=20_000, steps=1_000)
+    assert budget.followed == pytest.approx(20_000 * len(seen), rel=0.05)
     assert budget.left() >= 50 * MILLISECOND
 
 
@@ -94,8 +94,8 @@ def test_a_step_of_each_fourth_followed_window_is_clocked(
     clocked: list[bool] = []
     monkeypatch.setattr(Detail, "clock_next", lambda self: clocked.append(self.pacing))
     followed(monkeypatch, step=MILLISECOND, cost=20_000)
-    # 4, 8, ..., 60 of the first 64 windows, and 64, 96, ..., 224 of the others.
-    assert clocked == [True] * (15 + 6)
+    # 4, 8, 12 of the first 16 windows, 16, 32, 48 until the 64th, 64, 96, ..., 224 of the others.
+    assert clocked == [True] * (3 + 3 + 6)
 
 
 def test_light_steps_are_clocked_outside_of_followed_windows(

@@ -24,7 +24,8 @@ CLOSELY = 256
 """Steps at the beginning of which everything is seen, each with a line of its own."""
 
 BEGINNING = 1024
-"""Steps at the beginning in which a line stands for `SHORT` nanoseconds, not `LONG`."""
+"""Steps at the beginning in which a line stands for `SHORT` nanoseconds, not `LONG`, and gradients
+are followed more often than later on."""
 
 SHORT, LONG = 8_000_000, 300_000_000
 """Nanoseconds that a line of the journal stands for at least: 50 KB a minute later on."""

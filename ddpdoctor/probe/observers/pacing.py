@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import time
 
-from ddpdoctor.probe.observers.detail import WINDOW
+from ddpdoctor.probe.observers.detail import BEGINNING, CLOSELY, WINDOW
 from ddpdoctor.probe.runtime import events
 from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.rank import RankState
-
-DENSE = 1024
-"""Steps at the beginning that are all followed."""
 
 SETTLING = 2
 """Steps at the beginning of a window that are counted, but not judged: a forward may have been
 before it."""
 
-RAREST = 64
-"""Of so many windows at least one is followed."""
+RARE, RAREST = 4, 64
+"""Of so many windows at least one is followed: at the beginning of a job, and later on."""
 
 SHARE = 2
 """Of what diagnosis may cost, a half at most goes here."""
@@ -71,12 +68,12 @@ class Pacing(Observer):
         budget, before = self.state.budget, self._detail.pacing
         cost = WINDOW * self._detail.surplus
         if before:
-            budget.follow(int(cost), granted=number <= DENSE)
+            budget.follow(int(cost), granted=number <= BEGINNING)
         if began is None or not budget.enabled:
             return
-        rarity = 1
+        rarity, rarest = 1, RAREST if number >= BEGINNING else RARE if number >= CLOSELY else 1
         may_cost = budget.share * (now - began) / SHARE
-        while number >= DENSE and rarity < RAREST and cost > rarity * may_cost:
+        while rarity < rarest and cost > rarity * may_cost:
             rarity *= 2
         window = number // WINDOW
         awake = self._detail.pacing = not window % rarity
