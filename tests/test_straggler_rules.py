@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,12 @@ import pytest
 
 from ddpdoctor.analysis.reasons import _bytes
 from ddpdoctor.core.finding import Finding, Location, Severity
+from ddpdoctor.run.names import FORMAT
+from ddpdoctor.run.reader import RunReader
+from ddpdoctor.run.records.base import Record
+from ddpdoctor.run.records.supervisor import ProfileRequestRecord
+from ddpdoctor.run.requests import Asking
+from ddpdoctor.supervise.stragglers import Stragglers
 from ddpdoctor.system.core_clocks import CoreClocks
 from tests.straggling import BACKWARD, MAIN, asked, loop, profile, rank, sick, stack, steps
 from tests.written import MS, T0, Written
@@ -449,6 +456,36 @@ def test_loader_workers(written: Written) -> None:
     assert finding.message.endswith("in its data loading: it waits for its loader workers")
     assert finding.location == Location("/job/train.py", 30)
     assert any("use 95% of a core; those of the others 10%" in each for each in finding.evidence)
+
+
+def test_samples_that_were_asked_for_another_ranks_sake_have_its_line_too(written: Written) -> None:
+    asked(written)
+    work = stack(40, MAIN, loop(30), ("/job/clean.py", 12, "normalize"))
+    for number in (0, 3):
+        rank(written, number, [*steps(10, 40, 9, 0), profile(BACKWARD)])
+    for number in (1, 2):
+        rank(written, number, [*steps(50, 1, 45, 0), profile(work)])
+    found = written.findings(status=0)
+    assert [each.ranks for each in found] == [(1,), (2,)]
+    assert [each.location for each in found] == [Location("/job/clean.py", 12)] * 2
+
+
+def test_who_seems_slow_is_asked_before_the_rules_look(written: Written) -> None:
+    """However lately the steps were looked at; else the finding comes first, without its line."""
+    records: list[Record] = []
+    page = Asking(str(written.path))
+    stragglers = Stragglers(page, records.append)
+    (written.path / "run.json").write_text(json.dumps({"format": FORMAT}))
+    stragglers.look(RunReader(written.path).snapshot())
+    for number, times in ((0, steps(10, 41, 9, 0)), (1, steps(50, 1, 45, 0))):
+        rank(written, number, times)
+    run = RunReader(written.path).snapshot()
+    stragglers.look(run)
+    assert records == []
+    stragglers.ask(run)
+    stragglers.ask(run)
+    stragglers.close()
+    assert [each.rank for each in records if isinstance(each, ProfileRequestRecord)] == [1]
 
 
 def test_damaged_samples_are_left_out(written: Written) -> None:

@@ -53,12 +53,12 @@ class Reason:
     fix: str = ""
 
 
-def asked_lately(run: Run, rank: int) -> bool:
-    """Whether samples are on their way that were asked for because this rank is slow."""
-    asked = _asked(run, rank)
+def asked_lately(run: Run) -> bool:
+    """Whether samples are on their way: all ranks take them, whichever of them seems slow."""
+    asked = _asked(run)
     if not asked or run.exit_status is not None:
         return False
-    number, when = asked[0]
+    number, when = max((record.asked, record.time) for record in asked)
     if run.taken - when >= PATIENCE * 1e9:
         return False
     found = profiles(run.last, number)
@@ -79,15 +79,21 @@ def explain(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
     mine: Profile | None = None
     others: list[Profile] = []
     place = None
-    for number, _ in _asked(run, lag.rank.rank):
+    # Those that were asked for its sake come first.
+    for request in sorted(_asked(run), key=lambda each: each.rank != lag.rank.rank):
         # Samples between two epochs, say, with no step among them, say nothing of steps.
         found = {
-            rank: each for rank, each in profiles(run.last, number).items() if each.record.steps
+            rank: each
+            for rank, each in profiles(run.last, request.asked).items()
+            if each.record.steps
         }
-        if lag.rank.rank in found:
-            mine = found[lag.rank.rank]
-            others = [found[each.rank] for each in usual if each.rank in found]
-            place = spot(mine, others, BORNE_OUT * min(lag.gap / lag.wall, 1.0))
+        if lag.rank.rank not in found:
+            continue
+        sampled = found[lag.rank.rank]
+        beside = [found[each.rank] for each in usual if each.rank in found]
+        place = spot(sampled, beside, BORNE_OUT * min(lag.gap / lag.wall, 1.0))
+        if place is not None or mine is None:
+            mine, others = sampled, beside
         if place is not None:
             break
     if lag.few and place is None:
@@ -355,12 +361,12 @@ def _faults(mine: Profile, others: Sequence[Profile]) -> float:
     return max(FAULT * count, min(SLOW_FAULT * count, kernel))
 
 
-def _asked(run: Run, rank: int) -> list[tuple[int, int]]:
-    """The numbers by which samples were asked for because of a rank, and when, newest first."""
+def _asked(run: Run) -> list[ProfileRequestRecord]:
+    """Each time that samples were asked for in the last attempt, newest first."""
     return [
-        (record.asked, record.time)
+        record
         for record in reversed(run.supervisor.of(ProfileRequestRecord))
-        if record.rank == rank and record.restart == run.restarts[-1]
+        if record.rank is not None and record.restart == run.restarts[-1]
     ]
 
 

@@ -56,7 +56,7 @@ def straggler(run: Run) -> Iterator[Finding]:
     found = list(lags(run))
     over = run.exit_status is not None or all(rank.ended for rank in run.last)
     for lag in found:
-        if asked_lately(run, lag.rank.rank) or (lag.few and not over):
+        if asked_lately(run) or (lag.few and not over):
             # The stacks are being sampled; or there will be more steps to judge by.
             continue
         slow = {each.rank.rank for each in found}

@@ -51,7 +51,7 @@ KILL_GRACE = 5.0
 
 _DEBUGGER, _DEBUGGER_END = "the debugger", "the end of the debugger"
 _RANKS, _HANGS, _SHOWING = "the rank watch", "the hang watch", "the monitor's files"
-_NOTIFY = "the notifications"
+_NOTIFY, _STRAGGLERS = "the notifications", "the straggler watch"
 
 
 class RunWatch:
@@ -96,6 +96,7 @@ class RunWatch:
         self.notifications = Notifications(command, reporter.say)
         self._requests: tuple[Asking, Asking, SuspicionWriter] | None = None
         self._hangs: HangWatch | None = None
+        self._stragglers: Stragglers | None = None
         self._watches: dict[str, Suspicions | Stragglers | HangWatch | Vitals] = {}
         self.killed = False
         """The job hung and was ended for it."""
@@ -139,7 +140,8 @@ class RunWatch:
 
     def _stop_watching(self) -> None:
         """Let the job run, and do nothing else."""
-        self._directory = self._reader = self._journal = self._showing = self._hangs = None
+        self._directory = self._reader = self._journal = self._showing = None
+        self._hangs = self._stragglers = None
         self._watches = {}
         self._stop_debugger()
 
@@ -208,7 +210,8 @@ class RunWatch:
         self._showing = Showing(directory, self._passthrough)
         examination, profile, suspicion = self._requests
         self._watches["the suspicions"] = Suspicions(suspicion, self.write)
-        self._watches["the straggler watch"] = Stragglers(profile, self.write)
+        self._stragglers = Stragglers(profile, self.write)
+        self._watches[_STRAGGLERS] = self._stragglers
         self._watches["the record of memory and GPUs"] = Vitals(directory)
         self._hangs = HangWatch(
             directory,
@@ -283,6 +286,8 @@ class RunWatch:
         due = self._examined + EXAMINE if self._happened is None else self._happened + SETTLE
         if now >= due:
             self._happened, self._examined = None, now
+            if self._stragglers is not None:
+                guarded(_STRAGGLERS, self._stragglers.ask, run)
             # With what was written in between.
             self._examine(self._read() or run)
 

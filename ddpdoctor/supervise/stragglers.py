@@ -67,12 +67,25 @@ class Stragglers:
         now = time.monotonic()
         if self._waiting:
             return self._answered(run, now)
-        if now < self._looked + EVERY or len(self._suspected) >= MOST_PROFILES:
-            return False
+        if now >= self._looked + EVERY:
+            self.ask(run)
+        return False
+
+    def ask(self, run: Run) -> None:
+        """Ask for samples of a rank that seems slow.
+
+        The rules wait for samples that were asked for. So this comes before they look, or what they
+        report has no line.
+        """
+        now = time.monotonic()
+        if run.restarts[-1] != self._restart or self._waiting or run.exit_status is not None:
+            return
+        if len(self._suspected) >= MOST_PROFILES:
+            return
         self._looked = now
         lag = next((each for each in lags(run, ENOUGH, FEW) if self._is_new(each)), None)
-        if lag is None or run.exit_status is not None:
-            return False
+        if lag is None:
+            return
         self._asked += 1
         self._suspected.add((lag.rank.rank, lag.few))
         self._waiting = {rank.rank for rank in run.last if rank.status is not None}
@@ -81,7 +94,6 @@ class Stragglers:
         self._clocks = CoreClocks()
         self._page.ask(self._asked)
         self._record(rank=lag.rank.rank)
-        return False
 
     def close(self) -> None:
         """Let go of the file."""

@@ -26,7 +26,7 @@ def main() -> None:
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     seen: list[list[float]] = []
-    for _ in range(150):
+    for _ in range(300):
         batch = torch.randn(256, 128)
         if rank == 1:
             seen.append(statistics(batch))  # expect: DDP610 rank 1

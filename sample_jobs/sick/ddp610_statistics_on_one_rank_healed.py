@@ -26,7 +26,7 @@ def main() -> None:
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     seen: list[list[float]] = []
-    for step in range(150):
+    for step in range(300):
         batch = torch.randn(256, 128)
         if rank == 1 and step % 50 == 0:
             seen.append(statistics(batch))
