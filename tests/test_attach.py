@@ -135,6 +135,7 @@ def test_without_a_live_run(doctor: Doctor) -> None:
 
 
 @pytest.mark.skipif(shutil.which("gdb") is None, reason="gdb is not installed")
+@pytest.mark.slow
 def test_a_process_without_a_probe_by_gdb(
     doctor: Doctor, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -87,6 +87,7 @@ def record(result: Any) -> Any:
     return told
 
 
+@pytest.mark.slow
 def test_three_ranks_reduce_correctly_whatever_the_environment_says(doctor: Doctor) -> None:
     """The place of another job in the environment, and a level that breaks DDP, are not passed."""
     env = {
@@ -112,6 +113,7 @@ def test_a_wrong_sum_is_seen_on_the_rank_that_has_it(doctor: Doctor) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_rank_that_a_signal_ends_is_told_at_once(doctor: Doctor) -> None:
     result = doctor.run(*CHECK, "--json", env=fault(doctor, DIES), watch=False)
     (finding,) = record(result)["findings"]
@@ -119,6 +121,7 @@ def test_a_rank_that_a_signal_ends_is_told_at_once(doctor: Doctor) -> None:
     assert finding["message"].endswith("rank 1: the rank was ended by SIGKILL")
 
 
+@pytest.mark.slow
 def test_what_a_library_prints_is_not_mixed_with_the_answers(doctor: Doctor) -> None:
     result = doctor.run(*CHECK, "--json", env=fault(doctor, TALKS), watch=False)
     told = record(result)

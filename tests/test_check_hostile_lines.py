@@ -17,6 +17,7 @@ import pytest
 
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.preflight.check import CHECKS
+from ddpdoctor.preflight.machine.own_address import Answer, answers
 from ddpdoctor.preflight.nodes.unreached import own_problem
 from ddpdoctor.preflight.place import Seat
 from ddpdoctor.preflight.protocol.caller import Problem
@@ -87,13 +88,19 @@ def hostile_meeting(text: str, outcome: str) -> Meeting:
     return Meeting(Seat(4, 0, text, 29500, text), 0, report=report)
 
 
-def found(meeting: Meeting) -> Iterator[Finding]:
-    """What all checks across nodes say of a meeting, and what a node says that did not come."""
+def found(meeting: Meeting, asked: tuple[Answer, ...]) -> Iterator[Finding]:
+    """What all checks across nodes say of a meeting, and what a node says that did not come.
+
+    Args:
+        meeting: The meeting.
+        asked: What came of asking for this machine's addresses.
+    """
     for problem in (None, *(Problem(kind, "10.0.0.9", "x") for kind in (
         "unresolved", "refused", "dropped", "no host", "no route", "prohibited", "unreachable",
         "silent", "other service", "other id", "late", "full", "gone",
     ))):  # fmt: skip
         situation = Situation(Options(nproc=1, nnodes=4, node_rank=0), environ={})
+        situation.once.put(answers, asked)
         if problem is not None:
             yield own_problem(meeting, problem, situation)
             continue
@@ -118,7 +125,8 @@ def test_no_line_to_type_does_what_a_peer_wants(tmp_path: Path, text: str, outco
     (tools / "touch").symlink_to(touch)
     work = tmp_path / "work"
     work.mkdir()
-    findings = list(found(hostile_meeting(text, outcome)))
+    asked = (Answer(text, text, text),) if outcome == "dropped" else ()
+    findings = list(found(hostile_meeting(text, outcome), asked))
     lines = [each.paste for each in findings if each.paste]
     assert len(lines) > 15
     assert all(each.paste or each.severity is Severity.INFO for each in findings)

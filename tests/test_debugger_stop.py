@@ -108,6 +108,7 @@ def test_a_stop_of_run_and_attach_ends_the_whole_job(held: Held) -> None:
     assert "the job was ended by the debugger" in result.ours
 
 
+@pytest.mark.slow
 def test_later_sessions_of_run_and_attach_only_detach(held: Held) -> None:
     held.start("--wait-for-attach", "--stop-with-debugger")
     held.attach()

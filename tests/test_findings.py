@@ -56,6 +56,7 @@ def test_first_failure_names_rank_and_line(doctor: Doctor, how: str, code: str, 
     assert any("as a consequence" in line for line in finding.evidence)
 
 
+@pytest.mark.slow
 def test_sigkill_says_rank_step_and_last_line(doctor: Doctor) -> None:
     result = doctor.run(*TWO, TRAIN, "--fail", "sigkill", "--at", "3")
     finding = only(result, "DDP902")
@@ -129,6 +130,7 @@ def test_failure_before_the_process_group(doctor: Doctor) -> None:
     assert "before it joined the process group" in finding.message
 
 
+@pytest.mark.slow
 def test_worker_exception_names_the_line_in_the_dataset(doctor: Doctor) -> None:
     script = doctor.write(
         "worker.py",
@@ -267,6 +269,7 @@ def test_finding_is_on_screen_soon_after_the_failure(doctor: Doctor) -> None:
     live.finish()
 
 
+@pytest.mark.slow
 def test_json_and_strict(doctor: Doctor) -> None:
     out = doctor.directory / "found.jsonl"
     result = doctor.run(*TWO, "--json", str(out), TRAIN, "--fail", "exception")

@@ -130,23 +130,15 @@ def test_kinds_are_kept_or_say_why_not() -> None:
 
 
 def test_every_kind_is_written_and_read() -> None:
-    sources = {path: path.read_text() for path in PACKAGE.rglob("*.py")}
+    words = {path: set(re.findall(r"\w+", path.read_text())) for path in PACKAGE.rglob("*.py")}
     for kind, declared in KINDS.items():
-        name = re.compile(rf"\b{declared.__name__}\b")
-        users = {
-            path.relative_to(PACKAGE).parts[0]
-            for path, text in sources.items()
-            if name.search(text)
-        }
-        writes = any(
-            name.search(text)
-            for path, text in sources.items()
-            if path.relative_to(PACKAGE).parts[0] in ("probe", "supervise", "debug", "core")
-            or path.name == "reported.py"
-        )
-        assert writes, kind
-        read = users & {"rules", "analysis", "render", "top", "commands"} or kind in NEEDLESS
-        assert read or declared.__name__ in sources[PACKAGE / "run" / "snapshot.py"], kind
+        name = declared.__name__
+        users = {path for path, each in words.items() if name in each}
+        parts = {path.relative_to(PACKAGE).parts[0] for path in users}
+        writers = {"probe", "supervise", "debug", "core"}
+        assert parts & writers or any(path.name == "reported.py" for path in users), kind
+        read = parts & {"rules", "analysis", "render", "top", "commands"} or kind in NEEDLESS
+        assert read or name in words[PACKAGE / "run" / "snapshot.py"], kind
 
 
 NEEDLESS = {"fault", "rank_exit", "finding", "retraction", "vitals"}

@@ -57,6 +57,7 @@ def test_every_byte_of_a_command(doctor: Doctor) -> None:
     assert without_ours(ours) == b"\n"
 
 
+@pytest.mark.slow
 def test_every_byte_under_torchrun(doctor: Doctor) -> None:
     doctor.write("junk.py", JUNK)
     words = ("--nproc-per-node", "1", "junk.py")
@@ -106,6 +107,7 @@ def test_a_line_written_in_pieces_is_not_torn(doctor: Doctor) -> None:
     assert without_ours(stderr) == b"the left half, the right half\n" * 60
 
 
+@pytest.mark.slow
 def test_stdin_from_a_pipe(doctor: Doctor) -> None:
     doctor.write(
         "echo.py",

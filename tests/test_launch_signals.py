@@ -116,7 +116,8 @@ def test_python_dies_of_ctrl_c_as_it_does_alone(first: str, doctor: Doctor) -> N
 
 
 @pytest.mark.parametrize(
-    "name", ["SIGINT", "SIGTERM", pytest.param("SIGHUP", marks=pytest.mark.slow)]
+    "name",
+    ["SIGINT", *(pytest.param(name, marks=pytest.mark.slow) for name in ("SIGTERM", "SIGHUP"))],
 )
 def test_ranks_get_what_torchrun_would_give_them(name: str, doctor: Doctor) -> None:
     # Plain torchrun gets it as a terminal or a scheduler sends it; each in a folder of its own.

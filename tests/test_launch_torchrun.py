@@ -80,10 +80,13 @@ sys.stdout.write(json.dumps(mine) + "\\n")
             marks=pytest.mark.slow,
         ),
         ["--nproc-per-node", "1", "--no-python", "--", PYTHON, "-u", "env.py", "x"],
-        [
-            *("--nnodes", "1:2", "--nproc-per-node", "2", "--rdzv-backend", "c10d"),
-            *("--rdzv-endpoint", "localhost:0", "--rdzv-conf=last_call_timeout=1", "env.py"),
-        ],
+        pytest.param(
+            [
+                *("--nnodes", "1:2", "--nproc-per-node", "2", "--rdzv-backend", "c10d"),
+                *("--rdzv-endpoint", "localhost:0", "--rdzv-conf=last_call_timeout=1", "env.py"),
+            ],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["standalone", "module", "no-python", "elastic"],
 )
@@ -109,7 +112,8 @@ def test_pet_variables_and_tee(doctor: Doctor) -> None:
     assert (doctor.directory / "logs").is_dir()
 
 
-@pytest.mark.parametrize("script", ["train.py", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["train.py", "torchrun"])
 def test_a_command_that_starts_the_ranks_itself(script: str, doctor: Doctor) -> None:
     if script == "torchrun":
         words = ["torchrun", "--nproc-per-node", "2", TRAIN, "--steps", "3"]

@@ -163,6 +163,7 @@ def test_kill_torchrun(doctor: Doctor) -> None:
     assert live.finish().status == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_kill_a_rank(doctor: Doctor) -> None:
     live = start_stuck(doctor, "helper")
     os.kill(pid_in(doctor.directory / "rank-1.0"), signal.SIGKILL)
@@ -301,10 +302,9 @@ def test_kill_a_keeper_while_it_ends_the_job(doctor: Doctor) -> None:
     assert_all_end(doctor)
 
 
-@pytest.mark.parametrize(
-    "words", [pytest.param((), marks=pytest.mark.slow), ("stubborn", "helper")]
-)
-@pytest.mark.parametrize("torchrun", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [(), ("stubborn", "helper")])
+@pytest.mark.parametrize("torchrun", [True, False])
 def test_kill_everything_but_the_ranks(
     words: tuple[str, ...], torchrun: bool, doctor: Doctor
 ) -> None:

@@ -160,6 +160,7 @@ def test_resnet50_alone_prints_the_same_losses_twice(tmp_path: Path) -> None:
     assert losses_of(first) == losses_of(second)
 
 
+@pytest.mark.slow
 def test_resnet50_without_apex_says_what_to_do(tmp_path: Path) -> None:
     # A module that cannot be imported hides any installed Apex.
     hidden = tmp_path / "hidden"
@@ -179,8 +180,14 @@ def test_resnet50_without_apex_says_what_to_do(tmp_path: Path) -> None:
     ("job", "options", "reason"),
     [
         (RESNET, ("--iterations", "0"), "--iterations: 0 is not above 0"),
-        (RESNET, ("--iterations", "3", "--warmup", "3"), "--warmup 3 leaves none"),
-        (CIFAR, ("--batch-size", "-1"), "--batch-size: -1 is not above 0"),
+        pytest.param(
+            *(RESNET, ("--iterations", "3", "--warmup", "3"), "--warmup 3 leaves none"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(CIFAR, ("--batch-size", "-1"), "--batch-size: -1 is not above 0"),
+            marks=pytest.mark.slow,
+        ),
         (CIFAR, ("--resume",), "--resume needs --checkpoint"),
     ],
 )
@@ -261,6 +268,7 @@ def test_cifar10_refuses_a_bad_checkpoint(tmp_path: Path, content: bytes | None)
     assert "run without --resume" in error
 
 
+@pytest.mark.slow
 def test_cifar10_reads_the_real_format(tmp_path: Path) -> None:
     data = write_folder(tmp_path, python2_batch(20))
     done = run_alone(tmp_path, CIFAR, "--data", str(data / FULL_CIFAR), "--epochs", "1")

@@ -35,7 +35,10 @@ def watching(told: list[JsonObject], monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.setattr(events, "scheduler_made", [watching.scheduler_made])
     originals = {each: each.__init__ for each in (lr.LRScheduler, lr.ReduceLROnPlateau)}
     setup.install_schedulers(lr)
+    # Torch and the tests are many objects, which each collection would go through.
+    gc.freeze()
     yield watching
+    gc.unfreeze()
     for each, original in originals.items():
         each.__init__ = original  # type: ignore[method-assign]
     assert not shield.off

@@ -162,6 +162,7 @@ def test_a_key_is_one_signal(key: bytes, name: bytes, terminal: Open, doctor: Do
     assert re.findall(rb"got (.*)\r\n", ours.seen) == [name]
 
 
+@pytest.mark.slow
 def test_interrupt_ends_a_training_job(terminal: Open, doctor: Doctor) -> None:
     words = ("--nproc-per-node", "2", TRAIN, "--steps", "2000", "--pause", "0.05", "--print-losses")
     ours = terminal(*words)
