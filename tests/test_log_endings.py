@@ -9,7 +9,7 @@ import pytest
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.failures.log import read
 from ddpdoctor.failures.verdict import findings
-from tests.log_lines import FAILED, STEPS, one
+from tests.log_lines import FAILED, STEPS, one, timeouts
 
 OUT_OF_MEMORY = (
     'Traceback (most recent call last):\n  File "/job/train.py", line 9, in <module>\n'
@@ -94,3 +94,60 @@ def test_what_detectron2_raises_again_ended_each_of_two_tries() -> None:
     settings = "".join(f"  SETTING_{n}: {'abcdefgh'[n % 8] * 9}\n" for n in range(600))
     found = findings(read("job.log", [(settings + tried + settings + tried).encode()]))
     assert found[0].severity == Severity.ERROR and "KeyError" in found[0].message
+
+
+FRAMES = 'Traceback (most recent call last):\n  File "{}", line 5, in {}\n    call()\n'
+INTERRUPTED = (
+    FRAMES.format("/opt/site-packages/wandb/sdk/wandb_init.py", "init")
+    + "KeyboardInterrupt\n\n"
+    + "During handling of the above exception, another exception occurred:\n\n"
+    + FRAMES.format("/job/train.py", "<module>")
+    + "AssertionError\n"
+)
+
+
+def test_the_process_that_wandb_starts_is_not_the_job() -> None:
+    service = (
+        FRAMES.format("<frozen runpy>", "_run_module_as_main")
+        + '  File "/opt/site-packages/wandb/__main__.py", line 3, in <module>\n'
+        + "FileNotFoundError: [Errno 2] No such file or directory: '/tmp/port-4711.txt'\n"
+    )
+    found = one(INTERRUPTED + service)
+    assert (found.code, found.severity.label) == ("DDP908", "error")
+
+
+def test_what_wandbs_threads_and_multiprocessing_print_at_the_end_is_no_failure() -> None:
+    router = FRAMES.format("/opt/site-packages/wandb/sdk/interface/router.py", "message_loop")
+    tidied = FRAMES.format("/usr/lib/python3.8/multiprocessing/util.py", "_run_finalizers")
+    for text in (
+        STEPS + router + "wandb.sdk.interface.router.MessageRouterClosedError\n",
+        STEPS + tidied + "OSError: [Errno 16] Device or resource busy: '.nfs00000001470f'\n",
+    ):
+        assert one(text).severity.label == "info"
+
+
+def test_cards_that_are_not_there_are_no_cause_of_a_time_out() -> None:
+    """libibverbs tries the drivers of all network cards that there are."""
+    tried = "libibverbs: Warning: couldn't load driver 'libmlx4-rdmav34.so': libmlx4-rdmav34.so: "
+    missing = "cannot open shared object file: No such file or directory\n"
+    found = one((tried + missing) * 9 + timeouts(r1=(668, "ALLREDUCE", 52)))
+    assert found.code == "DDP907"
+
+
+def test_what_an_agent_of_older_torch_warns_of_when_it_leaves_is_no_failure() -> None:
+    module = "torch.distributed.elastic.rendezvous.dynamic_rendezvous:"
+    leaves = (
+        "The node 'n_5389_0' has failed to shutdown the rendezvous '13' due to an error of type "
+    )
+    for start in (f"WARNING:{module}", f"[2024-11-14 15:07:13,109] {module} [WARNING] "):
+        assert one(STEPS + start + leaves + "RendezvousConnectionError.\n").severity.label == "info"
+
+
+def test_a_lost_peer_is_nearer_to_the_cause_than_how_nccl_ends_the_process() -> None:
+    lost = (
+        "[rank12]:[E ProcessGroupNCCL.cpp:537] Some NCCL operations have failed or timed out. Due "
+        "to the asynchronous nature of CUDA kernels, operations might run on corrupted data.\n"
+        "[rank12]:[E ProcessGroupNCCL.cpp:1182] [Rank 12] NCCL watchdog thread terminated with "
+        "exception: NCCL error: remote process exited or there was a network error\n"
+    )
+    assert one(lost).message == "rank 12 likely lost its peers in NCCL"

@@ -54,6 +54,12 @@ _CONTINUED = re.compile(
 
 _UNREADABLE = ("SyntaxError", "IndentationError", "TabError")
 _WRITER = "event_file_writer.py"
+_HELPER = re.compile(r"[/\\]wandb[/\\](?:__main__\.py$|sdk[/\\])")
+"""Where the process and the threads begin that wandb starts for itself."""
+
+_FINALIZERS = "_run_finalizers"
+"""Where multiprocessing tidies up at the end, prints what is raised there, and goes on."""
+
 _CLOSED = re.compile(r"(?:OSError: handle is closed|EOFError)$")
 
 _OUTERMOST = ("<module>", "_run_module_as_main")
@@ -234,15 +240,25 @@ class Printed:
 
     @property
     def survived(self) -> bool:
-        """Whether Python says so, or it is of a thread that writes for TensorBoard, at its end."""
+        """Whether Python says so, or it is of a tracker's own thread, or of what tidies up."""
         closed = any(_CLOSED.match(text) for text in self.lines)
-        return self.ignored or (closed and any(_WRITER in text for text in self.lines))
+        writes = closed and any(_WRITER in text for text in self.lines)
+        helps = writes or _HELPER.search(self._begins) is not None
+        return self.ignored or helps or next(self._first, "") == _FINALIZERS
 
     @property
     def _of_script(self) -> bool:
         """Whether Python cannot read the script itself, of which it prints no head."""
         first = FRAME.match(self.lines[0])
         return first is not None and not first["name"] and self.message.startswith(_UNREADABLE)
+
+    @property
+    def _begins(self) -> str:
+        """The file of the outermost frame of the last traceback of a chain; empty without any."""
+        heads = [number for number, text in enumerate(self.lines) if HEAD in text]
+        frames = map(FRAME.match, self.lines[heads[-1] if heads else 0 :])
+        paths = (frame["path"] for frame in frames if frame)
+        return next((path for path in paths if not path.startswith("<")), "")
 
     @property
     def _first(self) -> Iterator[str]:

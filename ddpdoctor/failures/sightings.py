@@ -27,7 +27,10 @@ _REMARKS = 20
 _REPEATED = re.compile(r" \[repeated \d+x across cluster\].*")
 _AGENT = re.compile(r"torch[./]distributed[./](?:elastic|run|launch)\b|^torchrun: ")
 
-WARNING = re.compile(r"(?:\[rank\d+\]:)?\s*\[?W\d{3,4} ")
+WARNING = re.compile(
+    r"(?:\[rank\d+\]:)?\s*\[?W\d{3,4} "
+    r"|(?:\[[^\]]{1,40}\] )?(?:WARNING:)?torch\.distributed\.elastic\.rendezvous\.\w+:"
+)
 """How a warning begins that torch logs."""
 
 _PYTHON_WARNING = re.compile(r"\b[A-Z]\w+Warning: ")

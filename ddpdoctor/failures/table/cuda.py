@@ -227,6 +227,8 @@ FAILURES = (
         r"|(?:cannot open shared object file|libcud\w+\.so[^\n]{0,40}: cannot open)"
         r"|operator torchvision::nms does not exist|symbol lookup error"
         r"|requires (?:PyTorch|torch) ?(?P<needed>[<>=]=? ?[\d.]+)",
+        # What libibverbs tries of all the network cards that there are.
+        unless=r"libibverbs: Warning",
         says="loads libraries that do not fit each other[ (no {symbol})][ (no {version})][ (torch {needed})]",
         fix="Install torch, torchvision and extensions for the same torch and CUDA, rebuild the "
         "extension, and look for other copies in LD_LIBRARY_PATH.",

@@ -177,7 +177,8 @@ FAILURES = (
         r"Received a (?:dump signal due to a collective timeout|timeout signal) from (?:this local )?rank ?(?P<first>\d+)?"
         r"|Observed flight recorder dump signal from another rank|Some NCCL operations have failed or timed out"
         r"|To avoid data inconsistency, we are taking the entire process down",
-        says="ended since a collective had timed out[, first on rank {first}]",
+        says="ended since a collective had failed or timed out[, first on rank {first}]",
+        yields_to=("nccl-aborted",),
         fix="Look for the rank that the others waited for: the one with the lowest number, or without "
         "any line. `ddpdoctor run` names it.",
         examples=(

@@ -79,13 +79,14 @@ FAILURES = (
         Known("DDP903", "container-out-of-memory", Weight.DECISIVE, "Kubernetes, docker, Slurm"),
         r"OOMKilled|oom-kill:|Out of memory: Kill(?:ed)? process|srun: error: \S+: task \d+: Out Of Memory"
         r"|Memory cgroup out of memory|Some of your processes may have been killed by the cgroup out-of"
-        r"|TERM_MEMLIMIT|Exceeded (?:job|step) memory limit|PBS: job killed: v?mem \S+ exceeded|oom_kill event|OUT_OF_MEMORY|ray\.exceptions\.OutOfMemory",
+        r"|TERM_MEMLIMIT|Exceeded (?:job|step) memory limit|PBS: job killed: v?mem \S+ exceeded|Job \d+\S* has exceeded memory allocation|oom_kill event|OUT_OF_MEMORY|ray\.exceptions\.OutOfMemory",
         says="was killed by the out-of-memory killer: its container or job was out of host memory",
         fix="Raise the limit (resources.limits.memory, --mem), or use fewer DataLoader workers and "
         "load less in each rank.",
         examples=(
             "Last State: Terminated  Reason: OOMKilled  Exit Code: 137",
             "srun: error: node3: task 5: Out Of Memory",
+            "Job 124452549 has exceeded memory allocation on node gpu-0109",
         ),
     ),
     Failure(

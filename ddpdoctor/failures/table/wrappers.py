@@ -131,7 +131,7 @@ FAILURES = (
         says="failed",
         fix="Collect the whole output of every rank, " + _OWN_LOG[0].lower() + _OWN_LOG[1:],
         # What TensorFlow, pip, NCCL's plugins and others print in healthy jobs, too.
-        unless=r"Unable to register cu|computation placer already registered|dependency resolver|TF-TRT|sharp_|^wandb: |_ARRAY_API not found",
+        unless=r"Unable to register cu|computation placer already registered|dependency resolver|TF-TRT|sharp_|^wandb: |_ARRAY_API not found|inotify_add_watch",
         examples=("FATAL: the data service went away",),
         page=Page(
             "The job failed, and why is not understood.",
