@@ -119,7 +119,12 @@ def test_the_process_that_wandb_starts_is_not_the_job() -> None:
 def test_what_wandbs_threads_and_multiprocessing_print_at_the_end_is_no_failure() -> None:
     router = FRAMES.format("/opt/site-packages/wandb/sdk/interface/router.py", "message_loop")
     tidied = FRAMES.format("/usr/lib/python3.8/multiprocessing/util.py", "_run_finalizers")
+    thread = "Exception in thread Thread-3:\n" + FRAMES.format(
+        "/x/threading.py", "_bootstrap_inner"
+    )
+    loop = thread + '  File "/x/site-packages/wandb/sdk/interface/interface.py", line 1, in loop\n'
     for text in (
+        STEPS + loop + "    raise EOFError",
         STEPS + router + "wandb.sdk.interface.router.MessageRouterClosedError\n",
         STEPS + tidied + "OSError: [Errno 16] Device or resource busy: '.nfs00000001470f'\n",
     ):

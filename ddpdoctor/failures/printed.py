@@ -54,6 +54,7 @@ _CONTINUED = re.compile(
 
 _UNREADABLE = ("SyntaxError", "IndentationError", "TabError")
 _WRITER = "event_file_writer.py"
+_STARTS = re.compile(r"^<|[/\\]threading\.py$")
 _HELPER = re.compile(r"[/\\]wandb[/\\](?:__main__\.py$|sdk[/\\])")
 """Where the process and the threads begin that wandb starts for itself."""
 
@@ -254,11 +255,11 @@ class Printed:
 
     @property
     def _begins(self) -> str:
-        """The file of the outermost frame of the last traceback of a chain; empty without any."""
+        """The outermost file of the last traceback of a chain, Python's own start left out."""
         heads = [number for number, text in enumerate(self.lines) if HEAD in text]
         frames = map(FRAME.match, self.lines[heads[-1] if heads else 0 :])
         paths = (frame["path"] for frame in frames if frame)
-        return next((path for path in paths if not path.startswith("<")), "")
+        return next((path for path in paths if not _STARTS.search(path)), "")
 
     @property
     def _first(self) -> Iterator[str]:
