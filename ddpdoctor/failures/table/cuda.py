@@ -190,7 +190,8 @@ FAILURES = (
         r"No CUDA GPUs are available|CUDA-capable devices? (?:is|are) (?:detected|busy)|no CUDA-capable "
         r"device is detected|all CUDA-capable devices are busy|CUDA (?:driver )?initialization"
         r"(?: failed|: Unexpected error)|CUDA error: system not yet initialized"
-        r"|No HIP GPUs are available|CUDA error: initialization error",
+        r"|No HIP GPUs are available|CUDA error: initialization error"
+        r"|cannot find any torch accelerator",
         says="sees no GPU that it can use",
         fix="`nvidia-smi` on that node, CUDA_VISIBLE_DEVICES, docker --gpus all, exclusive mode; on "
         "NVSwitch machines the fabric manager has to run.",

@@ -20,6 +20,8 @@ _NO_NETWORK = (
     "cache, local_files_only=True, or a path on the shared disk."
 )
 
+_TOO_MANY = "429 Client Error: Too Many Requests"
+
 _SHARED = r"multiprocessing[/\\](?:synchronize|heap|shared_memory)\.py"
 """Where Python makes what its processes share."""
 
@@ -36,7 +38,7 @@ FAILURES = (
         r"|Cannot connect to host (?!localhost|127\.)(?P<peer>[^\s:]{1,80}):\d+ ssl[^\n]{0,999}\["
         r"|Could not connect to the endpoint URL: \"(?P<endpoint>[^\"?\s]{1,120})"
         r"|trying to locate the files? on the Hub and we cannot find",
-        unless=_SERVICE,
+        unless=rf"{_SERVICE}|{_TOO_MANY}",
         examples=(
             "urllib.error.URLError: <urlopen error [Errno -2] Name or service not known>",
             "OSError: We couldn't connect to 'https://huggingface.co' to load the files, and couldn't find them in the cached files.",
@@ -57,6 +59,17 @@ FAILURES = (
             'Right: `AutoModel.from_pretrained("bert-base-uncased", local_files_only=True)`',
             "If the script handles the exception, for a server on this machine, and for "
             "experiment trackers and databases (DDP901).",
+        ),
+    ),
+    Failure(
+        Known("DDP936", "too-many-requests", Weight.CAUSE, "huggingface_hub"),
+        rf"Error: {_TOO_MANY} for url: (?P<url>https?://[^/\s]{{1,80}})",
+        unless=_SERVICE,
+        says="was refused a download from {url}: too many requests",
+        fix="All ranks ask for the same files: download them once before the job starts, and set "
+        "HF_HUB_OFFLINE=1. A token (HF_TOKEN) raises the limit.",
+        examples=(
+            "requests.exceptions.HTTPError: 429 Client Error: Too Many Requests for url: https://huggingface.co/gpt2/resolve/main/config.json",
         ),
     ),
     Failure(

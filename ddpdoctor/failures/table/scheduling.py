@@ -163,10 +163,12 @@ FAILURES = (
         Known("DDP908", "asked-to-stop", Weight.STOPPED, "1.9 to 2.13"),
         r"SignalException: Process \d+ got signal: (?P<signal>(?!2\b)\d+)|Received (?:Signals\.)?(?P<name>SIG(?:TERM|HUP|INT))"
         r"(?: death signal|: \d+|\b)|Received (?P<number>(?!2 )\d+) death signal, shutting down|got SIGTERM, exiting"
+        r"|ExitedException: process \d+ terminated with signal (?P<spawned>SIG(?:TERM|HUP|INT))"
         r"|: line \d+: +\d+ Terminated\b|^(?:Terminated|Hangup|User defined signal [12])$|KILLED BY SIGNAL: 15\b|Launcher caught signal (?P<caught>\d+)|Main process received (?P<main>SIG(?!INT)\w+)"
         r"|\*\*\* (?P<caught_by>SIG(?:TERM|HUP)) received at time="
         r"|DataLoader worker \(pid[^)\n]{0,40}\) is killed by signal: Terminated|exits with return code = -15",
-        says="was asked to stop from outside[ by {name}][ by signal {signal}][ by signal {number}][ by {main}][ by {caught_by}]",
+        says="was asked to stop from outside[ by {name}][ by signal {signal}][ by signal {number}][ by {main}]"
+        "[ by {caught_by}][ by {spawned}]",
         fix="SIGHUP: the terminal closed (use nohup or tmux). SIGTERM: a scheduler, a container's "
         "stop, or a person. " + _LOOK,
         examples=(
@@ -174,6 +176,7 @@ FAILURES = (
             "WARNING:torch.distributed.elastic.agent.server.api:Received 15 death signal, shutting down workers",
             "W0312 10:00:00.123000 4711 torch/distributed/elastic/agent/server/api.py:704] Received Signals.SIGHUP death signal, shutting down workers",
             "*** SIGTERM received at time=1755448771 on cpu 72 ***",
+            "torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with signal SIGTERM",
         ),
         yields_to=("cancelled", "step-cancelled", "time-limit"),
     ),
