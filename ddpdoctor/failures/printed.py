@@ -241,11 +241,14 @@ class Printed:
 
     @property
     def survived(self) -> bool:
-        """Whether Python says so, or it is of a tracker's own thread, or of what tidies up."""
+        """Whether Python says so, or it is of a tracker's own thread, or of what tidies up.
+
+        A full disk, say, stops the job as well.
+        """
         closed = any(_CLOSED.match(text) for text in self.lines)
         writes = closed and any(_WRITER in text for text in self.lines)
-        helps = writes or _HELPER.search(self._begins) is not None
-        return self.ignored or helps or next(self._first, "") == _FINALIZERS
+        helps = _HELPER.search(self._begins) is not None and self.known[0] is None
+        return self.ignored or writes or helps or next(self._first, "") == _FINALIZERS
 
     @property
     def _of_script(self) -> bool:
