@@ -133,6 +133,7 @@ def test_an_evaluation_of_rank_0_alone(written: Written) -> None:
     ranks(written, [*prints("aaaa"), evaluation(2)], [*prints("aaaa")])
     (finding,) = found(written, over=False)
     assert (finding.code, finding.ranks) == ("DDP402", (0,))
+    assert finding.evidence[0].startswith("once, the first one after ")
 
 
 def test_a_rank_that_has_not_come_to_the_evaluation_yet_is_waited_for(written: Written) -> None:

@@ -275,6 +275,13 @@ def test_options_that_are_refused_are_said(written: Written) -> None:
     assert finding.message == f"rank 0 refused the script's options: {said}"
 
 
+def test_an_exit_with_2_of_a_rank_that_has_joined_is_not_of_its_options(written: Written) -> None:
+    written.rank(0, [{"kind": "exit", "time": T0, **LEFT, "status": 2}])
+    written.exit(0, 2, T0)
+    (finding,) = written.findings(status=2)
+    assert finding.fix.startswith("Raise an exception that says why")
+
+
 def test_the_text_of_an_exit_is_said(written: Written) -> None:
     call = {"kind": "exit", "time": T0, **LEFT, "said": "no checkpoint\x1b[2J"}
     written.rank(0, [call])
