@@ -357,6 +357,20 @@ def test_the_same_name_is_replaced_by_the_same() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("path", "posted"),
+    [
+        ("/home/alice/job/train.py", "/home/<user-1>/job/train.py"),
+        ("/auto/home/users/d/a/alice/train.py", "/auto/home/users/d/a/<user-1>/train.py"),
+        ("/users/9/alice/train.py", "/users/9/<user-1>/train.py"),
+        ("/home/userexternal/alice/train.py", "/home/userexternal/<user-1>/train.py"),
+        (r"C:\Users\alice\train.py", r"C:\Users\<user-1>\train.py"),
+    ],
+)
+def test_a_user_is_found_where_clusters_sort_their_users(path: str, posted: str) -> None:
+    assert Redactor().text(path) == posted
+
+
 def test_an_exception_of_a_thread_does_not_hide_what_ended_the_process() -> None:
     ended = (
         'Traceback (most recent call last):\n  File "/job/a.py", line 5, in <module>\n'

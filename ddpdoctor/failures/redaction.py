@@ -18,7 +18,10 @@ _ASSIGNED = re.compile(
 )
 _MAIL = re.compile(r"\b[\w.+-]+@[\w-]+(?:\.[\w-]+)+\b")
 _USER = re.compile(
-    r"(?i)(?<=[/\\])(?P<folder>home|users?|scratch)(?P<sign>[/\\]+)(?P<name>[^/\\\s\"':,]+)"
+    r"(?i)(?<=[/\\])(?P<folder>(?:home|users?|scratch)"
+    # Clusters sort their users: /home/users/d/a/name, /users/9/name, /home/userexternal/name.
+    r"(?:[/\\]+(?:home|users?|userexternal|scratch|students?|staff|grads?|\w|\d+)(?=[/\\]+[^/\\\s\"':,]))*)"
+    r"(?P<sign>[/\\]+)(?P<name>[^/\\\s\"':,]+)"
 )
 _ADDRESS = re.compile(
     r"(?<![\w.])(?!127\.|0\.0\.0\.0)\d{1,3}(?:\.\d{1,3}){3}(?![\w.]*\w)"
