@@ -58,10 +58,10 @@ def asked_lately(run: Run) -> bool:
     asked = _asked(run)
     if not asked or run.exit_status is not None:
         return False
-    number, when = max((record.asked, record.time) for record in asked)
-    if run.taken - when >= PATIENCE * 1e9:
+    newest = asked[0]
+    if run.taken - newest.time >= PATIENCE * 1e9:
         return False
-    found = profiles(run.last, number)
+    found = profiles(run.last, newest.asked)
     return not all(each.rank in found or each.ended for each in run.last)
 
 

@@ -55,6 +55,8 @@ _CONTINUED = re.compile(
 _UNREADABLE = ("SyntaxError", "IndentationError", "TabError")
 _WRITER = "event_file_writer.py"
 _STARTS = re.compile(r"^<|[/\\]threading\.py$")
+"""Files in which Python starts a module or a thread."""
+
 _HELPER = re.compile(r"[/\\]wandb[/\\](?:__main__\.py$|sdk[/\\])")
 """Where the process and the threads begin that wandb starts for itself."""
 
