@@ -156,3 +156,10 @@ def test_a_lost_peer_is_nearer_to_the_cause_than_how_nccl_ends_the_process() -> 
         "exception: NCCL error: remote process exited or there was a network error\n"
     )
     assert one(lost).message == "rank 12 likely lost its peers in NCCL"
+
+
+def test_pbs_ends_a_job_that_needs_more_memory() -> None:
+    """A line of the end of a log: it needs no text of its own that is looked for in all of it."""
+    over = "Job 4711 has exceeded memory allocation on node gpu-0109\n"
+    killed = "mpirun noticed that process rank 0 on node gpu-0109 exited on signal 9 (Killed).\n"
+    assert one(STEPS * 2_000 + over + killed).code == "DDP903"

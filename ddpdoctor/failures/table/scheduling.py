@@ -86,7 +86,6 @@ FAILURES = (
         examples=(
             "Last State: Terminated  Reason: OOMKilled  Exit Code: 137",
             "srun: error: node3: task 5: Out Of Memory",
-            "Job 124452549 has exceeded memory allocation on node gpu-0109",
         ),
     ),
     Failure(
