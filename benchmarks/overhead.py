@@ -1,6 +1,7 @@
 """What ddpdoctor costs: the same job under torchrun and under ``ddpdoctor run``, in turn.
 
-    python benchmarks/overhead.py [hooks|instructions|steps|peers|resnet|child|startup|supervisor|
+    python benchmarks/overhead.py [hooks|instructions|steps|short|peers|resnet|child|startup|
+                                   supervisor|
                                    fingerprints|delay]
 
 Each figure is a ratio or a difference within a pair, so that a machine that gets faster or slower
@@ -36,6 +37,8 @@ HERE = Path(__file__).parent
 RANKS = ("--nproc-per-node", "2")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", *RANKS)
 DOCTOR = (sys.executable, "-m", "ddpdoctor", "run", "--quiet", "--no-vscode", *RANKS)
+ONE = ("--nproc-per-node", "1")
+"""A later option of torchrun's replaces the earlier."""
 TELLING = {"cpu": 0.005, "wall": 0.02}
 """Half the width that the interval of a ratio may have to say anything."""
 
@@ -122,6 +125,14 @@ def steps(
         compare(f"steps of {length:g} ms", outputs, verdicts, bar)
 
 
+def short(pairs: int, iterations: int, directory: str, verdicts: Verdicts) -> None:
+    """Whole jobs on a GPU, whose steps are as short as the host can launch them."""
+    words = [*ONE, str(HERE / "jobs" / "tiny.py"), "--device", "cuda"]
+    words += ["--iterations", str(iterations), "--warmup", str(iterations // 3)]
+    outputs = in_turn([*TORCHRUN, *words], [*DOCTOR, *words], pairs, directory)
+    compare("steps on a GPU", outputs, verdicts, 1.02)
+
+
 def peers(pairs: int, directory: str, verdicts: Verdicts) -> None:
     """The tiny job under torchrun with ``torch.profiler``, waiting and recording."""
     job = [str(HERE / "jobs" / "tiny.py"), "--iterations", "2000"]
@@ -131,26 +142,25 @@ def peers(pairs: int, directory: str, verdicts: Verdicts) -> None:
         compare(f"torch.profiler {mode}, 1 ms", outputs, verdicts, None)
 
 
-def hooks(pairs: int, directory: str, verdicts: Verdicts) -> None:
+def hooks(pairs: int, device: str, directory: str, verdicts: Verdicts) -> None:
     """The hooks alone: blocks of steps with them and without in turn, in one process.
 
     At full detail, every step seen in full with a line of its own, and as thinned by the default
     budget, which bounds the diagnoses in both.
     """
-    command = [*DOCTOR[:5], "--nproc-per-node", "1"]
-    job = [str(HERE / "jobs" / "hooks.py"), "--pairs", str(pairs)]
+    job = [str(HERE / "jobs" / "hooks.py"), "--pairs", str(pairs), "--device", device]
     for name, options, bars in (
         ("full detail", ["--full"], {"step": 20.0, "collective": 2.0}),
         ("default budget", [], {"step": 5.0, "collective": 2.0}),
     ):
-        output = run([*command, *job, *options], directory)[1]
+        output = run([*DOCTOR, *ONE, *job, *options], directory)[1]
         found: dict[str, list[tuple[float, float]]] = {}
         for line in output.splitlines():
             what, *blocks = json.loads(line)
             cpu, wall, no_cpu, no_wall = (quartile(each) / 1e3 for each in blocks)
             found.setdefault(what, []).append((cpu - no_cpu, wall - no_wall))
         for what, extra in found.items():
-            title = f"hooks, {name}, a {what}"
+            title = f"hooks on {device}, {name}, a {what}"
             bar = bars[what]
             cpu_time = interval([each for each, _ in extra])
             verdicts.tell(f"{title}, CPU", cpu_time, " us", widest=max(1.0, bar / 4), most=bar)
@@ -324,6 +334,12 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=300, help="pairs of blocks, for hooks")
     parser.add_argument("--lengths", type=float, nargs="+", default=[1, 5, 20, 300])
     parser.add_argument("--seconds", type=float, default=6.0, help="of steps in a run, for steps")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cuda: one rank with NCCL, for hooks, short and resnet",
+    )
     options = parser.parse_args()
     if min(options.pairs, options.blocks) < LEAST:
         parser.error(f"a median with an interval takes {LEAST} pairs")
@@ -332,16 +348,20 @@ def main() -> int:
     verdicts = Verdicts()
     with tempfile.TemporaryDirectory() as directory:
         if "hooks" in options.what:
-            hooks(options.blocks, directory, verdicts)
+            hooks(options.blocks, options.device, directory, verdicts)
         if "instructions" in options.what:
             instructions()
         if "steps" in options.what:
             steps(options.lengths, options.pairs, options.seconds, directory, verdicts)
+        if "short" in options.what:
+            short(options.pairs, int(options.seconds * 1000), directory, verdicts)
         if "peers" in options.what:
             peers(options.pairs, directory, verdicts)
         if "resnet" in options.what:
             job = [str(HERE.parent / "sample_jobs" / "resnet50_synthetic.py")]
             job += ["--iterations", "60", "--warmup", "10"]
+            if options.device == "cuda":
+                job = [*ONE, *job, "--batch-size", "64"]
             ratios = []
             for index in range(options.pairs):
                 found = {

@@ -59,12 +59,12 @@ def stay_at_full_detail() -> None:
     rank.active.detail.choose = lambda *_: None
 
 
-def measure(count: int) -> None:
+def measure(count: int, device: str) -> None:
     """Print pairs of blocks of steps, and of collectives."""
     layers = [nn.Linear(64, 64) for _ in range(8)]
-    ddp = DistributedDataParallel(nn.Sequential(*layers))
+    ddp = DistributedDataParallel(nn.Sequential(*layers).to(device))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    batch, tensor = torch.randn(64, 64), torch.ones(64)
+    batch, tensor = torch.randn(64, 64, device=device), torch.ones(64, device=device)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -80,12 +80,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=100)
     parser.add_argument("--full", action="store_true", help="see every step in full")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda with NCCL")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo" if options.device == "cpu" else "nccl")
     if options.full:
         stay_at_full_detail()
-    measure(options.pairs)
+    measure(options.pairs, options.device)
     gc.collect()
     dist.destroy_process_group()
 

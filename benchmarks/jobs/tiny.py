@@ -30,15 +30,16 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--work", type=int, default=0, help="more products of matrices in a step")
     parser.add_argument("--profiler", choices=("none", "off", "on"), default="none")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda with NCCL")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo" if options.device == "cpu" else "nccl")
     torch.manual_seed(0)
     layers = [nn.Linear(options.width, options.width) for _ in range(8)]
-    ddp = DistributedDataParallel(nn.Sequential(*layers))
+    ddp = DistributedDataParallel(nn.Sequential(*layers).to(options.device))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    batch = torch.randn(64, options.width)
-    ballast = torch.randn(256, 256) / 256
+    batch = torch.randn(64, options.width, device=options.device)
+    ballast = torch.randn(256, 256, device=options.device) / 256
     wall, cpu = [], []
     with profiler(options.profiler, options.iterations) as step_done:
         for iteration in range(options.iterations):
