@@ -219,6 +219,10 @@ def first_mismatch(called: Mapping[int, Sequence[Collective]], gloo: bool) -> Mi
             if each.sequence < first[1]:
                 before[rank].append(call)
             else:
-                uneven = not gloo and each.name in _UNEVEN
-                calls[rank] = replace(call, numel=-1) if uneven else call
+                calls[rank] = call if gloo else even(call)
     return of_calls(calls, before)
+
+
+def even(call: Call) -> Call:
+    """The call as NCCL compares it, which gathers tensors of unequal size, too."""
+    return replace(call, numel=-1) if call.name in _UNEVEN else call

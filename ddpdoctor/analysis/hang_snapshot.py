@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ddpdoctor.analysis.calls import Call, from_flight, from_ring
+from ddpdoctor.analysis.guards import only_sleeps
 from ddpdoctor.analysis.places import location
 from ddpdoctor.core.finding import Location
 from ddpdoctor.core.opening import integer
@@ -22,6 +23,9 @@ BUSY = 0.2
 
 SILENT = 2_000_000_000
 """Nanoseconds without a sign of a rank's writing thread, which is awake four times a second."""
+
+QUEUED = 5_000_000_000
+"""Nanoseconds after which a collective that a GPU has not done is one that does not end."""
 
 _OURS = "/ddpdoctor/probe/"
 _COLLECTIVES = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/")
@@ -205,9 +209,22 @@ class RankState:
         return replace(found, site=lines[0] if lines else self.site, callers=tuple(lines[1:]))
 
     @cached_property
+    def waits_for_gpu(self) -> bool:
+        """Whether its GPU is in a collective that does not end, and its main thread waits for it.
+
+        With NCCL a collective returns once it is queued. The thread goes on to the first line that
+        needs a result, or that finds the queue full, and spins or sleeps there.
+        """
+        pending = next((each for each in self.flight or () if not each.done), None)
+        if pending is None or pending.backend != "nccl" or self.taken - pending.began < QUEUED:
+            return False
+        stays = not self.later_frames or self.later_frames == self.frames
+        return stays and not (self.frame and only_sleeps(self.frame.path, self.frame.line))
+
+    @cached_property
     def in_collective(self) -> bool:
         """Whether its training thread is in something that waits for other ranks."""
-        if self.phase == Phase.WAIT.label:
+        if self.phase == Phase.WAIT.label or self.waits_for_gpu:
             return True
         inner = self._inner
         if inner is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from ddpdoctor.analysis.pace import BORNE_OUT, WARM_UP, own_time, stands_out
@@ -127,10 +127,23 @@ def _lags(run: Run, ranks: Sequence[Rank], enough: int, few: int) -> Iterator[La
     if len(ranks) < 2:
         return
     usable = {rank.rank: _usable(run, rank) for rank in ranks}
-    sampled = any(on_gpu(rank) for rank in ranks)
+    if not any(on_gpu(rank) for rank in ranks):
+        yield from _compared(ranks, usable, enough, few, False)
+        return
+    found = list(_compared(ranks, usable, min(enough, ENOUGH_SAMPLED), few, True))
+    yield from found or _compared(ranks, _inferred(run, ranks), enough, few, True)
+
+
+def _compared(
+    ranks: Sequence[Rank],
+    usable: Mapping[int, _Steps],
+    enough: int,
+    few: int,
+    sampled: bool,
+) -> Iterator[Lag]:
     steps = sorted(set.intersection(*(set(each) for each in usable.values())))
     common = [number for number in steps if number >= WARM_UP]
-    short = len(common) < (min(enough, ENOUGH_SAMPLED) if sampled else enough)
+    short = len(common) < enough
     if short:
         common = [number for number in steps if number >= BEGINNING]
         if sampled or len(common) < few:
@@ -162,8 +175,12 @@ def still_slower(run: Run, number: int) -> bool:
     On a crowded machine some steps do not show what the ones before and after them do.
     """
     ranks = next((each for each in alike(run) if any(n.rank == number for n in each)), ())
-    mine = next((_usable(run, rank) for rank in ranks if rank.rank == number), {})
-    others = [_usable(run, rank) for rank in ranks if rank.rank != number]
+    if any(on_gpu(rank) for rank in ranks):
+        usable = _inferred(run, ranks)
+    else:
+        usable = {rank.rank: _usable(run, rank) for rank in ranks}
+    mine = usable.pop(number, {})
+    others = list(usable.values())
     common = set(mine).intersection(*others)
     if not others or not common:
         return False
@@ -305,6 +322,37 @@ def _usable(run: Run, rank: Rank) -> _Steps:
         for step in rank.split_steps
         if step.split and not step.skipped and step.total > 0 and run.undisturbed(step)
     }
+
+
+def _inferred(run: Run, ranks: Sequence[Rank]) -> dict[int, _Steps]:
+    """Steps of ranks on GPUs, split by what a rank's backward takes longer than the shortest one.
+
+    DDP times every hundredth backward. In all of them the rank that the others wait for does not
+    wait: what their backward takes longer is their wait, unless its backward is what is slow; then
+    none is found, and DDP's timers have to show it.
+    """
+    steps = {
+        rank.rank: {
+            step.step: step
+            for step in rank.steps
+            if not step.skipped and step.total > 0 and run.undisturbed(step)
+        }
+        for rank in ranks
+    }
+    common = set.intersection(*(set(each) for each in steps.values()))
+    least = {
+        number: min(each[number].backward + each[number].wait for each in steps.values())
+        for number in common
+    }
+    return {
+        rank: {number: _waiting(each[number], least[number]) for number in common}
+        for rank, each in steps.items()
+    }
+
+
+def _waiting(step: StepRecord, compute: int) -> StepRecord:
+    """The step, if its backward took no longer than that and then waited."""
+    return replace(step, backward=compute, wait=step.backward + step.wait - compute)
 
 
 def on_gpu(rank: Rank) -> bool:

@@ -21,12 +21,14 @@ class Blocked:
         waiting: Ranks that are in it.
         absent: Ranks that are not, though they belong to its group.
         unseen: Ranks of its group of which nothing is known here: those of other nodes.
+        ahead: Ranks that wait in a later one of its group.
     """
 
     call: Call | None
     waiting: tuple[RankState, ...]
     absent: tuple[RankState, ...]
     unseen: tuple[int, ...]
+    ahead: tuple[RankState, ...] = ()
 
     @property
     def what(self) -> str:
@@ -73,9 +75,11 @@ def _by_calls(
             and rank.rank not in present
             and _last(rank, numbering, flight) < least
         ]
+        ahead = [rank for rank, call in inside if call.sequence > least]
         known = {rank.rank for rank in still.ranks}
         call = next(call for rank, call in inside if call.sequence == least)
-        yield Blocked(call, tuple(here), tuple(absent), tuple(sorted(members - known)))
+        unseen = sorted(members - known)
+        yield Blocked(call, tuple(here), tuple(absent), tuple(unseen), tuple(ahead))
 
 
 def _members(

@@ -130,9 +130,30 @@ def same_number(waits: Sequence[Blocked]) -> collective_mismatch.Mismatch | None
             for call in (rank.blocked or rank.under_way,)
             if call is not None
         }
-        found = collective_mismatch.of_calls(calls, _before(one, one.call))
+        found = collective_mismatch.of_calls(calls, _before(one, one.call)) or _met(one, one.call)
         if found is not None:
             return found
+    return None
+
+
+def _met(one: Blocked, last: Call) -> collective_mismatch.Mismatch | None:
+    """The first number under which ranks called different collectives, up to the one they wait in.
+
+    NCCL does not notice: such calls may well end, and the ranks wait for each other later.
+    """
+    known: dict[int, dict[int, Call]] = {}
+    ranks = (*one.waiting, *one.ahead)
+    for rank in ranks:
+        for call in rank.flight or ():
+            if call.numbering == last.numbering and call.sequence <= last.sequence:
+                known.setdefault(call.sequence, {})[rank.rank] = collective_mismatch.even(call)
+    for number, calls in sorted(known.items()):
+        if len(calls) == len(ranks):
+            earlier = [known[each] for each in sorted(known) if each < number]
+            before = {rank: [each[rank] for each in earlier if rank in each] for rank in calls}
+            found = collective_mismatch.of_calls(calls, before)
+            if found is not None:
+                return found
     return None
 
 
@@ -217,7 +238,8 @@ def mismatch(found: collective_mismatch.Mismatch) -> Finding:
     """DDP803, with what each group of ranks called."""
     guilty, others = found.guilty, found.others
     call = guilty[-1].call
-    sites = {site for group in found.groups for site in group.sites}
+    # DDP's own collectives may have none.
+    sites = {site for group in found.groups for site in group.sites or (None,)}
     number = f"#{call.sequence} of the {call.place}"
     if others:
         message = (
@@ -287,4 +309,7 @@ def _first(group: Group) -> int:
 
 def waiting_line(rank: RankState) -> str:
     """What a rank waits in, as a line of evidence."""
-    return f"rank {rank.rank} waits in {rank.waits_in} at {brief(rank.site)} for {rank.seconds} s"
+    called = rank.blocked.site if rank.waits_for_gpu and rank.blocked else None
+    by = f", called at {brief(called)}," if called is not None else ""
+    waits_in = f"{rank.waits_in}{by}"
+    return f"rank {rank.rank} waits in {waits_in} at {brief(rank.site)} for {rank.seconds} s"

@@ -12,7 +12,13 @@ import sys
 from typing import Any
 
 PIECE = 1 << 20
-"""Elements hashed at once: what a hash needs in memory stays below 16 MiB."""
+"""Elements hashed at once: what a hash needs in memory stays below 17 MiB."""
+
+GPU_PIECE = 1 << 18
+"""The same on a GPU, whose memory may be all but full: below 5 MiB."""
+
+MANY = 64
+"""Pieces of a tensor from which on larger ones are taken on a GPU, too: their kernels cost."""
 
 _SMALL = 1 << 12
 _weights: dict[Any, Any] = {}
@@ -42,13 +48,14 @@ def hash_of(tensor: Any) -> Any:
     size = flat.element_size()
     parts = flat.view(torch.int32 if size >= 4 else torch.int16 if size == 2 else torch.int8)
     count = parts.numel()
-    weights = _weights_for(torch, count, flat.device)
+    on_cpu = flat.device.type == "cpu"
+    most = PIECE if on_cpu or count > MANY * GPU_PIECE else GPU_PIECE
+    weights = _weights_for(torch, min(count, most), flat.device)
     if count <= _SMALL:
         return _dot(torch, parts.to(torch.int64), weights[:count])
-    on_cpu = flat.device.type == "cpu"
     total = None
-    for index, start in enumerate(range(0, count, PIECE)):
-        piece = parts[start : start + PIECE]
+    for index, start in enumerate(range(0, count, most)):
+        piece = parts[start : start + most]
         found = (_words if on_cpu else _elements)(torch, piece, weights)
         # Each piece has the same weights; another odd factor for each makes them differ.
         found = found * (2 * index + 1)
@@ -105,10 +112,10 @@ def weights(count: int) -> Any:
 
 
 def _weights_for(torch: Any, count: int, device: Any) -> Any:
-    """At least as many weights as that many elements need, kept for the next time."""
+    """At least that many weights, up to a piece's, kept for the next time."""
     weights = _weights.get(device)
-    if weights is None or len(weights) < min(count, PIECE):
-        size = _SMALL if count <= _SMALL else PIECE
+    if weights is None or len(weights) < count:
+        size = next(each for each in (_SMALL, GPU_PIECE, PIECE) if count <= each)
         weights = _weights[device] = _made(torch, size, device)
     return weights
 
@@ -117,7 +124,9 @@ def _made(torch: Any, count: int, device: Any) -> Any:
     """Odd weights without a pattern, the same on every device and version (splitmix64)."""
     weights = torch.arange(1, count + 1, dtype=torch.int64, device=device)
     weights.mul_(0x9E3779B97F4A7C15 - (1 << 64))
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-        high = weights.bitwise_right_shift(shift).bitwise_and_((1 << (64 - shift)) - 1)
-        weights.bitwise_xor_(high).mul_(factor - (1 << 64) if factor >> 63 else factor)
+    # In parts: each makes copies, and a GPU's memory may be all but full.
+    for part in weights.split(_SMALL << 3):
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+            high = part.bitwise_right_shift(shift).bitwise_and_((1 << (64 - shift)) - 1)
+            part.bitwise_xor_(high).mul_(factor - (1 << 64) if factor >> 63 else factor)
     return weights.bitwise_or_(1)

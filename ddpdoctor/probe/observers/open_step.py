@@ -111,11 +111,20 @@ class OpenStep:
         return text.encode() + b"}\n"
 
     def _on_device(self, measured: Measured, last: bool) -> Times:
-        """What the device took; what the host saw, if it has not come to the step's end."""
+        """What the device took; what the host saw, if it has not come to the step's end.
+
+        The phases of the steps that were not seen in full are taken to be like those of the others.
+        """
         times = measured()
         if times is None and not last:
             raise NotYet
-        return self.times if times is None else times
+        if times is None:
+            return self.times
+        thinned, *phases = times
+        seen = sum(phases)
+        if not thinned:
+            return times
+        return [0, *(each * (seen + thinned) // seen for each in phases)] if seen else self.times
 
 
 def _means(sums: Sequence[int], count: int) -> list[int]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import struct
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ddpdoctor.probe.observers.hashing import flattened
@@ -130,8 +131,8 @@ def capturing(torch: Any) -> bool:
 Loss = Callable[[], "float | None"]
 
 _SLOTS = 64
-_ring: list[Any] = []
-_next = 0
+_rings: dict[Any, Iterator[Any]] = {}
+"""By dtype, slots of pinned memory that go round."""
 
 
 def loss_reader(loss: Any) -> Loss | float | None:
@@ -148,11 +149,12 @@ def loss_reader(loss: Any) -> Loss | float | None:
         return None
     if torch.cuda.is_current_stream_capturing():
         return None
-    global _next
-    if not _ring:
-        _ring.extend(torch.empty(_SLOTS, dtype=torch.float64, device="cpu", pin_memory=True))
-    slot = _ring[_next]
-    _next = (_next + 1) % _SLOTS
+    ring = _rings.get(loss.dtype)
+    if ring is None:
+        # Of the same dtype: else a kernel would convert it first.
+        slots = torch.empty(_SLOTS, dtype=loss.dtype, device="cpu", pin_memory=True)
+        ring = _rings[loss.dtype] = itertools.cycle(slots.unbind())
+    slot = next(ring)
     with torch.no_grad():
         slot.copy_(loss.detach().reshape(()), non_blocking=True)
     return lambda: float(slot)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from ddpdoctor.probe.observers.detail import Detail
 from ddpdoctor.probe.observers.open_step import OpenStep
 from ddpdoctor.probe.runtime import events
-from ddpdoctor.probe.runtime.clocks import CudaClock
+from ddpdoctor.probe.runtime.clocks import CudaClock, Measured
 from ddpdoctor.probe.runtime.cores import CoreClock
 from ddpdoctor.probe.runtime.hot import Phases
 from ddpdoctor.probe.runtime.recorder import Recorder
@@ -83,6 +83,13 @@ class StepTracker(Phases):
         self._vitals.use_device(clock.device)
         self._restart()
 
+    def _cut_device(self) -> Measured | None:
+        """What the device took since the last cut, where steps are timed on one."""
+        if self.device is None:
+            return None
+        self.device.charge(Phase.STARTING if self.light else self.phase)
+        return self.device.cut()
+
     def page_phase(self, phase: int) -> None:
         """Show a phase that is no part of a step (starting, ended)."""
         super().page_phase(phase)
@@ -144,9 +151,7 @@ class StepTracker(Phases):
         """Begin to measure again."""
         self.began = self.start()
         self._cores.cut()
-        if self.device is not None:
-            self.device.charge(self.phase)
-            self.device.cut()
+        self._cut_device()
 
     def stepped(self, optimizer: object, skipped: bool = False) -> None:
         """An optimizer's step ended, or was ``skipped`` by a GradScaler that saw an overflow."""
@@ -189,7 +194,10 @@ class StepTracker(Phases):
         else:
             self._end_line(number)
         self._totals(number, self.epoch, total, self._recorder.dropped)
-        self.light = (number + 1) & self.sparse
+        light, self.light = self.light, (number + 1) & self.sparse
+        if light and not self.light and self.device is not None:
+            # What the light steps took, of whose phases nothing is known.
+            self.device.charge(Phase.STARTING)
         if self.noticing is not None and self.noticed():
             self.noticing()
         if number >= events.due:
@@ -204,9 +212,7 @@ class StepTracker(Phases):
         """
         step, now = self.step, self.began
         step.times = self.take(kept=not whole)
-        if self.device is not None:
-            self.device.charge(self.phase)
-            step.measured = self.device.cut()
+        step.measured = self._cut_device()
         ran = self._cores.cut()
         if whole:
             step.cores = ran

@@ -6,10 +6,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from ddpdoctor.probe.runtime import torch_private
 from ddpdoctor.run.status import Phase
 
 Times = list[int]
-"""Nanoseconds by `Phase`."""
+"""Nanoseconds by `Phase`; the first, of no step, is what passed in steps not seen in full."""
 
 Measured = Callable[[], "Times | None"]
 """The phases of a closed step; None while the device is still busy with it."""
@@ -41,6 +42,7 @@ class CudaClock:
     ``torch.cuda.Event.record`` enqueues a marker and returns; ``query`` asks without waiting.
     Neither synchronizes. All of it happens in the training thread, and nothing while a CUDA graph
     is being captured: a marker would become part of the graph, and a query would break the capture.
+    Steps that are not seen in full have no markers but the one at their end (`Phases.light`).
 
     Args:
         cuda: ``torch.cuda``.
@@ -50,6 +52,7 @@ class CudaClock:
     def __init__(self, cuda: Any, device: Any) -> None:
         self._cuda = cuda
         self.device = device
+        self._current = torch_private.current_stream(cuda, device)
         self._free: list[Any] = []
         self._pending: deque[_Pending] = deque()
         self._last = self._record()
@@ -57,7 +60,7 @@ class CudaClock:
 
     def _record(self) -> Any:
         event = self._free.pop() if self._free else self._cuda.Event(enable_timing=True)
-        event.record(self._cuda.current_stream(self.device))
+        event.record(self._current())
         return event
 
     def charge(self, phase: int) -> None:

@@ -149,7 +149,7 @@ class Phases:
         now = _now()
         self._times[current] += now - self._mark
         self._mark = now
-        if self.device is not None:
+        if self.device is not None and not self.light:
             self.device.charge(current)
         stack.append(current)
         self.phase = phase
@@ -165,7 +165,7 @@ class Phases:
         """End the phase begun last, remembering the exception that ended it, if one did."""
         phase, stack = self.phase, self._stack
         now = self.charge()
-        if self.device is not None:
+        if self.device is not None and not self.light:
             self.device.charge(phase)
         if error is not None and (self.failed is None or self.failed[0] != id(error)):
             self.failed = (id(error), phase, self.collective)

@@ -19,7 +19,7 @@ static int enter_at(Phases *rank, int phase, Chain *lines, PyFrameObject *frame,
 /* Whether only that is seen of the step under way which must not be missed. */
 static int is_light(Phases *rank)
 {
-    return rank != NULL && rank->light && rank->device == Py_None;
+    return rank != NULL && rank->light;
 }
 
 /* What follows returns for a hook: nothing was done, which is for Python to do; the phase has begun;
@@ -138,6 +138,8 @@ static int light_close(Phases *rank)
     store(rank, TOTALS_AT + 8, rank->epoch);
     store(rank, TOTALS_AT + 16, rank->last_total);
     rank->light = (rank->steps + 1) & rank->sparse;
+    if (charge_device(rank, STARTING) < 0)
+        return -1;
     if (is_noticed(rank)) {
         PyObject *done = PyObject_CallMethodNoArgs((PyObject *)rank, s_noticing);
         Py_XDECREF(done);
