@@ -15,8 +15,9 @@ import torch
 from ddpdoctor.probe.observers import detail
 from ddpdoctor.probe.observers.detail import Detail
 from ddpdoctor.probe.observers.steps import StepTracker
-from ddpdoctor.probe.runtime import events, hot, phases
+from ddpdoctor.probe.runtime import events, hot, phases, torch_private
 from ddpdoctor.probe.runtime.budget import Budget
+from ddpdoctor.probe.runtime.clocks import CudaClock
 from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.hot import Chain
 from ddpdoctor.probe.runtime.sites import NOWHERE
@@ -81,6 +82,16 @@ def test_what_diagnoses_take_of_a_clocked_step_counts_once(monkeypatch: pytest.M
     assert (one.full, hooks.clocked) == (40_000, False)
 
 
+def test_kernels_that_a_gpu_loads_need_not_be_earned_again() -> None:
+    budget = Budget(0.5)
+    before = budget.left()
+    budget.spend_first(120 * MILLISECOND, usual=5 * MILLISECOND)
+    assert before - budget.left() == pytest.approx(5 * MILLISECOND, abs=MILLISECOND)
+    assert budget.account()[0] == 120 * MILLISECOND
+    budget.spend_first(1000 * MILLISECOND, usual=5 * MILLISECOND)
+    assert budget.left() < 0
+
+
 def test_following_steps_leaves_a_quarter_for_diagnoses(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0]
     monkeypatch.setattr("ddpdoctor.probe.runtime.budget._now", lambda: now[0])
@@ -137,6 +148,7 @@ class Clock:
             totals=lambda *_: None,
             set_site=lambda _: None,
             reduced=lambda _: None,
+            set_gpu=lambda _: None,
             memory=bytearray(PAGE_SIZE),
         )
         recorder: Any = SimpleNamespace(
@@ -227,6 +239,63 @@ def test_what_lies_between_epochs_is_in_no_line(clock: Clock) -> None:
     first, last = clock.lines()
     assert (first["step"], first["total"], last["step"], last["total"]) == (1, 6, 2, 6)
     assert last["outside"] == 1000
+
+
+class Device:
+    """A GPU that does everything at once, as ``torch.cuda``."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.markers = 0
+        self.index = 0
+
+    def Event(self, enable_timing: bool) -> Any:  # noqa: N802 (torch's name)
+        return Marker(self)
+
+    def current_stream(self, device: object) -> None:
+        return None
+
+    def is_current_stream_capturing(self) -> bool:
+        return False
+
+
+class Marker:
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def record(self, stream: object) -> None:
+        self.device.markers += 1
+        self.at = self.device.clock.now
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, later: Marker) -> float:
+        return (later.at - self.at) / 1e6
+
+
+def test_steps_not_seen_in_full_leave_no_markers_in_a_gpu(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device(clock)
+    monkeypatch.setattr(torch_private, "current_stream", lambda *_: lambda: None)
+    tracker = clock.tracker
+    tracker.use_device(CudaClock(device, device))
+    tracker.line = tracker.detail.line = 3
+    tracker.sparse = tracker.detail.sparse = 3
+    tracker.detail.choose = lambda *_: None  # type: ignore[method-assign]
+    markers = []
+    for forward in (5, 30, 30, 7):
+        before = device.markers
+        clock.step(forward)
+        markers.append(device.markers - before)
+    # The phases of the first and the last, one where the training begins, and one where the last.
+    assert markers == [3, 0, 1, 3]
+    (line,) = clock.lines()
+    # The second and the third took 63 of the 76: their phases are taken to be like the others'.
+    assert line["total"] == pytest.approx(76 / 4, abs=1)
+    assert line["forward"] == pytest.approx(76 * 12 / 13 / 4, abs=1)
+    assert line["other"] == pytest.approx(76 * 1 / 13 / 4, abs=1)
 
 
 def test_a_hostile_line_stands_for_a_bounded_number_of_steps() -> None:

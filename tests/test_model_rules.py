@@ -135,6 +135,18 @@ def test_a_rank_that_may_still_tell_is_waited_for(written: Written) -> None:
     assert codes(written, status=None) == []
 
 
+@pytest.mark.parametrize(
+    ("lines", "expected"), [([], []), ([{"kind": "step", "step": 0}], ["DDP305"])]
+)
+def test_what_a_rank_has_not_written_yet_is_waited_for(
+    written: Written, lines: list[JsonObject], expected: list[str]
+) -> None:
+    """Its status page knows a step before its journal has what was missing in it."""
+    written.rank(0, lines, phase=Phase.FORWARD, since=1 << 62, steps=2)
+    written.rank(1, [missing()], phase=Phase.FORWARD, since=1 << 62, steps=2)
+    assert codes(written, status=None) == expected
+
+
 def test_the_rank_that_leaves_a_gradient_out_is_told_from_those_that_wait(
     written: Written,
 ) -> None:

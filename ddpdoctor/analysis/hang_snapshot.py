@@ -24,7 +24,7 @@ BUSY = 0.2
 SILENT = 2_000_000_000
 """Nanoseconds without a sign of a rank's writing thread, which is awake four times a second."""
 
-QUEUED = 5_000_000_000
+QUEUED = 2_000_000_000
 """Nanoseconds after which a collective that a GPU has not done is one that does not end."""
 
 _OURS = "/ddpdoctor/probe/"
@@ -188,11 +188,23 @@ class RankState:
         for each in reversed(recorded):
             if waited and each.get("order") == waited:
                 return from_ring(each)
+        if self.waits_for_gpu:
+            return self._queued
         if recorded and not waited and self.phase == Phase.WAIT.label:
             last = recorded[-1]
             if not last.get("ended") and not last.get("asynchronous"):
                 return from_ring(last)
         return None
+
+    @property
+    def _queued(self) -> Call | None:
+        """The collective from Python that its GPU is in, if it is not one of DDP's own."""
+        pending = next((each for each in self.flight or () if not each.done), None)
+        if pending is None or pending.site is None:
+            return None
+        earlier = (each for each in reversed(self.ring) if each.began <= pending.began)
+        last = next(earlier, None)
+        return last if last is not None and last.chain == pending.chain else None
 
     @cached_property
     def blocked(self) -> Call | None:

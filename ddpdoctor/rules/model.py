@@ -100,7 +100,9 @@ def _settled(run: Run, rank: Rank, found: dict[int, NoGradientRecord]) -> bool:
     if run.exit_status is not None or rank.ended is not None or rank.status is None:
         return True
     last = max((record.step for record in found.values()), default=0)
-    return rank.status.step > last or run.waits_for(rank) > PATIENCE
+    # Its status page is ahead of its journal, in which that would be.
+    written = rank.steps[-1].step if rank.steps else -1
+    return written >= last or run.waits_for(rank) > PATIENCE
 
 
 @rule("DDP305", "unused-parameters", Severity.ERROR)

@@ -11,12 +11,12 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ddpdoctor.probe.observers import modes
-from ddpdoctor.probe.observers.hashing import hashable
+from ddpdoctor.probe.observers.hashing import hashable, pieces
 from ddpdoctor.probe.observers.ledger import Ledger
 from ddpdoctor.probe.observers.looks import LONGEST, Pace, Suspected
 from ddpdoctor.probe.observers.optimizers import options_of
@@ -50,6 +50,9 @@ RICH_STEPS = 16
 
 RICHER = 4
 """Times the price of a plain fingerprint that a rich one costs, as long as only one is known."""
+
+KERNELS = 20_000
+"""Nanoseconds that it takes to ask for the hash of a tensor, or on a GPU of a piece of one."""
 
 RICH_EVERY = 8
 """Of later fingerprints, every eighth is rich."""
@@ -95,6 +98,8 @@ class Fingerprints(Observer):
         self._optimizers: list[weakref.ref[Any]] = []
         self._cost = 0
         self._rich_cost = 0
+        self._loaded: set[bool] = set()
+        """Whether plain fingerprints, and rich ones, have had their kernels loaded by a GPU."""
         self._rich_stride = RICH_EVERY
         self._rich_bytes = 0
         self._pending: deque[_Pending] = deque()
@@ -208,7 +213,13 @@ class Fingerprints(Observer):
         with sys.modules["torch"].no_grad():
             self._take(number, rich)
         spent = clock() - start
-        budget.spend(spent)
+        if rich not in self._loaded and self._on_gpu():
+            usual = (RICHER if rich else 1) * self._guess()
+            budget.spend_first(spent, usual)
+            spent = min(spent, usual)
+        else:
+            budget.spend(spent)
+        self._loaded.update((rich, False))
         if rich:
             self._rich_cost = spent
             self._cost = self._cost or spent // RICHER
@@ -304,13 +315,20 @@ class Fingerprints(Observer):
         self.state.budget.spend(clock() - start)
 
     def _guess(self) -> int:
-        """Nanoseconds that the first fingerprint will cost."""
+        """Nanoseconds that the first fingerprint will cost, without loading a GPU's kernels."""
         return sum(
-            20_000 + parameter.numel()
-            for each in self._replicas.alive
-            if (ddp := each.ddp()) is not None
-            for _, parameter in compared_tensors(ddp)
+            KERNELS * pieces(parameter) if parameter.is_cuda else KERNELS + parameter.numel()
+            for parameter in self._parameters()
         )
+
+    def _parameters(self) -> Iterator[Any]:
+        for each in self._replicas.alive:
+            ddp = each.ddp()
+            if ddp is not None:
+                yield from (parameter for _, parameter in compared_tensors(ddp))
+
+    def _on_gpu(self) -> bool:
+        return any(parameter.is_cuda for parameter in self._parameters())
 
     def _remember(self, optimizer: Any) -> None:
         for each in self._optimizers:

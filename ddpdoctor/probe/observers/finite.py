@@ -102,8 +102,11 @@ class Losses(Observer):
         if found is not None:
             self._traces[step], size = found
             cost += size // BANDWIDTH
+        if self._traced:
+            budget.spend(cost)
+        else:
+            budget.spend_first(cost, FIRST_TRACE)
         self._traced += cost
-        budget.spend(cost)
 
     def gradient(self, value: Any, names: Names) -> None:
         """Take the sum of a gradient before the all-reduce, if it is to be looked at.

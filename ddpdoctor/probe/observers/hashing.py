@@ -49,7 +49,7 @@ def hash_of(tensor: Any) -> Any:
     parts = flat.view(torch.int32 if size >= 4 else torch.int16 if size == 2 else torch.int8)
     count = parts.numel()
     on_cpu = flat.device.type == "cpu"
-    most = PIECE if on_cpu or count > MANY * GPU_PIECE else GPU_PIECE
+    most = _piece(count, on_cpu)
     weights = _weights_for(torch, min(count, most), flat.device)
     if count <= _SMALL:
         return _dot(torch, parts.to(torch.int64), weights[:count])
@@ -61,6 +61,16 @@ def hash_of(tensor: Any) -> Any:
         found = found * (2 * index + 1)
         total = found if total is None else total + found
     return total
+
+
+def pieces(tensor: Any) -> int:
+    """In how many pieces a tensor on a GPU is hashed."""
+    count = tensor.numel()
+    return -(-count // _piece(count, False)) or 1
+
+
+def _piece(count: int, on_cpu: bool) -> int:
+    return PIECE if on_cpu or count > MANY * GPU_PIECE else GPU_PIECE
 
 
 def flattened(tensor: Any) -> Any:
@@ -115,18 +125,22 @@ def _weights_for(torch: Any, count: int, device: Any) -> Any:
     """At least that many weights, up to a piece's, kept for the next time."""
     weights = _weights.get(device)
     if weights is None or len(weights) < count:
-        size = next(each for each in (_SMALL, GPU_PIECE, PIECE) if count <= each)
-        weights = _weights[device] = _made(torch, size, device)
+        size = next((each for each in (_SMALL, GPU_PIECE) if count <= each), PIECE)
+        weights = _made(torch, size)
+        if device.type == "cuda":
+            # Made there they would take half a dozen kernels, each of which is loaded first.
+            weights = weights.pin_memory().to(device, non_blocking=True)
+        elif device.type != "cpu":
+            weights = weights.to(device)
+        _weights[device] = weights
     return weights
 
 
-def _made(torch: Any, count: int, device: Any) -> Any:
-    """Odd weights without a pattern, the same on every device and version (splitmix64)."""
-    weights = torch.arange(1, count + 1, dtype=torch.int64, device=device)
+def _made(torch: Any, count: int) -> Any:
+    """Odd weights without a pattern, the same on every version (splitmix64)."""
+    weights = torch.arange(1, count + 1, dtype=torch.int64, device="cpu")
     weights.mul_(0x9E3779B97F4A7C15 - (1 << 64))
-    # In parts: each makes copies, and a GPU's memory may be all but full.
-    for part in weights.split(_SMALL << 3):
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-            high = part.bitwise_right_shift(shift).bitwise_and_((1 << (64 - shift)) - 1)
-            part.bitwise_xor_(high).mul_(factor - (1 << 64) if factor >> 63 else factor)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        high = weights.bitwise_right_shift(shift).bitwise_and_((1 << (64 - shift)) - 1)
+        weights.bitwise_xor_(high).mul_(factor - (1 << 64) if factor >> 63 else factor)
     return weights.bitwise_or_(1)

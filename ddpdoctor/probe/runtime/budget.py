@@ -32,6 +32,9 @@ job are all that tells of it."""
 SETTLED_EVERY = 1_000_000_000
 """Nanoseconds after which what diagnoses have earned is theirs."""
 
+LOADING = 200_000_000
+"""Nanoseconds that a GPU may take to load the kernels of a diagnosis, which it does once."""
+
 RESERVED = 4
 """One part in so many is for diagnoses, whatever it takes to follow the steps."""
 
@@ -77,6 +80,18 @@ class Budget:
     def spend(self, nanoseconds: int) -> None:
         """Note what a diagnosis has cost."""
         self._spent += nanoseconds
+
+    def spend_first(self, nanoseconds: int, usual: int) -> None:
+        """Note what the first diagnosis of its kind on a GPU has cost.
+
+        Its kernels were loaded: what that took is counted, but need not be earned again.
+
+        Args:
+            nanoseconds: What it took.
+            usual: What one takes otherwise.
+        """
+        self.spend(nanoseconds)
+        self.grant(min(max(nanoseconds - usual, 0), LOADING))
 
     @contextlib.contextmanager
     def spending(self) -> Iterator[None]:
