@@ -303,3 +303,11 @@ def hang_snapshot(run: Run) -> HangSnapshot | None:
     recorded = max((integer(each.record, "world_size") for each in ranks), default=0)
     world = min(recorded, MOST_WORLD)
     return HangSnapshot(record, ranks, world or len(ranks))
+
+
+def seen_waiting(run: Run, rank: int) -> bool:
+    """Whether a rank was seen to wait for a collective of NCCL, whatever its host has come to."""
+    still = hang_snapshot(run)
+    return still is not None and any(
+        each.rank == rank and each.waits_for_gpu for each in still.ranks
+    )

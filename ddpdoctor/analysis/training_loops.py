@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ddpdoctor.analysis.endings import PATIENCE
+from ddpdoctor.analysis.hang_snapshot import seen_waiting
 from ddpdoctor.analysis.places import location
 from ddpdoctor.analysis.sources import Loop, Source, source_of
 from ddpdoctor.core.finding import Location
@@ -230,8 +231,10 @@ def _contains(lines: Sequence[Location], part: Sequence[Location]) -> bool:
 def _stuck(rank: Rank, run: Run) -> bool:
     """Whether a rank is in one collective for long, or was when it died."""
     status = rank.status
-    if status is None or status.phase not in (Phase.BACKWARD, Phase.WAIT):
+    if status is None:
         return False
+    if status.phase not in (Phase.BACKWARD, Phase.WAIT):
+        return seen_waiting(run, rank.rank)
     until = run.taken if run.exit_status is None else status.since
     if rank.exit is not None:
         until = rank.exit.time

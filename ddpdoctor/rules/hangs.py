@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 
 from ddpdoctor.analysis.endings import PATIENCE, endings, last_phase
+from ddpdoctor.analysis.hang_snapshot import seen_waiting
 from ddpdoctor.core.finding import Finding, Location, Severity, rule
 from ddpdoctor.core.relations import STANDSTILL, STANDSTILLS, brings_about
 from ddpdoctor.rules.evaluation import alone_evaluating
@@ -142,9 +143,8 @@ def _wants_more(rank: Rank, count: int, run: Run, failed: bool) -> bool:
     if failed and error is not None and phase == Phase.FORWARD.label:
         # In it DDP broadcasts buffers, and once the order of its buckets.
         return armed >= count
-    return (armed > count and phase == Phase.BACKWARD.label) or (
-        armed >= count and phase == Phase.WAIT.label
-    )
+    behind = phase == Phase.BACKWARD.label or seen_waiting(run, rank.rank)
+    return (armed > count and behind) or (armed >= count and phase == Phase.WAIT.label)
 
 
 def _shares(one: Rank, other: Rank) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ddpdoctor.analysis.draws import Pass, Passes, matched
 from ddpdoctor.analysis.endings import PATIENCE, last_phase
+from ddpdoctor.analysis.hang_snapshot import seen_waiting
 from ddpdoctor.core import relations
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.ranks import named
@@ -134,4 +135,5 @@ def _is_alone(run: Run, one: Pass, over: int) -> bool:
     # Native code, or a signal, may have ended it without another record.
     died = rank.exit is not None and rank.ended is None and not rank.status.unwritten
     waits = error is not None or died or run.waits_for(rank) > PATIENCE
-    return waits and armed > over and last_phase(rank) in (Phase.BACKWARD, Phase.ENDED)
+    within = last_phase(rank) in (Phase.BACKWARD, Phase.ENDED)
+    return waits and armed > over and (within or seen_waiting(run, rank.rank))

@@ -20,6 +20,9 @@ JOB = JOBS / "on_gpu.py"
 ONE = ("--nproc-per-node", "1", str(JOB))
 TWO = ("--nproc-per-node", "2", str(JOB))
 
+HASHES = 5 << 20
+"""Bytes of GPU memory that hashes of parameters may take beside the job's."""
+
 BESIDE = {"DDP203"} if GPUS < 2 else set()
 """What is true of ranks that share a GPU, whatever else they do."""
 
@@ -48,8 +51,12 @@ def test_losses_draws_and_memory_are_the_same(doctor: Doctor, more: tuple[str, .
     watched, plain = doctor.run(*words), doctor.torchrun(*words)
     assert plain.status == 0, plain.stderr
     unharmed(watched)
-    assert len(plain.stdout.splitlines()) >= 20
-    assert watched.stdout == plain.stdout
+    ours, theirs = (each.stdout.splitlines() for each in (watched, plain))
+    assert len(theirs) >= 20
+    if "--graph" not in more:
+        memory = [int(lines.pop().removeprefix("memory ")) for lines in (ours, theirs)]
+        assert memory[0] - memory[1] <= HASHES
+    assert ours == theirs
 
 
 def test_a_step_asks_cuda_for_no_wait_and_no_memory(doctor: Doctor) -> None:
