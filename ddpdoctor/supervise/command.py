@@ -70,7 +70,8 @@ def build(words: Sequence[str], environ: Mapping[str, str]) -> Command | None:
         ranks = count or DEFAULT_CPU_RANKS
         extra = ["--nproc-per-node", str(ranks)]
         what = f"one per visible GPU ({count})" if count else "no GPU here"
-        note = f"starting {ranks} ranks, {what}; --nproc-per-node N chooses another number"
+        starting = "1 rank" if ranks == 1 else f"{ranks} ranks"
+        note = f"starting {starting}, {what}; --nproc-per-node N chooses another number"
     if no_python and shutil.which(script) is None:
         raise DoctorError(f"{script}: no such program", "check the name, or give a path")
     if not no_python and not as_module:
