@@ -365,6 +365,9 @@ def test_the_same_name_is_replaced_by_the_same() -> None:
         ("/users/9/alice/train.py", "/users/9/<user-1>/train.py"),
         ("/home/userexternal/alice/train.py", "/home/userexternal/<user-1>/train.py"),
         (r"C:\Users\alice\train.py", r"C:\Users\<user-1>\train.py"),
+        ("/home/lab/alice/miniconda3/bin/python", "/home/<user-2>/<user-1>/miniconda3/bin/python"),
+        ("/home/lab/alice/.cache/hub", "/home/<user-2>/<user-1>/.cache/hub"),
+        ("/home/alice/job/.venv/bin/python", "/home/<user-1>/job/.venv/bin/python"),
     ],
 )
 def test_a_user_is_found_where_clusters_sort_their_users(path: str, posted: str) -> None:

@@ -23,6 +23,14 @@ _USER = re.compile(
     r"(?:[/\\]+(?:home|users?|userexternal|scratch|students?|staff|grads?|\w|\d+)(?=[/\\]+[^/\\\s\"':,]))*)"
     r"(?P<sign>[/\\]+)(?P<name>[^/\\\s\"':,]+)"
 )
+_GROUPED = re.compile(
+    r"(?i)(?<=[/\\])(?:home|users?)(?:[/\\]+[^/\\\s\"':,]+){1,2}[/\\]+"
+    r"(?P<name>[^/\\\s\"':,.][^/\\\s\"':,]*)(?=[/\\]+(?:"
+    r"\.(?:cache|local|conda|config|pyenv|ssh|triton|nv|vscode-server)\b"
+    r"|(?:mini|ana)conda\w*|\w*mamba\w*|miniforge\w*|Desktop\b|Documents\b|Downloads\b))"
+)
+"""Below a group's folder: /home/GROUP/name/.cache; what stands in front of these is a home."""
+
 _ADDRESS = re.compile(
     r"(?<![\w.])(?!127\.|0\.0\.0\.0)\d{1,3}(?:\.\d{1,3}){3}(?![\w.]*\w)"
     r"|(?<![\w:])(?:[0-9a-f]{1,4}:){3,7}:?[0-9a-f]{0,4}(?:%\w+)?(?![\w:])|\bfe80::[0-9a-f:]+"
@@ -73,6 +81,8 @@ class Redactor:
         text = _SECRET.sub("<secret>", text)
         text = _ASSIGNED.sub(lambda found: f"{found[1] or ''}<secret>", text)
         text = _MAIL.sub(self._by("mail"), text)
+        for found in _GROUPED.finditer(text):
+            self._name("user", found["name"])
         text = _USER.sub(
             lambda found: f"{found['folder']}{found['sign']}{self._name('user', found['name'])}",
             text,

@@ -31,7 +31,10 @@ Lazy = Callable[[bool], "bytes | Record"]
 
 
 class NotYet(Exception):
-    """A lazy record cannot be made yet; it and those behind it wait for the next round."""
+    """A lazy record cannot be made yet; it and the lazy ones behind it wait for the next round.
+
+    What a host knows does not: a GPU that hangs comes to nothing any more.
+    """
 
 
 class Recorder:
@@ -115,19 +118,23 @@ class Recorder:
 
     def _drain(self, last: bool) -> None:
         batch: list[Record | bytes] = []
+        held: list[Lazy] = []
         for count in range(len(self._queue)):
             if count % AT_ONCE == AT_ONCE - 1:
                 # The training thread may wait for the GIL.
                 time.sleep(0)
-            item = self._queue[0]
+            item = self._queue.popleft()
+            if held and callable(item):
+                held.append(item)
+                continue
             try:
-                record = item(last) if callable(item) else item
+                batch.append(item(last) if callable(item) else item)
             except NotYet:
-                break
+                assert callable(item)
+                held.append(item)
             except Exception as error:
-                record = FaultRecord(hook="journal", error=type(error).__name__)
-            self._queue.popleft()
-            batch.append(record)
+                batch.append(FaultRecord(hook="journal", error=type(error).__name__))
+        self._queue.extendleft(reversed(held))
         if not batch:
             return
         if self._failed:
