@@ -50,8 +50,9 @@ def straggler(run: Run) -> Iterator[Finding]:
         In the first 30 steps, for a single rank, if no rank waits for the difference, and for steps
         with a rank in the debugger. In a shorter job, a rank is reported if it took twice as long
         as the others, and at least 20 ms longer, in at least 8 steps, at a line that samples show.
-        On GPUs, DDP times every hundredth step, and 6 of them are needed. Time without a core does
-        not count if the other ranks lack cores too.
+        On GPUs, DDP times every hundredth step: a rank that is slow in its backward itself is found
+        once there are 6 of them. Time without a core does not count if the other ranks lack cores
+        too.
     """
     found = list(lags(run))
     over = run.exit_status is not None or all(rank.ended for rank in run.last)
