@@ -54,10 +54,34 @@ def test_what_python_prints_and_goes_on_after_ends_nothing(above: str) -> None:
 
 
 def test_another_process_that_ended_before_is_shown() -> None:
-    log = RAISED.format("TypeError: no question") + STEPS + RAISED.format("ValueError: no objects")
-    found = one(log)
+    other = RAISED.format("TypeError: no question").replace("/job/a.py", "/job/b.py")
+    found = one(other + STEPS + RAISED.format("ValueError: no objects"))
     assert found.message == "a process of the job raised ValueError: no objects"
     assert any("another process ended" in each and "TypeError" in each for each in found.evidence)
+
+
+@pytest.mark.parametrize("between", [STEPS, "a warning\nanother\nEpoch 0\n"])
+def test_a_process_that_appends_to_its_log_is_another_run_each_time(between: str) -> None:
+    first, last = RAISED.format("TypeError: no question"), RAISED.format("ValueError: no objects")
+    found = one(first + between + last)
+    assert found.message == "a process of the job raised ValueError: no objects"
+    assert any("in an earlier run" in each and "TypeError" in each for each in found.evidence)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        # Of several processes the first one is the cause.
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n",
+        "RuntimeError: Connection closed by peer [10.0.0.1]:4242\n",
+    ],
+)
+def test_processes_beside_each_other_are_no_runs(more: str) -> None:
+    first, last = RAISED.format("TypeError: no question"), RAISED.format("ValueError: no objects")
+    apart = one(first + "a line\nanother\na third\n" + last + more)
+    assert not any("in an earlier run" in each for each in apart.evidence)
+    for found in one(first + last + more), one(first + last):
+        assert found.message == "a process of the job raised TypeError: no question"
 
 
 def test_each_program_that_refuses_its_options_is_a_run() -> None:

@@ -33,6 +33,9 @@ _LAUNCHER = re.compile(
 )
 """In the traceback of a script that starts the ranks, of which a job has one on each node."""
 
+BETWEEN = 2
+"""Lines that a process prints at least before an exception ends it."""
+
 LATER = 100
 """Lines behind the end of a run that are of a later one."""
 
@@ -150,6 +153,9 @@ class _Log:
         """Take the end of the log in: a launcher's first words may come out of its buffer last."""
         if _is_tail(self.runs[-1]) and len(self.runs) > 1:
             self._join()
+        border = _appended(self.runs[-1])
+        if border is not None:
+            self._another(border)
 
     def _join(self) -> None:
         """What was taken for the last run is of the one before it."""
@@ -173,6 +179,26 @@ def _is_tail(run: Sequence[Sighting]) -> bool:
     """Whether it is what a launcher of the run before printed last, its banner included."""
     stopped = any(_is(each, "stopped-status") for each in run)
     return stopped and all(_is(each, "launch", "stopped-status") for each in run)
+
+
+def _appended(run: Sequence[Sighting]) -> int | None:
+    """Where the last run of a single process begins that appends to its log, None if none does.
+
+    Such a process has no launcher, which would say that it starts again; each exception that leaves
+    its script ends it.
+    """
+    if any(each.rank is not None or each.who or each.woven for each in run):
+        return None
+    if any(Weight.WRAPPER <= each.weight <= Weight.CONSEQUENCE for each in run):
+        return None
+    ends = [at for at, each in enumerate(run) if _script_of(each)[0]]
+    if len(ends) < 2 or _script_of(run[ends[-1]]) != _script_of(run[ends[-2]]):
+        return None
+    before, last = run[ends[-2]], run[ends[-1]]
+    # Those of several processes follow each other.
+    apart = last.line - before.last > BETWEEN
+    alone = last.weight is Weight.CAUSE and not _script_of(last)[1]
+    return ends[-2] + 1 if apart and alone else None
 
 
 def _first(each: Sighting) -> str:
