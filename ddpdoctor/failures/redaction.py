@@ -19,17 +19,40 @@ _ASSIGNED = re.compile(
 _MAIL = re.compile(r"\b[\w.+-]+@[\w-]+(?:\.[\w-]+)+\b")
 _USER = re.compile(
     r"(?i)(?<=[/\\])(?P<folder>(?:home|users?|scratch)"
-    # Clusters sort their users: /home/users/d/a/name, /users/9/name, /home/userexternal/name.
-    r"(?:[/\\]+(?:home|users?|userexternal|scratch|students?|staff|grads?|\w|\d+)(?=[/\\]+[^/\\\s\"':,]))*)"
+    # Clusters sort their users: /home/users/d/a/name, /users/9/name, /home/userexternal/name. Below
+    # an account that a machine comes with, each person may have a folder.
+    r"(?:[/\\]+(?:home|users?|userexternal|scratch|students?|staff|grads?|ubuntu|ec2-user|root|admin|coder"
+    r"|jovyan|workspace|work|data|\w|\d+)(?=[/\\]+[^/\\\s\"':,]+[/\\]))*)"
     r"(?P<sign>[/\\]+)(?P<name>[^/\\\s\"':,]+)"
+    # Or that was the group's folder, and this is the user's.
+    r"(?:(?P<again>[/\\]+)(?P<below>[^/\\\s\"':,]+)(?=[/\\]))?"
 )
+_USUAL = re.compile(
+    r"(?i)\.[\w.-]+|(?:mini|ana)conda\w*|\w*mamba\w*|miniforge\w*|v?envs?|codes?|src|projects?"
+    r"|work(?:space)?|repos?|git(?:hub)?|data(?:sets?)?|scratch|desktop|documents|downloads|scripts?"
+    r"|experiments?|exp|train(?:ing)?|models?|checkpoints?|outputs?|results?|runs?|jobs?|lib|bin|tmp"
+    r"|logs?|slurm|python|ml|research|tests?"
+)
+"""Folders in a home whose names are those of no person."""
+
 _GROUPED = re.compile(
-    r"(?i)(?<=[/\\])(?:home|users?)(?:[/\\]+[^/\\\s\"':,]+){1,2}[/\\]+"
-    r"(?P<name>[^/\\\s\"':,.][^/\\\s\"':,]*)(?=[/\\]+(?:"
+    r"(?i)(?<=[/\\])(?:home|users?|scratch)(?:[/\\]+[^/\\\s\"':,]+){1,2}[/\\]+"
+    r"(?:(?P<name>[^/\\\s\"':,.][^/\\\s\"':,]*)(?=[/\\]+(?:"
     r"\.(?:cache|local|conda|config|pyenv|ssh|triton|nv|vscode-server)\b"
     r"|(?:mini|ana)conda\w*|\w*mamba\w*|miniforge\w*|Desktop\b|Documents\b|Downloads\b))"
+    r"|(?P<account>[a-z]{1,3}\d{3,8})(?=[/\\]))"
 )
-"""Below a group's folder: /home/GROUP/name/.cache; what stands in front of these is a home."""
+"""Below a group's or a cluster's folder: what stands in front of these is a home, as in
+/home/GROUP/name/.cache; and what looks like an account, as in /scratch/CLUSTER/ab1234/code."""
+
+_PATH = re.compile(
+    r"(?<![\w.:/<>\\-])/(?!(?:usr|opt|lib|lib64|bin|etc|proc|sys|dev|pytorch|\.\.\.)/)"
+    r"(?![^\s\"':,()]*<)(?P<folders>(?:[^/\s\"':,()]+/){2,})(?=[^/\s\"':,()])"
+)
+"""Anywhere else a folder may bear a name as well: /nfs/data/alice/job/train.py."""
+
+_DEEP = 4
+"""Folders of a path of which the last is shown."""
 
 _ADDRESS = re.compile(
     r"(?<![\w.])(?!127\.|0\.0\.0\.0)\d{1,3}(?:\.\d{1,3}){3}(?![\w.]*\w)"
@@ -57,6 +80,7 @@ class Redactor:
     def __init__(self, texts: Iterable[str] = ()) -> None:
         self._names: dict[str, str] = {}
         self._counts: dict[str, int] = {}
+        self._folders: dict[str, int] = {}
         for text in texts:
             self.text(text)
 
@@ -82,11 +106,8 @@ class Redactor:
         text = _ASSIGNED.sub(lambda found: f"{found[1] or ''}<secret>", text)
         text = _MAIL.sub(self._by("mail"), text)
         for found in _GROUPED.finditer(text):
-            self._name("user", found["name"])
-        text = _USER.sub(
-            lambda found: f"{found['folder']}{found['sign']}{self._name('user', found['name'])}",
-            text,
-        )
+            self._name("user", found["name"] or found["account"])
+        text = _PATH.sub(_shortened, _USER.sub(self._home, text))
         text = _ADDRESS.sub(self._by("address"), text)
         for found in _HOST.finditer(text):
             name = next(each for each in found.groups() if each is not None)
@@ -96,6 +117,19 @@ class Redactor:
             if name in text:
                 text = re.sub(rf"(?<![\w<]){re.escape(name)}(?![\w>])", shown, text)
         return text
+
+    def _home(self, found: re.Match[str]) -> str:
+        shown = f"{found['folder']}{found['sign']}{self._name('user', found['name'])}"
+        below = found["below"]
+        if below is None:
+            return shown
+        if below in self._names:
+            below = self._names[below]
+        elif not (_USUAL.fullmatch(below) or below.startswith("<")):
+            # A word like any other perhaps, so it is replaced here alone.
+            number = self._folders.setdefault(below, len(self._folders) + 1)
+            below = f"<folder-{number}>"
+        return f"{shown}{found['again']}{below}"
 
     def _by(self, kind: str) -> Callable[[re.Match[str]], str]:
         return lambda found: self._name(kind, found[0])
@@ -107,3 +141,11 @@ class Redactor:
             self._counts[kind] = self._counts.get(kind, 0) + 1
             self._names[name] = f"<{kind}-{self._counts[kind]}>"
         return self._names[name]
+
+
+def _shortened(found: re.Match[str]) -> str:
+    """The end of a path: what tells where a line is, and not whose it is."""
+    folders = found["folders"].split("/")[:-1]
+    packages = [at for at, each in enumerate(folders) if each in ("site-packages", "dist-packages")]
+    first = packages[0] if packages else len(folders) - (len(folders) >= _DEEP)
+    return "".join(f"{each}/" for each in ("/...", *folders[first:]))
