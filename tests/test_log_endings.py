@@ -68,6 +68,11 @@ def test_what_was_left_behind_by_an_exception_is_explained() -> None:
     assert "ValueError: no data" in found.message
 
 
+CANCELLED = "slurmstepd: error: *** JOB 4711 ON node3 CANCELLED AT 2024-05-01T12:00:00 ***\n"
+STEP = "slurmstepd: error: *** STEP 4711.0 ON node3 CANCELLED AT 2024-05-01T12:00:00 ***\n"
+TASK = "srun: error: node3: task 5: Killed\n"
+
+
 def test_an_error_of_mpi_comes_before_the_signal_that_follows() -> None:
     found = one(
         STEPS + "[node3:4711] *** An error occurred in MPI_Allreduce\n"
@@ -94,6 +99,20 @@ def test_what_detectron2_raises_again_ended_each_of_two_tries() -> None:
     settings = "".join(f"  SETTING_{n}: {'abcdefgh'[n % 8] * 9}\n" for n in range(600))
     found = findings(read("job.log", [(settings + tried + settings + tried).encode()]))
     assert found[0].severity == Severity.ERROR and "KeyError" in found[0].message
+
+
+@pytest.mark.parametrize(
+    ("lines", "code"),
+    [
+        ((CANCELLED, TASK), "DDP908"),
+        (("srun: forcing job termination\n", STEP, TASK), "DDP908"),
+        # Slurm ends a step of which a task was killed.
+        ((TASK, STEP), "DDP902"),
+        ((STEP, TASK), "DDP902"),
+    ],
+)
+def test_tasks_that_slurm_kills_of_a_cancelled_job(lines: tuple[str, ...], code: str) -> None:
+    assert one(STEPS + "".join(lines)).code == code
 
 
 FRAMES = 'Traceback (most recent call last):\n  File "{}", line 5, in {}\n    call()\n'

@@ -103,16 +103,24 @@ FAILURES = (
     ),
     Failure(
         Known("DDP902", "sigkill", Weight.GENERIC, "1.13, 2.6, 2.13"),
-        r"exitcode\s*: ?-9\b|process (?P<rank>\d+) terminated with signal SIGKILL"
-        r"|srun: error: (?P<node>\S+): task (?P<task>\d+): Killed",
+        r"exitcode\s*: ?-9\b|process (?P<rank>\d+) terminated with signal SIGKILL",
         examples=(
-            "srun: error: node3: task 5: Killed",
             "exitcode  : -9 (pid: 13764)  (SIGKILL)",
             "torch.multiprocessing.spawn.ProcessExitedException: process 1 terminated with signal SIGKILL",
         ),
         says="was killed by SIGKILL",
         fix="The out-of-memory killer (`dmesg`, oom_kill in the cgroup's memory.events), a "
         "scheduler's limit, or a person.",
+    ),
+    Failure(
+        Known("DDP902", "task-killed", Weight.GENERIC, "Slurm"),
+        r"srun: error: (?P<node>\S+): (?:task (?P<task>\d+)|tasks [\d,-]+): Killed",
+        examples=("srun: error: node3: task 5: Killed", "srun: error: node3: tasks 0-3: Killed"),
+        says="was killed by SIGKILL",
+        fix="The out-of-memory killer (`dmesg`, oom_kill in the cgroup's memory.events), a "
+        "scheduler's limit, or a person.",
+        # Which kills the tasks that do not end by themselves.
+        yields_to=("cancelled",),
     ),
     Failure(
         Known("DDP904", "native-crash", Weight.GENERIC, "2.13"),

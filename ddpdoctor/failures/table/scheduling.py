@@ -153,7 +153,7 @@ FAILURES = (
     Failure(
         Known("DDP908", "cancelled", Weight.STOPPED, "Slurm"),
         r"\*\*\* JOB (?P<job>\S+) ON \S+ CANCELLED AT|TERM_OWNER|TERM_ADMIN|Job cancelled by user|job was cancelled"
-        r"|srun: Force Terminated job|Job allocation \d+ has been revoked",
+        r"|srun: (?:Force Terminated job|forcing job termination)|Job allocation \d+ has been revoked",
         says="was cancelled by its owner or an administrator",
         fix=_LOOK,
         examples=("slurmstepd: error: *** JOB 4711 ON node3 CANCELLED AT 2024-05-01T12:00:00 ***",),
