@@ -77,6 +77,15 @@ def test_a_scan_looks_for_few_texts() -> None:
     assert len(ANCHORS) <= 38, ANCHORS
 
 
+def test_steps_that_print_an_error_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a short log all lines are near an end, where everything is searched for."""
+    seen: list[str] = []
+    monkeypatch.setattr("ddpdoctor.failures.log.recognise", lambda text: seen.append(text))
+    steps = "".join(f"[rank 3] step {n} class_error = {n / 7:.3f}\n" for n in range(300))
+    findings(read("job.log", [steps.encode()]))
+    assert len(seen) == 1
+
+
 def test_what_is_looked_for_is_in_the_pattern() -> None:
     """Not in the example alone: other messages of the failure would be passed over."""
     words = {word for each in TABLE for word in (*each.literals, *each.texts)}

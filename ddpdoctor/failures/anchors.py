@@ -127,6 +127,19 @@ class Scan:
                 self._counts[found[start]] += 1
                 yield start
 
+    def candidates(self, block: bytes, first: int) -> Iterator[int]:
+        """Where the lines of a short block begin that any failure of the table may have printed."""
+        found = set[int]()
+        for text in _held(block, first, _TEXTS):
+            at = block.find(text, first)
+            while at >= 0:
+                start, end = _line(block, at)
+                found.add(start)
+                at = block.find(text, end)
+        for start in sorted(found):
+            if _shape(block[start : _line(block, start)[1]]) not in self._noise:
+                yield start
+
     def _anchors(self, block: bytes, first: int) -> Sequence[bytes]:
         """Those that may be in lines of shapes that are not known to be nothing."""
         held = _held(block, first, ANCHORS)
@@ -149,18 +162,6 @@ class Scan:
         if _shape(block[start:end]) not in self._noise:
             found.setdefault(start, anchor)
         return end
-
-
-def candidates(block: bytes, first: int) -> Iterator[int]:
-    """Where the lines of a short block begin that any failure of the table may have printed."""
-    found = set[int]()
-    for text in _held(block, first, _TEXTS):
-        at = block.find(text, first)
-        while at >= 0:
-            start, end = _line(block, at)
-            found.add(start)
-            at = block.find(text, end)
-    yield from sorted(found)
 
 
 def _held(block: bytes, first: int, texts: tuple[bytes, ...]) -> Sequence[bytes]:

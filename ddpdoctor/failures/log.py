@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from ddpdoctor.core.opening import whole
 from ddpdoctor.failures import Failure, Weight, recognise
-from ddpdoctor.failures.anchors import Scan, candidates
+from ddpdoctor.failures.anchors import Scan
 from ddpdoctor.failures.lines import clean, rank_of_file, segments, time_of
 from ddpdoctor.failures.prefixes import TASK, Line, split_line
 from ddpdoctor.failures.printed import Printed, says_more
@@ -173,7 +173,8 @@ class LogReader:
         while at < size:
             if not self._under_way:
                 if starts is None:
-                    starts = candidates(block, at) if is_end else self._scan.starts(block, at)
+                    look = self._scan.candidates if is_end else self._scan.starts
+                    starts = look(block, at)
                 start = next((each for each in starts if each >= at), None)
                 if start is None:
                     break
