@@ -289,13 +289,13 @@ def test_steps_not_seen_in_full_leave_no_markers_in_a_gpu(
         before = device.markers
         clock.step(forward)
         markers.append(device.markers - before)
-    # The phases of the first and the last, one where the training begins, and one where the last.
-    assert markers == [3, 0, 1, 3]
+    # The phases of the first and the last, and one where each kind of step begins.
+    assert markers == [4, 0, 1, 4]
     (line,) = clock.lines()
-    # The second and the third took 63 of the 76: their phases are taken to be like the others'.
+    # The second and the third took 62 of the 76: their phases are taken to be like the others'.
     assert line["total"] == pytest.approx(76 / 4, abs=1)
-    assert line["forward"] == pytest.approx(76 * 12 / 13 / 4, abs=1)
-    assert line["other"] == pytest.approx(76 * 1 / 13 / 4, abs=1)
+    assert line["forward"] == pytest.approx(76 * 12 / 14 / 4, abs=1)
+    assert line["other"] == pytest.approx(76 * 2 / 14 / 4, abs=1)
 
 
 def test_a_hostile_line_stands_for_a_bounded_number_of_steps() -> None:

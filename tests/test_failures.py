@@ -69,7 +69,7 @@ def test_every_entry_has_an_example() -> None:
 
 def test_what_an_entry_yields_to_is_in_the_table() -> None:
     names = {each.known.name for each in TABLE} | {"exception"}
-    assert {name for each in TABLE for name in each.yields_to} - names == set()
+    assert {name for each in TABLE for name in (*each.yields_to, *each.follows)} - names == set()
 
 
 def test_a_scan_looks_for_few_texts() -> None:
@@ -84,6 +84,12 @@ def test_steps_that_print_an_error_are_looked_at_once(monkeypatch: pytest.Monkey
     steps = "".join(f"[rank 3] step {n} class_error = {n / 7:.3f}\n" for n in range(300))
     findings(read("job.log", [steps.encode()]))
     assert len(seen) == 1
+
+
+def test_the_number_of_a_signal_is_no_shape() -> None:
+    stopped = "".join(f"worker {n} exited on signal 15\n" for n in range(300))
+    (finding,) = findings(read("job.log", [(stopped + "worker 4 exited on signal 9\n").encode()]))
+    assert finding.code == "DDP902"
 
 
 def test_what_is_looked_for_is_in_the_pattern() -> None:

@@ -108,12 +108,20 @@ def test_calls_that_ended_though_they_did_not_fit_are_the_reason(tmp_path: Path)
     assert "as #22 of the default group" in finding.message
 
 
-def test_shards_of_unequal_size_fit(tmp_path: Path) -> None:
-    parts = [queued(22, "all_gather", size, 60, done=True) for size in (5, 6)]
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_to_all", "scatter"])
+def test_shards_of_unequal_size_fit(tmp_path: Path, name: str) -> None:
+    parts = [queued(22, name, size, 60, done=True) for size in (5, 6)]
     (finding,) = findings(
         tmp_path, at(0, 115, parts[0], WAITED, **SPINS), at(1, 115, parts[1], WAITED, **SPINS)
     )
     assert finding.code == "DDP814"
+
+
+def test_a_collective_that_later_ones_have_passed_is_not_waited_for(tmp_path: Path) -> None:
+    """As one that was captured in a graph: it is never seen to be done."""
+    captured = queued(20, "all_reduce", 8, 60)
+    ranks = (at(number, 115, captured, LAST, **SPINS) for number in (0, 1))
+    assert findings(tmp_path, *ranks) == []
 
 
 @pytest.mark.parametrize(("later", "expected"), [(115, [(1,)]), (116, [])])

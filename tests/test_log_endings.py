@@ -105,6 +105,8 @@ def test_what_detectron2_raises_again_ended_each_of_two_tries() -> None:
     ("lines", "code"),
     [
         ((CANCELLED, TASK), "DDP908"),
+        # Somebody cancelled what hung because of it.
+        ((TASK, STEPS, CANCELLED), "DDP902"),
         (("srun: forcing job termination\n", STEP, TASK), "DDP908"),
         # Slurm ends a step of which a task was killed.
         ((TASK, STEP), "DDP902"),

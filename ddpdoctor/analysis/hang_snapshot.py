@@ -188,7 +188,7 @@ class RankState:
         for each in reversed(recorded):
             if waited and each.get("order") == waited:
                 return from_ring(each)
-        if self.waits_for_gpu:
+        if self.waits_for_gpu and self._queued is not None:
             return self._queued
         if recorded and not waited and self.phase == Phase.WAIT.label:
             last = recorded[-1]
@@ -196,10 +196,28 @@ class RankState:
                 return from_ring(last)
         return None
 
+    @cached_property
+    def _pending(self) -> Call | None:
+        """The first collective that is not done, by its Flight Recorder.
+
+        NCCL does those of a communicator in their order: one that was followed by one that is done
+        was forgotten, as those of a captured graph are.
+        """
+        done = {each.numbering: each.sequence for each in self.flight or () if each.done}
+        return next(
+            (
+                each
+                for each in self.flight or ()
+                if not each.done
+                and not (each.backend == "nccl" and done.get(each.numbering, -1) > each.sequence)
+            ),
+            None,
+        )
+
     @property
     def _queued(self) -> Call | None:
         """The collective from Python that its GPU is in, if it is not one of DDP's own."""
-        pending = next((each for each in self.flight or () if not each.done), None)
+        pending = self._pending
         if pending is None or pending.site is None:
             return None
         earlier = (each for each in reversed(self.ring) if each.began <= pending.began)
@@ -211,7 +229,7 @@ class RankState:
         """The collective that it waits for by its Flight Recorder: the first that is not done."""
         if self.flight is None or not self.in_collective:
             return None
-        found = next((each for each in self.flight if not each.done), None)
+        found = self._pending
         # Of one that no line is known for (compiled, say): it waits where its main thread is.
         if found is None or found.site is not None:
             return found
@@ -227,7 +245,7 @@ class RankState:
         With NCCL a collective returns once it is queued. The thread goes on to the first line that
         needs a result, or that finds the queue full, and spins or sleeps there.
         """
-        pending = next((each for each in self.flight or () if not each.done), None)
+        pending = self._pending
         if pending is None or pending.backend != "nccl" or self.taken - pending.began < QUEUED:
             return False
         stays = not self.later_frames or self.later_frames == self.frames

@@ -110,7 +110,8 @@ def lags(run: Run, enough: int = ENOUGH, few: int = FEW) -> Iterator[Lag]:
 def stage_lags(run: Run) -> Iterator[tuple[Stage, Lag]]:
     """The stages of a pipeline that hold the others up: of each its median rank is compared."""
     found = {_middle(run, stage.ranks).rank: stage for stage in stages(run)}
-    for lag in _lags(run, [run.rank(number) for number in found], ENOUGH, FEW):
+    ranks = [run.rank(number) for number in found]
+    for lag in _lags(run, ranks, ENOUGH, FEW, infers=False):
         yield found[lag.rank.rank], lag
 
 
@@ -123,7 +124,9 @@ def _middle(run: Run, ranks: Sequence[Rank]) -> Rank:
     return sorted(ranks, key=lambda rank: times[rank.rank])[(len(ranks) - 1) // 2]
 
 
-def _lags(run: Run, ranks: Sequence[Rank], enough: int, few: int) -> Iterator[Lag]:
+def _lags(
+    run: Run, ranks: Sequence[Rank], enough: int, few: int, infers: bool = True
+) -> Iterator[Lag]:
     if len(ranks) < 2:
         return
     usable = {rank.rank: _usable(run, rank) for rank in ranks}
@@ -131,7 +134,9 @@ def _lags(run: Run, ranks: Sequence[Rank], enough: int, few: int) -> Iterator[La
         yield from _compared(ranks, usable, enough, few, False)
         return
     found = list(_compared(ranks, usable, min(enough, ENOUGH_SAMPLED), few, True))
-    yield from found or _compared(ranks, _inferred(run, ranks), enough, few, True)
+    if not found and infers and _reduce_together(ranks):
+        found = list(_compared(ranks, _inferred(run, ranks), enough, few, True))
+    yield from found
 
 
 def _compared(
@@ -175,14 +180,19 @@ def still_slower(run: Run, number: int) -> bool:
     On a crowded machine some steps do not show what the ones before and after them do.
     """
     ranks = next((each for each in alike(run) if any(n.rank == number for n in each)), ())
-    if any(on_gpu(rank) for rank in ranks):
-        usable = _inferred(run, ranks)
-    else:
-        usable = {rank.rank: _usable(run, rank) for rank in ranks}
+    if len(ranks) < 2:
+        return False
+    if _is_slower({rank.rank: _usable(run, rank) for rank in ranks}, number):
+        return True
+    inferred = any(on_gpu(rank) for rank in ranks) and _reduce_together(ranks)
+    return inferred and _is_slower(_inferred(run, ranks), number)
+
+
+def _is_slower(usable: dict[int, _Steps], number: int) -> bool:
     mine = usable.pop(number, {})
     others = list(usable.values())
     common = set(mine).intersection(*others)
-    if not others or not common:
+    if not common:
         return False
     gap = median(
         _net(mine[step]) - median(_net(steps[step]) for steps in others) for step in common
@@ -329,13 +339,14 @@ def _inferred(run: Run, ranks: Sequence[Rank]) -> dict[int, _Steps]:
 
     DDP times every hundredth backward. In all of them the rank that the others wait for does not
     wait: what their backward takes longer is their wait, unless its backward is what is slow; then
-    none is found, and DDP's timers have to show it.
+    none is found, and DDP's timers have to show it. Where nothing is reduced, nothing is to be
+    split, and a step counts as split.
     """
     steps = {
         rank.rank: {
             step.step: step
             for step in rank.steps
-            if not step.skipped and step.total > 0 and run.undisturbed(step)
+            if not (step.split or step.skipped) and step.total > 0 and run.undisturbed(step)
         }
         for rank in ranks
     }
@@ -348,6 +359,13 @@ def _inferred(run: Run, ranks: Sequence[Rank]) -> dict[int, _Steps]:
         rank: {number: _waiting(each[number], least[number]) for number in common}
         for rank, each in steps.items()
     }
+
+
+def _reduce_together(ranks: Sequence[Rank]) -> bool:
+    """Whether a backward of each of these ranks ends with that of all the others."""
+    groups = {each.group_ranks for rank in ranks for each in rank.records.of(DdpRecord)}
+    built = all(rank.records.first(DdpRecord) is not None for rank in ranks)
+    return built and len(groups) == 1 and {rank.rank for rank in ranks} <= set(*groups)
 
 
 def _waiting(step: StepRecord, compute: int) -> StepRecord:

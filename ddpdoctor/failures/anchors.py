@@ -55,7 +55,7 @@ _REST = 15
 _LONG = 200
 """Letters of each end of a line's shape by which it is known to be nothing."""
 
-_OF_STATUS = (b" code", b"status", b"exitcode")
+_OF_STATUS = (b" code", b"status", b"exitcode", b"ignal", b"rrno", b"Xid")
 """Before a number that says whether a process failed: the next line like it may say more."""
 
 _FEW = 50

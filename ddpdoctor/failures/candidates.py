@@ -78,7 +78,14 @@ def _without_yielding(sightings: Sequence[Sighting]) -> list[Sighting]:
     names = {name_of(each) for each in sightings if not (each.traceback and _was_caught(each))}
     left, explained = [], set[str]()
     for each in sightings:
-        nearer = names & {*each.failure.yields_to} if each.failure is not None else set[str]()
+        nearer = set[str]()
+        if each.failure is not None:
+            nearer = names & {*each.failure.yields_to}
+            nearer |= {
+                name_of(one)
+                for one in sightings
+                if name_of(one) in each.failure.follows and one.order < each.order
+            }
         if not nearer:
             left.append(each)
         elif each.final or each.uncaught:

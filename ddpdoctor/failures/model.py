@@ -98,6 +98,7 @@ class Failure:
         examples: Lines of logs that show it, and no other failure of the table.
         yields_to: Names of failures of the same weight that are nearer to the cause, where one of
             them is in the log, too.
+        follows: Names of failures that explain it where they stand before it.
     """
 
     known: Known
@@ -111,6 +112,7 @@ class Failure:
     likely: bool = False
     severity: Severity = Severity.ERROR
     yields_to: tuple[str, ...] = ()
+    follows: tuple[str, ...] = ()
 
     @property
     def code(self) -> str:

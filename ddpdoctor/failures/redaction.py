@@ -13,41 +13,35 @@ _SECRET = re.compile(
     r"|\beyJ[\w-]{8,}\.[\w-]+\.[\w-]+|\b[0-9a-f]{40}\b"
 )
 _ASSIGNED = re.compile(
-    r"(?i)(\b\w*(?:token|api_?key|secret|passw(?:or)?d|authorization)\w*[\"']?\s*[=:]\s*[\"']?"
+    r"(?i)(\b\w{0,40}(?:token|api_?key|secret|passw(?:or)?d|authorization)\w{0,40}[\"']?\s*[=:]\s*[\"']?"
     r"(?:Bearer )?)[^\s\"',;&]{4,}|(?<=://)[^\s/@:]+:[^\s/@]+(?=@)"
 )
-_MAIL = re.compile(r"\b[\w.+-]+@[\w-]+(?:\.[\w-]+)+\b")
+_MAIL = re.compile(r"(?<![\w.+-])[\w.+-]{1,64}@[\w-]+(?:\.[\w-]+)+\b")
 _USER = re.compile(
     r"(?i)(?<=[/\\])(?P<folder>(?:home|users?|scratch)"
-    # Clusters sort their users: /home/users/d/a/name, /users/9/name, /home/userexternal/name. Below
-    # an account that a machine comes with, each person may have a folder.
-    r"(?:[/\\]+(?:home|users?|userexternal|scratch|students?|staff|grads?|ubuntu|ec2-user|root|admin|coder"
-    r"|jovyan|workspace|work|data|\w|\d+)(?=[/\\]+[^/\\\s\"':,]+[/\\]))*)"
+    # Clusters sort their users: /home/users/d/a/name, /users/9/name, /home/userexternal/name.
+    r"(?:[/\\]+(?:home|users?|userexternal|scratch|students?|staff|grads?|\w|\d+)"
+    r"(?=[/\\]+[^/\\\s\"':,]+[/\\]))*)"
     r"(?P<sign>[/\\]+)(?P<name>[^/\\\s\"':,]+)"
-    # Or that was the group's folder, and this is the user's.
+    # Or that was a group's folder, or the account of a machine, and this is the user's.
     r"(?:(?P<again>[/\\]+)(?P<below>[^/\\\s\"':,]+)(?=[/\\]))?"
 )
 _USUAL = re.compile(
-    r"(?i)\.[\w.-]+|(?:mini|ana)conda\w*|\w*mamba\w*|miniforge\w*|v?envs?|codes?|src|projects?"
+    r"(?i)\.[\w.-]+|(?:mini|ana)conda\d*|(?:micro)?mamba(?:forge)?\d*|miniforge\d*|v?envs?|codes?|src|projects?"
     r"|work(?:space)?|repos?|git(?:hub)?|data(?:sets?)?|scratch|desktop|documents|downloads|scripts?"
     r"|experiments?|exp|train(?:ing)?|models?|checkpoints?|outputs?|results?|runs?|jobs?|lib|bin|tmp"
     r"|logs?|slurm|python|ml|research|tests?"
 )
 """Folders in a home whose names are those of no person."""
 
-_GROUPED = re.compile(
-    r"(?i)(?<=[/\\])(?:home|users?|scratch)(?:[/\\]+[^/\\\s\"':,]+){1,2}[/\\]+"
-    r"(?:(?P<name>[^/\\\s\"':,.][^/\\\s\"':,]*)(?=[/\\]+(?:"
-    r"\.(?:cache|local|conda|config|pyenv|ssh|triton|nv|vscode-server)\b"
-    r"|(?:mini|ana)conda\w*|\w*mamba\w*|miniforge\w*|Desktop\b|Documents\b|Downloads\b))"
-    r"|(?P<account>[a-z]{1,3}\d{3,8})(?=[/\\]))"
+_ACCOUNTS = frozenset(
+    ("admin", "coder", "ec2-user", "jovyan", "root", "runner", "ubuntu", "user", "vscode")
 )
-"""Below a group's or a cluster's folder: what stands in front of these is a home, as in
-/home/GROUP/name/.cache; and what looks like an account, as in /scratch/CLUSTER/ab1234/code."""
+"""That a machine comes with: the name of no person, and a word like any other."""
 
 _PATH = re.compile(
-    r"(?<![\w.:/<>\\-])/(?!(?:usr|opt|lib|lib64|bin|etc|proc|sys|dev|pytorch|\.\.\.)/)"
-    r"(?![^\s\"':,()]*<)(?P<folders>(?:[^/\s\"':,()]+/){2,})(?=[^/\s\"':,()])"
+    r"(?<![\w.:/<>\\-])/(?!(?:usr|opt|lib|lib64|bin|etc|proc|sys|dev|pytorch|home|[Uu]sers?|\.\.\.)/)"
+    r"(?![^\s\"':,()]{0,300}<)(?P<folders>(?:[^/\s\"':,()]{1,255}/){2,40})(?=[^/\s\"':,()])"
 )
 """Anywhere else a folder may bear a name as well: /nfs/data/alice/job/train.py."""
 
@@ -105,8 +99,6 @@ class Redactor:
         text = _SECRET.sub("<secret>", text)
         text = _ASSIGNED.sub(lambda found: f"{found[1] or ''}<secret>", text)
         text = _MAIL.sub(self._by("mail"), text)
-        for found in _GROUPED.finditer(text):
-            self._name("user", found["name"] or found["account"])
         text = _PATH.sub(_shortened, _USER.sub(self._home, text))
         text = _ADDRESS.sub(self._by("address"), text)
         for found in _HOST.finditer(text):
@@ -119,8 +111,10 @@ class Redactor:
         return text
 
     def _home(self, found: re.Match[str]) -> str:
-        shown = f"{found['folder']}{found['sign']}{self._name('user', found['name'])}"
-        below = found["below"]
+        name = found["name"]
+        if name.lower() not in _ACCOUNTS and not _USUAL.fullmatch(name):
+            name = self._name("user", name)
+        shown, below = f"{found['folder']}{found['sign']}{name}", found["below"]
         if below is None:
             return shown
         if below in self._names:

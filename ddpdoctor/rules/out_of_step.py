@@ -125,7 +125,7 @@ def same_number(waits: Sequence[Blocked]) -> collective_mismatch.Mismatch | None
         if one.call is None or one.absent:
             continue
         calls = {
-            rank.rank: _placed(call, rank)
+            rank.rank: _comparable(_placed(call, rank))
             for rank in one.waiting
             for call in (rank.blocked or rank.under_way,)
             if call is not None
@@ -141,12 +141,14 @@ def _met(one: Blocked, last: Call) -> collective_mismatch.Mismatch | None:
 
     NCCL does not notice: such calls may well end, and the ranks wait for each other later.
     """
+    if last.backend != "nccl":
+        return None
     known: dict[int, dict[int, Call]] = {}
     ranks = (*one.waiting, *one.ahead)
     for rank in ranks:
         for call in rank.flight or ():
             if call.numbering == last.numbering and call.sequence <= last.sequence:
-                known.setdefault(call.sequence, {})[rank.rank] = collective_mismatch.even(call)
+                known.setdefault(call.sequence, {})[rank.rank] = _comparable(call)
     for number, calls in sorted(known.items()):
         if len(calls) == len(ranks):
             earlier = [known[each] for each in sorted(known) if each < number]
@@ -155,6 +157,13 @@ def _met(one: Blocked, last: Call) -> collective_mismatch.Mismatch | None:
             if found is not None:
                 return found
     return None
+
+
+def _comparable(call: Call) -> Call:
+    """A call without what may well differ: a Flight Recorder has the inputs of each rank."""
+    if call.name.startswith(("all_to_all", "alltoall", "scatter", "gather")):
+        return replace(call, numel=-1, dtype="")
+    return collective_mismatch.even(call) if call.backend == "nccl" else call
 
 
 def _placed(call: Call, rank: RankState) -> Call:

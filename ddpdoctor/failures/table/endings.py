@@ -120,7 +120,7 @@ FAILURES = (
         fix="The out-of-memory killer (`dmesg`, oom_kill in the cgroup's memory.events), a "
         "scheduler's limit, or a person.",
         # Which kills the tasks that do not end by themselves.
-        yields_to=("cancelled",),
+        follows=("cancelled",),
     ),
     Failure(
         Known("DDP904", "native-crash", Weight.GENERIC, "2.13"),

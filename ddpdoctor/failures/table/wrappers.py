@@ -14,7 +14,7 @@ FAILURES = (
         Known("DDP902", "killed-status", Weight.GENERIC, "any"),
         r"died with <Signals\.SIGKILL|return(?:ed)? (?:non-zero )?(?:exit )?(?:code|status)(?: =)? (?:-9|137)\b"
         r"|[Ee]xit(?:ed with)? (?:exit )?[Cc]ode:? (?:-9|137)\b|\bexited on signal 9\b|^(?:\S+: line \d+: +\d+ )?Killed\b"
-        r"|terminated with exit code (?:-9|137)\b|[Ee]xit(?: |_)status[:=]? ?(?:137|-9)\b"
+        r"|terminated with exit code (?:-9|137)\b|[Ee]xit(?: |_)status[:=]? ?(?:137|-9)\b|(?<!: )\b[Tt]ask \d+: Killed"
         r"|(?:rank (?P<rank>\d+) died from|KILLED BY|terminated (?:with|by)|termination \() ?[Ss](?:ignal|IGNAL):? (?:9|SIGKILL)\b"
         r"|EXIT STRING: Killed|^\w*sh: killed\b|^\[\d+\][+-]? +(?:\d+ )?[Kk]illed\b",
         says="was killed by SIGKILL",

@@ -147,7 +147,7 @@ def loss_reader(loss: Any) -> Loss | float | None:
     torch: Any = sys.modules["torch"]
     if loss.device.type != "cuda" or type(loss) is not torch.Tensor:
         return None
-    if torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_current_stream_capturing() or loss.is_complex():
         return None
     ring = _rings.get(loss.dtype)
     if ring is None:

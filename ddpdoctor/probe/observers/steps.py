@@ -195,9 +195,9 @@ class StepTracker(Phases):
             self._end_line(number)
         self._totals(number, self.epoch, total, self._recorder.dropped)
         light, self.light = self.light, (number + 1) & self.sparse
-        if light and not self.light and self.device is not None:
-            # What the light steps took, of whose phases nothing is known.
-            self.device.charge(Phase.STARTING)
+        if (not light) != (not self.light) and self.device is not None:
+            # Of the phases of light steps nothing is known.
+            self.device.charge(Phase.STARTING if light else self.phase)
         if self.noticing is not None and self.noticed():
             self.noticing()
         if number >= events.due:

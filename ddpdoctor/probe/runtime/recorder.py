@@ -119,22 +119,25 @@ class Recorder:
     def _drain(self, last: bool) -> None:
         batch: list[Record | bytes] = []
         held: list[Lazy] = []
-        for count in range(len(self._queue)):
-            if count % AT_ONCE == AT_ONCE - 1:
-                # The training thread may wait for the GIL.
-                time.sleep(0)
-            item = self._queue.popleft()
-            if held and callable(item):
-                held.append(item)
-                continue
-            try:
-                batch.append(item(last) if callable(item) else item)
-            except NotYet:
-                assert callable(item)
-                held.append(item)
-            except Exception as error:
-                batch.append(FaultRecord(hook="journal", error=type(error).__name__))
-        self._queue.extendleft(reversed(held))
+        try:
+            for count in range(len(self._queue)):
+                if count % AT_ONCE == AT_ONCE - 1:
+                    # The training thread may wait for the GIL.
+                    time.sleep(0)
+                item = self._queue.popleft()
+                if held and callable(item):
+                    held.append(item)
+                    continue
+                try:
+                    batch.append(item(last) if callable(item) else item)
+                except NotYet:
+                    assert callable(item)
+                    held.append(item)
+                except Exception as error:
+                    batch.append(FaultRecord(hook="journal", error=type(error).__name__))
+        finally:
+            # Also if Ctrl-C comes meanwhile.
+            self._queue.extendleft(reversed(held))
         if not batch:
             return
         if self._failed:
