@@ -360,26 +360,26 @@ def test_the_same_name_is_replaced_by_the_same() -> None:
 @pytest.mark.parametrize(
     ("path", "posted"),
     [
-        ("/home/alice/job/train.py", "/home/<user-1>/job/train.py"),
+        ("/home/alice/train.py", "/home/<user-1>/train.py"),
+        ("/home/alice/job/train.py", "/home/<user-1>/.../train.py"),
         ("/auto/home/users/d/a/alice/train.py", "/auto/home/users/d/a/<user-1>/train.py"),
         ("/users/9/alice/train.py", "/users/9/<user-1>/train.py"),
         ("/home/userexternal/alice/train.py", "/home/userexternal/<user-1>/train.py"),
         (r"C:\Users\alice\train.py", r"C:\Users\<user-1>\train.py"),
-        ("/home/lab/alice/code/train.py", "/home/<user-1>/<folder-1>/code/train.py"),
-        ("/home/lab/alice/miniconda3/bin/a", "/home/<user-1>/<folder-1>/miniconda3/bin/a"),
-        ("/scratch/tiger/ab1234/job/train.py", "/scratch/<user-1>/<folder-1>/job/train.py"),
-        ("/home/ubuntu/alice/train.py", "/home/ubuntu/<folder-1>/train.py"),
-        ("/home/user/train.py", "/home/user/train.py"),
-        ("/home/alice/code/train.py", "/home/<user-1>/code/train.py"),
-        ("/home/alice/job/.venv/bin/a", "/home/<user-1>/job/.venv/bin/a"),
+        (r"C:\Users\alice\job\train.py", r"C:\Users\<user-1>\...\train.py"),
+        # What stands first may be a group's, a laboratory's or a cluster's.
+        ("/home/lab/alice/train.py", "/home/<user-1>/.../train.py"),
+        ("/home/dept/lab/alice/job/train.py", "/home/<user-1>/.../job/train.py"),
+        ("/scratch/tiger/ab1234/job/train.py", "/scratch/<user-1>/.../train.py"),
+        ("/home/ubuntu/alice/train.py", "/home/ubuntu/.../train.py"),
+        ("/home/lab/alice/lib/site-packages/a/b.py", "/home/<user-1>/.../site-packages/a/b.py"),
         ("/nfs/data/alice/job/ab/train.py:3", "/.../ab/train.py:3"),
         ("/u6/alice/train.py", "/.../train.py"),
         ("/env/lib/site-packages/torch/a.py", "/.../site-packages/torch/a.py"),
         ("/dev/shm/nccl-1/x https://a.org/b/c/d", "/dev/shm/nccl-1/x https://a.org/b/c/d"),
         # A folder's name is a word, which stands for something else in other places.
-        ("/home/alice/torch/a.py: torch", "/home/<user-1>/<folder-1>/a.py: torch"),
-        ("/home/ubuntu/train/a.py train 3", "/home/ubuntu/train/a.py train 3"),
-        ("/home/alice/A100/x.py on A100", "/home/<user-1>/<folder-1>/x.py on A100"),
+        ("/home/alice/torch/a.py: torch", "/home/<user-1>/.../a.py: torch"),
+        ("/home/data/train/a.py train data 3", "/home/data/.../a.py train data 3"),
     ],
 )
 def test_a_user_is_found_where_clusters_sort_their_users(path: str, posted: str) -> None:

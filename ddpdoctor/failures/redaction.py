@@ -22,31 +22,25 @@ _USER = re.compile(
     # Clusters sort their users: /home/users/d/a/name, /users/9/name, /home/userexternal/name.
     r"(?:[/\\]+(?:home|users?|userexternal|scratch|students?|staff|grads?|\w|\d+)"
     r"(?=[/\\]+[^/\\\s\"':,]+[/\\]))*)"
-    r"(?P<sign>[/\\]+)(?P<name>[^/\\\s\"':,]+)"
-    # Or that was a group's folder, or the account of a machine, and this is the user's.
-    r"(?:(?P<again>[/\\]+)(?P<below>[^/\\\s\"':,]+)(?=[/\\]))?"
+    r"(?P<sign>[/\\]+)(?P<name>[^/\\\s\"':,]+)(?P<below>(?:[/\\][^/\\\s\"':,()]{1,255}){0,40}[/\\])?"
 )
-_USUAL = re.compile(
-    r"(?i)\.[\w.-]+|(?:mini|ana)conda\d*|(?:micro)?mamba(?:forge)?\d*|miniforge\d*|v?envs?|codes?|src|projects?"
-    r"|work(?:space)?|repos?|git(?:hub)?|data(?:sets?)?|scratch|desktop|documents|downloads|scripts?"
-    r"|experiments?|exp|train(?:ing)?|models?|checkpoints?|outputs?|results?|runs?|jobs?|lib|bin|tmp"
-    r"|logs?|slurm|python|ml|research|tests?"
-)
-"""Folders in a home whose names are those of no person."""
-
 _ACCOUNTS = frozenset(
-    ("admin", "coder", "ec2-user", "jovyan", "root", "runner", "ubuntu", "user", "vscode")
+    (
+        *("admin", "coder", "ec2-user", "jovyan", "root", "runner", "ubuntu", "user", "vscode"),
+        *("data", "project", "projects", "public", "share", "shared", "work", "workspace"),
+    )
 )
-"""That a machine comes with: the name of no person, and a word like any other."""
+"""That a machine comes with, or all share: the name of no person, and a word like any other."""
 
 _PATH = re.compile(
-    r"(?<![\w.:/<>\\-])/(?!(?:usr|opt|lib|lib64|bin|etc|proc|sys|dev|pytorch|home|[Uu]sers?|\.\.\.)/)"
-    r"(?![^\s\"':,()]{0,300}<)(?P<folders>(?:[^/\s\"':,()]{1,255}/){2,40})(?=[^/\s\"':,()])"
+    r"(?<![\w.:/<>\\-])(?=/)"
+    r"(?!/(?:usr|opt|lib|lib64|bin|etc|proc|sys|dev|pytorch|home|[Uu]sers?|\.\.\.)/)"
+    r"(?![^\s\"':,()]{0,300}<)(?P<below>(?:/[^/\s\"':,()]{1,255}){2,40}/)(?=[^/\s\"':,()])"
 )
 """Anywhere else a folder may bear a name as well: /nfs/data/alice/job/train.py."""
 
-_DEEP = 4
-"""Folders of a path of which the last is shown."""
+_DEEP = 3
+"""Folders of which the last is shown: those before it may be a group's and a user's."""
 
 _ADDRESS = re.compile(
     r"(?<![\w.])(?!127\.|0\.0\.0\.0)\d{1,3}(?:\.\d{1,3}){3}(?![\w.]*\w)"
@@ -74,7 +68,6 @@ class Redactor:
     def __init__(self, texts: Iterable[str] = ()) -> None:
         self._names: dict[str, str] = {}
         self._counts: dict[str, int] = {}
-        self._folders: dict[str, int] = {}
         for text in texts:
             self.text(text)
 
@@ -99,7 +92,7 @@ class Redactor:
         text = _SECRET.sub("<secret>", text)
         text = _ASSIGNED.sub(lambda found: f"{found[1] or ''}<secret>", text)
         text = _MAIL.sub(self._by("mail"), text)
-        text = _PATH.sub(_shortened, _USER.sub(self._home, text))
+        text = _PATH.sub(lambda found: _shortened(found["below"]), _USER.sub(self._home, text))
         text = _ADDRESS.sub(self._by("address"), text)
         for found in _HOST.finditer(text):
             name = next(each for each in found.groups() if each is not None)
@@ -112,18 +105,10 @@ class Redactor:
 
     def _home(self, found: re.Match[str]) -> str:
         name = found["name"]
-        if name.lower() not in _ACCOUNTS and not _USUAL.fullmatch(name):
+        if name.lower() not in _ACCOUNTS:
             name = self._name("user", name)
-        shown, below = f"{found['folder']}{found['sign']}{name}", found["below"]
-        if below is None:
-            return shown
-        if below in self._names:
-            below = self._names[below]
-        elif not (_USUAL.fullmatch(below) or below.startswith("<")):
-            # A word like any other perhaps, so it is replaced here alone.
-            number = self._folders.setdefault(below, len(self._folders) + 1)
-            below = f"<folder-{number}>"
-        return f"{shown}{found['again']}{below}"
+        below = _shortened(found["below"]) if found["below"] else ""
+        return f"{found['folder']}{found['sign']}{name}{below}"
 
     def _by(self, kind: str) -> Callable[[re.Match[str]], str]:
         return lambda found: self._name(kind, found[0])
@@ -137,9 +122,12 @@ class Redactor:
         return self._names[name]
 
 
-def _shortened(found: re.Match[str]) -> str:
+def _shortened(folders: str) -> str:
     """The end of a path: what tells where a line is, and not whose it is."""
-    folders = found["folders"].split("/")[:-1]
-    packages = [at for at, each in enumerate(folders) if each in ("site-packages", "dist-packages")]
-    first = packages[0] if packages else len(folders) - (len(folders) >= _DEEP)
-    return "".join(f"{each}/" for each in ("/...", *folders[first:]))
+    sign = folders[-1]
+    each = [one for one in re.split(r"[/\\]", folders) if one]
+    if "..." in each:
+        return folders
+    packages = [at for at, one in enumerate(each) if one in ("site-packages", "dist-packages")]
+    first = packages[0] if packages else len(each) - (len(each) >= _DEEP)
+    return sign.join(("", *(["..."] if first else []), *each[first:], ""))
