@@ -1,8 +1,7 @@
 """What ddpdoctor costs: the same job under torchrun and under ``ddpdoctor run``, in turn.
 
     python benchmarks/overhead.py [hooks|instructions|steps|short|peers|resnet|child|startup|
-                                   supervisor|
-                                   fingerprints|delay]
+                                   supervisor|fingerprints|delay]
 
 Each figure is a ratio or a difference within a pair, so that a machine that gets faster or slower
 meanwhile does not show, as the median over the pairs with its 95 % interval: for ``hooks`` pairs of

@@ -86,6 +86,23 @@ def test_steps_that_print_an_error_are_looked_at_once(monkeypatch: pytest.Monkey
     assert len(seen) == 1
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train.py FAILED (exitcode 1)",
+        "        train.py FAILED            ",
+        "CHILD PROCESS FAILED WITH NO ERROR_FILE",
+        "[2]+  Exit 1                  python train.py",
+        "[rank1]:[E901 12:00:00.1 some.cpp:12] something that no entry knows",
+        "[E socket.cpp:922] The server socket has failed to bind to 0.0.0.0:29500.",
+        "Traceback (most recent ca",
+    ],
+)
+def test_a_last_line_that_says_it_failed_is_not_met_with_silence(line: str) -> None:
+    (finding,) = findings(read("job.log", [("epoch 1 step 1\n" * 9 + line).encode()]))
+    assert finding.severity.label == "error"
+
+
 def test_the_number_of_a_signal_is_no_shape() -> None:
     stopped = "".join(f"worker {n} exited on signal 15\n" for n in range(300))
     (finding,) = findings(read("job.log", [(stopped + "worker 4 exited on signal 9\n").encode()]))

@@ -102,23 +102,20 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     sampler: DistributedSampler[Any] = DistributedSampler(data)
     loader = DataLoader(data, batch_size=32, sampler=sampler, pin_memory=True)
     profile: Any = None
-    for epoch in range(options.epochs):
-        sampler.set_epoch(epoch)
-        for step, (inputs, labels) in enumerate(loader):
-            if options.profile and step == options.steps // 2:
-                profile = torch.profiler.profile()
-                profile.start()
-            guilty = options.rank in (rank, -1)
-            if guilty and (step >= options.at if options.fail == "slow" else step == options.at):
-                fail(options.fail, device)
-            optimizer.zero_grad()
-            inputs, labels = inputs.to(device, non_blocking=True), labels.to(device)
-            loss: torch.Tensor = nn.functional.cross_entropy(model(inputs), labels)
-            torch.autograd.backward(loss)
-            optimizer.step()
-            if options.losses and rank == 0:
-                print(repr(loss.item()), flush=True)
-            time.sleep(options.pause)
+    for step, (inputs, labels) in enumerate(loader):
+        if options.profile and step == options.steps // 2:
+            profile = torch.profiler.profile()
+            profile.start()
+        guilty = options.rank in (rank, -1)
+        if guilty and (step >= options.at if options.fail == "slow" else step == options.at):
+            fail(options.fail, device)
+        optimizer.zero_grad()
+        inputs, labels = inputs.to(device, non_blocking=True), labels.to(device)
+        loss: torch.Tensor = nn.functional.cross_entropy(model(inputs), labels)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        if options.losses and rank == 0:
+            print(repr(loss.item()), flush=True)
     torch.cuda.synchronize()
     if profile is not None:
         profile.stop()
@@ -166,9 +163,7 @@ def capture(steps: int, device: torch.device) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", default="nccl")
-    parser.add_argument("--steps", type=int, default=20, help="steps per epoch")
-    parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds after each step")
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--fail", default="")
     parser.add_argument("--at", type=int, default=5, help="the step in which to fail")
     parser.add_argument("--rank", type=int, default=1, help="the rank that fails; -1: each")

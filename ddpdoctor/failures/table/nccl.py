@@ -67,8 +67,11 @@ FAILURES = (
         Known("DDP005", "nccl-shared-memory", Weight.CAUSE, "nccl#342, nccl#525"),
         r"(?:NCCL WARN|Last error:)\s+"
         r"(?:Error: failed to extend|Error while creating shared memory"
-        r"|Call to posix_fallocate failed)",
+        r"|Call to posix_fallocate failed)"
+        r"|(?:failed to extend|shared memory segment) (?:/dev/shm/)?nccl-",
         examples=(
+            "node0:55:99 [1] misc/shmutils.cc:72 NCCL WARN Error: failed to extend /dev/shm/nccl-abc123 to 9637892 bytes, error: No space left on device (28)",
+            "Error while creating shared memory segment /dev/shm/nccl-6VbKGJ (size 9637888), error: No space left on device (28)",
             "node0:55:99 [1] misc/shmutils.cc:87 NCCL WARN Error: failed to extend /dev/shm/nccl-8e1g3s to 9637892 bytes",
         ),
         says="has no shared memory left for NCCL: /dev/shm is full or too small",

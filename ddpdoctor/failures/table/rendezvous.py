@@ -43,7 +43,7 @@ FAILURES = (
     Failure(
         Known("DDP002", "port-in-use-logged", Weight.GENERIC, "1.7 to 2.13; Accelerate"),
         r"\[E[^\]\n]{0,60}\] [^\n]{0,60}The server socket has failed to listen"
-        r"|not available The server socket has failed|(?:RuntimeError|what\(\)): Address already in use"
+        r"|not available The server socket has failed|(?:RuntimeError|what\(\)): (?:\[[^\n]{0,200}\] )?(?:bind: )?Address already in use"
         r"|launch distributed communication on port `(?P<port>\d+)`|[Pp]ort (?P<taken>\d+) is already in use(?!\W{1,3}(?:\w+ ){0,2}(?i:try|us|switch|pick|fall|choos)ing\b)",
         says="could not listen[ on port {port}][ on port {taken}]: another process holds the port",
         fix="See who holds it (`ss -tlnp`): another job or a rank that an earlier job left behind. "
@@ -53,6 +53,18 @@ FAILURES = (
             "[E socket.cpp:500] [c10d] The server socket has failed to listen on any local network address.",
             "RuntimeError: Address already in use",
             "ConnectionError: Tried to launch distributed communication on port `29500`, but another process is utilizing it.",
+        ),
+    ),
+    Failure(
+        Known("DDP002", "address-in-use", Weight.CAUSE, "any"),
+        r"OSError: \[Errno (?:98|48)\]",
+        # Of any other server of the job's it is not the job's port.
+        within=r"(?:torch[/\\]distributed|accelerate|deepspeed|lightning\w*)[/\\]",
+        says="could not listen: another process holds the port",
+        fix="See who holds it (`ss -tlnp`): another job or a rank that an earlier job left behind. "
+        "Take another --master-port, or --standalone for a single node.",
+        examples=(
+            'Traceback (most recent call last):\n  File "/opt/lib/python3.11/site-packages/torch/distributed/rendezvous.py", line 185, in _create_c10d_store\n    return TCPStore(\nOSError: [Errno 98] Address already in use',
         ),
     ),
     Failure(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ddpdoctor.failures.model import Failure, Known, Page, Weight
 
-_OF_SYSTEM = r"(?:OSError|IOError|RuntimeError|error: |what\(\): )"
-"""How the system's own refusals begin; a script may say such words of something else."""
+_OF_SYSTEM = r"(?:OSError|IOError|RuntimeError|(?<!, )error: |what\(\): )"
+"""How the system's own refusals begin; a script may say such words of something else, and NCCL ends
+with them where /dev/shm is full."""
 
 _SERVICE = r"[/\\](?:wandb|mlflow|comet_ml|neptune|clearml|redis|psycopg|pymongo|sqlalchemy)[/\\]"
 """Libraries that speak to a service of the job's, and download nothing."""

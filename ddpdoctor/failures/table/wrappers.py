@@ -85,7 +85,8 @@ FAILURES = (
         r"|[Pp]rocess \d+ exit with status code [1-9]|exited with (?:non-zero )?status [1-9]|^make(?:\[\d+\])?: \*\*\* [^\n]{0,200}Error [1-9]"
         r"|Child process \S+ (?:exited|failed)"
         r"|^papermill\.exceptions\.|CrashLoopBackOff|BackOff|process \d+ terminated with exit code [1-9]|failed \(exitcode: 1\)|Worker group failed"
-        r"|exit status [1-9]\d*\b|The main process exited with",
+        r"|exit status [1-9]\d*\b|The main process exited with|\bFAILED(?: \(exitcode:? ?[1-9]\d*\)| *$)"
+        r"|CHILD PROCESS FAILED WITH NO ERROR_FILE|^\[\d+\][+-]? +Exit [1-9]",
         says="failed, as its launcher noticed",
         fix=_OWN_LOG,
         # Triton's and torch.compile's compilers, and a script's own tools, which are not launchers.
@@ -127,7 +128,8 @@ FAILURES = (
         r"|INTERNAL ASSERT FAILED at|terminate called after throwing|^\s*what\(\):|Fatal Python error"
         r"|^(?:\w+\.)*[A-Z]\w*(?:Error|Exception)\(['\"]|^Error executing job|^Error in sys\.excepthook|Lmod has detected the foll"
         r"|^(?:\w+ )?(?:[Tt]raining|[Jj]ob|[Rr]un|[Ee]xperiment)(?: job)?(?: \S+)? (?:has )?(?:failed|aborted|crashed)\b"
-        r"|\b(?:[Ll]oss|LOSS) is (?:nan|NaN|NAN|[Ii]nf\w*)\b|^libc\+\+abi: terminating|process exited unexpectedly|panicked at |PBS: job killed: ",
+        r"|\b(?:[Ll]oss|LOSS) is (?:nan|NaN|NAN|[Ii]nf\w*)\b|^libc\+\+abi: terminating|process exited unexpectedly|panicked at |PBS: job killed: "
+        r"|\[E[^\]\n]{0,60}\.cpp:\d+\] (?![^\n]{0,200}enqueued)|^Traceback \(most[^)\n]{0,20}$|^bind: Address already in use",
         says="failed",
         fix="Collect the whole output of every rank, " + _OWN_LOG[0].lower() + _OWN_LOG[1:],
         # What TensorFlow, pip, NCCL's plugins and others print in healthy jobs, too.

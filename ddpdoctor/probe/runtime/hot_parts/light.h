@@ -138,6 +138,7 @@ static int light_close(Phases *rank)
     store(rank, TOTALS_AT + 8, rank->epoch);
     store(rank, TOTALS_AT + 16, rank->last_total);
     rank->light = (rank->steps + 1) & rank->sparse;
+    /* Where the next step is seen in full: what came before it was of no known phase. */
     if (charge_device(rank, STARTING) < 0)
         return -1;
     if (is_noticed(rank)) {
