@@ -117,7 +117,7 @@ FAILURES = (
             "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:291, unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.19.3\nncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.",
             "torch.distributed.DistBackendError: NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77, unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.3",
         ),
-        says="had a system call fail within NCCL, which does not say which",
+        says="had a system call fail within NCCL",
         yields_to=(
             "infiniband-retries",
             "infiniband-port",
@@ -126,8 +126,8 @@ FAILURES = (
             "nccl-warns-of-cuda",
             "interface-missing",
         ),
-        fix="Run again with NCCL_DEBUG=WARN: the line that starts with NCCL WARN names the socket, "
-        "shared memory or verbs call that failed.",
+        fix="A line with NCCL WARN names the socket, shared memory or verbs call that failed; without "
+        "any, run again with NCCL_DEBUG=WARN.",
         page=Page(
             "A system call of NCCL failed.",
             '"ncclSystemError" or "unhandled system error" without a warning that explains it.',

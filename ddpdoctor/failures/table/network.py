@@ -5,8 +5,8 @@ from __future__ import annotations
 from ddpdoctor.failures.model import Failure, Known, Page, Weight
 
 _WARN = (
-    "Run again with NCCL_DEBUG=WARN (of every rank): the line that starts with NCCL WARN names the "
-    "call that failed."
+    "A line with NCCL WARN names the call that failed; without any, run again with NCCL_DEBUG=WARN "
+    "(of every rank)."
 )
 _FIRST = (
     "Its cause is on the rank that ended or hung first: look at all ranks' output for the earliest "
@@ -47,7 +47,7 @@ FAILURES = (
     Failure(
         Known("DDP924", "nccl-internal-error", Weight.GENERIC, "NCCL 2.x"),
         r"ncclInternalError|NCCL error[^\n]{0,200}internal error|ncclInvalidArgument|NCCL error[^\n]{0,200}invalid argument",
-        says="had NCCL fail an internal check, which does not say which",
+        says="had NCCL fail an internal check",
         yields_to=(
             "infiniband-retries",
             "infiniband-port",
