@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
 from ddpdoctor.core.opening import whole
-from ddpdoctor.failures import Failure, Weight, recognise
+from ddpdoctor.failures import Weight, recognise
 from ddpdoctor.failures.anchors import Scan
 from ddpdoctor.failures.lines import clean, rank_of_file, segments, time_of
 from ddpdoctor.failures.prefixes import TASK, Line, split_line
 from ddpdoctor.failures.printed import Printed, says_more
 from ddpdoctor.failures.runs import ENDED
-from ddpdoctor.failures.sightings import STATUS, Sighting, corrected
+from ddpdoctor.failures.sightings import STATUS, Sighting, corrected, is_spoken
 from ddpdoctor.failures.tracebacks import SUMMARY_RANK, Tracebacks
 from ddpdoctor.failures.work import (
     COMPLAINT,
@@ -60,12 +59,6 @@ _UNSTARTED = re.compile(r", in (?:_initialize_workers|_find_and_load)$", re.MULT
 their stdout holds nothing back."""
 
 _LOCAL_RANK = re.compile(r"local_rank: (\d+)")
-_REPORTED = re.compile(
-    r"^(?:[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Warning)\b|\s*what\(\)|terminate called"
-    r"|slurmstepd|srun:|ERROR:|\s*exitcode\s*:|\[?[IWEF](?:\d{3,4} | \S+\.cpp)|\[Rank \d)"
-    r"|: error: |NCCL WARN|Warning: |\(exitcode: "
-)
-"""How a failure reports itself; other lines that speak of one are the job's own remarks."""
 
 
 class LogReader:
@@ -230,8 +223,7 @@ class LogReader:
             failure, groups = known
             is_status = STATUS.search(text) is not None
             rank = self._rank_in_summary(text) if is_status else line.rank
-            # Of a cause somebody may only speak.
-            spoken = not _REPORTED.search(line.text) and _is_always_reported(failure)
+            spoken = is_spoken(line.text, failure)
             self._add(
                 Sighting(
                     failure=failure,
@@ -393,10 +385,3 @@ def read(source: str, chunks: Iterable[bytes], place: int = 0) -> list[Sighting]
 def _may_hold_back(sighting: Sighting) -> bool:
     """Whether the process that raised it may print what it held back once it ends."""
     return bool(sighting.traceback) and not _UNSTARTED.search(sighting.traceback)
-
-
-@functools.cache
-def _is_always_reported(failure: Failure) -> bool:
-    """Whether all examples of a failure are exceptions or lines of a logger, not plain words."""
-    is_cause = failure.weight == Weight.CAUSE
-    return is_cause and all(_REPORTED.search(example) for example in failure.examples)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,13 @@ from ddpdoctor.failures.prefixes import TASK
 
 STATUS = re.compile(r"exitcode\s*:")
 """In the line of torchrun's report with how a rank ended."""
+
+_REPORTED = re.compile(
+    r"^(?:[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Warning)\b|\s*what\(\)|terminate called"
+    r"|slurmstepd|srun:|ERROR:|\s*exitcode\s*:|\[?[IWEF](?:\d{3,4} | \S+\.cpp)|\[Rank \d)"
+    r"|: error: |NCCL WARN|Warning: |\(exitcode: "
+)
+"""How a failure reports itself; other lines that speak of one are the job's own remarks."""
 
 NUMBER = re.compile(r"[\d.,:]+")
 ALIKE = 60
@@ -164,3 +172,15 @@ def _unnumber_nodes(sightings: Sequence[Sighting]) -> None:
             each.rank = None
         else:
             each.who = ""
+
+
+def is_spoken(text: str, failure: Failure) -> bool:
+    """Whether a line only speaks of a cause, which reports itself in other ways."""
+    return not _REPORTED.search(text) and _is_always_reported(failure)
+
+
+@functools.cache
+def _is_always_reported(failure: Failure) -> bool:
+    """Whether all examples of a failure are exceptions or lines of a logger, not plain words."""
+    is_cause = failure.weight == Weight.CAUSE
+    return is_cause and all(_REPORTED.search(example) for example in failure.examples)

@@ -92,7 +92,7 @@ class Room:
 
 
 class JournalReader:
-    """Reads a journal as it grows, across rotation, without parsing steps nobody asks for.
+    """Reads a journal as it grows, across rotation, without parsing steps that are not asked for.
 
     Args:
         path: The journal.

@@ -1,8 +1,8 @@
 """The last collectives that a rank called from Python, in a file mapped into its memory.
 
 A ring of fixed-size entries and, behind it, the texts that they refer to by number. A store costs
-about a microsecond, needs nobody to ask for it, and survives SIGKILL. Readers and writers meet here
-and nowhere else; standard library only.
+about a microsecond, does not have to be asked for, and survives SIGKILL. Readers and writers meet
+here and nowhere else; standard library only.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Collective(NamedTuple):
     began: int
     """Unix nanoseconds."""
     ended: int
-    """Unix nanoseconds; 0 while it is under way, or if it is asynchronous and nobody waited."""
+    """Unix nanoseconds; 0 while it is under way, or if it is asynchronous and never waited for."""
     sequence: int
     """Which call in its group it was, from 1 on; 0 for a send or a recv."""
     name: str

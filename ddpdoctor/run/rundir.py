@@ -1,6 +1,6 @@
 """Where runs live on disk: making, finding and pruning run directories.
 
-The base directory is shared with nobody: mode 0700 and owned by this user, or it is not used, since
+The base directory is not shared: mode 0700 and owned by this user, or it is not used, since
 on a machine with several users ``/tmp`` is where somebody else can plant a link. Then the user's
 own directories take its place. A directory that a person chose stays as open as it was made; the
 files in it are the user's alone all the same.

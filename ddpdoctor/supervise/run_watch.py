@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -19,9 +18,10 @@ from ddpdoctor.run import code, rundir
 from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.process import EndRecord, ErrorRecord, ExitRecord, FaultRecord
-from ddpdoctor.run.records.supervisor import JobRecord, SignalRecord, UnwatchedRecord
+from ddpdoctor.run.records.supervisor import JobRecord, UnwatchedRecord
 from ddpdoctor.run.requests import PROFILE, SUSPICION, Asking, SuspicionWriter
 from ddpdoctor.supervise import job_environment
+from ddpdoctor.supervise.ending import Ending
 from ddpdoctor.supervise.keepers import Keepers
 from ddpdoctor.supervise.notify import Notifications
 from ddpdoctor.supervise.passthrough import Passthrough
@@ -45,9 +45,6 @@ EXAMINE = 5.0
 
 SETTLE = 0.7
 """Seconds for the other ranks' records to arrive once something has happened."""
-
-KILL_GRACE = 5.0
-"""Most seconds that a job which hangs has to end."""
 
 _DEBUGGER, _DEBUGGER_END = "the debugger", "the end of the debugger"
 _RANKS, _HANGS, _SHOWING = "the rank watch", "the hang watch", "the monitor's files"
@@ -85,6 +82,7 @@ class RunWatch:
         self._debugging = debugging if directory is not None else None
         self._keepers = keepers
         self._signals = signals
+        self.ending = Ending(command.own, keepers, signals, reporter.note, self.write)
         self._ranks = RankWatch()
         self._gpus: GpuWatch | None = None
         self._gpu_poll: GpuPoll | None = None
@@ -98,8 +96,6 @@ class RunWatch:
         self._hangs: HangWatch | None = None
         self._stragglers: Stragglers | None = None
         self._watches: dict[str, Suspicions | Stragglers | HangWatch | Vitals] = {}
-        self.killed = False
-        """The job hung and was ended for it."""
         self._trouble = 0
         self._happened: float | None = None
         """When something happened that the rules should look at soon."""
@@ -240,7 +236,7 @@ class RunWatch:
         if self._debugging is not None:
             guarded(_DEBUGGER, self._note, self._debugging.look)
             if self._debugging.stopped:
-                self._end_for_debugger()
+                self.ending.for_debugger()
         if self._showing is not None:
             guarded(_SHOWING, self._showing.look, at_once=self._happened is not None)
         for descriptor in ended:
@@ -316,36 +312,8 @@ class RunWatch:
         self._guarded(_HANGS, self._end_hung_job)
 
     def _end_hung_job(self) -> None:
-        """With ``--kill-on-hang``: end a job that hangs for sure, all that is known being saved."""
-        own, hangs = self._command.own, self._hangs
-        hung = hangs is not None and hangs.judged(self._reporter.found)
-        if not (hung and own.kill_on_hang and self._may_end):
-            return
-        # A rank may have moved or ended while the verdict was made.
-        run = self._read()
-        if hangs is None or run is None or not hangs.confirmed(run):
+        if not self.ending.if_hung(self._hangs, self._reporter.found, self._read):
             self._happened = time.monotonic()
-        else:
-            self.killed = True
-            self._reporter.note("the job hangs: ending it (--kill-on-hang)")
-            self._end(min(own.grace, KILL_GRACE), hang=True)
-
-    def _end_for_debugger(self) -> None:
-        """With ``--stop-with-debugger``: end all ranks, since the person has stopped debugging."""
-        if self._may_end:
-            self._reporter.note("the debugger was stopped: ending the job")
-            self._end(self._command.own.grace, debugger=True)
-
-    @property
-    def _may_end(self) -> bool:
-        """Whether the job still runs, and was not asked to end."""
-        return self._keepers.status is None and self._signals.deadline is None
-
-    def _end(self, grace: float, *, hang: bool = False, debugger: bool = False) -> None:
-        self.write(
-            SignalRecord(time=time.time_ns(), signal=signal.SIGTERM, hang=hang, debugger=debugger)
-        )
-        self._signals.end_job(grace)
 
     def slept(self, seconds: float) -> None:
         """The whole job, and this process, were stopped for so long."""
@@ -355,10 +323,9 @@ class RunWatch:
     def _new_trouble(self, run: Run) -> bool:
         """Whether a process has just recorded something that ends it."""
         records = [record for rank in run.ranks for record in rank.records] + list(run.strays)
-        trouble = sum(type(each) in (ErrorRecord, ExitRecord, EndRecord) for each in records)
-        fresh = trouble > self._trouble
-        self._trouble = trouble
-        return fresh
+        before = self._trouble
+        self._trouble = sum(type(each) in (ErrorRecord, ExitRecord, EndRecord) for each in records)
+        return self._trouble > before
 
     # -- the end
 
@@ -378,7 +345,8 @@ class RunWatch:
         if self._debugging is not None:
             self._guarded(_DEBUGGER_END, self._debugging.stop)
         self._passthrough.finish(1.0)
-        self._save_stderr()
+        if self._showing is not None:
+            self._guarded(_SHOWING, self._showing.end)
         run = self._read()
         if run is not None and self._hangs is not None:
             self._guarded(_HANGS, self._hangs.end, run, status)
@@ -404,14 +372,6 @@ class RunWatch:
         for held in (self._journal, self._lock, *self._watches.values()):
             if held is not None:
                 held.close()
-
-    def _save_stderr(self) -> None:
-        if self._directory is None:
-            return
-        with contextlib.suppress(OSError):
-            rundir.put(self._directory / rundir.STDERR, bytes(self._passthrough.tail))
-            if self._showing is not None:
-                self._guarded(_SHOWING, self._showing.end)
 
     # -- the run directory
 

@@ -1,4 +1,4 @@
-"""What the supervisor puts into the run directory for who watches the job live."""
+"""What the supervisor puts into the run directory for who watches the job live, or later."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class Showing:
 
     def __init__(self, directory: Path, passthrough: Passthrough) -> None:
         self._file = directory / rundir.STDERR_SO_FAR
+        self._whole = directory / rundir.STDERR
         self._passthrough = passthrough
         self._due = 0.0
         self._shown = 0
@@ -48,6 +49,7 @@ class Showing:
         return (to_journal(each, taken) for each in events)
 
     def end(self) -> None:
-        """The whole end of stderr is in its own file now."""
+        """Keep the whole end of stderr in its own file."""
         with contextlib.suppress(OSError):
+            rundir.put(self._whole, bytes(self._passthrough.tail))
             self._file.unlink(missing_ok=True)

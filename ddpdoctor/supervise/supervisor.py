@@ -146,7 +146,7 @@ class Supervisor:
         self._watch.summarize(run, status)
         # Whoever was asked to end ends, even if its stderr is not read any more.
         self._passthrough.finish(1.0 if self._signals.received else None)
-        if self._watch.killed:
+        if self._watch.ending.killed:
             return HANG
         failed = any(finding.severity >= Severity.ERROR for finding in findings)
         return STRICT if self._command.own.strict and status == 0 and failed else status

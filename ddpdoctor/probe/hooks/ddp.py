@@ -28,6 +28,7 @@ from ddpdoctor.probe.runtime import (
     recorder,
     shield,
     sites,
+    torch_dynamo,
     torch_groups,
     torch_private,
 )
@@ -216,8 +217,8 @@ def _wrap_inside(torch: Any, ddp_class: Any) -> None:
     original = torch_private.inside_forward(ddp_class)
     if original is None:
         return
-    torch_private.skip_wrappers(torch, CODES)
-    torch_private.skip_frames(
+    torch_dynamo.skip_wrappers(torch, CODES)
+    torch_dynamo.skip_frames(
         torch,
         (
             sys.modules[__name__],
@@ -228,6 +229,7 @@ def _wrap_inside(torch: Any, ddp_class: Any) -> None:
             recorder,
             sites,
             steps,
+            torch_dynamo,
             torch_private,
         ),
     )
@@ -241,7 +243,7 @@ def _wrap_inside(torch: Any, ddp_class: Any) -> None:
         context = bare(self)
         return context if rank.active is None else forward(self, context, _before)
 
-    ddp_class._inside_ddp_forward = torch_private.disable_dynamo(torch, _inside_ddp_forward, False)
+    ddp_class._inside_ddp_forward = torch_dynamo.disable_dynamo(torch, _inside_ddp_forward, False)
 
 
 def _before(ddp: Any, frame: FrameType) -> StepTracker | None:

@@ -10,7 +10,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from ddpdoctor.probe.runtime import rank, shield, torch_private
+from ddpdoctor.probe.runtime import rank, shield, torch_dynamo, torch_private
 from ddpdoctor.probe.runtime.sites import caller
 from ddpdoctor.probe.runtime.wrapping import around
 from ddpdoctor.run.status import Phase
@@ -57,7 +57,7 @@ def install_sharded(module: ModuleType) -> None:
         return result
 
     torch = sys.modules["torch"]
-    sharded.__call__ = torch_private.disable_dynamo(torch, __call__, False)
+    sharded.__call__ = torch_dynamo.disable_dynamo(torch, __call__, False)
 
 
 def _begins() -> bool:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ddpdoctor.probe.runtime.budget import Budget
 
 CLOSELY = 256
-"""Steps at the beginning of which everything is seen, each with a line of its own."""
+"""Steps at the beginning of which everything is seen, each with its own line."""
 
 BEGINNING = 1024
 """Steps at the beginning in which a line stands for `SHORT` nanoseconds, not `LONG`, and gradients

@@ -30,6 +30,7 @@ from ddpdoctor.probe.observers.tensor_hashes import (
     hashes_of,
     state_hashes,
 )
+from ddpdoctor.probe.observers.versions import Versions
 from ddpdoctor.probe.runtime import events, torch_groups, torch_private
 from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.events import Observer
@@ -39,7 +40,6 @@ from ddpdoctor.run.records.replicas import (
     ElementsRecord,
     FingerprintRecord,
     IndexedTensor,
-    OutsideRecord,
     TensorsRecord,
     TogetherRecord,
 )
@@ -60,9 +60,6 @@ RICH_EVERY = 8
 RICH_BYTES = 1 << 18
 """Bytes of rich fingerprints, after which they are written half as often."""
 
-NAMED = 8
-"""Parameters that a record names; it counts the rest."""
-
 MOST_OPTIMIZERS = 8
 """Optimizers of a rank that are looked at."""
 
@@ -71,10 +68,6 @@ MOST_PENDING = 8
 
 TOGETHER = 8
 """Times that parameters may have been averaged that are looked at; later the powers of two."""
-
-
-_Version = tuple[int, str, "weakref.ref[Any]", int, int]
-"""Of a parameter: its module and name, itself, how often it was written, and where it lies."""
 
 
 @dataclass
@@ -103,8 +96,7 @@ class Fingerprints(Observer):
         self._rich_stride = RICH_EVERY
         self._rich_bytes = 0
         self._pending: deque[_Pending] = deque()
-        self._versions: list[_Version] = []
-        self._versions_step = -1
+        self._versions = Versions()
         self._moved = 0
         """Elements that collectives were called with, enough of them to carry all parameters."""
         self._together = 0
@@ -123,7 +115,7 @@ class Fingerprints(Observer):
         tensors = compared_tensors(ddp)
         self._trained[number] = sum(each.numel() for _, each in tensors if each.requires_grad)
         if not self.state.tracker.steps:
-            self._versions += _versions(number, tensors)
+            self._versions.note(number, tensors)
         if self.state.ledger is not None:
             self._await_together(self.state.ledger)
         self.wake("step_begins", "step_ended")
@@ -139,22 +131,9 @@ class Fingerprints(Observer):
         self.rest("step_begins")
         if not self._versions:
             return
-        versions, self._versions = self._versions, []
         start = clock()
-        changed: dict[int, list[str]] = {}
-        for number, name, ref, *before in versions:
-            parameter = ref()
-            if parameter is not None and [parameter._version, parameter.data_ptr()] != before:
-                changed.setdefault(number, []).append(name)
-        for module, names in changed.items():
-            self.state.recorder.add(
-                OutsideRecord(
-                    step=self._versions_step,
-                    module=module,
-                    count=len(names),
-                    names=tuple(names[:NAMED]),
-                )
-            )
+        for record in self._versions.changed():
+            self.state.recorder.add(record)
         self.state.budget.spend(clock() - start)
 
     def step_ended(self, optimizer: Any, number: int) -> None:
@@ -339,7 +318,7 @@ class Fingerprints(Observer):
 
     def _take(self, number: int, rich: bool) -> None:
         modules: list[ModuleHashes] = []
-        self._versions, self._versions_step = [], number
+        self._versions = Versions(number)
         self.wake("step_begins")
         for each in self._replicas.alive:
             ddp = each.ddp()
@@ -347,7 +326,7 @@ class Fingerprints(Observer):
                 continue
             named = compared_tensors(ddp)
             self._record_names(each, ddp, [name for name, _ in named])
-            self._versions += _versions(each.number, named)
+            self._versions.note(each.number, named)
             modules.append(ModuleHashes(each.number, [tensor for _, tensor in named], rich))
         if not modules:
             return
@@ -410,10 +389,3 @@ def _scale() -> Readback | None:
     if scale is None or not hashable(scale):
         return None
     return Readback([scale.detach().reshape(())])
-
-
-def _versions(module: int, named: list[tuple[str, Any]]) -> list[_Version]:
-    return [
-        (module, name, weakref.ref(each), each._version, each.data_ptr())
-        for name, each in named[:MOST_TENSORS]
-    ]

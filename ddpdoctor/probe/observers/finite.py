@@ -54,7 +54,7 @@ _Waiting = deque[tuple[int, Any, "Names | None"]]
 
 
 class Losses(Observer):
-    """The losses of one rank, and sums of its own gradients, on their way."""
+    """The losses of one rank, and sums of its gradients, on their way."""
 
     def __init__(self, state: RankState, replicas: Replicas) -> None:
         super().__init__(state)

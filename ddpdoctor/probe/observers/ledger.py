@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ddpdoctor.core.ranks import spans
 from ddpdoctor.probe.observers.calls import Call
-from ddpdoctor.probe.runtime import torch_private
+from ddpdoctor.probe.runtime import torch_dynamo
 from ddpdoctor.probe.runtime.hot import Calls
 from ddpdoctor.probe.runtime.sites import Site
 from ddpdoctor.run.ring import (
@@ -311,5 +311,5 @@ class Ledger(Calls):
 
     def look(self) -> None:
         """From the writing thread: compiled code calls its collectives itself."""
-        if torch_private.has_compiled():
+        if torch_dynamo.has_compiled():
             self._ring.set_partial()

@@ -26,7 +26,7 @@ from ddpdoctor.probe.runtime import (
     rank,
     shield,
     timeouts,
-    torch_private,
+    torch_dynamo,
     worker_code,
 )
 from ddpdoctor.probe.runtime.control import Message
@@ -119,7 +119,7 @@ def _join(hello: Message) -> None:
 def _debug(message: Message) -> Message:
     """Start debugpy, or wake it, and connect it to the supervisor; the answer may have an error."""
     error = debugpy_private.serve_safely(str(message["key"]))
-    return {"compiled": torch_private.has_compiled()} if error is None else {"error": error}
+    return {"compiled": torch_dynamo.has_compiled()} if error is None else {"error": error}
 
 
 def _workers(message: Message) -> Message:

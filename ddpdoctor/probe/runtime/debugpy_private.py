@@ -132,7 +132,7 @@ def _start() -> _Arrivals:
         # Else DataLoader workers are dragged in, whatever the client says (debugpy#1168).
         debugpy.configure(subProcess=False)
         with _accepting_from(arrivals):
-            # In this process: an adapter process of its own would hold the rank's stdout open.
+            # In this process: a separate adapter process would hold the rank's stdout open.
             debugpy.listen(_NOWHERE, in_process_debug_adapter=True)
     with contextlib.suppress(Exception):
         _count_as_library()
@@ -300,7 +300,7 @@ def _unmonitored() -> Iterator[None]:
     """Keep ``sys.monitoring`` out of this thread, which ``is_tracing`` does not keep out.
 
     Else pydevd, about to stop at a frame, stops at the first line of the library that it calls to
-    do so. Only outside of its own callbacks, where Python itself sees to it.
+    do so. Only outside its callbacks, where Python itself sees to it.
     """
     if not _uses_monitoring():
         yield

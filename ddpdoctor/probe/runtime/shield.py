@@ -87,8 +87,8 @@ def name_of(function: Callable[..., object]) -> str:
 def shielded(function: Callable[P, object]) -> Callable[P, None]:
     """``function`` without its exceptions: after the first one it does nothing any more.
 
-    KeyboardInterrupt and SystemExit are the job's own and pass, and so is what a signal handler of
-    its own raises.
+    KeyboardInterrupt and SystemExit are the job's own and pass, and so does what one of its
+    signal handlers raises.
     """
     name = name_of(function)
 

@@ -2,7 +2,8 @@
 
 Every access goes through here and is guarded by the feature, not by a version number. Public APIs
 (``torch.optim.optimizer.register_optimizer_step_pre_hook``, ``torch.distributed``, ``GradScaler``)
-are used directly by their hooks. Versions are those whose sources were read, 2.13 and 2.15 among
+are used directly by their hooks. Those of Dynamo, of process groups and of loaders have modules of
+their own beside this one. Versions are those whose sources were read, 2.13 and 2.15 among
 them; 2.14 was not.
 """
 
@@ -11,8 +12,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable
-from types import CodeType, FunctionType, ModuleType
+from collections.abc import Callable
 from typing import Any
 
 MOST_STREAMS = 64
@@ -104,51 +104,6 @@ def inside_forward(ddp_class: Any) -> Any:
     return getattr(ddp_class, "_inside_ddp_forward", None)
 
 
-def skip_frames(torch: Any, modules: Iterable[ModuleType]) -> None:
-    """Have Dynamo leave the functions of ``modules`` alone, with all that they call.
-
-    They run between the graphs of a compiled region. ``torch._C._dynamo.eval_frame`` marks code
-    objects at no cost per call: ``set_code_exec_strategy`` (2.7 to 2.15), ``skip_code`` before.
-    Without either, Dynamo compiles them: slower to warm up, the same results.
-    """
-    mark = _marker(getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None))
-    if mark is None:
-        return
-    for module in modules:
-        for owner in (module, *(v for v in vars(module).values() if isinstance(v, type))):
-            for value in vars(owner).values():
-                if isinstance(value, FunctionType) and value.__module__ == module.__name__:
-                    mark(value.__code__)
-
-
-def skip_wrappers(torch: Any, codes: Iterable[CodeType]) -> None:
-    """Have Dynamo leave functions alone that call others of the job's, but not those others."""
-    mark = _marker(getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None), within=False)
-    if mark is not None:
-        for code in codes:
-            mark(code)
-
-
-def _marker(eval_frame: Any, within: bool = True) -> Callable[[CodeType], object] | None:
-    setter = getattr(eval_frame, "set_code_exec_strategy", None)
-    action = getattr(eval_frame, "_FrameAction", None)
-    strategy = getattr(eval_frame, "_FrameExecStrategy", None)
-    if setter is not None and action is not None and strategy is not None:
-        skip = strategy(action.SKIP, action.SKIP if within else action.DEFAULT)
-        return lambda code: setter(code, skip)
-    older: Callable[[CodeType], object] | None = getattr(eval_frame, "skip_code", None)
-    return older
-
-
-def disable_dynamo(torch: Any, function: Any, recursive: bool) -> Any:
-    """``torch._disable_dynamo`` (2.4 to 2.15), which imports Dynamo only when first called.
-
-    Without it the function is returned as it is.
-    """
-    disable = getattr(torch, "_disable_dynamo", None)
-    return function if disable is None else disable(function, recursive=recursive)
-
-
 def sample(ddp: Any, every: int) -> bool:
     """Have DDP's logger time every so many iterations: ``_set_ddp_runtime_logging_sample_rate``.
 
@@ -209,16 +164,6 @@ def frozen_parameters(ddp: Any) -> list[Any]:
         for name, parameter in ddp.module.named_parameters()
         if not parameter.requires_grad and name not in ignored
     ]
-
-
-def has_compiled() -> bool:
-    """Whether ``torch.compile`` took functions here: ``torch._dynamo.utils.counters``, 2.0 to 2.15.
-
-    Without it users do not learn that breakpoints in such functions are not hit (debugpy#999).
-    """
-    counters: Any = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
-    # Not by index: these make an entry where there is none, and they are the job's.
-    return bool((counters or {}).get("frames", {}).get("ok"))
 
 
 def gradient_ready_times(ddp: Any) -> list[int] | None:

@@ -26,7 +26,7 @@ else:
 
         def declare(cls):
             made = dataclasses.dataclass(init=False, repr=False, eq=False, slots=slots)(cls)
-            # Of its own: that of a base may have been compiled.
+            # Its own one: that of a base may have been compiled.
             made.__init__ = _first
             return made
 

@@ -114,7 +114,7 @@ def _converter(hint: Any) -> _Convert:
     if origin is dict:
         return _object if arguments[1] is Any else _mapping(_converter(arguments[1]))
     if issubclass(hint, Part):
-        # Made when it is needed: a part may contain another of its own type.
+        # Made when it is needed: a part may contain another of the same type.
         return lambda found: decoder(hint)(_object(found))
     # A NamedTuple, whose last values may be missing if they have a default.
     hints = get_type_hints(hint)

@@ -110,7 +110,7 @@ static int is_off(PyObject *hook)
     return off_hooks != NULL && PySet_GET_SIZE(off_hooks) && PySet_Contains(off_hooks, hook) != 0;
 }
 
-/* Who has subscribed to a moment: a borrowed tuple, NULL if there is nobody. */
+/* Who has subscribed to a moment: a borrowed tuple, NULL if there is none. */
 static PyObject *subscribers(PyObject *moment)
 {
     PyObject *found = event_names ? PyDict_GetItemWithError(event_names, moment) : NULL;

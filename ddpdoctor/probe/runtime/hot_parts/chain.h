@@ -88,7 +88,7 @@ static PyObject *chain_sites(Chain *self, PyFrameObject *start)
         Py_DECREF(code);
         if (!same)
             break;
-        /* Of the last one nobody needs to know who called it. */
+        /* Who called the last one need not be known. */
         PyFrameObject *back =
             i + 1 < self->count || !self->enough ? PyFrame_GetBack(frame) : NULL;
         Py_DECREF(frame);
