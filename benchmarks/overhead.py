@@ -1,11 +1,11 @@
 """What ddpdoctor costs: the same job under torchrun and under ``ddpdoctor run``, in turn.
 
-    python benchmarks/overhead.py [hooks|instructions|steps|short|peers|resnet|child|startup|
-                                   supervisor|fingerprints|delay]
+    python benchmarks/overhead.py [hooks|within|instructions|steps|short|peers|resnet|child|
+                                   startup|supervisor|fingerprints|delay]
 
 Each figure is a ratio or a difference within a pair, so that a machine that gets faster or slower
 meanwhile does not show, as the median over the pairs with its 95 % interval: for ``hooks`` pairs of
-short blocks within one process, for whole jobs pairs of runs that follow each other. CPU time
+blocks within one process (also for ``within``), for whole jobs pairs of runs that follow each other. CPU time
 stands beside wall time, since only the former is the job's own on a machine that does other work.
 The exit status is 1 where an interval is too wide to tell, or where a bar is missed beyond doubt.
 """
@@ -164,6 +164,25 @@ def hooks(pairs: int, device: str, directory: str, verdicts: Verdicts) -> None:
             cpu_time = interval([each for each, _ in extra])
             verdicts.tell(f"{title}, CPU", cpu_time, " us", widest=max(1.0, bar / 4), most=bar)
             print(f"    wall {interval([each for _, each in extra]).text(' us', 1)}")
+
+
+def within(
+    lengths: Sequence[float], pairs: int, device: str, directory: str, verdicts: Verdicts
+) -> None:
+    """All that a step takes by the default budget, in blocks within one job, in turn.
+
+    What whole jobs show as well, without their scatter, but for the wrappers that stay in sleeping
+    steps: some attribute lookups and calls.
+    """
+    job = [str(HERE / "jobs" / "hooks.py"), "--pairs", str(pairs), "--device", device]
+    for length in lengths:
+        steps_of_block = next((each for each in (16, 64) if each * length >= 250), 256)
+        words = ["--work", str(work_for(length, directory)), "--whole", str(steps_of_block)]
+        outputs = []
+        for line in run([*DOCTOR, *ONE, *job, *words], directory)[1].splitlines():
+            cpu, wall, no_cpu, no_wall = (each / 1e9 for each in json.loads(line)[1:])
+            outputs.append(({"cpu": no_cpu, "wall": no_wall}, {"cpu": cpu, "wall": wall}))
+        compare(f"within a job, {length:g} ms", outputs, verdicts, 1.02 if length < 5 else 1.005)
 
 
 def quartile(values: Sequence[float]) -> float:
@@ -327,7 +346,7 @@ def supervisor(directory: str, seconds: float = 20.0) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    usual = ["hooks", "steps", "child", "startup", "supervisor"]
+    usual = ["hooks", "within", "steps", "child", "startup", "supervisor"]
     parser.add_argument("what", nargs="*", default=usual)
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--blocks", type=int, default=300, help="pairs of blocks, for hooks")
@@ -350,6 +369,8 @@ def main() -> int:
             hooks(options.blocks, options.device, directory, verdicts)
         if "instructions" in options.what:
             instructions()
+        if "within" in options.what:
+            within(options.lengths, options.blocks, options.device, directory, verdicts)
         if "steps" in options.what:
             steps(options.lengths, options.pairs, options.seconds, directory, verdicts)
         if "short" in options.what:

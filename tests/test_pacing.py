@@ -26,12 +26,17 @@ def a_detail(cost: float = 0.0, light: float = 0.0) -> Detail:
 
 
 def followed(
-    monkeypatch: pytest.MonkeyPatch, *, step: int, cost: int, steps: int = 4096
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    step: int,
+    cost: int,
+    steps: int = 4096,
+    percent: float = 0.5,
 ) -> tuple[list[int], list[int], Budget]:
     """The steps that are followed, those of them that are not judged, and what was paid."""
     monkeypatch.setattr(events, "_alarms", [])
     monkeypatch.setattr(events, "due", events.NEVER)
-    budget = Budget(0.5)
+    budget = Budget(percent)
     state = a_rank([], budget, detail=a_detail(cost, light=3_000))
     clock = [0]
     monkeypatch.setattr(pacing, "_now", lambda: clock[0])
@@ -125,3 +130,43 @@ def test_ranks_of_different_cost_share_their_windows(monkeypatch: pytest.MonkeyP
 def test_a_window_is_followed_however_dear(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, _, _ = followed(monkeypatch, step=1000, cost=MILLISECOND)
     assert set(range(3072, 3072 + detail.WINDOW)) <= set(seen)
+
+
+def test_without_a_budget_the_fewest_windows_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, _, _ = followed(monkeypatch, step=MILLISECOND, cost=20_000, percent=0)
+    assert {number // detail.WINDOW for number in seen if number >= detail.BEGINNING} == {
+        64,
+        128,
+        192,
+    }
+
+
+def test_between_followed_windows_it_is_seldom_looked(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    turn = Pacing._turn
+    monkeypatch.setattr(
+        Pacing, "_turn", lambda self, number: (looked.append(number), turn(self, number))
+    )
+    followed(monkeypatch, step=MILLISECOND, cost=20_000, percent=0)
+    # At the end of one that is followed, and four times until the next one.
+    windows = [number // detail.WINDOW for number in looked if number >= detail.BEGINNING]
+    assert windows == [64, 65, 80, 96, 112, 128, 129, 144, 160, 176, 192, 193, 208, 224, 240, 256]
+
+
+def test_where_steps_become_long_all_are_followed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "_alarms", [])
+    monkeypatch.setattr(events, "due", events.NEVER)
+    state = a_rank([], Budget(0.5), detail=a_detail(20_000, light=3_000))
+    clock = [0]
+    monkeypatch.setattr(pacing, "_now", lambda: clock[0])
+    Pacing(state)
+    seen = []
+    for number in range(4096):
+        if state.tracker.detail.pacing:
+            seen.append(number)
+        clock[0] += MILLISECOND if number < 2060 else 20 * MILLISECOND
+        state.tracker.steps = number + 1
+        if number + 1 >= events.due:
+            events.ring(number + 1)
+    # The look that comes next sees it, two windows later.
+    assert seen[seen.index(2048) + detail.WINDOW :] == list(range(2080, 4096))

@@ -25,6 +25,9 @@ RARE, RAREST = 4, 64
 SHARE = 2
 """Of what diagnosis may cost, a half at most goes here."""
 
+LOOKS = 4
+"""How often it is looked, from one window that is followed to the next, whether more may be."""
+
 CLOCKED = 4
 """Of so many windows that are followed, a step of one is clocked."""
 
@@ -40,8 +43,9 @@ class Pacing(Observer):
         self._detail = state.tracker.detail
         self._detail.pacing = True
         self._settled_at = 0
-        self._turned: int | None = None
-        """When the window under way began."""
+        self._turned: tuple[int, int] | None = None
+        """When it was last looked at which windows to follow, and before which step."""
+        self._rarity = 1
         self._paced: list[Observer] = []
         events.before_step(1, self._go_on)
 
@@ -58,23 +62,25 @@ class Pacing(Observer):
         if not number % WINDOW:
             self._turn(number)
         # In between nothing changes, and nothing is called.
-        following = number + WINDOW - number % WINDOW
+        ahead = WINDOW * (1 if self._detail.pacing else max(1, self._rarity // LOOKS))
+        following = number + ahead - number % ahead
         events.before_step(self._settled_at if self.settling else following, self._go_on)
 
     def _turn(self, number: int) -> None:
-        """A window ended: pay for it, and see whether the next one is followed."""
+        """Windows ended: pay for one that was followed, and see whether the next one is."""
         now = _now()
-        began, self._turned = self._turned, now
+        last, self._turned = self._turned, (now, number)
         budget, before = self.state.budget, self._detail.pacing
         cost = WINDOW * self._detail.surplus
         if before:
             budget.follow(int(cost), granted=number <= BEGINNING)
-        if began is None or not budget.enabled:
+        if last is None:
             return
         rarity, rarest = 1, RAREST if number >= BEGINNING else RARE if number >= CLOSELY else 1
-        may_cost = budget.share * (now - began) / SHARE
+        may_cost = budget.share * (now - last[0]) * WINDOW / max(number - last[1], 1) / SHARE
         while rarity < rarest and cost > rarity * may_cost:
             rarity *= 2
+        self._rarity = rarity
         window = number // WINDOW
         awake = self._detail.pacing = not window % rarity
         if before is not awake:

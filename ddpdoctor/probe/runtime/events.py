@@ -9,6 +9,8 @@ of a step (`before_step`).
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -158,7 +160,9 @@ group_joined: list[Callable[[Any], None]] = []
 NEVER = 1 << 62
 due = NEVER
 """The number of the training step before which somebody wants to be called; see `before_step`."""
-_alarms: list[tuple[int, Callable[[], None]]] = []
+_alarms: list[tuple[int, int, Callable[[], None]]] = []
+"""A heap of numbers of steps, each with the order in which it was asked for, and what to call."""
+_order = itertools.count()
 
 
 def subscribe(observer: Observer) -> None:
@@ -197,18 +201,19 @@ def pause(observer: Observer, paused: bool) -> None:
 def before_step(number: int, function: Callable[[], None]) -> None:
     """Call a function once, before a training step begins that has at least that number."""
     global due
-    _alarms.append((number, function))
-    due = min(due, number)
+    heapq.heappush(_alarms, (number, next(_order), function))
+    due = _alarms[0][0]
 
 
 def ring(number: int) -> None:
     """The training step of that number begins, which was `due`."""
     global due
-    ripe = [each for each in _alarms if each[0] <= number]
-    _alarms[:] = [each for each in _alarms if each[0] > number]
-    due = min((each[0] for each in _alarms), default=NEVER)
-    for _, function in ripe:
-        shield.shielded(function)()
+    ripe = []
+    while _alarms and _alarms[0][0] <= number:
+        ripe.append(heapq.heappop(_alarms)[2])
+    due = _alarms[0][0] if _alarms else NEVER
+    for function in ripe:
+        shield.call(function)
 
 
 def forget() -> None:

@@ -84,6 +84,16 @@ def name_of(function: Callable[..., object]) -> str:
     return f"{function.__module__}.{function.__qualname__}"
 
 
+def call(function: Callable[[], object]) -> None:
+    """Call a function once, without its exceptions, as `shielded` does."""
+    if off and name_of(function) in off:
+        return
+    try:
+        function()
+    except Exception as error:
+        fault(name_of(function), error)
+
+
 def shielded(function: Callable[P, object]) -> Callable[P, None]:
     """``function`` without its exceptions: after the first one it does nothing any more.
 
