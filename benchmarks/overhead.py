@@ -4,9 +4,10 @@
                                    startup|supervisor|fingerprints|delay]
 
 Each figure is a ratio or a difference within a pair, so that a machine that gets faster or slower
-meanwhile does not show, as the median over the pairs with its 95 % interval: for ``hooks`` pairs of
-blocks within one process (also for ``within``), for whole jobs pairs of runs that follow each other. CPU time
-stands beside wall time, since only the former is the job's own on a machine that does other work.
+meanwhile does not show, as the median over the pairs with its 95 % interval: for ``hooks`` and
+``within`` pairs of blocks within one process, for whole jobs pairs of runs that follow each other.
+CPU time stands beside wall time, since only the former is the job's own on a machine that does
+other work.
 The exit status is 1 where an interval is too wide to tell, or where a bar is missed beyond doubt.
 """
 
