@@ -144,9 +144,12 @@ def test_without_a_budget_the_fewest_windows_are_followed(monkeypatch: pytest.Mo
 def test_between_followed_windows_it_is_seldom_looked(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
     turn = Pacing._turn
-    monkeypatch.setattr(
-        Pacing, "_turn", lambda self, number: (looked.append(number), turn(self, number))
-    )
+
+    def look(self: Pacing, number: int) -> None:
+        looked.append(number)
+        turn(self, number)
+
+    monkeypatch.setattr(Pacing, "_turn", look)
     followed(monkeypatch, step=MILLISECOND, cost=20_000, percent=0)
     # At the end of one that is followed, and four times until the next one.
     windows = [number // detail.WINDOW for number in looked if number >= detail.BEGINNING]

@@ -39,6 +39,10 @@ class Written(Passthrough):
     def carried(self) -> int:  # type: ignore[override]
         return len(self.text)
 
+    @property
+    def tail(self) -> bytes:
+        return self.text
+
     def last(self, size: int) -> bytes:
         return self.text[-size:]
 
@@ -95,7 +99,10 @@ def test_the_last_of_stderr_is_shown_where_it_is_new(
     shows.look()
     assert file.read_bytes().endswith(b"the end.")
     shows.end()
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [tmp_path / rundir.STDERR], (
+        "the whole end, and no part of it"
+    )
+    assert (tmp_path / rundir.STDERR).read_bytes() == job.text
 
 
 def test_a_disk_that_says_no_is_borne(tmp_path: Path) -> None:

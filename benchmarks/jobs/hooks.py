@@ -92,7 +92,7 @@ def earned_nothing(tracker: Any, nanoseconds: int) -> None:
     budget._start += nanoseconds
     budget._settled_at += nanoseconds
     for *_, function in events._alarms:
-        pacing = getattr(function, "__self__", None)
+        pacing: Any = getattr(function, "__self__", None)
         if hasattr(pacing, "_turned"):
             looked, number = pacing._turned
             pacing._turned = looked + nanoseconds, number
