@@ -14,6 +14,7 @@ The exit status is 1 where an interval is too wide to tell, or where a bar is mi
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -133,13 +134,43 @@ def short(pairs: int, iterations: int, directory: str, verdicts: Verdicts) -> No
     compare("steps on a GPU", outputs, verdicts, 1.02)
 
 
-def peers(pairs: int, directory: str, verdicts: Verdicts) -> None:
-    """The tiny job under torchrun with ``torch.profiler``, waiting and recording."""
-    job = [str(HERE / "jobs" / "tiny.py"), "--iterations", "2000"]
-    for mode in ("off", "on"):
-        other = [*TORCHRUN, *job, "--profiler", mode]
-        outputs = in_turn([*TORCHRUN, *job], other, pairs, directory)
-        compare(f"torch.profiler {mode}, 1 ms", outputs, verdicts, None)
+def peers(lengths: Sequence[float], pairs: int, directory: str, verdicts: Verdicts) -> None:
+    """Steps under torchrun, ddpdoctor, ``torch.profiler`` (waiting, recording) and TraceML.
+
+    All in turn, round by round, the order turned round each time. TraceML is ``traceml-ai``, if it
+    is installed.
+    """
+    job = str(HERE / "jobs" / "tiny.py")
+    for length in lengths:
+        count = max(300, int(2500 / length))
+        words = ["--iterations", str(count), "--warmup", str(count // 3)]
+        words += ["--work", str(work_for(length, directory))]
+        commands = {
+            "torchrun": [*TORCHRUN, job, *words],
+            "ddpdoctor": [*DOCTOR, job, *words],
+            "torch.profiler, waiting": [*TORCHRUN, job, *words, "--peer", "profiler-off"],
+            "torch.profiler, recording": [*TORCHRUN, job, *words, "--peer", "profiler-on"],
+        }
+        if importlib.util.find_spec("traceml_ai") is not None:
+            start = "from traceml_ai.launcher.cli import main; main()"
+            logs = ["--logs-dir", directory, "--no-save-training-output"]
+            commands["TraceML"] = [
+                sys.executable, "-c", start, "run", *logs, *RANKS, job,
+                "--args", *words, "--peer", "traceml",
+            ]  # fmt: skip
+        rounds = [
+            {
+                name: json.loads(
+                    next(each for each in run(commands[name], directory)[1].splitlines()
+                         if each.startswith('{"wall"'))
+                )
+                for name in list(commands)[:: 1 if index % 2 else -1]
+            }
+            for index in range(pairs)
+        ]  # fmt: skip
+        for name in list(commands)[1:]:
+            outputs = [(each["torchrun"], each[name]) for each in rounds]
+            compare(f"{name}, steps of {length:g} ms", outputs, verdicts, None)
 
 
 def hooks(pairs: int, device: str, directory: str, verdicts: Verdicts) -> None:
@@ -377,7 +408,7 @@ def main() -> int:
         if "short" in options.what:
             short(options.pairs, int(options.seconds * 1000), directory, verdicts)
         if "peers" in options.what:
-            peers(options.pairs, directory, verdicts)
+            peers(options.lengths, options.pairs, directory, verdicts)
         if "resnet" in options.what:
             job = [str(HERE.parent / "sample_jobs" / "resnet50_synthetic.py")]
             job += ["--iterations", "60", "--warmup", "10"]

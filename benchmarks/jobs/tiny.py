@@ -9,9 +9,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import importlib
 import itertools
 import json
 import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +32,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=300)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--work", type=int, default=0, help="more products of matrices in a step")
-    parser.add_argument("--profiler", choices=("none", "off", "on"), default="none")
+    parser.add_argument("--peer", choices=("profiler-off", "profiler-on", "traceml"))
     parser.add_argument("--device", default="cpu", help="cpu, or cuda with NCCL")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -41,18 +44,18 @@ def main() -> None:
     batch = torch.randn(64, options.width, device=options.device)
     ballast = torch.randn(256, 256, device=options.device) / 256
     wall, cpu = [], []
-    with profiler(options.profiler, options.iterations) as step_done:
+    with peer(options.peer, options.iterations, ddp) as around_step:
         for iteration in range(options.iterations):
             if iteration % BLOCK == 0:
                 wall.append(time.perf_counter())
                 cpu.append(time.process_time())
-            optimizer.zero_grad()
-            with torch.no_grad():
-                for _ in range(options.work):
-                    torch.mm(ballast, ballast)
-            ddp(batch).square().mean().backward()
-            optimizer.step()
-            step_done()
+            with around_step():
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    for _ in range(options.work):
+                        torch.mm(ballast, ballast)
+                ddp(batch).square().mean().backward()
+                optimizer.step()
     if dist.get_rank() == 0:
         skipped = options.warmup // BLOCK
         print(json.dumps({"wall": lower(wall[skipped:]), "cpu": lower(cpu[skipped:])}))
@@ -68,16 +71,27 @@ def lower(marks: list[float]) -> float:
 
 
 @contextlib.contextmanager
-def profiler(mode: str, iterations: int):  # type: ignore[no-untyped-def]
-    """``torch.profiler`` around the steps, as a peer: recording all of them, or waiting only."""
-    if mode == "none":
-        yield lambda: None
+def peer(name: str | None, iterations: int, ddp: Any) -> Iterator[Callable[[], Any]]:
+    """What surrounds each step: nothing, or what another tool wants there."""
+    if name is None:
+        yield contextlib.nullcontext
         return
-    waits = 0 if mode == "on" else iterations + 1
+    if name == "traceml":
+        traceml = importlib.import_module("traceml_ai")
+        traceml.init(mode="auto")
+        yield lambda: traceml.trace_step(ddp)
+        return
+    waits = 0 if name == "profiler-on" else iterations + 1
     schedule = torch.profiler.schedule(wait=waits, warmup=0, active=50, repeat=0)
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, schedule=schedule) as running:
-        yield running.step
+
+        @contextlib.contextmanager
+        def step() -> Iterator[None]:
+            yield
+            running.step()
+
+        yield step
 
 
 if __name__ == "__main__":
