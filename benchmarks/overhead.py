@@ -1,7 +1,7 @@
 """What ddpdoctor costs: the same job under torchrun and under ``ddpdoctor run``, in turn.
 
     python benchmarks/overhead.py [hooks|within|instructions|steps|short|peers|resnet|child|
-                                   startup|supervisor|fingerprints|delay]
+                                   startup|supervisor|threads|fingerprints|delay]
 
 Each figure is a ratio or a difference within a pair, so that a machine that gets faster or slower
 meanwhile does not show, as the median over the pairs with its 95 % interval: for ``hooks`` and
@@ -348,6 +348,29 @@ def child(pairs: int, directory: str, verdicts: Verdicts) -> None:
         verdicts.tell(title, extra, " ms", digits=2, widest=1.0 if most else 10.0, most=most)
 
 
+def threads(directory: str) -> None:
+    """The probe's own threads in a rank that trains, with 20 answers with its stacks meanwhile."""
+    record = str(Path(directory) / "threads")
+    job = str(HERE / "jobs" / "threads.py")
+    process = subprocess.Popen(
+        [*DOCTOR[:4], "--run-dir", record, *DOCTOR[4:], job],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": directory},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(8)
+    for _ in range(20):
+        command = [sys.executable, "-m", "ddpdoctor", "stacks", record]
+        subprocess.run(command, capture_output=True, check=True)
+    found = json.loads(process.communicate(timeout=300)[0].splitlines()[-1])
+    answers = found["answers"]
+    print(
+        f"threads: the writing thread wakes {found['wakes']:.1f} times a second and held the GIL "
+        f"for {', '.join(f'{each:.2f}' for each in found['held'])} ms at most; "
+        f"{len(answers)} answers of {median(answers):.2f} ms (most {answers[-1]:.2f})"
+    )
+
+
 def supervisor(directory: str, seconds: float = 20.0) -> None:
     """CPU and memory of the supervisor and its keepers while the tiny job runs."""
     job = [str(HERE / "jobs" / "tiny.py"), "--iterations", "100000000"]
@@ -433,6 +456,8 @@ def main() -> int:
             fingerprints(options.pairs, directory)
         if "delay" in options.what:
             delay(directory)
+        if "threads" in options.what:
+            threads(directory)
         if "supervisor" in options.what:
             supervisor(directory)
     return verdicts.status()
