@@ -24,15 +24,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.intervals import LEAST, Verdicts, interval
+
+T = TypeVar("T")
 
 HERE = Path(__file__).parent
 RANKS = ("--nproc-per-node", "2")
@@ -81,6 +84,21 @@ def in_turn(
         }
         outputs.append((found[False], found[True]))
     return outputs
+
+
+def rounds(
+    commands: dict[str, list[str]], count: int, measure: Callable[[list[str]], T]
+) -> list[dict[str, T]]:
+    """What is measured of several commands in turn, the order turned round each time."""
+    return [
+        {name: measure(commands[name]) for name in list(commands)[:: 1 if index % 2 else -1]}
+        for index in range(count)
+    ]
+
+
+def older(directory: str) -> list[str]:
+    """The command of another checkout's ddpdoctor."""
+    return ["env", f"PYTHONPATH={Path(directory).resolve()}", *DOCTOR]
 
 
 def compare(
@@ -134,42 +152,40 @@ def short(pairs: int, iterations: int, directory: str, verdicts: Verdicts) -> No
     compare("steps on a GPU", outputs, verdicts, 1.02)
 
 
-def peers(lengths: Sequence[float], pairs: int, directory: str, verdicts: Verdicts) -> None:
+def peers(
+    lengths: Sequence[float], pairs: int, against: str, directory: str, verdicts: Verdicts
+) -> None:
     """Steps under torchrun, ddpdoctor, ``torch.profiler`` (waiting, recording) and TraceML.
 
-    All in turn, round by round, the order turned round each time. TraceML is ``traceml-ai``, if it
-    is installed.
+    TraceML is ``traceml-ai``, if it is installed; with ``--against`` an older ddpdoctor, too.
     """
     job = str(HERE / "jobs" / "tiny.py")
+
+    def measure(command: list[str]) -> dict[str, float]:
+        lines = run(command, directory)[1].splitlines()
+        found: dict[str, float] = json.loads(next(e for e in lines if e.startswith('{"wall"')))
+        return found
+
     for length in lengths:
         count = max(300, int(2500 / length))
-        words = ["--iterations", str(count), "--warmup", str(count // 3)]
+        words = [job, "--iterations", str(count), "--warmup", str(count // 3)]
         words += ["--work", str(work_for(length, directory))]
         commands = {
-            "torchrun": [*TORCHRUN, job, *words],
-            "ddpdoctor": [*DOCTOR, job, *words],
-            "torch.profiler, waiting": [*TORCHRUN, job, *words, "--peer", "profiler-off"],
-            "torch.profiler, recording": [*TORCHRUN, job, *words, "--peer", "profiler-on"],
+            "torchrun": [*TORCHRUN, *words],
+            "ddpdoctor": [*DOCTOR, *words],
+            "torch.profiler, waiting": [*TORCHRUN, *words, "--peer", "profiler-off"],
+            "torch.profiler, recording": [*TORCHRUN, *words, "--peer", "profiler-on"],
         }
+        if against:
+            commands["ddpdoctor before"] = [*older(against), *words]
         if importlib.util.find_spec("traceml_ai") is not None:
             start = "from traceml_ai.launcher.cli import main; main()"
             logs = ["--logs-dir", directory, "--no-save-training-output"]
-            commands["TraceML"] = [
-                sys.executable, "-c", start, "run", *logs, *RANKS, job,
-                "--args", *words, "--peer", "traceml",
-            ]  # fmt: skip
-        rounds = [
-            {
-                name: json.loads(
-                    next(each for each in run(commands[name], directory)[1].splitlines()
-                         if each.startswith('{"wall"'))
-                )
-                for name in list(commands)[:: 1 if index % 2 else -1]
-            }
-            for index in range(pairs)
-        ]  # fmt: skip
+            options = ["--args", *words[1:], "--peer", "traceml"]
+            commands["TraceML"] = [sys.executable, "-c", start, "run", *logs, *RANKS, job, *options]
+        found = rounds(commands, pairs, measure)
         for name in list(commands)[1:]:
-            outputs = [(each["torchrun"], each[name]) for each in rounds]
+            outputs = [(each["torchrun"], each[name]) for each in found]
             compare(f"{name}, steps of {length:g} ms", outputs, verdicts, None)
 
 
@@ -312,19 +328,24 @@ def delay(directory: str, runs: int = 6, iterations: int = 3000) -> None:
     print(f"detection delay: median {median(delays):.0f} steps, most {max(delays)}; {runs} runs")
 
 
-def startup(pairs: int, directory: str, verdicts: Verdicts) -> None:
-    """From the launch to the end of the first step."""
-    extra, plain_times = [], []
+def startup(pairs: int, against: str, directory: str, verdicts: Verdicts) -> None:
+    """From the launch to the end of the first step; with ``--against`` of an older one, too."""
     job = str(HERE / "jobs" / "first_step.py")
-    for index in range(pairs):
-        found: dict[bool, float] = {}
-        for watched in alternately(index):
-            start, output = run([*(DOCTOR if watched else TORCHRUN), job], directory)
-            found[watched] = number(r"first ([\d.]+)", output) - start
-        extra.append(found[True] - found[False])
-        plain_times.append(found[False])
-    title = f"start-up, {median(plain_times):.2f} s under torchrun, more"
-    verdicts.tell(title, interval(extra), " s", digits=3, widest=0.1, most=0.2)
+    commands = {"torchrun": [*TORCHRUN, job], "ddpdoctor": [*DOCTOR, job]}
+    if against:
+        commands["ddpdoctor before"] = [*older(against), job]
+
+    def measure(command: list[str]) -> float:
+        start, output = run(command, directory)
+        return number(r"first ([\d.]+)", output) - start
+
+    found = rounds(commands, pairs, measure)
+    plain = median(each["torchrun"] for each in found)
+    for name, most in (("ddpdoctor", 0.2), ("ddpdoctor before", None)):
+        if name in commands:
+            extra = interval([each[name] - each["torchrun"] for each in found])
+            title = f"start-up, {plain:.2f} s under torchrun, {name} more"
+            verdicts.tell(title, extra, " s", digits=3, widest=0.1, most=most)
 
 
 def child(pairs: int, directory: str, verdicts: Verdicts) -> None:
@@ -407,6 +428,7 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=300, help="pairs of blocks, for hooks")
     parser.add_argument("--lengths", type=float, nargs="+", default=[1, 5, 20, 300])
     parser.add_argument("--seconds", type=float, default=6.0, help="of steps in a run, for steps")
+    parser.add_argument("--against", default="", help="an older checkout, for startup and peers")
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
@@ -431,7 +453,7 @@ def main() -> int:
         if "short" in options.what:
             short(options.pairs, int(options.seconds * 1000), directory, verdicts)
         if "peers" in options.what:
-            peers(options.lengths, options.pairs, directory, verdicts)
+            peers(options.lengths, options.pairs, options.against, directory, verdicts)
         if "resnet" in options.what:
             job = [str(HERE.parent / "sample_jobs" / "resnet50_synthetic.py")]
             job += ["--iterations", "60", "--warmup", "10"]
@@ -451,7 +473,7 @@ def main() -> int:
         if "child" in options.what:
             child(10 * options.pairs, directory, verdicts)
         if "startup" in options.what:
-            startup(options.pairs, directory, verdicts)
+            startup(options.pairs, options.against, directory, verdicts)
         if "fingerprints" in options.what:
             fingerprints(options.pairs, directory)
         if "delay" in options.what:
