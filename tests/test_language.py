@@ -31,9 +31,6 @@ GUIDES = (
     "benchmarks/README.md",
 )  # fmt: skip
 
-LONGEST = 400
-"""Lines of a file."""
-
 AREAS = sorted(
     f"ddpdoctor/{path.name}"
     for path in (ROOT / "ddpdoctor").iterdir()
@@ -70,12 +67,6 @@ def test_code(area: str) -> None:
     assert sources
     found = {str(path): used(path.read_text(), DIALECT) for path in sources}
     assert not {path: words for path, words in found.items() if words}
-
-
-def test_no_file_of_the_package_is_too_long_to_read() -> None:
-    lines = {str(path): path.read_text().count("\n") for path in (ROOT / "ddpdoctor").rglob("*.py")}
-    assert lines
-    assert not {path: count for path, count in lines.items() if count > LONGEST}
 
 
 def test_contributing_lists_the_words() -> None:

@@ -76,26 +76,7 @@ def explain(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
     Returns:
         None where nothing shows that it is more than a crowded machine.
     """
-    mine: Profile | None = None
-    others: list[Profile] = []
-    place = None
-    # Those that were asked for its sake come first.
-    for request in sorted(_asked(run), key=lambda each: each.rank != lag.rank.rank):
-        # Samples between two epochs, say, with no step among them, say nothing of steps.
-        found = {
-            rank: each
-            for rank, each in profiles(run.last, request.asked).items()
-            if each.record.steps
-        }
-        if lag.rank.rank not in found:
-            continue
-        sampled = found[lag.rank.rank]
-        beside = [found[each.rank] for each in usual if each.rank in found]
-        place = spot(sampled, beside, BORNE_OUT * min(lag.gap / lag.wall, 1.0))
-        if place is not None or mine is None:
-            mine, others = sampled, beside
-        if place is not None:
-            break
+    mine, others, place = _sampled(run, lag, usual)
     if lag.few and place is None:
         return None
     if lag.crowded:
@@ -109,6 +90,32 @@ def explain(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
     if not works and _workers_crowded(lag, mine, others):
         return None
     return _reason(run, lag, mine, others, place, works)
+
+
+def _sampled(
+    run: Run, lag: Lag, usual: Sequence[Rank]
+) -> tuple[Profile | None, list[Profile], Spot | None]:
+    """Samples of a rank, those of the others, and where it is that they are not."""
+    mine: Profile | None = None
+    others: list[Profile] = []
+    # Those that were asked for its sake come first.
+    for request in sorted(_asked(run), key=lambda each: each.rank != lag.rank.rank):
+        # Samples between two epochs, say, with no step among them, say nothing of steps.
+        found = {
+            rank: each
+            for rank, each in profiles(run.last, request.asked).items()
+            if each.record.steps
+        }
+        if lag.rank.rank not in found:
+            continue
+        sampled = found[lag.rank.rank]
+        beside = [found[each.rank] for each in usual if each.rank in found]
+        place = spot(sampled, beside, BORNE_OUT * min(lag.gap / lag.wall, 1.0))
+        if place is not None:
+            return sampled, beside, place
+        if mine is None:
+            mine, others = sampled, beside
+    return mine, others, None
 
 
 def _reason(

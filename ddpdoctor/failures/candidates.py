@@ -26,26 +26,14 @@ def causes(sightings: Sequence[Sighting]) -> list[Sighting]:
 def found_in(sightings: Sequence[Sighting]) -> tuple[list[Sighting], bool]:
     """What may be the cause, the first in time first, and whether it is known to be one."""
     sightings = _without_limits(_without_yielding(sightings))
-    if not any(
-        each.weight >= Weight.REMARK
-        and not (each.is_warning or each.warned)
-        and (each.final or each.uncaught)
-        for each in sightings
-    ):
+    if not any(map(_may_have_ended_it, sightings)):
         return [], False
     causes = _ending(sightings, Weight.DECISIVE, Weight.CAUSE, Weight.GENERIC, Weight.SYMPTOM)
     if causes := _without_warnings(causes):
         raised = _raised_before(causes, sightings)
         return _ordered(raised or causes), not raised
     lost = _ending(sightings, Weight.STOPPED, Weight.BARE, Weight.CONSEQUENCE)
-    # Plain lines came after it, which may be those of other ranks, if lines do not say whose.
-    unsure = [
-        each
-        for each in sightings
-        if each.weight >= Weight.SYMPTOM
-        and (each.uncaught or (each.rank is None and each.behind < LATER))
-        and not (each.spoken and lost)
-    ]
+    unsure = [e for e in sightings if _is_unsure(e) and not (e.spoken and lost)]
     if unsure:
         return _ordered(unsure)[-1:], False
     if lost:
@@ -56,6 +44,17 @@ def found_in(sightings: Sequence[Sighting]) -> tuple[list[Sighting], bool]:
     wrappers = [each for each in sightings if each.weight == Weight.WRAPPER]
     remarks = [each for each in sightings if each.weight == Weight.REMARK and each.final]
     return sorted(wrappers, key=_wrapper_order) or remarks, False
+
+
+def _may_have_ended_it(each: Sighting) -> bool:
+    warns = each.is_warning or each.warned
+    return each.weight >= Weight.REMARK and not warns and (each.final or each.uncaught)
+
+
+def _is_unsure(each: Sighting) -> bool:
+    """Plain lines came after it, which may be those of other ranks, if lines do not say whose."""
+    near = each.rank is None and each.behind < LATER
+    return each.weight >= Weight.SYMPTOM and (each.uncaught or near)
 
 
 def _ending(sightings: Sequence[Sighting], *weights: Weight) -> list[Sighting]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from ddpdoctor.core.opening import whole
 from ddpdoctor.failures import Weight, recognise
@@ -125,6 +125,11 @@ class LogReader:
             for text in list(self._past)[-after:] if after > 0 else ():
                 self._went_on(split_line(text))
         found = corrected(sorted(self._sightings, key=lambda each: each.order))
+        self._count_behind(found)
+        return found
+
+    def _count_behind(self, found: Sequence[Sighting]) -> None:
+        """How many lines of the same run, or of the next one, come behind each sighting."""
         ends = [each for each in found if each.final or each.uncaught]
         end = max(ends, key=lambda each: each.last, default=None)
         goes_on = end and (self._number > end.last + _MANY or self._goes_on(end))
@@ -140,7 +145,6 @@ class LogReader:
                 each.behind = 0
             if each.final or each.uncaught:
                 next_, size, is_last = each.line, each.order[1], False
-        return found
 
     def _goes_on(self, end: Sighting) -> bool:
         """Whether the last lines behind an end are a job's at work, not what is written there.

@@ -115,12 +115,17 @@ class _Log:
         run.append(each)
         if script:
             self._script, self._script_ended = (each.who, "" if launches else script), len(run)
-        if _is_stillborn(each):
-            self._stillborn = _first(each)
         self._job = job
         if pid:
             self._pids[each.rank] = pid
             self._named = len(run)
+        self._ends(each)
+
+    def _ends(self, each: Sighting) -> None:
+        """Whether the run under way ends with its newest sighting, or has something end in it."""
+        run = self.runs[-1]
+        if _is_stillborn(each):
+            self._stillborn = _first(each)
         reported = each.weight in ENDED and each.final
         named = STATUS.search(each.text) and each.final
         if reported or named or each.uncaught or _is_refused(each):

@@ -116,29 +116,7 @@ class Tracebacks:
         if len(under_way) >= _MOST_OPEN:
             ended += self._end(key, under_way[:1])
             under_way = self._open.setdefault(key, [])
-        prefix = line.text.partition(HEAD)[0] if head else ""
-        reported = _REPORT.match(prefix) is not None
-        spawned = next(filter(None, map(_SPAWNED.match, reversed(above))), None)
-        of_rank = _OF_RANK.search(line.text)
-        rank = whole(of_rank[1]) if of_rank else line.rank
-        # What torch logs so it goes on without.
-        warned = WARNING.match(prefix) is not None
-        new = Printed(
-            start=offset,
-            number=number,
-            rank=_reported_rank(earlier[-4:]) if reported else rank,
-            uncaught=line.uncaught and not warned,
-            time=when(),
-            lines=[f"{HEAD}:"] if head else [*_frames(earlier), line.text],
-            last=number,
-            state=Kind.HEAD if head else Kind.EXCEPTION,
-            who=line.who or (f"process {spawned[1]}{SPAWNED_BY}" if spawned else ""),
-            prefix=_INDENTED if reported else shape(prefix) if prefix else None,
-            ignored=warned or any(_IGNORED.search(text) for text in above),
-            in_thread=any(_IN_THREAD.match(text) for text in above),
-            reported=reported or any(_OF_PROCESS.search(text) for text in above),
-        )
-        under_way.append(new)
+        under_way.append(_begun(line, earlier, offset, number, when()))
         return True, ended
 
     def rest(self) -> list[Printed]:
@@ -167,6 +145,35 @@ class Tracebacks:
             # All that might have been mixed up says the same.
             each.woven = each.woven and any(p.lines != each.lines for p in held if p.woven)
         return self._held.pop(key)
+
+
+def _begun(
+    line: Line, earlier: Sequence[str], offset: int, number: int, when: float | None
+) -> Printed:
+    """The traceback that begins with a line, or ends with it, some frames of it above."""
+    head, above = HEAD in line.text, earlier[-2:]
+    prefix = line.text.partition(HEAD)[0] if head else ""
+    reported = _REPORT.match(prefix) is not None
+    spawned = next(filter(None, map(_SPAWNED.match, reversed(above))), None)
+    of_rank = _OF_RANK.search(line.text)
+    rank = whole(of_rank[1]) if of_rank else line.rank
+    # What torch logs so it goes on without.
+    warned = WARNING.match(prefix) is not None
+    return Printed(
+        start=offset,
+        number=number,
+        rank=_reported_rank(earlier[-4:]) if reported else rank,
+        uncaught=line.uncaught and not warned,
+        time=when,
+        lines=[f"{HEAD}:"] if head else [*_frames(earlier), line.text],
+        last=number,
+        state=Kind.HEAD if head else Kind.EXCEPTION,
+        who=line.who or (f"process {spawned[1]}{SPAWNED_BY}" if spawned else ""),
+        prefix=_INDENTED if reported else shape(prefix) if prefix else None,
+        ignored=warned or any(_IGNORED.search(text) for text in above),
+        in_thread=any(_IN_THREAD.match(text) for text in above),
+        reported=reported or any(_OF_PROCESS.search(text) for text in above),
+    )
 
 
 def _taker(under_way: Sequence[Printed], text: str, number: int) -> Printed | None:

@@ -215,19 +215,7 @@ def _facts(first: Sighting, all_: Sequence[Sighting]) -> Iterator[str]:
             "was late; a rank that the log does not show may have been"
         )
     yield from _absent(first, all_)
-    caught = [
-        each
-        for each in all_
-        if each.order < first.order
-        and (each.went_on or (not first.uncaught and _was_logged(each, first)))
-    ]
-    yield from (f"before it, and the log goes on after: {_printed(each)}" for each in caught[-1:])
-    ended = (
-        each
-        for each in all_
-        if each.uncaught and each.order < first.order and not (each.final or _alike(each, first))
-    )
-    yield from (f"before it another process ended: {_printed(each)}" for each in islice(ended, 1))
+    yield from _printed_before(first, [each for each in all_ if each.order < first.order])
     limits = (each for each in all_ if name_of(each) == "time-limit" and each.order > first.order)
     if name_of(first) != "time-limit":
         yield from (f"it came before the end of its time: {_printed(each)}" for each in limits)
@@ -238,6 +226,18 @@ def _facts(first: Sighting, all_: Sequence[Sighting]) -> Iterator[str]:
     if first.failure is not None and "nccl" in first.text.lower():
         warned = [each for each in all_ if name_of(each) == "nccl-warn"]
         yield from (f"before: {_printed(each)}" for each in warned[:_SHOWN])
+
+
+def _printed_before(first: Sighting, before: Sequence[Sighting]) -> Iterator[str]:
+    """What was printed before it: of what the job went on after, and of another process."""
+    for each in reversed(before):
+        if each.went_on or (not first.uncaught and _was_logged(each, first)):
+            yield f"before it, and the log goes on after: {_printed(each)}"
+            break
+    for each in before:
+        if each.uncaught and not (each.final or _alike(each, first)):
+            yield f"before it another process ended: {_printed(each)}"
+            break
 
 
 def _was_logged(each: Sighting, first: Sighting) -> bool:

@@ -66,12 +66,8 @@ def build(words: Sequence[str], environ: Mapping[str, str]) -> Command | None:
     nproc = _nproc(given, environ)
     ranks, note, extra = _local_ranks(nproc, environ), "", []
     if nproc is None:
-        count = _gpus(environ)
-        ranks = count or DEFAULT_CPU_RANKS
+        ranks, note = _usual_ranks(environ)
         extra = ["--nproc-per-node", str(ranks)]
-        what = f"one per visible GPU ({count})" if count else "no GPU here"
-        starting = "1 rank" if ranks == 1 else f"{ranks} ranks"
-        note = f"starting {starting}, {what}; --nproc-per-node N chooses another number"
     if no_python and shutil.which(script) is None:
         raise DoctorError(f"{script}: no such program", "check the name, or give a path")
     if not no_python and not as_module:
@@ -88,6 +84,15 @@ def build(words: Sequence[str], environ: Mapping[str, str]) -> Command | None:
         one_node=nodes == "1",
         script=os.path.basename(script),
     )
+
+
+def _usual_ranks(environ: Mapping[str, str]) -> tuple[int, str]:
+    """How many ranks are started where the user names no number, and what to say of it."""
+    count = _gpus(environ)
+    ranks = count or DEFAULT_CPU_RANKS
+    what = f"one per visible GPU ({count})" if count else "no GPU here"
+    starting = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    return ranks, f"starting {starting}, {what}; --nproc-per-node N chooses another number"
 
 
 def _check_own(own: OwnOptions) -> None:

@@ -127,40 +127,45 @@ def _findings(meeting: Meeting, failed: dict[Way, Dialled], ways: list[Way]) -> 
     for each in blames:
         if each in single[MOST_WAYS:]:
             continue
-        outcome = failed[each.ways[0]].outcome
-        if outcome == "lossy":
+        if failed[each.ways[0]].outcome == "lossy":
             yield _lossy(meeting, each, failed, ways)
             continue
         hidden = translated(meeting, each.ways[0][1])
         if hidden:
             yield from _translated(meeting, each, hidden)
             continue
-        closed = outcome not in ("silent", "stranger")
-        used = any(_is_used(meeting, way) for way in each.ways)
-        evidence = tuple(_evidence(meeting, each, failed, ways))
-        yield finding(
-            Severity.ERROR if used else Severity.WARNING,
-            f"{_message(meeting, each)}: {_WORDS.get(outcome, 'it fails')}",
-            evidence=evidence if used else (*evidence, UNUSED),
-            fix=_fix(meeting, each) if closed else SILENT_FIX,
-            paste=_paste(meeting, each)
-            if closed
-            else typed("ip route get {}", meeting.nodes[each.ways[0][1]].address),
-            about=each.about,
-        )
+        yield _closed(meeting, each, failed, ways)
     if len(single) > MOST_WAYS:
-        more = single[MOST_WAYS:]
-        yield failure(
-            f"{len(more)} more directions between nodes are closed",
-            evidence=tuple(
-                f"{meeting.name(each.ways[0][0])} to {meeting.name(each.node)}"
-                for each in more[:16]
-            ),
-            fix="Let the nodes of the job reach each other on all TCP ports. For the first of "
-            f"these, on {meeting.host(more[0].node)}:",
-            paste=_paste(meeting, more[0]),
-            about="more ways",
-        )
+        yield _more_closed(meeting, single[MOST_WAYS:])
+
+
+def _closed(meeting: Meeting, each: Blame, failed: dict[Way, Dialled], ways: list[Way]) -> Finding:
+    outcome = failed[each.ways[0]].outcome
+    closed = outcome not in ("silent", "stranger")
+    used = any(_is_used(meeting, way) for way in each.ways)
+    evidence = tuple(_evidence(meeting, each, failed, ways))
+    route = typed("ip route get {}", meeting.nodes[each.ways[0][1]].address)
+    return finding(
+        Severity.ERROR if used else Severity.WARNING,
+        f"{_message(meeting, each)}: {_WORDS.get(outcome, 'it fails')}",
+        evidence=evidence if used else (*evidence, UNUSED),
+        fix=_fix(meeting, each) if closed else SILENT_FIX,
+        paste=_paste(meeting, each) if closed else route,
+        about=each.about,
+    )
+
+
+def _more_closed(meeting: Meeting, more: Sequence[Blame]) -> Finding:
+    return failure(
+        f"{len(more)} more directions between nodes are closed",
+        evidence=tuple(
+            f"{meeting.name(each.ways[0][0])} to {meeting.name(each.node)}" for each in more[:16]
+        ),
+        fix="Let the nodes of the job reach each other on all TCP ports. For the first of "
+        f"these, on {meeting.host(more[0].node)}:",
+        paste=_paste(meeting, more[0]),
+        about="more ways",
+    )
 
 
 def _twins(meeting: Meeting, index: int) -> list[int]:
