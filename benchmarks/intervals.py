@@ -7,6 +7,7 @@ median lies with 95 % probability.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from math import sqrt
 from statistics import median
@@ -49,6 +50,28 @@ def interval(values: Sequence[float]) -> Interval:
     count = len(ordered)
     below = max(0, int(count / 2 - 0.98 * sqrt(count)))
     return Interval(median(ordered), ordered[below], ordered[count - 1 - below], count)
+
+
+def ratio_of_sums(values: Sequence[float], others: Sequence[float], draws: int = 2000) -> Interval:
+    """The sum of some values by that of others, pair by pair, with its interval.
+
+    By the bootstrap over the pairs: what happens in few of them counts as often as it does, which a
+    median over them would not show.
+
+    Raises:
+        ValueError: There are fewer than `LEAST` pairs.
+    """
+    if len(values) < LEAST:
+        raise ValueError(f"{len(values)} pairs; an interval takes {LEAST}")
+    pairs = list(zip(values, others, strict=True))
+    draw = random.Random(0)
+    ratios = []
+    for _ in range(draws):
+        some = draw.choices(pairs, k=len(pairs))
+        ratios.append(sum(a for a, _ in some) / sum(b for _, b in some))
+    ratios.sort()
+    whole = sum(values) / sum(others)
+    return Interval(whole, ratios[draws // 40], ratios[-1 - draws // 40], len(pairs))
 
 
 class Verdicts:

@@ -17,6 +17,7 @@ from ddpdoctor.core.job import Command, OwnOptions
 from ddpdoctor.debug.debugging import Debugging
 from ddpdoctor.render import console
 from ddpdoctor.render.report import Reporter
+from ddpdoctor.run import rundir
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.run.status import Phase
@@ -198,6 +199,20 @@ def test_a_watcher_that_fails_ends_alone(
         others = {"the debugger", "the monitor's files", "the rank watch"}
     for other in others:
         assert looked.count(other) >= 4, other
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_end_of_stderr_is_kept_whatever_failed(
+    monkeypatch: pytest.MonkeyPatch, supervisor: Supervisor, part: str
+) -> None:
+    watch = supervisor._watch
+    monkeypatch.setattr(*PARTS[part](watch), raises)
+    watch._happened = 1.0
+    watch.look()
+    monkeypatch.setattr(type(watch._passthrough), "tail", b"RuntimeError: the cause\n")
+    watch.end(1, list)
+    assert watch._directory is not None
+    assert (watch._directory / rundir.STDERR).read_bytes() == b"RuntimeError: the cause\n"
 
 
 def _listen(

@@ -14,7 +14,7 @@ from ddpdoctor.run.records.supervisor import FindingRecord, RetractionRecord
 from ddpdoctor.run.reported import Reported, Withdrawn, from_journal
 from ddpdoctor.supervise import showing
 from ddpdoctor.supervise.passthrough import Passthrough
-from ddpdoctor.supervise.showing import Showing
+from ddpdoctor.supervise.showing import Showing, keep_stderr
 from tests.conftest import Doctor
 
 FOUND = Finding(
@@ -98,6 +98,7 @@ def test_the_last_of_stderr_is_shown_where_it_is_new(
     monkeypatch.setattr(shows, "_due", 0.0)
     shows.look()
     assert file.read_bytes().endswith(b"the end.")
+    keep_stderr(tmp_path, job)
     shows.end()
     assert list(tmp_path.iterdir()) == [tmp_path / rundir.STDERR], (
         "the whole end, and no part of it"
@@ -110,6 +111,7 @@ def test_a_disk_that_says_no_is_borne(tmp_path: Path) -> None:
     job.text = b"x"
     shows = Showing(tmp_path / "gone", job)
     shows.look()
+    keep_stderr(tmp_path / "gone", job)
     shows.end()
 
 

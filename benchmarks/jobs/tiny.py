@@ -1,7 +1,7 @@
 """A step of a given length: what the probe adds to it is seen here.
 
 Rank 0 prints seconds as JSON: the steps' wall times and the CPU times of the process in them, by
-blocks of steps, the lower quartile over the blocks.
+blocks of steps, the lower quartile over the blocks and the mean.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def main() -> None:
                 optimizer.step()
     if dist.get_rank() == 0:
         skipped = options.warmup // BLOCK
-        print(json.dumps({"wall": lower(wall[skipped:]), "cpu": lower(cpu[skipped:])}))
+        marks = {"wall": wall[skipped:], "cpu": cpu[skipped:]}
+        found = {what: lower(each) for what, each in marks.items()}
+        print(json.dumps(found | {f"mean {what}": mean(each) for what, each in marks.items()}))
     del ddp, optimizer
     gc.collect()
     dist.destroy_process_group()
@@ -68,6 +70,11 @@ def lower(marks: list[float]) -> float:
     """Seconds of a step: the lower quartile over the blocks between the marks."""
     blocks = sorted((b - a) / BLOCK for a, b in itertools.pairwise(marks))
     return blocks[len(blocks) // 4]
+
+
+def mean(marks: list[float]) -> float:
+    """Seconds of a step: all of them between the first and the last mark."""
+    return (marks[-1] - marks[0]) / BLOCK / (len(marks) - 1)
 
 
 @contextlib.contextmanager

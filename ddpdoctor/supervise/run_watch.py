@@ -26,7 +26,7 @@ from ddpdoctor.supervise.keepers import Keepers
 from ddpdoctor.supervise.notify import Notifications
 from ddpdoctor.supervise.passthrough import Passthrough
 from ddpdoctor.supervise.ranks import RankWatch
-from ddpdoctor.supervise.showing import Showing
+from ddpdoctor.supervise.showing import Showing, keep_stderr
 from ddpdoctor.supervise.signals import JobSignals
 from ddpdoctor.supervise.unwatched import Unwatched, bare_option, of_option
 
@@ -336,8 +336,7 @@ class RunWatch:
             status: Its exit status.
             ready: Which of :attr:`descriptors` are readable.
         """
-        run = self._read()
-        if run is not None:
+        if (run := self._read()) is not None:
             self._guarded(_RANKS, self._note, partial(self._ranks.follow, run))
         # The ends of ranks that came together with the end of the job.
         for descriptor in ready():
@@ -345,14 +344,15 @@ class RunWatch:
         if self._debugging is not None:
             self._guarded(_DEBUGGER_END, self._debugging.stop)
         self._passthrough.finish(1.0)
+        if self._directory is not None:
+            self._guarded("the end of stderr", keep_stderr, self._directory, self._passthrough)
         if self._showing is not None:
             self._guarded(_SHOWING, self._showing.end)
         run = self._read()
         if run is not None and self._hangs is not None:
             self._guarded(_HANGS, self._hangs.end, run, status)
         self.write(JobRecord(time=time.time_ns(), status=status))
-        run = self._read()
-        if run is not None:
+        if (run := self._read()) is not None:
             self._examine(run)
         return run
 

@@ -29,7 +29,6 @@ class Showing:
 
     def __init__(self, directory: Path, passthrough: Passthrough) -> None:
         self._file = directory / rundir.STDERR_SO_FAR
-        self._whole = directory / rundir.STDERR
         self._passthrough = passthrough
         self._due = 0.0
         self._shown = 0
@@ -49,7 +48,12 @@ class Showing:
         return (to_journal(each, taken) for each in events)
 
     def end(self) -> None:
-        """Keep the whole end of stderr in its own file."""
+        """The whole end of stderr is in its own file now."""
         with contextlib.suppress(OSError):
-            rundir.put(self._whole, bytes(self._passthrough.tail))
             self._file.unlink(missing_ok=True)
+
+
+def keep_stderr(directory: Path, passthrough: Passthrough) -> None:
+    """Keep the end of the job's stderr: the verdict of a crash may depend on it."""
+    with contextlib.suppress(OSError):
+        rundir.put(directory / rundir.STDERR, bytes(passthrough.tail))

@@ -78,7 +78,7 @@ class Pacing(Observer):
             return
         rarity, rarest = 1, RAREST if number >= BEGINNING else RARE if number >= CLOSELY else 1
         may_cost = budget.share * (now - last[0]) * WINDOW / max(number - last[1], 1) / SHARE
-        while rarity < rarest and cost > rarity * may_cost:
+        while rarity < rarest and (cost > rarity * may_cost or not budget.enabled):
             rarity *= 2
         self._rarity = rarity
         window = number // WINDOW

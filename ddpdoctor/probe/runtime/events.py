@@ -208,12 +208,20 @@ def before_step(number: int, function: Callable[[], None]) -> None:
 def ring(number: int) -> None:
     """The training step of that number begins, which was `due`."""
     global due
-    ripe = []
-    while _alarms and _alarms[0][0] <= number:
-        ripe.append(heapq.heappop(_alarms)[2])
-    due = _alarms[0][0] if _alarms else NEVER
-    for function in ripe:
-        shield.call(function)
+    now, later = next(_order), []
+    try:
+        while _alarms and _alarms[0][0] <= number:
+            alarm = heapq.heappop(_alarms)
+            if alarm[1] > now:
+                # Asked for meanwhile: for the next step.
+                later.append(alarm)
+            else:
+                shield.call(alarm[2])
+    finally:
+        # Also if Ctrl-C comes meanwhile.
+        for alarm in later:
+            heapq.heappush(_alarms, alarm)
+        due = _alarms[0][0] if _alarms else NEVER
 
 
 def forget() -> None:
