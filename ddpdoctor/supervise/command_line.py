@@ -43,8 +43,8 @@ Options of ddpdoctor:
                     [default: a directory below <tmp>/ddpdoctor-<uid>/].
   --journal-mb N    Most megabytes of records per rank [default: 64].
   --overhead-budget PERCENT
-                    What checks for wrong results may cost, in per cent of the
-                    step time; 0 turns them off [default: 0.5].
+                    What the hooks and the checks for wrong results may cost, in
+                    per cent of the step time; 0: no checks [default: 0.5].
   -h, --help        Show this text.
 
 Debugger (debugpy starts in a rank only when a client attaches):
