@@ -118,3 +118,15 @@ def test_it_is_over_once_the_rank_has_caught_up(written: Written, own: float, ov
     finding = Finding("DDP610", Severity.WARNING, "slow", (1,), about="rank 1")
     run = RunReader(written.path).snapshot()
     assert (RULES["DDP610"].lapses(finding, run) is not None) == over
+
+
+@pytest.mark.parametrize(
+    ("length", "waited", "found"), [(3, 2, 0), (12, 8, 1), (3, 0.05, 1)], ids=str
+)
+def test_what_lasts_too_short_on_a_busy_machine_is_not_told(
+    written: Written, length: float, waited: float, found: int
+) -> None:
+    """A core was slower for 70 ms, all that the job trained: 24 steps after the warm-up."""
+    rank(written, 0, steps(length, length, 0.5 * length, waited, last=34))
+    rank(written, 1, steps(2 * length - 0.1, 0.1, 1.5 * length, waited, last=34))
+    assert len(written.findings(status=0)) == found

@@ -44,6 +44,10 @@ LASTING = 5_000_000_000
 """Nanoseconds that steps must span to say that others use a rank's core: for less the kernel may
 just not have balanced its load."""
 
+BRIEF = 500_000_000
+"""Nanoseconds of steps that show no more than few steps do, unless the machine is calm: for so long
+a core may be slow because of what its sibling, or the host of a virtual machine, does."""
+
 ALONE = 3.0
 """How many times as long as the others a rank waits for a core if others use that one alone."""
 
@@ -92,7 +96,7 @@ class Lag:
     usual: float
     steps: int
     few: bool
-    """Whether these are few: from the beginning of a job, in all of which the gap is there."""
+    """Whether these are few, or over soon: then the gap is plain to see, and in all of them."""
 
 
 def lags(run: Run, enough: int = ENOUGH, few: int = FEW) -> Iterator[Lag]:
@@ -236,6 +240,9 @@ def _lag(
     span = mine[common[-1]].start - mine[common[0]].start
     alike = here(_cpu) <= ALIKE * there(_cpu)
     taken = alike and here(_waited) >= ALONE * there(_waited) and span >= lasting
+    waits = max(here(_waited), there(_waited))
+    calm = waits <= CALM * wall
+    few = few or (not calm and span < BRIEF)
     gap = 0.0
     crowded = False
     if _stands_out(working, total, relief) and (not few or _plain(working, total)):
@@ -244,7 +251,6 @@ def _lag(
         gap, crowded = median(crowd), True
     if not gap:
         return None
-    waits = max(here(_waited), there(_waited))
     phase, slow, usual = max(
         ((name, here(_part(name)), there(_part(name))) for name in PHASES),
         key=lambda found: found[1] - found[2],
@@ -256,7 +262,7 @@ def _lag(
         cpu=0.0 if sampled else median(surplus(_cpu, _cpu)),
         total=total,
         wall=wall,
-        calm=waits <= CALM * wall,
+        calm=calm,
         sure=_stands_out(safely, total, relief) and median(safely) >= BORNE_OUT * gap,
         own=(here(net), there(rest)),
         wait=(here(lambda step: step.wait), there(lambda step: step.wait)),
