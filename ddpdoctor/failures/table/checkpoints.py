@@ -67,12 +67,13 @@ FAILURES = (
     ),
     Failure(
         Known("DDP945", "checkpoint-cut", Weight.CAUSE, "2.13"),
-        r"OSError: \[Errno 22\] Invalid argument|EOFError: Ran out of input"
+        r"OSError: \[Errno 22\] Invalid argument|EOFError(?:: Ran out of input|\Z)"
         r"|UnpicklingError: (?:invalid load key|pickle data was truncated)",
         within=r"torch[/\\]serialization\.py",
         examples=(
             'Traceback (most recent call last):\n  File "/opt/lib/python3.11/site-packages/torch/serialization.py", line 7, in call\n    call()\nOSError: [Errno 22] Invalid argument',
             'Traceback (most recent call last):\n  File "/opt/lib/python3.11/site-packages/torch/serialization.py", line 7, in call\n    call()\nEOFError: Ran out of input',
+            'Traceback (most recent call last):\n  File "/opt/lib/python3.11/site-packages/torch/serialization.py", line 7, in call\n    call()\nEOFError',
         ),
         says="could not read a checkpoint: the file is cut short, or is none",
         fix="A job was stopped while it wrote, the disk was full, or several ranks wrote it at "
