@@ -400,3 +400,26 @@ def test_an_observer_rests_until_it_is_woken() -> None:
         assert len(events.backward_begins) == 1
     finally:
         events.forget()
+
+
+def test_what_the_writing_thread_takes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0]
+    monkeypatch.setattr("ddpdoctor.probe.runtime.budget._now", lambda: now[0])
+    budget = Budget(0.5)
+    one = Detail(SimpleNamespace(clocked=False, spent=0))
+    one.follow(budget)
+    one.full, one.light = 100_000.0, 10_000.0
+
+    def chosen(number: int, milliseconds: int, wrote: float) -> int:
+        now[0] += 1000 * MILLISECOND
+        budget.writing += int(wrote * MILLISECOND)
+        one._step = 0.0
+        one.choose(number, milliseconds * MILLISECOND)
+        return one.sparse + 1
+
+    assert chosen(1024, 20, wrote=0) == 4, "10 us, and 90 by 4, of 50"
+    before = budget.followed
+    assert chosen(2048, 20, wrote=1) == 8, "0.1 % of the time leaves 30 us"
+    assert budget.written == 0.001
+    assert budget.followed - before >= MILLISECOND
+    assert chosen(3072, 40, wrote=500) == 4, "a quarter is left in any case: 50 us"

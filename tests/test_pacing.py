@@ -20,7 +20,7 @@ MILLISECOND = 1_000_000
 def a_detail(cost: float = 0.0, light: float = 0.0) -> Detail:
     """Light steps that take so many nanoseconds, and so many more where gradients are followed."""
     one = Detail(SimpleNamespace(clocked=False, spent=0))
-    one.sparse, one.full = 63, 50_000.0
+    one.sparse, one.full = 63, light + 6_400.0
     one.light, one.paced = light, light + cost
     return one
 
@@ -32,12 +32,13 @@ def followed(
     cost: int,
     steps: int = 4096,
     percent: float = 0.5,
+    light: int = 200,
 ) -> tuple[list[int], list[int], Budget]:
     """The steps that are followed, those of them that are not judged, and what was paid."""
     monkeypatch.setattr(events, "_alarms", [])
     monkeypatch.setattr(events, "due", events.NEVER)
     budget = Budget(percent)
-    state = a_rank([], budget, detail=a_detail(cost, light=3_000))
+    state = a_rank([], budget, detail=a_detail(cost, light))
     clock = [0]
     monkeypatch.setattr(pacing, "_now", lambda: clock[0])
     one = Pacing(state)
@@ -132,6 +133,19 @@ def test_a_window_is_followed_however_dear(monkeypatch: pytest.MonkeyPatch) -> N
     assert set(range(3072, 3072 + detail.WINDOW)) <= set(seen)
 
 
+@pytest.mark.parametrize(("light", "every"), [(200, 8), (2_400, 16), (3_000, 32), (8_000, 32)])
+def test_what_the_hooks_take_is_not_there_for_gradients(
+    monkeypatch: pytest.MonkeyPatch, light: int, every: int
+) -> None:
+    """Of 5 us a step 1.25 are kept for diagnoses, and all hooks take 0.1 more than light ones.
+
+    An eighth is there in any case.
+    """
+    seen, _, _ = followed(monkeypatch, step=MILLISECOND, cost=20_000, light=light)
+    later = {number // detail.WINDOW for number in seen if number >= detail.BEGINNING}
+    assert later == set(range(64, 256, every))
+
+
 def test_without_a_budget_the_fewest_windows_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, _, _ = followed(monkeypatch, step=MILLISECOND, cost=20_000, percent=0)
     assert {number // detail.WINDOW for number in seen if number >= detail.BEGINNING} == {
@@ -159,7 +173,7 @@ def test_between_followed_windows_it_is_seldom_looked(monkeypatch: pytest.Monkey
 def test_where_steps_become_long_all_are_followed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "_alarms", [])
     monkeypatch.setattr(events, "due", events.NEVER)
-    state = a_rank([], Budget(0.5), detail=a_detail(20_000, light=3_000))
+    state = a_rank([], Budget(0.5), detail=a_detail(20_000, light=200))
     clock = [0]
     monkeypatch.setattr(pacing, "_now", lambda: clock[0])
     Pacing(state)

@@ -40,6 +40,7 @@ from ddpdoctor.probe.observers.steps import StepTracker
 from ddpdoctor.probe.observers.weights import Changes
 from ddpdoctor.probe.observers.zeroing import Zeroing
 from ddpdoctor.probe.runtime import hot, shield, timeouts, watch
+from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.events import subscribe
 from ddpdoctor.probe.runtime.rank import (
     RankState,
@@ -104,7 +105,7 @@ def become(torch: Any) -> None:
         )
     )
     enter(state, torch.compiler.is_dynamo_compiling)
-    recorder.each_round.append(lambda: page.set_cost(state.budget.taken()))
+    recorder.each_round.append(lambda: _account(state))
     stem = os.path.join(run_directory(), rank_stem(rank, restart))
     ring = stem + ".collectives"
     try:
@@ -122,6 +123,13 @@ def become(torch: Any) -> None:
     recorder.start()
     watch.start()
     atexit.register(end)
+
+
+def _account(state: RankState) -> None:
+    """Show what this rank takes; the writing thread's own part counts, too."""
+    if state.recorder.is_writing:
+        state.budget.writing = clock()
+    state.recorder.page.set_cost(state.budget.taken())
 
 
 @shield.shielded

@@ -39,6 +39,9 @@ RAREST = 64
 SHARE = 2
 """Of what may be spent, a half at most goes here; what is left is for diagnoses."""
 
+LEAST = 4
+"""Of what may be spent, a quarter at least goes here, whatever the writing thread takes."""
+
 WINDOW = 16
 """Steps whose gradients are followed, or not, together."""
 
@@ -125,6 +128,12 @@ class Detail:
         return max(self.paced - self.light, 0.0) if self.sparse else 0.0
 
     @property
+    def taken(self) -> float:
+        """Nanoseconds that the hooks of a step take on average, without following gradients."""
+        light = min(self.light, self.full)
+        return light + (self.full - light) / (self.sparse + 1)
+
+    @property
     def _diagnosed(self) -> int:
         return self._budget.account()[0] if self._budget is not None else 0
 
@@ -152,7 +161,8 @@ class Detail:
         if number < CLOSELY:
             return
         share = budget.share if budget is not None else 0.0
-        allowed = share * self._step / SHARE
+        written = budget.written if budget is not None else 0.0
+        allowed = max(share / SHARE - written, share / LEAST) * self._step
         every = 1
         light = min(light, self.full)
         while every < RAREST and light + (self.full - light) / every > allowed:

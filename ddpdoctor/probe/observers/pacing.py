@@ -12,6 +12,7 @@ import time
 
 from ddpdoctor.probe.observers.detail import BEGINNING, CLOSELY, WINDOW
 from ddpdoctor.probe.runtime import events
+from ddpdoctor.probe.runtime.budget import RESERVED
 from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.rank import RankState
 
@@ -23,7 +24,10 @@ RARE, RAREST = 4, 64
 """Of so many windows at least one is followed: at the beginning of a job, and later on."""
 
 SHARE = 2
-"""Of what diagnosis may cost, a half at most goes here."""
+"""Of what diagnosis may cost, a half at most goes here, and no more than hooks leave."""
+
+LEAST = 8
+"""Of that, an eighth at least, whatever they leave."""
 
 LOOKS = 4
 """How often it is looked, from one window that is followed to the next, whether more may be."""
@@ -77,7 +81,7 @@ class Pacing(Observer):
         if last is None:
             return
         rarity, rarest = 1, RAREST if number >= BEGINNING else RARE if number >= CLOSELY else 1
-        may_cost = budget.share * (now - last[0]) * WINDOW / max(number - last[1], 1) / SHARE
+        may_cost = self._may_cost((now - last[0]) * WINDOW / max(number - last[1], 1))
         while rarity < rarest and (cost > rarity * may_cost or not budget.enabled):
             rarity *= 2
         self._rarity = rarity
@@ -90,3 +94,14 @@ class Pacing(Observer):
             self.settling, self._settled_at = True, number + SETTLING
         if awake and not window // rarity % CLOCKED:
             events.before_step(number + SETTLING, self._detail.clock_next)
+
+    def _may_cost(self, nanoseconds: float) -> float:
+        """What following may cost in a window that takes so long.
+
+        The hooks of all steps, and what is kept for diagnoses, leave it.
+        """
+        budget = self.state.budget
+        left = (budget.share - budget.share / RESERVED - budget.written) * nanoseconds
+        left -= WINDOW * self._detail.taken
+        share = budget.share * nanoseconds
+        return min(share / SHARE, max(left, share / LEAST))

@@ -1,10 +1,10 @@
 """What diagnosis may cost: a share of the time that the rank has trained.
 
 Looks at parameters, gradients and buffers count, and what it takes to follow the steps: the hooks
-of each (`ddpdoctor.probe.observers.detail`), and its gradients
-(`ddpdoctor.probe.observers.pacing`). Either is thinned out to take no more than a half. What
-cannot be thinned out may take more where steps are very short; a quarter is left for diagnoses in
-any case.
+of each (`ddpdoctor.probe.observers.detail`) with the thread that writes their records, and its
+gradients (`ddpdoctor.probe.observers.pacing`). Either is thinned out to take no more than a half,
+and both together to leave a quarter for diagnoses. What cannot be thinned out may take more where
+steps are very short; the quarter is left for diagnoses in any case.
 
 It starts with a credit, so that the first steps are looked at closely; afterwards a diagnosis has
 to wait until enough has been earned. To follow the first steps, which are not thinned out, costs no
@@ -55,6 +55,11 @@ class Budget:
         self._spent = 0
         self.followed = 0
         """Nanoseconds that it took to follow the steps, as far as is known."""
+        self.writing = 0
+        """Nanoseconds that the writing thread has taken so far, which sets it."""
+        self.written = 0.0
+        """What it takes of the time, as far as is known."""
+        self._written_before = 0
         self._settled_at = self._start
         self._settled = 0
         """What was earned until then: whatever following takes later, it stays."""
@@ -112,6 +117,11 @@ class Budget:
             self._charged += nanoseconds
         now = _now()
         if now - self._settled_at >= SETTLED_EVERY:
+            written = self.writing - self._written_before
+            self._written_before += written
+            self.followed += written
+            self._charged += written
+            self.written = written / (now - self._settled_at)
             self._settled, self._settled_at, self._charged = self._earned(now), now, 0
 
     def earned(self) -> int:

@@ -91,10 +91,15 @@ class Recorder:
         finally:
             self._writing.release()
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether this is the writing thread."""
+        return threading.current_thread() is self._thread
+
     def close(self, timeout: float) -> None:
         """Stop the thread and write the rest."""
         self._stop.set()
-        if self._thread is not threading.current_thread() and self._thread.is_alive():
+        if not self.is_writing and self._thread.is_alive():
             self._thread.join(timeout)
         self.flush(timeout, last=True)
         self._round()
