@@ -121,9 +121,11 @@ class HangWatch:
         now = time.monotonic()
         if self._thread is not None:
             if self._thread.is_alive():
+                self._note_move(run, now)
                 return False
             self._thread = None
-            if self._look_below(run) or self._doubts(run) or not self._stands(run, now):
+            # First: py-spy would hold a rank that goes on.
+            if not self._stands(run, now) or self._look_below(run) or self._doubts(run):
                 return False
             return self._examined(run)
         still = self._signs.look(run, now) if run.ranks else self._start.silence(run, now)
@@ -192,6 +194,12 @@ class HangWatch:
             self._note(f"the job runs again after no progress for {seconds:.0f} s")
         self._over()
         return True
+
+    def _note_move(self, run: Run, now: float) -> None:
+        """An examination takes seconds on a busy machine: since when the job goes on meanwhile."""
+        if self._hung is not None and self._hung.ranks:
+            self._signs.look(run, now)
+            self._moved = self._moved or (now if self._has_moved() else None)
 
     def _has_moved(self) -> bool:
         """Whether a rank of those that stood still has given a sign since."""
@@ -321,7 +329,7 @@ class HangWatch:
 
     def _over(self) -> None:
         """What was found is not true any more."""
-        if not self._pending:
+        if self._written or not self._pending:
             self._write(HangOverRecord(time=time.time_ns(), number=self._number))
         self._hung, self._found, self._marks, self._said = None, None, {}, False
         self._pending = self._written = False
