@@ -1,7 +1,7 @@
 """What ddpdoctor costs: the same job under torchrun and under ``ddpdoctor run``, in turn.
 
     python benchmarks/overhead.py [hooks|within|instructions|steps|short|peers|resnet|child|
-                                   startup|supervisor|threads|fingerprints|delay]
+                                   startup|supervisor|threads]
 
 Each figure is a ratio or a difference within a pair, so that a machine that gets faster or slower
 meanwhile does not show, as the median over the pairs with its 95 % interval: for ``hooks`` and
@@ -18,13 +18,12 @@ import importlib.util
 import json
 import os
 import platform
-import random
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TypeVar
@@ -82,20 +81,6 @@ def alternately(index: int) -> tuple[bool, bool]:
     return (False, True) if index % 2 == 0 else (True, False)
 
 
-def in_turn(
-    plain: Sequence[str], other: Sequence[str], pairs: int, directory: str
-) -> list[tuple[dict[str, float], dict[str, float]]]:
-    """What a job prints as JSON under either of two commands, pair by pair."""
-    outputs = []
-    for index in range(pairs):
-        found = {
-            second: json.loads(run(other if second else plain, directory)[1].splitlines()[-1])
-            for second in alternately(index)
-        }
-        outputs.append((found[False], found[True]))
-    return outputs
-
-
 def rounds(
     commands: dict[str, list[str]], count: int, measure: Callable[[list[str]], T]
 ) -> list[dict[str, T]]:
@@ -104,6 +89,19 @@ def rounds(
         {name: measure(commands[name]) for name in list(commands)[:: 1 if index % 2 else -1]}
         for index in range(count)
     ]
+
+
+def in_turn(
+    plain: Sequence[str], other: Sequence[str], pairs: int, directory: str
+) -> list[tuple[dict[str, float], dict[str, float]]]:
+    """What a job prints as JSON under either of two commands, pair by pair."""
+
+    def measure(command: list[str]) -> dict[str, float]:
+        found: dict[str, float] = json.loads(run(command, directory)[1].splitlines()[-1])
+        return found
+
+    found = rounds({"plain": [*plain], "other": [*other]}, pairs, measure)
+    return [(each["plain"], each["other"]) for each in found]
 
 
 def older(directory: str) -> list[str]:
@@ -280,72 +278,6 @@ def executed(job: str, mode: str, pure: str, few: int = 100, many: int = 1100) -
     return (counts[1] - counts[0]) / (many - few)
 
 
-def fingerprints(pairs: int, directory: str) -> None:
-    """Looking for wrong results: the tiny job with the default budget and with none, in turn.
-
-    The share that ranks themselves say they spent does not scatter as step times do.
-    """
-    job = str(HERE / "jobs" / "tiny.py")
-    off = ("--overhead-budget", "0")
-    shares: list[float] = []
-    spent: list[float] = []
-    ratios: dict[str, list[float]] = {"wall": [], "cpu": []}
-    for index in range(pairs):
-        found: dict[bool, dict[str, float]] = {}
-        for looks in alternately(index):
-            record = Path(directory) / f"fingerprints{index}{looks:d}"
-            options = ("--run-dir", str(record), *(() if looks else off))
-            found[looks] = json.loads(run([*DOCTOR[:4], *options, *DOCTOR[4:], job], directory)[1])
-            if looks:
-                ends = list(accounts(record))
-                spent += [nanoseconds for nanoseconds, _ in ends]
-                shares += [nanoseconds / over for nanoseconds, over in ends]
-        for what, values in ratios.items():
-            values.append(found[True][what] / found[False][what])
-    for what, values in ratios.items():
-        print(
-            f"fingerprints, {what}: ratio {median(values):.4f} with the default budget to none "
-            f"(from {min(values):.4f} to {max(values):.4f}); {pairs} pairs"
-        )
-    print(
-        f"fingerprints, as ranks tell: median {100 * median(shares):.2f} % of their time "
-        f"({median(spent) / 1e6:.0f} ms), most {100 * max(shares):.2f} %; {len(shares)} ranks"
-    )
-
-
-def accounts(record: Path) -> Iterator[tuple[float, float]]:
-    """What the ranks of a run spent on diagnosis, and over which time, in nanoseconds."""
-    for journal in sorted(record.glob("rank-*.jsonl")):
-        for line in journal.read_text().splitlines():
-            if line.startswith('{"kind":"end"'):
-                end = json.loads(line)
-                yield end["spent"], end["over"]
-
-
-def delay(directory: str, runs: int = 6, iterations: int = 3000) -> None:
-    """Steps from a divergence at a random step to the first fingerprints that show it."""
-    draw = random.Random(0)
-    job = str(HERE / "jobs" / "diverging.py")
-    delays = []
-    for index in range(runs):
-        at = draw.randrange(iterations * 9 // 10)
-        record = Path(directory) / f"diverging{index}"
-        words = ("--run-dir", str(record), *DOCTOR[4:], job, "--at", str(at))
-        run([*DOCTOR[:4], *words, "--iterations", str(iterations)], directory)
-        prints = []
-        for journal in sorted(record.glob("rank-*.jsonl")):
-            records = map(json.loads, journal.read_text().splitlines())
-            prints.append(
-                {each["step"]: each["parameters"] for each in records if "parameters" in each
-                 and each["kind"] == "fingerprint"}
-            )  # fmt: skip
-        shared = sorted(set(prints[0]) & set(prints[1]))
-        seen = [step for step in shared if prints[0][step] != prints[1][step]]
-        delays.append((seen[0] - at) if seen else iterations - at)
-        print(f"diverged after step {at}: seen {delays[-1]} steps later")
-    print(f"detection delay: median {median(delays):.0f} steps, most {max(delays)}; {runs} runs")
-
-
 def startup(pairs: int, against: str, directory: str, verdicts: Verdicts) -> None:
     """From the launch to the end of the first step; with ``--against`` of an older one, too."""
     job = str(HERE / "jobs" / "first_step.py")
@@ -500,10 +432,6 @@ def main() -> int:
             child(10 * options.pairs, directory, verdicts)
         if "startup" in options.what:
             startup(options.pairs, options.against, directory, verdicts)
-        if "fingerprints" in options.what:
-            fingerprints(options.pairs, directory)
-        if "delay" in options.what:
-            delay(directory)
         if "threads" in options.what:
             threads(directory)
         if "supervisor" in options.what:
