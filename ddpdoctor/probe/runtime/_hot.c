@@ -10,6 +10,8 @@
  */
 
 #include "hot_parts/base.h"
+#include "hot_parts/moments.h"
+#include "hot_parts/frames.h"
 #include "hot_parts/phases.h"
 #include "hot_parts/phases_type.h"
 #include "hot_parts/chain.h"

@@ -21,8 +21,7 @@ static int around_ends(Around *self, PyObject *begun, PyObject *result, PyObject
 
 static PyObject *Around_call(Around *self, PyObject *const *args, size_t flagged, PyObject *names)
 {
-    PyObject *active = rank_names ? PyDict_GetItemWithError(rank_names, s_active) : NULL;
-    if (active == NULL || active == Py_None || is_off(self->hook))
+    if (active() == NULL || is_off(self->hook))
         return PyObject_Vectorcall(self->original, args, flagged, names);
     Phases *rank = active_rank();
     if (self->waits && rank != NULL && rank->phase == WAIT)

@@ -36,8 +36,8 @@ static PyObject *s_noticing, *s_detail, *s_clock, *s_accumulate_grad, *s_sync, *
 static PyObject *s_exit, *s_evaluated, *s_forward_begins, *s_backward_begins, *s_backward_ended;
 static PyObject *s_calls, *s_dtype, *s_shape, *s_like, *s_returned;
 static PyObject *s_carry, *s_compiling, *s_qualname;
-static PyObject *s_step_begins, *s_step_ended, *s_empty, *h_forward, *h_backward, *h_optimizer,
-    *h_collectives, *h_ring;
+static PyObject *s_step_begins, *s_step_ended, *s_empty, *h_forward, *h_backward, *h_optimizer;
+static PyObject *h_collectives, *h_ring;
 
 static PyObject *clock_of_tests;
 
@@ -89,6 +89,16 @@ static void set_exception(PyObject *error)
                       PyException_GetTraceback(error));
 }
 
+/* An attribute as any object has it: a module's own lookup (__getattr__) is asked only without. */
+static PyObject *attribute(PyObject *object, PyObject *name)
+{
+    PyObject *found = PyObject_GenericGetAttr(object, name);
+    if (found != NULL || !PyErr_ExceptionMatches(PyExc_AttributeError))
+        return found;
+    PyErr_Clear();
+    return PyObject_GetAttr(object, name);
+}
+
 /* The exception that is set becomes a fault of that hook. What is no Exception (KeyboardInterrupt,
  * SystemExit), or of a signal handler (see shield.fault), is the job's own: then -1, and it is set. */
 static int note_fault(PyObject *hook)
@@ -110,21 +120,3 @@ static int is_off(PyObject *hook)
     return off_hooks != NULL && PySet_GET_SIZE(off_hooks) && PySet_Contains(off_hooks, hook) != 0;
 }
 
-/* Who has subscribed to a moment: a borrowed tuple, NULL if there is none. */
-static PyObject *subscribers(PyObject *moment)
-{
-    PyObject *found = event_names ? PyDict_GetItemWithError(event_names, moment) : NULL;
-    return found && PyTuple_CheckExact(found) && PyTuple_GET_SIZE(found) ? found : NULL;
-}
-
-/* -- frames */
-
-#if PY_VERSION_HEX < 0x030B0000
-#include <frameobject.h>
-static int frame_at(PyFrameObject *frame)
-{
-    return frame->f_lasti * (int)sizeof(_Py_CODEUNIT);
-}
-#else
-#define frame_at PyFrame_GetLasti
-#endif

@@ -39,12 +39,14 @@ static int Chain_init(Chain *self, PyObject *args, PyObject *kwargs)
     return memos != NULL ? PyList_Append(memos, (PyObject *)self) : 0;
 }
 
-/* A new reference to the lines that lead to a frame, which is walked; NULL with an exception. */
-static PyObject *chain_walk(Chain *self, PyFrameObject *frame)
+/* A new reference to the lines that led here, by a walk; NULL with an exception. */
+static PyObject *chain_walk(Chain *self)
 {
+    PyFrameObject *frame = PyEval_GetFrame();
     PyObject *most = PyLong_FromLong(self->most);
-    PyObject *known = most && walk ? PyObject_CallFunctionObjArgs(walk, (PyObject *)frame, most, NULL)
-                                   : NULL;
+    PyObject *known = NULL;
+    if (most != NULL && walk != NULL && frame != NULL)
+        known = PyObject_CallFunctionObjArgs(walk, (PyObject *)frame, most, NULL);
     Py_XDECREF(most);
     PyObject *frames, *found;
     int enough;
@@ -72,36 +74,29 @@ static PyObject *chain_walk(Chain *self, PyFrameObject *frame)
     return found;
 }
 
-/* A new reference to the lines that lead to a frame; NULL with an exception. */
-static PyObject *chain_sites(Chain *self, PyFrameObject *start)
+/* A new reference to the lines that led here; NULL with an exception. */
+static PyObject *chain_sites(Chain *self)
 {
-    if (start == NULL)
-        start = PyEval_GetFrame();
     if (self->found == NULL)
-        return chain_walk(self, start);
-    PyFrameObject *frame = start;
-    Py_XINCREF(frame);
+        return chain_walk(self);
+    Frame frame = frame_first();
     int i = 0;
-    for (; i < self->count && frame != NULL; i++) {
-        PyCodeObject *code = PyFrame_GetCode(frame);
-        int same = (PyObject *)code == self->places[i].code && frame_at(frame) == self->places[i].at;
-        Py_DECREF(code);
-        if (!same)
-            break;
+    while (i < self->count && frame != NULL && frame_code(frame) == self->places[i].code &&
+           frame_at(frame) == self->places[i].at) {
+        i++;
         /* Who called the last one need not be known. */
-        PyFrameObject *back =
-            i + 1 < self->count || !self->enough ? PyFrame_GetBack(frame) : NULL;
-        Py_DECREF(frame);
-        frame = back;
+        if (i == self->count && self->enough)
+            break;
+        frame = frame_back(frame);
     }
     int known = i == self->count && (self->enough || frame == NULL);
-    Py_XDECREF(frame);
-    return known ? Py_NewRef(self->found) : chain_walk(self, start);
+    frame_done(frame);
+    return known ? Py_NewRef(self->found) : chain_walk(self);
 }
 
 static PyObject *Chain_sites(Chain *self, PyObject *unused)
 {
-    return chain_sites(self, PyEval_GetFrame());
+    return chain_sites(self);
 }
 
 static PyObject *Chain_forget(Chain *self, PyObject *unused)

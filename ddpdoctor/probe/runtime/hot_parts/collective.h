@@ -87,7 +87,7 @@ static PyObject *Collective_call(Collective *self, PyObject *const *both, Py_ssi
     Py_INCREF(rank);
     Calls *calls = (Calls *)Py_NewRef(rank->calls);
     PyObject *result = NULL, *known = NULL;
-    PyObject *chain = chain_sites(self->lines, PyEval_GetFrame());
+    PyObject *chain = chain_sites(self->lines);
     collective_bind(self, args, kwargs, given);
     /* It may be of a list, which others can change. */
     PyObject *tensor = Py_XNewRef(given[TENSOR]);

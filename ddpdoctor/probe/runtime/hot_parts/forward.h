@@ -8,15 +8,19 @@ typedef struct {
 
 static PyTypeObject ForwardType;
 
-static int Forward_init(Forward *self, PyObject *args, PyObject *kwargs)
+static PyObject *Forward_make(PyObject *type, PyObject *const *args, size_t flagged, PyObject *names)
 {
-    PyObject *ddp, *context, *before;
-    if (!PyArg_ParseTuple(args, "OOO", &ddp, &context, &before))
-        return -1;
-    Py_XSETREF(self->ddp, Py_NewRef(ddp));
-    Py_XSETREF(self->context, Py_NewRef(context));
-    Py_XSETREF(self->before, Py_NewRef(before));
-    return 0;
+    if (PyVectorcall_NARGS(flagged) != 3 || names != NULL) {
+        PyErr_SetString(PyExc_TypeError, "Forward(ddp, context, before)");
+        return NULL;
+    }
+    Forward *self = (Forward *)PyType_GenericAlloc((PyTypeObject *)type, 0);
+    if (self != NULL) {
+        self->ddp = Py_NewRef(args[0]);
+        self->context = Py_NewRef(args[1]);
+        self->before = Py_NewRef(args[2]);
+    }
+    return (PyObject *)self;
 }
 
 static int Forward_traverse(Forward *self, visitproc visit, void *arg)
@@ -113,8 +117,7 @@ static PyTypeObject ForwardType = {
     .tp_name = "ddpdoctor.probe.runtime._hot.Forward",
     .tp_basicsize = sizeof(Forward),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_new = PyType_GenericNew,
-    .tp_init = (initproc)Forward_init,
+    .tp_vectorcall = Forward_make,
     .tp_dealloc = (destructor)Forward_dealloc,
     .tp_traverse = (traverseproc)Forward_traverse,
     .tp_clear = (inquiry)Forward_clear,

@@ -2,11 +2,11 @@
 
 static Chain *forward_lines, *backward_lines, *optimizer_lines;
 
-/* Begin a phase at the user's line that led to a frame: 1, 0 or -1 as do_enter. Each frame up to that
+/* Begin a phase at the user's line that led here: 1, 0 or -1 as do_enter. Each frame up to that
  * line is looked at every time: what hangs is often a line that is taken once, by one rank. */
-static int enter_at(Phases *rank, int phase, Chain *lines, PyFrameObject *frame, PyObject **site)
+static int enter_at(Phases *rank, int phase, Chain *lines, PyObject **site)
 {
-    PyObject *found = chain_sites(lines, frame);
+    PyObject *found = chain_sites(lines);
     if (found == NULL)
         return -1;
     int begun = do_enter(rank, phase, PyTuple_GET_ITEM(found, 0));
@@ -26,9 +26,9 @@ static int is_light(Phases *rank)
  * all is done, and there is no end (another thread's call); a fault. */
 enum { FAULT = -1, FOR_PYTHON, BEGUN, NO_END };
 
-static int begun_at(Phases *rank, int phase, Chain *lines, PyFrameObject *frame, PyObject **site)
+static int begun_at(Phases *rank, int phase, Chain *lines, PyObject **site)
 {
-    switch (enter_at(rank, phase, lines, frame, site)) {
+    switch (enter_at(rank, phase, lines, site)) {
     case 1:
         return BEGUN;
     case 0:
@@ -49,7 +49,7 @@ static int light_forward(Phases *rank, PyObject *ddp)
 {
     /* DDP's logger is asked in the step after one that is seen in full. */
     if (!is_light(rank) || !rank->closer || !(rank->steps & rank->sparse) ||
-        subscribers(s_forward_begins) || is_off(h_forward))
+        subscribers(FORWARD_BEGINS) || is_off(h_forward))
         return FOR_PYTHON;
     PyObject *grad = PyObject_CallNoArgs(grad_enabled);
     if (grad == NULL)
@@ -58,7 +58,7 @@ static int light_forward(Phases *rank, PyObject *ddp)
     if (grad != Py_True)
         return FOR_PYTHON;
     int64_t began = rank->clocked ? cpu_ns() : 0;
-    PyObject *syncs = PyObject_GetAttr(ddp, s_sync);
+    PyObject *syncs = attribute(ddp, s_sync);
     if (syncs == NULL)
         return FAULT;
     int armed = PyObject_IsTrue(syncs);
@@ -66,7 +66,7 @@ static int light_forward(Phases *rank, PyObject *ddp)
     if (armed < 0)
         return FAULT;
     do_forward_begins(rank, armed);
-    int done = begun_at(rank, FORWARD, forward_lines, NULL, NULL);
+    int done = begun_at(rank, FORWARD, forward_lines, NULL);
     clocked_since(rank, began);
     return done;
 }
@@ -74,7 +74,7 @@ static int light_forward(Phases *rank, PyObject *ddp)
 /* A call of autograd's engine. */
 static int light_backward(Phases *rank, PyObject *const *args, Py_ssize_t count, PyObject *names)
 {
-    if (!is_light(rank) || rank->phase == BACKWARD || subscribers(s_backward_begins))
+    if (!is_light(rank) || rank->phase == BACKWARD || subscribers(BACKWARD_BEGINS))
         return FOR_PYTHON;
     Py_ssize_t i = 0, keywords = names != NULL ? PyTuple_GET_SIZE(names) : 0;
     while (i < keywords && PyUnicode_Compare(PyTuple_GET_ITEM(names, i), s_accumulate_grad))
@@ -83,7 +83,7 @@ static int light_backward(Phases *rank, PyObject *const *args, Py_ssize_t count,
         return FOR_PYTHON;
     int64_t began = rank->clocked ? cpu_ns() : 0;
     PyObject *site = NULL;
-    int done = begun_at(rank, BACKWARD, backward_lines, NULL, &site);
+    int done = begun_at(rank, BACKWARD, backward_lines, &site);
     if (done == BEGUN)
         do_backward_begins(rank, site);
     Py_XDECREF(site);
@@ -97,7 +97,7 @@ static int light_backward_ended(Phases *rank, PyObject *error)
     if (do_leave(rank, error) < 0)
         return FAULT;
     do_backward_ended(rank);
-    PyObject *each = error == NULL ? subscribers(s_backward_ended) : NULL;
+    PyObject *each = error == NULL ? subscribers(BACKWARD_ENDED) : NULL;
     Py_XINCREF(each);
     for (Py_ssize_t i = 0; each != NULL && i < PyTuple_GET_SIZE(each); i++) {
         PyObject *done = PyObject_CallNoArgs(PyTuple_GET_ITEM(each, i));
@@ -147,8 +147,7 @@ static int light_close(Phases *rank)
         if (done == NULL)
             return -1;
     }
-    PyObject *due = PyDict_GetItemWithError(event_names, s_due);
-    if (due != NULL && rank->steps >= PyLong_AsLongLong(due)) {
+    if (rank->steps >= due()) {
         PyObject *ring = PyDict_GetItemWithError(event_names, s_ring);
         PyObject *number = PyLong_FromLongLong(rank->steps);
         PyObject *done = ring && number ? PyObject_CallOneArg(ring, number) : NULL;
@@ -173,12 +172,12 @@ static PyObject *initializes(PyObject *module, PyObject *more)
 static PyObject *step_begins(PyObject *module, PyObject *optimizer)
 {
     Phases *rank = active_rank();
-    if (!is_light(rank) || is_off(h_optimizer) || subscribers(s_step_begins) || initializing ||
+    if (!is_light(rank) || is_off(h_optimizer) || subscribers(STEP_BEGINS) || initializing ||
         rank->optimizer_code == Py_None)
         return PyBool_FromLong(rank == NULL);
     Py_INCREF(rank);
     int64_t began = rank->clocked ? cpu_ns() : 0;
-    int raised = begun_at(rank, OPTIMIZER, optimizer_lines, NULL, NULL) == FAULT &&
+    int raised = begun_at(rank, OPTIMIZER, optimizer_lines, NULL) == FAULT &&
                  note_fault(h_optimizer) < 0;
     clocked_since(rank, began);
     Py_DECREF(rank);
@@ -203,7 +202,7 @@ static PyObject *step_ended(PyObject *module, PyObject *optimizer)
     int was_clocked = rank->clocked;
     long long number = rank->steps;
     int failed = do_leave(rank, NULL) < 0 || light_close(rank) < 0;
-    PyObject *each = failed ? NULL : subscribers(s_step_ended);
+    PyObject *each = failed ? NULL : subscribers(STEP_ENDED);
     if (each != NULL) {
         Py_INCREF(each);
         PyObject *closed = PyLong_FromLongLong(number);

@@ -5,6 +5,11 @@ typedef struct {
     PyObject *site;
 } Backward;
 
+/* A line at which a phase was entered before, and written down then, with its text. */
+typedef struct {
+    PyObject *site, *text;
+} Met;
+
 typedef struct {
     PyObject_HEAD
     unsigned long thread;
@@ -17,6 +22,7 @@ typedef struct {
     char reduces, clocked, aside;
     PyObject *page, *site, *device, *collective, *failed, *optimizer_code;
     PyObject *passes, *iterators, *trained, *calls;
+    Met met[PHASES];
     Backward backwards[BACKWARDS];
     Py_buffer watched;
     const int64_t *word;
@@ -54,6 +60,8 @@ static int Phases_traverse(Phases *self, visitproc visit, void *arg)
     Py_VISIT(self->calls);
     for (int i = 0; i < BACKWARDS; i++)
         Py_VISIT(self->backwards[i].site);
+    for (int i = 0; i < PHASES; i++)
+        Py_VISIT(self->met[i].site);
     return 0;
 }
 
@@ -71,6 +79,10 @@ static int Phases_clear(Phases *self)
     Py_CLEAR(self->calls);
     for (int i = 0; i < BACKWARDS; i++)
         Py_CLEAR(self->backwards[i].site);
+    for (int i = 0; i < PHASES; i++) {
+        Py_CLEAR(self->met[i].site);
+        Py_CLEAR(self->met[i].text);
+    }
     return 0;
 }
 
@@ -147,20 +159,12 @@ static void do_reset(Phases *self)
 
 static int optimizer_runs(Phases *self)
 {
-    PyFrameObject *frame = PyEval_GetFrame();
-    Py_XINCREF(frame);
-    while (frame != NULL) {
-        PyCodeObject *code = PyFrame_GetCode(frame);
-        Py_DECREF(code);
-        if ((PyObject *)code == self->optimizer_code) {
-            Py_DECREF(frame);
-            return 1;
-        }
-        PyFrameObject *back = PyFrame_GetBack(frame);
-        Py_DECREF(frame);
-        frame = back;
-    }
-    return 0;
+    Frame frame = frame_first();
+    while (frame != NULL && frame_code(frame) != self->optimizer_code)
+        frame = frame_back(frame);
+    int runs = frame != NULL;
+    frame_done(frame);
+    return runs;
 }
 
 static int64_t charge_host(Phases *self)
@@ -171,30 +175,42 @@ static int64_t charge_host(Phases *self)
     return now;
 }
 
+static void show_site(Phases *self, PyObject *site, PyObject *text)
+{
+    if (site == self->site)
+        return;
+    Py_SETREF(self->site, Py_NewRef(site));
+    if (PyBytes_Check(text)) {
+        Py_ssize_t size = PyBytes_GET_SIZE(text);
+        memcpy(self->bytes + SITE_AT, PyBytes_AS_STRING(text), size < SITE_SIZE ? size : SITE_SIZE);
+    }
+}
+
 /* A line of the user's code enters a phase: show it, and have it written the first time. */
 static int meet_site(Phases *self, int phase, PyObject *site)
 {
-    if (site != self->site) {
-        Py_SETREF(self->site, Py_NewRef(site));
-        PyObject *text = PyObject_GetAttr(site, s_page);
-        if (text == NULL)
-            return -1;
-        if (PyBytes_Check(text)) {
-            Py_ssize_t size = PyBytes_GET_SIZE(text);
-            memcpy(self->bytes + SITE_AT, PyBytes_AS_STRING(text),
-                   size < SITE_SIZE ? size : SITE_SIZE);
-        }
-        Py_DECREF(text);
-    }
-    PyObject *recorded = PyObject_GetAttr(site, s_recorded);
-    if (recorded == NULL)
-        return -1;
-    long bits = PyLong_AsLong(recorded);
-    Py_DECREF(recorded);
-    if (bits == -1 && PyErr_Occurred())
-        return -1;
-    if (bits & 1L << phase)
+    Met *met = &self->met[phase & 7];
+    if (site == met->site) {
+        show_site(self, site, met->text);
         return 0;
+    }
+    PyObject *text = PyObject_GetAttr(site, s_page);
+    if (text == NULL)
+        return -1;
+    show_site(self, site, text);
+    PyObject *recorded = PyObject_GetAttr(site, s_recorded);
+    long bits = recorded != NULL ? PyLong_AsLong(recorded) : -1;
+    Py_XDECREF(recorded);
+    if (bits == -1 && PyErr_Occurred()) {
+        Py_DECREF(text);
+        return -1;
+    }
+    if (bits & 1L << phase) {
+        Py_XSETREF(met->site, Py_NewRef(site));
+        Py_XSETREF(met->text, text);
+        return 0;
+    }
+    Py_DECREF(text);
     PyObject *number = PyLong_FromLong(phase);
     PyObject *done =
         number ? PyObject_CallMethodObjArgs((PyObject *)self, s_site_met, number, site, NULL) : NULL;

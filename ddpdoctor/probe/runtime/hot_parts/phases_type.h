@@ -262,8 +262,6 @@ static PyTypeObject PhasesType = {
 /* The rank's tracker, borrowed; NULL if this process is none. */
 static Phases *active_rank(void)
 {
-    PyObject *found = rank_names ? PyDict_GetItemWithError(rank_names, s_active) : NULL;
-    if (found == NULL || found == Py_None || !PyObject_TypeCheck(found, &PhasesType))
-        return NULL;
-    return (Phases *)found;
+    PyObject *found = active();
+    return found != NULL && PyObject_TypeCheck(found, &PhasesType) ? (Phases *)found : NULL;
 }

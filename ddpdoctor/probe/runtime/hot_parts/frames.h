@@ -1,0 +1,89 @@
+/* The frames of Python functions, from the one that called us outwards.
+ *
+ * An object of each, as Python's public functions give, takes as long as all else in a hook. In 3.11 a
+ * frame is read where the interpreter has it, by the header that this Python was built with. */
+
+#if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030C0000
+
+#define Py_BUILD_CORE 1
+#include <internal/pycore_frame.h>
+#undef Py_BUILD_CORE
+
+typedef _PyInterpreterFrame *Frame;
+
+static Frame frame_complete(Frame frame)
+{
+    while (frame != NULL && _PyFrame_IsIncomplete(frame))
+        frame = frame->previous;
+    return frame;
+}
+
+static Frame frame_first(void)
+{
+    return frame_complete(PyThreadState_Get()->cframe->current_frame);
+}
+
+static Frame frame_back(Frame frame)
+{
+    return frame_complete(frame->previous);
+}
+
+/* Borrowed. */
+static PyObject *frame_code(Frame frame)
+{
+    return (PyObject *)frame->f_code;
+}
+
+static int frame_at(Frame frame)
+{
+    return _PyInterpreterFrame_LASTI(frame) * (int)sizeof(_Py_CODEUNIT);
+}
+
+static void frame_done(Frame frame)
+{
+}
+
+#else
+
+#include <frameobject.h>
+
+/* A reference of one's own, for frame_back or frame_done. */
+typedef PyFrameObject *Frame;
+
+static Frame frame_first(void)
+{
+    PyFrameObject *frame = PyEval_GetFrame();
+    Py_XINCREF(frame);
+    return frame;
+}
+
+static void frame_done(Frame frame)
+{
+    Py_XDECREF(frame);
+}
+
+static Frame frame_back(Frame frame)
+{
+    PyFrameObject *back = PyFrame_GetBack(frame);
+    Py_DECREF(frame);
+    return back;
+}
+
+/* Borrowed: the frame has it. */
+static PyObject *frame_code(Frame frame)
+{
+    PyCodeObject *code = PyFrame_GetCode(frame);
+    Py_DECREF(code);
+    return (PyObject *)code;
+}
+
+static int frame_at(Frame frame)
+{
+#if PY_VERSION_HEX < 0x030B0000
+    return frame->f_lasti * (int)sizeof(_Py_CODEUNIT);
+#else
+    return PyFrame_GetLasti(frame);
+#endif
+}
+
+#endif

@@ -1,0 +1,87 @@
+/* What hooks ask of other modules in every step: the rank, and who has subscribed to a moment.
+ *
+ * Python 3.10 and 3.11 number the changes of a dict (PEP 509), so what was found in a module is known
+ * until one of its names is bound to something else. Later ones look it up each time. */
+
+#if PY_VERSION_HEX < 0x030C0000
+#define HAS_VERSIONS 1
+#else
+#define HAS_VERSIONS 0
+#endif
+
+enum { FORWARD_BEGINS, BACKWARD_BEGINS, BACKWARD_ENDED, STEP_BEGINS, STEP_ENDED, MOMENTS };
+
+static PyObject **const moment_names[MOMENTS] = {
+    &s_forward_begins, &s_backward_begins, &s_backward_ended, &s_step_begins, &s_step_ended,
+};
+
+/* Whether a module's names may be bound to something else than at the last call. */
+static int has_changed(PyObject *names, uint64_t *seen)
+{
+#if HAS_VERSIONS
+    uint64_t version = ((PyDictObject *)names)->ma_version_tag;
+    if (version == *seen)
+        return 0;
+    *seen = version;
+#endif
+    return 1;
+}
+
+static PyObject *look_up_subscribers(int moment)
+{
+    PyObject *found = PyDict_GetItemWithError(event_names, *moment_names[moment]);
+    return found && PyTuple_CheckExact(found) && PyTuple_GET_SIZE(found) ? found : NULL;
+}
+
+static long long look_up_due(void)
+{
+    PyObject *due = PyDict_GetItemWithError(event_names, s_due);
+    return due != NULL ? PyLong_AsLongLong(due) : INT64_MAX;
+}
+
+static PyObject *subscribed[MOMENTS];
+static long long due_at;
+
+static void read_events(void)
+{
+    static uint64_t seen;
+    if (!has_changed(event_names, &seen))
+        return;
+    for (int i = 0; i < MOMENTS; i++)
+        subscribed[i] = look_up_subscribers(i);
+    due_at = look_up_due();
+}
+
+/* Who has subscribed to a moment: a borrowed tuple, NULL if there is none. */
+static PyObject *subscribers(int moment)
+{
+    if (event_names == NULL)
+        return NULL;
+    if (!HAS_VERSIONS)
+        return look_up_subscribers(moment);
+    read_events();
+    return subscribed[moment];
+}
+
+/* The number of the step before which somebody wants to be called. */
+static long long due(void)
+{
+    if (!HAS_VERSIONS)
+        return look_up_due();
+    read_events();
+    return due_at;
+}
+
+/* What `active` is of the rank's module, borrowed; NULL if this process is no rank. */
+static PyObject *active(void)
+{
+    static uint64_t seen;
+    static PyObject *found;
+    if (rank_names == NULL)
+        return NULL;
+    if (has_changed(rank_names, &seen)) {
+        found = PyDict_GetItemWithError(rank_names, s_active);
+        found = found == Py_None ? NULL : found;
+    }
+    return found;
+}
