@@ -55,9 +55,40 @@ def followed(
     return seen, unjudged, budget
 
 
-def test_long_steps_are_all_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_long_steps_one_window_in_64_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, unjudged, _ = followed(monkeypatch, step=10 * MILLISECOND, cost=20_000)
-    assert (seen, unjudged) == (list(range(4096)), [])
+    windows = [number // detail.WINDOW for number in range(4096) if number not in set(seen)]
+    assert windows == [each for each in (63, 127, 191, 255) for _ in range(detail.WINDOW)]
+    assert unjudged == [start + each for start in (1024, 2048, 3072) for each in (0, 1)]
+
+
+def test_a_light_step_that_seemed_dear_once_is_no_reason_to_follow_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the first one may, which comes where nothing is in the caches yet."""
+    monkeypatch.setattr(events, "_alarms", [])
+    monkeypatch.setattr(events, "due", events.NEVER)
+    hooks: Any = SimpleNamespace(clocked=False, spent=0)
+    one = Detail(hooks)
+    one.sparse, one.full, one.light, one.paced = 63, 90_000.0, 33_000.0, 26_000.0
+    state = a_rank([], Budget(0.5), detail=one)
+    clock = [0]
+    monkeypatch.setattr(pacing, "_now", lambda: clock[0])
+    Pacing(state)
+    seen = []
+    for number in range(4096):
+        if one.pacing:
+            seen.append(number)
+        if hooks.clocked:
+            hooks.spent = 26_000 if one.pacing else 6_000
+            one.clock(was_light=True)
+        clock[0] += MILLISECOND
+        state.tracker.steps = number + 1
+        if number + 1 >= events.due:
+            events.ring(number + 1)
+    # A window of the beginning is left out, and shows what light steps take.
+    assert [each for each in seen if each < 1024] == list(range(63 * detail.WINDOW))
+    assert len([each for each in seen if each >= 1024]) == 3072 // 64 * 2
 
 
 def test_of_short_steps_some_windows_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,4 +217,5 @@ def test_where_steps_become_long_all_are_followed_again(monkeypatch: pytest.Monk
         if number + 1 >= events.due:
             events.ring(number + 1)
     # The look that comes next sees it, two windows later.
-    assert seen[seen.index(2048) + detail.WINDOW :] == list(range(2080, 4096))
+    later = [each for each in range(2080, 4096) if (each // detail.WINDOW + 1) % pacing.LEFT_OUT]
+    assert seen[seen.index(2048) + detail.WINDOW :] == later

@@ -116,11 +116,11 @@ class Detail:
         spent = max(0, self._hooks.spent - (self._diagnosed - self._before))
         self._hooks.clocked = False
         if not was_light:
-            self.full = _mean(self.full, spent)
+            self.full = _cost(self.full, spent)
         elif self.pacing:
-            self.paced = _mean(self.paced, spent)
+            self.paced = _cost(self.paced, spent)
         else:
-            self.light = _mean(self.light, spent)
+            self.light = _cost(self.light, spent)
 
     @property
     def surplus(self) -> float:
@@ -146,7 +146,7 @@ class Detail:
         """
         now = _now()
         if now >= self._clock_at:
-            self._clock_at = now + (CLOCKED_EVERY if number >= CLOSELY else CLOCKED_AT_FIRST)
+            self._clock_at = now + (CLOCKED_EVERY if number >= BEGINNING else CLOCKED_AT_FIRST)
             self._clocks_light = not self._clocks_light
             events.before_step(self._usual(number), self.clock_next)
         self._step = _mean(self._step, total)
@@ -172,6 +172,11 @@ class Detail:
         while count < self.most and count * self._step < period:
             count *= 2
         self.sparse, self.line = every - 1, count - 1
+
+
+def _cost(before: float, value: float) -> float:
+    """A mean of what is clocked, where a step may seem dear by accident, but not cheap."""
+    return value if value < before / 2 else _mean(before, value)
 
 
 def _mean(before: float, value: float) -> float:

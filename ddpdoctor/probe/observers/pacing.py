@@ -35,6 +35,9 @@ LOOKS = 4
 CLOCKED = 4
 """Of so many windows that are followed, a step of one is clocked."""
 
+LEFT_OUT = 64
+"""Where all windows are followed, one of so many is not: to see what the others cost more."""
+
 _now = time.perf_counter_ns
 
 
@@ -86,13 +89,14 @@ class Pacing(Observer):
             rarity *= 2
         self._rarity = rarity
         window = number // WINDOW
-        awake = self._detail.pacing = not window % rarity
+        left_out = rarity == 1 and self._detail.sparse and not (window + 1) % LEFT_OUT
+        awake = self._detail.pacing = not window % rarity and not left_out
         if before is not awake:
             for each in self._paced:
                 events.pause(each, not awake)
         if awake and not before:
             self.settling, self._settled_at = True, number + SETTLING
-        if awake and not window // rarity % CLOCKED:
+        if left_out or (awake and not window // rarity % CLOCKED):
             events.before_step(number + SETTLING, self._detail.clock_next)
 
     def _may_cost(self, nanoseconds: float) -> float:

@@ -6,6 +6,7 @@ few times a second, so a slow or full disk costs the job nothing but the record.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -53,7 +54,9 @@ class Recorder:
         self._journal = journal
         self._queue: deque[Record | Lazy] = deque()
         self._writing = threading.Lock()
-        self._stop = threading.Event()
+        # Held until the end: to wait for an Event takes Python code, four times a second.
+        self._running = threading.Lock()
+        self._running.acquire()
         self._failed = False
         self._thread = background("journal", self._run)
 
@@ -98,7 +101,8 @@ class Recorder:
 
     def close(self, timeout: float) -> None:
         """Stop the thread and write the rest."""
-        self._stop.set()
+        with contextlib.suppress(RuntimeError):
+            self._running.release()
         if not self.is_writing and self._thread.is_alive():
             self._thread.join(timeout)
         self.flush(timeout, last=True)
@@ -106,7 +110,7 @@ class Recorder:
         self._journal.close()
 
     def _run(self) -> None:
-        while not self._stop.wait(FLUSH_EVERY):
+        while not self._running.acquire(timeout=FLUSH_EVERY):
             if self._queue:
                 with self._writing:
                     self._drain(last=False)

@@ -19,6 +19,7 @@ EVERY = 1_000_000_000
 """Nanoseconds between two looks at the memory."""
 
 _NEVER = 1 << 62
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Vitals:
@@ -79,7 +80,10 @@ class Vitals:
 def _resident() -> int | None:
     """Bytes of memory of this process."""
     try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        file = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return int(os.read(file, 256).split()[1]) * _PAGE
+        finally:
+            os.close(file)
     except (OSError, ValueError, IndexError):
         return None

@@ -47,7 +47,7 @@ static PyObject *Around_call(Around *self, PyObject *const *args, size_t flagged
     }
     PyObject *result = PyObject_Vectorcall(self->original, args, flagged, names);
     if (begun != NULL || light == BEGUN) {
-        PyObject *error = take_exception();
+        PyObject *error = result == NULL ? take_exception() : NULL;
         int raised = light == BEGUN
                          ? light_backward_ended(rank, error) < 0 && note_fault(self->hook) < 0
                          : around_ends(self, begun, result, error) < 0;

@@ -23,28 +23,13 @@ static PyObject *Forward_make(PyObject *type, PyObject *const *args, size_t flag
     return (PyObject *)self;
 }
 
-static int Forward_traverse(Forward *self, visitproc visit, void *arg)
-{
-    Py_VISIT(self->ddp);
-    Py_VISIT(self->context);
-    Py_VISIT(self->before);
-    Py_VISIT(self->rank);
-    return 0;
-}
-
-static int Forward_clear(Forward *self)
-{
-    Py_CLEAR(self->ddp);
-    Py_CLEAR(self->context);
-    Py_CLEAR(self->before);
-    Py_CLEAR(self->rank);
-    return 0;
-}
-
+/* Not the garbage collector's: it is gone with its forward, and nothing it holds knows of it. */
 static void Forward_dealloc(Forward *self)
 {
-    PyObject_GC_UnTrack(self);
-    Forward_clear(self);
+    Py_XDECREF(self->ddp);
+    Py_XDECREF(self->context);
+    Py_XDECREF(self->before);
+    Py_XDECREF(self->rank);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -116,10 +101,8 @@ static PyTypeObject ForwardType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "ddpdoctor.probe.runtime._hot.Forward",
     .tp_basicsize = sizeof(Forward),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_vectorcall = Forward_make,
     .tp_dealloc = (destructor)Forward_dealloc,
-    .tp_traverse = (traverseproc)Forward_traverse,
-    .tp_clear = (inquiry)Forward_clear,
     .tp_methods = Forward_methods,
 };
