@@ -29,6 +29,9 @@ SHARE = 2
 LEAST = 8
 """Of that, an eighth at least, whatever they leave."""
 
+UNSEEN = 10
+"""One part in so many is for what no clock here sees, as what hooks push out of torch's caches."""
+
 LOOKS = 4
 """How often it is looked, from one window that is followed to the next, whether more may be."""
 
@@ -105,7 +108,8 @@ class Pacing(Observer):
         The hooks of all steps, and what is kept for diagnoses, leave it.
         """
         budget = self.state.budget
-        left = (budget.share - budget.share / RESERVED - budget.written) * nanoseconds
+        kept = budget.share / RESERVED + budget.share / UNSEEN + budget.written
+        left = (budget.share - kept) * nanoseconds
         left -= WINDOW * self._detail.taken
         share = budget.share * nanoseconds
         return min(share / SHARE, max(left, share / LEAST))
