@@ -168,7 +168,8 @@ def test_a_window_is_followed_however_dear(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_the_hooks_take_is_not_there_for_gradients(
     monkeypatch: pytest.MonkeyPatch, light: int, every: int
 ) -> None:
-    """Of 5 us a step 1.25 are kept for diagnoses, 0.5 for what is not seen, and all hooks take 0.1 more than light ones.
+    """Of 5 us a step 1.25 are kept for diagnoses, 0.5 for what is not seen; all hooks take 0.1 more
+    than light ones.
 
     An eighth is there in any case.
     """
