@@ -77,22 +77,53 @@ def interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-MOMENTS = {"backward": "backward_ended", "step": "step_ended"}
+MOMENTS = {
+    "forward_begins": "forward",
+    "backward_begins": "backward",
+    "backward_ended": "backward",
+    "step_begins": "step",
+    "step_ended": "step",
+}
+"""By which call of a light step who has subscribed to them is called."""
 
 
-@pytest.mark.parametrize("call", ["forward", "backward", "step"])
-def test_ctrl_c_within_a_light_step_is_the_jobs(
-    light: Light, call: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_who_has_subscribed_to_a_moment_of_a_light_step_is_called(
+    light: Light, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    getattr(light, call)()
+    given = {
+        "forward_begins": (light.ddp, True),
+        "backward_begins": (),
+        "backward_ended": (),
+        "step_begins": (light.optimizer,),
+        "step_ended": (light.optimizer, light.steps),
+    }
+    called: list[tuple[object, ...]] = []
+    monkeypatch.setattr(events, moment, (lambda *given: called.append(given),) * 2)
+    getattr(light, MOMENTS[moment])()
+    assert called == [given[moment]] * 2
     assert light.phase == Phase.OTHER
-    if call in MOMENTS:
-        monkeypatch.setattr(events, MOMENTS[call], (interrupted,))
-    else:
-        monkeypatch.setattr(Light, "site_met", interrupted, raising=False)
-        sites.forget()
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_ctrl_c_at_a_moment_of_a_light_step_is_the_jobs(
+    light: Light, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, moment, (interrupted,))
     with pytest.raises(KeyboardInterrupt):
-        getattr(light, call)()
+        getattr(light, MOMENTS[moment])()
+    assert (shield.faults, shield.off) == ([], set())
+
+
+def test_ctrl_c_where_a_line_is_written_down_is_the_jobs(
+    light: Light, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    light.forward()
+    assert light.phase == Phase.OTHER
+    monkeypatch.setattr(Light, "site_met", interrupted, raising=False)
+    sites.forget()
+    with pytest.raises(KeyboardInterrupt):
+        light.forward()
     assert (shield.faults, shield.off) == ([], set())
 
 

@@ -38,6 +38,23 @@ static int begun_at(Phases *rank, int phase, Chain *lines, PyObject **site)
     }
 }
 
+/* Call who has subscribed to a moment; -1 for a fault that is the job's own. */
+static int call_subscribers(int moment, PyObject *hook, PyObject *first, PyObject *second)
+{
+    PyObject *each = subscribers(moment);
+    if (each == NULL)
+        return 0;
+    Py_INCREF(each);
+    int raised = 0;
+    for (Py_ssize_t i = 0; !raised && i < PyTuple_GET_SIZE(each); i++) {
+        PyObject *done = PyObject_CallFunctionObjArgs(PyTuple_GET_ITEM(each, i), first, second, NULL);
+        Py_XDECREF(done);
+        raised = done == NULL && note_fault(hook) < 0;
+    }
+    Py_DECREF(each);
+    return raised ? -1 : 0;
+}
+
 static void clocked_since(Phases *rank, int64_t began)
 {
     if (began && rank->clocked)
@@ -48,8 +65,7 @@ static void clocked_since(Phases *rank, int64_t began)
 static int light_forward(Phases *rank, PyObject *ddp)
 {
     /* DDP's logger is asked in the step after one that is seen in full. */
-    if (!is_light(rank) || !rank->closer || !(rank->steps & rank->sparse) ||
-        subscribers(FORWARD_BEGINS) || is_off(h_forward))
+    if (!is_light(rank) || !rank->closer || !(rank->steps & rank->sparse) || is_off(h_forward))
         return FOR_PYTHON;
     PyObject *grad = PyObject_CallNoArgs(grad_enabled);
     if (grad == NULL)
@@ -66,7 +82,9 @@ static int light_forward(Phases *rank, PyObject *ddp)
     if (armed < 0)
         return FAULT;
     do_forward_begins(rank, armed);
-    int done = begun_at(rank, FORWARD, forward_lines, NULL);
+    int done = FAULT;
+    if (call_subscribers(FORWARD_BEGINS, h_forward, ddp, armed ? Py_True : Py_False) == 0)
+        done = begun_at(rank, FORWARD, forward_lines, NULL);
     clocked_since(rank, began);
     return done;
 }
@@ -74,7 +92,7 @@ static int light_forward(Phases *rank, PyObject *ddp)
 /* A call of autograd's engine. */
 static int light_backward(Phases *rank, PyObject *const *args, Py_ssize_t count, PyObject *names)
 {
-    if (!is_light(rank) || rank->phase == BACKWARD || subscribers(BACKWARD_BEGINS))
+    if (!is_light(rank) || rank->phase == BACKWARD)
         return FOR_PYTHON;
     Py_ssize_t i = 0, keywords = names != NULL ? PyTuple_GET_SIZE(names) : 0;
     while (i < keywords && PyUnicode_Compare(PyTuple_GET_ITEM(names, i), s_accumulate_grad))
@@ -84,8 +102,11 @@ static int light_backward(Phases *rank, PyObject *const *args, Py_ssize_t count,
     int64_t began = rank->clocked ? cpu_ns() : 0;
     PyObject *site = NULL;
     int done = begun_at(rank, BACKWARD, backward_lines, &site);
-    if (done == BEGUN)
+    if (done == BEGUN) {
         do_backward_begins(rank, site);
+        if (call_subscribers(BACKWARD_BEGINS, h_backward, NULL, NULL) < 0)
+            done = FAULT;
+    }
     Py_XDECREF(site);
     clocked_since(rank, began);
     return done;
@@ -97,17 +118,8 @@ static int light_backward_ended(Phases *rank, PyObject *error)
     if (do_leave(rank, error) < 0)
         return FAULT;
     do_backward_ended(rank);
-    PyObject *each = error == NULL ? subscribers(BACKWARD_ENDED) : NULL;
-    Py_XINCREF(each);
-    for (Py_ssize_t i = 0; each != NULL && i < PyTuple_GET_SIZE(each); i++) {
-        PyObject *done = PyObject_CallNoArgs(PyTuple_GET_ITEM(each, i));
-        Py_XDECREF(done);
-        if (done == NULL && note_fault(h_backward) < 0) {
-            Py_DECREF(each);
-            return FAULT;
-        }
-    }
-    Py_XDECREF(each);
+    if (error == NULL && call_subscribers(BACKWARD_ENDED, h_backward, NULL, NULL) < 0)
+        return FAULT;
     clocked_since(rank, began);
     return BEGUN;
 }
@@ -172,13 +184,13 @@ static PyObject *initializes(PyObject *module, PyObject *more)
 static PyObject *step_begins(PyObject *module, PyObject *optimizer)
 {
     Phases *rank = active_rank();
-    if (!is_light(rank) || is_off(h_optimizer) || subscribers(STEP_BEGINS) || initializing ||
-        rank->optimizer_code == Py_None)
+    if (!is_light(rank) || is_off(h_optimizer) || initializing || rank->optimizer_code == Py_None)
         return PyBool_FromLong(rank == NULL);
     Py_INCREF(rank);
     int64_t began = rank->clocked ? cpu_ns() : 0;
-    int raised = begun_at(rank, OPTIMIZER, optimizer_lines, NULL) == FAULT &&
-                 note_fault(h_optimizer) < 0;
+    int failed = begun_at(rank, OPTIMIZER, optimizer_lines, NULL) == FAULT ||
+                 call_subscribers(STEP_BEGINS, h_optimizer, optimizer, NULL) < 0;
+    int raised = failed && note_fault(h_optimizer) < 0;
     clocked_since(rank, began);
     Py_DECREF(rank);
     return raised ? NULL : Py_NewRef(Py_True);
@@ -202,19 +214,10 @@ static PyObject *step_ended(PyObject *module, PyObject *optimizer)
     int was_clocked = rank->clocked;
     long long number = rank->steps;
     int failed = do_leave(rank, NULL) < 0 || light_close(rank) < 0;
-    PyObject *each = failed ? NULL : subscribers(STEP_ENDED);
-    if (each != NULL) {
-        Py_INCREF(each);
+    if (!failed && subscribers(STEP_ENDED) != NULL) {
         PyObject *closed = PyLong_FromLongLong(number);
-        failed = closed == NULL;
-        for (Py_ssize_t i = 0; !failed && i < PyTuple_GET_SIZE(each); i++) {
-            PyObject *done = PyObject_CallFunctionObjArgs(PyTuple_GET_ITEM(each, i), optimizer,
-                                                          closed, NULL);
-            Py_XDECREF(done);
-            failed = done == NULL && note_fault(h_optimizer) < 0;
-        }
+        failed = closed == NULL || call_subscribers(STEP_ENDED, h_optimizer, optimizer, closed) < 0;
         Py_XDECREF(closed);
-        Py_DECREF(each);
     }
     if (was_clocked && began && !failed) {
         rank->spent += cpu_ns() - began;
