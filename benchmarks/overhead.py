@@ -165,8 +165,9 @@ def peers(
 ) -> None:
     """Steps under torchrun, ddpdoctor, ``torch.profiler`` (waiting, recording) and TraceML.
 
-    TraceML is ``traceml-ai``, if it is installed; with ``--against`` an older ddpdoctor, too, with
-    what is compiled of it there.
+    Of one rank: two on the cores of a small machine wait for each other now and then, which costs
+    CPU time, too, and more than anything here. TraceML is ``traceml-ai``, if it is installed; with
+    ``--against`` an older ddpdoctor, too, with what is compiled of it there.
     """
     job = str(HERE / "jobs" / "tiny.py")
 
@@ -181,18 +182,18 @@ def peers(
         words = [job, "--iterations", str(count), "--warmup", str(count // 3)]
         words += ["--work", str(work_for(length, directory))]
         commands = {
-            "torchrun": [*TORCHRUN, *words],
-            "ddpdoctor": [*DOCTOR, *words],
-            "torch.profiler, waiting": [*TORCHRUN, *words, "--peer", "profiler-off"],
-            "torch.profiler, recording": [*TORCHRUN, *words, "--peer", "profiler-on"],
+            "torchrun": [*TORCHRUN, *ONE, *words],
+            "ddpdoctor": [*DOCTOR, *ONE, *words],
+            "torch.profiler, waiting": [*TORCHRUN, *ONE, *words, "--peer", "profiler-off"],
+            "torch.profiler, recording": [*TORCHRUN, *ONE, *words, "--peer", "profiler-on"],
         }
         if against:
-            commands["ddpdoctor before"] = [*older(against), *words]
+            commands["ddpdoctor before"] = [*older(against), *ONE, *words]
         if importlib.util.find_spec("traceml_ai") is not None:
             start = "from traceml_ai.launcher.cli import main; main()"
             logs = ["--logs-dir", directory, "--no-save-training-output"]
             options = ["--args", *words[1:], "--peer", "traceml"]
-            commands["TraceML"] = [sys.executable, "-c", start, "run", *logs, *RANKS, job, *options]
+            commands["TraceML"] = [sys.executable, "-c", start, "run", *logs, *ONE, job, *options]
         found = rounds(commands, pairs, measure)
         for name in list(commands)[1:]:
             outputs = [(each["torchrun"], each[name]) for each in found]

@@ -82,6 +82,47 @@ def test_what_diagnoses_take_of_a_clocked_step_counts_once(monkeypatch: pytest.M
     assert (one.full, hooks.clocked) == (40_000, False)
 
 
+@pytest.mark.parametrize(
+    ("diagnosed", "full"), [(90_000, 80_000), (95_000, 80_000), (80_000, 71_250)]
+)
+def test_a_clocked_step_that_diagnoses_took_over_is_no_cheap_one(
+    diagnosed: int, full: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They count what they take also where no hook is clocked."""
+    monkeypatch.setattr(events, "_alarms", [])
+    budget, hooks = Budget(0.5), a_stopwatch()
+    one = Detail(hooks)
+    one.follow(budget)
+    one.full = 80_000
+    one.clock_next()
+    hooks.spent += 90_000
+    budget.spend(diagnosed)
+    one.clock(was_light=False)
+    assert (one.full, hooks.clocked) == (full, False)
+
+
+def test_a_step_that_seemed_dear_is_forgotten() -> None:
+    hooks = a_stopwatch()
+    one = Detail(hooks)
+    for spent, light in ((33_000, 33_000), (8_000, 8_000), (16_000, 9_000)):
+        one.clock_next()
+        hooks.spent += spent
+        one.sparse, one.pacing = 63, False
+        one.clock(was_light=True)
+        assert one.light == light
+
+
+def test_an_alarm_at_the_end_of_a_clocked_step_does_not_cut_it_short() -> None:
+    hooks = a_stopwatch()
+    one = Detail(hooks)
+    one.clock_next()
+    hooks.spent += 200_000
+    one.clock_next()
+    hooks.spent += 40_000
+    one.clock(was_light=False)
+    assert (one.full, hooks.clocked) == (240_000, False)
+
+
 def test_kernels_that_a_gpu_loads_need_not_be_earned_again() -> None:
     budget = Budget(0.5)
     before = budget.left()

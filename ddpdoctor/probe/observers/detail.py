@@ -106,21 +106,29 @@ class Detail:
         return number if (number + 1) & self.sparse else number + 1
 
     def clock_next(self) -> None:
-        """Clock the hooks of the step that begins."""
+        """Clock the hooks of the step that begins, unless the one that ends is clocked."""
+        if self._hooks.clocked:
+            # The hook that ends it is still under way.
+            return
         self._hooks.clocked, self._hooks.spent = True, 0
         self._before = self._diagnosed
 
     def clock(self, was_light: bool) -> None:
         """The step that was clocked has ended."""
         # What diagnoses took they have counted themselves.
-        spent = max(0, self._hooks.spent - (self._diagnosed - self._before))
+        diagnosed = self._diagnosed - self._before
+        spent = self._hooks.spent - diagnosed
         self._hooks.clocked = False
+        if spent <= 0:
+            # They were elsewhere: in the loader's hooks, in autograd's thread.
+            return
+        follow = _mean if diagnosed else _cost
         if not was_light:
-            self.full = _cost(self.full, spent)
+            self.full = follow(self.full, spent)
         elif self.pacing:
-            self.paced = _cost(self.paced, spent)
+            self.paced = follow(self.paced, spent)
         else:
-            self.light = _cost(self.light, spent)
+            self.light = follow(self.light, spent)
 
     @property
     def surplus(self) -> float:
@@ -175,7 +183,7 @@ class Detail:
 
 
 def _cost(before: float, value: float) -> float:
-    """A mean of what is clocked, where a step may seem dear by accident, but not cheap."""
+    """A mean of what is clocked, where a step may seem dear by accident, but hardly cheap."""
     return value if value < before / 2 else _mean(before, value)
 
 

@@ -3,7 +3,11 @@
  * An object of each, as Python's public functions give, takes as long as all else in a hook. In 3.11 a
  * frame is read where the interpreter has it, by the header that this Python was built with. */
 
-#if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030C0000
+#ifndef __has_include
+#define __has_include(name) 0
+#endif
+#if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030C0000 && \
+    __has_include(<internal/pycore_frame.h>)
 
 #define Py_BUILD_CORE 1
 #include <internal/pycore_frame.h>

@@ -36,7 +36,7 @@ static PyObject *look_up_subscribers(int moment)
 static long long look_up_due(void)
 {
     PyObject *due = PyDict_GetItemWithError(event_names, s_due);
-    return due != NULL ? PyLong_AsLongLong(due) : INT64_MAX;
+    return due != NULL && PyLong_Check(due) ? PyLong_AsLongLong(due) : INT64_MAX;
 }
 
 static PyObject *subscribed[MOMENTS];
