@@ -5,8 +5,8 @@ rank, ``# expect: DDP305 rank 1`` or ``ranks 0,2`` for exactly these. ``# or: DD
 line at which the same finding may stand instead: it takes py-spy to know more. The head of a job
 may say ``# ranks: 3``, ``# status: 1`` (the exit status that the job itself has, 0 unless said),
 ``# run: --hang-after 3`` (options of ``ddpdoctor run``), and ``# needs: gpu`` or
-``# needs: 2 gpus``: it is skipped where fewer are visible; or ``# needs: free cores``: what it does
-wrong makes no difference where every rank lacks a core.
+``# needs: 2 gpus``: it is skipped where fewer are visible; or ``# needs: free cores`` or
+``# needs: 5 free cores``: what it does wrong makes no difference where every rank lacks a core.
 The twin of ``sick/NAME.py`` is ``sick/NAME_healed.py``.
 """
 
@@ -92,9 +92,10 @@ def needed_gpus(path: Path) -> int:
     return int(match[1] or 1) if match is not None else 0
 
 
-def needs_free_cores(path: Path) -> bool:
-    """Whether a job is sick only on a machine that has cores to spare."""
-    return "\n# needs: free cores\n" in path.read_text()
+def needed_cores(path: Path) -> int:
+    """How many cores with nothing else to do a job needs to be sick; 0 if that does not matter."""
+    match = re.search(r"^# needs: (?:(\d+) )?free cores$", path.read_text(), re.MULTILINE)
+    return int(match[1] or 1) if match is not None else 0
 
 
 def standing(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -24,8 +24,8 @@ from tests.marks import (
     healed,
     judged,
     marks,
+    needed_cores,
     needed_gpus,
-    needs_free_cores,
     options,
     read,
 )
@@ -62,7 +62,10 @@ def examined(doctor: Doctor, kind: Kind, path: Path, note: Note) -> Verdict:
     needed = needed_gpus(path)
     if needed and needed > visible(os.environ):
         pytest.skip(f"needs {needed} NVIDIA GPU(s), {visible(os.environ)} visible here")
-    if needs_free_cores(path) and os.getloadavg()[0] > CROWDED * (os.cpu_count() or 1):
+    cores, has = needed_cores(path), os.cpu_count() or 1
+    if cores > has:
+        pytest.skip(f"needs {cores} cores, {has} here")
+    if cores and os.getloadavg()[0] > CROWDED * has:
         pytest.skip("makes a rank no slower than the others where none of them gets a core")
     report = doctor.directory / "findings.json"
     report.touch()

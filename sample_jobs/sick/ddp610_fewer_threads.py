@@ -1,6 +1,6 @@
 """Rank 1 computes with one thread, the other one with four."""
 
-# needs: free cores
+# needs: 5 free cores
 
 import os
 
