@@ -182,7 +182,7 @@ class Losses(Observer):
             parameter
             for each in self._replicas.alive
             for index in (
-                map(each.names.index, set(names) & set(each.names)) if names else each.probes
+                map(each.names.index, set(names) & set(each.names)) if names else each.witnesses
             )
             if (parameter := each.parameter(index)) is not None
             and norms.plain(parameter)
