@@ -127,12 +127,22 @@ def compare(
         print(f"    {extra.text(' us', 1)} a step more")
 
 
-def work_for(milliseconds: float, directory: str) -> int:
+def work_for(milliseconds: float, directory: str, ranks: Sequence[str] = RANKS) -> int:
     """How many products of matrices make a step of the tiny job that long, in CPU time."""
     job = str(HERE / "jobs" / "tiny.py")
     found = []
     for work in (0, 40):
-        command = [*TORCHRUN, job, "--iterations", "200", "--warmup", "50", "--work", str(work)]
+        command = [
+            *TORCHRUN,
+            *ranks,
+            job,
+            "--iterations",
+            "200",
+            "--warmup",
+            "50",
+            "--work",
+            str(work),
+        ]
         found.append(float(json.loads(run(command, directory)[1])["cpu"]))
     each = max((found[1] - found[0]) / 40, 1e-6)
     return max(0, round((milliseconds / 1e3 - found[0]) / each))
@@ -180,7 +190,7 @@ def peers(
     for length in lengths:
         count = max(300, int(2500 / length))
         words = [job, "--iterations", str(count), "--warmup", str(count // 3)]
-        words += ["--work", str(work_for(length, directory))]
+        words += ["--work", str(work_for(length, directory, ONE))]
         commands = {
             "torchrun": [*TORCHRUN, *ONE, *words],
             "ddpdoctor": [*DOCTOR, *ONE, *words],
@@ -237,7 +247,7 @@ def within(
     for length in lengths:
         steps_of_block = next((each for each in (16, 64) if each * length >= 250), 256)
         most = max(LEAST, int(MOST_MILLISECONDS / (2 * steps_of_block * length)))
-        words = ["--work", str(work_for(length, directory)), "--whole", str(steps_of_block)]
+        words = ["--work", str(work_for(length, directory, ONE)), "--whole", str(steps_of_block)]
         words += ["--pairs", str(min(pairs, most))]
         output = run([*DOCTOR, *ONE, *job, *words], directory)[1]
         blocks = [json.loads(line)[1:] for line in output.splitlines()]

@@ -105,12 +105,12 @@ def become(torch: Any) -> None:
         )
     )
     enter(state, torch.compiler.is_dynamo_compiling)
-    recorder.each_round.append(lambda: _account(state))
+    recorder.each_second.append(lambda: _account(state))
     stem = os.path.join(run_directory(), rank_stem(rank, restart))
     ring = stem + ".collectives"
     try:
         state.ledger = tracker.calls = Ledger(RingWriter(ring), lambda: tracker.steps)
-        recorder.each_round.append(state.ledger.look)
+        recorder.each_second.append(state.ledger.look)
     except OSError as error:
         shield.fault("ring", error)
     # In a run directory of another version, nothing asks.

@@ -26,10 +26,10 @@ RARE, RAREST = 4, 64
 SHARE = 2
 """Of what diagnosis may cost, a half at most goes here, and no more than hooks leave."""
 
-LEAST = 8
-"""Of that, an eighth at least, whatever they leave."""
+LEAST = 16
+"""Of that, a sixteenth at least, whatever they leave."""
 
-UNSEEN = 10
+UNSEEN = 5
 """One part in so many is for what no clock here sees, as what hooks push out of torch's caches."""
 
 LOOKS = 4

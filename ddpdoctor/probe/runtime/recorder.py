@@ -21,6 +21,9 @@ from ddpdoctor.run.status import StatusPage
 FLUSH_EVERY = 0.25
 """Seconds between two writes of the journal."""
 
+ROUNDS = 4
+"""Of these times in a second."""
+
 QUEUE = 20_000
 """Records that wait at most; a step every 12.5 microseconds would fill it."""
 
@@ -51,6 +54,8 @@ class Recorder:
         self.dropped = 0
         self.each_round: list[Callable[[], None]] = []
         """Called by the writing thread every `FLUSH_EVERY` seconds, and once at the end."""
+        self.each_second: list[Callable[[], None]] = []
+        """Called every `ROUNDS` of these times, and once at the end."""
         self._journal = journal
         self._queue: deque[Record | Lazy] = deque()
         self._writing = threading.Lock()
@@ -106,22 +111,27 @@ class Recorder:
         if not self.is_writing and self._thread.is_alive():
             self._thread.join(timeout)
         self.flush(timeout, last=True)
-        self._round()
+        self._call(self.each_round)
+        self._call(self.each_second)
         self._journal.close()
 
     def _run(self) -> None:
+        rounds = 0
         while not self._running.acquire(timeout=FLUSH_EVERY):
             if self._queue:
                 with self._writing:
                     self._drain(last=False)
-            self._round()
+            self._call(self.each_round)
+            rounds += 1
+            if not rounds % ROUNDS:
+                self._call(self.each_second)
 
-    def _round(self) -> None:
-        for call in tuple(self.each_round):
+    def _call(self, calls: list[Callable[[], None]]) -> None:
+        for call in tuple(calls):
             try:
                 call()
             except Exception as error:
-                self.each_round.remove(call)
+                calls.remove(call)
                 hook = call.__module__.rpartition(".")[2]
                 self.add(FaultRecord(hook=hook, error=type(error).__name__))
 

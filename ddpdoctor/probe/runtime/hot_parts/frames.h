@@ -1,12 +1,13 @@
 /* The frames of Python functions, from the one that called us outwards.
  *
- * An object of each, as Python's public functions give, takes as long as all else in a hook. In 3.11 a
- * frame is read where the interpreter has it, by the header that this Python was built with. */
+ * An object of each, as Python's public functions give, takes as long as all else in a hook. From 3.11
+ * on a frame is read where the interpreter has it, by the header that this Python was built with; a
+ * later one than was tried gives objects. */
 
 #ifndef __has_include
 #define __has_include(name) 0
 #endif
-#if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030C0000 && \
+#if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030E0000 && \
     __has_include(<internal/pycore_frame.h>)
 
 #define Py_BUILD_CORE 1
@@ -24,7 +25,11 @@ static Frame frame_complete(Frame frame)
 
 static Frame frame_first(void)
 {
+#if PY_VERSION_HEX < 0x030D0000
     return frame_complete(PyThreadState_Get()->cframe->current_frame);
+#else
+    return frame_complete(PyThreadState_Get()->current_frame);
+#endif
 }
 
 static Frame frame_back(Frame frame)
@@ -35,7 +40,11 @@ static Frame frame_back(Frame frame)
 /* Borrowed. */
 static PyObject *frame_code(Frame frame)
 {
+#if PY_VERSION_HEX < 0x030D0000
     return (PyObject *)frame->f_code;
+#else
+    return frame->f_executable;
+#endif
 }
 
 static int frame_at(Frame frame)
