@@ -133,7 +133,7 @@ def test_kernels_that_a_gpu_loads_need_not_be_earned_again() -> None:
     assert budget.left() < 0
 
 
-def test_following_steps_leaves_a_quarter_for_diagnoses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_following_steps_leaves_a_fifth_for_diagnoses(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0]
     monkeypatch.setattr("ddpdoctor.probe.runtime.budget._now", lambda: now[0])
     budget = Budget(1)
@@ -141,7 +141,7 @@ def test_following_steps_leaves_a_quarter_for_diagnoses(monkeypatch: pytest.Monk
     budget.follow(3 * MILLISECOND)
     assert budget.earned() == 5 * MILLISECOND
     budget.follow(1000 * MILLISECOND)
-    assert budget.earned() == 2 * MILLISECOND
+    assert budget.earned() == 1.6 * MILLISECOND
 
 
 def test_what_was_earned_stays_whatever_following_takes_later(
@@ -157,7 +157,7 @@ def test_what_was_earned_stays_whatever_following_takes_later(
     for _ in range(2):
         now[0] += 1000 * MILLISECOND
         budget.follow(500 * MILLISECOND)
-    assert budget.earned() == (6 + 2 * 2.5) * MILLISECOND
+    assert budget.earned() == (6 + 2 * 2) * MILLISECOND
 
 
 def test_to_follow_the_first_steps_costs_no_diagnosis_its_turn(

@@ -88,7 +88,7 @@ def test_a_light_step_that_seemed_dear_once_is_no_reason_to_follow_all(
             events.ring(number + 1)
     # A window of the beginning is left out, and shows what light steps take.
     assert [each for each in seen if each < 1024] == list(range(63 * detail.WINDOW))
-    assert len([each for each in seen if each >= 1024]) == 3072 // 64 * 2
+    assert len([each for each in seen if each >= 1024]) == 3072 // 64
 
 
 def test_of_short_steps_some_windows_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_a_window_is_followed_however_dear(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_the_hooks_take_is_not_there_for_gradients(
     monkeypatch: pytest.MonkeyPatch, light: int, every: int
 ) -> None:
-    """Of 5 us a step 1.25 are kept for diagnoses, 1 for what is not seen; all hooks take 0.1 more
+    """Of 5 us a step 1 is kept for diagnoses, 1 for what is not seen; all hooks take 0.1 more
     than light ones.
 
     A sixteenth is there in any case.

@@ -3,8 +3,8 @@
 Looks at parameters, gradients and buffers count, and what it takes to follow the steps: the hooks
 of each (`ddpdoctor.probe.observers.detail`) with the thread that writes their records, and its
 gradients (`ddpdoctor.probe.observers.pacing`). Either is thinned out to take no more than a half,
-and both together to leave a quarter for diagnoses. What cannot be thinned out may take more where
-steps are very short; the quarter is left for diagnoses in any case.
+and both together to leave a fifth for diagnoses. What cannot be thinned out may take more where
+steps are very short; the fifth is left for diagnoses in any case.
 
 It starts with a credit, so that the first steps are looked at closely; afterwards a diagnosis has
 to wait until enough has been earned. To follow the first steps, which are not thinned out, costs no
@@ -35,7 +35,7 @@ SETTLED_EVERY = 1_000_000_000
 LOADING = 200_000_000
 """Nanoseconds that a GPU may take to load the kernels of a diagnosis, which it does once."""
 
-RESERVED = 4
+RESERVED = 5
 """One part in so many is for diagnoses, whatever it takes to follow the steps."""
 
 _now = time.perf_counter_ns
