@@ -21,8 +21,8 @@ from ddpdoctor.run.status import StatusPage
 FLUSH_EVERY = 0.25
 """Seconds between two writes of the journal."""
 
-ROUNDS = 4
-"""Of these times in a second."""
+ROUNDS = round(1 / FLUSH_EVERY)
+"""How often the writing thread wakes in a second."""
 
 QUEUE = 20_000
 """Records that wait at most; a step every 12.5 microseconds would fill it."""
@@ -55,7 +55,7 @@ class Recorder:
         self.each_round: list[Callable[[], None]] = []
         """Called by the writing thread every `FLUSH_EVERY` seconds, and once at the end."""
         self.each_second: list[Callable[[], None]] = []
-        """Called every `ROUNDS` of these times, and once at the end."""
+        """The same, once a second."""
         self._journal = journal
         self._queue: deque[Record | Lazy] = deque()
         self._writing = threading.Lock()

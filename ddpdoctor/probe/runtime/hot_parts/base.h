@@ -119,4 +119,3 @@ static int is_off(PyObject *hook)
 {
     return off_hooks != NULL && PySet_GET_SIZE(off_hooks) && PySet_Contains(off_hooks, hook) != 0;
 }
-
