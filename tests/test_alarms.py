@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -42,6 +44,22 @@ def test_what_is_asked_for_meanwhile_is_called_at_the_next_step() -> None:
         assert events.due == 0
 
 
+def test_the_last_ones_come_when_the_others_are_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+
+    @contextlib.contextmanager
+    def spending() -> Iterator[None]:
+        called.append("clock")
+        yield
+        called.append("paid")
+
+    monkeypatch.setattr(events, "spending", spending)
+    events.before_step(1, partial(called.append, "last"), last=True)
+    events.before_step(1, partial(called.append, "first"))
+    events.ring(1)
+    assert called == ["clock", "first", "paid", "last"]
+
+
 def test_one_that_fails_is_a_fault_and_keeps_no_other_from_its_turn() -> None:
     called: list[str] = []
 
@@ -66,8 +84,9 @@ def test_ctrl_c_in_one_leaves_the_others_for_the_next_step() -> None:
 
     events.before_step(1, interrupted)
     events.before_step(1, lambda: called.append("next"))
+    events.before_step(1, lambda: called.append("last"), last=True)
     with pytest.raises(KeyboardInterrupt):
         events.ring(1)
     assert (called, events.due) == ([], 1)
     events.ring(2)
-    assert (called, events.due) == (["next"], events.NEVER)
+    assert (called, events.due) == (["next", "last"], events.NEVER)

@@ -123,6 +123,23 @@ def test_an_alarm_at_the_end_of_a_clocked_step_does_not_cut_it_short() -> None:
     assert (one.full, hooks.clocked) == (240_000, False)
 
 
+def test_what_alarms_take_makes_no_step_look_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that begins to clock is called when the others have been paid for."""
+    monkeypatch.setattr(events, "_alarms", [])
+    now = [0]
+    monkeypatch.setattr("ddpdoctor.probe.runtime.budget.clock", lambda: now[0])
+    budget, hooks = Budget(0.5), a_stopwatch()
+    monkeypatch.setattr(events, "spending", budget.spending)
+    one = Detail(hooks)
+    one.follow(budget)
+    events.before_step(1, one.clock_next, last=True)
+    events.before_step(1, lambda: now.append(now.pop() + 30_000))
+    events.ring(1)
+    hooks.spent += 40_000
+    one.clock(was_light=False)
+    assert (one.full, budget.account()[0]) == (40_000, 30_000)
+
+
 def test_kernels_that_a_gpu_loads_need_not_be_earned_again() -> None:
     budget = Budget(0.5)
     before = budget.left()
@@ -134,14 +151,32 @@ def test_kernels_that_a_gpu_loads_need_not_be_earned_again() -> None:
 
 
 def test_following_steps_leaves_a_fifth_for_diagnoses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another fifth is left for what no clock sees."""
     now = [0]
     monkeypatch.setattr("ddpdoctor.probe.runtime.budget._now", lambda: now[0])
     budget = Budget(1)
     now[0] = 800 * MILLISECOND
     budget.follow(3 * MILLISECOND)
-    assert budget.earned() == 5 * MILLISECOND
+    assert budget.earned() == 3.4 * MILLISECOND
     budget.follow(1000 * MILLISECOND)
     assert budget.earned() == 1.6 * MILLISECOND
+
+
+def test_what_runs_within_is_paid_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0]
+    monkeypatch.setattr("ddpdoctor.probe.runtime.budget.clock", lambda: now[0])
+    budget = Budget(1)
+    with budget.spending():
+        now[0] += 5
+        with budget.spending():
+            now[0] += 3
+        budget.spend(2)
+        now[0] += 4
+    assert budget.account()[0] == 12
+    with budget.spending():
+        # Estimated to cost more than its clock saw, as what a device does.
+        budget.spend(100)
+    assert budget.account()[0] == 112
 
 
 def test_what_was_earned_stays_whatever_following_takes_later(
@@ -153,11 +188,11 @@ def test_what_was_earned_stays_whatever_following_takes_later(
     budget = Budget(1)
     now[0] = 1000 * MILLISECOND
     budget.follow(4 * MILLISECOND)
-    assert budget.earned() == 6 * MILLISECOND
+    assert budget.earned() == 4 * MILLISECOND
     for _ in range(2):
         now[0] += 1000 * MILLISECOND
         budget.follow(500 * MILLISECOND)
-    assert budget.earned() == (6 + 2 * 2) * MILLISECOND
+    assert budget.earned() == (4 + 2 * 2) * MILLISECOND
 
 
 def test_to_follow_the_first_steps_costs_no_diagnosis_its_turn(
@@ -168,10 +203,10 @@ def test_to_follow_the_first_steps_costs_no_diagnosis_its_turn(
     budget = Budget(1)
     now[0] = 800 * MILLISECOND
     budget.follow(1000 * MILLISECOND, granted=True)
-    assert budget.earned() == 8 * MILLISECOND
+    assert budget.earned() == 6.4 * MILLISECOND
     assert budget.followed == 1000 * MILLISECOND
     budget.follow(4 * MILLISECOND)
-    assert budget.earned() == 4 * MILLISECOND
+    assert budget.earned() == 2.4 * MILLISECOND
 
 
 # -- lines

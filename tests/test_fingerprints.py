@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -175,6 +176,9 @@ class Purse:
 
     def spend(self, nanoseconds: int) -> None:
         self._left -= nanoseconds
+
+    def spending(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 class Carried:

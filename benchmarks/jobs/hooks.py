@@ -102,7 +102,7 @@ def earned_nothing(tracker: Any, nanoseconds: int) -> None:
     budget = tracker.detail._budget
     budget._start += nanoseconds
     budget._settled_at += nanoseconds
-    for *_, function in events._alarms:
+    for _, _, function, _ in events._alarms:
         pacing: Any = getattr(function, "__self__", None)
         if hasattr(pacing, "_turned"):
             looked, number = pacing._turned

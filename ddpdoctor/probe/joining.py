@@ -39,7 +39,7 @@ from ddpdoctor.probe.observers.stages import Stages
 from ddpdoctor.probe.observers.steps import StepTracker
 from ddpdoctor.probe.observers.weights import Changes
 from ddpdoctor.probe.observers.zeroing import Zeroing
-from ddpdoctor.probe.runtime import hot, shield, timeouts, watch
+from ddpdoctor.probe.runtime import events, hot, shield, timeouts, watch
 from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.events import subscribe
 from ddpdoctor.probe.runtime.rank import (
@@ -81,6 +81,7 @@ def become(torch: Any) -> None:
     tracker = StepTracker(recorder, optimizers.were_made)
     state = RankState(recorder, tracker, restart)
     tracker.detail.follow(state.budget)
+    events.spending = state.budget.spending
     recorder.add(
         OpenRecord(
             format=FORMAT,

@@ -156,7 +156,7 @@ class Detail:
         if now >= self._clock_at:
             self._clock_at = now + (CLOCKED_EVERY if number >= BEGINNING else CLOCKED_AT_FIRST)
             self._clocks_light = not self._clocks_light
-            events.before_step(self._usual(number), self.clock_next)
+            events.before_step(self._usual(number), self.clock_next, last=True)
         self._step = _mean(self._step, total)
         budget = self._budget
         # Where the gradients of all are followed, what they take is all surplus.

@@ -126,18 +126,20 @@ class Fingerprints(Observer):
 
     def step_begins(self, optimizer: Any) -> None:
         """Were parameters changed since the last fingerprint, which the step before took?"""
-        if self._moved:
-            self._look_together(self.state.tracker.steps - 1)
-        self.rest("step_begins")
-        if not self._versions:
-            return
-        start = clock()
-        for record in self._versions.changed():
-            self.state.recorder.add(record)
-        self.state.budget.spend(clock() - start)
+        with self.state.budget.spending():
+            if self._moved:
+                self._look_together(self.state.tracker.steps - 1)
+            self.rest("step_begins")
+            if self._versions:
+                for record in self._versions.changed():
+                    self.state.recorder.add(record)
 
     def step_ended(self, optimizer: Any, number: int) -> None:
         """An optimizer's step ended: take a fingerprint if it closed a training step."""
+        with self.state.budget.spending():
+            self._follow(optimizer, number)
+
+    def _follow(self, optimizer: Any, number: int) -> None:
         last = self._optimizers[-1]() if self._optimizers else None
         if last is not optimizer:
             self._remember(optimizer)
@@ -243,7 +245,6 @@ class Fingerprints(Observer):
         torch: Any = sys.modules["torch"]
         paid = self.state.budget.left() >= (self._cost or self._guess())
         paid = paid and len(self._pending) < MOST_PENDING and not capturing(torch)
-        start = clock()
         for each in modules:
             ddp = each.ddp()
             if ddp is None:
@@ -258,7 +259,6 @@ class Fingerprints(Observer):
             else:
                 self.state.recorder.add(record)
         self._drain()
-        self.state.budget.spend(clock() - start)
 
     def _add_together(self, record: TogetherRecord, read: Readback) -> None:
         self._pending.append(
@@ -274,7 +274,6 @@ class Fingerprints(Observer):
         ddp = module.ddp() if module is not None else None
         if ddp is None or not suspicion.tensors:
             return
-        start = clock()
         named = compared_tensors(ddp)
         with sys.modules["torch"].no_grad():
             elements = {
@@ -291,7 +290,6 @@ class Fingerprints(Observer):
 
         self._pending.append(_Pending([each.read for each in elements.values()], make))
         self._drain()
-        self.state.budget.spend(clock() - start)
 
     def _guess(self) -> int:
         """Nanoseconds that the first fingerprint will cost, without loading a GPU's kernels."""

@@ -48,20 +48,27 @@ class _Watched:
         self._parameter = weakref.ref(parameter)
         self._call = call
         self._handle: Any = None
+        self._watching = False
 
     def watch(self) -> None:
         """Call it from now on."""
         parameter = self._parameter()
-        if self._handle is None and parameter is not None:
+        if self._watching or parameter is None or torch_private.compiles_autograd():
+            return
+        self._watching = self._handle is not None and torch_private.hook_again(
+            self._handle, self._call
+        )
+        if not self._watching:
             node = torch_private.accumulator(parameter)
             if node is not None:
                 self._handle = node.register_prehook(self._call)
+                self._watching = True
 
     def let_go(self) -> None:
         """Call it no more."""
-        if self._handle is not None:
+        if self._watching:
             self._handle.remove()
-            self._handle = None
+            self._watching = False
 
 
 class LocalGradients(Observer):

@@ -12,7 +12,7 @@ import time
 
 from ddpdoctor.probe.observers.detail import BEGINNING, CLOSELY, WINDOW
 from ddpdoctor.probe.runtime import events
-from ddpdoctor.probe.runtime.budget import RESERVED
+from ddpdoctor.probe.runtime.budget import RESERVED, UNSEEN
 from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.rank import RankState
 
@@ -28,9 +28,6 @@ SHARE = 2
 
 LEAST = 16
 """Of that, a sixteenth at least, whatever they leave."""
-
-UNSEEN = 5
-"""One part in so many is for what no clock here sees, as what hooks push out of torch's caches."""
 
 LOOKS = 4
 """How often it is looked, from one window that is followed to the next, whether more may be."""
@@ -100,7 +97,7 @@ class Pacing(Observer):
         if awake and not before:
             self.settling, self._settled_at = True, number + SETTLING
         if left_out or (awake and not window // rarity % CLOCKED):
-            events.before_step(number + SETTLING, self._detail.clock_next)
+            events.before_step(number + SETTLING, self._detail.clock_next, last=True)
 
     def _may_cost(self, nanoseconds: float) -> float:
         """What following may cost in a window that takes so long.

@@ -9,6 +9,7 @@ of a step (`before_step`).
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 from collections.abc import Callable
@@ -160,8 +161,10 @@ group_joined: list[Callable[[Any], None]] = []
 NEVER = 1 << 62
 due = NEVER
 """The number of the training step before which somebody wants to be called; see `before_step`."""
-_alarms: list[tuple[int, int, Callable[[], None]]] = []
-"""A heap of numbers of steps, each with the order in which it was asked for, and what to call."""
+_Alarm = tuple[int, int, Callable[[], None], bool]
+_alarms: list[_Alarm] = []
+"""A heap of numbers of steps, each with the order in which it was asked for, what to call, and
+whether that comes last."""
 _order = itertools.count()
 
 
@@ -198,37 +201,54 @@ def pause(observer: Observer, paused: bool) -> None:
                     _publish(name)
 
 
-def before_step(number: int, function: Callable[[], None]) -> None:
-    """Call a function once, before a training step begins that has at least that number."""
+spending: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+"""Within it what runs is paid for, once this process is a rank (`Budget.spending`)."""
+
+
+def before_step(number: int, function: Callable[[], None], last: bool = False) -> None:
+    """Call a function once, before a training step begins that has at least that number.
+
+    Args:
+        number: Of the step.
+        function: What is called.
+        last: It comes after all others, and once they are paid for: it begins to count.
+    """
     global due
-    heapq.heappush(_alarms, (number, next(_order), function))
+    heapq.heappush(_alarms, (number, next(_order), function, last))
     due = _alarms[0][0]
 
 
 def ring(number: int) -> None:
     """The training step of that number begins, which was `due`."""
     global due
-    now, later = next(_order), []
+    now = next(_order)
+    later: list[_Alarm] = []
+    last: list[_Alarm] = []
     try:
-        while _alarms and _alarms[0][0] <= number:
-            alarm = heapq.heappop(_alarms)
-            if alarm[1] > now:
-                # Asked for meanwhile: for the next step.
-                later.append(alarm)
-            else:
-                shield.call(alarm[2])
+        with spending():
+            while _alarms and _alarms[0][0] <= number:
+                alarm = heapq.heappop(_alarms)
+                if alarm[1] > now:
+                    # Asked for meanwhile: for the next step.
+                    later.append(alarm)
+                elif alarm[3]:
+                    last.append(alarm)
+                else:
+                    shield.call(alarm[2])
+        while last:
+            shield.call(last.pop(0)[2])
     finally:
         # Also if Ctrl-C comes meanwhile.
-        for alarm in later:
+        for alarm in (*later, *last):
             heapq.heappush(_alarms, alarm)
         due = _alarms[0][0] if _alarms else NEVER
 
 
 def forget() -> None:
     """In a forked child: the parent's observers are the parent's."""
-    global due
+    global due, spending
     for name in _MOMENTS:
         _calls[name].clear()
         _publish(name)
     _alarms.clear()
-    due = NEVER
+    due, spending = NEVER, contextlib.nullcontext
