@@ -25,6 +25,18 @@ def train(loader, epochs):
 HEADER, SKIP, FORWARD, BACKWARD, BREAK, STOP = 3, 5, 6, 7, 9, 11
 
 
+AHEAD = """\
+def train(pairs, persistent):
+    for number, batch in enumerate(pairs):
+        loss = model(batch)
+        if loss.isnan():
+            break
+        loss.backward()
+        dist.all_reduce(number)
+    dist.all_reduce(loss)
+"""
+
+
 ABORTED = (
     "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  "
     "[enforce fail at pair.cc:452] op.preamble.length <= op.nbytes. 68 vs 4. \n"

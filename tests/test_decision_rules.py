@@ -9,7 +9,7 @@ import pytest
 from ddpdoctor.run.names import BEFORE_FORWARD
 from ddpdoctor.run.ring import RingWriter
 from ddpdoctor.run.status import Phase
-from tests.loop_jobs import ABORTED, BREAK, FORWARD, HEADER, Job
+from tests.loop_jobs import ABORTED, AHEAD, BREAK, FORWARD, HEADER, Job
 from tests.written import SECOND, T0, Written
 
 
@@ -167,18 +167,6 @@ def test_a_rank_that_is_missed_in_front_of_a_forward(job: Job, name: str) -> Non
     assert job.decided() == ((1,), BREAK)
 
 
-AHEAD = """\
-def train(pairs, persistent):
-    for number, batch in enumerate(pairs):
-        loss = model(batch)
-        if loss.isnan():
-            break
-        loss.backward()
-        dist.all_reduce(number)
-    dist.all_reduce(loss)
-"""
-
-
 @pytest.mark.parametrize(("line", "codes"), [(8, ["DDP403"]), (7, [])])
 def test_an_iterator_that_outlives_the_rank(written: Written, line: int, codes: list[str]) -> None:
     """It was not let go of; the call that the rank died in says where it had got to."""
@@ -186,11 +174,11 @@ def test_an_iterator_that_outlives_the_rank(written: Written, line: int, codes: 
     job.written.rank(0, [job.loop()], phase=Phase.OTHER, armed=5, steps=4, reduced=5)
     job.written.exit(0, -15, T0 + SECOND // 10)
     job.written.rank(1, [job.loop()], phase=Phase.WAIT, armed=5, steps=4, reduced=4)
-    job.written.exit(1, -6, T0)
+    job.written.exit(1, -6, T0 + 2)
     ring = RingWriter(str(written.path / "rank-0001.r0.collectives"))
     words = ("all_reduce", "0|0-1", "float32", "SUM", f"{job.path}:{line}")
     name, group, dtype, reduce, site = map(ring.text, words)
-    ring.begin(T0 - SECOND, 1, (name, group, dtype, reduce, site), (1,), 1, -1, 0)
+    ring.begin(T0 + 1, 1, (name, group, dtype, reduce, site), (1,), 1, -1, 0)
     found = job.written.findings(status=1, stderr=ABORTED)
     assert [each.code for each in found if each.code == "DDP403"] == codes
     assert [each.location.line for each in found if each.code == "DDP403" and each.location] == [

@@ -15,7 +15,7 @@ import torch
 from ddpdoctor.probe.observers import detail
 from ddpdoctor.probe.observers.detail import Detail
 from ddpdoctor.probe.observers.steps import StepTracker
-from ddpdoctor.probe.runtime import events, hot, phases, torch_private
+from ddpdoctor.probe.runtime import clocks, events, hot, phases, torch_private
 from ddpdoctor.probe.runtime.budget import Budget
 from ddpdoctor.probe.runtime.clocks import CudaClock
 from ddpdoctor.probe.runtime.events import Observer
@@ -372,6 +372,27 @@ def test_steps_not_seen_in_full_leave_no_markers_in_a_gpu(
     assert line["total"] == pytest.approx(76 / 4, abs=1)
     assert line["forward"] == pytest.approx(76 * 12 / 14 / 4, abs=1)
     assert line["other"] == pytest.approx(76 * 2 / 14 / 4, abs=1)
+
+
+@pytest.mark.parametrize(("busy", "looks"), [(0, 1), (3, 4), (1000, 2)])
+def test_a_device_has_a_moment_at_the_end(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, busy: int, looks: int
+) -> None:
+    """It is never waited for: one that hangs, or has more to do, is left alone."""
+    asked = 0
+
+    def query(marker: Marker) -> bool:
+        nonlocal asked
+        asked += 1
+        clock.now += clocks.SETTLING // 2 if busy > 3 else MILLISECOND
+        return asked > busy
+
+    monkeypatch.setattr(torch_private, "current_stream", lambda *_: lambda: None)
+    monkeypatch.setattr(clocks, "_now", lambda: clock.now)
+    monkeypatch.setattr(Marker, "query", query)
+    device = Device(clock)
+    CudaClock(device, device).settle()
+    assert asked == looks
 
 
 def test_a_hostile_line_stands_for_a_bounded_number_of_steps() -> None:

@@ -8,10 +8,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import ddpdoctor.rules  # noqa: F401 (registers the rules)
+from ddpdoctor.probe.runtime import events, rank
+from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.probe.runtime.recorder import QUEUE, Lazy, NotYet, Recorder
 from ddpdoctor.run.journal import SEGMENT_SIZE, Journal, segment_number
 from ddpdoctor.run.records.base import json_line
@@ -164,6 +168,30 @@ def test_what_cannot_wait_does_not_wait_for_a_device(rig: Rig) -> None:
     rig.recorder.add(busy)
     rig.recorder.add_now(URGENT)
     assert sorted(rig.kinds()) == ["a", URGENT.kind]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_device_is_asked_once_more_before_the_rank_ends(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, broken: bool
+) -> None:
+    """What an observer had it compute at the very end is written, too; if it still answers."""
+    ready: list[bool] = []
+
+    def settle() -> None:
+        if broken:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        ready.append(True)
+
+    def made(last: bool) -> bytes:
+        return json_line({"kind": "made"}) if len(ready) == 2 else b""
+
+    tracker: Any = SimpleNamespace(
+        device=SimpleNamespace(settle=settle), finish=lambda: 3, armed=3, page_phase=lambda _: None
+    )
+    monkeypatch.setattr(rank, "_state", RankState(rig.recorder, tracker))
+    monkeypatch.setattr(events, "rank_ends", (lambda: rig.recorder.add(made),))
+    rank.end()
+    assert rig.kinds() == ["end"] if broken else ["made", "end"]
 
 
 def test_lines_written_at_once_are_whole_while_the_journal_rotates(tmp_path: Path) -> None:

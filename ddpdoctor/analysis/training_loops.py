@@ -81,10 +81,13 @@ class Trace:
 
     @property
     def _behind(self) -> bool:
-        """Whether it was left by an iterator that outlives it: the rank is in a call behind it."""
+        """Whether it was left, though its iterator lives on: the newest call came from behind it.
+
+        With NCCL that call has returned: its host goes on while the GPU waits.
+        """
         place = place_of(self.frames) if self.died or self.stuck else None
         calls = self.rank.ring.collectives if place is not None and self.rank.ring else ()
-        if place is None or not calls or calls[-1].ended or calls[-1].asynchronous:
+        if place is None or not calls or calls[-1].began < self.first.time:
             return False
         function = place.source.scope(place.loop.lineno)
         chain = (location(each) for each in (calls[-1].site, *calls[-1].callers))

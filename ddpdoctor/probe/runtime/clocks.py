@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,11 @@ MOST_MARKS = 256
 
 MOST_STEPS = 64
 """Steps that wait for the device at most; those before them are given up."""
+
+SETTLING = 50_000_000
+"""Nanoseconds that a device has at the end of a rank to come to what it was asked for."""
+
+_now = time.perf_counter_ns
 
 
 class _Pending:
@@ -83,6 +89,18 @@ class CudaClock:
         if len(self._pending) > MOST_STEPS:
             self._pending.popleft().times = [0] * len(Phase)
         return pending.measured
+
+    def settle(self) -> None:
+        """Before a rank ends: give the device a moment to come to what it was asked for.
+
+        Without it what was computed last is not known: losses, NaN, hashes. Nothing waits for a
+        device that has more to do than that.
+        """
+        if self._cuda.is_current_stream_capturing():
+            return
+        asked, deadline = self._record(), _now() + SETTLING
+        while not asked.query() and _now() < deadline:
+            time.sleep(0.001)
 
     def _read(self, pending: _Pending) -> bool:
         if not pending.marks[-1][1].query():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -133,8 +134,10 @@ def end() -> None:
     state = _state
     if state is None or state.closed:
         return
+    _settle(state)
     for subscriber in events.rank_ends:
         subscriber()
+    _settle(state)
     state.closed = True
     steps = state.tracker.finish()
     spent, over = state.budget.account()
@@ -151,6 +154,13 @@ def end() -> None:
     )
     state.recorder.close(0.5)
     state.tracker.page_phase(Phase.ENDED)
+
+
+def _settle(state: RankState) -> None:
+    # A device that an error has broken says so at every call.
+    with contextlib.suppress(Exception):
+        if state.tracker.device is not None:
+            state.tracker.device.settle()
 
 
 def forget() -> None:
