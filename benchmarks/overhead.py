@@ -238,19 +238,20 @@ def hooks(pairs: int, device: str, directory: str, verdicts: Verdicts) -> None:
 def within(
     lengths: Sequence[float], pairs: int, device: str, directory: str, verdicts: Verdicts
 ) -> None:
-    """All that a step takes by the default budget, in blocks within one job, in turn.
+    """All that a step takes by the default budget, in short blocks within one job, in turn.
 
     What whole jobs show as well, without their scatter, but for the wrappers that stay in sleeping
     steps: some attribute lookups and calls. Sums over all blocks, for what is rare counts, too.
     """
     job = [str(HERE / "jobs" / "hooks.py"), "--device", device]
     for length in lengths:
-        steps_of_block = next((each for each in (16, 64) if each * length >= 250), 256)
-        most = max(LEAST, int(MOST_MILLISECONDS / (2 * steps_of_block * length)))
+        # A shared machine is slower for tenths of a second: both of a pair are to see it.
+        steps_of_block = next((each for each in (4, 16) if each * length >= 20), 32)
+        count = min(pairs * 64, int(MOST_MILLISECONDS / (2 * length))) // steps_of_block
         words = ["--work", str(work_for(length, directory, ONE)), "--whole", str(steps_of_block)]
-        words += ["--pairs", str(min(pairs, most))]
+        words += ["--pairs", str(max(LEAST, count))]
         output = run([*DOCTOR, *ONE, *job, *words], directory)[1]
-        blocks = [json.loads(line)[1:] for line in output.splitlines()]
+        blocks = together([json.loads(line)[1:] for line in output.splitlines()], pairs)
         for place, what, bar in ((0, "cpu", 1.02 if length < 5 else 1.005), (1, "wall", None)):
             awake, asleep = ([each[place + at] / 1e3 for each in blocks] for at in (0, 2))
             title = f"within a job, {what} {sum(asleep) / len(asleep) / 1e3:.2f} ms a step"
@@ -258,6 +259,15 @@ def within(
             verdicts.tell(f"{title}, ratio", ratio, "", digits=4, widest=TELLING[what], most=bar)
             more = (ratio.middle - 1) * sum(asleep) / len(asleep)
             print(f"    {more:.1f} us a step more")
+
+
+def together(blocks: list[list[float]], most: int) -> list[list[float]]:
+    """The sums of so many runs of blocks that followed each other, or fewer."""
+    length = -(-len(blocks) // most)
+    return [
+        [sum(each) / length for each in zip(*blocks[at : at + length], strict=True)]
+        for at in range(0, len(blocks) - length + 1, length)
+    ]
 
 
 def quartile(values: Sequence[float]) -> float:

@@ -58,7 +58,7 @@ def pairs(name: str, step: Callable[[], None], count: int) -> None:
 
 
 def whole_blocks(step: Callable[[], None], steps: int, count: int) -> None:
-    """Print so many pairs of longer blocks, in which everything happens that steps take in a job.
+    """Print so many pairs of whole blocks, in which everything happens that steps take in a job.
 
     What the median of single steps does not show is in them: steps that are seen in full, ends of
     journal lines, fingerprints, the writing thread. CPU time is the process's.
@@ -68,8 +68,8 @@ def whole_blocks(step: Callable[[], None], steps: int, count: int) -> None:
 
     def block(awake: bool) -> tuple[float, float]:
         rank.active = tracker if awake else None
-        wall_began, cpu_began = time.perf_counter_ns(), time.process_time_ns()
         written = taken_by("ddpdoctor-journal")
+        wall_began, cpu_began = time.perf_counter_ns(), time.process_time_ns()
         for _ in range(steps):
             step()
         cpu, wall = time.process_time_ns() - cpu_began, time.perf_counter_ns() - wall_began
