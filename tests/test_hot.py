@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import inspect
 import pickle
 import signal
@@ -17,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpdoctor.probe.runtime import hot, phases, rank, shield, wrapping
+from ddpdoctor.probe.runtime import events, hot, phases, rank, shield, wrapping
 from ddpdoctor.probe.runtime.sites import Site
 from ddpdoctor.run.status import PAGE_SIZE, Phase, StatusPage
 from tests.probed import page_of_memory
@@ -251,6 +252,43 @@ class TimeLimit:
         raise TimeoutError("the job's")
 
 
+def test_a_subscriber_that_raises_is_called_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With whatever it is called; what is no error is the job's own."""
+    monkeypatch.setattr(shield, "faults", [])
+    monkeypatch.setattr(shield, "_report", None)
+    seen: list[Any] = []
+
+    def subscriber(*args: Any, error: type[BaseException] | None = None) -> str:
+        seen.append(args)
+        if error is not None:
+            raise error("it")
+        return "ignored"
+
+    call = events.shielded(subscriber)
+    call(1, 2)
+    with pytest.raises(KeyboardInterrupt):
+        call(3, error=KeyboardInterrupt)
+    call(4, error=KeyError)
+    call(5)
+    assert seen == [(1, 2), (3,), (4,)]
+    name = shield.name_of(subscriber)
+    assert (shield.faults, shield.off) == ([(name, "KeyError('it')")], {name})
+    shield.off.clear()
+
+
+def test_a_subscriber_is_let_go() -> None:
+    class Follower:
+        def __init__(self) -> None:
+            self.call = events.shielded(self.follow)
+
+        def follow(self) -> None:
+            """Part of a cycle, as observers are."""
+
+    gone = weakref.ref(Follower())
+    gc.collect()
+    assert gone() is None
+
+
 @pytest.mark.parametrize("kind", ["function", "method", "partial"])
 def test_what_a_signal_handler_raises_within_a_hook_is_the_jobs(
     kind: str, around: Callable[..., Any]
@@ -274,6 +312,8 @@ def test_what_a_signal_handler_raises_within_a_hook_is_the_jobs(
             around(lambda: "result", lambda: True, alarmed)()
         with pytest.raises(TimeoutError, match="the job's"):
             shield.shielded(alarmed)()
+        with pytest.raises(TimeoutError, match="the job's"):
+            events.shielded(alarmed)()
     finally:
         signal.signal(signal.SIGALRM, before)
     assert (shield.faults, shield.off) == ([], set())

@@ -43,6 +43,7 @@ class Gradients(Observer):
         self._replicas = replicas
         self._pacing = pacing
         self._owned = owned
+        self._enabled = state.budget.enabled
         self._missing = MissingGradients(state)
         self._unreduced = UnreducedGradients(state)
 
@@ -61,7 +62,7 @@ class Gradients(Observer):
 
     def backward_begins(self) -> None:
         """Remember the gradients as they are, where this backward may reach them unreduced."""
-        if not self.state.budget.enabled:
+        if not self._enabled:
             return
         alive = self._replicas.alive
         for each in alive:
@@ -120,7 +121,7 @@ class Gradients(Observer):
 
     def step_begins(self, optimizer: Any) -> None:
         """An optimizer is about to use the gradients: what is missing or unreduced stays so."""
-        if not self.state.budget.enabled:
+        if not self._enabled:
             return
         for each in self._replicas.alive:
             ddp = each.ddp()

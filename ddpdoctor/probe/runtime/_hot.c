@@ -22,6 +22,7 @@
 #include "hot_parts/collective_last.h"
 #include "hot_parts/collective.h"
 #include "hot_parts/deferring.h"
+#include "hot_parts/shielded.h"
 
 static PyObject *bind(PyObject *module, PyObject *args, PyObject *kwargs)
 {
@@ -117,7 +118,7 @@ PyMODINIT_FUNC PyInit__hot(void)
         return NULL;
     }
     PyTypeObject *types[] = {&PhasesType, &ChainType, &AroundType, &ForwardType,
-                             &CallsType, &CollectiveType};
+                             &CallsType, &CollectiveType, &ShieldedType};
     for (size_t i = 0; i < sizeof types / sizeof *types; i++)
         if (PyModule_AddType(module, types[i]) < 0) {
             Py_DECREF(module);

@@ -4,8 +4,8 @@ Looks at parameters, gradients and buffers count, and what it takes to follow th
 of each (`ddpdoctor.probe.observers.detail`) with the thread that writes their records, and its
 gradients (`ddpdoctor.probe.observers.pacing`). Either is thinned out to take no more than a half,
 and both together to leave a fifth for diagnoses. What cannot be thinned out may take more where
-steps are very short; the fifth is left for diagnoses in any case. Another fifth is left for
-what no clock sees.
+steps are very short; the fifth is left for diagnoses in any case. A quarter is left for what no
+clock sees.
 
 It starts with a credit, so that the first steps are looked at closely; afterwards a diagnosis has
 to wait until enough has been earned. To follow the first steps, which are not thinned out, costs no
@@ -39,7 +39,7 @@ LOADING = 200_000_000
 RESERVED = 5
 """One part in so many is for diagnoses, whatever it takes to follow the steps."""
 
-UNSEEN = 5
+UNSEEN = 4
 """One part in so many is left for what no clock here sees, as what is pushed out of the caches: a
 step behind a fingerprint takes 0.1 ms more."""
 

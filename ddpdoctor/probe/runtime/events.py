@@ -168,11 +168,15 @@ whether that comes last."""
 _order = itertools.count()
 
 
+shielded: Callable[[Callable[..., object]], Callable[..., None]] = shield.shielded
+"""What keeps the exceptions of a subscriber; compiled, where that could be (`runtime.hot`)."""
+
+
 def subscribe(observer: Observer) -> None:
     """Call an observer at the moments that it has methods for, without its exceptions."""
     for name in _MOMENTS:
         if getattr(type(observer), name) is not getattr(Observer, name):
-            _calls[name].append(_Call(observer, shield.shielded(getattr(observer, name))))
+            _calls[name].append(_Call(observer, shielded(getattr(observer, name))))
             _publish(name)
 
 

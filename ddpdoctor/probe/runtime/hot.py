@@ -20,7 +20,7 @@ P = ParamSpec("P")
 core: Any = None
 """The compiled module, None without."""
 
-CONTRACT = 3
+CONTRACT = 4
 """What this Python expects of it: of another version's, left in a checkout, nothing is taken."""
 
 if not os.environ.get("DDPDOCTOR_PURE_PYTHON"):
@@ -35,6 +35,7 @@ if TYPE_CHECKING or core is None:
 else:
     Calls, Chain, Phases = core.Calls, core.Chain, core.Phases
     core.bind(vars(rank), vars(events), shield.off, shield.fault, sites.walk, sites.memos)
+    events.shielded = lambda function: core.Shielded(function, shield.name_of(function))
 
 
 def _for_python(optimizer: Any) -> bool:
