@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpdoctor.analysis.replicas import unpacked
+from ddpdoctor.probe.observers import fingerprints
 from ddpdoctor.probe.observers.fingerprints import Fingerprints
 from ddpdoctor.probe.observers.hashing import PIECE, hash_of, hashable
 from ddpdoctor.probe.observers.looks import Pace
@@ -263,6 +264,29 @@ def test_parameters_are_looked_at_after_collectives_that_may_have_carried_them(
 def test_a_look_that_is_too_dear_is_told_without_a_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     records, _ = written_by(monkeypatch, left=0, moved=8)
     assert [(each["kind"], "parameters" in each) for each in records] == [("together", False)]
+
+
+@pytest.mark.parametrize(("interval", "charged"), [(1, 0), (4, fingerprints.BEHIND)])
+def test_the_step_behind_one_is_charged_once_they_are_rare(
+    monkeypatch: pytest.MonkeyPatch, interval: int, charged: int
+) -> None:
+    monkeypatch.setattr(torch_groups, "group_ranks", lambda ddp: [0, 1])
+    monkeypatch.setattr(fingerprints, "clock", lambda: 0)
+    state = a_rank([], Purse(10**12))
+    tracker: Any = state.tracker
+    ddp = torch.nn.Module()
+    ddp.module = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(ddp.module.parameters(), lr=0.1)
+    replicas = Replicas(state)
+    one = Fingerprints(state, replicas)
+    replicas.ddp_built(ddp)
+    one.pace.interval = interval
+    for tracker.steps in (1, 2):
+        one.step_begins(optimizer)
+        one.step_ended(optimizer, tracker.steps - 1)
+    one.step_begins(optimizer)
+    one.step_begins(optimizer)
+    assert 10**12 - state.budget.left() == charged
 
 
 def test_who_cannot_pay_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

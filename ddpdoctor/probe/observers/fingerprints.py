@@ -54,6 +54,12 @@ RICHER = 4
 KERNELS = 20_000
 """Nanoseconds that it takes to ask for the hash of a tensor, or on a GPU of a piece of one."""
 
+BEHIND = 100_000
+"""Nanoseconds that the step behind a fingerprint takes more, since the caches hold other things.
+
+Charged where not every step has one: at the beginning a credit pays.
+"""
+
 RICH_EVERY = 8
 """Of later fingerprints, every eighth is rich."""
 
@@ -130,9 +136,11 @@ class Fingerprints(Observer):
             if self._moved:
                 self._look_together(self.state.tracker.steps - 1)
             self.rest("step_begins")
-            if self._versions:
-                for record in self._versions.changed():
-                    self.state.recorder.add(record)
+            behind = bool(self._versions)
+            for record in self._versions.changed():
+                self.state.recorder.add(record)
+        if behind and self.pace.interval > 1:
+            self.state.budget.spend(BEHIND)
 
     def step_ended(self, optimizer: Any, number: int) -> None:
         """An optimizer's step ended: take a fingerprint if it closed a training step."""
