@@ -261,9 +261,9 @@ def within(
             print(f"    {more:.1f} us a step more")
 
 
-def together(blocks: list[list[float]], most: int) -> list[list[float]]:
-    """The sums of so many runs of blocks that followed each other, or fewer."""
-    length = -(-len(blocks) // most)
+def together(blocks: list[list[float]], runs: int) -> list[list[float]]:
+    """The means of runs of blocks that followed each other, about so many."""
+    length = max(1, len(blocks) // runs)
     return [
         [sum(each) / length for each in zip(*blocks[at : at + length], strict=True)]
         for at in range(0, len(blocks) - length + 1, length)

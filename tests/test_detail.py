@@ -78,8 +78,11 @@ def test_what_diagnoses_take_of_a_clocked_step_counts_once(monkeypatch: pytest.M
     assert hooks.clocked
     hooks.spent += 90_000
     budget.spend(50_000)
+    # Of this the hooks have seen nothing.
+    budget.spend_behind(100_000)
     one.clock(was_light=False)
     assert (one.full, hooks.clocked) == (40_000, False)
+    assert budget.account()[0] == 150_000
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,8 @@ class Purse:
     def spend(self, nanoseconds: int) -> None:
         self._left -= nanoseconds
 
+    spend_behind = spend
+
     def spending(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ddpdoctor.core.finding import Location, Severity
-from ddpdoctor.run.ring import RingWriter
+from ddpdoctor.run.ring import RingWriter, chain_text
 from ddpdoctor.run.status import Phase
 from tests.hanging_ranks import NOW, findings, rank, stacks
 from tests.loop_jobs import AHEAD, Job
@@ -163,29 +163,44 @@ def test_a_condition_on_the_rank_is_found_in_front_of_the_call(tmp_path: Path) -
     assert finding.location == Location(str(script), CALLED)
 
 
+MEAN = "    mean = lambda value: dist.all_reduce(value)\n"
+
+
 @pytest.mark.parametrize(
-    ("line", "began", "codes"),
+    ("text", "chain", "site", "codes"),
     [
-        (8, 1, ["DDP403"]),
-        # A metric within the loop, and one after the epoch before.
-        (7, 1, ["DDP803"]),
-        (8, -1, ["DDP803"]),
+        (AHEAD, (8,), 8, ["DDP403"]),
+        # A metric within the loop; one after an epoch before, which took from the same iterator.
+        (AHEAD, (7,), 7, ["DDP803"]),
+        (AHEAD, (8,), 6, ["DDP803"]),
+        # By a function of one line, called within the loop.
+        (AHEAD.replace("    for", f"{MEAN}    for", 1), (2, 8), 2, ["DDP803"]),
     ],
 )
 def test_who_left_the_loop_is_named_though_its_call_has_returned(
-    tmp_path: Path, written: Written, line: int, began: int, codes: list[str]
+    tmp_path: Path,
+    written: Written,
+    text: str,
+    chain: tuple[int, ...],
+    site: int,
+    codes: list[str],
 ) -> None:
     """Its iterator lives on, and its host is further on: what it called last came from behind."""
-    job = Job(written, AHEAD, at=2)
+    job = Job(written, text, at=2 + text.count(MEAN))
     for number, reduced in ((0, 5), (1, 4)):
-        written.rank(number, [job.loop()], phase=Phase.OTHER, armed=5, steps=4, reduced=reduced)
+        at_line = f"{job.path}:{site}" if number else ""
+        written.rank(
+            number, [job.loop()], phase=Phase.OTHER, armed=5, steps=4, reduced=reduced, site=at_line
+        )
     ring = RingWriter(str(tmp_path / "rank-0001.r0.collectives"))
-    words = ("all_reduce", "0|0-1", "float32", "SUM", f"{job.path}:{line}")
-    name, group, dtype, reduce, site = map(ring.text, words)
-    ring.end(ring.begin(T0 + began, 22, (name, group, dtype, reduce, site), (8,), 8, -1, 0), T0 + 2)
+    lines = [f"{job.path}:{line}" for line in chain]
+    led = chain_text([ring.text(each) for each in lines])
+    words = ("all_reduce", "0|0-1", "float32", "SUM", led)
+    name, group, dtype, reduce, place = map(ring.text, words)
+    ring.end(ring.begin(T0, 22, (name, group, dtype, reduce, place), (8,), 8, -1, 0), T0 + 2)
     still = {"kind": "hang", "time": NOW, "number": 1, "seconds": 41.0, "file": "hang-0001.json"}
     written.supervisor.append(still)
-    called = {**queued(22, "all_reduce", 8), "lines": [f"{job.path}:{line}"]}
+    called = {**queued(22, "all_reduce", 8), "lines": lines}
     ranks = [
         at(0, 6, LAST, queued(22, "all_reduce", 68), **SPINS), at(1, 9, LAST, called, **SPINS)
     ]  # fmt: skip

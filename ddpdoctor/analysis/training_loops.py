@@ -81,13 +81,17 @@ class Trace:
 
     @property
     def _behind(self) -> bool:
-        """Whether it was left, though its iterator lives on: the newest call came from behind it.
+        """Whether it was left, though its iterator lives on: the rank is in a call behind it.
 
-        With NCCL that call has returned: its host goes on while the GPU waits.
+        With NCCL that call may have returned: its host goes on while the GPU waits. It is there
+        still if it has come to no other line since that is known.
         """
         place = place_of(self.frames) if self.died or self.stuck else None
         calls = self.rank.ring.collectives if place is not None and self.rank.ring else ()
-        if place is None or not calls or calls[-1].began < self.first.time:
+        if place is None or not calls or calls[-1].asynchronous:
+            return False
+        status = self.rank.status
+        if calls[-1].ended and (status is None or status.site != calls[-1].site):
             return False
         function = place.source.scope(place.loop.lineno)
         chain = (location(each) for each in (calls[-1].site, *calls[-1].callers))
@@ -96,7 +100,7 @@ class Trace:
             for at in chain
             if at is not None and at.path == place.path and place.source.scope(at.line) is function
         ]
-        return bool(here) and not place.runs_at(here[0])
+        return bool(here) and not any(map(place.runs_at, here))
 
     @property
     def closed(self) -> bool:

@@ -143,7 +143,7 @@ class Detail:
 
     @property
     def _diagnosed(self) -> int:
-        return self._budget.account()[0] if self._budget is not None else 0
+        return self._budget.spent if self._budget is not None else 0
 
     def choose(self, number: int, total: int) -> None:
         """A line has ended: how closely to follow the steps of the next one.

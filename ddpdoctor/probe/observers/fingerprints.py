@@ -140,7 +140,7 @@ class Fingerprints(Observer):
             for record in self._versions.changed():
                 self.state.recorder.add(record)
         if behind and self.pace.interval > 1:
-            self.state.budget.spend(BEHIND)
+            self.state.budget.spend_behind(BEHIND)
 
     def step_ended(self, optimizer: Any, number: int) -> None:
         """An optimizer's step ended: take a fingerprint if it closed a training step."""

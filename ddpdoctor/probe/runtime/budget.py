@@ -57,7 +57,9 @@ class Budget:
         self._share = percent / 100
         self._start = _now()
         self._credit = max(int(self._share * AHEAD), LEAST_AHEAD) if self._share else 0
-        self._spent = 0
+        self.spent = 0
+        """Nanoseconds that diagnoses took, by their clocks."""
+        self._behind = 0
         self.followed = 0
         """Nanoseconds that it took to follow the steps, as far as is known."""
         self.writing = 0
@@ -85,11 +87,15 @@ class Budget:
         """Nanoseconds that may be spent now; negative after a diagnosis that was too dear."""
         if not self._share:
             return -1
-        return self._credit + self.earned() - self._spent
+        return self._credit + self.earned() - self.spent - self._behind
 
     def spend(self, nanoseconds: int) -> None:
         """Note what a diagnosis has cost."""
-        self._spent += nanoseconds
+        self.spent += nanoseconds
+
+    def spend_behind(self, nanoseconds: int) -> None:
+        """Note what a diagnosis has cost the step behind it, which no clock shows."""
+        self._behind += nanoseconds
 
     def spend_first(self, nanoseconds: int, usual: int) -> None:
         """Note what the first diagnosis of its kind on a GPU has cost.
@@ -106,9 +112,9 @@ class Budget:
     @contextlib.contextmanager
     def spending(self) -> Iterator[None]:
         """Note what runs within, but for what it notes itself; a diagnosis that raises is over."""
-        began, before = clock(), self._spent
+        began, before = clock(), self.spent
         yield
-        self._spent = max(self._spent, before + clock() - began)
+        self.spent = max(self.spent, before + clock() - began)
 
     def follow(self, nanoseconds: int, granted: bool = False) -> None:
         """Note what the hooks of some steps have cost.
@@ -149,7 +155,7 @@ class Budget:
 
     def account(self) -> tuple[int, int]:
         """Nanoseconds spent so far, and since when they were counted."""
-        return self._spent, _now() - self._start
+        return self.spent + self._behind, _now() - self._start
 
 
 def from_environment() -> Budget:

@@ -158,7 +158,7 @@ def end() -> None:
 
 def _settle(state: RankState) -> None:
     # A device that an error has broken says so at every call.
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(RuntimeError):
         if state.tracker.device is not None:
             state.tracker.device.settle()
 
