@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,31 @@ from ddpdoctor.run.records.base import JsonObject, Record, encode
 from ddpdoctor.run.records.data import PassRecord
 from ddpdoctor.run.records.decode import decode
 from ddpdoctor.run.status import PAGE_SIZE
+
+
+class Purse:
+    """A budget that keeps what it was told."""
+
+    enabled = True
+
+    def __init__(self, left: int) -> None:
+        self.held = left
+        self.granted = 0
+
+    def left(self) -> int:
+        return self.held
+
+    def spend(self, nanoseconds: int) -> None:
+        self.held -= nanoseconds
+
+    spend_behind = spend
+
+    def spending(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def grant(self, nanoseconds: int) -> None:
+        self.held += nanoseconds
+        self.granted += nanoseconds
 
 
 def as_line(written: Any) -> JsonObject:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -23,7 +22,7 @@ from ddpdoctor.probe.observers.replicas import Replicas
 from ddpdoctor.probe.observers.tensor_hashes import packed, tensor_norms
 from ddpdoctor.probe.runtime import torch_groups
 from ddpdoctor.run.records.base import JsonObject
-from tests.probed import a_rank
+from tests.probed import Purse, a_rank
 
 # -- hashes
 
@@ -162,26 +161,6 @@ def test_the_first_steps_are_looked_at_one_by_one() -> None:
 
 
 # -- what a rank writes
-
-
-class Purse:
-    """A budget that holds what it is told."""
-
-    enabled = True
-
-    def __init__(self, left: int) -> None:
-        self._left = left
-
-    def left(self) -> int:
-        return self._left
-
-    def spend(self, nanoseconds: int) -> None:
-        self._left -= nanoseconds
-
-    spend_behind = spend
-
-    def spending(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
 
 class Carried:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from ddpdoctor.probe.observers import looks, tensor_hashes
 from ddpdoctor.probe.observers.fingerprints import Fingerprints
 from ddpdoctor.probe.observers.readback import Elements
 from ddpdoctor.probe.observers.replicas import Replicas
-from ddpdoctor.probe.runtime import budget, torch_groups
-from ddpdoctor.run.environment import BUDGET
+from ddpdoctor.probe.runtime import torch_groups
 from ddpdoctor.run.mapped import UnreadableError
 from ddpdoctor.run.names import FORMAT
 from ddpdoctor.run.records.base import JsonObject, Record
@@ -26,7 +24,7 @@ from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.supervise import suspicions
 from ddpdoctor.supervise.suspicions import Suspicions
 from tests.conftest import JOBS, Doctor
-from tests.probed import a_rank
+from tests.probed import Purse, a_rank
 from tests.written import rank_records
 
 FIRST = Suspicion(restart=0, step=5, steps=3, module=0, tensors=(0, 1))
@@ -73,31 +71,6 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 
 
 # -- the rank's end
-
-
-class Purse:
-    """A budget that keeps what it was told."""
-
-    enabled = True
-
-    def __init__(self, left: int) -> None:
-        self.held = left
-        self.granted = 0
-
-    def left(self) -> int:
-        return self.held
-
-    def spend(self, nanoseconds: int) -> None:
-        self.held -= nanoseconds
-
-    spend_behind = spend
-
-    def spending(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def grant(self, nanoseconds: int) -> None:
-        self.held += nanoseconds
-        self.granted += nanoseconds
 
 
 @pytest.fixture
@@ -183,27 +156,6 @@ def test_elements_are_read_as_written(dtype: torch.dtype, letter: str) -> None:
 def test_a_tensor_that_is_not_contiguous_is_read_in_its_order() -> None:
     tensor = torch.arange(6.0).view(2, 3).t()
     assert list(elements(Elements(tensor).packed())) == tensor.reshape(-1).tolist()
-
-
-# -- the budget
-
-
-def test_without_a_budget_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(BUDGET, "0")
-    purse = budget.from_environment()
-    purse.grant(10**9)
-    assert not purse.enabled
-    assert purse.left() < 0
-
-
-def test_a_budget_tells_what_was_spent(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter((0, 2 * 10**9, 4 * 10**9))
-    monkeypatch.setattr(budget, "_now", lambda: next(clock))
-    purse = budget.Budget(1)
-    purse.spend(5_000_000)
-    earned = 20_000_000 - 20_000_000 // budget.UNSEEN
-    assert purse.left() == budget.AHEAD // 100 + earned - 5_000_000
-    assert purse.account() == (5_000_000, 4 * 10**9)
 
 
 # -- the supervisor's end
