@@ -56,6 +56,7 @@ def test_steps_are_thinned_until_they_keep_to_half_of_the_budget() -> None:
     # 40 us are 0.4 % of 10 ms; of every second step, with 8 us of the others, 0.24 %.
     assert followed(5000, 10 * MILLISECOND, 40_000, 8_000).sparse == 1
     assert followed(5000, 10 * MILLISECOND, 40_000, 8_000, percent=0.2).sparse == 15
+    assert followed(1000, MILLISECOND, 40_000, 8_000).sparse == detail.RARE - 1
     assert followed(5000, MILLISECOND, 40_000, 8_000).sparse == detail.RAREST - 1
 
 
@@ -63,6 +64,12 @@ def test_a_line_stands_for_a_third_of_a_second_later_on() -> None:
     assert followed(500, MILLISECOND, 4_000, 2_000).line == 7
     assert followed(5000, MILLISECOND, 4_000, 2_000).line == 511
     assert followed(5000, 20 * MILLISECOND, 4_000, 2_000).line == 15
+
+
+def test_a_line_stands_for_longer_where_steps_cannot_be_thinned_out_any_more() -> None:
+    assert followed(5000, 5 * MILLISECOND, 200_000, 8_000).line == 63
+    assert followed(5000, 5 * MILLISECOND, 200_000, 14_000).line == 127
+    assert followed(1000, MILLISECOND, 40_000, 8_000).line == detail.RARE - 1
     assert followed(5000, 1000, 4_000, 2_000).line == detail.MOST_STEPS - 1
 
 

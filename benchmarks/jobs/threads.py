@@ -44,9 +44,9 @@ def main() -> None:
         offers()
         time.sleep(seconds)
 
-    drain, rounds, write = (
+    drain, call, write = (
         recorder.Recorder._drain,
-        recorder.Recorder._round,
+        recorder.Recorder._call,
         recorder.Journal._append,
     )
 
@@ -56,11 +56,11 @@ def main() -> None:
         drain(self, last)
         offers()
 
-    def timed_round(self: Any) -> None:
+    def timed_call(self: Any, calls: list[Any]) -> None:
         nonlocal since, wakes
-        wakes += 1
+        wakes += calls is self.each_round
         since = time.thread_time_ns()
-        rounds(self)
+        call(self, calls)
         offers()
 
     def timed_write(self: Any, chunk: list[bytes]) -> None:
@@ -77,7 +77,7 @@ def main() -> None:
         return found
 
     recorder.time = SimpleNamespace(sleep=sleep)
-    recorder.Recorder._drain, recorder.Recorder._round = timed_drain, timed_round
+    recorder.Recorder._drain, recorder.Recorder._call = timed_drain, timed_call
     recorder.Journal._append = timed_write
     stacks._answer = timed_answer
     ddp = DistributedDataParallel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))))

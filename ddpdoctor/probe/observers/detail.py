@@ -24,17 +24,18 @@ CLOSELY = 256
 """Steps at the beginning of which everything is seen, each with its own line."""
 
 BEGINNING = 1024
-"""Steps at the beginning in which a line stands for `SHORT` nanoseconds, not `LONG`, and gradients
-are followed more often than later on."""
+"""Steps at the beginning in which a line stands for `SHORT` nanoseconds, not `LONG`, and more steps
+are seen in full, and more gradients followed, than later on."""
 
-SHORT, LONG = 8_000_000, 300_000_000
-"""Nanoseconds that a line of the journal stands for at least: 50 KB a minute later on."""
+SHORT, LONG, LONGEST = 8_000_000, 300_000_000, 600_000_000
+"""Nanoseconds that a line of the journal stands for at least: 50 KB a minute later on, and half of
+that where steps are so short that they cannot be thinned out any more."""
 
 MOST_STEPS = 1024
 """Steps that a line stands for at most."""
 
-RAREST = 64
-"""Of so many steps at least one is seen in full."""
+RARE, RAREST = 64, 128
+"""Of so many steps at least one is seen in full: at the beginning of a job, and later on."""
 
 SHARE = 2
 """Of what may be spent, a half at most goes here; what is left is for diagnoses."""
@@ -45,7 +46,7 @@ LEAST = 4
 WINDOW = 16
 """Steps whose gradients are followed, or not, together."""
 
-CLOCKED_EVERY = 200_000_000
+CLOCKED_EVERY = 500_000_000
 """Nanoseconds between two steps that are clocked."""
 
 CLOCKED_AT_FIRST = 10_000_000
@@ -171,12 +172,12 @@ class Detail:
         share = budget.share if budget is not None else 0.0
         written = budget.written if budget is not None else 0.0
         allowed = max(share / SHARE - written, share / LEAST) * self._step
-        every = 1
+        every, rarest = 1, RARE if number < BEGINNING else RAREST
         light = min(light, self.full)
-        while every < RAREST and light + (self.full - light) / every > allowed:
+        while every < rarest and light + (self.full - light) / every > allowed:
             every *= 2
         count = every
-        period = SHORT if number < BEGINNING else LONG
+        period = SHORT if number < BEGINNING else LONG if every < RAREST else LONGEST
         while count < self.most and count * self._step < period:
             count *= 2
         self.sparse, self.line = every - 1, count - 1
