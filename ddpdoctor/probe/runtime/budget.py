@@ -26,7 +26,7 @@ DEFAULT = 0.5
 AHEAD = 10_000_000_000
 """Nanoseconds whose earnings may be spent in advance: with the default budget, 50 ms."""
 
-LEAST_AHEAD = 25_000_000
+LEAST_AHEAD = 40_000_000
 """Nanoseconds that may be spent in advance, however small the budget: the first steps of a short
 job are all that tells of it."""
 
