@@ -11,6 +11,14 @@ from ddpdoctor.run.environment import BUDGET
 MILLISECOND = 1_000_000
 
 
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What the budget's clock shows, in nanoseconds."""
+    shown = [0]
+    monkeypatch.setattr(accounts, "_now", lambda: shown[0])
+    return shown
+
+
 def test_kernels_that_a_gpu_loads_need_not_be_earned_again() -> None:
     budget = Budget(0.5)
     before = budget.left()
@@ -21,10 +29,8 @@ def test_kernels_that_a_gpu_loads_need_not_be_earned_again() -> None:
     assert budget.left() < 0
 
 
-def test_following_steps_leaves_a_fifth_for_diagnoses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_following_steps_leaves_a_fifth_for_diagnoses(now: list[int]) -> None:
     """A quarter is left for what no clock sees."""
-    now = [0]
-    monkeypatch.setattr("ddpdoctor.probe.runtime.budget._now", lambda: now[0])
     budget = Budget(1)
     now[0] = 800 * MILLISECOND
     budget.follow(3 * MILLISECOND)
@@ -50,12 +56,8 @@ def test_what_runs_within_is_paid_for_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert budget.account()[0] == 112
 
 
-def test_what_was_earned_stays_whatever_following_takes_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_was_earned_stays_whatever_following_takes_later(now: list[int]) -> None:
     """Else diagnoses wait for minutes where steps get shorter, or can be thinned out no more."""
-    now = [0]
-    monkeypatch.setattr("ddpdoctor.probe.runtime.budget._now", lambda: now[0])
     budget = Budget(1)
     now[0] = 1000 * MILLISECOND
     budget.follow(4 * MILLISECOND)
@@ -66,11 +68,7 @@ def test_what_was_earned_stays_whatever_following_takes_later(
     assert budget.earned() == (3.5 + 2 * 2) * MILLISECOND
 
 
-def test_to_follow_the_first_steps_costs_no_diagnosis_its_turn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = [0]
-    monkeypatch.setattr("ddpdoctor.probe.runtime.budget._now", lambda: now[0])
+def test_to_follow_the_first_steps_costs_no_diagnosis_its_turn(now: list[int]) -> None:
     budget = Budget(1)
     now[0] = 800 * MILLISECOND
     budget.follow(1000 * MILLISECOND, granted=True)

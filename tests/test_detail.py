@@ -64,13 +64,19 @@ def test_a_line_stands_for_a_third_of_a_second_later_on() -> None:
     assert followed(500, MILLISECOND, 4_000, 2_000).line == 7
     assert followed(5000, MILLISECOND, 4_000, 2_000).line == 511
     assert followed(5000, 20 * MILLISECOND, 4_000, 2_000).line == 15
+    assert followed(5000, 1000, 4_000, 2_000).line == detail.MOST_STEPS - 1
 
 
 def test_a_line_stands_for_longer_where_steps_cannot_be_thinned_out_any_more() -> None:
     assert followed(5000, 5 * MILLISECOND, 200_000, 8_000).line == 63
     assert followed(5000, 5 * MILLISECOND, 200_000, 14_000).line == 127
     assert followed(1000, MILLISECOND, 40_000, 8_000).line == detail.RARE - 1
-    assert followed(5000, 1000, 4_000, 2_000).line == detail.MOST_STEPS - 1
+
+
+@pytest.mark.parametrize("percent", [0, 0.01])
+def test_long_steps_are_not_thinned_out_further_by_a_small_budget(percent: float) -> None:
+    one = followed(5000, 100 * MILLISECOND, 200_000, 8_000, percent)
+    assert (one.sparse, one.line) == (detail.RARE - 1, detail.RARE - 1)
 
 
 def test_what_diagnoses_take_of_a_clocked_step_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,8 @@ MOST_STEPS = 1024
 """Steps that a line stands for at most."""
 
 RARE, RAREST = 64, 128
-"""Of so many steps at least one is seen in full: at the beginning of a job, and later on."""
+"""Of so many steps at least one is seen in full: at the beginning of a job, or where steps are
+longer than 9 ms, and otherwise."""
 
 SHARE = 2
 """Of what may be spent, a half at most goes here; what is left is for diagnoses."""
@@ -172,12 +173,16 @@ class Detail:
         share = budget.share if budget is not None else 0.0
         written = budget.written if budget is not None else 0.0
         allowed = max(share / SHARE - written, share / LEAST) * self._step
-        every, rarest = 1, RARE if number < BEGINNING else RAREST
+        every, rarest, period = 1, RARE, SHORT if number < BEGINNING else LONG
+        # Long steps that a small budget thins out are seen in full no more rarely for it.
+        if number >= BEGINNING and RARE * self._step < LONGEST:
+            rarest = RAREST
         light = min(light, self.full)
         while every < rarest and light + (self.full - light) / every > allowed:
             every *= 2
+        if every == RAREST:
+            period = LONGEST
         count = every
-        period = SHORT if number < BEGINNING else LONG if every < RAREST else LONGEST
         while count < self.most and count * self._step < period:
             count *= 2
         self.sparse, self.line = every - 1, count - 1
