@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import BinaryIO
 
+from ddpdoctor.run.descriptors import move_up
 from ddpdoctor.run.records.base import EVERY, Record, encode
 
 _SEGMENT = b'{"kind":"segment","number":"%012d"}\n'
@@ -50,7 +51,7 @@ class Journal:
         self._written = 0
         self._number = 0
         # One descriptor for all segments: `write_now` may use it at any moment.
-        self._file: BinaryIO = os.fdopen(self._create(), "ab", buffering=0)
+        self._file: BinaryIO = os.fdopen(move_up(self._create()), "ab", buffering=0)
         self._begin(self._file.fileno())
 
     def _create(self) -> int:

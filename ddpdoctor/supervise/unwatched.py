@@ -1,7 +1,8 @@
-"""Interpreters that the probe cannot enter: options, or an environment, that leave it out.
+"""Interpreters that the probe cannot enter: by their options, environment or age.
 
 It comes by the ``sitecustomize`` of a folder on PYTHONPATH. ``-S`` imports none; ``-I`` and ``-E``
-do not read that variable; and a wrapper may start the ranks without it (``env -i``, ``sudo``).
+do not read that variable; a wrapper may start the ranks without it (``env -i``, ``sudo``); and it
+needs Python 3.10.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from ddpdoctor.run.records.supervisor import UnwatchedRecord
 from ddpdoctor.system import proc
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)*t?)?$")
+_OLD = re.compile(r"python(2|2\.\d+|3\.\d)$")
+"""The program of a Python before 3.10."""
 _BARE = "SIE"
 """Options of Python that keep the probe out."""
 _WITH_VALUE = "WX"
@@ -89,10 +92,21 @@ class Unwatched:
         option = bare_option(proc.words(pid))
         if option:
             return of_option(option)
+        old = _OLD.search(_program(pid))
+        if old:
+            return f"Python {old[1]} is too old for ddpdoctor's probe, which needs 3.10"
         paths = proc.environ(pid).get("PYTHONPATH", "").split(os.pathsep)
         if self._entry in paths:
             return ""
         return "PYTHONPATH, through which ddpdoctor's probe is loaded, was changed for the ranks"
+
+
+def _program(pid: int) -> str:
+    """Return the file that a process runs, or nothing if it has ended."""
+    try:
+        return os.readlink(f"/proc/{pid}/exe")
+    except OSError:
+        return ""
 
 
 def _ranks(root: int) -> Iterator[int]:

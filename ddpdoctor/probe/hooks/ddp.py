@@ -7,6 +7,7 @@ around ``backward()`` cannot: the all-reduce makes every rank as slow as the slo
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import time
@@ -214,7 +215,7 @@ class _Forward:
 
 
 def _wrap_inside(torch: Any, ddp_class: Any) -> None:
-    original = torch_private.inside_forward(ddp_class)
+    original: Any = torch_private.inside_forward(ddp_class)
     if original is None:
         return
     torch_dynamo.skip_wrappers(torch, CODES)
@@ -239,6 +240,8 @@ def _wrap_inside(torch: Any, ddp_class: Any) -> None:
     if hot.core is not None:
         forward = hot.core.Forward
 
+    # Its attributes stay behind: Dynamo would find the original by them.
+    @functools.wraps(original, updated=())
     def _inside_ddp_forward(self: Any) -> Any:
         context = bare(self)
         return context if rank.active is None else forward(self, context, _before)

@@ -1,6 +1,7 @@
-"""How a process ends: uncaught exceptions, ``sys.exit``, ``os._exit``, fatal signals.
+"""How a process ends: ``sys.exit``, ``os._exit``, fatal signals, exceptions in threads.
 
-What is printed, and the exit status, stay as they are.
+What is printed, and the exit status, stay as they are. Of an uncaught exception the entry learns
+(`probe/entry/ddpdoctor_entry.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from types import FrameType, ModuleType, TracebackType
+from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 from ddpdoctor.probe.observers import failures, inner
@@ -22,6 +23,7 @@ from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.imports import when_imported
 from ddpdoctor.probe.runtime.sites import Site, caller
 from ddpdoctor.probe.runtime.wrapping import before
+from ddpdoctor.run.descriptors import move_up
 from ddpdoctor.run.records.process import ErrorRecord, ExitRecord
 
 _SAID = 300
@@ -34,8 +36,7 @@ _last: tuple[ExitRecord, ErrorRecord | None] | None = None
 
 def install() -> None:
     """Hook this process; modules it has not imported yet are hooked when it does."""
-    _wrap_excepthook()
-    _wrap_thread_excepthook()
+    _watch_threads()
     # `print_exc`, `format_exc` and `logging` all end in these two.
     for name in ("print_exception", "format_exception"):
         before(traceback, name, failures.printed)
@@ -43,29 +44,29 @@ def install() -> None:
     when_imported("multiprocessing.process", _wrap_process_run)
 
 
-# -- uncaught exceptions
+# -- exceptions that end a thread
 
 
-def _wrap_excepthook() -> None:
-    previous = sys.excepthook
+def _watch_threads() -> None:
+    """Record what ends a thread of the job, and leave ``threading.excepthook`` as it is.
 
-    def excepthook(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        failures.uncaught(error)
-        previous(kind, error, trace)
+    Each thread keeps a function of its own that calls the hook (Python 3.8 to 3.14).
+    """
+    make = getattr(threading, "_make_invoke_excepthook", None)
+    if make is None:
+        return
 
-    sys.excepthook = excepthook
+    @functools.wraps(make)
+    def make_invoke_excepthook() -> Callable[[threading.Thread], None]:
+        invoke = make()
 
+        def invoke_excepthook(thread: threading.Thread) -> None:
+            failures.thread_failed(thread, sys.exc_info()[1])
+            invoke(thread)
 
-def _wrap_thread_excepthook() -> None:
-    previous = threading.excepthook
+        return invoke_excepthook
 
-    def excepthook(args: Any, /) -> None:
-        failures.thread_failed(args)
-        previous(args)
-
-    threading.excepthook = excepthook
+    threading._make_invoke_excepthook = make_invoke_excepthook  # type: ignore[attr-defined]
 
 
 # -- exits without an exception
@@ -91,6 +92,8 @@ def _wrap_exits() -> None:
             _hard_exit(status, own)
         os_exit(status)
 
+    # By the name of the module that it is found in it can be pickled.
+    _exit.__module__ = "os"
     sys.exit = exit
     os._exit = _exit
     atexit.register(_stray_at_exit)
@@ -236,7 +239,9 @@ def watch_fatal_signals(path: str) -> None:
     if faulthandler.is_enabled():
         return
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        descriptor = move_up(
+            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        )
         faulthandler.enable(descriptor, all_threads=True)
         _hide_faulthandler()
     except (OSError, ValueError) as error:

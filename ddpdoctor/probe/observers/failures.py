@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from dataclasses import fields, replace
+from threading import Thread
 from types import CodeType
 from typing import Any
 
@@ -78,13 +79,12 @@ def unseen() -> None:
 
 
 @shield.shielded
-def thread_failed(args: Any) -> None:
+def thread_failed(thread: Thread, error: BaseException | None) -> None:
     """Record an exception in a thread, of which the main one learns nothing."""
-    state, error = rank.current(), args.exc_value
+    state = rank.current()
     if state is not None and error is not None and not isinstance(error, SystemExit):
         record = _placed(_in_words(error), error)
-        thread = str(getattr(args.thread, "name", ""))
-        state.recorder.add(ThreadErrorRecord(thread=thread, **_values(record)))
+        state.recorder.add(ThreadErrorRecord(thread=thread.name, **_values(record)))
 
 
 def _placed(record: ErrorRecord, error: BaseException) -> ErrorRecord:

@@ -16,6 +16,7 @@ from typing import Any
 
 from ddpdoctor.probe.runtime import shield
 from ddpdoctor.probe.runtime.threads import background
+from ddpdoctor.run.descriptors import move_up
 from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.names import CONTROL, short_path
 
@@ -105,6 +106,7 @@ def session(key: str) -> socket.socket:
 
 def _connect(path: str) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection = socket.socket(fileno=move_up(connection.detach()))
     try:
         with short_path(path) as short:
             connection.connect(short)

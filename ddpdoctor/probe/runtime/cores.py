@@ -11,6 +11,8 @@ import contextlib
 import os
 import time
 
+from ddpdoctor.run.descriptors import move_up
+
 
 def waited_for_core(descriptor: int) -> int:
     """Nanoseconds that a thread, or a process's first one, was ready to run and had to wait.
@@ -33,7 +35,9 @@ class CoreClock:
         self._descriptor = -1
         # No Linux, or a kernel that does not count, or a sandbox: nothing is known then.
         with contextlib.suppress(OSError):
-            self._descriptor = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptor = move_up(
+                os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            )
         self._ran = self._waited = 0
         self.cut()
 

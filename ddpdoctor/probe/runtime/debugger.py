@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -33,7 +34,6 @@ from ddpdoctor.probe.runtime.control import Message
 from ddpdoctor.run.environment import DEBUG
 
 _MAIN_PROGRAM = frozenset({"cpython.run_file", "cpython.run_module", "cpython.run_command"})
-_HOOK = "hold_at_error"
 _MOST_SOURCE = 1 << 20
 
 PATIENCE = datetime.timedelta(hours=1)
@@ -81,7 +81,6 @@ def install() -> None:
     if wanted & {"error", "lift"}:
         timeouts.keep_at_least(timeouts.LIFTED)
     if "error" in wanted:
-        _wrap_excepthook()
         atexit.register(_hold_unseen)
     if control.is_worker():
         names = ("rank", "local_rank", "world_size", "local_world_size")
@@ -97,9 +96,6 @@ def joined(hello: Message) -> None:
     if not wanted:
         return
     _join(hello)
-    if "error" in wanted:
-        # torch has put its own hook around ours, which prints only what it caught.
-        _wrap_excepthook()
     _expect_breakpoint()
     if "gate" in wanted:
         _gate()
@@ -257,19 +253,24 @@ def _first_breakpoint(path: str) -> int:
 # -- uncaught exceptions
 
 
-def _wrap_excepthook() -> None:
-    previous = sys.excepthook
-    if getattr(previous, "__name__", "") == _HOOK:
+def excepthook_runs(
+    hook: Callable[..., object] | None,
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """Call ``hook`` and hold the rank after it, where ``--debug-on-error`` asks for that.
+
+    Called while Python audits ``sys.excepthook``, which it is about to call.
+
+    Raises:
+        RuntimeError: The hook was called here, so Python must not call it again.
+    """
+    if not _holds(error) or hook is None:
         return
-
-    def hold_at_error(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        previous(kind, error, trace)
-        if sys.excepthook is hold_at_error:
-            hold(error)
-
-    sys.excepthook = hold_at_error
+    hook(kind, error, trace)
+    hold(error)
+    raise RuntimeError
 
 
 def _hold_unseen() -> None:
@@ -283,17 +284,22 @@ def _hold_unseen() -> None:
 def hold(error: BaseException) -> None:
     """With ``--debug-on-error``: hold this rank at the exception until it has been looked at."""
     global _held
-    if "error" not in options() or not control.is_joined() or not isinstance(error, Exception):
-        return
-    if _held:
+    if not _holds(error):
         return
     _held = True
     with contextlib.suppress(KeyboardInterrupt):
         _hold(error)
 
 
+def _holds(error: BaseException) -> bool:
+    """Return whether ``--debug-on-error`` applies to this exception."""
+    return (
+        "error" in options() and not _held and control.is_joined() and isinstance(error, Exception)
+    )
+
+
 @shield.shielded
-def _hold(error: Exception) -> None:
+def _hold(error: BaseException) -> None:
     frame, line = _guilty_frame(error)
     if frame is None:
         return
@@ -302,7 +308,7 @@ def _hold(error: Exception) -> None:
         debugpy_private.stop_at_exception(error)
 
 
-def _guilty_frame(error: Exception) -> tuple[FrameType | None, int]:
+def _guilty_frame(error: BaseException) -> tuple[FrameType | None, int]:
     """The innermost frame of the user's code in the traceback, and its line."""
     found: tuple[FrameType | None, int] = (None, 0)
     trace = error.__traceback__

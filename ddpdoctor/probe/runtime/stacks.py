@@ -27,6 +27,7 @@ from types import FrameType
 
 from ddpdoctor.probe.runtime import control, rank, shield
 from ddpdoctor.probe.runtime.threads import background
+from ddpdoctor.run.descriptors import move_up
 from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.names import STACKS_SUFFIX, stacks_stem
 from ddpdoctor.run.records.base import JsonObject, json_line
@@ -71,11 +72,12 @@ def declare() -> None:
     try:
         # Emptied, since a process that has called `exec` is the same one to the kernel.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
-        file = os.open(path, flags | os.O_NOFOLLOW, 0o600)
+        file = move_up(os.open(path, flags | os.O_NOFOLLOW, 0o600))
     except OSError:
         # It cannot be asked; that the directory cannot be written is reported elsewhere.
         return
-    ends = os.pipe()
+    reading, writing = os.pipe()
+    ends = move_up(reading), move_up(writing)
     number = _free_signal()
     if number:
         faulthandler.register(number, file=file, all_threads=True, chain=False)

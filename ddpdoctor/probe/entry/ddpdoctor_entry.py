@@ -1,0 +1,130 @@
+"""Load the probe in a process that may become a rank, and nothing in any other.
+
+A worker of torchrun loads it at once, another process when it imports torch. Both learn of that,
+and of an exception that ends them, by an audit hook (PEP 578): ``sys.excepthook`` and
+``sys.meta_path`` stay as they are for code that asks whether they are Python's own.
+"""
+
+import os
+import sys
+
+TYPE_CHECKING = False
+"""As `typing` has it, which takes milliseconds to import."""
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
+
+
+def start() -> None:
+    """Load the probe if this process is a worker, else watch for what makes it one."""
+    if "DDPDOCTOR_RUN_DIR" not in os.environ:
+        return
+    _safely(_start)
+
+
+def _start() -> None:
+    if _is_launcher():
+        return
+    loaded = _is_worker() or "torch" in sys.modules
+    if loaded:
+        _load()
+    sys.addaudithook(_audit_hook(loaded))
+
+
+def _audit_hook(loaded: bool) -> "Callable[[str, tuple[Any, ...]], None]":
+    """Return the audit hook of this process.
+
+    Whatever it needs is bound here: it stays until the interpreter has cleared its modules, and an
+    error in it would be one of the operation that Python is auditing.
+    """
+    modules, safely, load, fails = sys.modules, _safely, _load, _fails
+
+    def audit(event: str, args: "tuple[Any, ...]") -> None:
+        nonlocal loaded
+        if event == "import":
+            # `importlib.import_module` is not audited, but what torch imports in turn is.
+            if not loaded and (args[0] == "torch" or "torch" in modules):
+                loaded = True
+                safely(load)
+        elif event == "sys.excepthook":
+            fails(args, loaded)
+
+    return audit
+
+
+def _fails(args: "tuple[Any, ...]", loaded: bool) -> None:
+    """Record the exception that ends this process, before Python prints it.
+
+    Args:
+        args: The hook that is about to be called, and the exception's type, value and traceback.
+        loaded: Whether the probe is in this process.
+
+    Raises:
+        RuntimeError: The exception was printed already; Python does not call the hook then.
+    """
+    # Ctrl-C needs no record, and Python dies of it as long as nothing is imported meanwhile.
+    if not loaded and (args[1] is KeyboardInterrupt or not _safely(_load_package)):
+        return
+    from ddpdoctor.probe.observers import failures
+
+    failures.uncaught(args[2])
+    if loaded:
+        sys.modules["ddpdoctor.probe.runtime.debugger"].excepthook_runs(*args)
+
+
+def _load() -> None:
+    """Load the probe and start it."""
+    _load_package()
+    from ddpdoctor.probe import process
+
+    process.start()
+
+
+def _load_package() -> None:
+    """Make ``ddpdoctor`` importable, which may not be installed for this interpreter."""
+    if "ddpdoctor" in sys.modules:
+        return
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location(
+        "ddpdoctor",
+        os.path.join(_PACKAGE, "__init__.py"),
+        submodule_search_locations=[_PACKAGE],
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["ddpdoctor"] = module
+    spec.loader.exec_module(module)
+
+
+def _is_worker() -> bool:
+    """Return whether torchrun has started this process as a rank.
+
+    It makes each a session leader; what a rank starts in turn inherits the environment, but leads
+    no session. A debugger's options may have to hold a rank that was started otherwise.
+    """
+    if os.environ.get("DDPDOCTOR_DEBUG", "attach") not in ("", "attach"):
+        return True
+    names = {"TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK"}
+    return names <= os.environ.keys() and os.getsid(0) == os.getpid()
+
+
+def _is_launcher() -> bool:
+    """Return whether this process is torchrun itself, which is never a rank."""
+    words = sys.orig_argv[1:8]
+    return any(word in _LAUNCHERS for word in words) or any(
+        os.path.basename(word) in ("torchrun", "torchrun-script.py") for word in words[:2]
+    )
+
+
+def _safely(step: "Callable[[], None]") -> bool:
+    """Call ``step``. Returns False, and says so, if it raised."""
+    try:
+        step()
+    except Exception as error:
+        sys.stderr.write(f"ddpdoctor: this process is not watched: {error!r}\n")
+        return False
+    return True
