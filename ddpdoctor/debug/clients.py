@@ -8,7 +8,6 @@ import secrets
 import time
 
 from ddpdoctor.debug import dap
-from ddpdoctor.debug.admission import Admission
 from ddpdoctor.debug.rank_link import Message, RankLink, SilentError, Streams
 from ddpdoctor.debug.ranks import Ranks
 from ddpdoctor.debug.slots import Slot, Slots
@@ -26,6 +25,12 @@ APPEAR = 60.0
 FIRST_MESSAGE = 10.0
 """Seconds in which a client has to speak the protocol: a port scan does not start a debugger."""
 
+CONFIGURED = 60.0
+"""Seconds in which a client has to be through with its configuration, or the session ends."""
+
+PARTING = 3.0
+"""Seconds in which a client may close its connection after the session."""
+
 TURNOVER = 3.0
 """Seconds in which an old session may still end when a new client comes."""
 
@@ -38,6 +43,8 @@ PAUSES = 1.0
 
 NATIVE = "in native code"
 """Short: VS Code cuts the session's name, and with it the rank, for a longer one."""
+
+OVER = "the debug session is over"
 
 IN_WORKERS = (
     "DataLoader workers run this line, and no debugger is in them: set num_workers=0 to stop here"
@@ -57,15 +64,13 @@ class Clients:
     Args:
         slots: The debug ports.
         ranks: The processes behind them.
-        admission: Decides on connections.
         ends_job: The first client that stops a session it began before the gate was open ends the
             job.
     """
 
-    def __init__(self, slots: Slots, ranks: Ranks, admission: Admission, *, ends_job: bool) -> None:
+    def __init__(self, slots: Slots, ranks: Ranks, *, ends_job: bool) -> None:
         self._slots = slots
         self._ranks = ranks
-        self._admission = admission
         self._ends_job = ends_job
         self._stop_said = False
         ranks.on_workers = self._look_at_workers
@@ -78,12 +83,8 @@ class Clients:
         assert task is not None
         self._slots.tasks.add(task)
         try:
-            if self._admission.admits(writer, f"the debug port of rank {slot.rank}"):
-                await self._client(slot, reader, writer)
+            await self._client(slot, reader, writer)
         except (OSError, asyncio.TimeoutError, dap.NotDapError):
-            pass
-        except asyncio.CancelledError:
-            # The run is over; asyncio.streams logs a cancelled handler as an error.
             pass
         except Exception as error:
             fault = DebugRecord(time=time.time_ns(), state="fault", error=repr(error))
@@ -91,6 +92,8 @@ class Clients:
         finally:
             self._slots.tasks.discard(task)
             writer.close()
+            # It waits for a client that does not take what was written.
+            asyncio.get_running_loop().call_later(PARTING, writer.transport.abort)
 
     async def _client(
         self, slot: Slot, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -99,6 +102,7 @@ class Clients:
         if first is None:
             return
         data, requests = first
+        text, limit = OVER, PARTING
         tap = dap.Tap()
         tap.at_gate = not self._ranks.gate_open
         try:
@@ -113,7 +117,11 @@ class Clients:
             finally:
                 await self._end(slot, tap)
         except RefusedError as refused:
-            await _refuse(str(refused), requests, reader, writer)
+            text, limit = str(refused), FIRST_MESSAGE
+        else:
+            requests = []
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(_refuse(text, requests, reader, writer), limit)
 
     async def _free(self, slot: Slot) -> None:
         """Wait until the session before is over."""
@@ -166,7 +174,7 @@ class Clients:
         client: Streams,
         upstream: Streams,
     ) -> None:
-        """Carry bytes both ways until one side ends."""
+        """Carry bytes both ways until the client leaves or one side ends."""
         from_client, to_client = client
         from_rank, to_rank = upstream
 
@@ -180,6 +188,8 @@ class Clients:
                     self._left(slot, tap)
                 if tap.pausing is not None:
                     self._slots.begin(self._show_pause(tap, tap.pausing, to_client))
+                if tap.leaving:
+                    return
                 await to_rank.drain()
                 chunk = await from_client.read(_CHUNK)
 
@@ -196,21 +206,26 @@ class Clients:
                 if tap.ended and tap.terminates:
                     tap.terminates = False
                     to_client.write(dap.encode(dap.event("terminated", {})))
-                await to_client.drain()
                 self._follow(slot, tap, before)
+                if tap.ended:
+                    return
+                if not tap.leaving:
+                    await to_client.drain()
 
         carried = [asyncio.create_task(outward()), asyncio.create_task(inward())]
         try:
-            await asyncio.wait(carried, return_when=asyncio.FIRST_COMPLETED)
-            if carried[1].done():
-                # The rank has ended: its client is informed, not cut off.
+            for limit in (CONFIGURED, None):
+                await asyncio.wait(carried, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+                if not tap.attached:
+                    break
+            if not carried[1].done():
+                if not tap.leaving:
+                    # The client has vanished: the rank must not stand at its breakpoint for ever.
+                    to_rank.write(tap.vanish())
+                await asyncio.wait(carried[1:], timeout=ANSWER)
+            if not (tap.leaving and tap.ended):
+                # The rank has ended, say: its client is informed, not cut off.
                 to_client.write(dap.encode(dap.event("terminated", {})))
-                with contextlib.suppress(OSError):
-                    await to_client.drain()
-            elif not tap.ended:
-                # The client has vanished: the rank must not stand at its breakpoint for ever.
-                to_rank.write(dap.encode(dap.DISCONNECT))
-                await asyncio.wait(carried[1:], timeout=1.0)
         finally:
             for task in carried:
                 task.cancel()
@@ -305,20 +320,17 @@ async def _refuse(
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
 ) -> None:
-    """Answer a client's requests until it has understood."""
+    """Answer a client's requests until it disconnects."""
     decoder = dap.Decoder()
-    with contextlib.suppress(asyncio.TimeoutError):
-        while requests:
-            for request in requests:
-                if request.get("type") == "request":
-                    for message in dap.refusal(request, text):
-                        writer.write(dap.encode(message))
-            await writer.drain()
-            if any(request.get("command") == "disconnect" for request in requests):
-                return
-            requests = []
-            while not requests:
-                chunk = await asyncio.wait_for(reader.read(_CHUNK), FIRST_MESSAGE)
-                if not chunk:
-                    return
-                requests = decoder.feed(chunk)
+    while True:
+        for request in requests:
+            if request.get("type") == "request":
+                for message in dap.refusal(request, text):
+                    writer.write(dap.encode(message))
+        await writer.drain()
+        if any(request.get("command") == "disconnect" for request in requests):
+            return
+        chunk = await reader.read(_CHUNK)
+        if not chunk:
+            return
+        requests = decoder.feed(chunk)

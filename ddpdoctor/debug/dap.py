@@ -106,8 +106,10 @@ class Tap:
         self.stopped = False
         self.place = ""
         """``path:line`` of the stop, once the client asked for the stack."""
+        self.leaving = False
+        """The client has asked for the end of the session."""
         self.ended = False
-        """The client has taken its leave."""
+        """The rank has answered that."""
         self.stopped_by_client = False
         """The client asked for the end of the session, and not to begin another one."""
         self.at_gate = False
@@ -172,8 +174,14 @@ class Tap:
         arguments = arguments if isinstance(arguments, dict) else {}
         self.stopped_by_client |= not arguments.get("restart")
         self.terminates |= request.get("command") == "terminate"
+        self.leaving = True
         detach = {**DISCONNECT, "seq": request["seq"]}
         return detach, encode(detach)
+
+    def vanish(self) -> bytes:
+        """Return what a client that vanished should have sent the rank."""
+        self.unanswered[DISCONNECT["seq"]] = "disconnect"
+        return encode(DISCONNECT)
 
     def to_client(self, data: bytes) -> list[tuple[Message, bytes]]:
         """What the client gets of a rank's bytes: whole messages, each with its bytes.

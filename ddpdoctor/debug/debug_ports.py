@@ -13,6 +13,11 @@ from pathlib import Path
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import LOOPBACK
 from ddpdoctor.run.names import CONTROL, short_path
+from ddpdoctor.run.records.supervisor import DebugRecord
+
+BACKLOG = 1024
+"""Connections that the kernel queues while others flood a port. A client waits longer in a longer
+queue, if the flood keeps it full."""
 
 _LAST = 65535
 _ATTEMPTS = 200
@@ -126,7 +131,7 @@ def reachable(host: str) -> str:
 def _listen(host: str, port: int) -> socket.socket | None:
     try:
         # `create_server` sets SO_REUSEADDR: sessions that ended a moment ago do not block a port.
-        return socket.create_server((host, port), family=_family(host), backlog=4)
+        return socket.create_server((host, port), family=_family(host), backlog=BACKLOG)
     except OSError as error:
         if error.errno in (errno.EADDRINUSE, errno.EACCES):
             return None
@@ -138,6 +143,14 @@ def _listen(host: str, port: int) -> socket.socket | None:
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def flooded(record: DebugRecord) -> str:
+    """Return what to do about the ``flooded`` record of a port."""
+    return (
+        f"warning: {record.door} is flooded with connections, which may delay a debugger; "
+        f"{record.beside} is not affected"
+    )
 
 
 def _any_port(host: str) -> int:

@@ -243,6 +243,8 @@ class Debugging:
             else:
                 who = f"a client whose user is not known ({record.why})"
             self._speaker.say(f"refused: {who} at {record.door}")
+        elif state == "flooded":
+            self._speaker.say(debug_ports.flooded(record))
         elif state == "broken":
             self._speaker.say(f"warning: the debug ports are closed: {record.error}")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,9 +21,6 @@ from ddpdoctor.debug.debug_ports import Doors, Ports
 from ddpdoctor.debug.ranks import Ranks
 from ddpdoctor.debug.slots import Slots, Stop
 from ddpdoctor.run.records.supervisor import DebugRecord
-
-_SOCKET_STAYS: dict[str, Any] = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
-"""From 3.13 on asyncio removes the socket's file, by its name, which led there only to bind it."""
 
 
 class Gateway:
@@ -56,11 +52,9 @@ class Gateway:
         self._ports = ports
         self._doors = doors
         self._slots = Slots(ports.numbers)
-        admission = Admission(unidentified, self._slots.report)
-        self._ranks = Ranks(
-            self._slots, admission, gate=gate, hold_errors=hold_errors, expected=expected
-        )
-        self._clients = Clients(self._slots, self._ranks, admission, ends_job=ends_job)
+        self._admission = Admission(unidentified, self._slots.report)
+        self._ranks = Ranks(self._slots, gate=gate, hold_errors=hold_errors, expected=expected)
+        self._clients = Clients(self._slots, self._ranks, ends_job=ends_job)
         self._main_task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = threading.Event()
@@ -110,23 +104,19 @@ class Gateway:
         self._loop = asyncio.get_running_loop()
         # Else asyncio would write its tracebacks between the job's lines.
         self._loop.set_exception_handler(self._fault)
-        servers: list[asyncio.Server] = [
-            await asyncio.start_unix_server(
-                self._ranks.take, sock=self._doors.control, **_SOCKET_STAYS
-            )
-        ]
-        for slot, listener, door in zip(
-            self._slots, self._ports.listeners, self._doors.listeners, strict=True
+        admission, doors = self._admission, self._doors
+        admission.open(doors.control, "the control socket of the ranks", self._ranks.take)
+        for slot, listener, door, path in zip(
+            self._slots, self._ports.listeners, doors.listeners, doors.paths, strict=True
         ):
             take = partial(self._clients.take, slot)
-            servers.append(await asyncio.start_server(take, sock=listener))
-            servers.append(await asyncio.start_unix_server(take, sock=door, **_SOCKET_STAYS))
+            admission.open(listener, f"debug port {slot.port}", take, beside=path)
+            admission.open(door, path, take)
         with contextlib.suppress(asyncio.CancelledError):
             self._main_task = asyncio.current_task()
             if not self._stopping.is_set():
                 await asyncio.Event().wait()
-        for server in servers:
-            server.close()
+        admission.close()
         tasks = list(self._slots.tasks)
         for task in tasks:
             task.cancel()

@@ -107,6 +107,8 @@ def _happens(
         for record in gateway.take():
             if record.state == "refused":
                 say(_refused(record))
+            elif record.state == "flooded":
+                say(debug_ports.flooded(record))
             elif record.state == state:
                 return True
     return False

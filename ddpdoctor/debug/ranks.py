@@ -11,7 +11,6 @@ import psutil
 
 from ddpdoctor.core.opening import integer
 from ddpdoctor.core.user_code import Location
-from ddpdoctor.debug.admission import Admission
 from ddpdoctor.debug.rank_link import Message, RankLink, Streams
 from ddpdoctor.debug.slots import Slot, Slots
 from ddpdoctor.run.records.supervisor import DebugRecord
@@ -25,7 +24,6 @@ class Ranks:
 
     Args:
         slots: The debug ports.
-        admission: Decides on connections.
         gate: Ranks that have to be attached before any may start; all of them if empty; None for
             no gate.
         hold_errors: Ranks hold at an uncaught exception, so timeouts are lifted from the start.
@@ -35,14 +33,12 @@ class Ranks:
     def __init__(
         self,
         slots: Slots,
-        admission: Admission,
         *,
         gate: frozenset[int] | None,
         hold_errors: bool,
         expected: int | None,
     ) -> None:
         self._slots = slots
-        self._admission = admission
         self._gate = gate
         self.gate_open = gate is None
         self._hold_errors = hold_errors
@@ -59,9 +55,6 @@ class Ranks:
 
     async def take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a connection to the control socket."""
-        if not self._admission.admits(writer, "the control socket of the ranks"):
-            writer.close()
-            return
         link = RankLink(reader, writer)
         self._links.add(link)
         slot: Slot | None = None

@@ -1,43 +1,28 @@
 """Whose process is at the other end of a connection on this machine.
 
-Every account reaches a loopback port, so the port alone says nothing. For TCP the kernel's table of
-sockets names the owner, for Unix sockets the connection itself does.
+Every account reaches a loopback port, so the port alone says nothing. For TCP the kernel names the
+owner of a socket, for Unix sockets the connection itself does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import os
 import socket
 import struct
-from typing import Protocol
 
+from ddpdoctor.system import sock_diag
 from ddpdoctor.system.proc import listeners
+from ddpdoctor.system.sock_diag import ESTABLISHED
 
-_ESTABLISHED = 1
 _TABLES = {socket.AF_INET: "tcp", socket.AF_INET6: "tcp6"}
 _MAPPED = bytes(10) + b"\xff\xff"
 """What an IPv4 address has before it in an IPv6 socket."""
 
 _ATTEMPTS = 3
 """A table that is being changed may miss a line once."""
-
-
-class Connection(Protocol):
-    """A connected socket, or what asyncio gives in its place."""
-
-    @property
-    def family(self) -> int:
-        """``AF_INET``, ``AF_INET6`` or ``AF_UNIX``."""
-
-    def getsockopt(self, level: int, name: int, size: int, /) -> bytes:
-        """As a socket's."""
-
-    def getsockname(self) -> tuple[object, ...]:
-        """As a socket's."""
-
-    def getpeername(self) -> tuple[object, ...]:
-        """As a socket's."""
 
 
 class UnknownPeerError(Exception):
@@ -53,7 +38,7 @@ def is_trusted(uid: int) -> bool:
     return uid in (0, os.geteuid())
 
 
-def user(connection: Connection) -> int:
+def user(connection: socket.socket) -> int:
     """The uid of the process at the other end.
 
     Raises:
@@ -67,12 +52,12 @@ def user(connection: Connection) -> int:
     except OSError as error:
         gone = error.errno == errno.ENOTCONN
         raise (GoneError if gone else UnknownPeerError)(error.strerror or str(error)) from None
-    if uid == _number("/proc/sys/kernel/overflowuid") and not _all_users_have_numbers():
+    if uid == _nobody():
         raise UnknownPeerError("its user has no number in this user namespace")
     return uid
 
 
-def _unix_user(connection: Connection) -> int:
+def _unix_user(connection: socket.socket) -> int:
     if not hasattr(socket, "SO_PEERCRED"):
         raise UnknownPeerError("this system does not know the user of a connection")
     size = struct.calcsize("3i")
@@ -80,30 +65,47 @@ def _unix_user(connection: Connection) -> int:
     return int(struct.unpack("3i", credentials)[1])
 
 
-def _tcp_user(connection: Connection) -> int:
-    if not hasattr(socket, "TCP_INFO") or not os.path.exists("/proc/thread-self/net/tcp"):
+def _tcp_user(connection: socket.socket) -> int:
+    if not hasattr(socket, "TCP_INFO"):
         raise UnknownPeerError("this system does not know the user of a connection")
     ours, theirs = connection.getsockname(), connection.getpeername()
+    # First, since it is cheap: what a flood opens it mostly closes at once.
+    _check_open(connection)
     for _ in range(_ATTEMPTS):
         uid = _owner(theirs, ours)
-        if not _is_open(connection):
-            raise GoneError("the connection is closed already")
         # While our end is open no other socket can have had the addresses of its peer.
+        _check_open(connection)
         if uid is not None:
             return uid
     raise UnknownPeerError("it comes from another machine or network namespace")
 
 
-def _is_open(connection: Connection) -> bool:
-    """Whether neither side has closed its end."""
-    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
+def _check_open(connection: socket.socket) -> None:
+    """Raise `GoneError` if one side has closed its end."""
+    if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != ESTABLISHED:
+        raise GoneError("the connection is closed already")
 
 
 def _owner(source: tuple[object, ...], target: tuple[object, ...]) -> int | None:
-    """The owner of the open socket with these addresses, in this thread's network namespace."""
+    """Return the owner of the open socket with these addresses, in this network namespace.
+
+    Args:
+        source: Its own address.
+        target: The address of our end of the connection, which is open.
+    """
+    with contextlib.suppress(OSError):
+        uid = sock_diag.owner(source, target)
+        # A kernel without the module for TCP finds no socket, not even ours.
+        if uid is not None or sock_diag.owner(target, source) is not None:
+            return uid
+    return _owner_by_table(source, target)
+
+
+def _owner_by_table(source: tuple[object, ...], target: tuple[object, ...]) -> int | None:
+    """The same from ``/proc/net/tcp``, which lists all sockets."""
     for family, table in _TABLES.items():
         try:
-            words = f" {_word(source, family)} {_word(target, family)} {_ESTABLISHED:02X} "
+            words = f" {_word(source, family)} {_word(target, family)} {ESTABLISHED:02X} "
         except ValueError:
             continue
         try:
@@ -139,18 +141,17 @@ def _word(address: tuple[object, ...], family: int) -> str:
     return "".join(f"{word:08X}" for word in words) + f":{port:04X}"
 
 
-def _number(path: str) -> int | None:
+@functools.cache
+def _nobody() -> int | None:
+    """Return the uid that stands for all that have none in this user namespace; None if all do."""
     try:
-        with open(path) as file:
+        with open("/proc/self/uid_map") as file:
+            if file.read().split() == ["0", "0", "4294967295"]:
+                return None
+    except (OSError, ValueError):
+        pass
+    try:
+        with open("/proc/sys/kernel/overflowuid") as file:
             return int(file.read())
     except (OSError, ValueError):
         return None
-
-
-def _all_users_have_numbers() -> bool:
-    """Whether this user namespace knows every uid; in another, unknown ones all look the same."""
-    try:
-        with open("/proc/self/uid_map") as file:
-            return file.read().split() == ["0", "0", "4294967295"]
-    except OSError:
-        return False

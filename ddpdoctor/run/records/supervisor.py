@@ -112,7 +112,7 @@ class DebugRecord(PlacedRecord):
     state: str
     """Of a rank: ``ready``, ``waits``, ``attached``, ``stopped``, ``running``, ``goes on``,
     ``detached``, ``gone``, ...; of the gateway: ``listening``, ``gate open``, ``refused``,
-    ``fault``, ..."""
+    ``flooded``, ``fault``, ..."""
     rank: int | None = None
     local_rank: int | None = None
     port: int | None = None
@@ -126,7 +126,9 @@ class DebugRecord(PlacedRecord):
     uid: int | None = None
     """The user of a client that was refused, None if that is not known."""
     door: str = ""
-    """Where that client came in, for a person."""
+    """Where that client came in, or what is flooded, for a person."""
+    beside: str = ""
+    """A Unix socket for the clients of a port that is flooded."""
 
     @property
     def at(self) -> str:
