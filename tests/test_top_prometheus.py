@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -20,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import LOOPBACK
-from ddpdoctor.top import demo
+from ddpdoctor.top import demo, prometheus
 from ddpdoctor.top.prometheus import Exporter, address
 from ddpdoctor.top.snapshot import Snapshot, Verdict
 from ddpdoctor.top.source import ALL
@@ -248,6 +250,55 @@ def test_it_serves_without_a_terminal(doctor: Doctor) -> None:
 
 def test_only_this_machine_may_ask(exporter: Exporter) -> None:
     assert exporter._server.server_address[0] == "127.0.0.1"
+
+
+def test_a_request_that_does_not_arrive_is_cut_off(
+    exporter: Exporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prometheus, "ARRIVES", 0.5)
+    for start in (b"", b"GET /metrics HTTP/1.1\r\nHost: "):
+        with socket.create_connection((LOOPBACK, exporter.port), LIMIT) as slow:
+            slow.sendall(start)
+            assert slow.recv(1000) == b""
+    assert scrape(exporter.port)
+
+
+def test_a_response_that_is_not_taken_is_cut_off(
+    exporter: Exporter, shown: list[Snapshot | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prometheus, "TAKEN", 0.5)
+    snapshot = shown[0]
+    assert snapshot is not None
+    # More than what fits into the buffers of a connection.
+    shown[0] = replace(snapshot, ranks=snapshot.ranks * 500)
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect((LOOPBACK, exporter.port))
+        slow.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        deadline = time.monotonic() + LIMIT
+        for served in (True, False):
+            while (threads() > 0) != served:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+    shown[0] = snapshot
+    assert scrape(exporter.port)
+
+
+def threads() -> int:
+    """How many connections are being served."""
+    return sum("process_request_thread" in each.name for each in threading.enumerate())
+
+
+def test_of_many_clients_the_oldest_go(exporter: Exporter) -> None:
+    with contextlib.ExitStack() as opened:
+        idle = [
+            opened.enter_context(socket.create_connection((LOOPBACK, exporter.port), LIMIT))
+            for _ in range(prometheus.CLIENTS + 2)
+        ]
+        assert scrape(exporter.port)
+        # Two went for the last two, and one for the scrape.
+        for client in idle[:3]:
+            assert client.recv(1000) == b""
 
 
 def test_a_port_that_is_taken() -> None:

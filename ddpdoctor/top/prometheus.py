@@ -8,12 +8,18 @@ Labels are named as that exporter names them (``gpu``, ``UUID``, ``device``, ``m
 
 from __future__ import annotations
 
+import socket
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -23,6 +29,18 @@ from ddpdoctor.core.job import LOOPBACK
 from ddpdoctor.core.opening import whole
 from ddpdoctor.top.snapshot import PHASES, RankRow, Snapshot
 from ddpdoctor.top.view import number
+
+CLIENTS = 16
+"""Connections at a time; one more takes the place of the oldest."""
+
+APART = 0.01
+"""Seconds between two connections, at least."""
+
+ARRIVES = 5.0
+"""Seconds in which a request has to be here."""
+
+TAKEN = 30.0
+"""Seconds in which the response has to be taken."""
 
 _RANK = ("rank", "local_rank", "run", "Hostname", "gpu", "UUID", "device", "modelName")
 
@@ -57,12 +75,15 @@ class Exporter:
         registry.register(_Collector(latest))
         host, port = place
         try:
-            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+            self._server = _Server(host, port)
         except OSError as error:
             raise DoctorError(
                 f"cannot serve metrics at {host}:{port}: {error.strerror}",
                 "name another port with --prometheus",
             ) from None
+        self._server.set_app(make_wsgi_app(registry))
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
         self.port = int(self._server.server_address[1])
         self.place = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
         """Where it serves, as in an address."""
@@ -72,6 +93,78 @@ class Exporter:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(5)
+
+
+class _Server(ThreadingWSGIServer):
+    """An HTTP server that takes few connections at a time, and each for a limited time.
+
+    Args:
+        host: The address or name to listen at.
+        port: The port; 0 takes any.
+
+    Raises:
+        OSError: It cannot listen there.
+    """
+
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int) -> None:
+        self._until: dict[socket.socket, float] = {}
+        """When a connection is cut off, the oldest first."""
+        self._lock = threading.Lock()
+        kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
+        self.address_family, *_, address = socket.getaddrinfo(host, port, type=kind, flags=flags)[0]
+        super().__init__((str(address[0]), port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection, on a thread."""
+        time.sleep(APART)
+        with self._lock:
+            if len(self._until) >= CLIENTS:
+                self._cut(next(iter(self._until)))
+            self._until[request] = time.monotonic() + ARRIVES
+        super().process_request(request, client_address)
+
+    def arrived(self, request: socket.socket) -> None:
+        """Begin the time in which the response has to be taken."""
+        with self._lock:
+            if request in self._until:
+                self._until[request] = time.monotonic() + TAKEN
+
+    def service_actions(self) -> None:
+        """Cut off the connections whose time is up; called every half second at least."""
+        now = time.monotonic()
+        with self._lock:
+            for request in [each for each, until in self._until.items() if now > until]:
+                self._cut(request)
+
+    def _cut(self, request: socket.socket) -> None:
+        """Wake the thread of a connection from its wait for the client."""
+        del self._until[request]
+        with suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection that has been served."""
+        with self._lock:
+            self._until.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing where a client has gone."""
+
+
+class _Handler(WSGIRequestHandler):
+    server: _Server
+
+    def parse_request(self) -> bool:
+        """Read the head of a request, which is all of it that counts."""
+        is_valid = super().parse_request()
+        self.server.arrived(self.request)
+        return is_valid
+
+    def log_message(self, *words: Any) -> None:
+        """Log nothing."""
 
 
 class _Collector(Collector):
