@@ -143,17 +143,17 @@ def test_one_socket_is_looked_up_not_all(
 ) -> None:
     client, accepted = pair
     try:
-        found = sock_diag.owner(accepted.getpeername(), accepted.getsockname())
+        found = sock_diag.find(accepted.getpeername(), accepted.getsockname())
     except OSError as error:
         pytest.skip(f"no sock_diag here: {error}")
     assert found is not None
     monkeypatch.setattr(peers, "_owner_by_table", lambda *ends: pytest.fail("reads the table"))
-    assert peers.user(accepted) == found
+    assert peers.user(accepted) == found.uid
     # Neither a socket that listens nor one that its process has closed is a peer.
     listening = (accepted.getsockname(), (accepted.getsockname()[0], 9))
-    assert sock_diag.owner(*listening) is None
+    assert sock_diag.find(*listening) is None
     client.close()
-    assert sock_diag.owner(accepted.getpeername(), accepted.getsockname()) is None
+    monkeypatch.setattr(peers, "_check_open", lambda connection: None)
     with pytest.raises(peers.GoneError):
         peers.user(accepted)
 
@@ -162,11 +162,10 @@ def test_one_socket_is_looked_up_not_all(
 def test_the_table_serves_where_the_kernel_refuses(
     pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    def owner(source: tuple[object, ...], target: tuple[object, ...]) -> int | None:
+    def find(source: tuple[object, ...], target: tuple[object, ...]) -> None:
         if how == "refused":
             raise PermissionError(errno.EPERM, "Operation not permitted")
-        return None
 
     expected = peers.user(pair[1])
-    monkeypatch.setattr(sock_diag, "owner", owner)
+    monkeypatch.setattr(sock_diag, "find", find)
     assert peers.user(pair[1]) == expected

@@ -412,7 +412,7 @@ def test_other_files_of_the_kernel(text: bytes | str) -> None:
         process_state.read_turn(7, 7)
         process_state.read_signals(7, 7)
         process_state.read_state(7)
-        peers._nobody.__wrapped__()
+        peers._overflow_uid.__wrapped__()
 
 
 # -- ddpdoctor's own processes, and the driver's log

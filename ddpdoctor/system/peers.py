@@ -52,7 +52,7 @@ def user(connection: socket.socket) -> int:
     except OSError as error:
         gone = error.errno == errno.ENOTCONN
         raise (GoneError if gone else UnknownPeerError)(error.strerror or str(error)) from None
-    if uid == _nobody():
+    if uid == _overflow_uid():
         raise UnknownPeerError("its user has no number in this user namespace")
     return uid
 
@@ -66,7 +66,7 @@ def _unix_user(connection: socket.socket) -> int:
 
 
 def _tcp_user(connection: socket.socket) -> int:
-    if not hasattr(socket, "TCP_INFO"):
+    if not (hasattr(socket, "TCP_INFO") and hasattr(socket, "AF_NETLINK")):
         raise UnknownPeerError("this system does not know the user of a connection")
     ours, theirs = connection.getsockname(), connection.getpeername()
     # First, since it is cheap: what a flood opens it mostly closes at once.
@@ -92,12 +92,19 @@ def _owner(source: tuple[object, ...], target: tuple[object, ...]) -> int | None
     Args:
         source: Its own address.
         target: The address of our end of the connection, which is open.
+
+    Raises:
+        GoneError: Its process has closed it, but our end does not know yet.
     """
     with contextlib.suppress(OSError):
-        uid = sock_diag.owner(source, target)
+        found = sock_diag.find(source, target)
+        if found is not None:
+            if found.state != ESTABLISHED or not found.inode:
+                raise GoneError("the connection is closed already")
+            return found.uid
         # A kernel without the module for TCP finds no socket, not even ours.
-        if uid is not None or sock_diag.owner(target, source) is not None:
-            return uid
+        if sock_diag.find(target, source) is not None:
+            return None
     return _owner_by_table(source, target)
 
 
@@ -142,7 +149,7 @@ def _word(address: tuple[object, ...], family: int) -> str:
 
 
 @functools.cache
-def _nobody() -> int | None:
+def _overflow_uid() -> int | None:
     """Return the uid that stands for all that have none in this user namespace; None if all do."""
     try:
         with open("/proc/self/uid_map") as file:

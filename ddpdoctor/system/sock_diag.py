@@ -9,10 +9,12 @@ import errno
 import os
 import socket
 import struct
+from typing import NamedTuple
 
 ESTABLISHED = 1
 """The state of a connection that neither side has closed."""
 
+_LISTENS = 10
 _NETLINK_SOCK_DIAG = 4
 _SOCK_DIAG_BY_FAMILY = 20
 _NLMSG_ERROR = 2
@@ -29,15 +31,24 @@ _FOUND = struct.Struct("=BB62xII")
 """``struct inet_diag_msg``: family, state, ..., uid, inode."""
 
 
-def owner(source: tuple[object, ...], target: tuple[object, ...]) -> int | None:
-    """Return the owner of the connected socket with these addresses.
+class Found(NamedTuple):
+    """A TCP socket of this network namespace."""
+
+    state: int
+    uid: int
+    inode: int
+    """0 if its process has closed it; then the uid may be root's."""
+
+
+def find(source: tuple[object, ...], target: tuple[object, ...]) -> Found | None:
+    """Look up the socket of a connection.
 
     Args:
         source: The socket's own address, as ``getsockname`` returns it.
         target: The address of its peer.
 
     Returns:
-        The uid, or None if this network namespace has no such socket, or no process holds it.
+        The socket, or None if this network namespace has none with these addresses.
 
     Raises:
         OSError: The kernel has no ``sock_diag``, or refuses the request.
@@ -58,10 +69,10 @@ def owner(source: tuple[object, ...], target: tuple[object, ...]) -> int | None:
         if number == errno.ENOENT:
             return None
         raise OSError(number, os.strerror(number))
-    _, state, uid, inode = _FOUND.unpack_from(answer, _HEADER.size)
-    # Without a connected socket the kernel returns one that listens at the source's address. A
-    # socket that its process has closed has no inode, and may count as root's.
-    return int(uid) if state == ESTABLISHED and inode else None
+    _, *fields = _FOUND.unpack_from(answer, _HEADER.size)
+    found = Found(*fields)
+    # Without such a socket the kernel returns one that listens at the source's address.
+    return None if found.state == _LISTENS else found
 
 
 def _request(source: tuple[object, ...], target: tuple[object, ...]) -> bytes:
