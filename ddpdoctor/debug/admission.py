@@ -11,13 +11,13 @@ from collections.abc import Awaitable, Callable
 from ddpdoctor.run.records.supervisor import DebugRecord
 from ddpdoctor.system import peers
 
-SHARE = 0.25
+SHARE = 0.4
 """The most of one core that refusals take, at all sockets together."""
 
 BATCH = 0.01
 """Seconds of CPU time for connections before the loop's other work has its turn."""
 
-REST = 0.02
+REST = 0.005
 """Seconds, at least, in which a socket that has refused clients accepts none."""
 
 FLOOD = 2.0
