@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 from pathlib import Path
 
 import pytest
 
 from ddpdoctor.commands import report
-from ddpdoctor.core import config
+from ddpdoctor.core import config, opening
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import OwnOptions
 from ddpdoctor.core.ranks import rank_set
+from ddpdoctor.core.users import whose
 from ddpdoctor.preflight import arguments
 from ddpdoctor.supervise import command
 from tests.conftest import Doctor
@@ -123,8 +125,29 @@ def test_a_file_above_that_is_another_users_is_not_read(
     assert own().notify == ()
     assert own().notify == ()
     assert capsys.readouterr().err == (
-        f"ddpdoctor: ../ddpdoctor.toml is not read: it belongs to another user (uid {mine})\n"
+        f"ddpdoctor: ../ddpdoctor.toml is not read: it belongs to {whose(mine)}\n"
     )
+
+
+@needs_reader
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")
+def test_a_file_is_another_users_even_if_one_of_ours_takes_its_place(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs, ours = folder / "ddpdoctor.toml", folder / "ours.toml"
+    theirs.write_text("[run]\nnotify = 'rm -rf .'\n")
+    ours.write_text("")
+    os.chown(theirs, 65533, 65533)
+    read = opening.file
+
+    def swapped(path: Path, *, links: bool) -> io.FileIO:
+        file = read(path, links=links)
+        ours.replace(path)
+        return file
+
+    monkeypatch.setattr(opening, "file", swapped)
+    assert own().notify == ()
+    assert "it belongs to another user (uid 65533)" in capsys.readouterr().err
 
 
 def test_a_python_that_reads_no_toml_says_so_where_there_is_something_to_read(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 from ddpdoctor.commands import report
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.users import whose
 from ddpdoctor.run import rundir
 from ddpdoctor.run.reader import RunReader
 from tests.conftest import LIMIT
@@ -87,7 +89,7 @@ def test_a_base_of_somebody_else_is_refused(base: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "getuid", lambda: mine + 4711)
     theirs = rundir.base_directory()
     theirs.mkdir(mode=0o777)
-    with pytest.raises(DoctorError, match="belongs to another user"):
+    with pytest.raises(DoctorError, match=re.escape(f"belongs to {whose(mine)}")):
         rundir.create(None)
     assert list(theirs.iterdir()) == []
 

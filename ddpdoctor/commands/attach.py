@@ -25,7 +25,6 @@ from ddpdoctor.debug.vscode import launch_json
 from ddpdoctor.debug.vscode.files import current_directory, find_workspace
 from ddpdoctor.run import rundir
 from ddpdoctor.run.environment import MARK
-from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.snapshot import Run
 
 PARSER = Parser(
@@ -89,9 +88,7 @@ def main(words: Sequence[str]) -> int:
 def _runs(name: str | None) -> list[Run]:
     """Live runs with debug ports, the newest first."""
     paths = [rundir.find(name)] if name is not None else rundir.some_live()
-    if name is not None and not rundir.is_live(paths[0]):
-        raise DoctorError(f"{name} has ended", "`ddpdoctor attach` lists the live runs")
-    runs = [RunReader(path).snapshot() for path in paths]
+    runs = [attach_points.live_run(path) for path in paths]
     debugged = [run for run in runs if attach_points.is_debugged(run)]
     if not debugged:
         raise DoctorError(f"{runs[0].path.name} was started with --no-debug")
@@ -104,16 +101,18 @@ def _say(text: str) -> None:
 
 
 def _show(run: Run) -> None:
+    points = attach_points.points(run)
+    compound = launch_json.compound_name(attach_points.label(run))
     seconds = (time.time_ns() - integer(run.manifest, "started")) / 1e9
     _say(f"{run.path.name}: {_called(run)}, for {duration(seconds)}")
-    points = attach_points.points(run)
     if not points:
         print("  no rank has started yet")
     else:
         print(f"  {'rank':<6}{'port':<7}{'pid':<9}state")
     for point in points:
-        _say(f"  {point.rank:<6}{point.port:<7}{point.pid or '-':<9}{point.state}")
-    _say(f'  VS Code: F5 "{launch_json.compound_name(attach_points.label(run))}"')
+        state = point.trouble or point.state
+        _say(f"  {point.rank:<6}{point.port:<7}{point.pid or '-':<9}{state}")
+    _say(f'  VS Code: F5 "{compound}"')
     print("  Neovim: ddpdoctor attach --rank N; another machine: ddpdoctor attach --tunnel")
 
 
@@ -127,6 +126,8 @@ def _called(run: Run) -> str:
 def _one_line(runs: Sequence[Run], rank: int) -> int:
     for run in runs:
         for point in attach_points.points(run):
+            if point.rank == rank and point.trouble:
+                raise DoctorError(f"rank {rank}: {point.trouble}", "do not attach there")
             if point.rank == rank:
                 host = attach_points.host(run)
                 print(
@@ -150,6 +151,10 @@ def _write(runs: Sequence[Run], given: Given, *, named: bool) -> int:
         mappings=[launch_json.PathMapping(*pair) for pair in given.get("--path-map", ())],
         through_tunnel="--tunnel" in given,
     )
+    if "--tunnel" not in given:
+        for run in runs:
+            for line in attach_points.left_out(run):
+                print(f"ddpdoctor: {shown(line)}", file=sys.stderr)
     path = os.path.join(workspace, ".vscode", launch_json.FILE)
     _say(f"{'wrote' if changed else 'unchanged:'} {relative(path)}")
     return 0
@@ -157,8 +162,8 @@ def _write(runs: Sequence[Run], given: Given, *, named: bool) -> int:
 
 def _is_in(run: Run, workspace: Path) -> bool:
     """Whether a run was started from that workspace."""
-    own = run.manifest["debug"].get("workspace")
-    return own is not None and os.path.realpath(str(own)) == os.path.realpath(workspace)
+    own = attach_points.workspace(run)
+    return own is not None and os.path.realpath(own) == os.path.realpath(workspace)
 
 
 def _inject(pid: int) -> int:

@@ -17,6 +17,7 @@ from ddpdoctor.core.finding import RULES, Finding, Severity, examine
 from ddpdoctor.core.options import DIRECTORY, FILE, OUTPUT, Given, Parser, seconds
 from ddpdoctor.core.selection import CODES, Selection
 from ddpdoctor.core.units import count
+from ddpdoctor.core.users import as_copy
 from ddpdoctor.failures import sources, verdict
 from ddpdoctor.failures.log import LogReader
 from ddpdoctor.failures.redaction import Redactor
@@ -154,6 +155,7 @@ def _report_run(given: Given) -> list[Finding]:
             "for plain logs: ddpdoctor report --log FILE...",
         )
     path, remark = _chosen(given.rest[0] if given.rest else None)
+    foreign = _is_foreign(path)
     import ddpdoctor.rules  # noqa: F401 (registers the rules; not before they are needed)
 
     deadline = time.monotonic() + given.get("--wait", 0.0)
@@ -162,7 +164,8 @@ def _report_run(given: Given) -> list[Finding]:
     run = _snapshot(path)
     live = rundir.is_live(path)
     if not live and run.exit_status is None:
-        remark = "the supervisor was killed before the job ended, so how the job ended is unknown"
+        killed = "the supervisor was killed before the job ended, so how the job ended is unknown"
+        remark = remark if foreign else killed
         run = replace(run, taken=_last_sign(run))
     failed: list[tuple[str, Exception]] = []
     faults = Faults(_complain, "all other rules are applied")
@@ -254,7 +257,10 @@ def _compare(given: Given) -> int:
     from ddpdoctor.analysis.compare import compare
     from ddpdoctor.render import comparison
 
-    before, after = (_snapshot(_chosen(name)[0]) for name in given.rest)
+    paths = [_chosen(name)[0] for name in given.rest]
+    for path in paths:
+        _is_foreign(path)
+    before, after = map(_snapshot, paths)
     found = compare(before, after)
     _print(comparison.json_lines(found) if "--json" in given else comparison.lines(found))
     return 0
@@ -274,21 +280,42 @@ def _chosen(name: str | None) -> tuple[Path, str]:
         raise DoctorError(
             "there is no run yet", "`ddpdoctor run` starts one; --log FILE reads a log"
         )
-    given = Path(name)
-    path = next((each for each in rundir.places(name) if each.exists()), given)
+    path = next((each for each in rundir.places(name) if _is_there(each)), None)
+    if path is None:
+        raise DoctorError(f"no run named {name}", f"runs are kept in {rundir.base_directory()}")
     if path.is_file():
         raise DoctorError(
             f"{name} is a file, not a run directory", f"ddpdoctor report --log {name}"
         )
-    if not path.is_dir():
-        raise DoctorError(f"no run named {name}", f"runs are kept in {rundir.base_directory()}")
     path = path.resolve()
-    if (path / rundir.MANIFEST).exists() or any(any(path.glob(each)) for each in _OF_A_RUN):
+    if _is_there(path / rundir.MANIFEST) or any(any(path.glob(each)) for each in _OF_A_RUN):
         return path, ""
     raise DoctorError(
         f"{name} is not a run directory: it has no {rundir.MANIFEST}",
         "name a directory that `ddpdoctor run` printed, or logs with --log",
     )
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a path leads to something.
+
+    Raises:
+        DoctorError: This user may not know.
+    """
+    try:
+        path.stat()
+    except PermissionError:
+        raise rundir.unreadable(path) from None
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _is_foreign(path: Path) -> bool:
+    """Whether it is a run of another user, which a line says then."""
+    if remark := as_copy(path):
+        _complain(remark)
+    return bool(remark)
 
 
 def _last_sign(run: Run) -> int:

@@ -37,7 +37,7 @@ def main(words: Sequence[str]) -> int:
     try:
         directory = rundir.create(command.own.run_dir)
         if rundir.is_open_to_others(directory):
-            reporter.note(f"others may write to {directory}, and what they put there is read")
+            reporter.note(f"others may write to {directory}: they can remove records")
         reporter.begin()
     except OSError as error:
         directory = None

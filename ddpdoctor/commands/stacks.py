@@ -14,6 +14,7 @@ from ddpdoctor.core.control_characters import json_text, shown
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.options import RANKS, Given, Parser
 from ddpdoctor.core.ranks import named
+from ddpdoctor.core.users import as_copy, stranger
 
 if TYPE_CHECKING:
     from ddpdoctor.render.lines import Line
@@ -102,6 +103,8 @@ def _take(name: str | None, ranks: set[int] | None, *, native: bool) -> _Taken:
         names = ", ".join(each.name for each in others[:3])
         text = f"{path.name} is the newest live run of several: {names}"
         print(f"ddpdoctor: {shown(text)}", file=sys.stderr)
+    if remark := as_copy(path):
+        print(f"ddpdoctor: {shown(remark)}", file=sys.stderr)
     if not rundir.is_live(path):
         return _last(path, ranks)
     from ddpdoctor.run.reader import glance
@@ -129,11 +132,16 @@ def _last(path: Path, ranks: set[int] | None) -> _Taken:
         raise DoctorError(f"{path / NAME} is damaged, or too large to be read")
     if saved is None or not saved.stacks:
         raise DoctorError(
-            f"{path.name} has ended, and no stacks were taken while it ran",
+            f"{path.name} {_over(path)}, and no stacks were taken while it ran",
             "`ddpdoctor stacks` looks at a live run",
         )
     wanted = (each for each in saved.stacks if ranks is None or each.rank in ranks)
     return _Taken(path, tuple(wanted), saved.time, live=False)
+
+
+def _over(path: Path) -> str:
+    """Why the ranks of a run are not asked."""
+    return "has ended" if stranger(path) is None else "is another user's"
 
 
 def _as_json(taken: _Taken) -> dict[str, Any]:
@@ -173,7 +181,7 @@ def _print(taken: _Taken, given: Given) -> None:
     frames = [frame for each in taken.stacks for thread in each.threads for frame in thread.frames]
     code = code_of(frames, _started(taken.path))
     when = time.strftime("%H:%M:%S", time.localtime(taken.time / 1e9))
-    state = f"at {when}" if taken.live else f"has ended; its last stacks, of {when}"
+    state = f"at {when}" if taken.live else f"{_over(taken.path)}; its last stacks, of {when}"
     head = f"{taken.path.name} {state}: {render.summary(merge(taken.stacks))}"
     lines: list[Line] = [((head, "bold"),), *render.draw(taken.stacks, look, code)]
     if "--all-threads" in given:

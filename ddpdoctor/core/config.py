@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ddpdoctor.core import opening
 from ddpdoctor.core.commands import COMMANDS
 from ddpdoctor.core.control_characters import shown
+from ddpdoctor.core.users import whose
 
 if TYPE_CHECKING:
     from ddpdoctor.core.options import Parser, Value
@@ -101,15 +102,17 @@ def _nearest(parser: Parser) -> tuple[str, Mapping[str, Any]] | None:
             try:
                 if not path.is_file():
                     continue
-                text = opening.contents(path, _MOST, links=True)
-                owner = path.stat().st_uid
+                # Of the open file: by then another one may have its name.
+                with opening.file(path, links=True) as file:
+                    owner = os.fstat(file.fileno()).st_uid
+                    text = file.read(_MOST + 1)
             except OSError:
                 continue
-            if name == PROJECT and b"ddpdoctor" not in text:
+            if len(text) > _MOST or (name == PROJECT and b"ddpdoctor" not in text):
                 continue
             shown_path = os.path.relpath(path)
             if owner not in owners:
-                _remark(f"{shown_path} is not read: it belongs to another user (uid {owner})")
+                _remark(f"{shown_path} is not read: it belongs to {whose(owner)}")
                 continue
             table = _table(parser, shown_path, name, text)
             if table is not None:

@@ -6,6 +6,8 @@ a run directory no link is followed. And nothing is read without a limit: not be
 the file had when it was opened (`/proc` and `/dev` hold files that never end), and not more than
 the reader says.
 
+In a directory of this user that others may write to, only files of this user and of root are read.
+
 Every reader of such a file uses this module, in the ranks, too, so it imports next to nothing.
 """
 
@@ -18,8 +20,10 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
+
+from ddpdoctor.core.users import whose
 
 MOST_MANIFEST = 4 << 20
 """Bytes of ``run.json``: the command line is in it."""
@@ -45,6 +49,14 @@ MOST_NAMES = 1 << 16
 Path = str | os.PathLike[str]
 
 
+Owners = Collection[int] | None
+"""Uids of the users whose file it has to be; None for any that `opened` takes."""
+
+
+class ForeignError(OSError):
+    """A file belongs to a user whose files are not read there."""
+
+
 def facts(path: Path, *, links: bool = True) -> os.stat_result:
     """What the file system knows of a path.
 
@@ -58,15 +70,20 @@ def facts(path: Path, *, links: bool = True) -> os.stat_result:
         raise OSError(errno.EINVAL, "is no path", repr(path)) from None
 
 
-def opened(path: Path, flags: int = os.O_RDONLY, *, links: bool = False) -> int:
+def opened(
+    path: Path, flags: int = os.O_RDONLY, *, links: bool = False, owners: Owners = None
+) -> int:
     """A descriptor of a regular file.
 
     Args:
         path: The file.
         flags: ``O_RDONLY`` or ``O_RDWR``; never one that creates.
         links: Follow a link at the end of the path, as a person's own files may be one.
+        owners: The users whose file it has to be. None for this user and root where others may have
+            put it into this user's run directory, and for any user elsewhere and with ``links``.
 
     Raises:
+        ForeignError: It belongs to another user.
         OSError: There is no such file, or it is not a regular one.
     """
     # Looked at first: to open a device may be enough to do something.
@@ -74,11 +91,23 @@ def opened(path: Path, flags: int = os.O_RDONLY, *, links: bool = False) -> int:
     flags |= os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if links else os.O_NOFOLLOW)
     descriptor = os.open(path, flags)
     try:
-        _regular(os.fstat(descriptor), path)
+        found = os.fstat(descriptor)
+        _regular(found, path)
+        if owners is None and not links:
+            owners = _owners(path)
+        if owners is not None and found.st_uid not in owners:
+            raise ForeignError(errno.EPERM, f"belongs to {whose(found.st_uid)}", os.fspath(path))
     except OSError:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _owners(path: Path) -> Owners:
+    """Whose files are read in the directory of a file; None for any user's."""
+    directory = facts(os.path.dirname(path) or os.curdir)
+    shared = directory.st_uid == os.getuid() and directory.st_mode & 0o022
+    return (directory.st_uid, 0) if shared else None
 
 
 def _regular(found: os.stat_result, path: Path) -> None:
@@ -90,18 +119,21 @@ def _regular(found: os.stat_result, path: Path) -> None:
         raise OSError(errno.EINVAL, "is not a regular file", os.fspath(path))
 
 
-def file(path: Path, flags: int = os.O_RDONLY, *, links: bool = False) -> io.FileIO:
+def file(
+    path: Path, flags: int = os.O_RDONLY, *, links: bool = False, owners: Owners = None
+) -> io.FileIO:
     """As :func:`opened`, as a file without a buffer."""
-    return io.FileIO(opened(path, flags, links=links), "r" if flags == os.O_RDONLY else "r+")
+    descriptor = opened(path, flags, links=links, owners=owners)
+    return io.FileIO(descriptor, "r" if flags == os.O_RDONLY else "r+")
 
 
-def contents(path: Path, most: int, *, links: bool = False) -> bytes:
+def contents(path: Path, most: int, *, links: bool = False, owners: Owners = None) -> bytes:
     """A whole file.
 
     Raises:
         OSError: It cannot be opened (:func:`opened`), or is larger than ``most`` bytes.
     """
-    with file(path, links=links) as opened_file:
+    with file(path, links=links, owners=owners) as opened_file:
         size = os.fstat(opened_file.fileno()).st_size
         if size > most:
             words = f"is larger than {most >> 20} MB"
@@ -190,14 +222,14 @@ _SIZES = ((b"{", 100), (b"[", 72), (b",", 48), (b":", 40), (b'"', 30))
 """What objects of CPython take on 64-bit machines: containers, a place in one, half of a text."""
 
 
-def json_object(path: Path, most: int) -> dict[str, Any]:
+def json_object(path: Path, most: int, *, owners: Owners = None) -> dict[str, Any]:
     """A file that holds one JSON object.
 
     Raises:
         OSError: It cannot be opened, or is too large (:func:`contents`).
         ValueError: It holds something else.
     """
-    data = contents(path, most)
+    data = contents(path, most, owners=owners)
     if expanded(data) > MOST_EXPANDED:
         raise OSError(errno.EFBIG, f"takes more than {MOST_EXPANDED >> 20} MB", os.fspath(path))
     found = loads(data)

@@ -1,25 +1,38 @@
-"""Where a debugger attaches to the ranks of a live run, and what each of them does."""
+"""Where a debugger attaches to the ranks of a live run, and what each of them does.
+
+An editor trusts what it attaches to. So a run has to be this user's, and so has whoever listens at
+its ports: the kernel is asked before a port is printed or written.
+"""
 
 from __future__ import annotations
 
 import getpass
+import os
 import re
 import shlex
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddpdoctor.core.control_characters import shown
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import LOOPBACK
+from ddpdoctor.core.users import ask_as, stranger, whose
 from ddpdoctor.core.working_directory import relative_place
 from ddpdoctor.debug import debug_ports
 from ddpdoctor.debug.vscode import launch_json
+from ddpdoctor.run import rundir
+from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.supervisor import DebugRecord
-from ddpdoctor.run.rundir import MANIFEST
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.run.status import Status
+from ddpdoctor.system import peers
 
 _ADDRESS = re.compile(r"[A-Za-z0-9._:%-]+")
+_LONGEST_LABEL = 200
+_LAST_PORT = 65535
+_FAR = "on another machine: --tunnel leads there"
 
 
 @dataclass(frozen=True)
@@ -30,14 +43,63 @@ class Point:
     port: int
     pid: int | None
     state: str
+    trouble: str
+    """Why no debugger may attach to the port; empty if one may."""
+
+
+def live_run(path: Path) -> Run:
+    """The live run in a directory.
+
+    Raises:
+        DoctorError: It belongs to another user, has ended, or is damaged.
+    """
+    uid = stranger(path)
+    if uid is not None:
+        raise DoctorError(f"the run in {path} belongs to {whose(uid)}", ask_as(uid))
+    if not rundir.is_live(path):
+        raise DoctorError(f"{path.name} has ended", "`ddpdoctor attach` lists the live runs")
+    return RunReader(path, own=True).snapshot()
 
 
 def points(run: Run) -> list[Point]:
-    """The points of a run, ascending by rank."""
+    """The points of a run, ascending by rank.
+
+    Raises:
+        DoctorError: What the run directory says is no address.
+    """
+    far = "" if _is_here(run) or not debug_ports.is_loopback(host(run)) else _FAR
     return [
-        Point(rank, each.port or 0, each.pid or None, _state(run, rank, each))
+        Point(
+            rank,
+            each.port or 0,
+            each.pid or None,
+            _state(run, rank, each),
+            _trouble(run, each.port) or far,
+        )
         for rank, each in sorted(run.debug_states.items())
     ]
+
+
+def _trouble(run: Run, port: int | None) -> str:
+    """Why no debugger may attach to a port where the run is; unknown on another machine."""
+    if port is None or port not in _ports(run):
+        return "it has no port"
+    if not _is_here(run):
+        return ""
+    uid = peers.listener(port, host(run))
+    if uid is None:
+        return f"nothing listens on port {port}"
+    return "" if uid == os.geteuid() else f"port {port} is taken by {whose(uid)}"
+
+
+def left_out(run: Run) -> list[str]:
+    """The ranks that no debugger may attach to, each in a line."""
+    found = (point for point in points(run) if point.trouble)
+    return [f"rank {point.rank} is left out: {point.trouble}" for point in found]
+
+
+def _is_here(run: Run) -> bool:
+    return bool(run.manifest.get("host") == socket.gethostname())
 
 
 def _state(run: Run, rank: int, record: DebugRecord) -> str:
@@ -73,33 +135,76 @@ def host(run: Run) -> str:
         DoctorError: What the run directory says is no address: it goes into lines to be pasted.
     """
     address = run.manifest["debug"].get("host")
-    if not (isinstance(address, str) and _ADDRESS.fullmatch(address)):
-        raise DoctorError(f"{run.path / MANIFEST} is damaged: {address!r} is no address")
-    return debug_ports.reachable(address)
+    if isinstance(address, str) and _ADDRESS.fullmatch(address):
+        address = debug_ports.reachable(address)
+        try:
+            # By its name, a client may come to another address of it.
+            return address if ":" in address else socket.gethostbyname(address)
+        except (OSError, UnicodeError):
+            pass
+    raise _damaged(run, f"{address!r} is no address")
 
 
 def label(run: Run) -> str:
-    """What distinguishes the run's entries in launch.json from another live run's."""
-    return str(run.manifest["debug"].get("label") or "")
+    """What distinguishes the run's entries in launch.json from another live run's.
+
+    Raises:
+        DoctorError: What the run directory says is no line of text.
+    """
+    found = run.manifest["debug"].get("label") or ""
+    if not isinstance(found, str) or len(found) > _LONGEST_LABEL or shown(found) != found:
+        raise _damaged(run, "the label is no line of text")
+    return found
+
+
+def workspace(run: Run) -> Path | None:
+    """The folder whose launch.json the run writes; None if it writes none.
+
+    Raises:
+        DoctorError: What the run directory says is no path.
+    """
+    found = run.manifest["debug"].get("workspace")
+    if found is not None and not (isinstance(found, str) and os.path.isabs(found)):
+        raise _damaged(run, f"{found!r} is no workspace")
+    return None if found is None else Path(found)
+
+
+def _damaged(run: Run, why: str) -> DoctorError:
+    return DoctorError(f"{run.path / rundir.MANIFEST} is damaged: {why}")
 
 
 def tunnel(run: Run) -> str:
-    """The line that brings the run's ports to another machine."""
+    """The line that brings the run's ports to another machine.
+
+    Raises:
+        DoctorError: There is no port to bring.
+    """
     node = str(run.manifest.get("host", "HOST"))
     there = host(run)
     there = f"[{there}]" if ":" in there else there
-    forwards = " ".join(f"-L {near}:{there}:{far}" for near, far in _ends(run))
+    forwards = " ".join(f"-L {near}:{there}:{far}" for near, far in _ends(run).values())
+    if not forwards:
+        raise DoctorError(
+            f"no port of {run.path.name} can be reached", "`ddpdoctor attach` says why"
+        )
     return f"ssh -N {forwards} {getpass.getuser()}@{shlex.quote(node)}"
 
 
-def _ends(run: Run) -> list[tuple[int, int]]:
-    """Local and remote ports of a tunnel: ranks of several nodes do not share a local one."""
+def _ports(run: Run) -> list[int]:
     listed = run.manifest["debug"].get("ports")
-    ports = [port for port in listed if isinstance(port, int)] if isinstance(listed, list) else []
-    found = points(run)
-    if not found or not ports:
-        return [(port, port) for port in ports]
-    return [(ports[0] + point.rank, point.port) for point in found]
+    every = listed if isinstance(listed, list) else []
+    return [port for port in every if isinstance(port, int) and 0 < port <= _LAST_PORT]
+
+
+def _ends(run: Run) -> dict[int, tuple[int, int]]:
+    """Local and remote ports of a tunnel, by rank: ranks of several nodes share no local one."""
+    ports = _ports(run)
+    found = {point.rank: point.port for point in points(run)} or dict(enumerate(ports))
+    return {
+        rank: (ports[0] + rank if run.debug_states else port, port)
+        for rank, port in found.items()
+        if not _trouble(run, port)
+    }
 
 
 def write(
@@ -111,6 +216,8 @@ def write(
 ) -> bool:
     """Put the ranks of runs into the workspace's launch.json; whether it changed.
 
+    Those that no debugger may attach to are left out.
+
     Raises:
         DoctorError: The file cannot be edited; it is as it was.
     """
@@ -118,9 +225,9 @@ def write(
     changed = False
     for run, own in zip(runs, labels, strict=True):
         near = LOOPBACK if through_tunnel else host(run)
-        ports = {point.rank: point.port for point in points(run)}
+        ports = {point.rank: point.port for point in points(run) if not point.trouble}
         if through_tunnel:
-            ports = dict(zip(ports, (end for end, _ in _ends(run)), strict=True))
+            ports = {rank: end for rank, (end, _) in _ends(run).items()}
         changed |= launch_json.update(
             workspace,
             [launch_json.AttachPoint(rank, near, port) for rank, port in ports.items()],

@@ -125,7 +125,8 @@ def is_loopback(host: str) -> bool:
 
 def reachable(host: str) -> str:
     """Where a client connects for ports that are bound to ``host``."""
-    return {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
+    # By the name, a client may come to ::1, where anyone may listen.
+    return {"0.0.0.0": LOOPBACK, "::": "::1", "localhost": LOOPBACK}.get(host, host)
 
 
 def _listen(host: str, port: int) -> socket.socket | None:

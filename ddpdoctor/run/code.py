@@ -96,7 +96,8 @@ def _hashes(folder: Path) -> Iterator[tuple[str, str]]:
         for name in sorted(files):
             if name.endswith(".py"):
                 with contextlib.suppress(OSError):
-                    source = opening.contents(os.path.join(here, name), opening.MOST_SOURCE)
+                    path = os.path.join(here, name)
+                    source = opening.contents(path, opening.MOST_SOURCE, links=True)
                     digest = hashlib.sha256(source).hexdigest()[:16]
                     yield os.path.normpath(os.path.join(inside, name)), digest
                 left -= 1

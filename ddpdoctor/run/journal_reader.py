@@ -158,12 +158,33 @@ class JournalReader:
         found: list[tuple[int, BinaryIO]] = []
         for _ in range(3):
             # The older one first: what is renamed in between is then seen as the newer one.
-            found = [each for path in (self._older, self._path) if (each := _segment(path, stack))]
+            found = [
+                each
+                for path in (self._older, self._path)
+                if (each := self._open_segment(path, stack))
+            ]
             numbers = [-1, *(number for number, _ in found)]
             if not found or numbers[-1] - 1 in numbers:
                 break
             # Rotated between the two, the segment before the newest was missed: look again.
         return sorted(dict(found).items())
+
+    def _open_segment(self, path: Path, stack: contextlib.ExitStack) -> tuple[int, BinaryIO] | None:
+        """A segment's number and its open file; None if there is none, or not yet."""
+        try:
+            file = stack.enter_context(opening.file(path))
+            head = file.read(SEGMENT_SIZE)
+        except opening.ForeignError as error:
+            self.left_out = f"{path.name} {error.strerror}"
+            return None
+        except OSError:
+            return None
+        if len(head) < SEGMENT_SIZE and not head.endswith(b"\n"):
+            # Its first line is still being written.
+            return None
+        number = segment_number(head)
+        # A journal without numbers, written by hand say, is its own first segment.
+        return (0 if number is None else number), file
 
     def _take(self, file: BinaryIO) -> bool:
         size = os.fstat(file.fileno()).st_size
@@ -247,18 +268,3 @@ class JournalReader:
     def split_lines(self) -> tuple[bytes, ...]:
         """The newest of them that were split."""
         return tuple(self._split_lines)
-
-
-def _segment(path: Path, stack: contextlib.ExitStack) -> tuple[int, BinaryIO] | None:
-    """A segment's number and its open file; None if there is none, or not yet."""
-    try:
-        file = stack.enter_context(opening.file(path))
-        head = file.read(SEGMENT_SIZE)
-    except OSError:
-        return None
-    if len(head) < SEGMENT_SIZE and not head.endswith(b"\n"):
-        # Its first line is still being written.
-        return None
-    number = segment_number(head)
-    # A journal without numbers, written by hand say, is its own first segment.
-    return (0 if number is None else number), file

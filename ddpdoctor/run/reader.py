@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -42,13 +43,17 @@ class RunReader:
         path: The directory.
         window: Step records that are kept per rank.
         lenient: Read what is left of a directory whose ``run.json`` is missing or damaged.
+        own: Take no ``run.json`` but this user's, since something is done by what it says.
 
     Raises:
         DoctorError: The directory is no run, is damaged, or has a newer format.
     """
 
-    def __init__(self, path: Path, window: int = WINDOW, *, lenient: bool = False) -> None:
+    def __init__(
+        self, path: Path, window: int = WINDOW, *, lenient: bool = False, own: bool = False
+    ) -> None:
         self.path = path
+        self._own = own
         self._window = window
         self._lenient = lenient
         self._damage: tuple[str, ...] = ()
@@ -61,7 +66,7 @@ class RunReader:
     def _read_manifest(self) -> JsonObject:
         self._damage = ()
         try:
-            return read_manifest(self.path)
+            return read_manifest(self.path, own=self._own)
         except DamagedError as error:
             if not self._lenient:
                 raise
@@ -148,7 +153,7 @@ class RunReader:
         try:
             status = read_status(f"{stem}.status")
         except (UnreadableError, OSError) as error:
-            unreadable.append(str(error))
+            unreadable.append(_why(error))
         journal = self._journal(f"{page.stem}.jsonl")
         opened = journal.records.first(OpenRecord) or OpenRecord(format=FORMAT, rank=page.rank)
         if opened.format > FORMAT:
@@ -228,7 +233,7 @@ def glance(path: Path) -> Run:
             status = read_status(f"{path / page.stem}.status")
             ranks.append(Rank(rank=page.rank, restart=page.restart, status=status))
         except (UnreadableError, OSError) as error:
-            unreadable.append(str(error))
+            unreadable.append(_why(error))
     return Run(
         path=path,
         manifest=read_manifest(path),
@@ -236,6 +241,11 @@ def glance(path: Path) -> Run:
         taken=time.time_ns(),
         unreadable=tuple(_some(unreadable)),
     )
+
+
+def _why(error: Exception) -> str:
+    """Which file cannot be read, and why."""
+    return f"{error.filename} {error.strerror}" if isinstance(error, OSError) else str(error)
 
 
 def _text(path: Path, most: int = opening.MOST_TEXT) -> str:
@@ -250,8 +260,12 @@ class DamagedError(DoctorError):
     """``run.json`` is missing or cannot be understood."""
 
 
-def read_manifest(path: Path) -> JsonObject:
+def read_manifest(path: Path, *, own: bool = False) -> JsonObject:
     """The contents of ``run.json``.
+
+    Args:
+        path: The run directory.
+        own: Take none but this user's, since something is done by what it says.
 
     Raises:
         DamagedError: It is missing or damaged.
@@ -259,7 +273,8 @@ def read_manifest(path: Path) -> JsonObject:
     """
     file = path / MANIFEST
     try:
-        manifest = opening.json_object(file, opening.MOST_MANIFEST)
+        owners = (os.getuid(),) if own else None
+        manifest = opening.json_object(file, opening.MOST_MANIFEST, owners=owners)
         version = int(manifest["format"])
     except FileNotFoundError as error:
         raise DamagedError(f"{path} is not a run directory: {error.strerror}") from None

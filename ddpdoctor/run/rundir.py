@@ -4,6 +4,9 @@ The base directory is not shared: mode 0700 and owned by this user, or it is not
 on a machine with several users ``/tmp`` is where somebody else can plant a link. Then the user's
 own directories take its place. A directory that a person chose stays as open as it was made; the
 files in it are the user's alone all the same.
+
+A run of another user is never live here, not even for root: it is read as a copy is, and no one
+attaches to it, signals it or asks its ranks.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from pathlib import Path
 from ddpdoctor.core import opening
 from ddpdoctor.core.control_characters import shown
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.users import ask_as, stranger, whose
 
 KEEP = 20
 """How many runs of the base directory stay; the oldest finished ones go first."""
@@ -40,9 +44,9 @@ STDERR_SO_FAR = "stderr-so-far.log"
 """The end of the job's stderr while the job lives."""
 
 
-def base_directory() -> Path:
-    """The directory that holds this user's runs: ``<tmp>/ddpdoctor-<uid>``."""
-    return Path(tempfile.gettempdir()) / f"ddpdoctor-{os.getuid()}"
+def base_directory(uid: int | None = None) -> Path:
+    """The directory that holds a user's runs, by default this one's: ``<tmp>/ddpdoctor-<uid>``."""
+    return Path(tempfile.gettempdir()) / f"ddpdoctor-{os.getuid() if uid is None else uid}"
 
 
 def _fallbacks() -> list[Path]:
@@ -135,7 +139,7 @@ def _own(path: Path) -> os.stat_result:
         )
     if facts.st_uid != os.getuid():
         raise DoctorError(
-            f"{path} belongs to another user (uid {facts.st_uid}): refused",
+            f"{path} belongs to {whose(facts.st_uid)}: refused",
             "choose another place with --run-dir DIR",
         )
     return facts
@@ -231,9 +235,12 @@ def some_live() -> list[Path]:
     except OSError as error:
         raise DoctorError(f"the runs cannot be listed: {error}") from None
     if not paths:
-        raise DoctorError(
-            "no run is live", "start one: ddpdoctor run --nproc-per-node 2 -- train.py"
-        )
+        start = "start one: ddpdoctor run --nproc-per-node 2 -- train.py"
+        if stranger(base_directory(0)) == 0:
+            start += "; use sudo for a job that sudo started"
+        elif os.getuid() == 0 and "SUDO_UID" in os.environ:
+            start += "; use no sudo for a job of your own"
+        raise DoctorError("no run is live", start)
     return paths
 
 
@@ -262,8 +269,7 @@ def _entries(base: Path) -> Iterator[Path]:
     """Runs in the base directory, and links to those elsewhere, as long as they are the user's."""
     for entry in base.iterdir():
         with contextlib.suppress(OSError):
-            mine = entry.stat().st_uid == os.getuid()
-            if mine and entry.name != LATEST and (entry / MANIFEST).exists():
+            if stranger(entry) is None and entry.name != LATEST and (entry / MANIFEST).exists():
                 yield entry
 
 
@@ -286,12 +292,12 @@ def put(path: Path, content: bytes) -> None:
 
 
 def is_live(path: Path) -> bool:
-    """Whether the run in ``path`` lives: its supervisor holds its lock (see :class:`Lock`)."""
+    """Whether a run of this user lives in ``path``: its supervisor holds its :class:`Lock`."""
     try:
-        with opening.file(path / "lock") as file:
+        with opening.file(path / "lock", owners=(os.getuid(),)) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True
+        return stranger(path) is None
     except OSError:
         return False
     return False
@@ -333,16 +339,15 @@ def find(name: str) -> Path:
     """
     for candidate in places(name):
         try:
-            if (candidate / MANIFEST).is_file():
-                os.close(opening.opened(candidate / MANIFEST))
-                return candidate.resolve()
+            os.close(opening.opened(candidate / MANIFEST))
+            return candidate.resolve()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
         except PermissionError:
-            raise DoctorError(
-                f"{name} may not be read: permission denied", "ask as the user whose job it is"
-            ) from None
+            raise unreadable(candidate) from None
         except OSError as error:
             raise DoctorError(f"{candidate / MANIFEST} {error.strerror}") from None
-    if Path(name).is_dir():
+    if name != LATEST and Path(name).is_dir():
         raise DoctorError(
             f"{name} is not a run directory: it has no {MANIFEST}",
             "name a directory that `ddpdoctor run` printed",
@@ -350,13 +355,27 @@ def find(name: str) -> Path:
     raise DoctorError(f"no run named {name}", f"runs are kept in {base_directory()}")
 
 
+def unreadable(path: Path) -> DoctorError:
+    """Say whose a run is that this user may not read."""
+    for place in (path / MANIFEST, path, *path.absolute().parents):
+        with contextlib.suppress(OSError):
+            uid = place.stat().st_uid
+            if uid == os.getuid():
+                break
+            return DoctorError(f"{path} may not be read: it belongs to {whose(uid)}", ask_as(uid))
+    return DoctorError(f"{path} may not be read: permission denied")
+
+
 def places(name: str) -> Iterator[Path]:
     """Where a run that a person named may be: a path, or a run id among this user's runs.
+
+    ``latest`` is no path: anyone may have made one in the working directory.
 
     Raises:
         DoctorError: It is no path, and the base directory is not this user's own.
     """
-    yield Path(name)
+    if name != LATEST:
+        yield Path(name)
     if os.path.basename(name) == name and name not in ("", os.curdir, os.pardir):
         with contextlib.suppress(OSError):
             yield from (base / name for base in _bases())

@@ -129,9 +129,33 @@ def _owner_by_table(source: tuple[object, ...], target: tuple[object, ...]) -> i
     return None
 
 
-def listener(port: int) -> int | None:
-    """The user who listens on a TCP port of this network namespace; None if no one is seen to."""
-    return next((each.uid for each in listeners() if each.port == port), None)
+def listener(port: int, host: str | None = None) -> int | None:
+    """The user who listens on a TCP port of this network namespace; None if no one is seen to.
+
+    Args:
+        port: The port.
+        host: The address of this machine to which a client connects [default: any].
+    """
+    for _ in range(_ATTEMPTS):
+        found = {each.address: each.uid for each in listeners() if each.port == port}
+        wanted = found if host is None else _listened(host, port)
+        uid = next((found[each] for each in wanted if each in found), None)
+        if uid is not None:
+            return uid
+    return None
+
+
+def _listened(host: str, port: int) -> list[str]:
+    """Where a socket may listen that a client of an address reaches, as the table has it.
+
+    In the kernel's order: a socket of that very address goes before one of all addresses.
+    """
+    exact, every = [], []
+    for family, everywhere in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+        with contextlib.suppress(ValueError, OSError):
+            exact.append(_word((host, port), family))
+            every.append(_word((everywhere, port), family))
+    return exact + every
 
 
 def _word(address: tuple[object, ...], family: int) -> str:

@@ -239,6 +239,8 @@ def listed(proc: Path) -> Iterator[Listed]:
 class Listener(NamedTuple):
     """A TCP socket that listens."""
 
+    address: str
+    """Where it listens, as the kernel's table has it: address and port in hexadecimal."""
     port: int
     uid: int
     """Whose it is."""
@@ -252,8 +254,9 @@ def listeners(proc: Path = PROC) -> Iterator[Listener]:
             for row in (proc / "self" / "net" / table).read_bytes().splitlines()[1:]:
                 fields = row.split()
                 if fields[3] == _LISTENS:
-                    port = int(fields[1].rpartition(b":")[2], 16)
-                    yield Listener(port, int(fields[7]), int(fields[9]))
+                    address = fields[1].decode()
+                    port = int(address.rpartition(":")[2], 16)
+                    yield Listener(address, port, int(fields[7]), int(fields[9]))
 
 
 def listening(proc: Path) -> dict[int, int]:

@@ -19,7 +19,7 @@ from ddpdoctor.core.opening import integer
 from ddpdoctor.debug import attach_points
 from ddpdoctor.debug.vscode import files, launch_json
 from ddpdoctor.run import rundir
-from ddpdoctor.run.reader import RunReader, glance, read_manifest
+from ddpdoctor.run.reader import glance, read_manifest
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.stacks import saved
 from ddpdoctor.stacks.capture import capture
@@ -107,7 +107,7 @@ def attach_lines(snapshot: Snapshot) -> tuple[str, ...]:
     return (
         f'VS Code: F5 "{compound}"; w writes .vscode/launch.json',
         f"Neovim: ddpdoctor attach --rank N; elsewhere: {attach_points.tunnel(run)}",
-        *(f"rank {point.rank}: port {point.port}, {point.state}" for point in points),
+        *(f"rank {each.rank}: port {each.port}, {each.trouble or each.state}" for each in points),
         *(() if points else ("no rank has started yet",)),
     )
 
@@ -119,17 +119,18 @@ def write_launch_json(snapshot: Snapshot) -> str:
         DoctorError: There is nothing to attach to, or the file cannot be edited.
     """
     run = _debugged(snapshot)
-    own = run.manifest["debug"].get("workspace")
-    workspace = Path(own) if own else files.find_workspace(files.current_directory(), None)
+    own = attach_points.workspace(run)
+    workspace = own or files.find_workspace(files.current_directory(), None)
     changed = attach_points.write([run], workspace)
     path = workspace / files.FOLDER / launch_json.FILE
-    return f"{'wrote' if changed else 'unchanged:'} {path}"
+    done = f"{'wrote' if changed else 'unchanged:'} {path}"
+    return "; ".join((done, *attach_points.left_out(run)))
 
 
 def _debugged(snapshot: Snapshot) -> Run:
     if not snapshot.live or not snapshot.path:
         raise DoctorError("no run is live here: there is nothing to attach to")
-    run = RunReader(Path(snapshot.path)).snapshot()
+    run = attach_points.live_run(Path(snapshot.path))
     if not attach_points.is_debugged(run):
         raise DoctorError(f"{run.path.name} was started with --no-debug")
     return run

@@ -14,6 +14,7 @@ from typing import TypeVar
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.faults import words
 from ddpdoctor.core.opening import integer
+from ddpdoctor.core.users import as_copy
 from ddpdoctor.run import rundir
 from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.reader import read_manifest
@@ -73,6 +74,7 @@ class LiveSource:
         self._ages = Ages()
         self._silence = Silence()
         self._namespace = namespace()
+        self._remark = as_copy(path)
         self._listed = self._passes = float("-inf")
         self._gone = False
         self._attempt: int | None = None
@@ -339,6 +341,8 @@ class LiveSource:
     def _judge(self, rows: Sequence[RankRow], facts: verdict.Facts) -> Verdict:
         if self._gone:
             return Verdict("the run directory is gone: this is what was there last", "warning")
+        if self._remark and not facts.live and facts.exit_status is None:
+            return Verdict("a copy: whether the run goes on is not known", "info")
         found = self._part("the verdict", lambda: headline.judge(rows, facts))
         return found or Verdict("not known", "warning")
 
@@ -357,7 +361,7 @@ class LiveSource:
         return tuple(sorted(dead & ends.keys(), key=lambda rank: (ends[rank], rank)))
 
     def _notes(self, pages: dict[int, Status]) -> tuple[str, ...]:
-        notes = []
+        notes = [self._remark] if self._remark else []
         if self._gone:
             notes.append(f"{self.path} is gone")
         if not self._manifest:
@@ -375,8 +379,7 @@ class LiveSource:
             notes.append(f"{self._pages.left_out} more ranks are left out")
         if self._events.unread:
             notes.append(f"left out: {self._events.unread}")
-        mute = sum(status.unwritten for status in pages.values())
-        if mute:
+        if mute := sum(status.unwritten for status in pages.values()):
             notes.append(f"{mute} of {len(pages)} ranks cannot write their records: disk full?")
         if self._events.left_out:
             notes.append(f"{self._events.left_out} older findings are left out")

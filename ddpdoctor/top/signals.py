@@ -86,7 +86,7 @@ def _for(target: Target, words: Mapping[signal.Signals, str]) -> list[Choice]:
 
 
 def _launcher(path: Path) -> Target:
-    manifest = read_manifest(path)
+    manifest = read_manifest(path, own=True)
     host, here = manifest.get("host"), socket.gethostname()
     if host != here:
         raise DoctorError(f"the run is on {host}, this is {here}: signal it there")

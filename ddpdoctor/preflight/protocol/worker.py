@@ -251,7 +251,8 @@ def seen(folder: Path, token: str) -> bool:
         with contextlib.suppress(OSError):
             # Listing the folder makes an NFS client ask the server again.
             os.listdir(folder)
-            if opening.contents(folder / f"{PREFIX}{token}", 4096) == token.encode():
+            # The user of another node may have another uid here.
+            if opening.contents(folder / f"{PREFIX}{token}", 4096, links=True) == token.encode():
                 return True
         if time.monotonic() >= until:
             return False
