@@ -138,7 +138,7 @@ def supervisor(tmp_path: Path, reporter: Reporter) -> Iterator[Supervisor]:
     own = OwnOptions(no_vscode=True, debug_port=0)
     command = Command(("true",), own, "", through_torchrun=False, local_ranks=2)
     made = Supervisor(
-        command, tmp_path / "run", Passthrough(), reporter, Debugging(command, reporter)
+        command, tmp_path / "run", Passthrough(), reporter, Debugging(command, reporter), ()
     )
     (tmp_path / "run").mkdir()
     made._watch.open()

@@ -17,6 +17,7 @@ from ddpdoctor.supervise import terminal, tracebacks
 from ddpdoctor.supervise.command_line import PARSER
 from ddpdoctor.supervise.passthrough import Passthrough
 from ddpdoctor.supervise.supervisor import Supervisor, end_like
+from ddpdoctor.system import proc
 
 
 def main(words: Sequence[str]) -> int:
@@ -25,6 +26,8 @@ def main(words: Sequence[str]) -> int:
     Raises:
         DoctorError: The command line cannot work.
     """
+    # Before anything is opened by a library that lets programs inherit it.
+    inherited = proc.inheritable()
     command = job_command.build(words, os.environ)
     if command is None:
         sys.stdout.write(PARSER.help)
@@ -42,7 +45,8 @@ def main(words: Sequence[str]) -> int:
     except OSError as error:
         directory = None
         reporter.warn(f"no run directory ({error}); the job runs unwatched")
-    return end_like(Supervisor(command, directory, passthrough, reporter, debugging).run())
+    supervisor = Supervisor(command, directory, passthrough, reporter, debugging, inherited)
+    return end_like(supervisor.run())
 
 
 def _debugging(command: Command, reporter: Reporter) -> Debugging | None:

@@ -46,7 +46,7 @@ class Reporter:
         self._say = say
         self._keep = keep
         self._quiet = options.quiet
-        self._json = options.json
+        self._json: int | None = None
         self._output = options.output
         self._selection = options.selection
         self._ignored = 0
@@ -56,13 +56,9 @@ class Reporter:
         self._warned = False
         self.faults = Faults(self.say)
         """What failed in ddpdoctor itself."""
-        if self._json is not None:
-            try:
-                open(self._json, "w").close()
-            except OSError as error:
-                raise DoctorError(
-                    f"cannot write {self._json}: {error.strerror}", "choose another file for --json"
-                ) from None
+        if options.json is not None:
+            self._json = _opened(options.json)
+        self._json_name = options.json
 
     @property
     def found(self) -> list[Finding]:
@@ -158,10 +154,9 @@ class Reporter:
     def _write_json(self, line: str) -> None:
         if self._json is not None:
             try:
-                with open(self._json, "a") as file:
-                    file.write(line + "\n")
+                os.write(self._json, f"{line}\n".encode())
             except OSError as error:
-                self.warn(f"cannot write {self._json}: {error.strerror}")
+                self.warn(f"cannot write {self._json_name}: {error.strerror}")
 
     def summary(self, run: Run) -> None:
         """The last lines: what ran, how fast, what was found, where the records are."""
@@ -174,6 +169,21 @@ class Reporter:
             own = run.path.parent == rundir.base_directory()
             name = run.path.name if own else relative(str(run.path))
             self.note(f"see it again: `ddpdoctor report {name}`")
+
+
+def _opened(name: str) -> int:
+    """A file for lines of JSON. It may be a pipe of the shell's, `>(jq)`: it is opened once.
+
+    Raises:
+        DoctorError: It cannot be written.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+    try:
+        return os.open(name, flags, 0o666)
+    except OSError as error:
+        raise DoctorError(
+            f"cannot write {name}: {error.strerror}", "choose another file for --json"
+        ) from None
 
 
 def single_lines(output: str) -> ModuleType | None:

@@ -21,6 +21,7 @@ from ddpdoctor.system.process_state import (
     read_state,
     read_turn,
 )
+from ddpdoctor.system.waiting import pause
 
 PATIENCE = 3.0
 """Seconds that all ranks together are waited for."""
@@ -97,7 +98,7 @@ def _ask(targets: Sequence[_Target], limit: float) -> float:
             until = min(limit + lost, _MOST * limit)
         if not asked or waited >= until:
             break
-        time.sleep(poll)
+        pause(poll)
         poll = min(poll * 1.5, slowest)
     for _, turns, _ in asked:
         turns.close()

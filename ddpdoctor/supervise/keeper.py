@@ -12,8 +12,13 @@ every process of the job from the kernel; and the job goes on as long as the sup
 
 The supervisor holds the writing end of a pipe: its end of file means that the supervisor is gone,
 and what is left of the job then is ended. What becomes of the job's command is written to another
-pipe, in lines: ``pids KEEPER KEEPER WITNESS``, ``started PID``, ``failed ERRNO``, ``stopped
-SIGNAL``, ``ended STATUS``, and ``lost`` when the second keeper was killed.
+pipe, in lines: ``pids KEEPER KEEPER WITNESS``, ``stopped SIGNAL``, ``ended STATUS``, and ``lost``
+when the second keeper was killed.
+
+A third pipe is for the start. The command's process writes its pid there, and ``ERRNO`` behind it
+if the program cannot be executed; a keeper that cannot get as far writes ``0 ERRNO``. No process
+holds the writing end once the command runs, so the supervisor reads to the end of file, whatever
+was killed on the way: without a pid the job has not started.
 
 ``standby`` is another form, beside the job, for the time after a keeper was killed: it remembers
 what was below the supervisor.
@@ -38,6 +43,7 @@ if __name__ == "__main__":
 from ddpdoctor.run.environment import KEEPERS, MARK
 from ddpdoctor.supervise import processes
 from ddpdoctor.system import proc
+from ddpdoctor.system.waiting import pause
 
 NAME = "ddp-keeper"
 """What the kernel calls a keeper: `killall python` is not meant for it."""
@@ -56,6 +62,9 @@ LOOK = 0.5
 
 REMEMBERED = 2.0
 """Least seconds that a signal stays to be seen with the witness; twice that at most."""
+
+END = "end"
+"""What follows the words of the command, each of which ends with a null byte."""
 
 _BLOCKED = signal.valid_signals() - {
     *(signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT, signal.SIGCHLD, signal.SIGABRT),
@@ -102,24 +111,10 @@ class Keeper:
             if self._witness == 0:
                 witness()
         self.report(f"pids {self._other} {os.getpid()} {self._witness}")
-        refused, refusal = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                command()
-            except OSError as error:
-                os.write(refusal, str(error.errno or 1).encode())
-            finally:
-                os._exit(127)
-        os.close(refusal)
-        number = os.read(refused, 16)
-        os.close(refused)
-        if number:
-            os.waitpid(pid, 0)
-            self.report(f"failed {number.decode()}")
-        else:
-            self._shared[:] = struct.pack("q", pid)
-            self.report(f"started {pid}")
+        if os.fork() == 0:
+            # Here rather than in the parent, which may be killed before it can.
+            self._shared[:] = struct.pack("q", os.getpid())
+            command()
 
     def keep(self) -> None:
         """Wait for the supervisor's end; then end the job."""
@@ -132,7 +127,7 @@ class Keeper:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._woken, 4096)
             self._look_at_command()
-            self._reap(self._job)
+            self._reap(but_command=True)
             ready = dict(poller.poll())
         self._end()
 
@@ -176,13 +171,15 @@ class Keeper:
                 self._reported_end = True
                 self.report(f"ended {os.waitstatus_to_exitcode(status)}")
 
-    def _reap(self, *spared: int) -> bool:
-        """Let ended children go; whether there are any left."""
+    def _reap(self, *, but_command: bool = False) -> bool:
+        """Let ended children go. Returns True if there are any left."""
         own = os.getpid()
         children = proc.children(own) or {
             each.pid for each in processes.listed() if each.parent == own
         }
-        for pid in children - set(spared):
+        for pid in children:
+            if but_command and pid == self._job:
+                continue
             with contextlib.suppress(ChildProcessError):
                 if os.waitpid(pid, os.WNOHANG)[0] and self._below and pid == self._other:
                     self._below = False
@@ -204,48 +201,81 @@ class Keeper:
             processes.end(job, soft=0.0, idle=self._idle)
 
     def _idle(self, seconds: float) -> None:
-        time.sleep(seconds)
+        pause(seconds)
         self._reap()
 
 
-def keep(run_id: str, supervisor: int, words: int, group: int, argv: list[str]) -> None:
+def keep(run_id: str, supervisor: int, words: int, begun: int, group: int, argv: list[str]) -> None:
     """Become the two keepers, and start the job's command."""
     proc.set_name(NAME)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
-    for descriptor in (supervisor, words):
+    for descriptor in (supervisor, words, begun):
         os.set_inheritable(descriptor, False)
+    try:
+        keeper = _start(run_id, supervisor, words, begun, group, argv)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.write(begun, f"0 {error.errno}".encode())
+        os._exit(1)
+    keeper.keep()
+
+
+def _start(
+    run_id: str, supervisor: int, words: int, begun: int, group: int, argv: list[str]
+) -> Keeper:
+    """Fork the second keeper and the job's command. Returns the keeper that this process is.
+
+    Raises:
+        OSError: The system refuses a process or a descriptor.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
     above, first = os.getppid(), os.getpid()
     shared = mmap.mmap(-1, struct.calcsize("q"))
     second = os.fork()
     if second:
-        _detach_standard_files()
-        Keeper(run_id, supervisor, words, shared, second, below=True).keep()
-        return
+        _let_go(begun)
+        return Keeper(run_id, supervisor, words, shared, second, below=True)
     _leave_group(group)
     second = os.getpid()
     keeper = Keeper(run_id, supervisor, words, shared, first, below=False)
 
     def command() -> NoReturn:
-        if group:
-            os.setpgid(0, group)
-        else:
-            os.setsid()
-        os.environ[MARK] = run_id
-        os.environ[KEEPERS] = f"{above},{first},{second}"
-        # What Python ignores for itself, and `subprocess` restores, too.
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        os.execvpe(argv[0], argv, os.environ)
+        try:
+            os.write(begun, f"{os.getpid()} ".encode())
+            if group:
+                os.setpgid(0, group)
+            else:
+                os.setsid()
+            os.environ[MARK] = run_id
+            os.environ[KEEPERS] = f"{above},{first},{second}"
+            _take_over_sockets(above)
+            # What Python ignores for itself, and `subprocess` restores, too.
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):
+                signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            os.execvpe(argv[0], argv, os.environ)
+        except OSError as error:
+            os.write(begun, str(error.errno or 1).encode())
+        finally:
+            os._exit(127)
 
     def witness() -> NoReturn:
-        os.setpgid(0, group)
-        _detach_standard_files()
-        _witness(supervisor)
+        try:
+            os.setpgid(0, group)
+            _let_go(begun)
+            _witness(supervisor)
+        finally:
+            os._exit(1)
 
     keeper.start(command, witness if group else None)
-    _detach_standard_files()
-    keeper.keep()
+    _let_go(begun)
+    return keeper
+
+
+def _take_over_sockets(supervisor: int) -> None:
+    """Let systemd's sockets, which were for the supervisor's pid, be for this process's."""
+    if os.environ.get("LISTEN_PID") == str(supervisor):
+        os.environ["LISTEN_PID"] = str(os.getpid())
+        os.environ.pop("LISTEN_PIDFDID", None)
 
 
 def _leave_group(group: int) -> None:
@@ -259,12 +289,20 @@ def _leave_group(group: int) -> None:
         os.setsid()
 
 
-def _detach_standard_files() -> None:
-    """The standard files are the job's."""
+def _reserve_standard_files() -> None:
+    """Occupy the standard files that are closed, which else a pipe of ours would become."""
+    while (nothing := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(nothing)
+
+
+def _let_go(begun: int) -> None:
+    """Close what is the job's: its reader sees the end of a pipe when the job closes it."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
-    os.close(nothing)
+    for descriptor in (nothing, begun, *proc.inheritable()):
+        os.close(descriptor)
 
 
 def _witness(supervisor: int) -> NoReturn:
@@ -299,14 +337,18 @@ def standby(run_id: str, supervisor: int) -> None:
 
 
 def main(words: list[str]) -> None:
-    """``keep RUN_ID PIPE PIPE GROUP COMMAND_PIPE`` or ``standby RUN_ID PIPE``."""
+    """``keep RUN_ID PIPE PIPE PIPE GROUP COMMAND_PIPE`` or ``standby RUN_ID PIPE``."""
     if words[0] == "standby":
         standby(words[1], int(words[2]))
-    else:
-        # Not on the command line: `pkill -f train.py` is not meant for a keeper.
-        with open(int(words[5]), "rb") as file:
-            argv = os.fsdecode(file.read()).split("\0")
-        keep(words[1], int(words[2]), int(words[3]), int(words[4]), argv)
+        return
+    _reserve_standard_files()
+    supervisor, ended, begun, group, command = map(int, words[2:])
+    # Not on the command line: `pkill -f train.py` is not meant for a keeper.
+    with open(command, "rb") as file:
+        *argv, rest = os.fsdecode(file.read()).split("\0")
+    # Else the supervisor was killed while it wrote, and this is half a command.
+    if rest == END:
+        keep(words[1], supervisor, ended, begun, group, argv)
 
 
 if __name__ == "__main__":

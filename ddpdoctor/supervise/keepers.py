@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from ddpdoctor.core.errors import INTERNAL, DoctorError
 from ddpdoctor.run.environment import MARK
 from ddpdoctor.supervise import keeper
 from ddpdoctor.system import proc
@@ -23,11 +23,13 @@ class Keepers:
 
     Args:
         run_id: The job's id.
+        inherited: The descriptors above 2 that the job is to have, as without ddpdoctor.
         warn: Called with a sentence if no standby can be started.
     """
 
-    def __init__(self, run_id: str, warn: Callable[[str], None]) -> None:
+    def __init__(self, run_id: str, inherited: Sequence[int], warn: Callable[[str], None]) -> None:
         self._run_id = run_id
+        self._inherited = inherited
         self._warn = warn
         self._above: subprocess.Popen[bytes] | None = None
         self._below = 0
@@ -59,29 +61,33 @@ class Keepers:
             group: The process group of this session that it joins; None: it leads a new session.
 
         Raises:
-            OSError: It cannot be started.
+            DoctorError: It cannot be started.
         """
         command, command_writer = os.pipe()
-        ends = (self._pipe_reader, self._words_writer, command)
-        numbers = (self._pipe_reader, self._words_writer, group or 0, command)
-        self._above = subprocess.Popen(
-            [*_script("keep", self._run_id), *map(str, numbers)],
-            env={name: value for name, value in environment.items() if name != MARK},
-            stderr=stderr,
-            pass_fds=ends,
-            start_new_session=group is None,
-            preexec_fn=os.setpgrp if group is not None else None,
-        )
-        os.close(self._words_writer)
-        os.close(command)
+        begun, begun_writer = os.pipe()
+        pipes = (self._pipe_reader, self._words_writer, begun_writer)
+        try:
+            self._above = subprocess.Popen(
+                [*_script("keep", self._run_id), *map(str, (*pipes, group or 0, command))],
+                env={name: value for name, value in environment.items() if name != MARK},
+                stderr=stderr,
+                pass_fds=(*pipes, command, *self._inherited),
+                start_new_session=group is None,
+                preexec_fn=os.setpgrp if group is not None else None,
+            )
+        except OSError as error:
+            raise _not_started(error.strerror or str(error)) from None
+        # Copies here would keep a lock that the job gives up, or a pipe that it closes.
+        for descriptor in (self._words_writer, begun_writer, command, *self._inherited):
+            os.close(descriptor)
         with contextlib.suppress(BrokenPipeError), open(command_writer, "wb") as file:
-            file.write(b"\0".join(map(os.fsencode, argv)))
-        while not self.pid:
-            for word, value in self._hear():
-                if word == "failed":
-                    raise OSError(value, os.strerror(value))
-            if self._words < 0:
-                raise OSError(errno.ECHILD, "what starts it was killed")
+            file.write(b"".join(os.fsencode(f"{word}\0") for word in argv) + keeper.END.encode())
+        with open(begun, "rb") as file:
+            self.pid, refusal, *_ = [*map(int, file.read().split()), 0, 0]
+        if not self.pid:
+            raise _not_started(os.strerror(refusal) if refusal else "what starts it was killed")
+        if refusal:
+            raise DoctorError(f"cannot start {argv[0]}: {os.strerror(refusal)}")
         os.set_blocking(self._words, False)
 
     @property
@@ -129,8 +135,6 @@ class Keepers:
                 continue
             if word == "pids" and len(numbers) == 3:
                 self._below, self.witness = numbers[1:]
-            elif word == "started":
-                self.pid = numbers[0]
             elif word == "ended" and self.status is None:
                 self.status = numbers[0]
             elif word == "lost":
@@ -193,6 +197,11 @@ class Keepers:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
         self._words = -1
+
+
+def _not_started(why: str) -> DoctorError:
+    """The job did not run, for no fault of its command."""
+    return DoctorError(f"the job was not started: {why}", "start it again", INTERNAL)
 
 
 def _script(*words: str) -> list[str]:

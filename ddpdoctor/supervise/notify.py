@@ -26,6 +26,7 @@ from ddpdoctor.core.relations import STANDSTILL
 from ddpdoctor.render import json_lines, summary
 from ddpdoctor.run.reported import Event, Reported, in_words
 from ddpdoctor.supervise import processes
+from ddpdoctor.system.waiting import pause, until
 
 if TYPE_CHECKING:
     from ddpdoctor.run.snapshot import Run
@@ -125,13 +126,13 @@ class _Target:
         """Wait at most so long until all is sent."""
         self._messages.put(None)
         if self._thread.ident is not None:
-            self._thread.join(seconds)
+            until(lambda: not self._thread.is_alive(), seconds)
 
     def _serve(self) -> None:
         while (message := self._messages.get()) is not None:
             trouble = self._attempt(message)
             if trouble:
-                time.sleep(PAUSE)
+                pause(PAUSE)
                 trouble = self._attempt(message)
             if trouble and not self._failed:
                 self._failed = True

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import select
 import struct
 import termios
 import threading
 import time
 import tty
 from collections import deque
+
+from ddpdoctor.system.waiting import pause, readable, until
 
 TAIL = 1 << 20
 """Bytes of the job's stderr that are kept."""
@@ -89,7 +90,10 @@ class Passthrough:
         self._drained.clear()
         self._drain.set()
         self._wake()
-        self._drained.wait(timeout)
+        if timeout is None:
+            self._drained.wait()
+        else:
+            until(self._drained.is_set, timeout)
 
     def _start_late(self) -> None:
         """There was no job: only lines of ours wait."""
@@ -132,7 +136,7 @@ class Passthrough:
             if self._source is not None:
                 sources.append(self._source)
             wait = _PATIENCE / 4 if self._pending or self._drain.is_set() else None
-            ready, _, _ = select.select(sources, [], [], wait)
+            ready = readable(sources, wait)
             if self._wake_reader in ready:
                 os.read(self._wake_reader, _CHUNK)
             carried = self._source in ready and self._take()
@@ -144,7 +148,7 @@ class Passthrough:
 
     def _more(self) -> bool:
         """Whether the job has written something that was not read yet."""
-        return self._source is not None and bool(select.select([self._source], [], [], 0)[0])
+        return self._source is not None and bool(readable([self._source], 0))
 
     def _take(self) -> bool:
         """Read a chunk and pass it on; False at the end of the job's stderr."""
@@ -215,7 +219,8 @@ class Passthrough:
             try:
                 view = view[os.write(_OUT, view) :]
             except BlockingIOError:
-                select.select([], [_OUT], [], 1.0)
+                # The reader is slow, and has made this end non-blocking.
+                pause(0.01)
             except OSError:
                 return False
         return True

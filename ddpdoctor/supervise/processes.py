@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from ddpdoctor.run.environment import MARK
 from ddpdoctor.system import proc
+from ddpdoctor.system.waiting import pause
 
 
 class Process(NamedTuple):
@@ -126,7 +127,7 @@ def end(
     *,
     patience: float = 0.0,
     soft: float = 3.0,
-    idle: Callable[[float], None] = time.sleep,
+    idle: Callable[[float], None] = pause,
 ) -> list[str]:
     """End every process of a job, whatever it does about it.
 

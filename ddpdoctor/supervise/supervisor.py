@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import shutil
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddpdoctor.core.errors import HANG, STRICT, DoctorError
 from ddpdoctor.core.finding import Severity
@@ -24,9 +25,15 @@ from ddpdoctor.supervise.passthrough import Passthrough
 from ddpdoctor.supervise.run_watch import RunWatch
 from ddpdoctor.supervise.signals import JobSignals
 from ddpdoctor.system import proc
+from ddpdoctor.system.waiting import pause, readable
+
+if TYPE_CHECKING:
+    from ddpdoctor.run.snapshot import Run
 
 TICK = 0.5
 """Seconds between two looks at the run directory."""
+
+_WATCH, _WATCH_END = "the watch", "the end of the watch"
 
 LEFT_BEHIND = 2.0
 """Seconds for processes that are still there when the job's command has ended."""
@@ -41,6 +48,7 @@ class Supervisor:
         passthrough: Carries the job's stderr.
         reporter: Says what is found.
         debugging: The debugger's side, or None for a run without.
+        inherited: The descriptors above 2 that the job is to have, as without ddpdoctor.
     """
 
     def __init__(
@@ -50,6 +58,7 @@ class Supervisor:
         passthrough: Passthrough,
         reporter: Reporter,
         debugging: Debugging | None,
+        inherited: Sequence[int],
     ) -> None:
         # A run within a run belongs to both: its processes carry both ids.
         outer = os.environ.get(MARK)
@@ -59,7 +68,8 @@ class Supervisor:
         self._directory = directory
         self._passthrough = passthrough
         self._reporter = reporter
-        self._keepers = Keepers(self._run_id, reporter.warn)
+        self._guarded = reporter.faults.guarded
+        self._keepers = Keepers(self._run_id, inherited, reporter.warn)
         self._signals = JobSignals(command, self._keepers, passthrough, self._job)
         self._watch = RunWatch(
             command,
@@ -84,12 +94,14 @@ class Supervisor:
             self._reporter.note(self._command.note)
         self._signals.install()
         self._start()
-        try:
-            self._loop()
-            return self._finish()
-        finally:
-            self._keepers.dismiss(self._idle)
-            self._watch.close()
+        self._loop()
+        status = self._finish()
+        self._guarded("the end of the job's processes", self._keepers.dismiss, self._idle)
+        self._guarded(_WATCH_END, self._watch.close)
+        # Whoever was asked to end ends, even if its stderr is not read any more.
+        patience = 1.0 if self._signals.received else None
+        self._guarded("the job's stderr", self._passthrough.finish, patience)
+        return status
 
     def _start(self) -> None:
         try:
@@ -99,36 +111,43 @@ class Supervisor:
                 self._passthrough.child_end,
                 self._signals.group,
             )
-        except OSError as error:
+        except DoctorError:
             self._keepers.dismiss(self._idle)
             if self._directory is not None:
                 shutil.rmtree(self._directory, ignore_errors=True)
-            raise DoctorError(f"cannot start {self._command.argv[0]}: {error.strerror}") from None
+            raise
         self._signals.started()
         self._passthrough.start()
-        self._watch.started()
+        self._guarded(_WATCH, self._watch.started)
 
     def _loop(self) -> None:
         while self._keepers.status is None:
-            ready: list[int] = []
-            ends = [
-                each for each in (self._signals.descriptor, self._keepers.descriptor) if each >= 0
-            ]
-            with contextlib.suppress(InterruptedError):
-                ready = select.select([*ends, *self._watch.descriptors], [], [], TICK)[0]
-            self._signals.drain()
-            self._reap()
-            stopped = self._keepers.look()
-            self._after_signals()
-            if stopped and self._keepers.status is None:
-                self._watch.slept(self._signals.suspend(stopped))
-            deadline = self._signals.deadline
-            if deadline is not None and time.monotonic() >= deadline:
-                # The grace period is over.
-                processes.end(self._job(), soft=0.5, idle=self._idle)
-                self._signals.deadline = time.monotonic() + 2.0
-            else:
-                self._watch.look(each for each in ready if each not in ends)
+            try:
+                self._turn()
+            except Exception as error:
+                # Only the job's own end decides its exit status.
+                self._reporter.faults.failed([("the supervisor", error)])
+                pause(TICK)
+
+    def _turn(self) -> None:
+        ends = [each for each in (self._signals.descriptor, self._keepers.descriptor) if each >= 0]
+        ready = readable([*ends, *self._watch.descriptors], TICK)
+        self._signals.drain()
+        self._reap()
+        stopped = self._keepers.look()
+        self._guarded(_WATCH, self._after_signals)
+        if stopped and self._keepers.status is None:
+            self._guarded("the stop of the job", self._suspend, stopped)
+        deadline = self._signals.deadline
+        if deadline is not None and time.monotonic() >= deadline:
+            # The grace period is over.
+            processes.end(self._job(), soft=0.5, idle=self._idle)
+            self._signals.deadline = time.monotonic() + 2.0
+        else:
+            self._guarded(_WATCH, self._watch.look, [each for each in ready if each not in ends])
+
+    def _suspend(self, number: int) -> None:
+        self._watch.slept(self._signals.suspend(number))
 
     def _after_signals(self) -> None:
         for record in self._signals.take():
@@ -139,17 +158,18 @@ class Supervisor:
     def _finish(self) -> int:
         status = self._keepers.status
         assert status is not None
-        self._after_signals()
-        run = self._watch.end(status, lambda: select.select(self._watch.descriptors, [], [], 0)[0])
+        run = self._guarded(_WATCH_END, self._end_watch, status)
         findings = self._reporter.current
-        self._sweep()
-        self._watch.summarize(run, status)
-        # Whoever was asked to end ends, even if its stderr is not read any more.
-        self._passthrough.finish(1.0 if self._signals.received else None)
+        self._guarded("the end of what the job left behind", self._sweep)
+        self._guarded(_WATCH_END, self._watch.summarize, run, status)
         if self._watch.ending.killed:
             return HANG
         failed = any(finding.severity >= Severity.ERROR for finding in findings)
         return STRICT if self._command.own.strict and status == 0 and failed else status
+
+    def _end_watch(self, status: int) -> Run | None:
+        self._after_signals()
+        return self._watch.end(status, lambda: readable(self._watch.descriptors, 0))
 
     # -- processes
 
@@ -159,7 +179,7 @@ class Supervisor:
                 self._keepers.reaped(*ended)
 
     def _idle(self, seconds: float) -> None:
-        time.sleep(seconds)
+        pause(seconds)
         self._reap()
 
     def _job(self) -> processes.Job:

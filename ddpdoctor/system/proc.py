@@ -152,6 +152,21 @@ def zombie_status(pid: int) -> int | None:
     return None
 
 
+def inheritable() -> list[int]:
+    """The descriptors above 2 of this process that programs which it executes get."""
+    numbers: list[int] = []
+    for folder in ("/proc/self/fd", "/dev/fd"):
+        with contextlib.suppress(OSError):
+            numbers = numbers or [int(name) for name in os.listdir(folder)]
+    found = []
+    for number in numbers:
+        # That of the list itself is closed by now.
+        with contextlib.suppress(OSError):
+            if number > 2 and os.get_inheritable(number):
+                found.append(number)
+    return found
+
+
 def pending(pid: int) -> set[int]:
     """The signals that were sent to a process, which blocks them."""
     status = read_status(pid)

@@ -26,6 +26,7 @@ from ddpdoctor.stacks.capture import capture
 from ddpdoctor.stacks.model import RankStacks, Thread, from_record, to_record
 from ddpdoctor.system import activity
 from ddpdoctor.system.process_state import ProcessState, Turns, read_turns
+from ddpdoctor.system.waiting import pause
 
 BETWEEN = 1.0
 """Seconds over which CPU time and bytes are compared."""
@@ -135,7 +136,7 @@ def _look(
         if each.state.letter:
             # A process that is not yet a rank; on another host the same pid is somebody else's.
             samples.setdefault(each.rank, activity.sample(each.pid))
-    time.sleep(max(0.0, began + BETWEEN - time.monotonic()))
+    pause(max(0.0, began + BETWEEN - time.monotonic()))
     # Who did not answer by itself a moment ago would only be waited for once more.
     answered = [rank for rank, each in stacks.items() if each.threads and not each.note]
     suspects = [rank for rank in answered if rank not in waiting and not stacks[rank].gil_held]
@@ -310,7 +311,7 @@ def _flights(
                 open_.remove(rank)
         if not open_ or time.monotonic() >= deadline:
             break
-        time.sleep(0.05)
+        pause(0.05)
     for rank in open_:
         found[rank.rank] = {"flight": None, "flight_trouble": "did not answer"}
     return found

@@ -23,6 +23,7 @@ from ddpdoctor.run.snapshot import HANG, Records, Run
 from ddpdoctor.supervise.hangs import examination
 from ddpdoctor.supervise.hangs.cores import Cores, is_loaded
 from ddpdoctor.supervise.hangs.signs import FIRST, LEAST, Signs, Start, Still, waits
+from ddpdoctor.system.waiting import pause
 
 AGAIN = 2.0
 """How much longer the job has stood still, as a factor, when it is looked at again."""
@@ -304,7 +305,7 @@ class HangWatch:
 
     def _look_again(self, run: Run, after: float = 0.0) -> None:
         """Look once more at what was found, and put it into the run directory."""
-        time.sleep(after)
+        pause(after)
         found = self._found
         if found is None:
             return
