@@ -212,7 +212,7 @@ def test_keepers_of_a_job_without_stdin_sleep(doctor: Doctor) -> None:
         doctor, 'exec "$@" <&-', *DOCTOR, "--", "bash", "-c", "touch there; sleep 3600; true"
     )
     wait_until((doctor.directory / "there").exists, "the job")
-    keepers = [each for each in processes(doctor) if "keep" in each.cmdline()[5:6]]
+    keepers = [each for each in processes(doctor) if "keep" in each.cmdline()[4:5]]
     assert len(keepers) == 2
     for keeper in keepers:
         # The supervisor's pipe, that for words, and the two ends of the one that a signal wakes.

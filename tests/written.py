@@ -28,6 +28,7 @@ OTHERWISE: dict[str, tuple[Severity, ...]] = {
     "DDP308": (Severity.WARNING,),
     "DDP501": (Severity.ERROR,),
     "DDP502": (Severity.WARNING, Severity.ERROR),
+    "DDP503": (Severity.ERROR,),
     "DDP509": (Severity.WARNING,),
     "DDP704": (Severity.INFO,),
     "DDP802": (Severity.WARNING,),
@@ -84,6 +85,8 @@ class Written:
 
     path: Path
     supervisor: list[JsonObject] = field(default_factory=list)
+    world_size: int = 0
+    """What ranks say of it; 0: nothing."""
 
     def rank(
         self,
@@ -100,7 +103,12 @@ class Written:
     ) -> None:
         stem = self.path / rank_stem(number, 0)
         page = StatusPage(
-            f"{stem}.status", rank=number, world_size=2, local_rank=number, restart=0, started=T0
+            f"{stem}.status",
+            rank=number,
+            world_size=self.world_size or 2,
+            local_rank=number,
+            restart=0,
+            started=T0,
         )
         page.show(phase, since, armed)
         page.totals(steps, -1, 0, 0)
@@ -108,8 +116,9 @@ class Written:
         page.set_collective(page_name(collective))
         page.set_site(page_text(site))
         journal = Journal(f"{stem}.jsonl", 1 << 20)
-        opened = OpenRecord(format=FORMAT, rank=number, backend="nccl")
-        ddp = DdpRecord(device=f"cuda:{number}", group_ranks=(0, 1))
+        opened = OpenRecord(format=FORMAT, rank=number, world_size=self.world_size, backend="nccl")
+        group = tuple(range(self.world_size or 2))
+        ddp = DdpRecord(device=f"cuda:{number}", group_ranks=group)
         journal.write([opened, ddp, *map(writable, records)])
         journal.close()
 

@@ -9,7 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ddpdoctor.analysis.exceptions import exit_call, in_short, is_consequence, notes_of
+from ddpdoctor.analysis.exceptions import (
+    exit_call,
+    in_short,
+    is_consequence,
+    is_interrupt,
+    notes_of,
+)
 from ddpdoctor.analysis.exit_statuses import (
     exit_status,
     printed_statuses,
@@ -126,7 +132,7 @@ class Ending:
     @property
     def interrupted(self) -> bool:
         """Whether SIGINT ended it, as Python passes that on."""
-        return self.kind == "exception" and self.text == "KeyboardInterrupt"
+        return self.kind == "exception" and is_interrupt(self.text, self.traceback)
 
     @property
     def printed(self) -> str:
@@ -160,6 +166,9 @@ def endings(run: Run, restart: int) -> list[Ending]:
         # Ctrl-C reaches every rank; a signal to a single one is a cause.
         if len(stops) == 1 and len(ranks) > 1 and stops[0] is found[0]:
             found[0] = replace(stops[0], victim=False)
+        if run.world_size == 1 and all(each.victim for each in found):
+            # There is no rank that it could have lost.
+            found = [replace(each, victim=False) for each in found]
     return found
 
 

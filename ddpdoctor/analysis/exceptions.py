@@ -47,6 +47,9 @@ _NOISE = re.compile(
     r"\x1b\[[\d;]*m|\[/[^\]]*\.(?:cc|cpp|h):\d+\]\s*|\s*\[[\da-fA-F.:]+\](?::\d+)?|^\[[^\]]*\.cpp:\d+\]\s*"
 )
 
+_RAISED = re.compile(r"^(?:.*:)? *raise\b[^\n]*\n(?: *[~^]+ *\n)?[^\s:]+\s*\Z", re.MULTILINE)
+"""The end of a traceback whose innermost line raises the exception."""
+
 _IN_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)")
 
 
@@ -54,7 +57,12 @@ def is_consequence(record: ErrorRecord) -> bool:
     """Whether a rank only failed because another had, or because it was asked to stop."""
     name = record.exception
     wrapper = name.rpartition(".")[2] in _WRAPPERS
-    return wrapper or name == "KeyboardInterrupt" or _lost_peer(record)
+    return wrapper or is_interrupt(name, record.traceback) or _lost_peer(record)
+
+
+def is_interrupt(exception: str, traceback: str) -> bool:
+    """Whether an exception is SIGINT, as Python passes that on, and not raised by the script."""
+    return exception == "KeyboardInterrupt" and not _RAISED.search(traceback)
 
 
 def _lost_peer(record: ErrorRecord) -> bool:

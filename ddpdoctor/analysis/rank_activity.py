@@ -18,6 +18,7 @@ from ddpdoctor.analysis.process_activity import (
     works,
 )
 from ddpdoctor.core.finding import Location, Severity
+from ddpdoctor.core.opening import integer
 from ddpdoctor.stacks.model import Frame, from_record
 from ddpdoctor.stacks.user_frames import innermost, is_user_path
 
@@ -200,6 +201,8 @@ def _prompt(rank: RankState, starting: bool, duration: str) -> Activity:
 
 def _joining(rank: RankState) -> Activity | None:
     """It waits for other ranks in ``init_process_group`` and the like."""
+    if rank.joined and integer(rank.record, "world_size") == 1:
+        return None
     joining = next((f.function for f in reversed(rank.frames) if f.function in _JOINING), None)
     if joining is None and (not rank.frames or rank.joined or not _in_store(rank.frames)):
         return None

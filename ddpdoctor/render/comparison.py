@@ -84,7 +84,8 @@ def _verdict(found: Comparison) -> str:
     if rank and sign * rank.difference >= max(half, 2 * sign * most.difference):
         return f"{text}, on rank {rank.name}, in {found.slowest_phase[rank.name]}"
     if sign * most.difference < half <= sign * wait.difference:
-        return f"{text}, most of it in waiting for the other ranks"
+        what = "waiting for the other ranks" if len(found.ranks) > 1 else "the all-reduce"
+        return f"{text}, most of it in {what}"
     return f"{text}, most of it in {most.name}"
 
 

@@ -73,7 +73,9 @@ def exception(run: Run) -> Iterator[Finding]:
             restart,
             cause,
             f"{cause.name} raised {short(cause.text, 200)}{moment(cause)}",
-            "Fix this exception first; failures of other ranks follow from it.",
+            "Fix this exception first; failures of other ranks follow from it."
+            if run.has_peers
+            else "Fix this exception.",
             traceback=cause.traceback,
         )
 
@@ -119,9 +121,12 @@ def killed(run: Run) -> Iterator[Finding]:
                 "DDP902",
                 restart,
                 cause,
-                f"{cause.name} alone was interrupted by SIGINT{moment(cause)}",
+                f"{cause.name}{' alone' * run.has_peers} was interrupted by SIGINT{moment(cause)}",
                 "Find out who sent it: Ctrl-C in a terminal reaches all ranks. `kill` the "
-                "launcher to stop the job, not one of its ranks.",
+                "launcher to stop the job, not one of its ranks."
+                if run.has_peers
+                else "Find out who sent it: a person, a scheduler, or the script itself. `kill` "
+                "the launcher to stop the job.",
                 traceback=cause.traceback,
             )
 
@@ -263,7 +268,9 @@ def silent_exit(run: Run) -> Iterator[Finding]:
             if cause.message
             else "The script refused its options: see its message above."
             if cause.status == 2 and not cause.initialized
-            else "Raise an exception that says why, or agree on leaving with all ranks.",
+            else "Raise an exception that says why, or agree on leaving with all ranks."
+            if run.has_peers
+            else "Raise an exception that says why.",
         )
 
 
@@ -327,9 +334,9 @@ def lost_peers(run: Run) -> Iterator[Finding]:
         Right: the log of the node that stopped first.
 
     When it stays silent
-        While the job is running, and if any rank has an independent failure.
+        While the job is running, if any rank has an independent failure, and in a job of one rank.
     """
-    if not run.exit_status:
+    if not run.exit_status or run.world_size == 1:
         return
     restart = run.restarts[-1]
     if first_failure(run, restart) is not None or recognised(run, restart):
@@ -338,7 +345,10 @@ def lost_peers(run: Run) -> Iterator[Finding]:
     victims = [
         each
         for each in endings(run, restart)
-        if each.victim and each.rank is not None and each.kind == "exception"
+        if each.victim
+        and each.rank is not None
+        and each.kind == "exception"
+        and not each.interrupted
     ]
     if victims:
         first = victims[0]

@@ -24,6 +24,12 @@ from ddpdoctor.run.snapshot import Run
 
 _PLURAL = {"is": "are", "has": "have", "does": "do"}
 
+_TOGETHER = (
+    "Let every rank call the same collectives in the same order; work that one rank does alone has "
+    "to be shorter than the collectives' timeout."
+)
+_OUTSIDE = "Look at what is waited for outside of the job: a file, a server, a queue."
+
 NATIVE = 4
 """Native frames that are shown."""
 
@@ -105,7 +111,9 @@ def _unexplained(run: Run, still: HangSnapshot) -> Iterator[Finding]:
             *(f"rank {rank.rank} {_doing(rank)} at {brief(rank.site)}" for rank in ranks[3:8]),
             *_without_stacks(still),
         ),
-        fix="Compare the lines that the ranks are at: `ddpdoctor stacks` shows them in full.",
+        fix="Compare the lines that the ranks are at: `ddpdoctor stacks` shows them in full."
+        if len(ranks) > 1
+        else _OUTSIDE,
     )
 
 
@@ -176,9 +184,7 @@ def _activities(
                 *(waiting_line(rank) for rank in waiting[:3]),
                 *_without_stacks(still),
             ),
-            fix=each.fix
-            or "Let every rank call the same collectives in the same order; work that "
-            "one rank does alone has to be shorter than the collectives' timeout.",
+            fix=each.fix or (_TOGETHER if still.world_size != 1 else _OUTSIDE),
             traceback=ranks[0].traceback,
             moment=still.record.time,
         )
@@ -247,11 +253,14 @@ def _all_there(still: HangSnapshot, one: Blocked) -> Iterator[Finding]:
         about="all there",
         severity=Severity.WARNING,
         message=f"all ranks have been in {one.what} for {waiting[0].seconds} s and it does not "
-        "end: the network between them, or the backend",
+        "end: the network between them, or the backend"
+        if len(waiting) > 1
+        else f"{named([waiting[0].rank])} has been in {one.what} for {waiting[0].seconds} s and it "
+        "does not end: the backend, or the device",
         ranks=tuple(rank.rank for rank in waiting),
         location=waiting[0].site,
         evidence=(*(waiting_line(rank) for rank in waiting[:4]), *_without_stacks(still)),
-        fix=CHECK_NETWORK,
+        fix=CHECK_NETWORK if len(waiting) > 1 else "See its native frames: `ddpdoctor stacks`.",
     )
 
 
@@ -279,11 +288,13 @@ def _none_waits(still: HangSnapshot) -> Iterator[Finding]:
         about="none waits",
         severity=Severity.WARNING,
         message=f"no rank has moved for {min(r.seconds for r, _ in idle)} s and none waits in a "
-        f"collective: {named([rank.rank])} {each.text}",
+        f"collective: {named([rank.rank])} {each.text}"
+        if len(idle) > 1
+        else f"{named([rank.rank])} {each.text}",
         ranks=tuple(rank.rank for rank, _ in idle),
         location=each.location,
         evidence=tuple(f"rank {r.rank} {e.text}" for r, e in idle[1:5]),
-        fix="If they wait for something outside (a file, a server, a queue), look there.",
+        fix=_OUTSIDE,
         traceback=rank.traceback,
     )
 

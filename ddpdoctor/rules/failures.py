@@ -33,6 +33,9 @@ OF_ENDINGS = frozenset(
 _REFUSED = 2
 """The exit status of argparse."""
 
+_OF_PEERS = re.compile(r"\bpeers?\b|\b(?:other|another) (?:node|rank)")
+"""What a failure says that takes two ranks."""
+
 _NATIVE = re.compile(r"what\(\)|NCCL WARN|: error: unrecognized")
 
 
@@ -87,6 +90,8 @@ def _diagnosis(run: Run, restart: int) -> Diagnosis | None:
             return None
         failure, groups = _known(cause)
         if failure is None or failure.weight <= Weight.CONSEQUENCE or failure.code in OF_ENDINGS:
+            return None
+        if run.world_size == 1 and _OF_PEERS.search(failure.says):
             return None
         if failure.weight == Weight.GENERIC:
             # NCCL's own warnings say what its exception leaves open.
@@ -163,6 +168,8 @@ def _in_stderr(run: Run, restart: int, cause: Ending, least: Weight) -> Iterator
     for each in _sightings(run):
         failure = each.failure
         if failure is None or failure.weight < least or failure.code in OF_ENDINGS:
+            continue
+        if run.world_size == 1 and _OF_PEERS.search(failure.says):
             continue
         if each.rank in (None, cause.rank) and _NATIVE.search(each.text):
             yield Diagnosis(restart, cause, failure, each.groups, each.text)

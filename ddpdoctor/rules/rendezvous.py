@@ -66,7 +66,10 @@ def _all_there(joining: Seen, still: HangSnapshot) -> Finding:
         about="all there",
         severity=Severity.WARNING,
         message=f"all ranks have been in init_process_group for {still.seconds:.0f} s and "
-        "it does not end: the network between them, or the backend",
+        "it does not end: the network between them, or the backend"
+        if len(joining) > 1
+        else f"rank {rank.rank} has been in init_process_group for {still.seconds:.0f} s, alone as "
+        "its world size says, and it does not end: the store, or the backend",
         ranks=tuple(rank.rank for rank, _ in joining),
         location=each.location,
         fix=CHECK_NETWORK,

@@ -17,7 +17,7 @@ from ddpdoctor.run.records.base import JsonObject, Record
 from ddpdoctor.run.records.decode import parse
 from ddpdoctor.run.records.decoder import decoder
 from ddpdoctor.run.records.model import DdpRecord
-from ddpdoctor.run.records.process import EndRecord, ErrorRecord, OpenRecord
+from ddpdoctor.run.records.process import EndRecord, ErrorRecord, ExitRecord, OpenRecord
 from ddpdoctor.run.records.supervisor import (
     DebugRecord,
     HangOverRecord,
@@ -219,6 +219,13 @@ class Run:
     def world_size(self) -> int:
         """Ranks of the last attempt, seen or not; 0 if it is not known."""
         return max((rank.opened.world_size for rank in self.last), default=0)
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether ranks are known that are peers of each other; False of a job with one rank."""
+        ended = (each for each in self.strays if isinstance(each, (ErrorRecord, ExitRecord)))
+        ranks = {each.rank for each in (*self.ranks, *ended) if each.rank is not None}
+        return self.world_size > 1 or len(ranks) > 1
 
     @property
     def step(self) -> int | None:

@@ -74,7 +74,8 @@ def choices(snapshot: Snapshot, row: RankRow | None) -> tuple[Choice, ...]:
     found = [Choice("Cancel"), *_for(launcher, _TO_ALL)]
     if row is not None and row.pid is not None:
         rank = _rank(path, row, launcher.process.pid)
-        found += _for(rank, dict.fromkeys(SIGNALS, _TO_ONE))
+        words = _TO_ONE if len(snapshot.ranks) > 1 else "the job has no other rank"
+        found += _for(rank, dict.fromkeys(SIGNALS, words))
     return tuple(found)
 
 

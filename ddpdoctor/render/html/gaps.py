@@ -41,7 +41,10 @@ def _of_steps(steps: Series) -> Iterator[str]:
     if steps.sampled:
         yield "each step: of each column of the charts a few steps were read, as the run is long"
     read, split = (sum(getattr(each, name) for each in steps.ranks) for name in ("steps", "split"))
-    if not split:
+    if len(steps.ranks) == 1:
+        # It waits for none.
+        pass
+    elif not split:
         yield "the wait for other ranks: it is part of backward, as DDP timed no step"
     elif split < read:
         yield (
