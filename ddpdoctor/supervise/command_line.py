@@ -75,7 +75,7 @@ Every option of torchrun is passed on: --nproc-per-node, --nnodes, --node-rank,
 Without --nproc-per-node: one rank per visible GPU, or 2 without a GPU.
 
 Exit status: the job's own; 2 for bad input; 3 with --strict and 4 with
---kill-on-hang (see above).
+--kill-on-hang (see above); 70 if ddpdoctor itself could not start the job.
 """,
     {
         "--json": options.FILE,

@@ -11,6 +11,7 @@ import threading
 import time
 import tty
 from collections import deque
+from collections.abc import Callable
 
 from ddpdoctor.system.waiting import pause, readable, until
 
@@ -131,6 +132,18 @@ class Passthrough:
     # -- the writing thread
 
     def _pump(self) -> None:
+        try:
+            self._carry_all()
+        except Exception:
+            # Whatever fails here, the job must not wait for a reader.
+            while self._source is not None:
+                if readable([self._source], _PATIENCE / 4):
+                    self._take(self._write)
+                elif self._drain.is_set():
+                    self._drained.set()
+            self._drained.set()
+
+    def _carry_all(self) -> None:
         while True:
             sources = [self._wake_reader]
             if self._source is not None:
@@ -139,7 +152,7 @@ class Passthrough:
             ready = readable(sources, wait)
             if self._wake_reader in ready:
                 os.read(self._wake_reader, _CHUNK)
-            carried = self._source in ready and self._take()
+            carried = self._source in ready and self._take(self._carry)
             draining = self._drain.is_set() and not carried and not self._more()
             self._release(force=draining)
             if draining and not self._pending:
@@ -150,15 +163,19 @@ class Passthrough:
         """Whether the job has written something that was not read yet."""
         return self._source is not None and bool(readable([self._source], 0))
 
-    def _take(self) -> bool:
+    def _take(self, carry: Callable[[bytes], bool]) -> bool:
         """Read a chunk and pass it on; False at the end of the job's stderr."""
         assert self._source is not None
         try:
             chunk = os.read(self._source, _CHUNK)
         except OSError:
             chunk = b""
-        if chunk and self._carry(chunk):
-            return True
+        try:
+            if chunk and carry(chunk):
+                return True
+        except Exception:
+            self._write(chunk)
+            raise
         # Its end; or our reader is gone, which the job learns as it would without us.
         source, self._source = self._source, None
         os.close(source)
