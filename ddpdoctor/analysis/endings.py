@@ -9,13 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ddpdoctor.analysis.exceptions import (
-    exit_call,
-    in_short,
-    is_consequence,
-    is_interrupt,
-    notes_of,
-)
+from ddpdoctor.analysis.exceptions import exit_call, in_short, is_consequence, is_sigint, notes_of
 from ddpdoctor.analysis.exit_statuses import (
     exit_status,
     printed_statuses,
@@ -132,7 +126,7 @@ class Ending:
     @property
     def interrupted(self) -> bool:
         """Whether SIGINT ended it, as Python passes that on."""
-        return self.kind == "exception" and is_interrupt(self.text, self.traceback)
+        return self.kind == "exception" and is_sigint(self.text, self.traceback)
 
     @property
     def printed(self) -> str:

@@ -57,10 +57,10 @@ def is_consequence(record: ErrorRecord) -> bool:
     """Whether a rank only failed because another had, or because it was asked to stop."""
     name = record.exception
     wrapper = name.rpartition(".")[2] in _WRAPPERS
-    return wrapper or is_interrupt(name, record.traceback) or _lost_peer(record)
+    return wrapper or is_sigint(name, record.traceback) or _lost_peer(record)
 
 
-def is_interrupt(exception: str, traceback: str) -> bool:
+def is_sigint(exception: str, traceback: str) -> bool:
     """Whether an exception is SIGINT, as Python passes that on, and not raised by the script."""
     return exception == "KeyboardInterrupt" and not _RAISED.search(traceback)
 

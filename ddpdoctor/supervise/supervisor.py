@@ -121,20 +121,28 @@ class Supervisor:
         self._guarded(_WATCH, self._watch.started)
 
     def _loop(self) -> None:
+        ready: list[int] = []
         while self._keepers.status is None:
             try:
-                self._turn()
+                ready = self._turn(ready)
             except Exception as error:
                 # Only the job's own end decides its exit status.
                 self._reporter.faults.failed([("the supervisor", error)])
+                ready = []
                 pause(TICK)
 
-    def _turn(self) -> None:
-        ends = [each for each in (self._signals.descriptor, self._keepers.descriptor) if each >= 0]
-        ready = readable([*ends, *self._watch.descriptors], TICK)
-        self._signals.drain()
+    def _turn(self, ready: list[int]) -> list[int]:
+        """Do what is due, what became of the job first, and wait for more.
+
+        Args:
+            ready: What the last turn returned.
+
+        Returns:
+            The descriptors of the watch that are readable now.
+        """
         self._reap()
         stopped = self._keepers.look()
+        self._signals.drain()
         self._guarded(_WATCH, self._after_signals)
         if stopped and self._keepers.status is None:
             self._guarded("the stop of the job", self._suspend, stopped)
@@ -144,7 +152,12 @@ class Supervisor:
             processes.end(self._job(), soft=0.5, idle=self._idle)
             self._signals.deadline = time.monotonic() + 2.0
         else:
-            self._guarded(_WATCH, self._watch.look, [each for each in ready if each not in ends])
+            self._guarded(_WATCH, self._watch.look, ready)
+        if self._keepers.status is not None:
+            return []
+        ends = [each for each in (self._signals.descriptor, self._keepers.descriptor) if each >= 0]
+        found = readable([*ends, *self._watch.descriptors], TICK)
+        return [each for each in found if each not in ends]
 
     def _suspend(self, number: int) -> None:
         self._watch.slept(self._signals.suspend(number))

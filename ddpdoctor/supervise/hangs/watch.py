@@ -306,8 +306,7 @@ class HangWatch:
     def _look_again(self, run: Run, after: float = 0.0) -> None:
         """Look once more at what was found, and put it into the run directory."""
         pause(after)
-        found = self._found
-        if found is None:
+        if (found := self._found) is None:
             return
         with contextlib.suppress(Exception):
             examination.look_again(run, self._before, self._seen)
