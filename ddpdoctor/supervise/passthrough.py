@@ -86,21 +86,16 @@ class Passthrough:
 
         None waits as long as the reader needs, which is as long as the job itself would have.
         """
+        if self._thread.is_alive():
+            self._drained.clear()
+            self._drain.set()
+            self._wake()
+            over = float("inf") if timeout is None else timeout
+            until(lambda: self._drained.is_set() or not self._thread.is_alive(), over)
         if not self._thread.is_alive():
-            self._start_late()
-        self._drained.clear()
-        self._drain.set()
-        self._wake()
-        if timeout is None:
-            self._drained.wait()
-        else:
-            until(self._drained.is_set, timeout)
-
-    def _start_late(self) -> None:
-        """There was no job: only lines of ours wait."""
-        while self._pending:
-            self._write(self._pending.popleft()[1])
-        self._drained.set()
+            # There was no job, or a fault of ours: only lines of ours wait.
+            while self._pending:
+                self._write(self._pending.popleft()[1])
 
     @property
     def tail(self) -> bytes:

@@ -89,7 +89,7 @@ class Supervisor:
             their options say.
         """
         proc.become_subreaper()
-        self._watch.open()
+        self._guarded(_WATCH, self._watch.open)
         if self._command.note:
             self._reporter.note(self._command.note)
         self._signals.install()
