@@ -363,6 +363,51 @@ def test_else_uneven_loaders_are_named_once_a_rank_waits_alone(
     assert codes(run) == expected
 
 
+def loop(state: str) -> list[JsonObject]:
+    """The loop that read a pass, and its end after 10 steps unless it goes on."""
+    place = {"kind": "loop", "loop": 0, "time": 1}
+    begun = {**place, "state": "trains", "frames": [["/job/train.py", 9]], "before": 0}
+    return [begun, *([{**place, "state": state, "fetched": 10, "after": 10}] if state else [])]
+
+
+@pytest.mark.parametrize(
+    ("longer", "shorter", "expected"),
+    [
+        (("trains", []), ("ended", []), ["DDP109"]),
+        # Its rest was not followed: it may have been left.
+        (("unfollowed", []), ("ended", []), []),
+        (("unfollowed", loop("")), ("ended", []), ["DDP109"]),
+        (("unfollowed", loop("left")), ("ended", []), []),
+        (("trains", loop("left")), ("ended", []), []),
+        (("trains", []), ("trains", []), []),
+        (("trains", []), ("trains", loop("ended")), ["DDP109"]),
+        (("trains", []), ("trains", loop("left")), []),
+        (("unfollowed", loop("")), ("unfollowed", loop("ended")), ["DDP109"]),
+    ],
+)
+def test_whether_a_pass_goes_on_has_to_be_known(
+    longer: tuple[str, list[JsonObject]],
+    shorter: tuple[str, list[JsonObject]],
+    expected: list[str],
+) -> None:
+    records = [
+        [uneven(0, False, state=longer[0], fetched=11, marks=10), *longer[1]],
+        [uneven(1, False, state=shorter[0], armed_after=10, closed=9), *shorter[1]],
+    ]
+    run = run_of(*records, status=lambda _: waiting(11))
+    assert codes(run) == expected
+    first, second = run.ranks
+    for change in ({"dropped": 1}, {"unwritten": True}):
+        losing = replace(first, status=waiting(11)._replace(**change))
+        assert codes(replace(run, ranks=(losing, second))) == []
+    # More steps than it has batches, or its regular end: it is over, whatever its records say.
+    later = replace(first, status=waiting(14))
+    assert codes(replace(run, ranks=(later, second))) == (expected if longer[1] else [])
+    end: JsonObject = {"kind": "end", "time": 1}
+    over = replace(first, records=Records((*first.records, *rank_records(end))))
+    assert codes(replace(run, ranks=(over, second))) == []
+
+
 @pytest.mark.parametrize(("more", "expected"), [(0, []), (1, ["DDP109"])])
 def test_a_rank_that_waits_for_a_moment_is_not_alone_yet(more: int, expected: list[str]) -> None:
     longer = uneven(0, False, fetched=11, marks=10, state="trains")

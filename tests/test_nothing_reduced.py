@@ -18,7 +18,7 @@ from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.records.supervisor import JobRecord
 from ddpdoctor.run.ring import RingWriter
 from ddpdoctor.run.snapshot import Rank, Records, Run
-from tests.test_data_rules import drawn, evaluated, run_of
+from tests.test_data_rules import drawn, evaluated, run_of, waiting
 from tests.written import rank_records
 
 Build = Callable[..., Run]
@@ -37,6 +37,9 @@ def trained(rank: int, steps: Iterable[int] = range(8), **facts: object) -> list
     ]  # fmt: skip
 
 
+SOLO_END: JsonObject = {"kind": "solo_end", "steps": 8, "wide": 0, "outside": False}
+
+
 @pytest.fixture
 def build(tmp_path: Path) -> Build:
     def make(
@@ -50,7 +53,8 @@ def build(tmp_path: Path) -> Build:
             for order, name in enumerate(collectives, 1):
                 ring.begin(1, order, (ring.text(name), group, 0, 0, 0), (1,), 1, -1, 0)
             opened = OpenRecord(format=1, rank=number, world_size=2)
-            every = rank_records(*records)
+            ended = any(each["kind"] == "solo_end" for each in records)
+            every = rank_records(*([] if ended or status != 0 else [SOLO_END]), *records)
             found.append(Rank(number, 0, None, opened, records=every, ring_file=path))
         ends = Records() if status is None else Records([JobRecord(time=1, status=status)])
         return Run(tmp_path, {}, tuple(found), supervisor=ends, taken=10**12)
@@ -76,9 +80,9 @@ def test_ranks_that_start_alike_and_exchange_nothing(build: Build) -> None:
         trained(1, wide=3),
         trained(1, outside=True),
         trained(0),
-        [*trained(1), {"kind": "solo_end", "steps": 8, "wide": 5, "outside": False}],
-        [*trained(1), {"kind": "solo_end", "steps": 8, "wide": 0, "outside": True}],
-        [*trained(1), {"kind": "solo_end", "steps": 8, "wide": 0, "wrapped": True}],
+        [*trained(1), {**SOLO_END, "wide": 5}],
+        [*trained(1), {**SOLO_END, "outside": True}],
+        [*trained(1), {**SOLO_END, "wrapped": True}],
         trained(1, optimizer="Adam"),
         trained(1, parameters=2),
         trained(1, elements=32),
@@ -92,6 +96,17 @@ def test_ranks_that_differ_by_design_or_exchange_something(
     build: Build, other: list[JsonObject]
 ) -> None:
     assert said(build(trained(0), other)) == []
+
+
+def test_what_was_exchanged_after_the_last_look_has_to_be_known(build: Build) -> None:
+    run = build(trained(0), trained(1))
+    first, second = run.ranks
+    assert said(run)
+    unknown = Records(each for each in second.records if each.kind != "solo_end")
+    assert not said(replace(run, ranks=(first, replace(second, records=unknown))))
+    assert not said(
+        replace(run, ranks=(first, replace(second, status=waiting(1)._replace(dropped=1))))
+    )
 
 
 def test_what_is_said_of_models_of_each_rank(build: Build) -> None:

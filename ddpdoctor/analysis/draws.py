@@ -15,6 +15,9 @@ from ddpdoctor.run.snapshot import Rank, Run
 CLOSED = ("ended", "left")
 """States of a pass that draws no more."""
 
+UNFOLLOWED = "unfollowed"
+"""The state of a pass whose rest was not recorded: the overhead budget was spent."""
+
 WHOLE = 0.9
 """The part of something that counts as all of it."""
 
@@ -148,15 +151,11 @@ def groups(run: Run) -> list[tuple[Rank, ...]]:
 def matched(run: Run) -> Iterator[Passes]:
     """Passes that all ranks of a group made over the same loader after as many common steps."""
     for group in groups(run):
-        by_rank: list[dict[tuple[object, int], Pass]] = []
-        for rank in group:
-            count: Counter[object] = Counter()
-            mine: dict[tuple[object, int], Pass] = {}
-            for each in passes_of(rank):
-                key = each.place, each.record.armed
-                mine[key, count[key]] = each
-                count[key] += 1
-            by_rank.append(mine)
+        # By its number: of the passes of one rank, others may not have been followed.
+        by_rank = [
+            {(each.place, each.record.armed, each.record.number): each for each in passes_of(rank)}
+            for rank in group
+        ]
         for which, first in by_rank[0].items():
             if all(which in mine for mine in by_rank):
                 yield {first.rank: first, **{mine[which].rank: mine[which] for mine in by_rank[1:]}}

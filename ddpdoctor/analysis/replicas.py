@@ -170,6 +170,8 @@ class Replica:
 
 def together(ranks: Sequence[Rank], module: int, since: int) -> bool:
     """Whether a module's replicas were made equal by collectives after a step, or may have been."""
+    if any(rank.lost for rank in ranks):
+        return True
     seen = [
         {
             (record.step, record.armed): record.parameters

@@ -114,7 +114,7 @@ def _evaluations(rank: Rank) -> dict[int, EvaluationRecord]:
 
 def _passed(rank: Rank, point: int, run: Run) -> bool:
     """Whether a rank has gone on without that evaluation, or has ended."""
-    if len(_evaluations(rank)) >= MOST:
+    if len(_evaluations(rank)) >= MOST or rank.lost:
         return False
     if rank.ended is not None or run.exit_status is not None:
         return True

@@ -124,7 +124,8 @@ def _values(records: Sequence[SoloRecord]) -> list[tuple[float, ...]]:
 
 def _settled(run: Run, last: int) -> bool:
     """Whether an average would have been taken by now, if there were one now and then."""
-    if run.exit_status == 0:
+    # The end of each rank tells what was exchanged after its last look.
+    if run.exit_status == 0 and all(rank.records.of(SoloEndRecord) for rank in run.last):
         return True
     if last < LONG:
         return False
@@ -153,6 +154,8 @@ def _exchanged(ranks: Sequence[Rank]) -> bool:
     """Whether parameters or gradients may have gone from rank to rank."""
     for rank in ranks:
         looks, ends = rank.records.of(SoloRecord), rank.records.of(SoloEndRecord)
+        if rank.lost:
+            return True
         before = looks[0].before
         if any(each.wide != before or each.outside for each in looks):
             return True

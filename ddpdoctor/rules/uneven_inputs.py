@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddpdoctor.analysis.draws import Pass, Passes, matched
+from ddpdoctor.analysis.draws import UNFOLLOWED, Pass, Passes, matched
 from ddpdoctor.analysis.endings import PATIENCE, last_phase
 from ddpdoctor.analysis.hang_snapshot import seen_waiting
+from ddpdoctor.analysis.training_loops import Trace, traces_of
 from ddpdoctor.core import relations
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.ranks import named
@@ -100,17 +101,41 @@ def _is_uneven(run: Run, passes: Passes) -> bool:
 
 
 def _ran_out(run: Run, one: Pass) -> int:
-    """When a rank had had all batches of a pass, in Unix nanoseconds; 0 if it still has some."""
-    status = run.rank(one.rank).status
+    """When a rank had had all batches of a pass, in Unix nanoseconds; 0 if that is not known."""
     if one.closed:
         return one.record.closed if one.record.state == "ended" else 0
-    # Of a rank that aborts right after it, the end of the pass is not written any more.
-    had = status is not None and status.armed - one.record.armed >= (one.record.batches or 0)
-    return status.since if status is not None and had else 0
+    loop = _loop(run, one)
+    return loop.time if loop is not None and loop.last.state == "ended" else 0
+
+
+def _loop(run: Run, one: Pass) -> Trace | None:
+    """The loop that read a pass: its end is recorded at once, and whatever the budget."""
+    return next(
+        (
+            each
+            for each in traces_of(run.rank(one.rank), run)
+            if each.frames[0] == one.read and each.before == one.record.armed
+        ),
+        None,
+    )
+
+
+def _goes_on(run: Run, one: Pass) -> bool:
+    """Whether a rank is still in a pass, or was when its process ended."""
+    if one.closed:
+        return False
+    loop, status = _loop(run, one), run.rank(one.rank).status
+    if loop is not None:
+        return not loop.recorded_end
+    # Without its loop, what a rotated journal no longer holds may have ended it.
+    made = status.armed - one.record.armed if status is not None else 0
+    return one.record.state != UNFOLLOWED and made <= (one.record.batches or 0)
 
 
 def _left_alone(run: Run, passes: Passes) -> bool:
     """Whether a rank with more batches failed in, or hangs in, a step that one with fewer left."""
+    if any(run.rank(rank).lost for rank in passes):
+        return False
     few = min(one.record.batches or 0 for one in passes.values())
     short = [one for one in passes.values() if one.record.batches == few]
     over = [
@@ -130,10 +155,12 @@ def _is_alone(run: Run, one: Pass, over: int) -> bool:
         return False
     error = rank.records.first(ErrorRecord)
     armed = error.armed if error is not None else rank.status.armed
-    if one.closed and (error is None or armed != one.record.armed_after):
+    if not _goes_on(run, one) and (error is None or armed != one.record.armed_after):
+        return False
+    if error is None and rank.ended is not None:
         return False
     # Native code, or a signal, may have ended it without another record.
-    died = rank.exit is not None and rank.ended is None and not rank.status.unwritten
+    died = rank.exit is not None and rank.ended is None
     waits = error is not None or died or run.waits_for(rank) > PATIENCE
     within = last_phase(rank) in (Phase.BACKWARD, Phase.ENDED)
     return waits and armed > over and (within or seen_waiting(run, rank.rank))

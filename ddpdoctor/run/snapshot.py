@@ -123,6 +123,14 @@ class Rank:
         return built[number] if 0 <= number < len(built) else None
 
     @property
+    def lost(self) -> bool:
+        """Whether records are missing: the queue was full, or the disk refused the journal.
+
+        What is not recorded may have happened all the same.
+        """
+        return self.status is not None and (self.status.unwritten or self.status.dropped > 0)
+
+    @property
     def ended(self) -> EndRecord | None:
         """The record of an interpreter that came to its regular end."""
         return self.records.first(EndRecord)

@@ -1,7 +1,8 @@
 """What each rank draws from its data: the indices of map-style data sets, the content of others.
 
 A pass over a loader is recorded when it has begun to train, when it has drawn more than its share,
-and when it is over; the first few passes of a loader are followed, later ones now and then.
+and when it is over, or when the budget is spent and the rest of it is not followed; the first few
+passes of a loader are followed, later ones now and then.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ class Samples(Observer):
         if budget.left() < 0:
             # What was recorded of the pass stays; the rest of it is not followed.
             drawn.over = True
+            recorder.add(drawn.as_it_is("unfollowed"))
             iterator._ddpdoctor_pass = (begun, None)
 
     def _begin(self, iterator: Any) -> Pass | None:

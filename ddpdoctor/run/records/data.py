@@ -67,7 +67,8 @@ class PassRecord(PlacedRecord):
     number: int
     """Which pass over its loader it is, from 0."""
     state: str
-    """``ended`` or ``left`` once it is over."""
+    """``ended`` or ``left`` once it is over; ``unfollowed`` where the overhead budget ended the
+    recording before: what came later is not known."""
     made: Location | None = None
     """The line that built the loader."""
     armed: int = 0
