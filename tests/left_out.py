@@ -12,7 +12,7 @@ from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.data import PassRecord
 from ddpdoctor.run.records.decode import parse
 from ddpdoctor.run.records.model import UnreducedRecord
-from ddpdoctor.run.records.process import EndRecord, OpenRecord
+from ddpdoctor.run.records.process import EndRecord, FaultRecord, OpenRecord
 from ddpdoctor.run.records.replicas import (
     BuffersRecord,
     ElementsRecord,
@@ -187,21 +187,35 @@ def left_out(run: Run) -> Iterator[tuple[str, Run, Run]]:
     for slow in run.last[:2]:
         moments[f"while rank {slow.rank} is slow"] = in_between(run, middle, slow.rank)
     for when, whole in moments.items():
-        for rank, as_it_ended in zip(whole.last[:2], run.last, strict=False):
-            lines = journal(run, as_it_ended)
-            if whole is not run:
-                lines = until(lines, middle)
-            for what, fewer in _fewer(whole, rank, lines, last):
+        lines = {rank.rank: journal(run, rank) for rank in run.last}
+        if whole is not run:
+            lines = {rank: until(each, middle) for rank, each in lines.items()}
+        for rank in whole.last[:2]:
+            for what, fewer in _fewer(whole, rank, lines[rank.rank], last):
                 yield f"{when}, of rank {rank.rank}: {what}", fewer, whole
+        for way in WAYS:
+            for step in steps(last):
+                fewer = whole
+                for rank in whole.last:
+                    fewer = with_lines(
+                        fewer, rank, way(lines[rank.rank], step), **LOSING.get(way, {})
+                    )
+                yield f"{when}, of all ranks: {way.__name__} {step}", fewer, whole
+
+
+def steps(last: int) -> list[int]:
+    """The steps at which something begins to be missing, of a run with that last step."""
+    return sorted({0, 9, last // 3, last // 2})
 
 
 def _fewer(run: Run, rank: Rank, lines: Lines, last: int) -> Iterator[tuple[str, Run]]:
     """The run with less than all records of one rank, and what is left out."""
     for way in WAYS:
-        for step in sorted({0, 9, last // 3, last // 2}):
+        for step in steps(last):
             page = LOSING.get(way, {})
             yield f"{way.__name__} {step}", with_lines(run, rank, way(lines, step), **page)
     for kind in sorted({line.record.kind for line in lines} - {OpenRecord.kind, EndRecord.kind}):
         for step in (-1, last // 3):
             fewer = [line for line in lines if line.step <= step or line.record.kind != kind]
-            yield f"{kind} after step {step}", with_lines(run, rank, fewer)
+            fault = Line(step, b"", FaultRecord(hook="what writes them", error="ValueError"))
+            yield f"{kind} after step {step}", with_lines(run, rank, [*fewer, fault])

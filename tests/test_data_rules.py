@@ -326,6 +326,23 @@ def test_results_that_each_rank_keeps_in_a_file_of_its_own() -> None:
     assert codes(run_of(evaluated(0, "part0.pt"), evaluated(1, "part1.pt"))) == []
 
 
+def test_files_that_are_saved_again_are_written_down_once() -> None:
+    again = {"pass": 2, "time": 300, "armed": 26, "number": 1}
+    ranks = [evaluated(rank, f"part{rank}.pt") for rank in (0, 1)]
+    assert codes(run_of(*([*each, {**each[1], **again}] for each in ranks))) == []
+
+
+def test_files_of_which_some_may_not_be_written_down() -> None:
+    run = run_of(evaluated(0, "part0.pt"), evaluated(1, "part1.pt")[:2])
+    first, second = run.ranks
+    assert codes(run) == ["DDP106"]
+    fault: JsonObject = {"kind": "fault", "hook": "files", "error": "OSError"}
+    many: list[JsonObject] = [{"kind": "save", "time": 500, "file": f"{n}.pt"} for n in range(50)]
+    for more in ([fault], many):
+        other = replace(second, records=Records((*second.records, *rank_records(*more))))
+        assert codes(replace(run, ranks=(first, other))) == []
+
+
 def test_files_that_come_after_more_training_are_not_of_the_evaluation() -> None:
     more = {"pass": 2, "time": 150}
     again = [[*evaluated(rank, f"part{rank}.pt"), {**sharded(1, rank), **more}] for rank in (0, 1)]

@@ -9,6 +9,9 @@ from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.run.records.data import SaveRecord
 from ddpdoctor.run.snapshot import Run
 
+MOST_SAVES = 50
+"""Saved files that a rank writes down; with that many, later ones are not known."""
+
 
 def _evaluations(run: Run) -> Iterator[Passes]:
     """Passes that every rank finished over its shard of one data set without training on it."""
@@ -90,16 +93,20 @@ def not_reduced(run: Run) -> Iterator[Finding]:
 
 
 def _separate_files(run: Run, passes: Passes) -> bool:
-    """Whether each rank saved its own file before it went on: results are to stay separate."""
+    """Whether each rank saved its own file before it went on, or may have.
+
+    Then results are to stay separate. Of a file that is saved again only the first time is known.
+    """
     files: list[str] = []
     for rank in run.last:
         one = passes[rank.rank]
         begun = one.record.time
         later = [each.record.time for each in passes_of(rank) if each.trains]
         until = min((time for time in later if time > begun), default=run.taken)
-        saved = {
-            record.file for record in rank.records.of(SaveRecord) if begun <= record.time <= until
-        }
+        saves = rank.records.of(SaveRecord)
+        if rank.lost or len(saves) >= MOST_SAVES:
+            return True
+        saved = {record.file for record in saves if record.time <= until}
         if not saved:
             return False
         files += saved

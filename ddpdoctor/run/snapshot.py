@@ -17,7 +17,13 @@ from ddpdoctor.run.records.base import JsonObject, Record
 from ddpdoctor.run.records.decode import parse
 from ddpdoctor.run.records.decoder import decoder
 from ddpdoctor.run.records.model import DdpRecord
-from ddpdoctor.run.records.process import EndRecord, ErrorRecord, ExitRecord, OpenRecord
+from ddpdoctor.run.records.process import (
+    EndRecord,
+    ErrorRecord,
+    ExitRecord,
+    FaultRecord,
+    OpenRecord,
+)
 from ddpdoctor.run.records.supervisor import (
     DebugRecord,
     HangOverRecord,
@@ -124,11 +130,13 @@ class Rank:
 
     @property
     def lost(self) -> bool:
-        """Whether records are missing: the queue was full, or the disk refused the journal.
+        """Whether records are missing: what is not recorded may have happened all the same.
 
-        What is not recorded may have happened all the same.
+        The queue was full, the disk refused the journal, or a hook failed and was switched off.
         """
-        return self.status is not None and (self.status.unwritten or self.status.dropped > 0)
+        status = self.status
+        failed = status is not None and (status.unwritten or status.dropped > 0)
+        return failed or self.records.first(FaultRecord) is not None
 
     @property
     def ended(self) -> EndRecord | None:
