@@ -136,6 +136,12 @@ def test_an_evaluation_of_rank_0_alone(written: Written) -> None:
     assert finding.evidence[0].startswith("once, the first one after ")
 
 
+def test_an_evaluation_that_another_rank_may_have_lost(written: Written) -> None:
+    fault = {"kind": "fault", "hook": "buffers", "error": "ValueError"}
+    ranks(written, [*prints("aaaa"), evaluation(2)], [*prints("aaaa"), fault])
+    assert found(written) == []
+
+
 def test_a_rank_that_has_not_come_to_the_evaluation_yet_is_waited_for(written: Written) -> None:
     ranks(written, [*prints("aaaa"), evaluation(4)], [*prints("aaaa")])
     assert found(written, over=False) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -200,6 +201,18 @@ def test_an_epoch_that_one_rank_alone_has_finished_says_nothing() -> None:
     assert codes(run_of([sharded(0, 0), again], [sharded(0, 1)])) == []
     twice = {**sharded(0, 1), "number": 1, "pass": 1, "armed": 13}
     assert codes(run_of([sharded(0, 0), again], [sharded(0, 1), twice])) == ["DDP103"]
+
+
+def test_a_pass_that_one_rank_did_not_follow_shifts_no_other() -> None:
+    """Where gradients are averaged by hand no forward is armed, and nothing else tells epochs."""
+    ranks: list[list[JsonObject]] = [[], []]
+    for epoch, rank in itertools.product(range(3), (0, 1)):
+        one = sharded(epoch, rank)
+        facts = {"armed": 0, "sampler": {**one["sampler"], "epoch": epoch}}
+        ranks[rank].append({**one, **facts})
+    for missed in range(3):
+        fewer = [each for each in ranks[1] if each["number"] != missed]
+        assert codes(run_of(ranks[0], fewer)) == []
 
 
 @pytest.mark.parametrize(

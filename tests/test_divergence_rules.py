@@ -140,6 +140,12 @@ def test_replicas_that_are_equal_after_a_collective_are_averaged(
     assert len(found(written)) == expected
 
 
+def test_an_averaging_whose_record_may_be_lost(written: Written) -> None:
+    fault = {"kind": "fault", "hook": "fingerprints", "error": "ValueError"}
+    ranks(written, list(prints(AVERAGED[0])), [*prints(AVERAGED[1]), fault])
+    assert found(written) == []
+
+
 AVERAGED = ("aaaaaaaa", "abbbbbbb")
 
 AVERAGES = {

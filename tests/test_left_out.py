@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.core.finding import RULES, examine
+from ddpdoctor.run.journal_reader import Room
+from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.snapshot import Run
 from tests.conftest import JOBS, Doctor
 from tests.left_out import left_out
 from tests.marks import HEALTHY, SICK, head, healed, judged, needed_gpus, options, read
+from tests.replicas import prints
+from tests.written import Written
 
 SPENT = str(JOBS / "spent.py")
 SAMPLE = {"data_cut_by_zip"}
@@ -56,3 +60,13 @@ def test_records_that_are_left_out(doctor: Doctor, place: int, path: Path) -> No
         if id(whole) not in known:
             known[id(whole)] = codes(whole)
         assert codes(run) <= known[id(whole)], what
+
+
+def test_what_ranks_have_lost(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    written.rank(0, [{"kind": "fault", "hook": "samples", "error": "ValueError"}])
+    written.rank(1, [])
+    written.rank(2, prints("a" * 200))
+    written.findings()
+    assert [rank.lost for rank in RunReader(written.path).snapshot().ranks] == [True, False, False]
+    monkeypatch.setattr("ddpdoctor.run.reader.Room", lambda: Room(50_000))
+    assert [rank.lost for rank in RunReader(written.path).snapshot().ranks] == [True, False, True]

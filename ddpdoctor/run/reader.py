@@ -172,6 +172,7 @@ class RunReader:
             records=journal.records,
             exit=exits.get((page.rank, page.restart)),
             fault=_text(Path(f"{stem}.fault"), min(opening.MOST_TEXT, most_text)),
+            partial=bool(journal.left_out),
             ring_file=Path(f"{stem}.collectives"),
         )
 

@@ -91,6 +91,8 @@ class Rank:
     """How the process ended, if the supervisor saw it."""
     fault: str = ""
     """What ``faulthandler`` wrote on a fatal signal."""
+    partial: bool = False
+    """Some of the journal was not read, as there is too much of it."""
     ring_file: Path | None = None
     """Where the collectives stand that it called from Python; :attr:`ring` reads them."""
 
@@ -132,11 +134,12 @@ class Rank:
     def lost(self) -> bool:
         """Whether records are missing: what is not recorded may have happened all the same.
 
-        The queue was full, the disk refused the journal, or a hook failed and was switched off.
+        The queue was full, the disk refused the journal, a hook failed and was switched off, or
+        there is too much to read.
         """
         status = self.status
         failed = status is not None and (status.unwritten or status.dropped > 0)
-        return failed or self.records.first(FaultRecord) is not None
+        return failed or self.partial or self.records.first(FaultRecord) is not None
 
     @property
     def ended(self) -> EndRecord | None:
