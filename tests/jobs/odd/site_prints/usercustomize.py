@@ -1,0 +1,1 @@
+print("the job's usercustomize:", __name__, flush=True)

@@ -1,0 +1,1 @@
+raise ValueError("the site is broken")
