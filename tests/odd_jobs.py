@@ -1,4 +1,4 @@
-"""Odd jobs, each run without and with `ddpdoctor run`, in the interpreters that this machine has."""
+"""Odd jobs, each run without and with `ddpdoctor run`, in the interpreters of this machine."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ class Odd:
         since: The first minor version of Python that has what it needs.
         sort: Whether processes print at the same time, so the order of lines is any.
         loose: What differs between two runs without ddpdoctor, too.
+        ours: What ddpdoctor adds, which cannot be avoided; docs/visible.md says so.
         stdin: What it reads.
     """
 
@@ -51,16 +52,18 @@ class Odd:
     since: int = 10
     sort: bool = False
     loose: str = ""
+    ours: str = ""
     stdin: str = ""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a person sees of a job."""
+    """What a person sees of a job, and ddpdoctor's own lines."""
 
     status: int
     stdout: list[str]
     stderr: list[str]
+    ours: list[str]
 
 
 def _python(*flags: str, **env: str) -> Odd:
@@ -78,14 +81,17 @@ INTERPRETER = {
     "optimized twice": _python("-OO"),
     "developer mode": _python("-X", "dev"),
     "warnings are errors": _python("-W", "error"),
-    "without site": _python("-S"),
+    "without site": Odd("$PYTHON -S $ODD/plain.py", ours=r"'[^']*/probe/entry', "),
     "without user site": _python("-s"),
     "safe path": Odd("$PYTHON -P $ODD/plain.py", since=11),
     "isolated": _python("-I"),
     "without environment": _python("-E"),
     "unbuffered": _python("-u"),
     "utf-8": _python("-X", "utf8"),
-    "import times": Odd("$PYTHON -X importtime $ODD/plain.py", loose=r"\d+ \| +\d+ \|"),
+    "import times": Odd(
+        "$PYTHON -X importtime -c 'import json'", loose=r" *\d+ \| +\d+ \|",
+        ours=r".*\b(sitecustomize|ddpdoctor_entry)",
+    ),
     "traced memory": _python("-X", "tracemalloc=3"),
     "no frozen modules": Odd("$PYTHON -X frozen_modules=off $ODD/plain.py", since=11),
     "faulthandler": _python(PYTHONFAULTHANDLER="1"),
@@ -115,8 +121,13 @@ INTERPRETER = {
     "sitecustomize leaves": _python(PYTHONPATH="$ODD/site_exits"),
     "runpy": Odd("""$PYTHON -c 'import runpy; runpy.run_path("$ODD/plain.py", {"a": 1}, "job")'"""),
     "pdb": Odd("$PYTHON -m pdb -c continue $ODD/plain.py", stdin="w\np a\nq\n"),
-    "profiler": Odd("$PYTHON -m cProfile -s name $ODD/plain.py", loose=r"\d+\.\d+|\d+ function.*"),
-    "trace": Odd("$PYTHON -m trace --count --summary -C . $ODD/raises.py exit 3"),
+    "profiler": Odd(
+        "$PYTHON -m cProfile -s name $ODD/plain.py", loose=r"\d+\.\d+|\d+ function.*|0x\w+",
+        sort=True,
+    ),
+    "trace": Odd(
+        "$PYTHON -m trace --count --summary -C . $ODD/raises.py exit 3", ours=".*sitecustomize.*"
+    ),
     "console": Odd("$PYTHON -m code", stdin="import sys\nsys.excepthook\n1/0\n"),
     "unittest": Odd("$PYTHON -m unittest nowhere", loose=r"\d+\.\d+s"),
 }  # fmt: skip
@@ -141,7 +152,9 @@ STREAMS = {
     "no TMPDIR": _python(TMPDIR="/nowhere"),
     "no home": _python(HOME="/nowhere"),
     "umask": Odd("sh -c 'umask 777; exec $PYTHON $ODD/plain.py'"),
-    "ignored signals": Odd("""sh -c 'trap "" INT TERM HUP PIPE USR1; exec $PYTHON $ODD/plain.py'"""),
+    "ignored signals": Odd(
+        """sh -c 'trap "" INT TERM HUP PIPE USR1; exec $PYTHON $ODD/plain.py'"""
+    ),
     "empty environment": Odd("env -i $PYTHON $ODD/plain.py"),
 }  # fmt: skip
 
@@ -165,8 +178,8 @@ ENDINGS = {
 }  # fmt: skip
 
 
-def _starts(*words: str, **more: bool) -> Odd:
-    return Odd(shlex.join(("$PYTHON", "$ODD/processes.py", *words)), **more)
+def _starts(*words: str, sort: bool = False) -> Odd:
+    return Odd(shlex.join(("$PYTHON", "$ODD/processes.py", *words)), sort=sort)
 
 
 PROCESSES = {
@@ -184,15 +197,15 @@ PROCESSES = {
 
 LOOKS = {
     **{name: Odd(f"$PYTHON $ODD/looks.py {name}") for name in (
-        "settrace", "setprofile", "monitoring", "traced_to_the_end", "audit", "memory", "garbage",
-        "finders", "hooks", "logs", "sources",
+        "settrace", "setprofile", "monitoring", "traced_to_the_end", "audit", "tracemalloc",
+        "garbage", "finders", "hooks", "logs", "sources",
     )},
     "faults": Odd("$PYTHON $ODD/looks.py fault", loose=r"Thread 0x\w+|0x\w+"),
 }  # fmt: skip
 
 
-def _library(name: str, *needs: str, **more: bool) -> Odd:
-    return Odd(f"$PYTHON $ODD/libraries.py {name}", needs or (name,), **more)
+def _library(name: str, *needs: str, sort: bool = False) -> Odd:
+    return Odd(f"$PYTHON $ODD/libraries.py {name}", needs or (name,), sort=sort)
 
 
 _PYTEST = "$PYTHON -m pytest -p no:cacheprovider -c /dev/null --rootdir . $ODD/suite.py"
@@ -240,7 +253,36 @@ LIBRARIES = {
     "pickles": _library("pickles", "cloudpickle", "dill"),
 }  # fmt: skip
 
-TABLE = {**INTERPRETER, **STREAMS, **ENDINGS, **PROCESSES, **LOOKS, **LIBRARIES}
+_WAYS = {
+    **{name: (name,) for name in (
+        "fails", "fails_on_one", "leaves", "trains", "subclasses", "looks", "compiled", "exported",
+        "spawned", "saved",
+    )},
+    **{f"workers by {name}": ("workers", name) for name in ("fork", "spawn", "forkserver")},
+}  # fmt: skip
+
+# torchrun's report of a failure has times, and its ranks print in any order.
+_TORCHRUN = r"^[EWI]\d{4} \S+ \d+ |time +: .*|pid: \d+|\d{4}-\d\d-\d\d\S+|^Fatal Python.*|\d{4,}"
+_TRAINED = "$PYTHON -m torch.distributed.run --nproc-per-node"
+
+TORCH = {
+    **{f"torch {name}": Odd(
+        shlex.join(("$PYTHON", "$ODD/torches.py", *words)), ("torch",), loose=_TORCHRUN, sort=True
+    ) for name, words in _WAYS.items()},
+    "torch pickled": Odd(
+        "$PYTHON $ODD/torches.py pickled", ("torch", "cloudpickle", "dill"), loose=_TORCHRUN
+    ),
+    **{f"rank {name}": Odd(
+        shlex.join((*_TRAINED.split(), "1", "$ODD/torches.py", *words)), ("torch",),
+        loose=_TORCHRUN, sort=True,
+    ) for name, words in _WAYS.items()},
+    **{f"two ranks {name}": Odd(
+        shlex.join((*_TRAINED.split(), "2", "$ODD/torches.py", name)), ("torch",), loose=_TORCHRUN,
+        sort=True,
+    ) for name in ("trains", "fails_on_one", "leaves")},
+}  # fmt: skip
+
+TABLE = {**INTERPRETER, **STREAMS, **ENDINGS, **PROCESSES, **LOOKS, **LIBRARIES, **TORCH}
 
 
 # -- interpreters
@@ -252,7 +294,9 @@ def _pythons() -> list[tuple[str, str, frozenset[str]]]:
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     named = os.environ.get(PYTHONS, "").split(os.pathsep)
     places = [os.environ.get("PATH", ""), *map(str, sorted(root.glob("*/bin")))]
-    found = [shutil.which(f"python{version}", path=place) for place in places for version in VERSIONS]
+    found = [
+        shutil.which(f"python{version}", path=place) for place in places for version in VERSIONS
+    ]
     question = (
         "import sys; from importlib.util import find_spec as find;"
         f"print('%d.%d' % sys.version_info[:2], *filter(find, {PACKAGES}))"
@@ -276,7 +320,9 @@ def interpreter(version: str, needs: Sequence[str] = ()) -> str:
     for found, path, has in _pythons():
         if found == version and packages <= has:
             return path
-    pytest.skip(f"no Python {version} with {', '.join(packages) or 'anything'}; {PYTHONS} names one")
+    pytest.skip(
+        f"no Python {version} with {', '.join(packages) or 'anything'}; {PYTHONS} names one"
+    )
 
 
 # -- one job, without and with ddpdoctor
@@ -291,16 +337,15 @@ def seen(doctor: Doctor, job: Odd, python: str, watch: bool) -> Seen:
     environment = doctor.environment({"TMPDIR": str(directory), "HOME": str(directory)})
     for name in ("PYTHONWARNINGS", "PYTHONPATH", "PYTEST_CURRENT_TEST", "COLUMNS"):
         environment.pop(name, None)
-    environment |= {name: string.Template(value).safe_substitute(names) for name, value in job.env}
+    given = {name: string.Template(value).safe_substitute(names) for name, value in job.env}
     run = [sys.executable, "-m", "ddpdoctor", "run", "--run-dir", str(doctor.directory / "run")]
     ours = [*run, "--debug-port", "0", "--"] if watch else []
-    if watch and "PYTHONPATH" in dict(job.env):
-        # ddpdoctor itself is to start without the job's site.
-        ours = [*ours, "env", f"PYTHONPATH={environment.pop('PYTHONPATH')}"]
+    # What is meant for the job's Python is not for ddpdoctor's.
+    ours += ["env", *(f"{name}={given.pop(name)}" for name in set(given) if "PYTHON" in name)]
     done = subprocess.run(
         [*ours, *fill],
         cwd=directory,
-        env=environment,
+        env={**environment, **given},
         input=job.stdin,
         capture_output=True,
         text=True,
@@ -309,17 +354,21 @@ def seen(doctor: Doctor, job: Odd, python: str, watch: bool) -> Seen:
         timeout=LIMIT,
     )
     return Seen(
-        done.returncode, _lines(done.stdout, directory, job), _lines(done.stderr, directory, job)
+        done.returncode,
+        _lines(done.stdout, directory, job),
+        _lines(done.stderr, directory, job),
+        [line for line in done.stderr.splitlines() if line.startswith("ddpdoctor: ")],
     )
 
 
 def differences(bare: Seen, watched: Seen) -> str:
-    """What is seen without ddpdoctor alone (-), and with it alone (+)."""
-    texts = [
+    """Return what is seen without ddpdoctor alone (-), and with it alone (+)."""
+    one, other = (
         [f"status {each.status}", *each.stdout, "-- stderr", *each.stderr]
         for each in (bare, watched)
-    ]
-    return "\n".join(difflib.unified_diff(*texts, "bare", "watched", n=0, lineterm=""))
+    )
+    found = [*difflib.unified_diff(one, other, "bare", "watched", n=0, lineterm="")]
+    return "\n".join([*found, *watched.ours] if found else [])
 
 
 def _lines(text: str, directory: Path, job: Odd) -> list[str]:
@@ -327,6 +376,8 @@ def _lines(text: str, directory: Path, job: Odd) -> list[str]:
     text = text.replace(str(directory), "DIRECTORY")
     text = re.sub(r"\b0x[0-9a-f]{6,}\b|\bpid[ =]\d+|(?<=Process-)\d+", "#", text)
     lines = [line for line in text.splitlines() if not line.startswith("ddpdoctor: ")]
+    if job.ours:
+        lines = [left for line in lines if (left := re.sub(job.ours, "", line))]
     if job.loose:
         lines = [re.sub(job.loose, "#", line) for line in lines]
     return sorted(lines) if job.sort else lines

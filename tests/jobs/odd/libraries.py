@@ -74,7 +74,11 @@ def ray():
 
     @ray.remote
     def seen():
-        return sys.excepthook is sys.__excepthook__, type(sys.exit).__name__, "ddpdoctor" in sys.modules
+        return (
+            sys.excepthook is sys.__excepthook__,
+            type(sys.exit).__name__,
+            "ddpdoctor" in sys.modules,
+        )
 
     print(ray.get(seen.remote()))
     try:
@@ -90,7 +94,11 @@ def dask():
     with Client(n_workers=1, threads_per_worker=1, dashboard_address=None) as client:
         print(client.submit(abs, -1).result())
         print(repr(client.submit(fails, pure=False).exception()))
-        print(client.submit(lambda: (sys.excepthook is sys.__excepthook__, "ddpdoctor" in sys.modules)).result())
+        print(
+            client.submit(
+                lambda: (sys.excepthook is sys.__excepthook__, "ddpdoctor" in sys.modules)
+            ).result()
+        )
 
 
 def mpi():
@@ -180,7 +188,9 @@ def kernel():
 
     cell = "import sys; print(sys.excepthook.__qualname__, type(sys.exit), len(sys.meta_path)); 1/0"
     client.execute_interactive(cell, output_hook=show, timeout=120)
-    client.execute_interactive("import os; os.getpid() and print(exit)", output_hook=show, timeout=120)
+    client.execute_interactive(
+        "import os; os.getpid() and print(exit)", output_hook=show, timeout=120
+    )
     client.stop_channels()
     manager.shutdown_kernel()
 

@@ -41,7 +41,7 @@ def monitoring():
     )
     events.set_events(events.PROFILER_ID, events.events.PY_START)
     work()
-    import tabnanny  # noqa: F401
+    import tabnanny
 
     events.set_events(events.PROFILER_ID, 0)
     print([events.get_tool(number) for number in range(6)], len(seen))
@@ -67,18 +67,22 @@ def audit():
         seen.append(event)
 
     sys.addaudithook(hook)
-    import tabnanny  # noqa: F401
+    import tabnanny
 
     print(seen)
     raise ValueError("main")
 
 
-def memory():
+def tracemalloc():
     import tracemalloc
 
     tracemalloc.start(5)
     kept = [bytes(1000) for _ in range(10)]
-    files = {trace[0].filename for trace in tracemalloc.take_snapshot().traces for trace in [trace.traceback]}
+    files = {
+        trace[0].filename
+        for trace in tracemalloc.take_snapshot().traces
+        for trace in [trace.traceback]
+    }
     print(len(kept), sorted(file.rpartition("/")[2] for file in files))
 
 
@@ -106,7 +110,11 @@ def fault():
 
 def finders():
     """A finder of the job's in front of all others, behind, and in place of all."""
-    print(len(sys.meta_path), len(sys.path_hooks), [getattr(each, "__name__", "") for each in sys.meta_path])
+    print(
+        len(sys.meta_path),
+        len(sys.path_hooks),
+        [getattr(each, "__name__", "") for each in sys.meta_path],
+    )
 
     class Finder:
         @staticmethod
@@ -114,7 +122,7 @@ def finders():
             print("asked for", name)
 
     sys.meta_path.insert(0, Finder)
-    import tabnanny  # noqa: F401
+    import tabnanny
 
     sys.meta_path[:] = sys.meta_path[1:]
     sys.meta_path.remove(sys.meta_path[-1])
@@ -130,10 +138,15 @@ def hooks():
     import os
 
     imported = builtins.__import__
-    builtins.__import__ = lambda *args, **kwargs: (print("import", args[0]), imported(*args, **kwargs))[1]
-    import tabnanny  # noqa: F401
+    builtins.__import__ = lambda *args, **kwargs: (
+        print("import", args[0]),
+        imported(*args, **kwargs),
+    )[1]
+    import tabnanny
 
-    print(os.fork.__module__, os._exit.__module__, sys.exit.__module__, type(sys.exit), type(os._exit))
+    print(
+        os.fork.__module__, os._exit.__module__, sys.exit.__module__, type(sys.exit), type(os._exit)
+    )
     raise ValueError("main")
 
 
@@ -163,12 +176,16 @@ def sources():
     import traceback
 
     print(inspect.signature(traceback.print_exception), inspect.signature(sys.exit))
-    print(len(inspect.getsource(traceback.print_exception)), pickle.dumps(traceback.format_exception))
+    print(
+        len(inspect.getsource(traceback.print_exception)), pickle.dumps(traceback.format_exception)
+    )
     print(traceback.print_exception.__defaults__, traceback.print_exception.__code__.co_varnames)
     try:
         1 / 0
     except ZeroDivisionError as error:
-        print("".join(traceback.format_exception(error)), [f.name for f in traceback.extract_stack()])
+        print(
+            "".join(traceback.format_exception(error)), [f.name for f in traceback.extract_stack()]
+        )
         traceback.print_exc(file=sys.stdout)
 
 

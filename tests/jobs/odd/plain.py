@@ -5,10 +5,10 @@ import sys
 loaded = sorted(sys.modules)
 path = list(sys.path)
 
-import os  # noqa: E402
-import signal  # noqa: E402
-import threading  # noqa: E402
-import warnings  # noqa: E402
+import os
+import signal
+import threading
+import warnings
 
 print(__name__, __file__ and os.path.basename(__file__), __doc__ and len(__doc__), sys.argv)
 print(sys.flags, sys._xoptions, sys.warnoptions, len(warnings.filters))
@@ -17,5 +17,9 @@ print(threading.excepthook, sys.unraisablehook, sys.displayhook)
 print([signal.getsignal(each) for each in signal.Signals])
 for stream in sys.stdin, sys.stdout, sys.stderr:
     print(stream and (stream.name, stream.encoding, stream.errors, stream.isatty()))
-print(sorted(os.listdir("/proc/self/fd")), os.umask(0o22), [each.name for each in threading.enumerate()])
+print(
+    sorted(os.listdir("/proc/self/fd")),
+    os.umask(0o22),
+    [each.name for each in threading.enumerate()],
+)
 raise ValueError("the end")

@@ -26,7 +26,7 @@ def work(number):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def own_run():
+def own_run(_):
     print(multiprocessing.process.BaseProcess.run.__qualname__)
     print("__wrapped__" in vars(multiprocessing.process.BaseProcess.run))
 
@@ -86,7 +86,9 @@ def fork(_):
 
 def exec_chain(rest):
     left = int(rest)
-    print(left, sys.argv[0] == __file__, sorted(set(os.listdir("/proc/self/fd")) - {"0"}), flush=True)
+    print(
+        left, sys.argv[0] == __file__, sorted(set(os.listdir("/proc/self/fd")) - {"0"}), flush=True
+    )
     if left:
         os.execv(sys.executable, [sys.executable, __file__, "exec_chain", str(left - 1)])
     sys.exit(6)

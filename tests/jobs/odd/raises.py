@@ -178,7 +178,8 @@ def stop_and_go():
 
 
 def die(name):
-    signal.signal(getattr(signal, name), signal.SIG_DFL)
+    if name != "SIGKILL":
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
     os.kill(os.getpid(), getattr(signal, name))
 
 
