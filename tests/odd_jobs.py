@@ -204,8 +204,8 @@ LOOKS = {
 }  # fmt: skip
 
 
-def _library(name: str, *needs: str, sort: bool = False) -> Odd:
-    return Odd(f"$PYTHON $ODD/libraries.py {name}", needs or (name,), sort=sort)
+def _library(name: str, *needs: str, sort: bool = False, loose: str = "") -> Odd:
+    return Odd(f"$PYTHON $ODD/libraries.py {name}", needs or (name,), sort=sort, loose=loose)
 
 
 _PYTEST = "$PYTHON -m pytest -p no:cacheprovider -c /dev/null --rootdir . $ODD/suite.py"
@@ -232,12 +232,12 @@ LIBRARIES = {
         ("coverage",), sort=True,
     ),
     "coverage of subprocesses": Odd(
-        "sh -c '$PYTHON -m coverage run --rcfile=$ODD/coverage.ini $ODD/processes.py method spawn;"
+        "sh -c '$PYTHON -m coverage run --rcfile=$ODD/coverage.ini $ODD/processes.py shell;"
         " $PYTHON -m coverage combine -q; $PYTHON -m coverage report; rm .coverage'",
-        ("coverage",), sort=True, loose=r"Process child \d",
+        ("coverage",), sort=True, ours=r".*/probe/entry/.*|TOTAL.*|-+$| +",
     ),
     "uvloop": _library("uvloop"),
-    "gevent": _library("gevent"),
+    "gevent": _library("gevent", loose=r"^20\d\d-\S+"),
     "eventlet": _library("eventlet"),
     "loky": _library("loky", "joblib", sort=True),
     "ray": _library("ray", sort=True),
