@@ -44,7 +44,7 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> Result:
 def copy(failed: Result, tmp_path: Path) -> Path:
     """The run directory on another machine."""
     path = tmp_path / "copy"
-    shutil.copytree(failed.run_dir, path, ignore=shutil.ignore_patterns("control"))
+    shutil.copytree(failed.run_dir, path)
     manifest = json.loads((path / "run.json").read_bytes())
     (path / "run.json").write_text(json.dumps({**manifest, "host": "elsewhere"}))
     return path

@@ -60,7 +60,8 @@ class Doors:
     """
 
     def __init__(self, directory: Path, count: int) -> None:
-        self.control = _private_socket(str(directory / CONTROL))
+        self._control_path = str(directory / CONTROL)
+        self.control = _private_socket(self._control_path)
         self.paths = [str(directory / f"debug-{index}.sock") for index in range(count)]
         self.listeners = [_private_socket(path) for path in self.paths]
 
@@ -69,7 +70,7 @@ class Doors:
         for door in (self.control, *self.listeners):
             door.close()
         # Nothing listens there any more, and a socket cannot be copied with the directory.
-        for path in self.paths:
+        for path in (self._control_path, *self.paths):
             with contextlib.suppress(OSError):
                 os.unlink(path)
 

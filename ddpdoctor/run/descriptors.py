@@ -14,8 +14,8 @@ def move_up(descriptor: int) -> int:
     """Return a descriptor with a high number in place of this one, which is closed.
 
     A job's first ``open`` has the number that it has without us. And where a job closes all
-    descriptors and opens files of its own, as a daemon does, none of these gets a number that we
-    still write to.
+    descriptors, as a daemon does, and opens files then, none of these gets a number that we still
+    write to.
     """
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if most == resource.RLIM_INFINITY or most > 1024:

@@ -89,6 +89,8 @@ class Keepers:
         if refusal:
             raise DoctorError(f"cannot start {argv[0]}: {os.strerror(refusal)}")
         os.set_blocking(self._words, False)
+        # The witness is known before the first signal has to be passed on.
+        self._hear()
 
     @property
     def descriptor(self) -> int:

@@ -50,7 +50,7 @@ def install() -> None:
 def _watch_threads() -> None:
     """Record what ends a thread of the job, and leave ``threading.excepthook`` as it is.
 
-    Each thread keeps a function of its own that calls the hook (Python 3.8 to 3.14).
+    Each thread keeps a function that calls the hook (Python 3.8 to 3.14).
     """
     make = getattr(threading, "_make_invoke_excepthook", None)
     if make is None:
