@@ -17,7 +17,6 @@ import os
 import pickle
 import sys
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -28,14 +27,12 @@ from ddpdoctor.run.mapped import UnreadableError
 from ddpdoctor.run.requests import Asked
 from ddpdoctor.run.ring import Collective, read_ring
 
-NEWEST = 24
-"""Collectives of each group that are reported."""
-
 GROUPS = 16
 """Groups that are reported, those used last."""
 
-KEPT = "2000"
-"""Collectives that torch's Flight Recorder keeps, as later versions do by themselves."""
+KEPT = 2000
+"""Collectives that torch's Flight Recorder keeps, as later versions do by themselves, and that are
+reported."""
 
 Place = Callable[["int | None"], tuple[str, ...]]
 """The user's lines, ``path:line``, that called the collective made at a Unix time in nanoseconds:
@@ -49,11 +46,14 @@ def install(distributed: ModuleType) -> None:
         c10d = torch._C._distributed_c10d
         switch = torch_groups.flight_recorder_switch(c10d, str(torch.__version__))
         if switch:
-            os.environ[switch] = KEPT
+            os.environ[switch] = str(KEPT)
 
 
 class Flight:
-    """Answers with the Flight Recorder's newest entries, in a file of the run directory.
+    """Answers with the Flight Recorder's entries, in a file of the run directory.
+
+    With all of them: which one matters shows only beside those of the other ranks, and this rank
+    may be many calls ahead of it.
 
     Args:
         directory: The run directory.
@@ -81,8 +81,10 @@ class Flight:
             answer = {"asked": number, "time": time.time_ns(), **self._entries()}
             fresh = f"{self._path}.new"
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+            # `dumps`, not `dump`, which would encode in Python.
+            text = json.dumps(answer, separators=(",", ":"), default=str)
             with open(os.open(fresh, flags, 0o600), "w") as file:
-                json.dump(answer, file, separators=(",", ":"), default=str)
+                file.write(text)
             os.replace(fresh, self._path)
 
     def _entries(self) -> dict[str, Any]:
@@ -93,7 +95,7 @@ class Flight:
         if not entries:
             # Off, or NCCL's alone: whether a collective of gloo is stuck it does not say.
             return {"trouble": "the Flight Recorder recorded nothing"}
-        return {"entries": newest(entries, self._place())}
+        return {"entries": reported(entries, self._place())}
 
     def _place(self) -> Place:
         try:
@@ -144,16 +146,17 @@ def places(collectives: Sequence[Collective], backwards: Sequence[Backward]) -> 
     return place
 
 
-def newest(entries: list[dict[str, Any]], place: Place) -> list[dict[str, Any]]:
-    """The newest collectives of the groups used last, of all recorders, in the order of calls."""
-    groups: dict[tuple[str, str], deque[dict[str, Any]]] = defaultdict(lambda: deque(maxlen=NEWEST))
+def reported(entries: list[dict[str, Any]], place: Place) -> list[dict[str, Any]]:
+    """The collectives of the groups used last, of all recorders, in the order of calls."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     # Each recorder counts for itself.
-    for order, entry in enumerate(sorted(entries, key=_created)):
-        reported = _reported(order, entry, place)
-        key = reported["group"], reported["backend"]
+    for order, entry in enumerate(sorted(entries, key=_created)[-KEPT:]):
+        each = _reported(order, entry, place)
+        key = each["group"], each["backend"]
+        calls = groups.pop(key, [])
+        calls.append(each)
         # In the order of use, the last one at the end.
-        groups[key] = groups.pop(key, deque(maxlen=NEWEST))
-        groups[key].append(reported)
+        groups[key] = calls
     return [each for last in list(groups.values())[-GROUPS:] for each in last]
 
 
@@ -175,5 +178,7 @@ def _reported(order: int, entry: dict[str, Any], place: Place) -> dict[str, Any]
         "created": entry.get("time_created_ns"),
         "retired": bool(entry.get("retired")),
         "state": entry.get("state"),
+        # Known only where the starts of collectives are recorded, too.
+        "duration": entry.get("duration_ms"),
         "lines": list(place(entry.get("time_created_ns"))),
     }

@@ -9,11 +9,8 @@ import contextlib
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
-from ddpdoctor.core import opening
-from ddpdoctor.core.opening import integer
 from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.mapped import UnreadableError
 from ddpdoctor.run.names import rank_stem
@@ -24,6 +21,7 @@ from ddpdoctor.run.status import read_status
 from ddpdoctor.stacks import py_spy
 from ddpdoctor.stacks.capture import capture
 from ddpdoctor.stacks.model import RankStacks, Thread, from_record, to_record
+from ddpdoctor.supervise.hangs.flights import flights
 from ddpdoctor.system import activity
 from ddpdoctor.system.process_state import ProcessState, Turns, read_turns
 
@@ -83,7 +81,7 @@ def examine(
     records = {rank.rank: _of_rank(run, rank) for rank in run.last}
     # Those that were slow to answer for want of a core are given as much time again.
     deadline = max(looked.began + BETWEEN, time.monotonic() - PATIENCE / 2) + PATIENCE
-    for rank, flight in _flights(run, local, number, deadline).items():
+    for rank, flight in flights(run, local, number, deadline).items():
         records[rank].update(flight)
     for rank, stacks in looked.stacks.items():
         record = records.setdefault(rank, {"rank": rank, "restart": stacks.restart})
@@ -291,35 +289,6 @@ def ring_record(rank: Rank) -> JsonObject:
         "partial": ring.partial,
         "collectives": [each._asdict() for each in ring.collectives],
     }
-
-
-def _flights(
-    run: Run, ranks: Iterable[Rank], number: int, deadline: float
-) -> dict[int, JsonObject]:
-    """What the Flight Recorders hold, as far as they answer in time (monotonic seconds)."""
-    found: dict[int, JsonObject] = {}
-    open_ = [rank for rank in ranks if rank.exit is None]
-    while True:
-        for rank in list(open_):
-            answer = _read(run.path / f"{rank_stem(rank.rank, rank.restart)}.flight.json")
-            if answer is not None and integer(answer, "asked") >= number:
-                found[rank.rank] = {
-                    "flight": answer.get("entries"),
-                    "flight_trouble": answer.get("trouble", ""),
-                }
-                open_.remove(rank)
-        if not open_ or time.monotonic() >= deadline:
-            break
-        time.sleep(0.05)
-    for rank in open_:
-        found[rank.rank] = {"flight": None, "flight_trouble": "did not answer"}
-    return found
-
-
-def _read(path: Path) -> JsonObject | None:
-    with contextlib.suppress(OSError, ValueError):
-        return opening.json_object(path, opening.MOST_RECORD)
-    return None
 
 
 def _shortened(stacks: RankStacks, threads: int = MOST_THREADS) -> RankStacks:
