@@ -10,11 +10,11 @@ import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import Literal
 
 from ddpdoctor.analysis.calls import Call
-from ddpdoctor.analysis.guards import Guard, guards_of
+from ddpdoctor.analysis.guards import Guard, guards_of, outcomes
 from ddpdoctor.analysis.sources import holds, source_of
 from ddpdoctor.core.finding import Location
 
@@ -67,6 +67,9 @@ def blame(
         calls: What each of them called.
         before: The ranks' calls in that process group before, which fit together, oldest first.
     """
+    skipped = next(by_choice(groups, calls), None)
+    if skipped is not None:
+        return skipped
     orders = {rank: [each.chain for each in before.get(rank, ())] for rank in calls}
     by_guard = _by_guard(groups, calls, orders)
     if by_guard is not None:
@@ -103,6 +106,25 @@ def alone_by_guard(calls: Mapping[int, Call], others: Sequence[Sequence[Location
         found.append(passed[0])
     guard, at = found[0]
     return Blame("guard", tuple(sorted(calls)), at, guard)
+
+
+def by_choice(groups: Sequence[Group], calls: Mapping[int, Call]) -> Iterator[Blame]:
+    """That some ranks skipped a call, by a condition that is always true on the others.
+
+    As ``if not (rank == 1 and step == 60)``: what of ranks that never come there is `_by_guard`'s.
+    """
+    if len(groups) != 2:
+        return
+    for usual, odd in permutations(groups):
+        elsewhere = {guard.location for guard, _ in guards_of(odd.call.chain)}
+        for guard, at in guards_of(usual.call.chain):
+            comes = outcomes(guard, at, calls)
+            if (
+                guard.location not in elsewhere
+                and all(comes.get(rank) == {True} for rank in usual.ranks)
+                and all(comes.get(rank) == {True, False} for rank in odd.ranks)
+            ):
+                yield Blame("passed", odd.ranks, guard.location, decider=guard.location)
 
 
 _Order = Sequence[Sequence[Location]]

@@ -10,6 +10,7 @@ from ddpdoctor.analysis import collective_mismatch
 from ddpdoctor.analysis.exit_waits import exit_wait
 from ddpdoctor.analysis.guards import only_sleeps
 from ddpdoctor.analysis.hang_snapshot import HangSnapshot, RankState, hang_snapshot
+from ddpdoctor.analysis.nccl_words import unequal_sizes
 from ddpdoctor.analysis.places import brief, quoted
 from ddpdoctor.analysis.process_activity import lacks_cpu, starves
 from ddpdoctor.analysis.rank_activity import Activity, activity_of, state_of
@@ -122,7 +123,7 @@ def _of_waits(run: Run, still: HangSnapshot, waits: Sequence[Blocked]) -> Iterat
     first = waits[0]
     alone = guarded(waits)
     if alone is not None:
-        yield alone
+        yield _with_nccl(run, alone)
         return
     if collective_mismatch.first_mismatch(collective_mismatch.rings(run), _gloo(run)) is not None:
         # Said by itself, from the rings, whether or not the job makes progress.
@@ -135,7 +136,12 @@ def _of_waits(run: Run, still: HangSnapshot, waits: Sequence[Blocked]) -> Iterat
     elif elsewhere:
         yield order(waits)
     else:
-        yield from _all_there(still, first)
+        yield from _all_there(run, still, first)
+
+
+def _with_nccl(run: Run, found: Finding) -> Finding:
+    """A finding about collectives that differ, with what NCCL says of that."""
+    return replace(found, evidence=(*found.evidence, *unequal_sizes(run.stderr)))
 
 
 def _missing(rank: RankState, starting: bool) -> Activity:
@@ -216,11 +222,11 @@ def _sentence(
     )
 
 
-def _all_there(still: HangSnapshot, one: Blocked) -> Iterator[Finding]:
+def _all_there(run: Run, still: HangSnapshot, one: Blocked) -> Iterator[Finding]:
     """No rank is missing that could be seen."""
     same = same_number([one])
     if same is not None:
-        yield mismatch(same)
+        yield _with_nccl(run, mismatch(same))
         return
     waiting = one.waiting
     if one.unseen:

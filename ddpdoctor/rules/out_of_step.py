@@ -21,11 +21,14 @@ _SUBJECTS = frozenset((MISPAIRED, ABORT))
 
 
 def guarded(waits: Sequence[Blocked]) -> Finding | None:
-    """A call that ranks wait in and that only they made, or that the others passed over."""
+    """A call that ranks wait in and that only they made, or that the others skipped."""
     same = same_number(waits)
     if same is not None and same.blame.kind in ("guard", "passed", "alone"):
-        return finding(same)
+        return finding(same, _closed(same, waits))
     for one in waits:
+        skipped = _skipped(one)
+        if skipped is not None:
+            return finding(skipped, _closed(skipped, waits))
         others = [rank for each in waits if each is not one for rank in each.waiting]
         # Whom they wait for waits, too, so that it will not come.
         late = [rank for rank in one.absent if rank.in_collective]
@@ -42,6 +45,41 @@ def guarded(waits: Sequence[Blocked]) -> Finding | None:
     return None
 
 
+def _closed(found: collective_mismatch.Mismatch, waits: Sequence[Blocked]) -> int:
+    """Steps that ranks in line had closed when they made their call, if they made none since."""
+    inside = {number for group in found.others for number in group.ranks}
+    return min(
+        (
+            rank.step
+            for one in waits
+            for rank in one.waiting
+            if rank.rank in inside
+            and all(each.began <= found.calls[rank.rank].began for each in rank.flight or rank.ring)
+        ),
+        default=0,
+    )
+
+
+def _skipped(one: Blocked) -> collective_mismatch.Mismatch | None:
+    """A call from Python that ranks wait in and that those ahead of them never made.
+
+    Those may be so far ahead that what they called instead is not recorded any more.
+    """
+    ranks = (*one.waiting, *one.ahead)
+    calls = {rank.rank: made for rank in ranks if (made := rank.blocked or rank.under_way)}
+    if not one.ahead or one.absent or len(calls) < len(ranks):
+        return None
+    counts = {
+        rank.rank: [each.sequence for each in rank.ring if each.group == calls[rank.rank].group]
+        for rank in ranks
+    }
+    least = min(max(counts[rank.rank], default=0) for rank in one.waiting)
+    if any(max(counts[rank.rank], default=least) >= least for rank in one.ahead):
+        return None
+    waiting, ahead = ([rank.rank for rank in each] for each in (one.waiting, one.ahead))
+    return collective_mismatch.skipped(calls, waiting, ahead)
+
+
 def _lines(rank: RankState) -> Sequence[Location]:
     """The user's lines that a rank is at, innermost first."""
     frames = [Location(each.path, each.line) for each in user_frames(rank.frames)]
@@ -51,8 +89,13 @@ def _lines(rank: RankState) -> Sequence[Location]:
     return frames[::-1] or (call.chain if call is not None else ())
 
 
-def finding(found: collective_mismatch.Mismatch) -> Finding:
-    """DDP401 or DDP803, for a hang or for a job that goes on."""
+def finding(found: collective_mismatch.Mismatch, steps: int = 0) -> Finding:
+    """DDP401 or DDP803, for a hang or for a job that goes on.
+
+    Args:
+        found: The calls that differ.
+        steps: Steps that were closed before them; 0 if that is not known.
+    """
     kind, guilty = found.blame.kind, found.guilty
     if kind == "guard":
         return guarded_finding(found.blame, guilty[0].call, found.evidence)
@@ -62,8 +105,10 @@ def finding(found: collective_mismatch.Mismatch) -> Finding:
     decider = found.blame.decider
     if kind == "passed":
         by = f", by {quoted(decider)}" if decider is not None else ""
+        after = f" after step {steps - 1}" if steps else ""
         message = (
-            f"{named(odd.ranks)} passed over {usual.call.what} at {quoted(usual.call.site)}{by}: "
+            f"{named(odd.ranks)} skipped {usual.call.what} at {quoted(usual.call.site)}"
+            f"{after}{by}: "
             f"{named(usual.ranks)} called it, {named(odd.ranks)} went on to {odd.call.what} at "
             f"{quoted(odd.call.site)}"
         )

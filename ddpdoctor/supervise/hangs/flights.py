@@ -1,4 +1,4 @@
-"""What the Flight Recorders of the ranks hold: of each group, the calls around the one that hangs."""
+"""What the Flight Recorders of the ranks hold: of each group the calls around what hangs."""
 
 from __future__ import annotations
 
