@@ -41,6 +41,10 @@ class Call:
     """``gloo``, where torch's Flight Recorder says so."""
     callers: tuple[Location, ...] = ()
     """The lines that led to it, the nearest first."""
+    started: bool = False
+    """A GPU was seen to have begun it."""
+    timed: bool = False
+    """Its start was recorded on the GPU, so that of later ones it would be, too."""
 
     @property
     def chain(self) -> tuple[Location, ...]:
@@ -124,6 +128,8 @@ def from_flight(recorded: Mapping[str, Any]) -> Call:
         began=int(recorded.get("created") or 0),
         backend=str(recorded.get("backend") or ""),
         callers=tuple(lines[1:]),
+        started=recorded.get("state") == "started",
+        timed=recorded.get("duration") is not None,
     )
 
 

@@ -197,14 +197,14 @@ class RankState:
         return None
 
     @cached_property
-    def _pending(self) -> Call | None:
+    def pending(self) -> Call | None:
         """The first collective that is not done, by its Flight Recorder."""
         return first_pending(self.flight or ())
 
     @property
     def _queued(self) -> Call | None:
         """The collective from Python that its GPU is in, if it is not one of DDP's own."""
-        pending = self._pending
+        pending = self.pending
         if pending is None or pending.site is None:
             return None
         earlier = (each for each in reversed(self.ring) if each.began <= pending.began)
@@ -216,7 +216,7 @@ class RankState:
         """The collective that it waits for by its Flight Recorder: the first that is not done."""
         if self.flight is None or not self.in_collective:
             return None
-        found = self._pending
+        found = self.pending
         # Of one that no line is known for (compiled, say): it waits where its main thread is.
         if found is None or found.site is not None:
             return found
@@ -225,6 +225,12 @@ class RankState:
         lines = [Location(each.path, each.line) for each in user_frames(self.frames)][::-1]
         return replace(found, site=lines[0] if lines else self.site, callers=tuple(lines[1:]))
 
+    @property
+    def waits_at(self) -> Location | None:
+        """The line that called what it waits in; with NCCL its host may be further on."""
+        called = self.blocked.site if self.waits_for_gpu and self.blocked else None
+        return called or self.site
+
     @cached_property
     def waits_for_gpu(self) -> bool:
         """Whether its GPU is in a collective that does not end, and its main thread waits for it.
@@ -232,7 +238,7 @@ class RankState:
         With NCCL a collective returns once it is queued. The thread goes on to the first line that
         needs a result, or that finds the queue full, and spins or sleeps there.
         """
-        pending = self._pending
+        pending = self.pending
         if pending is None or pending.backend != "nccl" or self.taken - pending.began < QUEUED:
             return False
         stays = not self.later_frames or self.later_frames == self.frames

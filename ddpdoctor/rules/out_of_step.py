@@ -84,7 +84,7 @@ def _lines(rank: RankState) -> Sequence[Location]:
     """The user's lines that a rank is at, innermost first."""
     frames = [Location(each.path, each.line) for each in user_frames(rank.frames)]
     call = rank.under_way or rank.blocked
-    if call is not None and call is rank.under_way and call.chain:
+    if call is not None and call.chain and (call is rank.under_way or rank.waits_for_gpu):
         return call.chain
     return frames[::-1] or (call.chain if call is not None else ())
 
@@ -261,7 +261,7 @@ def order(waits: Sequence[Blocked]) -> Finding:
     code = "DDP804" if len(groups) > 1 else "DDP803"
     listed = "; ".join(
         f"{named([rank.rank for rank in one.waiting])} in {one.what} at "
-        f"{quoted(one.waiting[0].site)}"
+        f"{quoted(one.waiting[0].waits_at)}"
         for one in waits[:4]
     )
     what = "collectives of different groups" if code == "DDP804" else "different collectives"
@@ -273,7 +273,7 @@ def order(waits: Sequence[Blocked]) -> Finding:
         severity=Severity.ERROR,
         message=f"ranks wait for each other in {what}: {listed}",
         ranks=tuple(rank.rank for rank in ranks),
-        location=last.site,
+        location=last.waits_at,
         evidence=tuple(waiting_line(rank) for rank in ranks[:6]),
         fix="Call the collectives of all groups in one order on every rank."
         if code == "DDP804"
@@ -363,7 +363,9 @@ def _first(group: Group) -> int:
 
 def waiting_line(rank: RankState) -> str:
     """What a rank waits in, as a line of evidence."""
-    called = rank.blocked.site if rank.waits_for_gpu and rank.blocked else None
-    by = f", called at {brief(called)}," if called is not None else ""
-    waits_in = f"{rank.waits_in}{by}"
-    return f"rank {rank.rank} waits in {waits_in} at {brief(rank.site)} for {rank.seconds} s"
+    here = f"rank {rank.rank} waits in {rank.waits_in}"
+    if rank.waits_at == rank.site:
+        return f"{here} at {brief(rank.site)} for {rank.seconds} s"
+    return (
+        f"{here} at {brief(rank.waits_at)} for {rank.seconds} s; its host is at {brief(rank.site)}"
+    )

@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from ddpdoctor.probe.runtime import torch_groups
-from ddpdoctor.probe.runtime.phases import Backward
+from ddpdoctor.probe.runtime.phases import Backward, Phases
 from ddpdoctor.run.mapped import UnreadableError
 from ddpdoctor.run.requests import Asked
 from ddpdoctor.run.ring import Collective, read_ring
@@ -59,20 +59,18 @@ class Flight:
         directory: The run directory.
         path: The file to answer in.
         ring: The rank's ring of collectives.
-        backwards: Gives the rank's newest backward passes.
+        tracker: The rank's steps: its newest backward passes, and its device's clock.
 
     Raises:
         OSError: Nothing asks in that run directory.
         ValueError: Nothing does.
     """
 
-    def __init__(
-        self, directory: str, path: str, ring: str, backwards: Callable[[], Sequence[Backward]]
-    ) -> None:
+    def __init__(self, directory: str, path: str, ring: str, tracker: Phases) -> None:
         self._asked = Asked(directory)
         self._path = path
         self._ring = ring
-        self._backwards = backwards
+        self._tracker = tracker
 
     def look(self) -> None:
         """Answer if there is a new request; runs in the writing thread."""
@@ -95,14 +93,20 @@ class Flight:
         if not entries:
             # Off, or NCCL's alone: whether a collective of gloo is stuck it does not say.
             return {"trouble": "the Flight Recorder recorded nothing"}
-        return {"entries": reported(entries, self._place())}
+        answer: dict[str, Any] = {"entries": reported(entries, self._place())}
+        clock = self._tracker.device
+        # While a collective is queued torch's watchdog queries events, too. At other times a query
+        # could break the capture of a graph, of which this thread knows nothing.
+        if clock is not None and any(entry.get("state") == "scheduled" for entry in entries):
+            answer["device"] = clock.standing()
+        return answer
 
     def _place(self) -> Place:
         try:
             collectives = read_ring(self._ring).collectives
         except (OSError, UnreadableError):
             collectives = ()
-        return places(collectives, self._backwards())
+        return places(collectives, self._tracker.backwards)
 
 
 class _Plain(pickle.Unpickler):

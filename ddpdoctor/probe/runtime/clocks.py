@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +16,9 @@ Times = list[int]
 
 Measured = Callable[[], "Times | None"]
 """The phases of a closed step; None while the device is still busy with it."""
+
+Mark = tuple[int, Any, int]
+"""The phase that a marker ends, its event, and when the host put it there (Unix nanoseconds)."""
 
 MOST_MARKS = 256
 """Phase boundaries of one step that are marked; what comes after them is one stretch."""
@@ -33,7 +37,7 @@ class _Pending:
 
     __slots__ = ("first", "marks", "times")
 
-    def __init__(self, first: Any, marks: list[tuple[int, Any]]) -> None:
+    def __init__(self, first: Any, marks: list[Mark]) -> None:
         self.first = first
         self.marks = marks
         self.times: Times | None = None
@@ -62,7 +66,7 @@ class CudaClock:
         self._free: list[Any] = []
         self._pending: deque[_Pending] = deque()
         self._last = self._record()
-        self._marks: list[tuple[int, Any]] = []
+        self._marks: list[Mark] = []
 
     def _record(self) -> Any:
         event = self._free.pop() if self._free else self._cuda.Event(enable_timing=True)
@@ -72,7 +76,7 @@ class CudaClock:
     def charge(self, phase: int) -> None:
         """Put a marker into the device's stream: what came before it belongs to ``phase``."""
         if len(self._marks) < MOST_MARKS and not self._cuda.is_current_stream_capturing():
-            self._marks.append((phase, self._record()))
+            self._marks.append((phase, self._record(), time.time_ns()))
 
     def cut(self) -> Measured:
         """End a step: its times, once the device has passed its last marker."""
@@ -89,6 +93,22 @@ class CudaClock:
         if len(self._pending) > MOST_STEPS:
             self._pending.popleft().times = [0] * len(Phase)
         return pending.measured
+
+    def standing(self) -> list[tuple[str, int, bool]]:
+        """How far the device has come: the last marker that it passed, and the three behind it.
+
+        Asked by the writing thread, of a rank that makes no progress.
+
+        Returns:
+            Of each the phase that it ends, when it was put there (Unix nanoseconds), and whether
+            the device has passed it.
+        """
+        marks = [mark for step in list(self._pending) for mark in step.marks] + self._marks
+        ahead = bisect.bisect_left(marks, True, key=lambda mark: not mark[1].query())
+        shown = enumerate(marks[: ahead + 3])
+        return [(Phase(phase).label, when, at < ahead) for at, (phase, _, when) in shown][
+            max(0, ahead - 1) :
+        ]
 
     def settle(self) -> None:
         """Before a rank ends: give the device a moment to come to what it was asked for.
@@ -107,11 +127,11 @@ class CudaClock:
             return False
         times = [0] * len(Phase)
         previous = pending.first
-        for phase, event in pending.marks:
+        for phase, event, _ in pending.marks:
             times[phase] += int(previous.elapsed_time(event) * 1e6)
             previous = event
         # The last event begins the next step and must not be used again before its end.
         self._free.append(pending.first)
-        self._free.extend(event for _, event in pending.marks[:-1])
+        self._free.extend(event for _, event, _ in pending.marks[:-1])
         pending.times = times
         return True

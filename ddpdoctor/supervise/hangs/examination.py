@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from ddpdoctor.analysis.hang_snapshot import RankState
+from ddpdoctor.analysis.steadiness import examinations
 from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.mapped import UnreadableError
 from ddpdoctor.run.names import rank_stem
@@ -33,6 +35,9 @@ PATIENCE = 3.0
 
 NEWEST = 24
 """Collectives of a ring that are kept."""
+
+PHASES = ("data", "forward", "backward", "optimizer")
+"""Those whose lines are written down: by them is said what a GPU works at."""
 
 MOST_FRAMES = 48
 """Frames of a main thread that are kept, the innermost ones."""
@@ -64,6 +69,7 @@ def examine(
     before: Mapping[int, JsonObject],
     seen: dict[int, Seen],
     launcher: int | None = None,
+    lost: Mapping[int, float] = {},
 ) -> list[JsonObject]:
     """What each rank of this host is doing, one record a rank.
 
@@ -74,6 +80,7 @@ def examine(
         before: What the examination before this one found of each rank.
         seen: The processes of the ranks as they were then; as they are now, on return.
         launcher: The process of the job's command.
+        lost: For how many seconds of its silence each rank had no core.
     """
     here = namespace()
     local = [rank for rank in run.last if rank.opened.namespace in (None, here)]
@@ -104,6 +111,11 @@ def examine(
                 **_since(seen.get(rank) if silent else None, record["pid"], after, now),
             }
             seen[rank] = Seen(record["pid"], now, after)
+        record["lost"] = round((lost or {}).get(rank, 0.0), 1)
+        known = before.get(rank)
+        record["steady"] = examinations(
+            RankState(record, time.time_ns()), RankState(known, 0) if known is not None else None
+        )
     return [records[rank] for rank in sorted(records)]
 
 
@@ -269,6 +281,7 @@ def _of_rank(run: Run, rank: Rank) -> JsonObject:
         "reduced": status.reduced,
         "collective": status.collective,
         "site": status.site,
+        "sites": {each: str(at) for each in PHASES if (at := rank.site(each)) is not None},
         # How long ago its writing thread was last awake, in nanoseconds.
         "silent": now - status.beat if status.beat is not None else None,
         **ring_record(rank),
