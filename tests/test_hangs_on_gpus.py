@@ -64,8 +64,8 @@ def test_who_never_joined_is_named_and_who_spins_waits_for_it(tmp_path: Path) ->
         "train.py:117; rank 1 is in "
     )
     assert (
-        "rank 0 waits in all_reduce #24 (68,874 floats, default group) at train.py:117 for 41 s; its "
-        "host is at train.py:115"
+        "rank 0 waits in all_reduce #24 (68,874 floats, default group) at train.py:117 for 41 s; "
+        "its host is at train.py:115"
     ) in finding.evidence
 
 

@@ -177,8 +177,23 @@ def same_number(waits: Sequence[Blocked]) -> collective_mismatch.Mismatch | None
         }
         found = collective_mismatch.of_calls(calls, _before(one, one.call)) or _met(one, one.call)
         if found is not None:
-            return found
+            return _unless_usual(found, one)
     return None
+
+
+def _unless_usual(
+    found: collective_mismatch.Mismatch, one: Blocked
+) -> collective_mismatch.Mismatch:
+    """A mismatch without blame for a call made alone that the other ranks made, too, before.
+
+    What a Flight Recorder has of the calls before may be shorter than the time between two of them.
+    """
+    made = {rank: found.calls[rank].chain for rank in found.blame.ranks}
+    before = {each.chain for rank in one.waiting if rank.rank not in made for each in rank.ring}
+    if found.blame.kind != "alone" or before.isdisjoint(made.values()):
+        return found
+    ranks = tuple(sorted(found.calls))
+    return replace(found, blame=Blame("none", ranks, found.groups[1].call.site))
 
 
 def _met(one: Blocked, last: Call) -> collective_mismatch.Mismatch | None:
