@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable
@@ -67,6 +68,8 @@ class CudaClock:
         self._pending: deque[_Pending] = deque()
         self._last = self._record()
         self._marks: list[Mark] = []
+        self._passed: list[Mark] = []
+        """The last one of the steps that were read."""
 
     def _record(self) -> Any:
         event = self._free.pop() if self._free else self._cuda.Event(enable_timing=True)
@@ -103,7 +106,8 @@ class CudaClock:
             Of each the phase that it ends, when it was put there (Unix nanoseconds), and whether
             the device has passed it.
         """
-        marks = [mark for step in list(self._pending) for mark in step.marks] + self._marks
+        steps = [self._passed, *(step.marks for step in list(self._pending)), self._marks]
+        marks = list(itertools.chain.from_iterable(steps))
         ahead = bisect.bisect_left(marks, True, key=lambda mark: not mark[1].query())
         shown = enumerate(marks[: ahead + 3])
         return [(Phase(phase).label, when, at < ahead) for at, (phase, _, when) in shown][
@@ -130,6 +134,7 @@ class CudaClock:
         for phase, event, _ in pending.marks:
             times[phase] += int(previous.elapsed_time(event) * 1e6)
             previous = event
+        self._passed = pending.marks[-1:]
         # The last event begins the next step and must not be used again before its end.
         self._free.append(pending.first)
         self._free.extend(event for _, event, _ in pending.marks[:-1])
