@@ -10,7 +10,7 @@ import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, permutations
+from itertools import pairwise
 from typing import Literal
 
 from ddpdoctor.analysis.calls import Call
@@ -67,9 +67,12 @@ def blame(
         calls: What each of them called.
         before: The ranks' calls in that process group before, which fit together, oldest first.
     """
-    skipped = next(by_choice(groups, calls), None)
-    if skipped is not None:
-        return skipped
+    for group in groups if len(groups) == 2 else ():
+        made = {rank: calls[rank] for rank in group.ranks}
+        lines = {rank: call.chain for rank, call in calls.items() if rank not in made}
+        skipped = skipped_by_guard(made, lines)
+        if skipped is not None:
+            return skipped
     orders = {rank: [each.chain for each in before.get(rank, ())] for rank in calls}
     by_guard = _by_guard(groups, calls, orders)
     if by_guard is not None:
@@ -108,23 +111,29 @@ def alone_by_guard(calls: Mapping[int, Call], others: Sequence[Sequence[Location
     return Blame("guard", tuple(sorted(calls)), at, guard)
 
 
-def by_choice(groups: Sequence[Group], calls: Mapping[int, Call]) -> Iterator[Blame]:
-    """That some ranks skipped a call, by a condition that is always true on the others.
+def skipped_by_guard(
+    calls: Mapping[int, Call], others: Mapping[int, Sequence[Location]]
+) -> Blame | None:
+    """A condition that is always true on the ranks that made a call, and not on the others.
 
-    As ``if not (rank == 1 and step == 60)``: what of ranks that never come there is `_by_guard`'s.
+    As ``if not (rank == 1 and step == 60)``: those others skipped the call. What ranks that never
+    come there miss is `alone_by_guard`'s.
+
+    Args:
+        calls: The ranks' calls.
+        others: The lines that each of the other ranks is at, innermost first.
     """
-    if len(groups) != 2:
-        return
-    for usual, odd in permutations(groups):
-        elsewhere = {guard.location for guard, _ in guards_of(odd.call.chain)}
-        for guard, at in guards_of(usual.call.chain):
-            comes = outcomes(guard, at, calls)
-            if (
-                guard.location not in elsewhere
-                and all(comes.get(rank) == {True} for rank in usual.ranks)
-                and all(comes.get(rank) == {True, False} for rank in odd.ranks)
-            ):
-                yield Blame("passed", odd.ranks, guard.location, decider=guard.location)
+    elsewhere = {guard.location for lines in others.values() for guard, _ in guards_of(lines)}
+    for guard, at in guards_of(next(iter(calls.values())).chain):
+        comes = outcomes(guard, at, (*calls, *others))
+        if (
+            guard.location not in elsewhere
+            and all(comes.get(rank) == {True} for rank in calls)
+            and all(comes.get(rank) == {True, False} for rank in others)
+        ):
+            ranks = tuple(sorted(others))
+            return Blame("passed", ranks, guard.location, decider=guard.location)
+    return None
 
 
 _Order = Sequence[Sequence[Location]]

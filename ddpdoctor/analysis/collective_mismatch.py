@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ddpdoctor.analysis.blame import Blame, Group, blame, by_choice
+from ddpdoctor.analysis.blame import Blame, Group, blame, skipped_by_guard
 from ddpdoctor.analysis.calls import Call, amount, from_ring
 from ddpdoctor.analysis.places import brief
 from ddpdoctor.core.finding import Location
@@ -134,13 +134,10 @@ def skipped(calls: Mapping[int, Call], waiting: list[int], ahead: list[int]) -> 
         waiting: The ones.
         ahead: The others.
     """
-    groups = _groups([waiting, ahead], calls)
-    found = next(by_choice(groups, calls), None)
-    return (
-        Mismatch(calls, groups, found)
-        if found is not None and found.ranks == tuple(ahead)
-        else None
+    found = skipped_by_guard(
+        {rank: calls[rank] for rank in waiting}, {rank: calls[rank].chain for rank in ahead}
     )
+    return Mismatch(calls, _groups([waiting, ahead], calls), found) if found is not None else None
 
 
 def mispaired_before(before: Mapping[int, Sequence[Call]]) -> Mismatch | None:

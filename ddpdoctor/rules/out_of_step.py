@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ddpdoctor.analysis import collective_mismatch
-from ddpdoctor.analysis.blame import Blame, Group, alone_by_guard
+from ddpdoctor.analysis.blame import Blame, Group, alone_by_guard, skipped_by_guard
 from ddpdoctor.analysis.calls import Call
 from ddpdoctor.analysis.guards import statement
 from ddpdoctor.analysis.hang_snapshot import RankState
@@ -35,10 +35,11 @@ def guarded(waits: Sequence[Blocked]) -> Finding | None:
         if not late or len(late) < len(one.absent):
             continue
         for call, ranks in _by_site(one.waiting):
-            by_guard = alone_by_guard(
-                {rank.rank: made for rank in ranks if (made := rank.under_way) is not None},
-                [_lines(rank) for rank in late],
-            )
+            made = {rank.rank: made for rank in ranks if (made := rank.under_way) is not None}
+            lines = {rank.rank: _lines(rank) for rank in late}
+            if skipped_by_guard(made, lines) is not None:
+                continue
+            by_guard = alone_by_guard(made, [*lines.values()])
             if by_guard is not None:
                 evidence = tuple(waiting_line(rank) for rank in (*ranks, *(late or others))[:6])
                 return guarded_finding(by_guard, call, evidence)
