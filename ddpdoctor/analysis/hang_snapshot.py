@@ -155,6 +155,17 @@ class RankState:
         return float(value) if isinstance(value, (int, float)) else 0.0
 
     @property
+    def steady(self) -> int:
+        """Examinations in a row that saw it do the same (`ddpdoctor.analysis.steadiness`)."""
+        return integer(self.record, "steady")
+
+    @property
+    def steadied(self) -> float:
+        """Seconds that it had been silent, with a core, when the last of them was made."""
+        value = self.record.get("steadied")
+        return float(value) if isinstance(value, (int, float)) else 0.0
+
+    @property
     def looked_at(self) -> bool:
         """Whether its process could be looked at."""
         return "activity" in self.record

@@ -66,11 +66,6 @@ def starves(rank: RankState) -> bool:
     return computes(rank) and rank.activity("cpu") < BUSY
 
 
-def children_starve(rank: RankState) -> bool:
-    """Whether its child processes would do something if they had a core."""
-    return children_compute(rank) and rank.activity("children_cpu") < BUSY
-
-
 def moves_data(rank: RankState) -> bool:
     """Whether data come and go, or its child processes compute, though it stays where it is."""
     return (

@@ -6,9 +6,9 @@ import ast
 
 from ddpdoctor.analysis.hang_snapshot import RankState
 from ddpdoctor.analysis.places import location
-from ddpdoctor.analysis.process_activity import children_starve, moves_data, starves
+from ddpdoctor.analysis.process_activity import moves_data
 from ddpdoctor.analysis.sources import Loop, source_of
-from ddpdoctor.core.opening import integer
+from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.stacks.model import Frame
 from ddpdoctor.stacks.user_frames import is_probe_path, is_user_path
 
@@ -16,24 +16,35 @@ LASTING = 3
 """Examinations in a row after which what a rank does is taken to last."""
 
 
+MORE = 1.5
+"""How much longer it has been silent, as a factor, when an examination counts."""
+
+
 def lasts(rank: RankState) -> bool:
     """Whether what a rank does lasts: so many examinations saw the same, and no data that move."""
-    return integer(rank.record, "steady") >= LASTING and not moves_data(rank)
+    return rank.steady >= LASTING and not moves_data(rank)
 
 
-def examinations(now: RankState, before: RankState | None) -> int:
-    """How many examinations in a row, this one included, saw a rank do the same.
+def steadiness(now: RankState, before: RankState | None) -> JsonObject:
+    """In how many examinations in a row a rank did the same, and how long it had been silent then.
 
-    One in which it had no core says nothing, and is not counted.
+    An examination counts if the rank has been silent for longer by half since the last one that
+    did, without the time in which it had no core.
+
+    Args:
+        now: The rank.
+        before: The same in the examination before this one.
     """
+    got = now.seconds - now.lost
+    first: JsonObject = {"steady": 1, "steadied": got}
     if before is None or any(now.record.get(k) != before.record.get(k) for k in ("pid", "since")):
-        return 1
-    known = integer(before.record, "steady")
-    if starves(now) or children_starve(now) or 2 * now.lost > now.seconds:
-        return known
+        return first
     looks = [before.frames, before.later_frames, now.frames, now.later_frames]
-    places = {_place(frames, now) for frames in looks if frames}
-    return known + 1 if len(places) == 1 else 1
+    if len({_place(frames, now) for frames in looks if frames}) != 1:
+        return first
+    if got < MORE * before.steadied:
+        return {"steady": before.steady, "steadied": before.steadied}
+    return {"steady": before.steady + 1, "steadied": got}
 
 
 def _place(frames: tuple[Frame, ...], rank: RankState) -> tuple[object, ...]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ddpdoctor.analysis.hang_snapshot import RankState
-from ddpdoctor.analysis.steadiness import examinations
+from ddpdoctor.analysis.steadiness import steadiness
 from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.mapped import UnreadableError
 from ddpdoctor.run.names import rank_stem
@@ -113,9 +113,8 @@ def examine(
             seen[rank] = Seen(record["pid"], now, after)
         record["lost"] = round((lost or {}).get(rank, 0.0), 1)
         known = before.get(rank)
-        record["steady"] = examinations(
-            RankState(record, time.time_ns()), RankState(known, 0) if known is not None else None
-        )
+        seen_before = RankState(known, 0) if known is not None else None
+        record.update(steadiness(RankState(record, time.time_ns()), seen_before))
     return [records[rank] for rank in sorted(records)]
 
 
