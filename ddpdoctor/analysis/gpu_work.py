@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ddpdoctor.analysis.hang_snapshot import RankState
+from ddpdoctor.analysis.hang_snapshot import QUEUED, RankState
 from ddpdoctor.analysis.places import brief, location, quoted
 from ddpdoctor.core.finding import Location
 from ddpdoctor.core.opening import integer
@@ -19,6 +19,12 @@ Arrival = Literal["there", "close", "behind", "unknown"]
 """Whether a GPU has begun the collective that its rank waits in, has passed all that was marked
 before it (the work of that backward may be left), or is at work that was queued before."""
 
+
+STUCK_GPU = (
+    "Look for a kernel that does not end, or a stream that waits for an event that never comes; "
+    "with CUDA_LAUNCH_BLOCKING=1 the host stops at the line that queued it."
+)
+"""What to do about a GPU that does not get on."""
 
 _WAITS = (Phase.BACKWARD.label, Phase.WAIT.label)
 """Phases in which collectives are called."""
@@ -64,12 +70,25 @@ def work(rank: RankState) -> tuple[str, Location | None]:
     return f"what was queued {' and '.join(where) or 'before it'}", place
 
 
+def holds_host(rank: RankState) -> bool:
+    """Whether a rank's host waits for a GPU that is at work, and for no collective yet."""
+    stays = rank.later_frames == rank.frames and bool(rank.frames)
+    return rank.pending is None and stays and _first(rank) is not None
+
+
 def _first(rank: RankState) -> int | None:
-    """The first marker that its GPU has not passed, if that was queued before the collective."""
+    """The first marker that its GPU has not passed, if that was queued before the collective.
+
+    With none of those under way: if that was queued some time ago.
+    """
     call = rank.pending
+    if rank.record.get("sends"):
+        # It may wait for another rank's.
+        return None
     for number, mark in enumerate(_marks(rank)):
         if not mark.passed:
-            return number if call is not None and mark.when <= call.began else None
+            before = call.began if call is not None else rank.taken - QUEUED
+            return number if mark.when <= before else None
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ddpdoctor.analysis.gpu_work import STUCK_GPU, holds_host, work
 from ddpdoctor.analysis.guards import constant_while, statement
 from ddpdoctor.analysis.hang_snapshot import BUSY, RankState
 from ddpdoctor.analysis.loader_workers import workers_activity, workers_of
@@ -170,6 +171,7 @@ def activity_of(rank: RankState, starting: bool) -> Activity:
     return (
         _joining(rank)
         or (_starting(rank, duration) if starting and not rank.step else None)
+        or _held(rank, duration)
         or loop
         or Activity(
             "DDP802",
@@ -177,6 +179,20 @@ def activity_of(rank: RankState, starting: bool) -> Activity:
             Severity.WARNING if works(rank) else Severity.ERROR,
             rank.site,
         )
+    )
+
+
+def _held(rank: RankState, duration: str) -> Activity | None:
+    """Its host waits for its GPU, wherever that is: what the GPU works at is to blame."""
+    if not holds_host(rank):
+        return None
+    text, place = work(rank)
+    return Activity(
+        "DDP802",
+        f"waits{duration} at {quoted(rank.site)} for its GPU, which is still at {text}",
+        Severity.WARNING,
+        place or rank.site,
+        STUCK_GPU,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ddpdoctor.analysis.gpu_work import arrival, work
+from ddpdoctor.analysis.gpu_work import STUCK_GPU, arrival, work
 from ddpdoctor.analysis.hang_snapshot import HangSnapshot, RankState
 from ddpdoctor.analysis.places import quoted
 from ddpdoctor.analysis.waits import Blocked
@@ -66,8 +66,7 @@ def _late_gpus(still: HangSnapshot, one: Blocked, late: Sequence[RankState]) -> 
         ranks=tuple(ranks),
         location=place or called,
         evidence=(*(waiting_line(rank) for rank in others[:3]), *without_stacks(still)),
-        fix="Look for a kernel that does not end, or a stream that waits for an event that never "
-        "comes; with CUDA_LAUNCH_BLOCKING=1 the host stops at the line that queued it.",
+        fix=STUCK_GPU,
         traceback=late[0].traceback,
         moment=still.record.time,
     )

@@ -18,7 +18,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from ddpdoctor.probe.runtime import torch_groups
@@ -33,6 +33,9 @@ GROUPS = 16
 KEPT = 2000
 """Collectives that torch's Flight Recorder keeps, as later versions do by themselves, and that are
 reported."""
+
+LOOK = 0.1
+"""Seconds in which the training thread may show that it goes on."""
 
 Place = Callable[["int | None"], tuple[str, ...]]
 """The user's lines, ``path:line``, that called the collective made at a Unix time in nanoseconds:
@@ -95,11 +98,23 @@ class Flight:
             return {"trouble": "the Flight Recorder recorded nothing"}
         answer: dict[str, Any] = {"entries": reported(entries, self._place())}
         clock = self._tracker.device
-        # While a collective is queued torch's watchdog queries events, too. At other times a query
-        # could break the capture of a graph, of which this thread knows nothing.
-        if clock is not None and any(entry.get("state") == "scheduled" for entry in entries):
+        if clock is not None and not clock.captures and self._stands():
             answer["device"] = clock.standing()
         return answer
+
+    def _stands(self) -> bool:
+        """Whether the training thread stays in one native call, as one that waits for a GPU does.
+
+        It captures no graph then, which a query from this thread could break: a capture goes on.
+        """
+
+        def at() -> tuple[FrameType | None, int]:
+            frame = sys._current_frames().get(self._tracker.thread)
+            return frame, frame.f_lasti if frame is not None else -1
+
+        before = at()
+        time.sleep(LOOK)
+        return before[0] is not None and before == at()
 
     def _place(self) -> Place:
         try:

@@ -70,6 +70,8 @@ class CudaClock:
         self._marks: list[Mark] = []
         self._passed: list[Mark] = []
         """The last one of the steps that were read."""
+        self.captures = False
+        """Whether a graph was being captured at the last boundary."""
 
     def _record(self) -> Any:
         event = self._free.pop() if self._free else self._cuda.Event(enable_timing=True)
@@ -78,7 +80,8 @@ class CudaClock:
 
     def charge(self, phase: int) -> None:
         """Put a marker into the device's stream: what came before it belongs to ``phase``."""
-        if len(self._marks) < MOST_MARKS and not self._cuda.is_current_stream_capturing():
+        self.captures = self._cuda.is_current_stream_capturing()
+        if len(self._marks) < MOST_MARKS and not self.captures:
             self._marks.append((phase, self._record(), time.time_ns()))
 
     def cut(self) -> Measured:

@@ -41,6 +41,7 @@ def flights(run: Run, ranks: Iterable[Rank], number: int, deadline: float) -> di
                     "flight": answer.get("entries"),
                     "flight_trouble": answer.get("trouble", ""),
                     "device": answer.get("device"),
+                    "sends": any(map(_sends, answer.get("entries") or ())),
                 }
                 open_.remove(rank)
         if not open_ or time.monotonic() >= deadline:
@@ -58,6 +59,12 @@ def _read(path: Path) -> JsonObject | None:
     with contextlib.suppress(OSError, ValueError):
         return opening.json_object(path, opening.MOST_RECORD)
     return None
+
+
+def _sends(entry: JsonObject) -> bool:
+    """Whether it is a send or a receive that is not done."""
+    done = entry.get("retired") or entry.get("state") == "completed"
+    return bool(entry.get("point_to_point")) and not done
 
 
 _Numbering = tuple[str, str]
