@@ -163,7 +163,7 @@ def activity_of(rank: RankState, starting: bool) -> Activity:
     duration = f" for {rank.seconds} s" if rank.seconds else ""
     if _prompts(rank, rank.frames):
         return _prompt(rank, starting, duration)
-    loop = _loop(rank) if computes(rank) else None
+    loop = _loop(rank)
     if any(_LOADER in frame.path for frame in rank.frames[-12:]):
         # Below the loader, and not the loop around it that draws the batches.
         inner = loop if loop is not None and _inside_loader(rank) else None
@@ -269,7 +269,7 @@ def _went_on(rank: RankState) -> bool:
 
 def _loop(rank: RankState) -> Activity | None:
     """An endless loop: at two moments within one ``while`` that cannot end."""
-    found = _endless(rank.frames, rank.later_frames)
+    found = _endless(rank.frames, rank.later_frames) if computes(rank) else None
     if found is None:
         return None
     place, lines = found
