@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import threading
@@ -26,29 +27,52 @@ MARKS = [["optimizer", NOW - 42 * 10**9, True], ["other", NOW - 41 * 10**9, Fals
 Answer = dict[str, Any]
 
 
+class Training:
+    """A thread that waits in one native call, and then goes on until it is ended."""
+
+    def __init__(self) -> None:
+        self._waits = threading.Lock()
+        self._waits.acquire()
+        self._goes, self._over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._train, daemon=True)
+        self._thread.start()
+
+    def _train(self) -> None:
+        self._waits.acquire()
+        while not self._over.is_set():
+            self._goes.set()
+
+    @property
+    def tracker(self) -> Any:
+        """What a rank's tracker knows of it."""
+        return SimpleNamespace(
+            backwards=[], thread=self._thread.ident, native=self._thread.native_id
+        )
+
+    def go(self) -> None:
+        """Return once it goes on."""
+        self._waits.release()
+        self._goes.wait()
+
+    def end(self) -> None:
+        self._over.set()
+        with contextlib.suppress(RuntimeError):
+            self._waits.release()
+        self._thread.join()
+
+
 @pytest.fixture
-def training() -> Iterator[tuple[threading.Thread, threading.Event]]:
-    """A thread that waits in one call until it is to go on for ever."""
-    go, over = threading.Event(), threading.Event()
-
-    def train() -> None:
-        go.wait()
-        while not over.is_set():
-            sum(range(10))
-
-    thread = threading.Thread(target=train, daemon=True)
-    thread.start()
-    yield thread, go
-    go.set()
-    over.set()
-    thread.join()
+def training() -> Iterator[Training]:
+    thread = Training()
+    yield thread
+    thread.end()
 
 
 @pytest.mark.parametrize(("goes", "captures"), [(False, False), (True, False), (False, True)])
 def test_a_gpu_is_asked_only_while_the_training_thread_stays(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    training: tuple[threading.Thread, threading.Event],
+    training: Training,
     goes: bool,
     captures: bool,
 ) -> None:
@@ -59,11 +83,10 @@ def test_a_gpu_is_asked_only_while_the_training_thread_stays(
     }  # fmt: skip
     dump = pickle.dumps({"entries": [entry]})
     monkeypatch.setattr(torch_groups, "flight_recorders", lambda _: [lambda: dump])
-    thread, go = training
     if goes:
-        go.set()
-    clock = SimpleNamespace(captures=captures, standing=lambda: MARKS)
-    tracker: Any = SimpleNamespace(device=clock, backwards=[], thread=thread.ident)
+        training.go()
+    tracker = training.tracker
+    tracker.device = SimpleNamespace(captures=captures, standing=lambda: MARKS)
     asking = Asking(str(tmp_path))
     flight = Flight(str(tmp_path), str(tmp_path / "flight.json"), str(tmp_path / "none"), tracker)
     asking.ask(1)

@@ -11,6 +11,7 @@ known from the rank's own ring and from its backward passes.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import io
 import json
 import os
@@ -19,13 +20,16 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddpdoctor.probe.runtime import torch_groups
-from ddpdoctor.probe.runtime.phases import Backward, Phases
+from ddpdoctor.probe.runtime.phases import Backward
 from ddpdoctor.run.mapped import UnreadableError
 from ddpdoctor.run.requests import Asked
 from ddpdoctor.run.ring import Collective, read_ring
+
+if TYPE_CHECKING:
+    from ddpdoctor.probe.observers.steps import StepTracker
 
 GROUPS = 16
 """Groups that are reported, those used last."""
@@ -34,8 +38,9 @@ KEPT = 2000
 """Collectives that torch's Flight Recorder keeps, as later versions do by themselves, and that are
 reported."""
 
-LOOK = 0.1
-"""Seconds in which the training thread may show that it goes on."""
+LOOK, RAN = 0.25, 0.01
+"""Seconds in which the training thread may show that it goes on, and for how many of them it has to
+run, unless it sleeps: without a core it stays where it is, too."""
 
 Place = Callable[["int | None"], tuple[str, ...]]
 """The user's lines, ``path:line``, that called the collective made at a Unix time in nanoseconds:
@@ -69,7 +74,7 @@ class Flight:
         ValueError: Nothing does.
     """
 
-    def __init__(self, directory: str, path: str, ring: str, tracker: Phases) -> None:
+    def __init__(self, directory: str, path: str, ring: str, tracker: StepTracker) -> None:
         self._asked = Asked(directory)
         self._path = path
         self._ring = ring
@@ -109,12 +114,20 @@ class Flight:
         """
 
         def at() -> tuple[FrameType | None, int]:
-            frame = sys._current_frames().get(self._tracker.thread)
+            frame = sys._current_frames().get(thread)
             return frame, frame.f_lasti if frame is not None else -1
 
+        thread = self._tracker.thread
         before = at()
+        if before[0] is None:
+            return False
+        # Of a thread that has a frame: of one that has ended to ask would crash.
+        clock = time.pthread_getcpuclockid(thread)
+        ran = time.clock_gettime(clock)
         time.sleep(LOOK)
-        return before[0] is not None and before == at()
+        if before != at():
+            return False
+        return time.clock_gettime(clock) - ran >= RAN or _sleeps(self._tracker.native)
 
     def _place(self) -> Place:
         try:
@@ -122,6 +135,13 @@ class Flight:
         except (OSError, UnreadableError):
             collectives = ()
         return places(collectives, self._tracker.backwards)
+
+
+def _sleeps(thread: int) -> bool:
+    """Whether a thread of this process, by the kernel's number, waits for something but a core."""
+    with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] == "S"
+    return False
 
 
 class _Plain(pickle.Unpickler):
