@@ -207,6 +207,18 @@ def test_the_network_is_blamed_only_if_every_gpu_has_come(written: Written, time
     assert ("TORCH_NCCL_ENABLE_TIMING" in finding.fix) is not timed
 
 
+@pytest.mark.parametrize(("backend", "known"), [("nccl", False), ("gloo", True)])
+def test_without_a_flight_recorder_only_nccl_leaves_it_open(
+    written: Written, backend: str, known: bool
+) -> None:
+    recording = Recording("hang_infinite_kernel", written)
+    for each in recording.ranks:
+        each.update(flight=None, phase="wait", collective="barrier", backend=backend)
+    (finding,) = recording.findings()
+    assert finding.code == "DDP814"
+    assert ("does not end: the network between them" in finding.message) is known
+
+
 def test_a_gpu_that_torch_has_not_seen_begin_it_is_late(written: Written) -> None:
     recording = Recording("hang_infinite_kernel", written)
     for each in recording.ranks:

@@ -19,7 +19,6 @@ Arrival = Literal["there", "close", "behind", "unknown"]
 """Whether a GPU has begun the collective that its rank waits in, has passed all that was marked
 before it (the work of that backward may be left), or is at work that was queued before."""
 
-
 STUCK_GPU = (
     "Look for a kernel that does not end, or a stream that waits for an event that never comes; "
     "with CUDA_LAUNCH_BLOCKING=1 the host stops at the line that queued it."
@@ -43,7 +42,7 @@ def arrival(rank: RankState) -> Arrival:
     """How far a rank's GPU has come towards the collective that the rank waits in."""
     call = rank.pending
     if call is None:
-        return "unknown"
+        return "unknown" if "nccl" in str(rank.record.get("backend")) else "there"
     if call.backend != "nccl" or call.started:
         return "there"
     timed = any(each.timed for each in rank.flight or () if each.numbering == call.numbering)

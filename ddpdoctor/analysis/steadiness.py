@@ -15,7 +15,6 @@ from ddpdoctor.stacks.user_frames import is_probe_path, is_user_path
 LASTING = 3
 """Examinations in a row after which what a rank does is taken to last."""
 
-
 MORE = 1.5
 """How much longer it has been silent, as a factor, when an examination counts."""
 

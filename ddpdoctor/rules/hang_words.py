@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ddpdoctor.analysis.hang_snapshot import HangSnapshot, RankState
 from ddpdoctor.analysis.steadiness import lasts
@@ -13,9 +13,9 @@ NATIVE = 4
 """Native frames that are shown."""
 
 
-def lasting(severity: Severity, ranks: Iterable[RankState]) -> Severity:
+def lasting(severity: Severity, ranks: Sequence[RankState]) -> Severity:
     """How bad it is what some ranks do: a warning that lasts is an error."""
-    if severity is Severity.WARNING and all(map(lasts, ranks)):
+    if severity is Severity.WARNING and ranks and all(map(lasts, ranks)):
         return Severity.ERROR
     return severity
 

@@ -272,6 +272,7 @@ def _of_rank(run: Run, rank: Rank) -> JsonObject:
         **record,
         "pid": status.pid,
         "host": rank.opened.host,
+        "backend": rank.opened.backend,
         "world_size": status.world_size,
         "phase": status.phase.label,
         "since": status.since,
