@@ -26,6 +26,14 @@ def train():
         prepare()
         loss = model(batch)
         loss.backward()
+def solve(x):
+    while change > 0.1:
+        x, change = better(x)
+def leave(x):
+    while True:
+        x = better(x)
+        if x.good:
+            break
 """
 MODULE = ("/lib/python3.11/site-packages/torch/nn/modules/module.py", 7, "_call_impl")
 
@@ -46,9 +54,8 @@ Frames = tuple[tuple[str, int, str], ...]
 
 def looks(first: Frames, second: Frames, **more: Any) -> RankState:
     """A rank that was at two places within a second."""
-    record = rank(
-        1, "other", stacks=stacks(1, *first), later=stacks(1, *second), **{**spins(), **more}
-    )
+    given = {"phase": "other", **spins(), **more}
+    record = rank(1, **given, stacks=stacks(1, *first), later=stacks(1, *second))
     return RankState(record, NOW)
 
 
@@ -66,15 +73,19 @@ def test_the_first_examination_is_one(script: str) -> None:
 @pytest.mark.parametrize(
     ("lines", "below", "expected"),
     [
-        # One line, and a ``while`` that polls, in a function of its own or not.
-        ((7, 7, 7, 7), (), 3),
+        # A ``while`` that polls, in a function of its own or not.
+        ((3, 3, 3, 3), (), 3),
         ((3, 4, 4, 3), (), 3),
         ((3, 4, 3, 3), ("poll", 7), 3),
-        # A loop over something that ends, and the loop of the training.
-        ((7, 8, 7, 8), (), 1),
+        # A loop over something that ends, though it was seen at one line, and that of the training.
+        ((7, 7, 7, 7), (), 1),
         ((11, 12, 11, 12), (), 1),
+        ((12, 12, 12, 12), (), 1),
+        # One that computes until a result is good enough, or leaves by itself.
+        ((16, 16, 16, 16), (), 1),
+        ((19, 19, 19, 19), (), 1),
         # A ``while`` that calls the model.
-        ((3, 4, 4, 3), MODULE, 1),
+        ((3, 3, 3, 3), MODULE, 1),
     ],
 )
 def test_what_is_the_same_place(
@@ -83,12 +94,27 @@ def test_what_is_the_same_place(
     def frames(number: int) -> Frames:
         here = (script, lines[number], "work")
         if below == MODULE:
-            return here, (*MODULE[:1], MODULE[1] + number, MODULE[2])
+            return here, MODULE
         return (here, (script, below[1] + number % 2, below[0])) if below else (here,)
 
     sites = {"sites": {"forward": f"{script}:12", "backward": f"{script}:13"}}
     before = looks(frames(0), frames(1), **sites)
     assert steady(before, looks(frames(2), frames(3), **sites)) == expected
+
+
+IDLE: dict[str, Any] = {"activity": {"seconds": 1.0, "letters": "SS", "cpu": 0.0}}
+
+
+@pytest.mark.parametrize(
+    ("line", "later", "more", "expected"),
+    [(7, 7, IDLE, 3), (7, 8, IDLE, 1), (7, 7, {"phase": "wait"}, 3), (7, 7, {}, 1)],
+)
+def test_who_waits_is_at_one_line(
+    script: str, line: int, later: int, more: Any, expected: int
+) -> None:
+    """With NCCL the host may spin there."""
+    one, two = (looks(((script, at, "wait"),), (), **more) for at in (line, later))
+    assert steady(one, two) == expected
 
 
 def test_one_that_moved_begins_again(script: str) -> None:

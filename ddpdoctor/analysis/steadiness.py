@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 
+from ddpdoctor.analysis.gpu_work import holds_host
 from ddpdoctor.analysis.hang_snapshot import RankState
 from ddpdoctor.analysis.places import location
-from ddpdoctor.analysis.process_activity import moves_data
-from ddpdoctor.analysis.sources import Loop, source_of
+from ddpdoctor.analysis.process_activity import computes, moves_data
+from ddpdoctor.analysis.sources import holds, source_of
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.stacks.model import Frame
 from ddpdoctor.stacks.user_frames import is_probe_path, is_user_path
@@ -39,40 +40,49 @@ def steadiness(now: RankState, before: RankState | None) -> JsonObject:
     if before is None or any(now.record.get(k) != before.record.get(k) for k in ("pid", "since")):
         return first
     looks = [before.frames, before.later_frames, now.frames, now.later_frames]
-    if len({_place(frames, now) for frames in looks if frames}) != 1:
+    seen = [frames for frames in looks if frames]
+    loops = {_polling(frames, now) for frames in seen}
+    # One that computes may do the same with the next piece of data, but not to wait for others.
+    waits = not computes(now) or now.in_collective or holds_host(now)
+    same = (len(loops) == 1 and None not in loops) or (waits and len({*map(_lines, seen)}) == 1)
+    if not same:
         return first
     if got < MORE * before.steadied:
         return {"steady": before.steady, "steadied": before.steadied}
     return {"steady": before.steady + 1, "steadied": got}
 
 
-def _place(frames: tuple[Frame, ...], rank: RankState) -> tuple[object, ...]:
-    """Where a thread is: its lines, of those in a ``while`` that only waits the loop alone."""
-    frames = tuple(frame for frame in frames if not is_probe_path(frame.path))
+def _lines(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """A stack without the probe's part."""
+    return tuple(frame for frame in frames if not is_probe_path(frame.path))
+
+
+def _polling(frames: tuple[Frame, ...], rank: RankState) -> tuple[object, ...] | None:
+    """The loop that a stack is in, with what led to it, if that only polls."""
     for number, frame in reversed(list(enumerate(frames))):
-        if not is_user_path(frame.path):
-            # A loop that calls torch is at work.
-            if "/torch/" in frame.path:
-                break
-            continue
-        loop = _waiting_loop(frame, rank)
-        if loop is not None:
-            return *frames[:number], frame.path, frame.function, loop.lineno
-    return frames
-
-
-def _waiting_loop(frame: Frame, rank: RankState) -> Loop | None:
-    """The ``while`` around a line, unless it is a loop of the training."""
-    source = source_of(frame.path)
-    loops = source.around(frame.line) if source is not None else []
-    for loop in loops:
-        if not isinstance(loop, ast.While):
+        if is_user_path(frame.path):
+            loop = _polling_loop(frame, rank)
+            if loop is not None:
+                return *frames[:number], frame.path, frame.function, loop.lineno
+        elif "/torch/" in frame.path:
+            # It is at work.
             return None
-        trains = any(
-            at is not None
-            and at.path == frame.path
-            and loop.lineno <= at.line <= (loop.end_lineno or 0)
-            for at in map(location, map(str, (rank.record.get("sites") or {}).values()))
-        )
-        return None if trains else loop
     return None
+
+
+def _polling_loop(frame: Frame, rank: RankState) -> ast.While | None:
+    """The ``while`` around a line that waits for something: it sets nothing that it tests.
+
+    Not one of the training, nor one that computes until a result is good enough.
+    """
+    source = source_of(frame.path)
+    loop = next(iter(source.around(frame.line)), None) if source is not None else None
+    if not isinstance(loop, ast.While) or isinstance(loop.test, ast.Constant):
+        return None
+    sites = map(location, map(str, (rank.record.get("sites") or {}).values()))
+    if any(at is not None and at.path == frame.path and holds(loop, at.line) for at in sites):
+        return None
+    tested = {each.id for each in ast.walk(loop.test) if isinstance(each, ast.Name)}
+    inside = (each for part in loop.body for each in ast.walk(part))
+    names = (each for each in inside if isinstance(each, ast.Name))
+    return None if any(isinstance(n.ctx, ast.Store) and n.id in tested for n in names) else loop

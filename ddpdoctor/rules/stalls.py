@@ -37,9 +37,9 @@ def never_joined(run: Run) -> Iterator[Finding]:
 
     When it stays silent
         Until `--hang-after`, which counts only the time in which a busy rank had a core, and in a
-        debugger. For a rank that computes it is a warning until three looks in a row find it at the
-        same place; for one that transfers data it stays one. Causes with a code (DDP401, DDP403,
-        DDP801, DDP805 and up) are reported instead.
+        debugger. For a rank that computes or transfers data it is a warning; once three looks in a
+        row find it in one loop that polls, or its GPU at the same work, an error. Causes with a code
+        (DDP401, DDP403, DDP801, DDP805 and up) are reported instead.
     """
     yield from diagnosed(run, "DDP802")
 
@@ -117,7 +117,7 @@ def endless_loop(run: Run) -> Iterator[Finding]:
                 done = poll()
 
     When it stays silent
-        For loops that may end: those are DDP802, as a warning until three looks find the same.
+        For loops that may end: those are DDP802, a warning until three looks find the same.
     """
     yield from diagnosed(run, "DDP807")
 
