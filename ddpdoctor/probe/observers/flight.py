@@ -1,7 +1,7 @@
 """What torch's Flight Recorder knows of this rank's collectives, DDP's own among them, when asked.
 
-It is read in the writing thread, which needs the GIL and nothing of the training thread: 2 ms while
-a collective is stuck (measured on gloo). A rank whose GIL is held by native code does not answer.
+It is read in the writing thread, which needs the GIL and nothing of the training thread: 15 ms of a
+full recorder, of 2,000 calls. A rank whose GIL is held by native code does not answer.
 
 Without its stack traces: to put names to them torch imports its compiler, 822 modules (73 MB) in
 torch 2.13, and a job that imports these at the same moment dies of it. Which line called what is
