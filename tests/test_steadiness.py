@@ -134,7 +134,7 @@ def test_without_a_stack_nothing_is_known() -> None:
     assert steady(bare, bare) == 1
 
 
-@pytest.mark.parametrize("moves", ["characters", "disk"])
+@pytest.mark.parametrize("moves", ["characters", "disk", "since_children_cpu"])
 def test_who_moves_data_gets_on(script: str, moves: str) -> None:
     here = ((script, 3, "wait"),)
     still = looks(here, here, steady=LASTING)

@@ -67,9 +67,10 @@ def starves(rank: RankState) -> bool:
 
 
 def moves_data(rank: RankState) -> bool:
-    """Whether data come and go, or its child processes compute, though it stays where it is."""
+    """Whether data come and go, or child processes do anything, though it stays where it is."""
     return (
         children_compute(rank)
+        or rank.activity("since_children_cpu") >= STIRS
         or rank.activity("characters") >= MOVING
         or rank.activity("disk") >= MOVING
         or _exchanges(rank)
