@@ -37,8 +37,8 @@ def never_joined(run: Run) -> Iterator[Finding]:
 
     When it stays silent
         Until `--hang-after`, which counts only the time in which a busy rank had a core, and in a
-        debugger. For a rank that computes or transfers data it is a warning; once three looks in a
-        row find it in one loop that polls, or its GPU at the same work, an error. Causes with a code
+        debugger. For a rank that computes or transfers data it is a warning; once three looks find
+        it in one loop that polls, or its GPU at the same work, an error. Causes with a code
         (DDP401, DDP403, DDP801, DDP805 and up) are reported instead.
     """
     yield from diagnosed(run, "DDP802")
