@@ -314,7 +314,7 @@ def test_a_call_that_was_passed_over(tmp_path: Path, swapped: bool) -> None:
     assert (found.blame.kind, verdict.code, verdict.ranks) == ("passed", "DDP803", (skipped,))
     assert verdict.location == Location(script.path, script.line("continue"))
     assert verdict.message == (
-        f"rank {skipped} passed over all_reduce #11 (4 floats, default group) at `second(x)` "
+        f"rank {skipped} skipped all_reduce #11 (4 floats, default group) at `second(x)` "
         f"train.py:5, by `continue` train.py:4: rank {1 - skipped} called it, rank {skipped} went "
         "on to all_reduce #11 (9 floats, default group) at `first(x)` train.py:2"
     )

@@ -288,6 +288,7 @@ class Marker:
 
     def record(self, stream: object) -> None:
         self.device.markers += 1
+        self.number = self.device.markers
         self.at = self.device.clock.now
 
     def query(self) -> bool:
@@ -319,6 +320,25 @@ def test_steps_not_seen_in_full_leave_no_markers_in_a_gpu(
     assert line["total"] == pytest.approx(76 / 4, abs=1)
     assert line["forward"] == pytest.approx(76 * 12 / 14 / 4, abs=1)
     assert line["other"] == pytest.approx(76 * 2 / 14 / 4, abs=1)
+
+
+def test_a_device_that_hangs_shows_how_far_it_has_come(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device(clock)
+    monkeypatch.setattr(torch_private, "current_stream", lambda *_: lambda: None)
+    own = CudaClock(device, device)
+    clock.tracker.use_device(own)
+    clock.step(5)
+    # It passes nothing that is queued from here on.
+    passed = device.markers
+    monkeypatch.setattr(Marker, "query", lambda marker: marker.number <= passed)
+    began = time.time_ns()
+    clock.step(5)
+    reached, *ahead = own.standing()
+    assert [phase for phase, _, _ in ahead] == ["other", "forward", "other"]
+    assert (reached[2], [passed for *_, passed in ahead]) == (True, [False] * 3)
+    assert reached[1] <= began <= ahead[0][1] <= ahead[1][1] <= ahead[2][1]
 
 
 @pytest.mark.parametrize(("busy", "looks"), [(0, 1), (3, 4), (1000, 2)])

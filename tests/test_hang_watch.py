@@ -107,6 +107,46 @@ def test_a_stall_is_said_and_so_is_that_it_is_over(doctor: Doctor) -> None:
 
 
 @pytest.mark.slow
+def test_a_rank_that_computes_alone_is_never_ended(doctor: Doctor) -> None:
+    """However long it takes: one line of a model's evaluation looks like the next."""
+    script = doctor.write(
+        "train.py",
+        """\
+        import time
+        import torch
+        import torch.distributed as dist
+        from torch import nn
+        from torch.nn.parallel import DistributedDataParallel
+
+
+        def evaluate(model):
+            while time.process_time() < end:
+                with torch.no_grad():
+                    model(torch.randn(512, 256))
+
+
+        dist.init_process_group("gloo")
+        torch.set_num_threads(1)
+        ddp = DistributedDataParallel(nn.Linear(256, 256))
+        for step in range(6):
+            ddp(torch.randn(2, 256)).sum().backward()
+            if step == 4:
+                end = time.process_time() + 20
+                if dist.get_rank() == 0:
+                    evaluate(ddp.module)
+                dist.barrier()
+        del ddp
+        dist.destroy_process_group()
+        """,
+    )
+    words = ("--hang-after", "3", "--kill-on-hang", "--nproc-per-node", "2", "--", str(script))
+    result = doctor.run(*words)
+    result.check_success()
+    found = result.run.supervisor.of(FindingRecord)
+    assert {each.severity for each in found if each.code == "DDP802"} <= {"warning"}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", [True, False])
 def test_native_frames_of_the_rank_that_is_to_blame(doctor: Doctor, ends: bool) -> None:
     job = ROOT / "sample_jobs" / "sick" / "ddp810_native_wait.py"

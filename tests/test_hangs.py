@@ -19,7 +19,7 @@ from ddpdoctor.analysis.hang_snapshot import RankState
 from ddpdoctor.analysis.waits import parsed
 from ddpdoctor.core.finding import RULES, Severity, examine
 from ddpdoctor.probe.observers import flight
-from ddpdoctor.probe.observers.flight import NEWEST, newest, places
+from ddpdoctor.probe.observers.flight import places, reported
 from ddpdoctor.probe.runtime.phases import Backward
 from ddpdoctor.probe.runtime.sites import Site
 from ddpdoctor.rules.diagnosis import guilty
@@ -130,10 +130,10 @@ def test_the_recorders_of_all_backends_are_one_history() -> None:
 
     gloo = [entry(10 * number, "gloo", number) for number in range(1, 31)]
     nccl = [entry(255, "nccl2", 1), entry(291, "nccl2", 2)]
-    told = newest([*gloo, *nccl], lambda created: (f"train.py:{created}",))
+    told = reported([*gloo, *nccl], lambda created: (f"train.py:{created}",))
     told.sort(key=lambda each: int(each["id"]))
     assert [each["created"] for each in told] == sorted(
-        each["time_created_ns"] for each in (*gloo[-NEWEST:], *nccl)
+        each["time_created_ns"] for each in (*gloo, *nccl)
     )
     assert [each["sequence"] for each in told if each["backend"] == "nccl2"] == [1, 2]
     assert all(each["lines"] == [f"train.py:{each['created']}"] for each in told)

@@ -61,11 +61,11 @@ def test_who_never_joined_is_named_and_who_spins_waits_for_it(tmp_path: Path) ->
     assert finding.location == Location("/job/train.py", 75)
     assert finding.message.startswith(
         "rank 1 never joined all_reduce #24 (68,874 floats, default group), where rank 0 waits in "
-        "train.py:115; rank 1 is in "
+        "train.py:117; rank 1 is in "
     )
     assert (
-        "rank 0 waits in all_reduce #24 (68,874 floats, default group), called at train.py:117, at "
-        "train.py:115 for 41 s"
+        "rank 0 waits in all_reduce #24 (68,874 floats, default group) at train.py:117 for 41 s; "
+        "its host is at train.py:115"
     ) in finding.evidence
 
 

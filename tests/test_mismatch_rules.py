@@ -116,7 +116,7 @@ def test_the_smaller_part_of_the_ranks_is_out_of_line(written: Written, script: 
     (finding,) = failed(written)
     assert (finding.code, finding.ranks) == ("DDP803", (0,))
     assert finding.message == (
-        "rank 0 passed over barrier #1 (default group) at `dist.barrier()` train.py:4, in which "
+        "rank 0 skipped barrier #1 (default group) at `dist.barrier()` train.py:4, in which "
         "ranks 1 and 2 were when the job failed"
     )
 
@@ -129,6 +129,19 @@ def test_one_rank_of_three_that_called_it_is_out_of_line(written: Written, scrip
     (finding,) = failed(written)
     assert finding.ranks == (0,)
     assert "while ranks 1 and 2 were in DDP's own all-reduce" in finding.message
+
+
+def test_one_rank_that_a_condition_names_skipped_it(written: Written, script: Path) -> None:
+    script.write_text(GUARDED.replace("rank == 0", "not (rank == 1 and step == 6)"))
+    in_barrier(written, 0, script)
+    in_backward(written, 1, script)
+    (finding,) = failed(written)
+    assert (finding.code, finding.ranks) == ("DDP803", (1,))
+    assert finding.location is not None and finding.location.line == 3
+    assert finding.message == (
+        "rank 1 skipped barrier #1 (default group) at `dist.barrier()` train.py:4, by "
+        "`if not (rank == 1 and step == 6):` train.py:3, in which rank 0 was when the job failed"
+    )
 
 
 @pytest.mark.parametrize("why", ["done", "counted", "computes", "another failure", "exit"])
@@ -192,7 +205,7 @@ def test_a_backward_that_one_rank_passed_over(written: Written, script: Path) ->
     passed_over(written, script)
     (finding,) = failed(written)
     assert (finding.code, finding.ranks) == ("DDP803", (0,))
-    assert finding.message.startswith("rank 0 passed over a backward at `loss.backward()`")
+    assert finding.message.startswith("rank 0 skipped a backward at `loss.backward()`")
     assert finding.message.endswith(
         "train.py:4, and called barrier #1 (default group) at `dist.barrier()` train.py:5 while "
         "rank 1 was in DDP's own all-reduce: the job failed"
@@ -209,7 +222,7 @@ def test_ranks_that_are_level_passed_no_backward_over(
 ) -> None:
     passed_over(written, script, reduced=reduced)
     (finding,) = failed(written)
-    assert "passed over a backward" not in finding.message
+    assert "skipped a backward" not in finding.message
 
 
 # -- jobs that go on

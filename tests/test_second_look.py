@@ -60,7 +60,7 @@ class Watched:
         told = {**stacks(0, ("/job/log.py", 8, "finish")), "trouble": ENDING}
         seen = from_record({**told, "pid": pid, "state": {"letter": "S"}})
         monkeypatch.setattr(examination, "capture", lambda *_, **__: (seen,))
-        monkeypatch.setattr(examination, "_flights", lambda *_: {})
+        monkeypatch.setattr(examination, "flights", lambda *_: {})
         monkeypatch.setattr(examination, "BETWEEN", 0.05)
         monkeypatch.setattr(watch, "is_loaded", lambda: False)
         # Nobody to hold with py-spy.

@@ -34,6 +34,7 @@ OTHERWISE: dict[str, tuple[Severity, ...]] = {
     "DDP802": (Severity.WARNING,),
     "DDP808": (Severity.INFO,),
     "DDP809": (Severity.WARNING,),
+    "DDP814": (Severity.ERROR,),
     "DDP815": (Severity.WARNING,),
     "DDP928": (Severity.WARNING,),
 }

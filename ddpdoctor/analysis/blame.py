@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Literal
 
 from ddpdoctor.analysis.calls import Call
-from ddpdoctor.analysis.guards import Guard, guards_of
+from ddpdoctor.analysis.guards import Guard, guards_of, outcomes
 from ddpdoctor.analysis.sources import holds, source_of
 from ddpdoctor.core.finding import Location
 
@@ -67,6 +67,12 @@ def blame(
         calls: What each of them called.
         before: The ranks' calls in that process group before, which fit together, oldest first.
     """
+    for group in groups if len(groups) == 2 else ():
+        made = {rank: calls[rank] for rank in group.ranks}
+        lines = {rank: call.chain for rank, call in calls.items() if rank not in made}
+        skipped = skipped_by_guard(made, lines)
+        if skipped is not None:
+            return skipped
     orders = {rank: [each.chain for each in before.get(rank, ())] for rank in calls}
     by_guard = _by_guard(groups, calls, orders)
     if by_guard is not None:
@@ -103,6 +109,31 @@ def alone_by_guard(calls: Mapping[int, Call], others: Sequence[Sequence[Location
         found.append(passed[0])
     guard, at = found[0]
     return Blame("guard", tuple(sorted(calls)), at, guard)
+
+
+def skipped_by_guard(
+    calls: Mapping[int, Call], others: Mapping[int, Sequence[Location]]
+) -> Blame | None:
+    """A condition that is always true on the ranks that made a call, and not on the others.
+
+    As ``if not (rank == 1 and step == 60)``: those others skipped the call. What ranks that never
+    come there miss is `alone_by_guard`'s.
+
+    Args:
+        calls: The ranks' calls.
+        others: The lines that each of the other ranks is at, innermost first.
+    """
+    elsewhere = {guard.location for lines in others.values() for guard, _ in guards_of(lines)}
+    for guard, at in guards_of(next(iter(calls.values())).chain):
+        comes = outcomes(guard, at, (*calls, *others))
+        if (
+            guard.location not in elsewhere
+            and all(comes.get(rank) == {True} for rank in calls)
+            and all(comes.get(rank) == {True, False} for rank in others)
+        ):
+            ranks = tuple(sorted(others))
+            return Blame("passed", ranks, guard.location, decider=guard.location)
+    return None
 
 
 _Order = Sequence[Sequence[Location]]

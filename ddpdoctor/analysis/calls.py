@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,10 @@ class Call:
     """``gloo``, where torch's Flight Recorder says so."""
     callers: tuple[Location, ...] = ()
     """The lines that led to it, the nearest first."""
+    started: bool = False
+    """A GPU was seen to have begun it."""
+    timed: bool = False
+    """Its start was recorded on the GPU, so that of later ones it would be, too."""
 
     @property
     def chain(self) -> tuple[Location, ...]:
@@ -124,4 +128,27 @@ def from_flight(recorded: Mapping[str, Any]) -> Call:
         began=int(recorded.get("created") or 0),
         backend=str(recorded.get("backend") or ""),
         callers=tuple(lines[1:]),
+        started=recorded.get("state") == "started",
+        timed=recorded.get("duration") is not None,
+    )
+
+
+def first_pending(calls: Sequence[Call]) -> Call | None:
+    """The first collective of a Flight Recorder that is not done.
+
+    NCCL does those of a communicator in their order: one that was followed by one that is done was
+    forgotten, as those of a captured graph are.
+
+    Args:
+        calls: The collectives of one rank, in their order.
+    """
+    done = {each.numbering: each.sequence for each in calls if each.done}
+    return next(
+        (
+            each
+            for each in calls
+            if not each.done
+            and not (each.backend == "nccl" and done.get(each.numbering, -1) > each.sequence)
+        ),
+        None,
     )

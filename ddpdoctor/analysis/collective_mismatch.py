@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ddpdoctor.analysis.blame import Blame, Group, blame
+from ddpdoctor.analysis.blame import Blame, Group, blame, skipped_by_guard
 from ddpdoctor.analysis.calls import Call, amount, from_ring
 from ddpdoctor.analysis.places import brief
 from ddpdoctor.core.finding import Location
@@ -124,6 +124,20 @@ def of_calls(
         return early
     groups = _groups(kinds.values(), calls)
     return Mismatch(calls, groups, blame(groups, calls, before or {}))
+
+
+def skipped(calls: Mapping[int, Call], waiting: list[int], ahead: list[int]) -> Mismatch | None:
+    """A call that some ranks wait in and that those ahead of them alone may have skipped.
+
+    Args:
+        calls: What each of them waits in.
+        waiting: The ones.
+        ahead: The others.
+    """
+    found = skipped_by_guard(
+        {rank: calls[rank] for rank in waiting}, {rank: calls[rank].chain for rank in ahead}
+    )
+    return Mismatch(calls, _groups([waiting, ahead], calls), found) if found is not None else None
 
 
 def mispaired_before(before: Mapping[int, Sequence[Call]]) -> Mismatch | None:

@@ -17,6 +17,7 @@ from ddpdoctor.analysis.exit_statuses import (
     signal_name,
     spawned_statuses,
 )
+from ddpdoctor.analysis.nccl_words import UNEQUAL
 from ddpdoctor.analysis.places import location
 from ddpdoctor.core.finding import Location
 from ddpdoctor.core.opening import whole
@@ -38,7 +39,7 @@ PATIENCE = 3_000_000_000
 
 _MISPAIRED = re.compile(
     r"op\.preamble\.length <= op\.nbytes|Received data size doesn't match expected size"
-    r"|Detected mismatch between collectives on ranks",
+    rf"|Detected mismatch between collectives on ranks|{UNEQUAL}",
     re.IGNORECASE,
 )
 """What is said where a collective meets another one, or another rank's, of other size."""

@@ -92,6 +92,25 @@ def ranks_at(path: str, line: int, world_size: int, *, one_node: bool) -> tuple[
     return tuple(sorted(found)) if len(found) < world_size else ()
 
 
+def outcomes(guard: Guard, at: Location, ranks: Iterable[int]) -> dict[int, set[bool]]:
+    """Whether each of some ranks comes to a line that a condition decides on: both if it may.
+
+    Empty where the condition is no ``if``.
+    """
+    tree = tree_of(guard.path, changed_at(guard.path))
+    words = _words(guard.path, changed_at(guard.path))
+    for node in ast.walk(tree) if tree is not None else ():
+        if isinstance(node, ast.If) and node.lineno == guard.line:
+            # What follows an `if` that leaves runs where its test is not true.
+            leaves = any(isinstance(node.body[-1], kind) for kind, _ in _WAYS)
+            inside = node.body[0].lineno <= at.line <= (node.body[-1].end_lineno or 0)
+            wanted = inside or (bool(guard.way) and not leaves)
+            return {
+                rank: {each is wanted for each in allowed(node.test, words, rank)} for rank in ranks
+            }
+    return {}
+
+
 def statement(path: str, line: int) -> str:
     """The source of a line in short, empty if it cannot be read."""
     text = _lines(path, changed_at(path))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ddpdoctor.analysis.calls import Call, from_flight, from_ring
+from ddpdoctor.analysis.calls import Call, first_pending, from_flight, from_ring
 from ddpdoctor.analysis.guards import only_sleeps
 from ddpdoctor.analysis.places import location
 from ddpdoctor.core.finding import Location
@@ -155,6 +155,17 @@ class RankState:
         return float(value) if isinstance(value, (int, float)) else 0.0
 
     @property
+    def steady(self) -> int:
+        """Examinations in a row that saw it do the same (`ddpdoctor.analysis.steadiness`)."""
+        return integer(self.record, "steady")
+
+    @property
+    def steadied(self) -> float:
+        """Seconds that it had been silent, with a core, when the last of them was made."""
+        value = self.record.get("steadied")
+        return float(value) if isinstance(value, (int, float)) else 0.0
+
+    @property
     def looked_at(self) -> bool:
         """Whether its process could be looked at."""
         return "activity" in self.record
@@ -197,27 +208,14 @@ class RankState:
         return None
 
     @cached_property
-    def _pending(self) -> Call | None:
-        """The first collective that is not done, by its Flight Recorder.
-
-        NCCL does those of a communicator in their order: one that was followed by one that is done
-        was forgotten, as those of a captured graph are.
-        """
-        done = {each.numbering: each.sequence for each in self.flight or () if each.done}
-        return next(
-            (
-                each
-                for each in self.flight or ()
-                if not each.done
-                and not (each.backend == "nccl" and done.get(each.numbering, -1) > each.sequence)
-            ),
-            None,
-        )
+    def pending(self) -> Call | None:
+        """The first collective that is not done, by its Flight Recorder."""
+        return first_pending(self.flight or ())
 
     @property
     def _queued(self) -> Call | None:
         """The collective from Python that its GPU is in, if it is not one of DDP's own."""
-        pending = self._pending
+        pending = self.pending
         if pending is None or pending.site is None:
             return None
         earlier = (each for each in reversed(self.ring) if each.began <= pending.began)
@@ -229,7 +227,7 @@ class RankState:
         """The collective that it waits for by its Flight Recorder: the first that is not done."""
         if self.flight is None or not self.in_collective:
             return None
-        found = self._pending
+        found = self.pending
         # Of one that no line is known for (compiled, say): it waits where its main thread is.
         if found is None or found.site is not None:
             return found
@@ -238,6 +236,12 @@ class RankState:
         lines = [Location(each.path, each.line) for each in user_frames(self.frames)][::-1]
         return replace(found, site=lines[0] if lines else self.site, callers=tuple(lines[1:]))
 
+    @property
+    def waits_at(self) -> Location | None:
+        """The line that called what it waits in; with NCCL its host may be further on."""
+        called = self.blocked.site if self.waits_for_gpu and self.blocked else None
+        return called or self.site
+
     @cached_property
     def waits_for_gpu(self) -> bool:
         """Whether its GPU is in a collective that does not end, and its main thread waits for it.
@@ -245,7 +249,7 @@ class RankState:
         With NCCL a collective returns once it is queued. The thread goes on to the first line that
         needs a result, or that finds the queue full, and spins or sleeps there.
         """
-        pending = self._pending
+        pending = self.pending
         if pending is None or pending.backend != "nccl" or self.taken - pending.began < QUEUED:
             return False
         stays = not self.later_frames or self.later_frames == self.frames

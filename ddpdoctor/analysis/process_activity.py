@@ -66,16 +66,20 @@ def starves(rank: RankState) -> bool:
     return computes(rank) and rank.activity("cpu") < BUSY
 
 
-def works(rank: RankState) -> bool:
-    """Whether it makes progress that can be seen from outside."""
+def moves_data(rank: RankState) -> bool:
+    """Whether data come and go, or child processes do anything, though it stays where it is."""
     return (
-        computes(rank)
-        or children_compute(rank)
+        children_compute(rank)
+        or rank.activity("since_children_cpu") >= STIRS
         or rank.activity("characters") >= MOVING
         or rank.activity("disk") >= MOVING
         or _exchanges(rank)
-        or stirs(rank)
     )
+
+
+def works(rank: RankState) -> bool:
+    """Whether it makes progress that can be seen from outside."""
+    return computes(rank) or moves_data(rank) or stirs(rank)
 
 
 def stirs(rank: RankState) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ddpdoctor.analysis.gpu_work import STUCK_GPU, holds_host, work
 from ddpdoctor.analysis.guards import constant_while, statement
 from ddpdoctor.analysis.hang_snapshot import BUSY, RankState
 from ddpdoctor.analysis.loader_workers import workers_activity, workers_of
@@ -163,7 +164,7 @@ def activity_of(rank: RankState, starting: bool) -> Activity:
     duration = f" for {rank.seconds} s" if rank.seconds else ""
     if _prompts(rank, rank.frames):
         return _prompt(rank, starting, duration)
-    loop = _loop(rank) if computes(rank) else None
+    loop = _loop(rank)
     if any(_LOADER in frame.path for frame in rank.frames[-12:]):
         # Below the loader, and not the loop around it that draws the batches.
         inner = loop if loop is not None and _inside_loader(rank) else None
@@ -171,6 +172,7 @@ def activity_of(rank: RankState, starting: bool) -> Activity:
     return (
         _joining(rank)
         or (_starting(rank, duration) if starting and not rank.step else None)
+        or _held(rank, duration)
         or loop
         or Activity(
             "DDP802",
@@ -178,6 +180,20 @@ def activity_of(rank: RankState, starting: bool) -> Activity:
             Severity.WARNING if works(rank) else Severity.ERROR,
             rank.site,
         )
+    )
+
+
+def _held(rank: RankState, duration: str) -> Activity | None:
+    """Its host waits for its GPU, wherever that is: what the GPU works at is to blame."""
+    if not holds_host(rank):
+        return None
+    text, place = work(rank)
+    return Activity(
+        "DDP802",
+        f"waits{duration} at {quoted(rank.site)} for its GPU, which is still at {text}",
+        Severity.WARNING,
+        place or rank.site,
+        STUCK_GPU,
     )
 
 
@@ -256,7 +272,7 @@ def _went_on(rank: RankState) -> bool:
 
 def _loop(rank: RankState) -> Activity | None:
     """An endless loop: at two moments within one ``while`` that cannot end."""
-    found = _endless(rank.frames, rank.later_frames)
+    found = _endless(rank.frames, rank.later_frames) if computes(rank) else None
     if found is None:
         return None
     place, lines = found

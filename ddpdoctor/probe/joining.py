@@ -116,7 +116,7 @@ def become(torch: Any) -> None:
         shield.fault("ring", error)
     # In a run directory of another version, nothing asks.
     with contextlib.suppress(OSError, ValueError):
-        flight = Flight(run_directory(), stem + ".flight.json", ring, lambda: tracker.backwards)
+        flight = Flight(run_directory(), stem + ".flight.json", ring, tracker)
         recorder.each_round.append(flight.look)
     observe(state)
     exits.watch_fatal_signals(stem + ".fault")

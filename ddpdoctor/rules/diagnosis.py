@@ -10,16 +10,18 @@ from ddpdoctor.analysis import collective_mismatch
 from ddpdoctor.analysis.exit_waits import exit_wait
 from ddpdoctor.analysis.guards import only_sleeps
 from ddpdoctor.analysis.hang_snapshot import HangSnapshot, RankState, hang_snapshot
+from ddpdoctor.analysis.nccl_words import unequal_sizes
 from ddpdoctor.analysis.places import brief, quoted
 from ddpdoctor.analysis.process_activity import lacks_cpu, starves
 from ddpdoctor.analysis.rank_activity import Activity, activity_of, state_of
 from ddpdoctor.analysis.waits import Blocked, blocked
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.core.opening import integer
 from ddpdoctor.core.ranks import named
 from ddpdoctor.core.relations import STANDSTILL
+from ddpdoctor.rules.gpu_hangs import by_gpu
+from ddpdoctor.rules.hang_words import about, lasting, native_frames, without_stacks
 from ddpdoctor.rules.out_of_step import guarded, mismatch, order, same_number, waiting_line
-from ddpdoctor.rules.rendezvous import CHECK_NETWORK, before_joining
+from ddpdoctor.rules.rendezvous import before_joining
 from ddpdoctor.run.snapshot import Run
 
 _PLURAL = {"is": "are", "has": "have", "does": "do"}
@@ -29,9 +31,6 @@ _TOGETHER = (
     "to be shorter than the collectives' timeout."
 )
 _OUTSIDE = "Look at what is waited for outside of the job: a file, a server, a queue."
-
-NATIVE = 4
-"""Native frames that are shown."""
 
 _memo: tuple[Run, list[Finding]] | None = None
 
@@ -100,16 +99,16 @@ def _unexplained(run: Run, still: HangSnapshot) -> Iterator[Finding]:
     yield Finding(
         code="DDP814",
         about="unexplained",
-        severity=Severity.WARNING,
+        severity=lasting(Severity.WARNING, ranks),
         message=f"the job has made no progress for {still.seconds:.0f} s: "
         + "; ".join(
-            f"rank {rank.rank} {_doing(rank)} at {quoted(rank.site)}" for rank in ranks[:3]
+            f"rank {rank.rank} {_doing(rank)} at {quoted(rank.waits_at)}" for rank in ranks[:3]
         ),
         ranks=tuple(rank.rank for rank in ranks),
-        location=ranks[0].site if ranks else None,
+        location=ranks[0].waits_at if ranks else None,
         evidence=(
-            *(f"rank {rank.rank} {_doing(rank)} at {brief(rank.site)}" for rank in ranks[3:8]),
-            *_without_stacks(still),
+            *(f"rank {rank.rank} {_doing(rank)} at {brief(rank.waits_at)}" for rank in ranks[3:8]),
+            *without_stacks(still),
         ),
         fix="Compare the lines that the ranks are at: `ddpdoctor stacks` shows them in full."
         if len(ranks) > 1
@@ -130,7 +129,7 @@ def _of_waits(run: Run, still: HangSnapshot, waits: Sequence[Blocked]) -> Iterat
     first = waits[0]
     alone = guarded(waits)
     if alone is not None:
-        yield alone
+        yield _with_nccl(run, alone)
         return
     if collective_mismatch.first_mismatch(collective_mismatch.rings(run), _gloo(run)) is not None:
         # Said by itself, from the rings, whether or not the job makes progress.
@@ -143,7 +142,12 @@ def _of_waits(run: Run, still: HangSnapshot, waits: Sequence[Blocked]) -> Iterat
     elif elsewhere:
         yield order(waits)
     else:
-        yield from _all_there(still, first)
+        yield from _all_there(run, still, first)
+
+
+def _with_nccl(run: Run, found: Finding) -> Finding:
+    """A finding about collectives that differ, with what NCCL says of that."""
+    return replace(found, evidence=(*found.evidence, *unequal_sizes(run.stderr)))
 
 
 def _missing(rank: RankState, starting: bool) -> Activity:
@@ -170,30 +174,26 @@ def _activities(
         severity = each.severity
         if not still.record.everybody and each.code in ("DDP802", "DDP807", "DDP811"):
             severity = min(severity, Severity.WARNING)
+        elif each.code in ("DDP802", "DDP809"):
+            severity = lasting(severity, ranks)
         waiting = [r for r in (wait.waiting if wait is not None else ()) if r.rank not in culprits]
         yield Finding(
             code=each.code,
-            about=_about(ranks, severity),
+            about=about(ranks, severity),
             severity=severity,
             message=_sentence(ranks, each, wait if waiting else None, waiting),
             ranks=tuple(rank.rank for rank in ranks),
             location=each.location,
             evidence=(
                 *each.evidence,
-                *_native(ranks[0]),
+                *native_frames(ranks[0]),
                 *(waiting_line(rank) for rank in waiting[:3]),
-                *_without_stacks(still),
+                *without_stacks(still),
             ),
             fix=each.fix or (_TOGETHER if still.world_size != 1 else _OUTSIDE),
             traceback=ranks[0].traceback,
             moment=still.record.time,
         )
-
-
-def _about(ranks: list[RankState], severity: Severity) -> str:
-    """One standstill of the same ranks, wherever they are seen meanwhile."""
-    since = max(integer(rank.record, "since") for rank in ranks)
-    return f"{severity.label} {[rank.rank for rank in ranks]} {since}"
 
 
 def _sentence(
@@ -210,23 +210,18 @@ def _sentence(
         return f"{who} {text}"
     others = named([rank.rank for rank in waiting])
     verb = "wait" if len(waiting) > 1 else "waits"
+    at = quoted(waiting[0].waits_at)
     if each.code == "DDP802":
         again = "they" if plural else who
-        return (
-            f"{who} never joined {wait.what}, where {others} {verb} in {quoted(waiting[0].site)}; "
-            f"{again} {text}"
-        )
-    return (
-        f"{who} {text}; {others} {verb} for {'them' if plural else 'it'} in {wait.what} at "
-        f"{quoted(waiting[0].site)}"
-    )
+        return f"{who} never joined {wait.what}, where {others} {verb} in {at}; {again} {text}"
+    return f"{who} {text}; {others} {verb} for {'them' if plural else 'it'} in {wait.what} at {at}"
 
 
-def _all_there(still: HangSnapshot, one: Blocked) -> Iterator[Finding]:
+def _all_there(run: Run, still: HangSnapshot, one: Blocked) -> Iterator[Finding]:
     """No rank is missing that could be seen."""
     same = same_number([one])
     if same is not None:
-        yield mismatch(same)
+        yield _with_nccl(run, mismatch(same))
         return
     waiting = one.waiting
     if one.unseen:
@@ -237,7 +232,7 @@ def _all_there(still: HangSnapshot, one: Blocked) -> Iterator[Finding]:
             message=f"all ranks of this node wait in {one.what}; {named(one.unseen)} of other "
             "nodes did not join it, or cannot be reached",
             ranks=one.unseen,
-            location=waiting[0].site,
+            location=waiting[0].waits_at,
             evidence=tuple(waiting_line(rank) for rank in waiting[:4]),
             fix="Look at what ddpdoctor says on the other nodes.",
         )
@@ -248,20 +243,7 @@ def _all_there(still: HangSnapshot, one: Blocked) -> Iterator[Finding]:
     if any(starves(rank) for rank in waiting):
         # The threads that carry it out have no core.
         return
-    yield Finding(
-        code="DDP814",
-        about="all there",
-        severity=Severity.WARNING,
-        message=f"all ranks have been in {one.what} for {waiting[0].seconds} s and it does not "
-        "end: the network between them, or the backend"
-        if len(waiting) > 1
-        else f"{named([waiting[0].rank])} has been in {one.what} for {waiting[0].seconds} s and it "
-        "does not end: the backend, or the device",
-        ranks=tuple(rank.rank for rank in waiting),
-        location=waiting[0].site,
-        evidence=(*(waiting_line(rank) for rank in waiting[:4]), *_without_stacks(still)),
-        fix=CHECK_NETWORK if len(waiting) > 1 else "See its native frames: `ddpdoctor stacks`.",
-    )
+    yield from by_gpu(still, one)
 
 
 # -- none waits in a collective
@@ -286,7 +268,7 @@ def _none_waits(still: HangSnapshot) -> Iterator[Finding]:
     yield Finding(
         code="DDP814",
         about="none waits",
-        severity=Severity.WARNING,
+        severity=lasting(Severity.WARNING, [each for each, _ in idle]),
         message=f"no rank has moved for {min(r.seconds for r, _ in idle)} s and none waits in a "
         f"collective: {named([rank.rank])} {each.text}"
         if len(idle) > 1
@@ -306,26 +288,6 @@ def _is_idle(rank: RankState, each: Activity) -> bool:
 
 def _only_sleeps(rank: RankState) -> bool:
     return rank.site is not None and only_sleeps(rank.site.path, rank.site.line)
-
-
-# -- in words
-
-
-def _without_stacks(still: HangSnapshot) -> tuple[str, ...]:
-    """Ranks whose evidence could not be had."""
-    found = [
-        f"no stack of rank {rank.rank}: {rank.stacks.trouble}"
-        + (f"; {rank.stacks.note}" if rank.stacks.note else "")
-        for rank in still.ranks
-        if rank.stacks is not None and rank.stacks.trouble and rank.dead_for is None
-    ]
-    return tuple(found[:3])
-
-
-def _native(rank: RankState) -> tuple[str, ...]:
-    """What a rank does below Python, the innermost frames."""
-    frames = rank.stacks.native[-NATIVE:] if rank.stacks is not None else ()
-    return (f"native frames of rank {rank.rank}: {' > '.join(frames)}",) if frames else ()
 
 
 def _gloo(run: Run) -> bool:

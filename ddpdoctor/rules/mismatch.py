@@ -8,7 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ddpdoctor.analysis import collective_mismatch
-from ddpdoctor.analysis.blame import alone_by_guard, comes_after, way_past
+from ddpdoctor.analysis.blame import (
+    Blame,
+    alone_by_guard,
+    comes_after,
+    skipped_by_guard,
+    way_past,
+)
 from ddpdoctor.analysis.calls import Call
 from ddpdoctor.analysis.departures import departures
 from ddpdoctor.analysis.endings import PATIENCE, endings, first_failure, last_phase, mispaired
@@ -232,8 +238,9 @@ def _failed(run: Run, code: str) -> Iterator[Finding]:
         if verdict.code == code:
             yield verdict
         return
-    lines = [_at(rank) for rank in run.last if rank.rank in found.elsewhere]
-    guarded = alone_by_guard(found.inside, lines)
+    lines = {rank.rank: _at(rank) for rank in run.last if rank.rank in found.elsewhere}
+    skipped = skipped_by_guard(found.inside, lines)
+    guarded = alone_by_guard(found.inside, [*lines.values()]) if skipped is None else None
     evidence = (
         *(
             f"rank {rank} called {made.what} at {brief(made.site)}"
@@ -244,17 +251,24 @@ def _failed(run: Run, code: str) -> Iterator[Finding]:
     if guarded is not None and code == "DDP401":
         yield guarded_finding(guarded, found.inside[min(found.inside)], evidence)
     elif guarded is None and code == "DDP803":
-        yield _skipped_backward(run, found, evidence) or _skipped_call(found, evidence)
+        yield _skipped_backward(run, found, evidence) or _skipped_call(found, evidence, skipped)
 
 
-def _skipped_call(found: _Failure, evidence: tuple[str, ...]) -> Finding:
-    """A call that some ranks made while the others were in DDP's own all-reduce."""
+def _skipped_call(found: _Failure, evidence: tuple[str, ...], by: Blame | None) -> Finding:
+    """A call that some ranks made while the others were in DDP's own all-reduce.
+
+    Args:
+        found: The calls.
+        evidence: Who was in what.
+        by: The condition by which the others skipped it, if that is known.
+    """
     inside, elsewhere = sorted(found.inside), found.elsewhere
     call = found.inside[inside[0]]
-    many = len(inside) > len(elsewhere)
+    many = len(inside) > len(elsewhere) or by is not None
     few = elsewhere if many else (inside if len(inside) < len(elsewhere) else ())
     who, others = (elsewhere, inside) if many else (inside, elsewhere)
-    did = "passed over" if many else "called"
+    did = "skipped" if many else "called"
+    at = f", by {quoted(by.location)}" if by is not None else ""
     then = "in which" if many else "while"
     return Finding(
         code="DDP803",
@@ -262,18 +276,18 @@ def _skipped_call(found: _Failure, evidence: tuple[str, ...]) -> Finding:
         subjects=frozenset((MISPAIRED, ABORT)),
         moment=call.began,
         severity=Severity.ERROR,
-        message=f"{named(who)} {did} {call.what} at {quoted(call.site)}, {then} "
+        message=f"{named(who)} {did} {call.what} at {quoted(call.site)}{at}, {then} "
         f"{named(others)} {'were' if len(others) > 1 else 'was'}"
         + (" when the job failed" if many else " in DDP's own all-reduce, and the job failed"),
         ranks=tuple(sorted(few or (*inside, *elsewhere))),
-        location=call.site,
+        location=by.location if by is not None else call.site,
         evidence=evidence,
         fix="Let every rank make the call: what decides on it has to be the same on all ranks.",
     )
 
 
 def _skipped_backward(run: Run, found: _Failure, evidence: tuple[str, ...]) -> Finding | None:
-    """A backward that ranks passed over behind its forward, by which they were ahead."""
+    """A backward that ranks skipped behind its forward, by which they were ahead."""
     pages = {rank.rank: rank.status for rank in run.last if rank.status is not None}
     lacking = {rank: page.armed - page.reduced for rank, page in pages.items()}
     if any(lacking.get(rank) != 1 for rank in found.inside):
@@ -294,7 +308,7 @@ def _skipped_backward(run: Run, found: _Failure, evidence: tuple[str, ...]) -> F
         about=f"{decider or backward}",
         subjects=frozenset((MISPAIRED, ABORT)),
         severity=Severity.ERROR,
-        message=f"{named(found.inside)} passed over a backward at {quoted(backward)}"
+        message=f"{named(found.inside)} skipped a backward at {quoted(backward)}"
         + (f", by {quoted(decider)}" if decider is not None else "")
         + f", and called {call.what} at {quoted(call.site)} while {named(found.elsewhere)} "
         f"{'were' if len(found.elsewhere) > 1 else 'was'} in DDP's own all-reduce: the job failed",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ddpdoctor.analysis import collective_mismatch
-from ddpdoctor.analysis.blame import Blame, Group, alone_by_guard
+from ddpdoctor.analysis.blame import Blame, Group, alone_by_guard, skipped_by_guard
 from ddpdoctor.analysis.calls import Call
 from ddpdoctor.analysis.guards import statement
 from ddpdoctor.analysis.hang_snapshot import RankState
@@ -21,38 +21,82 @@ _SUBJECTS = frozenset((MISPAIRED, ABORT))
 
 
 def guarded(waits: Sequence[Blocked]) -> Finding | None:
-    """A call that ranks wait in and that only they made, or that the others passed over."""
+    """A call that ranks wait in and that only they made, or that the others skipped."""
     same = same_number(waits)
     if same is not None and same.blame.kind in ("guard", "passed", "alone"):
-        return finding(same)
+        return finding(same, _closed(same, waits))
     for one in waits:
+        skipped = _skipped(one)
+        if skipped is not None:
+            return finding(skipped, _closed(skipped, waits))
         others = [rank for each in waits if each is not one for rank in each.waiting]
         # Whom they wait for waits, too, so that it will not come.
         late = [rank for rank in one.absent if rank.in_collective]
         if not late or len(late) < len(one.absent):
             continue
         for call, ranks in _by_site(one.waiting):
-            by_guard = alone_by_guard(
-                {rank.rank: made for rank in ranks if (made := rank.under_way) is not None},
-                [_lines(rank) for rank in late],
-            )
+            made = {rank.rank: made for rank in ranks if (made := rank.under_way) is not None}
+            lines = {rank.rank: _lines(rank) for rank in late}
+            if skipped_by_guard(made, lines) is not None:
+                continue
+            by_guard = alone_by_guard(made, [*lines.values()])
             if by_guard is not None:
                 evidence = tuple(waiting_line(rank) for rank in (*ranks, *(late or others))[:6])
                 return guarded_finding(by_guard, call, evidence)
     return None
 
 
+def _closed(found: collective_mismatch.Mismatch, waits: Sequence[Blocked]) -> int:
+    """Steps that ranks in line had closed when they made their call, if they made none since."""
+    inside = {number for group in found.others for number in group.ranks}
+    return min(
+        (
+            rank.step
+            for one in waits
+            for rank in one.waiting
+            if rank.rank in inside
+            and all(each.began <= found.calls[rank.rank].began for each in rank.flight or rank.ring)
+        ),
+        default=0,
+    )
+
+
+def _skipped(one: Blocked) -> collective_mismatch.Mismatch | None:
+    """A call from Python that ranks wait in and that those ahead of them never made.
+
+    Those may be so far ahead that what they called instead is not recorded any more.
+    """
+    ranks = (*one.waiting, *one.ahead)
+    calls = {rank.rank: made for rank in ranks if (made := rank.blocked or rank.under_way)}
+    if not one.ahead or one.absent or len(calls) < len(ranks):
+        return None
+    counts = {
+        rank.rank: [each.sequence for each in rank.ring if each.group == calls[rank.rank].group]
+        for rank in ranks
+    }
+    least = min(max(counts[rank.rank], default=0) for rank in one.waiting)
+    if any(max(counts[rank.rank], default=least) >= least for rank in one.ahead):
+        return None
+    waiting, ahead = ([rank.rank for rank in each] for each in (one.waiting, one.ahead))
+    return collective_mismatch.skipped(calls, waiting, ahead)
+
+
 def _lines(rank: RankState) -> Sequence[Location]:
     """The user's lines that a rank is at, innermost first."""
     frames = [Location(each.path, each.line) for each in user_frames(rank.frames)]
     call = rank.under_way or rank.blocked
-    if call is not None and call is rank.under_way and call.chain:
+    if call is not None and call.chain and (call is rank.under_way or rank.waits_for_gpu):
         return call.chain
     return frames[::-1] or (call.chain if call is not None else ())
 
 
-def finding(found: collective_mismatch.Mismatch) -> Finding:
-    """DDP401 or DDP803, for a hang or for a job that goes on."""
+def finding(found: collective_mismatch.Mismatch, steps: int = 0) -> Finding:
+    """DDP401 or DDP803, for a hang or for a job that goes on.
+
+    Args:
+        found: The calls that differ.
+        steps: Steps that were closed before them; 0 if that is not known.
+    """
     kind, guilty = found.blame.kind, found.guilty
     if kind == "guard":
         return guarded_finding(found.blame, guilty[0].call, found.evidence)
@@ -62,8 +106,10 @@ def finding(found: collective_mismatch.Mismatch) -> Finding:
     decider = found.blame.decider
     if kind == "passed":
         by = f", by {quoted(decider)}" if decider is not None else ""
+        after = f" after step {steps - 1}" if steps else ""
         message = (
-            f"{named(odd.ranks)} passed over {usual.call.what} at {quoted(usual.call.site)}{by}: "
+            f"{named(odd.ranks)} skipped {usual.call.what} at {quoted(usual.call.site)}"
+            f"{after}{by}: "
             f"{named(usual.ranks)} called it, {named(odd.ranks)} went on to {odd.call.what} at "
             f"{quoted(odd.call.site)}"
         )
@@ -132,8 +178,23 @@ def same_number(waits: Sequence[Blocked]) -> collective_mismatch.Mismatch | None
         }
         found = collective_mismatch.of_calls(calls, _before(one, one.call)) or _met(one, one.call)
         if found is not None:
-            return found
+            return _unless_usual(found, one)
     return None
+
+
+def _unless_usual(
+    found: collective_mismatch.Mismatch, one: Blocked
+) -> collective_mismatch.Mismatch:
+    """A mismatch without blame for a call made alone that the other ranks made, too, before.
+
+    What a Flight Recorder has of the calls before may be shorter than the time between two of them.
+    """
+    made = {rank: found.calls[rank].chain for rank in found.blame.ranks}
+    before = {each.chain for rank in one.waiting if rank.rank not in made for each in rank.ring}
+    if found.blame.kind != "alone" or before.isdisjoint(made.values()):
+        return found
+    ranks = tuple(sorted(found.calls))
+    return replace(found, blame=Blame("none", ranks, found.groups[1].call.site))
 
 
 def _met(one: Blocked, last: Call) -> collective_mismatch.Mismatch | None:
@@ -216,7 +277,7 @@ def order(waits: Sequence[Blocked]) -> Finding:
     code = "DDP804" if len(groups) > 1 else "DDP803"
     listed = "; ".join(
         f"{named([rank.rank for rank in one.waiting])} in {one.what} at "
-        f"{quoted(one.waiting[0].site)}"
+        f"{quoted(one.waiting[0].waits_at)}"
         for one in waits[:4]
     )
     what = "collectives of different groups" if code == "DDP804" else "different collectives"
@@ -228,7 +289,7 @@ def order(waits: Sequence[Blocked]) -> Finding:
         severity=Severity.ERROR,
         message=f"ranks wait for each other in {what}: {listed}",
         ranks=tuple(rank.rank for rank in ranks),
-        location=last.site,
+        location=last.waits_at,
         evidence=tuple(waiting_line(rank) for rank in ranks[:6]),
         fix="Call the collectives of all groups in one order on every rank."
         if code == "DDP804"
@@ -318,7 +379,9 @@ def _first(group: Group) -> int:
 
 def waiting_line(rank: RankState) -> str:
     """What a rank waits in, as a line of evidence."""
-    called = rank.blocked.site if rank.waits_for_gpu and rank.blocked else None
-    by = f", called at {brief(called)}," if called is not None else ""
-    waits_in = f"{rank.waits_in}{by}"
-    return f"rank {rank.rank} waits in {waits_in} at {brief(rank.site)} for {rank.seconds} s"
+    here = f"rank {rank.rank} waits in {rank.waits_in}"
+    if rank.waits_at == rank.site:
+        return f"{here} at {brief(rank.site)} for {rank.seconds} s"
+    return (
+        f"{here} at {brief(rank.waits_at)} for {rank.seconds} s; its host is at {brief(rank.site)}"
+    )

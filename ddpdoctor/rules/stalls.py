@@ -20,7 +20,8 @@ def never_joined(run: Run) -> Iterator[Finding]:
 
     What it finds
         Ranks that wait in a collective, and a rank that never called it: where it is instead, for
-        how long, and whether it is idle, computes, reads or writes.
+        how long, and whether it is idle, computes, reads or writes. With NCCL also a rank whose GPU
+        never came to it, because it is still at work that was queued before.
 
     Why it is bad
         The others wait until their timeout (10 minutes with NCCL, 30 with gloo), and the error then
@@ -36,7 +37,8 @@ def never_joined(run: Run) -> Iterator[Finding]:
 
     When it stays silent
         Until `--hang-after`, which counts only the time in which a busy rank had a core, and in a
-        debugger. For a rank that computes or transfers data it is a warning. Causes with a code
+        debugger. For a rank that computes or transfers data it is a warning; once three looks find
+        it in one loop that polls, or its GPU at the same work, an error. Causes with a code
         (DDP401, DDP403, DDP801, DDP805 and up) are reported instead.
     """
     yield from diagnosed(run, "DDP802")
@@ -115,7 +117,7 @@ def endless_loop(run: Run) -> Iterator[Finding]:
                 done = poll()
 
     When it stays silent
-        For loops that may end, however long they take: those are DDP802, as a warning.
+        For loops that may end: those are DDP802, a warning until three looks find the same.
     """
     yield from diagnosed(run, "DDP807")
 
@@ -166,8 +168,8 @@ def waits_for_loader(run: Run) -> Iterator[Finding]:
         Right: a lock created in `worker_init_fn`.
 
     When it stays silent
-        Workers that compute, lack a core or wait for the network are a warning: loading is slow
-        then.
+        Workers that compute or lack a core are a warning: loading is slow then. So are those that
+        wait for the network, until three looks in a row find the same.
     """
     yield from diagnosed(run, "DDP809")
 
@@ -285,7 +287,8 @@ def stands_still(run: Run) -> Iterator[Finding]:
 
     What it finds
         All ranks in the same collective, which does not end. Or all ranks idle, with none in a
-        collective.
+        collective. Once three looks in a row find the same it is an error. With NCCL the network is
+        named only if it is known that every GPU has begun the collective.
 
     Why it is bad
         The cause may be the network, the backend, or an external service that all ranks wait for.

@@ -126,6 +126,23 @@ def test_a_hang_of_nccl_is_named_with_its_line(doctor: Doctor, fault: str, code:
     assert f"{JOB.name}:{line_of(fault)}" in result.stderr
 
 
+def test_a_rank_that_skips_a_call_is_named_with_its_condition(doctor: Doctor) -> None:
+    result = doctor.run("--hang-after", "10", "--kill-on-hang", *TWO, "--metric")
+    assert findings(result)[:1] == ["DDP803"], result.stderr
+    assert re.search(r"rank 1 skipped all_reduce #\d+ \(1 float, default group\)", result.ours)
+    assert f"{JOB.name}:{line_of('skip')}" in result.stderr
+
+
+@pytest.mark.parametrize("timed", ["0", "1"])
+def test_a_kernel_that_does_not_end_is_not_the_network(doctor: Doctor, timed: str) -> None:
+    words = ("--hang-after", "10", "--kill-on-hang", *TWO, "--fail", "kernel")
+    result = doctor.run(*words, env={"TORCH_NCCL_ENABLE_TIMING": timed})
+    assert findings(result)[:1] == ["DDP802"], result.stderr
+    said = " ".join(result.ours.split())
+    assert "GPU of rank 1 never came to" in said or "for its GPU, which is still at" in said
+    assert result.status == 4, result.stderr
+
+
 def test_a_time_out_of_nccl_is_read_from_the_log(doctor: Doctor) -> None:
     result = doctor.torchrun(*TWO, "--fail", "asleep", "--timeout", "10")
     assert result.status != 0

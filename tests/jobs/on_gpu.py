@@ -71,6 +71,8 @@ def fail(how: str, device: torch.device) -> None:
         torch.cuda.synchronize()
     if how == "size":
         dist.all_reduce(torch.ones(1 << 20, device=device))  # guilty: size
+    if how == "kernel":
+        torch.cuda._sleep(10**13)  # type: ignore[no-untyped-call]  # guilty: kernel
     if how == "asleep":
         time.sleep(3600)  # guilty: asleep
     if how == "kill":
@@ -114,6 +116,8 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         loss: torch.Tensor = nn.functional.cross_entropy(model(inputs), labels)
         torch.autograd.backward(loss)
         optimizer.step()
+        if options.metric and not (rank == 1 and step == 5):  # guilty: skip
+            dist.all_reduce(loss.detach().clone())
         if options.losses and rank == 0:
             print(repr(loss.item()), flush=True)
     torch.cuda.synchronize()
@@ -169,6 +173,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=1, help="the rank that fails; -1: each")
     parser.add_argument("--timeout", type=float, default=600.0, help="of collectives, seconds")
     parser.add_argument("--same-host", action="store_true", help="do not hide that it is one GPU")
+    parser.add_argument("--metric", action="store_true", help="reduced in all steps but one")
     parser.add_argument("--losses", action="store_true")
     parser.add_argument("--profile", action="store_true", help="print the calls of CUDA as JSON")
     parser.add_argument("--compile", default="")

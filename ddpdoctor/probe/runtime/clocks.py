@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +17,9 @@ Times = list[int]
 
 Measured = Callable[[], "Times | None"]
 """The phases of a closed step; None while the device is still busy with it."""
+
+Mark = tuple[int, Any, int]
+"""The phase that a marker ends, its event, and when the host put it there (Unix nanoseconds)."""
 
 MOST_MARKS = 256
 """Phase boundaries of one step that are marked; what comes after them is one stretch."""
@@ -33,7 +38,7 @@ class _Pending:
 
     __slots__ = ("first", "marks", "times")
 
-    def __init__(self, first: Any, marks: list[tuple[int, Any]]) -> None:
+    def __init__(self, first: Any, marks: list[Mark]) -> None:
         self.first = first
         self.marks = marks
         self.times: Times | None = None
@@ -62,7 +67,11 @@ class CudaClock:
         self._free: list[Any] = []
         self._pending: deque[_Pending] = deque()
         self._last = self._record()
-        self._marks: list[tuple[int, Any]] = []
+        self._marks: list[Mark] = []
+        self._passed: list[Mark] = []
+        """The last one of the steps that were read."""
+        self.captures = False
+        """Whether a graph was being captured at the last boundary."""
 
     def _record(self) -> Any:
         event = self._free.pop() if self._free else self._cuda.Event(enable_timing=True)
@@ -71,8 +80,9 @@ class CudaClock:
 
     def charge(self, phase: int) -> None:
         """Put a marker into the device's stream: what came before it belongs to ``phase``."""
-        if len(self._marks) < MOST_MARKS and not self._cuda.is_current_stream_capturing():
-            self._marks.append((phase, self._record()))
+        self.captures = self._cuda.is_current_stream_capturing()
+        if len(self._marks) < MOST_MARKS and not self.captures:
+            self._marks.append((phase, self._record(), time.time_ns()))
 
     def cut(self) -> Measured:
         """End a step: its times, once the device has passed its last marker."""
@@ -89,6 +99,23 @@ class CudaClock:
         if len(self._pending) > MOST_STEPS:
             self._pending.popleft().times = [0] * len(Phase)
         return pending.measured
+
+    def standing(self) -> list[tuple[str, int, bool]]:
+        """How far the device has come: the last marker that it passed, and the three behind it.
+
+        Asked by the writing thread, of a rank that makes no progress.
+
+        Returns:
+            Of each the phase that it ends, when it was put there (Unix nanoseconds), and whether
+            the device has passed it.
+        """
+        steps = [self._passed, *(step.marks for step in list(self._pending)), self._marks]
+        marks = list(itertools.chain.from_iterable(steps))
+        ahead = bisect.bisect_left(marks, True, key=lambda mark: not mark[1].query())
+        shown = enumerate(marks[: ahead + 3])
+        return [(Phase(phase).label, when, at < ahead) for at, (phase, _, when) in shown][
+            max(0, ahead - 1) :
+        ]
 
     def settle(self) -> None:
         """Before a rank ends: give the device a moment to come to what it was asked for.
@@ -107,11 +134,12 @@ class CudaClock:
             return False
         times = [0] * len(Phase)
         previous = pending.first
-        for phase, event in pending.marks:
+        for phase, event, _ in pending.marks:
             times[phase] += int(previous.elapsed_time(event) * 1e6)
             previous = event
+        self._passed = pending.marks[-1:]
         # The last event begins the next step and must not be used again before its end.
         self._free.append(pending.first)
-        self._free.extend(event for _, event in pending.marks[:-1])
+        self._free.extend(event for _, event, _ in pending.marks[:-1])
         pending.times = times
         return True

@@ -28,7 +28,7 @@ _OPTIMIZER = int(Phase.OPTIMIZER)
 _WAIT = int(Phase.WAIT)
 _PHASES = len(Phase)
 
-BACKWARDS = 24
+BACKWARDS = 64
 """Backward passes that are remembered."""
 
 Backward = tuple[int, int, Site]

@@ -9,11 +9,10 @@ import contextlib
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
-from ddpdoctor.core import opening
-from ddpdoctor.core.opening import integer
+from ddpdoctor.analysis.hang_snapshot import RankState
+from ddpdoctor.analysis.steadiness import steadiness
 from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.mapped import UnreadableError
 from ddpdoctor.run.names import rank_stem
@@ -24,6 +23,7 @@ from ddpdoctor.run.status import read_status
 from ddpdoctor.stacks import py_spy
 from ddpdoctor.stacks.capture import capture
 from ddpdoctor.stacks.model import RankStacks, Thread, from_record, to_record
+from ddpdoctor.supervise.hangs.flights import flights
 from ddpdoctor.system import activity
 from ddpdoctor.system.process_state import ProcessState, Turns, read_turns
 from ddpdoctor.system.waiting import pause
@@ -36,6 +36,9 @@ PATIENCE = 3.0
 
 NEWEST = 24
 """Collectives of a ring that are kept."""
+
+PHASES = ("data", "forward", "backward", "optimizer")
+"""Those whose lines are written down: by them is said what a GPU works at."""
 
 MOST_FRAMES = 48
 """Frames of a main thread that are kept, the innermost ones."""
@@ -67,6 +70,7 @@ def examine(
     before: Mapping[int, JsonObject],
     seen: dict[int, Seen],
     launcher: int | None = None,
+    lost: Mapping[int, float] = {},
 ) -> list[JsonObject]:
     """What each rank of this host is doing, one record a rank.
 
@@ -77,6 +81,7 @@ def examine(
         before: What the examination before this one found of each rank.
         seen: The processes of the ranks as they were then; as they are now, on return.
         launcher: The process of the job's command.
+        lost: For how many seconds of its silence each rank had no core.
     """
     here = namespace()
     local = [rank for rank in run.last if rank.opened.namespace in (None, here)]
@@ -84,7 +89,7 @@ def examine(
     records = {rank.rank: _of_rank(run, rank) for rank in run.last}
     # Those that were slow to answer for want of a core are given as much time again.
     deadline = max(looked.began + BETWEEN, time.monotonic() - PATIENCE / 2) + PATIENCE
-    for rank, flight in _flights(run, local, number, deadline).items():
+    for rank, flight in flights(run, local, number, deadline).items():
         records[rank].update(flight)
     for rank, stacks in looked.stacks.items():
         record = records.setdefault(rank, {"rank": rank, "restart": stacks.restart})
@@ -107,6 +112,10 @@ def examine(
                 **_since(seen.get(rank) if silent else None, record["pid"], after, now),
             }
             seen[rank] = Seen(record["pid"], now, after)
+        record["lost"] = round((lost or {}).get(rank, 0.0), 1)
+        known = before.get(rank)
+        seen_before = RankState(known, 0) if known is not None else None
+        record.update(steadiness(RankState(record, time.time_ns()), seen_before))
     return [records[rank] for rank in sorted(records)]
 
 
@@ -264,6 +273,7 @@ def _of_rank(run: Run, rank: Rank) -> JsonObject:
         **record,
         "pid": status.pid,
         "host": rank.opened.host,
+        "backend": rank.opened.backend,
         "world_size": status.world_size,
         "phase": status.phase.label,
         "since": status.since,
@@ -272,6 +282,7 @@ def _of_rank(run: Run, rank: Rank) -> JsonObject:
         "reduced": status.reduced,
         "collective": status.collective,
         "site": status.site,
+        "sites": {each: str(at) for each in PHASES if (at := rank.site(each)) is not None},
         # How long ago its writing thread was last awake, in nanoseconds.
         "silent": now - status.beat if status.beat is not None else None,
         **ring_record(rank),
@@ -292,35 +303,6 @@ def ring_record(rank: Rank) -> JsonObject:
         "partial": ring.partial,
         "collectives": [each._asdict() for each in ring.collectives],
     }
-
-
-def _flights(
-    run: Run, ranks: Iterable[Rank], number: int, deadline: float
-) -> dict[int, JsonObject]:
-    """What the Flight Recorders hold, as far as they answer in time (monotonic seconds)."""
-    found: dict[int, JsonObject] = {}
-    open_ = [rank for rank in ranks if rank.exit is None]
-    while True:
-        for rank in list(open_):
-            answer = _read(run.path / f"{rank_stem(rank.rank, rank.restart)}.flight.json")
-            if answer is not None and integer(answer, "asked") >= number:
-                found[rank.rank] = {
-                    "flight": answer.get("entries"),
-                    "flight_trouble": answer.get("trouble", ""),
-                }
-                open_.remove(rank)
-        if not open_ or time.monotonic() >= deadline:
-            break
-        pause(0.05)
-    for rank in open_:
-        found[rank.rank] = {"flight": None, "flight_trouble": "did not answer"}
-    return found
-
-
-def _read(path: Path) -> JsonObject | None:
-    with contextlib.suppress(OSError, ValueError):
-        return opening.json_object(path, opening.MOST_RECORD)
-    return None
 
 
 def _shortened(stacks: RankStacks, threads: int = MOST_THREADS) -> RankStacks:

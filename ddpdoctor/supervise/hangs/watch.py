@@ -234,12 +234,9 @@ class HangWatch:
         )
         try:
             ranks = examination.examine(
-                run, number, waiting, self._before, self._seen, self._start.pid
+                run, number, waiting, self._before, self._seen, self._start.pid, still.lost
             )
             self._before = {each["rank"]: each for each in ranks}
-            for rank, lost in still.lost.items():
-                if rank in self._before:
-                    self._before[rank]["lost"] = round(lost, 1)
             works = any(each.get("launcher_works") for each in ranks)
             with_file = replace(found, launcher_works=works, file=f"hang-{number:04d}.json")
             self._put(with_file)
