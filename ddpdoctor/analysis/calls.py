@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,7 +111,7 @@ def from_flight(recorded: Mapping[str, Any]) -> Call:
     lines = [at for each in recorded.get("lines") or () if (at := location(str(each))) is not None]
     return Call(
         group=str(recorded.get("group")),
-        members="",
+        members=str(recorded.get("members") or ""),
         sequence=int(recorded.get("sequence") or 0),
         name=str(recorded.get("name") or "").lstrip("_"),
         numel=numel if shapes else -1,
@@ -124,4 +124,25 @@ def from_flight(recorded: Mapping[str, Any]) -> Call:
         began=int(recorded.get("created") or 0),
         backend=str(recorded.get("backend") or ""),
         callers=tuple(lines[1:]),
+    )
+
+
+def first_pending(calls: Sequence[Call]) -> Call | None:
+    """The first collective of a Flight Recorder that is not done.
+
+    NCCL does those of a communicator in their order: one that was followed by one that is done was
+    forgotten, as those of a captured graph are.
+
+    Args:
+        calls: The collectives of one rank, in their order.
+    """
+    done = {each.numbering: each.sequence for each in calls if each.done}
+    return next(
+        (
+            each
+            for each in calls
+            if not each.done
+            and not (each.backend == "nccl" and done.get(each.numbering, -1) > each.sequence)
+        ),
+        None,
     )

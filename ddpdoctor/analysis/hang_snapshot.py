@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ddpdoctor.analysis.calls import Call, from_flight, from_ring
+from ddpdoctor.analysis.calls import Call, first_pending, from_flight, from_ring
 from ddpdoctor.analysis.guards import only_sleeps
 from ddpdoctor.analysis.places import location
 from ddpdoctor.core.finding import Location
@@ -78,6 +78,15 @@ class RankState:
     def step(self) -> int:
         """Steps closed."""
         return integer(self.record, "step")
+
+    @property
+    def dump(self) -> str:
+        """The name of the file that torch's Flight Recorder left; empty of a rank that we saw."""
+        return str(self.record.get("dump") or "")
+
+    def forgot(self, group: str) -> bool:
+        """Whether it may have called collectives of a group of which nothing is known any more."""
+        return group in (self.record.get("forgot") or ())
 
     @cached_property
     def stacks(self) -> RankStacks | None:
@@ -198,21 +207,8 @@ class RankState:
 
     @cached_property
     def _pending(self) -> Call | None:
-        """The first collective that is not done, by its Flight Recorder.
-
-        NCCL does those of a communicator in their order: one that was followed by one that is done
-        was forgotten, as those of a captured graph are.
-        """
-        done = {each.numbering: each.sequence for each in self.flight or () if each.done}
-        return next(
-            (
-                each
-                for each in self.flight or ()
-                if not each.done
-                and not (each.backend == "nccl" and done.get(each.numbering, -1) > each.sequence)
-            ),
-            None,
-        )
+        """The first collective that is not done, by its Flight Recorder."""
+        return first_pending(self.flight or ())
 
     @property
     def _queued(self) -> Call | None:

@@ -73,10 +73,11 @@ def _by_calls(
             for rank in still.ranks
             if rank.rank in members
             and rank.rank not in present
+            and not rank.forgot(numbering[0])
             and _last(rank, numbering, flight) < least
         ]
         ahead = [rank for rank, call in inside if call.sequence > least]
-        known = {rank.rank for rank in still.ranks}
+        known = {rank.rank for rank in still.ranks if not rank.forgot(numbering[0])}
         call = next(call for rank, call in inside if call.sequence == least)
         unseen = sorted(members - known)
         yield Blocked(call, tuple(here), tuple(absent), tuple(unseen), tuple(ahead))

@@ -223,6 +223,21 @@ def _all_there(still: HangSnapshot, one: Blocked) -> Iterator[Finding]:
         yield mismatch(same)
         return
     waiting = one.waiting
+    if one.unseen and waiting[0].dump:
+        yield Finding(
+            code="DDP802",
+            about="no dump",
+            severity=Severity.WARNING,
+            message=f"{named([each.rank for each in waiting])} wait in {one.what}; "
+            f"{named(one.unseen)} left no dump that says whether "
+            f"{'they' if len(one.unseen) > 1 else 'it'} called it",
+            ranks=one.unseen,
+            location=waiting[0].site,
+            evidence=tuple(waiting_line(rank) for rank in waiting[:4]),
+            fix="Look for its file on its node, and for how it ended in its log: "
+            "`ddpdoctor report --log FILE`.",
+        )
+        return
     if one.unseen:
         yield Finding(
             code="DDP802",
@@ -246,8 +261,9 @@ def _all_there(still: HangSnapshot, one: Blocked) -> Iterator[Finding]:
         code="DDP814",
         about="all there",
         severity=Severity.WARNING,
-        message=f"all ranks have been in {one.what} for {waiting[0].seconds} s and it does not "
-        "end: the network between them, or the backend",
+        message=f"{'all ranks that left a dump' if waiting[0].dump else 'all ranks'} have been in "
+        f"{one.what} for {waiting[0].seconds} s and it does not end: the network between them, or "
+        "the backend",
         ranks=tuple(rank.rank for rank in waiting),
         location=waiting[0].site,
         evidence=(*(waiting_line(rank) for rank in waiting[:4]), *_without_stacks(still)),

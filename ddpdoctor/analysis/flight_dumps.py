@@ -1,0 +1,409 @@
+"""Files that torch's Flight Recorder wrote of a job that ran without ddpdoctor, as a hang's record.
+
+torch writes one file a rank when a collective of NCCL times out (``TORCH_FR_DUMP_TEMP_FILE``, of
+old ``TORCH_NCCL_DEBUG_INFO_TEMP_FILE``), or when it is asked to; a pickle, or JSON. The format is
+that of ``torch/csrc/distributed/c10d/FlightRecorder.hpp``, read from version 2.0 (torch 2.4) on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddpdoctor.analysis import plain_pickle
+from ddpdoctor.analysis.calls import Call, first_pending, from_flight
+from ddpdoctor.analysis.hang_snapshot import QUEUED
+from ddpdoctor.core import opening
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.opening import integer
+from ddpdoctor.core.ranks import spans
+from ddpdoctor.run.names import MOST_WORLD
+from ddpdoctor.run.records.base import JsonObject
+from ddpdoctor.run.records.supervisor import HangRecord
+from ddpdoctor.run.snapshot import Records, Run
+from ddpdoctor.run.status import Phase
+from ddpdoctor.stacks.user_frames import is_user_path
+
+MOST_FILE = 32 << 20
+"""Bytes of a file: 250,000 collectives."""
+
+MOST_FILES = 1024
+"""Ranks whose files are read."""
+
+PATIENCE = 30_000_000_000
+"""Nanoseconds that a collective is pending for in a hang, unless its timeout is shorter; torch may
+take long to write a file."""
+
+_LASTING = ("DDP802", "DDP814")
+"""Findings about collectives that do not end; others show by what the ranks called."""
+
+_WRITING = 60_000_000_000
+"""Nanoseconds that torch gives the ranks to write, after the timeout."""
+
+_KEPT = 8192
+"""Collectives around the one that a rank waits for, of a group and of all ranks together."""
+
+_LEAST = 8
+_MOST_GROUPS = 64
+"""Groups of a rank."""
+
+_MOST_LINES = 8
+"""Lines that led to a collective."""
+
+_RANK = re.compile(r"(\d{1,6})(\.(?:json|pickle|pkl|bin))?$")
+_TORCH = re.compile(r"/torch/(?:distributed|nn|autograd|optim|utils|_\w+)[/.]")
+_HINT = (
+    "set TORCH_FR_DUMP_TEMP_FILE (before torch 2.9: TORCH_NCCL_DEBUG_INFO_TEMP_FILE) to a path and "
+    "TORCH_NCCL_DUMP_ON_TIMEOUT=1, and name the directory"
+)
+
+
+@dataclass(frozen=True)
+class Dumps:
+    """The files of a job.
+
+    Attributes:
+        run: A run without a directory, whose ranks were examined in a hang.
+        ranks: The ranks whose files were read.
+        missing: Other ranks of the job.
+        trouble: What was not read and why, a line each.
+        remark: Why it may be no hang.
+    """
+
+    run: Run
+    ranks: tuple[int, ...]
+    missing: tuple[int, ...]
+    trouble: tuple[str, ...]
+    remark: str
+
+    def proves(self, code: str) -> bool:
+        """Whether a finding of a hang holds for these files."""
+        return not self.remark or code not in _LASTING
+
+
+@dataclass(frozen=True)
+class _Dump:
+    name: str
+    groups: Mapping[str, frozenset[int]]
+    """The members of its groups, by name."""
+    entries: Sequence[JsonObject]
+    """What is kept of the collectives, in the words of a rank's own answer."""
+    forgets: bool
+    """It has had collectives that are not in the file."""
+    timeout: int
+    """Nanoseconds after which the collective that it waits for times out."""
+    moment: int
+    """When it was written, by the clock of the rank, in Unix nanoseconds."""
+
+
+def read(names: Sequence[str]) -> Dumps:
+    """Read the files of a job.
+
+    Args:
+        names: Directories with such files, or the files.
+
+    Raises:
+        DoctorError: There are none.
+    """
+    found, trouble = _chosen(names)
+    kept = max(_LEAST, _KEPT // max(1, len(found)))
+    dumps: dict[int, _Dump] = {}
+    for rank, (path, links) in sorted(found.items()):
+        try:
+            data = opening.contents(path, MOST_FILE, links=links)
+            written = opening.facts(path, links=links).st_mtime_ns
+            dumps[rank] = _dump(os.path.basename(path), _loaded(data), written, kept)
+        except (OSError, ValueError) as error:
+            words = error.strerror if isinstance(error, OSError) else str(error)
+            trouble.append(f"{path} was not read: {words}")
+    if not dumps:
+        raise DoctorError(
+            trouble[0] if trouble else f"no Flight Recorder dump in {' '.join(names)}", _HINT
+        )
+    # gloo writes no members down; whatever rank is named is one of the job.
+    known = set(dumps).union(*(ranks for each in dumps.values() for ranks in each.groups.values()))
+    world = range(max(known) + 1)
+    record = _examination(dumps, world)
+    supervisor = Records((record,))
+    return Dumps(
+        Run(path=Path(names[0]), manifest={}, ranks=(), supervisor=supervisor, taken=record.time),
+        ranks=tuple(dumps),
+        missing=tuple(sorted(set(world) - set(dumps))),
+        trouble=tuple(trouble),
+        remark=_remark(record),
+    )
+
+
+# -- the files
+
+
+def _chosen(names: Sequence[str]) -> tuple[dict[int, tuple[str, bool]], list[str]]:
+    """The file of each rank, and whether it may be a link; and what is left out, in words.
+
+    A directory may hold dumps of several names: those of the name with most ranks are read.
+
+    Raises:
+        DoctorError: There is no such file or directory.
+    """
+    by_name: dict[tuple[bool, str], dict[int, tuple[str, bool]]] = defaultdict(dict)
+    for name in names:
+        folder = Path(name)
+        if not folder.exists():
+            raise DoctorError(f"no such file or directory: {name}", _HINT)
+        inside = folder.is_dir()
+        paths = [str(folder / each) for each in opening.names(folder)] if inside else [name]
+        for path in paths:
+            base = os.path.basename(path)
+            number = _RANK.search(base)
+            begin = _begin(path, links=not inside) if number is not None else b""
+            if number is not None and begin in (b"\x80", b"{"):
+                pattern = f"{base[: number.start()]}*{number[2] or ''}"
+                by_name[begin == b"{", pattern][int(number[1])] = (path, not inside)
+    if not by_name:
+        return {}, []
+    # Of two forms the pickles, which have the lines.
+    order = sorted(by_name, key=lambda each: (-len(by_name[each]), each))
+    chosen = by_name[order[0]]
+    trouble = [f"files {name} were not read: name them" for _, name in order[1:3]]
+    if len(chosen) > MOST_FILES:
+        trouble.append(f"{len(chosen) - MOST_FILES} files were not read: {MOST_FILES} are at most")
+    return {rank: chosen[rank] for rank in sorted(chosen)[:MOST_FILES]}, trouble
+
+
+def _begin(path: str, links: bool) -> bytes:
+    """The first byte of a file; none of what cannot be read."""
+    try:
+        with opening.file(path, links=links) as file:
+            return file.read(1)
+    except OSError:
+        return b""
+
+
+def _loaded(data: bytes) -> JsonObject:
+    """A dump, either a pickle or JSON.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if data[:1] == b"\x80":
+        found = plain_pickle.loads(data)
+    elif opening.expanded(data) > plain_pickle.MOST_MEMORY:
+        raise ValueError(f"takes more than {plain_pickle.MOST_MEMORY >> 20} MB")
+    else:
+        found = opening.loads(data)
+    if not isinstance(found, dict) or "version" not in found:
+        raise ValueError("is no Flight Recorder dump")
+    return found
+
+
+# -- one file
+
+
+def _dump(name: str, found: JsonObject, written: int, kept: int) -> _Dump:
+    entries = _list(found.get("entries"), dict)
+    groups = {
+        str(group): frozenset(_members(config.get("ranks")))
+        for group, config in _dict(found.get("pg_config")).items()
+        if isinstance(config, dict)
+    }
+    first = min((integer(each, "record_id") for each in entries), default=0)
+    calls = _Calls(groups)
+    reported = [calls.reported(order, each) for order, each in enumerate(entries)]
+    kept_calls = _window(_whole(reported), kept)
+    pending = _pending(kept_calls)
+    timeout = 0
+    if pending is not None:
+        # A copy may be of any time: when the collective has timed out, the file is written.
+        timeout = integer(entries[pending.order], "timeout_ms") * 1_000_000
+        written = min(written, pending.began + (timeout or PATIENCE) + _WRITING)
+    return _Dump(
+        name=name,
+        groups=groups,
+        entries=kept_calls,
+        forgets=first > 0 or (not entries and bool(_dict(found.get("pg_status")))),
+        timeout=timeout,
+        moment=max([written, *(each["created"] for each in kept_calls)]),
+    )
+
+
+def _pending(calls: Sequence[JsonObject]) -> Call | None:
+    """The first collective that is not done."""
+    return first_pending([from_flight(each) for each in calls])
+
+
+class _Calls:
+    """Writes down collectives of a dump as a rank of ours does (`RankState.flight`)."""
+
+    def __init__(self, groups: Mapping[str, frozenset[int]]) -> None:
+        self._members = {name: spans(ranks) for name, ranks in groups.items()}
+        self._users: dict[tuple[object, object], str] = {}
+        """Lines of the user's by file and number; empty for those of others."""
+
+    def reported(self, order: int, entry: JsonObject) -> JsonObject:
+        """One collective, or an exchange between two ranks."""
+        backend, _, name = _text(entry, "profiling_name").rpartition(":")
+        group, members = self._group(entry)
+        state = _text(entry, "state")
+        return {
+            "id": order,
+            "group": group,
+            "members": members,
+            "sequence": integer(entry, "collective_seq_id"),
+            "point_to_point": entry.get("is_p2p") is True,
+            "backend": backend,
+            "name": name,
+            "shapes": [_shape(each) for each in _list(entry.get("input_sizes"), list)[:4]],
+            "dtypes": [str(each) for each in _list(entry.get("input_dtypes"), str)[:4]],
+            "created": integer(entry, "time_created_ns"),
+            # NCCL's watchdog also lets go of what has timed out; gloo knows no state.
+            "retired": entry.get("retired") is True and backend == "gloo",
+            "state": state,
+            "lines": self._lines(_list(entry.get("frames"), dict)),
+        }
+
+    def _group(self, entry: JsonObject) -> tuple[str, str]:
+        """The name and the members of the group; those of the default group are set later."""
+        recorded = entry.get("process_group")
+        words = recorded if isinstance(recorded, (tuple, list)) else [recorded]
+        name, description = (*(str(each) for each in words[:2]), "", "")[:2]
+        if description == "default_pg":
+            return "0", ""
+        members = self._members.get(name, "")
+        # Groups that were split off may share a name.
+        return (f"{name}|{members}" if members else name), members
+
+    def _lines(self, frames: Sequence[JsonObject]) -> list[str]:
+        found = []
+        for frame in frames[:256]:
+            key = frame.get("filename"), frame.get("line")
+            if key not in self._users:
+                self._users[key] = _user_line(*key)
+            if self._users[key]:
+                found.append(self._users[key])
+        return found[:_MOST_LINES]
+
+
+def _user_line(path: object, line: object) -> str:
+    """``path:line`` of the user's code; empty for torch's, and others'."""
+    if not isinstance(path, str) or not isinstance(line, int) or line < 0:
+        return ""
+    return f"{path}:{line}" if is_user_path(path) and not _TORCH.search(path) else ""
+
+
+def _whole(calls: Sequence[JsonObject]) -> list[JsonObject]:
+    """Without the parts of coalesced collectives, which torch never marks as completed."""
+    coalesced = {(each["group"], each["sequence"]) for each in calls if each["name"] == "coalesced"}
+    return [
+        each
+        for each in calls
+        if each["name"] == "coalesced" or (each["group"], each["sequence"]) not in coalesced
+    ]
+
+
+def _window(calls: Sequence[JsonObject], kept: int) -> list[JsonObject]:
+    """The collectives of each group around the first one that is not done, and the newest one."""
+    groups: dict[tuple[str, str], list[JsonObject]] = defaultdict(list)
+    for each in calls:
+        if not each["point_to_point"]:
+            groups[each["group"], each["backend"]].append(each)
+    found: list[JsonObject] = []
+    for own in list(groups.values())[-_MOST_GROUPS:]:
+        pending = _pending(own)
+        ids = [each["id"] for each in own]
+        at = len(own) - 1 if pending is None else ids.index(pending.order)
+        near = own[max(0, at - kept) : at + kept]
+        found += near if near[-1] is own[-1] else [*near, own[-1]]
+    return sorted(found, key=lambda each: int(each["id"]))
+
+
+# -- all files
+
+
+def _examination(dumps: Mapping[int, _Dump], world: Iterable[int]) -> HangRecord:
+    """The files, as an examination of a job that makes no progress would have seen its ranks."""
+    taken = max(each.moment for each in dumps.values())
+    members: dict[str, str] = {}
+    for dump in dumps.values():
+        members |= {each["group"]: each["members"] for each in dump.entries}
+    members["0"] = spans(world)
+    ranks = tuple(_rank(rank, dump, taken, members) for rank, dump in sorted(dumps.items()))
+    last = max(each["since"] for each in ranks)
+    seconds = round((taken - last) / 1e9, 1)
+    return HangRecord(time=taken, number=1, restart=0, seconds=seconds, ranks=ranks)
+
+
+def _remark(record: HangRecord) -> str:
+    """Why the ranks of these files are not said to hang; empty if they do."""
+    waits = [each for each in record.ranks if each["phase"]]
+    if not waits:
+        return "no rank waits in a collective"
+    first = min(waits, key=lambda each: int(each["since"]))
+    lasted = record.time - integer(first, "since")
+    enough = min(PATIENCE, integer(first, "timeout") or PATIENCE)
+    if lasted >= enough:
+        return ""
+    return (
+        f"rank {first['rank']} had waited in a collective for {lasted / 1e9:.0f} s when its file "
+        f"was written: a hang is one of {enough / 1e9:.0f} s and more"
+    )
+
+
+def _rank(rank: int, dump: _Dump, taken: int, members: Mapping[str, str]) -> JsonObject:
+    """What a file says of its rank, with all times by one clock: files are written at one time."""
+    shift = taken - dump.moment
+    calls = [
+        {**each, "members": members[each["group"]], "created": each["created"] + shift}
+        for each in dump.entries
+    ]
+    pending = _pending(calls)
+    waits = pending is not None and taken - pending.began >= QUEUED
+    phase = ""
+    if pending is not None and waits:
+        # A thread of C++ has no Python frames: there DDP reduces what backward has computed.
+        native = pending.site is None and any(each["lines"] for each in calls)
+        phase = (Phase.BACKWARD if native else Phase.WAIT).label
+    last = calls[-1]["created"] if calls else taken
+    groups = {each["group"] for each in calls}
+    return {
+        "rank": rank,
+        "restart": 0,
+        "dump": dump.name,
+        "timeout": dump.timeout,
+        "phase": phase,
+        "since": pending.began if pending is not None else last,
+        "site": str(pending.site or "") if pending is not None else "",
+        "flight": calls,
+        "forgot": [each for each in members if dump.forgets and each not in groups],
+    }
+
+
+# -- values that may be anything
+
+
+def _text(found: JsonObject, key: str) -> str:
+    value = found.get(key)
+    return value if isinstance(value, str) else ""
+
+
+def _dict(value: Any) -> JsonObject:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any, kind: type[Any]) -> list[Any]:
+    return [each for each in value if isinstance(each, kind)] if isinstance(value, list) else []
+
+
+def _shape(sizes: Iterable[Any]) -> list[int]:
+    return [each for each in sizes if isinstance(each, int) and 0 <= each < 1 << 48][:16]
+
+
+def _members(recorded: Any) -> Iterable[int]:
+    """The ranks of a group, which torch writes as ``"[0, 1]"``."""
+    words = re.findall(r"\d{1,6}", recorded) if isinstance(recorded, str) else recorded
+    numbers = (opening.whole(str(each), -1) for each in words or ())
+    return (each for each in numbers if 0 <= each < MOST_WORLD)
