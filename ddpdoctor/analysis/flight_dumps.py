@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpdoctor.analysis import plain_pickle
 from ddpdoctor.analysis.calls import Call, first_pending, from_flight
+from ddpdoctor.analysis.flight_files import HINT, chosen, loaded
 from ddpdoctor.analysis.hang_snapshot import QUEUED
 from ddpdoctor.core import opening
 from ddpdoctor.core.errors import DoctorError
@@ -28,12 +28,6 @@ from ddpdoctor.run.records.supervisor import HangRecord
 from ddpdoctor.run.snapshot import Records, Run
 from ddpdoctor.run.status import Phase
 from ddpdoctor.stacks.user_frames import is_user_path
-
-MOST_FILE = 32 << 20
-"""Bytes of a file: 250,000 collectives."""
-
-MOST_FILES = 1024
-"""Ranks whose files are read."""
 
 PATIENCE = 30_000_000_000
 """Nanoseconds that a collective is pending for in a hang, unless its timeout is shorter; torch may
@@ -55,12 +49,7 @@ _MOST_GROUPS = 64
 _MOST_LINES = 8
 """Lines that led to a collective."""
 
-_RANK = re.compile(r"(\d{1,6})(\.(?:json|pickle|pkl|bin))?$")
 _TORCH = re.compile(r"/torch/(?:distributed|nn|autograd|optim|utils|_\w+)[/.]")
-_HINT = (
-    "set TORCH_FR_DUMP_TEMP_FILE (before torch 2.9: TORCH_NCCL_DEBUG_INFO_TEMP_FILE) to a path and "
-    "TORCH_NCCL_DUMP_ON_TIMEOUT=1, and name the directory"
-)
 
 
 @dataclass(frozen=True)
@@ -110,20 +99,19 @@ def read(names: Sequence[str]) -> Dumps:
     Raises:
         DoctorError: There are none.
     """
-    found, trouble = _chosen(names)
+    found, trouble = chosen(names)
     kept = max(_LEAST, _KEPT // max(1, len(found)))
     dumps: dict[int, _Dump] = {}
     for rank, (path, links) in sorted(found.items()):
         try:
-            data = opening.contents(path, MOST_FILE, links=links)
             written = opening.facts(path, links=links).st_mtime_ns
-            dumps[rank] = _dump(os.path.basename(path), _loaded(data), written, kept)
+            dumps[rank] = _dump(os.path.basename(path), loaded(path, links), written, kept)
         except (OSError, ValueError) as error:
             words = error.strerror if isinstance(error, OSError) else str(error)
             trouble.append(f"{path} was not read: {words}")
     if not dumps:
         raise DoctorError(
-            trouble[0] if trouble else f"no Flight Recorder dump in {' '.join(names)}", _HINT
+            trouble[0] if trouble else f"no Flight Recorder dump in {' '.join(names)}", HINT
         )
     # gloo writes no members down; whatever rank is named is one of the job.
     known = set(dumps).union(*(ranks for each in dumps.values() for ranks in each.groups.values()))
@@ -137,68 +125,6 @@ def read(names: Sequence[str]) -> Dumps:
         trouble=tuple(trouble),
         remark=_remark(record),
     )
-
-
-# -- the files
-
-
-def _chosen(names: Sequence[str]) -> tuple[dict[int, tuple[str, bool]], list[str]]:
-    """The file of each rank, and whether it may be a link; and what is left out, in words.
-
-    A directory may hold dumps of several names: those of the name with most ranks are read.
-
-    Raises:
-        DoctorError: There is no such file or directory.
-    """
-    by_name: dict[tuple[bool, str], dict[int, tuple[str, bool]]] = defaultdict(dict)
-    for name in names:
-        folder = Path(name)
-        if not folder.exists():
-            raise DoctorError(f"no such file or directory: {name}", _HINT)
-        inside = folder.is_dir()
-        paths = [str(folder / each) for each in opening.names(folder)] if inside else [name]
-        for path in paths:
-            base = os.path.basename(path)
-            number = _RANK.search(base)
-            begin = _begin(path, links=not inside) if number is not None else b""
-            if number is not None and begin in (b"\x80", b"{"):
-                pattern = f"{base[: number.start()]}*{number[2] or ''}"
-                by_name[begin == b"{", pattern][int(number[1])] = (path, not inside)
-    if not by_name:
-        return {}, []
-    # Of two forms the pickles, which have the lines.
-    order = sorted(by_name, key=lambda each: (-len(by_name[each]), each))
-    chosen = by_name[order[0]]
-    trouble = [f"files {name} were not read: name them" for _, name in order[1:3]]
-    if len(chosen) > MOST_FILES:
-        trouble.append(f"{len(chosen) - MOST_FILES} files were not read: {MOST_FILES} are at most")
-    return {rank: chosen[rank] for rank in sorted(chosen)[:MOST_FILES]}, trouble
-
-
-def _begin(path: str, links: bool) -> bytes:
-    """The first byte of a file; none of what cannot be read."""
-    try:
-        with opening.file(path, links=links) as file:
-            return file.read(1)
-    except OSError:
-        return b""
-
-
-def _loaded(data: bytes) -> JsonObject:
-    """A dump, either a pickle or JSON.
-
-    Raises:
-        ValueError: It is neither.
-    """
-    if data[:1] == b"\x80":
-        found = plain_pickle.loads(data)
-    elif opening.expanded(data) > plain_pickle.MOST_MEMORY:
-        raise ValueError(f"takes more than {plain_pickle.MOST_MEMORY >> 20} MB")
-    else:
-        found = opening.loads(data)
-    if not isinstance(found, dict) or "version" not in found:
-        raise ValueError("is no Flight Recorder dump")
-    return found
 
 
 # -- one file
