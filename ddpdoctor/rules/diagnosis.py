@@ -13,12 +13,14 @@ from ddpdoctor.analysis.hang_snapshot import HangSnapshot, RankState, hang_snaps
 from ddpdoctor.analysis.places import brief, quoted
 from ddpdoctor.analysis.process_activity import lacks_cpu, starves
 from ddpdoctor.analysis.rank_activity import Activity, activity_of, state_of
+from ddpdoctor.analysis.ras_facts import behind, unanswered
 from ddpdoctor.analysis.waits import Blocked, blocked
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.opening import integer
 from ddpdoctor.core.ranks import named
 from ddpdoctor.core.relations import STANDSTILL
 from ddpdoctor.rules.out_of_step import guarded, mismatch, order, same_number, waiting_line
+from ddpdoctor.rules.ras_words import ras_lines
 from ddpdoctor.rules.rendezvous import CHECK_NETWORK, before_joining
 from ddpdoctor.run.snapshot import Run
 
@@ -54,8 +56,9 @@ def _diagnose(run: Run) -> Iterator[Finding]:
     still = hang_snapshot(run)
     if still is None:
         return
+    lines = ras_lines(still.record.ras, still.world_size)
     found = list(_explained(run, still))
-    yield from found
+    yield from (replace(each, evidence=(*each.evidence, *lines)) for each in found)
     if _short_of_cpu(still):
         # Whoever is late is late for want of a core, or may be.
         return
@@ -239,13 +242,13 @@ def _all_there(still: HangSnapshot, one: Blocked) -> Iterator[Finding]:
         )
         return
     if one.unseen:
+        absent, why = _by_ras(still, one)
         yield Finding(
             code="DDP802",
             about="other nodes",
             severity=Severity.WARNING,
-            message=f"all ranks of this node wait in {one.what}; {named(one.unseen)} of other "
-            "nodes did not join it, or cannot be reached",
-            ranks=one.unseen,
+            message=f"all ranks of this node wait in {one.what}; {named(absent)} of other nodes {why}",
+            ranks=absent,
             location=waiting[0].site,
             evidence=tuple(waiting_line(rank) for rank in waiting[:4]),
             fix="Look at what ddpdoctor says on the other nodes.",
@@ -269,6 +272,20 @@ def _all_there(still: HangSnapshot, one: Blocked) -> Iterator[Finding]:
         evidence=(*(waiting_line(rank) for rank in waiting[:4]), *_without_stacks(still)),
         fix=CHECK_NETWORK,
     )
+
+
+def _by_ras(still: HangSnapshot, one: Blocked) -> tuple[tuple[int, ...], str]:
+    """Which ranks of other nodes did not join a collective, and how that is known."""
+    ras, world = still.record.ras, still.world_size
+    silent = unanswered(ras, world) & set(one.unseen)
+    if silent:
+        many = len(silent) > 1
+        return tuple(sorted(silent)), f"{'do' if many else 'does'} not answer NCCL's RAS"
+    late = behind(ras, world, one.unseen, [rank.rank for rank in one.waiting])
+    if late:
+        verb = "have" if len(late) > 1 else "has"
+        return tuple(sorted(late)), f"{verb} not joined it: fewer collectives are launched there"
+    return one.unseen, "did not join it, or cannot be reached"
 
 
 # -- none waits in a collective

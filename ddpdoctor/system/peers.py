@@ -63,13 +63,25 @@ def user(connection: Connection) -> int:
     """
     try:
         unix = connection.family == socket.AF_UNIX
-        uid = _unix_user(connection) if unix else _tcp_user(connection)
+        uid = _unix_user(connection) if unix else _tcp_peer(connection)[0]
     except OSError as error:
         gone = error.errno == errno.ENOTCONN
         raise (GoneError if gone else UnknownPeerError)(error.strerror or str(error)) from None
     if uid == _number("/proc/sys/kernel/overflowuid") and not _all_users_have_numbers():
         raise UnknownPeerError("its user has no number in this user namespace")
     return uid
+
+
+def inode(connection: Connection) -> int:
+    """The inode of the TCP socket at the other end, by which it is found among a process's files.
+
+    Raises:
+        UnknownPeerError: As of :func:`user`, or no process has accepted the connection yet.
+    """
+    try:
+        return _tcp_peer(connection)[1]
+    except OSError as error:
+        raise UnknownPeerError(error.strerror or str(error)) from None
 
 
 def _unix_user(connection: Connection) -> int:
@@ -80,17 +92,18 @@ def _unix_user(connection: Connection) -> int:
     return int(struct.unpack("3i", credentials)[1])
 
 
-def _tcp_user(connection: Connection) -> int:
+def _tcp_peer(connection: Connection) -> tuple[int, int]:
+    """The uid and the inode of the socket at the other end."""
     if not hasattr(socket, "TCP_INFO") or not os.path.exists("/proc/thread-self/net/tcp"):
         raise UnknownPeerError("this system does not know the user of a connection")
     ours, theirs = connection.getsockname(), connection.getpeername()
     for _ in range(_ATTEMPTS):
-        uid = _owner(theirs, ours)
+        found = _owner(theirs, ours)
         if not _is_open(connection):
             raise GoneError("the connection is closed already")
         # While our end is open no other socket can have had the addresses of its peer.
-        if uid is not None:
-            return uid
+        if found is not None:
+            return found
     raise UnknownPeerError("it comes from another machine or network namespace")
 
 
@@ -99,8 +112,11 @@ def _is_open(connection: Connection) -> bool:
     return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
 
 
-def _owner(source: tuple[object, ...], target: tuple[object, ...]) -> int | None:
-    """The owner of the open socket with these addresses, in this thread's network namespace."""
+def _owner(source: tuple[object, ...], target: tuple[object, ...]) -> tuple[int, int] | None:
+    """The uid and the inode of the open socket with these addresses.
+
+    In this thread's network namespace.
+    """
     for family, table in _TABLES.items():
         try:
             words = f" {_word(source, family)} {_word(target, family)} {_ESTABLISHED:02X} "
@@ -116,7 +132,7 @@ def _owner(source: tuple[object, ...], target: tuple[object, ...]) -> int | None
         fields = after.split(None, 6)[:6] if found else []
         # A socket without a process has no inode, and the table gives it to root.
         if len(fields) == 6 and fields[5] != b"0":
-            return int(fields[3])
+            return int(fields[3]), int(fields[5])
     return None
 
 

@@ -20,7 +20,7 @@ from ddpdoctor.run.records.process import EndRecord, ErrorRecord, ExitRecord
 from ddpdoctor.run.records.supervisor import HangOverRecord, HangRecord, RankExitRecord
 from ddpdoctor.run.requests import Asking
 from ddpdoctor.run.snapshot import HANG, Records, Run
-from ddpdoctor.supervise.hangs import examination
+from ddpdoctor.supervise.hangs import examination, ras
 from ddpdoctor.supervise.hangs.cores import Cores, is_loaded
 from ddpdoctor.supervise.hangs.signs import FIRST, LEAST, Signs, Start, Still, waits
 
@@ -232,6 +232,7 @@ class HangWatch:
             limit=round(still.limit, 1),
         )
         try:
+            nccl = ras.asked(run)
             ranks = examination.examine(
                 run, number, waiting, self._before, self._seen, self._start.pid
             )
@@ -240,9 +241,9 @@ class HangWatch:
                 if rank in self._before:
                     self._before[rank]["lost"] = round(lost, 1)
             works = any(each.get("launcher_works") for each in ranks)
-            with_file = replace(found, launcher_works=works, file=f"hang-{number:04d}.json")
-            self._put(with_file)
-            found = with_file
+            whole = replace(found, launcher_works=works, ras=nccl(), file=f"hang-{number:04d}.json")
+            self._put(whole)
+            found = whole
         except Exception as error:
             # Said, and the job goes on.
             found = replace(found, trouble=repr(error))
@@ -251,8 +252,7 @@ class HangWatch:
 
     def _put(self, found: HangRecord) -> None:
         ranks = tuple(self._before[rank] for rank in sorted(self._before))
-        whole = as_json(replace(found, ranks=ranks))
-        text = json.dumps(whole, separators=(",", ":"), default=str)
+        text = json.dumps(as_json(replace(found, ranks=ranks)), separators=(",", ":"), default=str)
         rundir.put(self._directory / found.file, text.encode())
 
     def _look_below(self, run: Run) -> bool:
