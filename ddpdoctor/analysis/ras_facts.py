@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ddpdoctor.core.opening import whole
 from ddpdoctor.run.records.ras import Ras, RasCommunicator, RasDifference
@@ -19,26 +19,31 @@ def unanswered(ras: Ras | None, world: int) -> frozenset[int]:
 
 
 def behind(
-    ras: Ras | None, world: int, ranks: Collection[int], others: Collection[int]
+    ras: Ras | None, world: int, ranks: Collection[int], ahead: Mapping[int, int]
 ) -> frozenset[int]:
-    """The ranks that have launched less than all of the others in a communicator, and more of none.
+    """The ranks that have not launched a collective in which others wait.
 
-    What the others wait in, they have not launched: NCCL does what it is given in this order.
+    With NCCL these go on: what they have launched behind it does not count.
 
     Args:
         ras: What RAS said.
         world: The ranks of the job.
         ranks: Those that are asked about.
-        others: Ranks that wait in a collective.
+        ahead: The collectives that ranks which wait have launched behind that one, by rank.
     """
-    found: set[int] = set()
-    for communicator in _of_all(ras, world):
-        counts = [each for each in communicator.differences if each.what not in NO_COUNTS]
-        for rank in ranks:
-            less = [_compared(each, rank, others) for each in counts]
-            if -1 in less and all(each is not None and each <= 0 for each in less):
-                found.add(rank)
-    return frozenset(found)
+    differing = [
+        [each for each in communicator.differences if each.what not in NO_COUNTS]
+        for communicator in _of_all(ras, world)
+    ]
+    differing = [each for each in differing if each]
+    # Of several communicators nothing says which one is the group that is waited in.
+    if len(differing) != 1 or not ahead:
+        return frozenset()
+    return frozenset(
+        rank
+        for rank in ranks
+        if all(_lag(differing[0], rank, other) > many for other, many in ahead.items())
+    )
 
 
 def _of_all(ras: Ras | None, world: int) -> Iterator[RasCommunicator]:
@@ -46,16 +51,15 @@ def _of_all(ras: Ras | None, world: int) -> Iterator[RasCommunicator]:
     return (each for each in (ras.communicators if ras is not None else ()) if each.size == world)
 
 
-def _compared(difference: RasDifference, rank: int, others: Collection[int]) -> int | None:
-    """-1 if a rank has launched fewer operations than all others, 0 if as many as one of them."""
-    own = _launched(difference, rank)
-    theirs = [_launched(difference, each) for each in others]
-    if own is None or not theirs:
-        return None
-    known = [each for each in theirs if each is not None]
-    if len(known) < len(theirs):
-        return None
-    return (own > min(known)) - (own < min(known))
+def _lag(differences: Sequence[RasDifference], rank: int, other: int) -> int:
+    """How many operations a rank has launched less than another; 0 if that is not known."""
+    found = 0
+    for each in differences:
+        own, theirs = _launched(each, rank), _launched(each, other)
+        if own is None or theirs is None or own > theirs:
+            return 0
+        found += theirs - own
+    return found
 
 
 def _launched(difference: RasDifference, rank: int) -> int | None:

@@ -35,6 +35,16 @@ class Blocked:
         """The collective, for a sentence."""
         return self.waiting[0].waits_in
 
+    @property
+    def launched_behind(self) -> dict[int, int]:
+        """The collectives that waiting ranks have launched behind it, where that is known."""
+        call = self.call
+        return {
+            rank.rank: _last(rank, call.numbering, flight=True) - call.sequence
+            for rank in self.waiting
+            if call is not None and rank.flight
+        }
+
 
 def blocked(still: HangSnapshot) -> list[Blocked]:
     """The collectives that ranks wait in, that with most of them first."""

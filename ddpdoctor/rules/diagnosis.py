@@ -247,7 +247,8 @@ def _all_there(still: HangSnapshot, one: Blocked) -> Iterator[Finding]:
             code="DDP802",
             about="other nodes",
             severity=Severity.WARNING,
-            message=f"all ranks of this node wait in {one.what}; {named(absent)} of other nodes {why}",
+            message=f"all ranks of this node wait in {one.what}; {named(absent)} of other nodes "
+            f"{why}",
             ranks=absent,
             location=waiting[0].site,
             evidence=tuple(waiting_line(rank) for rank in waiting[:4]),
@@ -281,10 +282,9 @@ def _by_ras(still: HangSnapshot, one: Blocked) -> tuple[tuple[int, ...], str]:
     if silent:
         many = len(silent) > 1
         return tuple(sorted(silent)), f"{'do' if many else 'does'} not answer NCCL's RAS"
-    late = behind(ras, world, one.unseen, [rank.rank for rank in one.waiting])
+    late = behind(ras, world, one.unseen, one.launched_behind)
     if late:
-        verb = "have" if len(late) > 1 else "has"
-        return tuple(sorted(late)), f"{verb} not joined it: fewer collectives are launched there"
+        return tuple(sorted(late)), "did not join it, by the collectives that are launched there"
     return one.unseen, "did not join it, or cannot be reached"
 
 

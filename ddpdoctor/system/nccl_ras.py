@@ -79,6 +79,8 @@ def ask(where: tuple[str, int], pids: Collection[int], seconds: float, structure
                 is_json = structured and line.asked("SET FORMAT json") == "OK"
                 line.send("VERBOSE STATUS")
                 return Answer(line.rest(), is_json)
+        except TimeoutError:
+            raise RasError("it did not answer in time") from None
         except OSError as error:
             raise RasError(error.strerror or str(error)) from None
     raise RasError("processes of another job answer there")
@@ -138,5 +140,5 @@ class _Lines:
     def _wait(self) -> None:
         left = self._until - time.monotonic()
         if left <= 0:
-            raise RasError("it did not answer in time")
+            raise TimeoutError
         self._connection.settimeout(left)

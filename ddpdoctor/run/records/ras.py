@@ -36,8 +36,8 @@ class RasDifference(Part):
     """What the ranks of a communicator differ in."""
 
     what: str
-    """``AllReduce``: how many were launched, ``collective`` where NCCL adds up all kinds; ``status``
-    or ``error``."""
+    """``AllReduce``: how many were launched, ``collective`` where NCCL adds up all kinds;
+    ``status`` or ``error``."""
     groups: tuple[RasGroup, ...]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -15,7 +14,7 @@ from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.opening import integer
 from ddpdoctor.core.relations import STANDSTILL
 from ddpdoctor.run import rundir
-from ddpdoctor.run.records.base import JsonObject, Record, as_json
+from ddpdoctor.run.records.base import JsonObject, Record, as_json, json_line
 from ddpdoctor.run.records.process import EndRecord, ErrorRecord, ExitRecord
 from ddpdoctor.run.records.supervisor import HangOverRecord, HangRecord, RankExitRecord
 from ddpdoctor.run.requests import Asking
@@ -252,8 +251,8 @@ class HangWatch:
 
     def _put(self, found: HangRecord) -> None:
         ranks = tuple(self._before[rank] for rank in sorted(self._before))
-        text = json.dumps(as_json(replace(found, ranks=ranks)), separators=(",", ":"), default=str)
-        rundir.put(self._directory / found.file, text.encode())
+        line = json_line(as_json(replace(found, ranks=ranks)))
+        rundir.put(self._directory / found.file, line)
 
     def _look_below(self, run: Run) -> bool:
         """Whether the native frames of those who are to blame for sure are looked at first.
