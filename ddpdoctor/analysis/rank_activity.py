@@ -159,8 +159,6 @@ def activity_of(rank: RankState, starting: bool) -> Activity:
     if rank.ended or rank.dead_for is not None:
         text = "has ended" if rank.ended else "has died"
         return Activity("DDP802", text, Severity.ERROR, rank.site)
-    if rank.dump:
-        return _last_call(rank)
     duration = f" for {rank.seconds} s" if rank.seconds else ""
     if _prompts(rank, rank.frames):
         return _prompt(rank, starting, duration)
@@ -182,7 +180,7 @@ def activity_of(rank: RankState, starting: bool) -> Activity:
     )
 
 
-def _last_call(rank: RankState) -> Activity:
+def last_call(rank: RankState) -> Activity:
     """What it called last, which is all that a file of torch's Flight Recorder says."""
     last = rank.flight[-1] if rank.flight else None
     if last is None:

@@ -78,19 +78,24 @@ def _by_calls(
         members = _members(still, numbering[0], inside)
         here = [rank for rank, call in inside if call.sequence == least]
         present = {rank.rank for rank, _ in inside}
+        seen = _knowing(still, numbering[0])
         absent = [
             rank
-            for rank in still.ranks
+            for rank in seen
             if rank.rank in members
             and rank.rank not in present
-            and not rank.forgot(numbering[0])
             and _last(rank, numbering, flight) < least
         ]
         ahead = [rank for rank, call in inside if call.sequence > least]
-        known = {rank.rank for rank in still.ranks if not rank.forgot(numbering[0])}
+        known = {rank.rank for rank in seen}
         call = next(call for rank, call in inside if call.sequence == least)
         unseen = sorted(members - known)
         yield Blocked(call, tuple(here), tuple(absent), tuple(unseen), tuple(ahead))
+
+
+def _knowing(still: HangSnapshot, group: str) -> list[RankState]:
+    """The ranks of which it is known what they called in a group, if anything."""
+    return [rank for rank in still.ranks if not rank.forgot(group)]
 
 
 def _members(

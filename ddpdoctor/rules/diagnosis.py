@@ -12,7 +12,7 @@ from ddpdoctor.analysis.guards import only_sleeps
 from ddpdoctor.analysis.hang_snapshot import HangSnapshot, RankState, hang_snapshot
 from ddpdoctor.analysis.places import brief, quoted
 from ddpdoctor.analysis.process_activity import lacks_cpu, starves
-from ddpdoctor.analysis.rank_activity import Activity, activity_of, state_of
+from ddpdoctor.analysis.rank_activity import Activity, activity_of, last_call, state_of
 from ddpdoctor.analysis.ras_facts import behind, unanswered
 from ddpdoctor.analysis.waits import Blocked, blocked
 from ddpdoctor.core.finding import Finding, Severity
@@ -143,6 +143,8 @@ def _of_waits(run: Run, still: HangSnapshot, waits: Sequence[Blocked]) -> Iterat
 
 def _missing(rank: RankState, starting: bool) -> Activity:
     """What a rank does that others wait for."""
+    if rank.dump:
+        return last_call(rank)
     end = exit_wait(rank)
     # Whoever is at the end of the script will not come any more.
     return replace(end, severity=Severity.ERROR) if end else activity_of(rank, starting)
