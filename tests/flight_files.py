@@ -68,7 +68,7 @@ def write(
     """The file of a rank."""
     groups = {"0": (0, 1), **(groups or {})}
     newest = max((each["collective_seq_id"] for each in entries), default=0)
-    found = {
+    found: dict[str, Any] = {
         "version": "2.10",
         "comm_lib_version": "2.28.9",
         "pg_config": {

@@ -167,7 +167,7 @@ class _Calls:
 
     def __init__(self, groups: Mapping[str, frozenset[int]]) -> None:
         self._members = {name: spans(ranks) for name, ranks in groups.items()}
-        self._users: dict[tuple[object, object], str] = {}
+        self._users: dict[tuple[str, int], str] = {}
         """Lines of the user's by file and number; empty for those of others."""
 
     def reported(self, order: int, entry: JsonObject) -> JsonObject:
@@ -195,8 +195,8 @@ class _Calls:
     def _group(self, entry: JsonObject) -> tuple[str, str]:
         """The name and the members of the group; those of the default group are set later."""
         recorded = entry.get("process_group")
-        words = recorded if isinstance(recorded, (tuple, list)) else [recorded]
-        name, description = (*(str(each) for each in words[:2]), "", "")[:2]
+        words = [*recorded] if isinstance(recorded, (tuple, list)) else [recorded]
+        name, description = [*_list(words, str), "", ""][:2]
         if description == "default_pg":
             return "0", ""
         members = self._members.get(name, "")
@@ -206,19 +206,13 @@ class _Calls:
     def _lines(self, frames: Sequence[JsonObject]) -> list[str]:
         found = []
         for frame in frames[:256]:
-            key = frame.get("filename"), frame.get("line")
-            if key not in self._users:
-                self._users[key] = _user_line(*key)
-            if self._users[key]:
-                found.append(self._users[key])
+            path, line = _text(frame, "filename"), integer(frame, "line", -1)
+            if (path, line) not in self._users:
+                is_user = line >= 0 and is_user_path(path) and not _TORCH.search(path)
+                self._users[path, line] = f"{path}:{line}" if is_user else ""
+            if self._users[path, line]:
+                found.append(self._users[path, line])
         return found[:_MOST_LINES]
-
-
-def _user_line(path: object, line: object) -> str:
-    """``path:line`` of the user's code; empty for torch's, and others'."""
-    if not isinstance(path, str) or not isinstance(line, int) or line < 0:
-        return ""
-    return f"{path}:{line}" if is_user_path(path) and not _TORCH.search(path) else ""
 
 
 def _whole(calls: Sequence[JsonObject]) -> list[JsonObject]:
@@ -330,6 +324,6 @@ def _shape(sizes: Iterable[Any]) -> list[int]:
 
 def _members(recorded: Any) -> Iterable[int]:
     """The ranks of a group, which torch writes as ``"[0, 1]"``."""
-    words = re.findall(r"\d{1,6}", recorded) if isinstance(recorded, str) else recorded
-    numbers = (opening.whole(str(each), -1) for each in words or ())
-    return (each for each in numbers if 0 <= each < MOST_WORLD)
+    if isinstance(recorded, str):
+        recorded = [int(each) for each in re.findall(r"\d{1,6}", recorded)]
+    return (each for each in _list(recorded, int) if 0 <= each < MOST_WORLD)
