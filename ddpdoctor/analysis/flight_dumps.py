@@ -12,6 +12,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +45,15 @@ _KEPT = 8192
 """Collectives around the one that a rank waits for, of a group and of all ranks together."""
 
 _LEAST = 8
-_MOST_GROUPS = 64
+_MOST_ENTRIES = 20_000
+"""Collectives of a file, the newest ones."""
+
+_MOST_GROUPS = 256
 """Groups of a rank."""
+
+_MOST_FRAMES = 256
+_MOST_TEXT = 4096
+"""Letters of a name or a path."""
 
 _MOST_LINES = 8
 """Lines that led to a collective."""
@@ -131,11 +140,12 @@ def read(names: Sequence[str]) -> Dumps:
 
 
 def _dump(name: str, found: JsonObject, written: int, kept: int) -> _Dump:
-    entries = _list(found.get("entries"), dict)
+    recorded = found.get("entries")
+    entries = _list(recorded[-_MOST_ENTRIES:] if type(recorded) is list else [], dict)
     groups = {
-        str(group): frozenset(_members(config.get("ranks")))
-        for group, config in _dict(found.get("pg_config")).items()
-        if isinstance(config, dict)
+        str(group)[:_MOST_TEXT]: _members(config["ranks"])
+        for group, config in islice(_dict(found.get("pg_config")).items(), _MOST_GROUPS)
+        if isinstance(config, dict) and isinstance(config.get("ranks"), str)
     }
     first = min((integer(each, "record_id") for each in entries), default=0)
     calls = _Calls(groups)
@@ -166,7 +176,11 @@ class _Calls:
     """Writes down collectives of a dump as a rank of ours does (`RankState.flight`)."""
 
     def __init__(self, groups: Mapping[str, frozenset[int]]) -> None:
-        self._members = {name: spans(ranks) for name, ranks in groups.items()}
+        self._groups = {
+            # Groups that were split off may share a name.
+            name: (f"{name}|{spans(ranks)}", spans(ranks)) if ranks else (name, "")
+            for name, ranks in groups.items()
+        }
         self._users: dict[tuple[str, int], str] = {}
         """Lines of the user's by file and number; empty for those of others."""
 
@@ -174,7 +188,6 @@ class _Calls:
         """One collective, or an exchange between two ranks."""
         backend, _, name = _text(entry, "profiling_name").rpartition(":")
         group, members = self._group(entry)
-        state = _text(entry, "state")
         return {
             "id": order,
             "group": group,
@@ -183,29 +196,28 @@ class _Calls:
             "point_to_point": entry.get("is_p2p") is True,
             "backend": backend,
             "name": name,
-            "shapes": [_shape(each) for each in _list(entry.get("input_sizes"), list)[:4]],
-            "dtypes": [str(each) for each in _list(entry.get("input_dtypes"), str)[:4]],
+            "shapes": [_shape(each) for each in _list(entry.get("input_sizes"), list, 4)],
+            "dtypes": [each[:40] for each in _list(entry.get("input_dtypes"), str, 4)],
             "created": integer(entry, "time_created_ns"),
             # NCCL's watchdog also lets go of what has timed out; gloo knows no state.
             "retired": entry.get("retired") is True and backend == "gloo",
-            "state": state,
-            "lines": self._lines(_list(entry.get("frames"), dict)),
+            "state": _text(entry, "state"),
+            "lines": self._lines(_list(entry.get("frames"), dict, _MOST_FRAMES)),
         }
 
     def _group(self, entry: JsonObject) -> tuple[str, str]:
         """The name and the members of the group; those of the default group are set later."""
         recorded = entry.get("process_group")
-        words = [*recorded] if isinstance(recorded, (tuple, list)) else [recorded]
-        name, description = [*_list(words, str), "", ""][:2]
-        if description == "default_pg":
+        words = recorded if isinstance(recorded, (tuple, list)) else [recorded]
+        known = [each[:_MOST_TEXT] for each in words[:2] if isinstance(each, str)]
+        name, description = [*known, "", ""][:2]
+        if description == "default_pg" or name == "0":
             return "0", ""
-        members = self._members.get(name, "")
-        # Groups that were split off may share a name.
-        return (f"{name}|{members}" if members else name), members
+        return self._groups.get(name, (name, ""))
 
     def _lines(self, frames: Sequence[JsonObject]) -> list[str]:
         found = []
-        for frame in frames[:256]:
+        for frame in frames:
             path, line = _text(frame, "filename"), integer(frame, "line", -1)
             if (path, line) not in self._users:
                 is_user = line >= 0 and is_user_path(path) and not _TORCH.search(path)
@@ -288,7 +300,6 @@ def _rank(rank: int, dump: _Dump, taken: int, members: Mapping[str, str]) -> Jso
         native = pending.site is None and any(each["lines"] for each in calls)
         phase = (Phase.BACKWARD if native else Phase.WAIT).label
     last = calls[-1]["created"] if calls else taken
-    groups = {each["group"] for each in calls}
     return {
         "rank": rank,
         "restart": 0,
@@ -298,7 +309,7 @@ def _rank(rank: int, dump: _Dump, taken: int, members: Mapping[str, str]) -> Jso
         "since": pending.began if pending is not None else last,
         "site": str(pending.site or "") if pending is not None else "",
         "flight": calls,
-        "forgot": [each for each in members if dump.forgets and each not in groups],
+        "forgets": dump.forgets,
     }
 
 
@@ -307,23 +318,24 @@ def _rank(rank: int, dump: _Dump, taken: int, members: Mapping[str, str]) -> Jso
 
 def _text(found: JsonObject, key: str) -> str:
     value = found.get(key)
-    return value if isinstance(value, str) else ""
+    return value[:_MOST_TEXT] if isinstance(value, str) else ""
 
 
 def _dict(value: Any) -> JsonObject:
     return value if isinstance(value, dict) else {}
 
 
-def _list(value: Any, kind: type[Any]) -> list[Any]:
-    return [each for each in value if isinstance(each, kind)] if isinstance(value, list) else []
+def _list(value: Any, kind: type[Any], most: int | None = None) -> list[Any]:
+    """What is of a type among the first ones: many entries may share one long list."""
+    return [each for each in value[:most] if isinstance(each, kind)] if type(value) is list else []
 
 
-def _shape(sizes: Iterable[Any]) -> list[int]:
-    return [each for each in sizes if isinstance(each, int) and 0 <= each < 1 << 48][:16]
+def _shape(sizes: list[Any]) -> list[int]:
+    return [each for each in sizes[:16] if isinstance(each, int) and 0 <= each < 1 << 48]
 
 
-def _members(recorded: Any) -> Iterable[int]:
+@lru_cache(maxsize=_MOST_GROUPS)
+def _members(recorded: str) -> frozenset[int]:
     """The ranks of a group, which torch writes as ``"[0, 1]"``."""
-    if isinstance(recorded, str):
-        recorded = [int(each) for each in re.findall(r"\d{1,6}", recorded)]
-    return (each for each in _list(recorded, int) if 0 <= each < MOST_WORLD)
+    found = (int(each) for each in re.findall(r"\d{1,6}", recorded))
+    return frozenset(each for each in found if each < MOST_WORLD)

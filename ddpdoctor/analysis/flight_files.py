@@ -13,8 +13,8 @@ from ddpdoctor.core import opening
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.run.records.base import JsonObject
 
-MOST_FILE = 32 << 20
-"""Bytes of a file: 250,000 collectives."""
+MOST_FILE = 16 << 20
+"""Bytes of a file: 100,000 collectives."""
 
 MOST_FILES = 1024
 """Ranks whose files are read."""

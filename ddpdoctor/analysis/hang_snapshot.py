@@ -86,7 +86,8 @@ class RankState:
 
     def forgot(self, group: str) -> bool:
         """Whether it may have called collectives of a group of which nothing is known any more."""
-        return group in (self.record.get("forgot") or ())
+        known = any(each.group == group for each in self.flight or ())
+        return bool(self.record.get("forgets")) and not known
 
     @cached_property
     def stacks(self) -> RankStacks | None:
