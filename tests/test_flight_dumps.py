@@ -172,10 +172,10 @@ def test_what_the_ring_has_overwritten_is_no_proof(tmp_path: Path) -> None:
 
 
 def test_clocks_that_differ_do_not_matter(tmp_path: Path) -> None:
-    hour = 3600
+    skew = 1800
     write(tmp_path, 0, [entry(7, line=9), entry(8, line=61, done=False)])
-    ahead = [entry(7, line=9, age=620 - hour)]
-    write(tmp_path, 1, ahead, written=NOW + hour * SECOND)
+    ahead = [entry(7, line=9, age=620 - skew)]
+    write(tmp_path, 1, ahead, written=NOW + skew * SECOND)
     (finding,) = found(tmp_path)
     assert finding.ranks == (1,) and "for 610 s" in finding.evidence[0]
 
@@ -185,6 +185,15 @@ def test_a_copy_that_lost_the_times_says_no_more_than_the_timeout(tmp_path: Path
     write(tmp_path, 1, [entry(7, line=9)], written=NOW + 10**6 * SECOND)
     (finding,) = found(tmp_path)
     assert "for 660 s" in finding.evidence[0]
+
+
+def test_files_of_an_earlier_job_are_left_out(tmp_path: Path) -> None:
+    write(tmp_path, 0, [entry(7, line=9), entry(8, line=61, done=False)])
+    write(tmp_path, 1, [entry(7, line=9)])
+    write(tmp_path, 2, [entry(3, line=9, age=90_000)], written=NOW - 90_000 * SECOND)
+    (line,) = flight_dumps.read([str(tmp_path)]).trouble
+    assert line.endswith("nccl_trace_rank_2 was not read: it is 25 h older than the newest file")
+    assert [each.ranks for each in found(tmp_path)] == [(1,)]
 
 
 def test_nccl_lets_go_of_what_has_timed_out(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,18 @@ from ddpdoctor.rules.ras_words import ras_lines
 from ddpdoctor.run.records.base import as_json, json_line
 from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.records.ras import Ras
+from ddpdoctor.run.records.supervisor import HangRecord
+from ddpdoctor.run.requests import Asking
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase
-from ddpdoctor.supervise.hangs import ras
+from ddpdoctor.supervise.hangs import examination, ras
+from ddpdoctor.supervise.hangs.watch import HangWatch
 from ddpdoctor.system import nccl_ras
+from tests.conftest import LIMIT
 from tests.hanging_ranks import call, findings, rank, stacks, status
 from tests.ras_server import BY_OPERATION, JSON, NEWEST, TEXT, Communicator, running, text
+from tests.starved import needs_linux
+from tests.written import supervisor_records
 
 VERSIONS = (TEXT, BY_OPERATION, JSON, NEWEST)
 
@@ -201,11 +208,22 @@ def test_the_rank_of_another_node_that_does_not_answer_is_named(tmp_path: Path) 
     assert finding.message.endswith("rank 3 of other nodes does not answer NCCL's RAS")
 
 
-def test_the_answer_is_taken_while_the_examination_goes_on() -> None:
-    """It waits in a thread, and an examination that is done earlier has it."""
-    with running(NEWEST, BEHIND) as (pid, _):
-        answer = ras.asked(job(pid))
-        began = time.monotonic()
-        found = answer()
-    assert found is not None and found.total == 1
-    assert time.monotonic() - began < ras.PATIENCE
+@needs_linux
+def test_an_examination_has_the_answer_in_its_record_and_in_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examination, "examine", lambda *_: [{"rank": 0, "restart": 0}])
+    records: list[Any] = []
+    with running(BY_OPERATION, BEHIND) as (pid, _):
+        watch = HangWatch(
+            tmp_path, Asking(str(tmp_path)), 0.1, records.append, lambda _: None, lambda: None
+        )
+        deadline = time.monotonic() + LIMIT
+        while not watch.look(replace(job(pid), path=tmp_path)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        watch.close()
+    (line,) = (json_line(as_json(each)) for each in records if each.kind == "hang")
+    supervisor = supervisor_records(json.loads(line))
+    for hang in (supervisor.of(HangRecord)[0], Run(tmp_path, {}, (), supervisor=supervisor).hang):
+        assert hang is not None and behind(hang.ras, 4, [3], {0: 0, 1: 0}) == {3}

@@ -41,6 +41,9 @@ _LASTING = ("DDP802", "DDP814")
 _WRITING = 60_000_000_000
 """Nanoseconds that torch gives the ranks to write, after the timeout."""
 
+_TOGETHER = 3600 * 1_000_000_000
+"""Nanoseconds between the files of one job at most; older ones are of another job."""
+
 _KEPT = 8192
 """Collectives around the one that a rank waits for, of a group and of all ranks together."""
 
@@ -110,10 +113,16 @@ def read(names: Sequence[str]) -> Dumps:
     """
     found, trouble = chosen(names)
     kept = max(_LEAST, _KEPT // max(1, len(found)))
+    times = {rank: _written(path) for rank, (path, _) in found.items()}
+    newest = max(times.values(), default=0)
     dumps: dict[int, _Dump] = {}
     for rank, (path, links) in sorted(found.items()):
+        written = times[rank]
+        if written and newest - written > _TOGETHER:
+            hours = (newest - written) / 3.6e12
+            trouble.append(f"{path} was not read: it is {hours:.0f} h older than the newest file")
+            continue
         try:
-            written = opening.facts(path, links=links).st_mtime_ns
             dumps[rank] = _dump(os.path.basename(path), loaded(path, links), written, kept)
         except (OSError, ValueError) as error:
             words = error.strerror if isinstance(error, OSError) else str(error)
@@ -134,6 +143,14 @@ def read(names: Sequence[str]) -> Dumps:
         trouble=tuple(trouble),
         remark=_remark(record),
     )
+
+
+def _written(path: str) -> int:
+    """When a file was written, in Unix nanoseconds; 0 if it is gone."""
+    try:
+        return opening.facts(path).st_mtime_ns
+    except OSError:
+        return 0
 
 
 # -- one file
