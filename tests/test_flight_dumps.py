@@ -211,10 +211,10 @@ def test_parts_of_a_coalesced_collective_are_never_done(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_asked_for_in_the_midst_of_work_is_no_hang(tmp_path: Path) -> None:
-    write(tmp_path, 0, [entry(7, line=9), entry(8, line=61, done=False, age=14.0)])
+    write(tmp_path, 0, [entry(7, line=9), entry(8, line=61, done=False, age=45.0)])
     write(tmp_path, 1, [entry(7, line=9)])
     assert found(tmp_path) == []
-    assert "a hang is one of 30 s and more" in flight_dumps.read([str(tmp_path)]).remark
+    assert "a hang is one of 120 s and more" in flight_dumps.read([str(tmp_path)]).remark
 
 
 def test_ranks_that_are_done_hang_in_nothing(tmp_path: Path) -> None:
@@ -290,25 +290,24 @@ JOB = """\
 import os, sys, threading, time
 import torch, torch.distributed as dist
 
-def dump(path):
-    time.sleep(3)
-    with open(path, "wb") as file:
+def dump(seconds):
+    time.sleep(seconds)
+    with open(f"{folder}/trace_{rank}", "wb") as file:
         file.write(torch._C._distributed_c10d._dump_fr_trace(True, True, False))
     os._exit(0)
 
-folder, sick = sys.argv[1:]
+folder, kind = sys.argv[1:]
 os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=3)
 x = torch.ones(4)
 for step in range(20):
-    if sick == "sick" and rank == 1 and step == 12:
-        threading.Thread(target=dump, args=(f"{folder}/trace_{rank}",)).start()
-        time.sleep(600)
-    if rank != 1 and step == 12 or step == 19:
-        threading.Thread(target=dump, args=(f"{folder}/trace_{rank}",)).start()
+    if kind == "sick" and step == 12:
+        threading.Thread(target=dump, args=(3,)).start()
+        if rank == 1:
+            time.sleep(600)
     dist.all_reduce(x)
-time.sleep(600)
+dump(0)
 """
 
 
@@ -330,8 +329,8 @@ def test_files_of_torch_itself_are_read(kind: str, tmp_path: Path) -> None:
         for each in ranks:
             each.kill()
     for path in tmp_path.glob("trace_*"):
-        # A hang of a minute, without the wait.
-        late = path.stat().st_mtime_ns + 60 * SECOND
+        # A hang of three minutes, without the wait.
+        late = path.stat().st_mtime_ns + 180 * SECOND
         os.utime(path, ns=(late, late))
     said = found(tmp_path)
     if kind == "healthy":

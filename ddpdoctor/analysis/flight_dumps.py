@@ -31,7 +31,7 @@ from ddpdoctor.run.snapshot import Records, Run
 from ddpdoctor.run.status import Phase
 from ddpdoctor.stacks.user_frames import is_user_path
 
-PATIENCE = 30_000_000_000
+PATIENCE = 120_000_000_000
 """Nanoseconds that a collective is pending for in a hang, unless its timeout is shorter; torch may
 take long to write a file."""
 
