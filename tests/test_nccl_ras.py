@@ -190,7 +190,7 @@ def test_the_rank_of_another_node_that_is_late_is_named(tmp_path: Path) -> None:
     assert (finding.code, finding.ranks) == ("DDP802", (3,))
     assert finding.message == (
         "all ranks of this node wait in all_reduce #130 (64 floats, default group); rank 3 of "
-        "other nodes did not join it, by the collectives that are launched there"
+        "other nodes did not join it: NCCL's RAS counts fewer collectives there"
     )
     assert any("rank 3 129, 3 ranks 130" in each for each in finding.evidence)
 

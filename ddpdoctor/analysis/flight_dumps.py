@@ -1,7 +1,7 @@
 """Files that torch's Flight Recorder wrote of a job that ran without ddpdoctor, as a hang's record.
 
-torch writes one file a rank when a collective of NCCL times out (``TORCH_FR_DUMP_TEMP_FILE``, of
-old ``TORCH_NCCL_DEBUG_INFO_TEMP_FILE``), or when it is asked to; a pickle, or JSON. The format is
+torch writes one file per rank when a collective of NCCL times out (``TORCH_FR_DUMP_TEMP_FILE``; in
+older versions ``TORCH_NCCL_DEBUG_INFO_TEMP_FILE``), or on request: a pickle, or JSON. The format is
 that of ``torch/csrc/distributed/c10d/FlightRecorder.hpp``, read from version 2.0 (torch 2.4) on.
 """
 
@@ -32,17 +32,18 @@ from ddpdoctor.run.status import Phase
 from ddpdoctor.stacks.user_frames import is_user_path
 
 PATIENCE = 120_000_000_000
-"""Nanoseconds that a collective is pending for in a hang, unless its timeout is shorter; torch may
-take long to write a file."""
+"""Nanoseconds after which a pending collective counts as a hang, unless its timeout is shorter.
+
+On a busy machine torch took half a minute to write a file."""
 
 _LASTING = ("DDP802", "DDP814")
-"""Findings about collectives that do not end; others show by what the ranks called."""
+"""Findings that need a wait to last; the others follow from what the ranks called."""
 
 _WRITING = 60_000_000_000
 """Nanoseconds that torch gives the ranks to write, after the timeout."""
 
 _TOGETHER = 3600 * 1_000_000_000
-"""Nanoseconds between the files of one job at most; older ones are of another job."""
+"""Nanoseconds by which the files of one job differ at most; older files are of an earlier job."""
 
 _KEPT = 8192
 """Collectives around the one that a rank waits for, of a group and of all ranks together."""
@@ -73,7 +74,7 @@ class Dumps:
         ranks: The ranks whose files were read.
         missing: Other ranks of the job.
         trouble: What was not read and why, a line each.
-        remark: Why it may be no hang.
+        remark: Why the files do not prove a hang; empty if they do.
     """
 
     run: Run
@@ -131,7 +132,7 @@ def read(names: Sequence[str]) -> Dumps:
         raise DoctorError(
             trouble[0] if trouble else f"no Flight Recorder dump in {' '.join(names)}", HINT
         )
-    # gloo writes no members down; whatever rank is named is one of the job.
+    # gloo does not record the members of its groups: every rank that a file names counts.
     known = set(dumps).union(*(ranks for each in dumps.values() for ranks in each.groups.values()))
     world = range(max(known) + 1)
     record = _examination(dumps, world)
@@ -171,7 +172,7 @@ def _dump(name: str, found: JsonObject, written: int, kept: int) -> _Dump:
     pending = _pending(kept_calls)
     timeout = 0
     if pending is not None:
-        # A copy may be of any time: when the collective has timed out, the file is written.
+        # A copy may have a later time; torch writes the file when the collective times out.
         timeout = integer(entries[pending.order], "timeout_ms") * 1_000_000
         written = min(written, pending.began + (timeout or PATIENCE) + _WRITING)
     return _Dump(

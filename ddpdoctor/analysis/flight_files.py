@@ -21,7 +21,7 @@ MOST_FILES = 1024
 
 _RANK = re.compile(r"(\d{1,6})(\.(?:json|pickle|pkl|bin))?$")
 HINT = (
-    "set TORCH_FR_DUMP_TEMP_FILE (of old: TORCH_NCCL_DEBUG_INFO_TEMP_FILE) to a path and "
+    "set TORCH_FR_DUMP_TEMP_FILE (older torch: TORCH_NCCL_DEBUG_INFO_TEMP_FILE) to a path and "
     "TORCH_NCCL_DUMP_ON_TIMEOUT=1, and name the directory"
 )
 

@@ -81,11 +81,11 @@ class RankState:
 
     @property
     def dump(self) -> str:
-        """The name of the file that torch's Flight Recorder left; empty of a rank that we saw."""
+        """The Flight Recorder file that this was read from; empty for a rank that was examined."""
         return str(self.record.get("dump") or "")
 
     def forgot(self, group: str) -> bool:
-        """Whether it may have called collectives of a group of which nothing is known any more."""
+        """Whether it may have called collectives of a group that its recorder has overwritten."""
         known = any(each.group == group for each in self.flight or ())
         return bool(self.record.get("forgets")) and not known
 

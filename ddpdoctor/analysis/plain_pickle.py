@@ -1,8 +1,8 @@
 """Reads pickles of plain data: dictionaries, lists, tuples, texts and numbers, and nothing else.
 
-Not Python's own unpickler: what it would call or import for a hostile file can be refused, but not
-the memory that a few bytes of one make it take. Here the opcodes that import, call or build objects
-do not exist, and what the rest makes is counted.
+Python's own unpickler can be kept from importing and calling, but not from allocating gigabytes for
+a few bytes of a hostile file. Here the opcodes that import, call or build objects do not exist, and
+the memory that the others take is counted.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from ddpdoctor.core.opening import whole
 from ddpdoctor.run.records.ras import Ras, RasCommunicator, RasDifference
 
 NO_COUNTS = ("status", "error")
-"""Differences that are none of numbers of operations."""
+"""Differences that are not counts of operations."""
 
 
 def unanswered(ras: Ras | None, world: int) -> frozenset[int]:

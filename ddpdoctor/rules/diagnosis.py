@@ -286,7 +286,7 @@ def _by_ras(still: HangSnapshot, one: Blocked) -> tuple[tuple[int, ...], str]:
         return tuple(sorted(silent)), f"{'do' if many else 'does'} not answer NCCL's RAS"
     late = behind(ras, world, one.unseen, one.launched_behind)
     if late:
-        return tuple(sorted(late)), "did not join it, by the collectives that are launched there"
+        return tuple(sorted(late)), "did not join it: NCCL's RAS counts fewer collectives there"
     return one.unseen, "did not join it, or cannot be reached"
 
 
