@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ddpdoctor.analysis.places import location
 from ddpdoctor.core.finding import Location
+from ddpdoctor.core.opening import integer
 
 _WORDS = {
     "float32": "float", "float": "float", "float64": "double", "double": "double",
@@ -88,49 +90,56 @@ def from_ring(recorded: Mapping[str, Any]) -> Call:
     return Call(
         group=group,
         members=members,
-        sequence=int(recorded["sequence"]),
-        name=str(recorded["name"]),
-        numel=int(recorded["numel"]),
+        sequence=integer(recorded, "sequence"),
+        name=str(recorded.get("name") or ""),
+        numel=integer(recorded, "numel", -1),
         dtype=str(recorded.get("dtype") or ""),
         reduce=str(recorded.get("reduce") or ""),
-        root=int(recorded["root"]),
-        done=bool(recorded["ended"]),
+        root=integer(recorded, "root", -1),
+        done=bool(recorded.get("ended")),
         site=location(str(recorded.get("site") or "")),
-        order=int(recorded["order"]),
-        began=int(recorded["began"]),
-        callers=tuple(at for each in recorded.get("callers") or () if (at := location(str(each)))),
+        order=integer(recorded, "order"),
+        began=integer(recorded, "began"),
+        callers=tuple(at for each in _listed(recorded, "callers") if (at := location(str(each)))),
     )
 
 
 def from_flight(recorded: Mapping[str, Any]) -> Call:
     """A collective of torch's Flight Recorder, as it was recorded."""
-    shapes = recorded.get("shapes") or []
-    numel = 0
-    for shape in shapes:
-        size = 1
-        for dimension in shape:
-            size *= int(dimension)
-        numel += size
-    dtypes = recorded.get("dtypes") or [""]
-    lines = [at for each in recorded.get("lines") or () if (at := location(str(each))) is not None]
+    dtypes = _listed(recorded, "dtypes") or [""]
+    lines = [at for each in _listed(recorded, "lines") if (at := location(str(each))) is not None]
     return Call(
         group=str(recorded.get("group")),
-        members="",
-        sequence=int(recorded.get("sequence") or 0),
+        members=str(recorded.get("members") or ""),
+        sequence=integer(recorded, "sequence"),
         name=str(recorded.get("name") or "").lstrip("_"),
-        numel=numel if shapes else -1,
+        numel=_numel(_listed(recorded, "shapes")),
         dtype=str(dtypes[0]),
         reduce="",
         root=-1,
         done=bool(recorded.get("retired")) or recorded.get("state") == "completed",
         site=lines[0] if lines else None,
-        order=int(recorded.get("id") or 0),
-        began=int(recorded.get("created") or 0),
+        order=integer(recorded, "id"),
+        began=integer(recorded, "created"),
         backend=str(recorded.get("backend") or ""),
         callers=tuple(lines[1:]),
         started=recorded.get("state") == "started",
         timed=recorded.get("duration") is not None,
     )
+
+
+def _listed(recorded: Mapping[str, Any], key: str) -> list[Any]:
+    """Return a list of a JSON object that may be damaged; an empty one if it is none."""
+    found = recorded.get(key)
+    return list(found) if isinstance(found, (list, tuple)) else []
+
+
+def _numel(shapes: list[Any]) -> int:
+    """Return how many elements tensors of these shapes have; -1 if that is not known."""
+    try:
+        return sum(math.prod(map(int, shape)) for shape in shapes) if shapes else -1
+    except (TypeError, ValueError, OverflowError):
+        return -1
 
 
 def first_pending(calls: Sequence[Call]) -> Call | None:

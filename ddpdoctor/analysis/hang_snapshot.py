@@ -79,6 +79,16 @@ class RankState:
         """Steps closed."""
         return integer(self.record, "step")
 
+    @property
+    def dump(self) -> str:
+        """The Flight Recorder file that this was read from; empty for a rank that was examined."""
+        return str(self.record.get("dump") or "")
+
+    def forgot(self, group: str) -> bool:
+        """Whether it may have called collectives of a group that its recorder has overwritten."""
+        known = any(each.group == group for each in self.flight or ())
+        return bool(self.record.get("forgets")) and not known
+
     @cached_property
     def stacks(self) -> RankStacks | None:
         """Its stacks, or why there are none."""

@@ -197,6 +197,15 @@ def _held(rank: RankState, duration: str) -> Activity | None:
     )
 
 
+def last_call(rank: RankState) -> Activity:
+    """What it called last, which is all that a file of torch's Flight Recorder says."""
+    last = rank.flight[-1] if rank.flight else None
+    if last is None:
+        return Activity("DDP802", "called no collective", Severity.ERROR, None)
+    text = f"last called {last.what} at {quoted(last.site)}"
+    return Activity("DDP802", text, Severity.ERROR, last.site)
+
+
 def _prompt(rank: RankState, starting: bool, duration: str) -> Activity:
     """It waits for somebody at the keyboard, or in pdb."""
     debugger = any(part in frame.path for frame in rank.frames for part in _DEBUGGERS)

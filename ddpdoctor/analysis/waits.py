@@ -35,6 +35,16 @@ class Blocked:
         """The collective, for a sentence."""
         return self.waiting[0].waits_in
 
+    @property
+    def launched_behind(self) -> dict[int, int]:
+        """The collectives that waiting ranks have launched behind it, where that is known."""
+        call = self.call
+        return {
+            rank.rank: _last(rank, call.numbering, flight=True) - call.sequence
+            for rank in self.waiting
+            if call is not None and rank.flight
+        }
+
 
 def blocked(still: HangSnapshot) -> list[Blocked]:
     """The collectives that ranks wait in, that with most of them first."""
@@ -68,18 +78,24 @@ def _by_calls(
         members = _members(still, numbering[0], inside)
         here = [rank for rank, call in inside if call.sequence == least]
         present = {rank.rank for rank, _ in inside}
+        seen = _knowing(still, numbering[0])
         absent = [
             rank
-            for rank in still.ranks
+            for rank in seen
             if rank.rank in members
             and rank.rank not in present
             and _last(rank, numbering, flight) < least
         ]
         ahead = [rank for rank, call in inside if call.sequence > least]
-        known = {rank.rank for rank in still.ranks}
+        known = {rank.rank for rank in seen}
         call = next(call for rank, call in inside if call.sequence == least)
         unseen = sorted(members - known)
         yield Blocked(call, tuple(here), tuple(absent), tuple(unseen), tuple(ahead))
+
+
+def _knowing(still: HangSnapshot, group: str) -> list[RankState]:
+    """The ranks of which it is known what they called in a group, if anything."""
+    return [rank for rank in still.ranks if not rank.forgot(group)]
 
 
 def _members(

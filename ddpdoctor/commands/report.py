@@ -15,6 +15,7 @@ from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.faults import Faults
 from ddpdoctor.core.finding import RULES, Finding, Severity, examine
 from ddpdoctor.core.options import DIRECTORY, FILE, OUTPUT, Given, Parser, seconds
+from ddpdoctor.core.ranks import named
 from ddpdoctor.core.selection import CODES, Selection
 from ddpdoctor.core.units import count
 from ddpdoctor.core.users import as_copy
@@ -42,15 +43,18 @@ PARSER = Parser(
 Usage: ddpdoctor report [OPTIONS] [RUN]
        ddpdoctor report [OPTIONS] RUN RUN
        ddpdoctor report [OPTIONS] --log FILE...
+       ddpdoctor report [OPTIONS] --flight DIR...
 
 Show the findings of a finished run, compare two runs, or name the cause of a
-failure from the plain log of a job that ran without ddpdoctor.
+failure from the plain log of a job that ran without ddpdoctor, or of a hang
+from the files that torch's Flight Recorder wrote.
 
 RUN is a run's id, its directory, or a copy of it from another machine
 [default: your newest finished run]. FILE is a log, also a compressed one or an
 archive (gzip, zip, tar, xz, zstd), a directory such as torchrun's --log-dir, or
 - for standard input; name all files of one job together, one per rank or one
-for all.
+for all. DIR is where TORCH_FR_DUMP_TEMP_FILE points to, with one file per rank;
+name the directories, or the files, of all nodes together.
 
 Options:
   --html FILE       Write the report with its charts into one HTML file instead
@@ -59,6 +63,7 @@ Options:
                     compressed if FILE ends in .gz.
   --with DIR        Merge traces of torch.profiler in DIR into that timeline.
   --log             Read plain logs in place of a run directory.
+  --flight          Read files of torch's Flight Recorder in place of one.
   --redact          With --log: leave out host and user names, addresses and
                     tokens, so that the result can be posted. Read it once more.
   --json            Each finding as a line of JSON, as `run --json` writes them.
@@ -104,9 +109,14 @@ def main(words: Sequence[str]) -> int:
         sys.stdout.reconfigure(errors="replace")
     try:
         _check(given)
-        if len(given.rest) == 2 and "--log" not in given:
+        if "--log" in given:
+            found = _report_logs(given)
+        elif "--flight" in given:
+            found = _report_flight(given)
+        elif len(given.rest) == 2:
             return _compare(given)
-        found = _report_logs(given) if "--log" in given else _report_run(given)
+        else:
+            found = _report_run(given)
     except DoctorError as error:
         raise PARSER.wrong(error.message, error.hint) from None
     worst = max((finding.severity for finding in found), default=Severity.INFO)
@@ -121,9 +131,13 @@ def _check(given: Given) -> None:
     """
     if "--with" in given and "--trace" not in given:
         raise DoctorError("--with needs --trace", "--trace FILE is what the traces are merged into")
+    if "--log" in given and "--flight" in given:
+        raise DoctorError("--log and --flight do not go together", "report on each by itself")
+    if "--redact" in given and "--log" not in given:
+        raise DoctorError("--redact is for logs", "ddpdoctor report --redact --log FILE...")
     for option in ("--html", "--trace"):
-        if option in given and "--log" in given:
-            raise DoctorError(f"{option} needs a run directory", "a plain log has no times")
+        if option in given and ("--log" in given or "--flight" in given):
+            raise DoctorError(f"{option} needs a run directory", "`ddpdoctor run` writes one")
         if option in given and len(given.rest) > 1:
             raise DoctorError(f"{option} takes one run", "name the run that it is to show")
 
@@ -147,8 +161,6 @@ def _print_for_tools(
 
 
 def _report_run(given: Given) -> list[Finding]:
-    if "--redact" in given:
-        raise DoctorError("--redact is for logs", "ddpdoctor report --redact --log FILE...")
     if len(given.rest) > 1:
         raise DoctorError(
             "report takes one run, or two to compare",
@@ -166,7 +178,7 @@ def _report_run(given: Given) -> list[Finding]:
     if not live and run.exit_status is None:
         killed = "the supervisor was killed before the job ended, so how the job ended is unknown"
         remark = remark if foreign else killed
-        run = replace(run, taken=_last_sign(run))
+        run = replace(run, taken=run.last_sign)
     failed: list[tuple[str, Exception]] = []
     faults = Faults(_complain, "all other rules are applied")
     found = examine(
@@ -318,16 +330,6 @@ def _is_foreign(path: Path) -> bool:
     return bool(remark)
 
 
-def _last_sign(run: Run) -> int:
-    """Unix nanoseconds of the last thing that was written; a dead job waits no longer."""
-    times = [getattr(record, "time", 0) for record in run.supervisor]
-    for rank in run.ranks:
-        if rank.status is not None:
-            times += [rank.status.since, rank.status.beat or 0]
-        times += [getattr(record, "time", 0) for record in rank.records[-20:]]
-    return max(times, default=run.taken)
-
-
 # -- logs
 
 
@@ -370,6 +372,33 @@ def _shown(name: str, common: str) -> str:
     if name == "-":
         return "stdin"
     return os.path.relpath(os.path.abspath(name), common) if common else name
+
+
+# -- files of torch's Flight Recorder
+
+
+def _report_flight(given: Given) -> list[Finding]:
+    if not given.rest:
+        raise DoctorError(
+            "option --flight needs a directory", "name where TORCH_FR_DUMP_TEMP_FILE points to"
+        )
+    import ddpdoctor.rules  # noqa: F401 (registers the rules)
+    from ddpdoctor.analysis import flight_dumps
+
+    dumps = flight_dumps.read(given.rest)
+    for line in dumps.trouble:
+        _complain(line)
+    every = [each for each in examine(dumps.run, RULES.values()) if dumps.proves(each.code)]
+    found = Selection.given(given).of(every)
+    if _print_for_tools(given, found, "", lambda _: json_lines.head()):
+        return found
+    for finding in found:
+        print(_text(finding, 0.0, None))
+    _print([dumps.remark] if dumps.remark and not every else [])
+    left = f"; {named(dumps.missing)} left none" if dumps.missing else ""
+    counts = summary.count(found, len(every) - len(found))
+    _print([f"{counts} in the files of {named(dumps.ranks)}{left}"])
+    return found
 
 
 # -- output

@@ -13,7 +13,8 @@ from ddpdoctor.analysis.hang_snapshot import HangSnapshot, RankState, hang_snaps
 from ddpdoctor.analysis.nccl_words import unequal_sizes
 from ddpdoctor.analysis.places import brief, quoted
 from ddpdoctor.analysis.process_activity import lacks_cpu, starves
-from ddpdoctor.analysis.rank_activity import Activity, activity_of, state_of
+from ddpdoctor.analysis.rank_activity import Activity, activity_of, last_call, state_of
+from ddpdoctor.analysis.ras_facts import behind, unanswered
 from ddpdoctor.analysis.waits import Blocked, blocked
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.ranks import named
@@ -21,6 +22,7 @@ from ddpdoctor.core.relations import STANDSTILL
 from ddpdoctor.rules.gpu_hangs import by_gpu
 from ddpdoctor.rules.hang_words import about, lasting, native_frames, without_stacks
 from ddpdoctor.rules.out_of_step import guarded, mismatch, order, same_number, waiting_line
+from ddpdoctor.rules.ras_words import ras_lines
 from ddpdoctor.rules.rendezvous import before_joining
 from ddpdoctor.run.snapshot import Run
 
@@ -59,8 +61,9 @@ def _diagnose(run: Run) -> Iterator[Finding]:
     still = hang_snapshot(run)
     if still is None:
         return
+    lines = ras_lines(still.record.ras, still.world_size)
     found = list(_explained(run, still))
-    yield from found
+    yield from (replace(each, evidence=(*each.evidence, *lines)) for each in found)
     if _short_of_cpu(still):
         # Whoever is late is late for want of a core, or may be.
         return
@@ -152,6 +155,8 @@ def _with_nccl(run: Run, found: Finding) -> Finding:
 
 def _missing(rank: RankState, starting: bool) -> Activity:
     """What a rank does that others wait for."""
+    if rank.dump:
+        return last_call(rank)
     end = exit_wait(rank)
     # Whoever is at the end of the script will not come any more.
     return replace(end, severity=Severity.ERROR) if end else activity_of(rank, starting)
@@ -224,14 +229,30 @@ def _all_there(run: Run, still: HangSnapshot, one: Blocked) -> Iterator[Finding]
         yield _with_nccl(run, mismatch(same))
         return
     waiting = one.waiting
+    if one.unseen and waiting[0].dump:
+        yield Finding(
+            code="DDP802",
+            about="no dump",
+            severity=Severity.WARNING,
+            message=f"{named([each.rank for each in waiting])} wait in {one.what}; "
+            f"{named(one.unseen)} left no dump that says whether "
+            f"{'they' if len(one.unseen) > 1 else 'it'} called it",
+            ranks=one.unseen,
+            location=waiting[0].site,
+            evidence=tuple(waiting_line(rank) for rank in waiting[:4]),
+            fix="Look for its file on its node, and for how it ended in its log: "
+            "`ddpdoctor report --log FILE`.",
+        )
+        return
     if one.unseen:
+        absent, why = _by_ras(still, one)
         yield Finding(
             code="DDP802",
             about="other nodes",
             severity=Severity.WARNING,
-            message=f"all ranks of this node wait in {one.what}; {named(one.unseen)} of other "
-            "nodes did not join it, or cannot be reached",
-            ranks=one.unseen,
+            message=f"all ranks of this node wait in {one.what}; {named(absent)} of other nodes "
+            f"{why}",
+            ranks=absent,
             location=waiting[0].waits_at,
             evidence=tuple(waiting_line(rank) for rank in waiting[:4]),
             fix="Look at what ddpdoctor says on the other nodes.",
@@ -244,6 +265,19 @@ def _all_there(run: Run, still: HangSnapshot, one: Blocked) -> Iterator[Finding]
         # The threads that carry it out have no core.
         return
     yield from by_gpu(still, one)
+
+
+def _by_ras(still: HangSnapshot, one: Blocked) -> tuple[tuple[int, ...], str]:
+    """Which ranks of other nodes did not join a collective, and how that is known."""
+    ras, world = still.record.ras, still.world_size
+    silent = unanswered(ras, world) & set(one.unseen)
+    if silent:
+        many = len(silent) > 1
+        return tuple(sorted(silent)), f"{'do' if many else 'does'} not answer NCCL's RAS"
+    late = behind(ras, world, one.unseen, one.launched_behind)
+    if late:
+        return tuple(sorted(late)), "did not join it: NCCL's RAS counts fewer collectives there"
+    return one.unseen, "did not join it, or cannot be reached"
 
 
 # -- none waits in a collective

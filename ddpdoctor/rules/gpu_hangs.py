@@ -25,7 +25,8 @@ def by_gpu(still: HangSnapshot, one: Blocked) -> Iterator[Finding]:
         return
     called = waiting[0].waits_at
     alone = len(waiting) == 1
-    who = f"{named([waiting[0].rank])} has" if alone else "all ranks have"
+    several = "all ranks that left a dump have" if waiting[0].dump else "all ranks have"
+    who = f"{named([waiting[0].rank])} has" if alone else several
     message = f"{who} been in {one.what} for {waiting[0].seconds} s and it does not end: "
     fix = CHECK_NETWORK
     if alone:

@@ -263,6 +263,16 @@ class Run:
         return next((status for status in statuses if status is not None), None)
 
     @property
+    def last_sign(self) -> int:
+        """Unix nanoseconds of the last thing that was written; a dead job waits no longer."""
+        times = [getattr(record, "time", 0) for record in self.supervisor]
+        for rank in self.ranks:
+            if rank.status is not None:
+                times += [rank.status.since, rank.status.beat or 0]
+            times += [getattr(record, "time", 0) for record in rank.records[-20:]]
+        return max(times, default=self.taken)
+
+    @property
     def stopped_at(self) -> int | None:
         """Unix nanoseconds at which a person or a scheduler asked the job to stop, if one did."""
         return next((each.time for each in self.supervisor.of(SignalRecord) if each.time), None)

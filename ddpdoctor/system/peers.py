@@ -48,13 +48,25 @@ def user(connection: socket.socket) -> int:
     """
     try:
         unix = connection.family == socket.AF_UNIX
-        uid = _unix_user(connection) if unix else _tcp_user(connection)
+        uid = _unix_user(connection) if unix else _tcp_peer(connection)[0]
     except OSError as error:
         gone = error.errno == errno.ENOTCONN
         raise (GoneError if gone else UnknownPeerError)(error.strerror or str(error)) from None
     if uid == _overflow_uid():
         raise UnknownPeerError("its user has no number in this user namespace")
     return uid
+
+
+def inode(connection: socket.socket) -> int:
+    """Return the inode of the TCP socket at the other end, which is among its process's files.
+
+    Raises:
+        UnknownPeerError: As of :func:`user`, or no process has accepted the connection yet.
+    """
+    try:
+        return _tcp_peer(connection)[1]
+    except OSError as error:
+        raise UnknownPeerError(error.strerror or str(error)) from None
 
 
 def _unix_user(connection: socket.socket) -> int:
@@ -65,18 +77,19 @@ def _unix_user(connection: socket.socket) -> int:
     return int(struct.unpack("3i", credentials)[1])
 
 
-def _tcp_user(connection: socket.socket) -> int:
+def _tcp_peer(connection: socket.socket) -> tuple[int, int]:
+    """Return the uid and the inode of the socket at the other end."""
     if not (hasattr(socket, "TCP_INFO") and hasattr(socket, "AF_NETLINK")):
         raise UnknownPeerError("this system does not know the user of a connection")
     ours, theirs = connection.getsockname(), connection.getpeername()
     # First, since it is cheap: what a flood opens it mostly closes at once.
     _check_open(connection)
     for _ in range(_ATTEMPTS):
-        uid = _owner(theirs, ours)
+        found = _owner(theirs, ours)
         # While our end is open no other socket can have had the addresses of its peer.
         _check_open(connection)
-        if uid is not None:
-            return uid
+        if found is not None:
+            return found
     raise UnknownPeerError("it comes from another machine or network namespace")
 
 
@@ -86,8 +99,10 @@ def _check_open(connection: socket.socket) -> None:
         raise GoneError("the connection is closed already")
 
 
-def _owner(source: tuple[object, ...], target: tuple[object, ...]) -> int | None:
-    """Return the owner of the open socket with these addresses, in this network namespace.
+def _owner(source: tuple[object, ...], target: tuple[object, ...]) -> tuple[int, int] | None:
+    """Return the uid and the inode of the open socket with these addresses.
+
+    It is looked for in this thread's network namespace.
 
     Args:
         source: Its own address.
@@ -101,14 +116,16 @@ def _owner(source: tuple[object, ...], target: tuple[object, ...]) -> int | None
         if found is not None:
             if found.state != ESTABLISHED or not found.inode:
                 raise GoneError("the connection is closed already")
-            return found.uid
+            return found.uid, found.inode
         # A kernel without the module for TCP finds no socket, not even ours.
         if sock_diag.find(target, source) is not None:
             return None
     return _owner_by_table(source, target)
 
 
-def _owner_by_table(source: tuple[object, ...], target: tuple[object, ...]) -> int | None:
+def _owner_by_table(
+    source: tuple[object, ...], target: tuple[object, ...]
+) -> tuple[int, int] | None:
     """The same from ``/proc/net/tcp``, which lists all sockets."""
     for family, table in _TABLES.items():
         try:
@@ -125,7 +142,7 @@ def _owner_by_table(source: tuple[object, ...], target: tuple[object, ...]) -> i
         fields = after.split(None, 6)[:6] if found else []
         # A socket without a process has no inode, and the table gives it to root.
         if len(fields) == 6 and fields[5] != b"0":
-            return int(fields[3])
+            return int(fields[3]), int(fields[5])
     return None
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from ddpdoctor.run.records.base import JsonObject, Part, PlacedRecord, Record
 from ddpdoctor.run.records.declaring import dataclass
+from ddpdoctor.run.records.ras import Ras
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,8 @@ class HangRecord(Record):
     """The file of the run directory that holds this record with ``ranks``."""
     trouble: str = ""
     """Why there is no such file."""
+    ras: Ras | None = None
+    """What NCCL's RAS said; None where there is none."""
     ranks: tuple[JsonObject, ...] = ()
     """What was seen of each rank; in that file only."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -15,12 +14,12 @@ from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.opening import integer
 from ddpdoctor.core.relations import STANDSTILL
 from ddpdoctor.run import rundir
-from ddpdoctor.run.records.base import JsonObject, Record, as_json
+from ddpdoctor.run.records.base import JsonObject, Record, as_json, json_line
 from ddpdoctor.run.records.process import EndRecord, ErrorRecord, ExitRecord
 from ddpdoctor.run.records.supervisor import HangOverRecord, HangRecord, RankExitRecord
 from ddpdoctor.run.requests import Asking
 from ddpdoctor.run.snapshot import HANG, Records, Run
-from ddpdoctor.supervise.hangs import examination
+from ddpdoctor.supervise.hangs import examination, ras
 from ddpdoctor.supervise.hangs.cores import Cores, is_loaded
 from ddpdoctor.supervise.hangs.signs import FIRST, LEAST, Signs, Start, Still, waits
 from ddpdoctor.system.waiting import pause
@@ -233,14 +232,15 @@ class HangWatch:
             limit=round(still.limit, 1),
         )
         try:
+            nccl = ras.asked(run)
             ranks = examination.examine(
                 run, number, waiting, self._before, self._seen, self._start.pid, still.lost
             )
             self._before = {each["rank"]: each for each in ranks}
             works = any(each.get("launcher_works") for each in ranks)
-            with_file = replace(found, launcher_works=works, file=f"hang-{number:04d}.json")
-            self._put(with_file)
-            found = with_file
+            whole = replace(found, launcher_works=works, ras=nccl(), file=f"hang-{number:04d}.json")
+            self._put(whole)
+            found = whole
         except Exception as error:
             # Said, and the job goes on.
             found = replace(found, trouble=repr(error))
@@ -249,9 +249,8 @@ class HangWatch:
 
     def _put(self, found: HangRecord) -> None:
         ranks = tuple(self._before[rank] for rank in sorted(self._before))
-        whole = as_json(replace(found, ranks=ranks))
-        text = json.dumps(whole, separators=(",", ":"), default=str)
-        rundir.put(self._directory / found.file, text.encode())
+        line = json_line(as_json(replace(found, ranks=ranks)))
+        rundir.put(self._directory / found.file, line)
 
     def _look_below(self, run: Run) -> bool:
         """Whether the native frames of those who are to blame for sure are looked at first.
