@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from statistics import median
 
 from ddpdoctor.analysis.awaited import ADVICE, awaited
-from ddpdoctor.analysis.lag import Lag
 from ddpdoctor.analysis.pace import BORNE_OUT
 from ddpdoctor.analysis.profiles import Profile, Spot, profiles, spot
+from ddpdoctor.analysis.stretches import Rhythm, ordinal
+from ddpdoctor.analysis.surplus import Lag
+from ddpdoctor.core import units
 from ddpdoctor.core.finding import Location
 from ddpdoctor.run.records.data import PassRecord
 from ddpdoctor.run.records.supervisor import ProfileRequestRecord
@@ -37,6 +39,9 @@ and not a machine that is crowded."""
 
 SLOWED = 0.85
 """Part of the others' clock below which a rank's core counts as slow."""
+
+PERSISTENT = "Keep the workers from pass to pass: DataLoader(..., persistent_workers=True)."
+STARTED = "the loader's {} start again in each pass"
 
 READINGS = 3
 """Times that the clock of a core must have been read to say anything."""
@@ -130,8 +135,9 @@ def _reason(
         counted = _by_counters(run, lag, mine, others, place, works)
         if counted is not None:
             return counted
-    if mine is not None and lag.phase == "data" and mine.record.children and not works:
-        return _for_workers(mine, others, place)
+    children = mine is not None and mine.record.children
+    if lag.phase == "data" and not works and (children or workers(lag.rank)):
+        return _for_workers(lag, mine, others, place)
     if place is not None and not works and place.blocked("SD") >= BLOCKED:
         return _waiting(mine, others, place)
     if place is not None:
@@ -194,18 +200,39 @@ def _waiting(mine: Profile | None, others: Sequence[Profile], place: Spot) -> Re
     return _placed(place, words + _within(place), *evidence, fix=ADVICE.get(what, ""))
 
 
-def _for_workers(mine: Profile, others: Sequence[Profile], place: Spot | None) -> Reason:
+def _for_workers(
+    lag: Lag, mine: Profile | None, others: Sequence[Profile], place: Spot | None
+) -> Reason:
     """The training thread waits, and what it waits for is done by loader workers."""
-    busy, usual = mine.share("children_ran"), [each.share("children_ran") for each in others]
-    children = mine.record.children
-    fact = f"its {children} child processes, workers among them, use {busy:.0%} of a core"
+    count, rhythm = workers(lag.rank), lag.rhythm or Rhythm()
+    facts: list[str] = []
+    if mine is not None and mine.record.children:
+        busy, usual = mine.share("children_ran"), [each.share("children_ran") for each in others]
+        fact = f"its {mine.record.children} child processes, workers among them, use {busy:.0%} "
+        fact += "of a core"
+        facts.append(f"{fact}; those of the others {median(usual):.0%}" if usual else fact)
+    if rhythm.of_passes:
+        facts.append(STARTED.format(units.count(count, "worker")))
+        words = ": it waits for its loader workers to start"
+        return _placed(place, words, *facts, fix=PERSISTENT)
+    if rhythm.period == count > 1:
+        facts.append(
+            f"its loader has {count} workers, and each prepares every {ordinal(count)} batch: "
+            "they fall behind all together"
+        )
     return _placed(
         place,
         ": it waits for its loader workers",
-        f"{fact}; those of the others {median(usual):.0%}" if usual else fact,
+        *facts,
         fix="Share the heavy samples out among the ranks, make them lighter, or use more loader "
         "workers (num_workers) on all ranks.",
     )
+
+
+def workers(rank: Rank) -> int:
+    """How many worker processes the loader has that a rank trained on last; 0 without any."""
+    passes = reversed(rank.records.of(PassRecord))
+    return next((each.workers for each in passes if each.marks), 0)
 
 
 def _slow_core(run: Run, lag: Lag, mine: Profile, others: Sequence[Profile]) -> Reason | None:
@@ -308,7 +335,8 @@ def _workers_crowded(lag: Lag, mine: Profile | None, others: Sequence[Profile]) 
     if lag.phase != "data":
         return False
     if mine is None or not others:
-        return any(each.workers for each in lag.rank.records.of(PassRecord))
+        has = any(each.workers for each in lag.rank.records.of(PassRecord))
+        return has and not lag.cores_idle
     if not mine.record.children:
         return False
     ran, waited = mine.a_step("children_ran"), mine.a_step("children_waited")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from ddpdoctor.analysis.lag import ENOUGH, lags, on_gpu, still_slower
+from ddpdoctor.analysis.lag import ENOUGH, lags, still_slower
 from ddpdoctor.analysis.pace import DATA_SHARE, NOTICEABLE, PHASE_NAMES, WARM_UP
 from ddpdoctor.analysis.reasons import asked_lately, explain, shown_ms
 from ddpdoctor.analysis.stages import stage_of
@@ -14,6 +14,7 @@ from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.ranks import named
 from ddpdoctor.core.relations import Lapsed, pace
 from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.waits import on_gpu
 
 
 def _caught_up(finding: Finding, run: Run) -> Lapsed | None:
@@ -27,8 +28,9 @@ def straggler(run: Run) -> Iterator[Finding]:
 
     What it finds
         A rank whose own time (data, forward, backward compute, optimizer, and its code in between)
-        exceeds the others' by more than 15 % of a step in three of four steps, while the others
-        wait correspondingly longer in the all-reduce. Stack samples show the line, and whether it
+        exceeds the others' by more than 15 % of a step, while they wait correspondingly longer in
+        the all-reduce: in three of four steps, or by the sum over steps where it is in every 10th
+        step, say, or in the first one of each pass. Stack samples show the line, and whether it
         computes, sleeps, waits for a lock or a disk, or has no core.
 
     Why it is bad
@@ -47,10 +49,10 @@ def straggler(run: Run) -> Iterator[Finding]:
                 save_images(batch)
 
     When it stays silent
-        In the first 30 steps, for a single rank, if no rank waits for the difference, and for steps
-        with a rank in the debugger. In a shorter job, a rank is reported if it took twice as long
-        as the others, and at least 20 ms longer, in at least 8 steps, at a line that samples show.
-        On GPUs, DDP times every hundredth step: a rank that is slow in its backward itself is found
+        In the first 30 steps (16 periods), if no rank waits for the difference, and for steps with
+        a rank in the debugger. In a shorter job, a rank is reported if it took twice as long as
+        the others, and at least 20 ms longer, in at least 8 steps, at a line that samples show. On
+        GPUs, DDP times every hundredth step: a rank that is slow in its backward itself is found
         once there are 6 of them. Time without a core does not count if the other ranks lack cores
         too.
     """
@@ -72,7 +74,7 @@ def straggler(run: Run) -> Iterator[Finding]:
             waits = "a step"
         evidence: tuple[str, ...] = (
             f"own time {shown_ms(lag.own[0])} a step; {others} {shown_ms(lag.own[1])} "
-            f"(medians of {lag.steps} steps)",
+            f"({'medians' if lag.rhythm is None else 'means'} of {lag.steps} steps)",
             f"{name}: {shown_ms(lag.slow)} against {shown_ms(lag.usual)}",
             f"{others} wait {shown_ms(lag.wait[1])} {waits}, rank {rank} {shown_ms(lag.wait[0])}",
         )
@@ -82,6 +84,8 @@ def straggler(run: Run) -> Iterator[Finding]:
                 f"{others} {shown_ms(lag.cores[1])}: the machine is crowded",
             )
         where = "" if lag.crowded else f", in its {name}"
+        if lag.rhythm is not None and lag.rhythm.words:
+            where += f", {lag.rhythm.words}"
         yield Finding(
             code="DDP610",
             about=f"rank {rank}",

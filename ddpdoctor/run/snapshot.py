@@ -154,6 +154,7 @@ def _each(record: StepRecord, room: int) -> Iterator[StepRecord]:
         yield replace(
             record,
             step=record.step - back,
+            steps=1,
             start=record.start + place * record.total,
             backwards=backwards[place] if place < len(backwards) else record.backwards,
             skipped=record.skipped and not back,

@@ -6,8 +6,9 @@ import os
 import time
 from collections.abc import Callable
 
-from ddpdoctor.analysis.lag import Lag, lags
+from ddpdoctor.analysis.lag import lags
 from ddpdoctor.analysis.reasons import PATIENCE
+from ddpdoctor.analysis.surplus import Lag
 from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.supervisor import BusyProcess, CoreClock, ProfileRequestRecord
