@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from ddpdoctor.run.records.training import StepRecord
 
@@ -34,6 +35,8 @@ class Rhythm:
     """Steps from one to the next; 0 if that is not regular."""
     of_passes: bool = False
     """They are the first steps of passes over the data."""
+    gap: float = 0.0
+    """Nanoseconds of the surplus in each of them, a mean."""
 
 
 def first_of_passes(ranks: Sequence[Steps], numbers: Sequence[int]) -> set[int]:
@@ -46,9 +49,9 @@ def whole(step: StepRecord) -> int:
     return step.own + step.outside
 
 
-def mean(steps: Sequence[StepRecord]) -> StepRecord:
-    """Several steps as one; what came between passes is code between the phases."""
-    count, outside = len(steps), sum(step.outside for step in steps)
+def mean(steps: Sequence[StepRecord], between: bool = True) -> StepRecord:
+    """Several steps as one; what came between passes is code between the phases, or left out."""
+    count, outside = len(steps), sum(step.outside for step in steps) * between
     return StepRecord(
         step=steps[-1].step,
         start=steps[0].start,
@@ -103,23 +106,25 @@ def rhythm(numbers: Sequence[int], surplus: Sequence[float], firsts: set[int]) -
     """
     rest = MOSTLY * sum(each for each in surplus if each > 0)
     found: list[int] = []
+    gaps: list[float] = []
     for value, number in sorted(zip(surplus, numbers, strict=True), reverse=True):
         if rest <= 0 or value <= 0:
             break
         rest -= value
         found.append(number)
+        gaps.append(value)
     if len(found) < 2 or len(found) > SPREAD * len(numbers):
         return Rhythm()
     if len(firsts & {*found}) >= MOSTLY * len(found) and 2 * len(firsts) < len(numbers):
-        return Rhythm("in the first step of each pass", of_passes=True)
-    gaps = Counter(b - a for a, b in itertools.pairwise(sorted(found)))
-    period, times = gaps.most_common(1)[0]
+        return Rhythm("in the first step of each pass", of_passes=True, gap=fmean(gaps))
+    apart = Counter(b - a for a, b in itertools.pairwise(sorted(found)))
+    period, times = apart.most_common(1)[0]
     if period < 2:
         # Steps that one line of the journal stands for are alike.
         return Rhythm()
     if times >= SPREAD * (len(found) - 1):
-        return Rhythm(f"in every {ordinal(period)} step", period)
-    return Rhythm(f"in about one step of {round(len(numbers) / len(found))}")
+        return Rhythm(f"in every {ordinal(period)} step", period, gap=fmean(gaps))
+    return Rhythm(f"in about one step of {round(len(numbers) / len(found))}", gap=fmean(gaps))
 
 
 def ordinal(number: int) -> str:

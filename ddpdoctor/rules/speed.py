@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
 from ddpdoctor.analysis.lag import ENOUGH, lags, still_slower
+from ddpdoctor.analysis.loader_waits import PERSISTENT, loader_workers, restarted
 from ddpdoctor.analysis.pace import DATA_SHARE, NOTICEABLE, PHASE_NAMES, WARM_UP
 from ddpdoctor.analysis.reasons import asked_lately, explain, shown_ms
 from ddpdoctor.analysis.stages import stage_of
+from ddpdoctor.analysis.stretches import MOSTLY, mean
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.ranks import named
 from ddpdoctor.core.relations import Lapsed, pace
@@ -72,20 +75,21 @@ def straggler(run: Run) -> Iterator[Finding]:
         if stage is not None:
             who, others = f"{who} ({stage.name} of {stage.of})", "the other replicas"
             waits = "a step"
+        where = "" if lag.crowded else f", in its {name}"
         evidence: tuple[str, ...] = (
             f"own time {shown_ms(lag.own[0])} a step; {others} {shown_ms(lag.own[1])} "
             f"({'medians' if lag.rhythm is None else 'means'} of {lag.steps} steps)",
             f"{name}: {shown_ms(lag.slow)} against {shown_ms(lag.usual)}",
             f"{others} wait {shown_ms(lag.wait[1])} {waits}, rank {rank} {shown_ms(lag.wait[0])}",
         )
+        if lag.rhythm is not None and lag.rhythm.words:
+            where += f", {lag.rhythm.words}"
+            evidence += (f"{lag.rhythm.words}: {shown_ms(lag.rhythm.gap)} more than the others",)
         if not lag.crowded and not lag.calm:
             evidence += (
                 f"not counted: rank {rank} waits {shown_ms(lag.cores[0])} a step for a CPU core, "
                 f"{others} {shown_ms(lag.cores[1])}: the machine is crowded",
             )
-        where = "" if lag.crowded else f", in its {name}"
-        if lag.rhythm is not None and lag.rhythm.words:
-            where += f", {lag.rhythm.words}"
         yield Finding(
             code="DDP610",
             about=f"rank {rank}",
@@ -102,8 +106,15 @@ CROWDED = 0.05
 """Share of a step that the training thread wants a core and gets none, on a machine too full."""
 
 
+STRETCHES = 8
+"""Into how many stretches steps are divided, so that one long wait says nothing of the rest."""
+
+STARTING = 5_000_000_000
+"""Nanoseconds of waits at the beginning of passes that are worth a word: a short job has few."""
+
+
 class DataWait(NamedTuple):
-    """How long a rank waits for data in a step; medians."""
+    """How long a rank waits for data in a step; medians over stretches of steps."""
 
     share: float
     """Of the step."""
@@ -111,6 +122,8 @@ class DataWait(NamedTuple):
     """Nanoseconds."""
     total: float
     """Of the whole step."""
+    of_passes: bool
+    """Most of it is in the first steps of passes over the data."""
 
 
 def _data_wait(run: Run, rank: Rank) -> DataWait | None:
@@ -125,13 +138,24 @@ def _data_wait(run: Run, rank: Rank) -> DataWait | None:
     ]
     if len(steps) < ENOUGH:
         return None
-    if median((step.waited or 0) / step.total for step in steps) >= CROWDED:
+    edges = [len(steps) * each // STRETCHES for each in range(STRETCHES + 1)]
+    # What comes between passes is no part of a step here: evaluations say nothing of the loader.
+    means = [mean(steps[begin:end], between=False) for begin, end in itertools.pairwise(edges)]
+    if median((each.waited or 0) / each.total for each in means) >= CROWDED:
         # The loader's workers get no core either.
         return None
+    waits, firsts = (
+        sum(step.data for step in some)
+        for some in (steps, [step for step in steps if step.outside > 0])
+    )
+    of_passes = firsts >= MOSTLY * waits > 0
+    if of_passes and waits < STARTING:
+        return None
     return DataWait(
-        median(step.data / step.total for step in steps),
-        median(step.data for step in steps),
-        median(step.total for step in steps),
+        median(each.data / each.total for each in means),
+        median(each.data for each in means),
+        median(each.total for each in means),
+        of_passes,
     )
 
 
@@ -140,7 +164,8 @@ def data_bound(run: Run) -> Iterator[Finding]:
     """The ranks wait for data for more than a fifth of every step.
 
     What it finds
-        A median data wait above 20 % of the step on most ranks, once the job runs steadily.
+        A data wait above 20 % of the time of steps on most ranks, once the job runs steadily: in
+        each step, in one of several, or in the first one of each pass.
 
     Why it is bad
         The GPU, or the CPU that computes, is idle for that time.
@@ -167,20 +192,28 @@ def data_bound(run: Run) -> Iterator[Finding]:
     if 2 * len(bound) <= len(shares):
         return
     worst = max(bound, key=lambda number: shares[number].share)
-    share, wait, total = shares[worst]
+    share, wait, total, of_passes = shares[worst]
+    workers = loader_workers(run.rank(worst))
+    evidence = [
+        f"rank {number}: {100 * each.share:.0f} %, {shown_ms(each.wait)} a step"
+        for number, each in [(number, shares[number]) for number in sorted(bound)[:4]]
+    ]
+    if of_passes:
+        evidence.append("most of it is in the first step of each pass")
+    if of_passes and workers:
+        evidence.append(restarted(workers))
     yield Finding(
         code="DDP611",
         about="data",
         severity=Severity.WARNING,
         message=f"{_ranks(bound, len(shares))} for data {100 * share:.0f} % of "
-        f"every step ({shown_ms(wait)} of {shown_ms(total)})",
+        f"{'the time' if of_passes else 'every step'} ({shown_ms(wait)} of {shown_ms(total)})",
         ranks=tuple(sorted(bound)),
         location=run.rank(worst).site("data"),
-        evidence=tuple(
-            f"rank {number}: {100 * each.share:.0f} %, {shown_ms(each.wait)} a step"
-            for number, each in [(number, shares[number]) for number in sorted(bound)[:4]]
-        ),
-        fix="Give the DataLoader more workers (num_workers, persistent_workers=True), or make a "
+        evidence=tuple(evidence),
+        fix=PERSISTENT
+        if of_passes and workers
+        else "Give the DataLoader more workers (num_workers, persistent_workers=True), or make a "
         "sample cheaper to load.",
     )
 
