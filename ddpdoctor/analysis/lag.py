@@ -89,13 +89,13 @@ def _lags(
     if len(ranks) < 2:
         return
     usable: Mapping[int, Steps] = {rank.rank: _usable(run, rank) for rank in ranks}
-    if not any(on_gpu(rank) for rank in ranks):
-        yield from _compared(ranks, usable, enough, few, False)
-        return
-    timed = _timed(usable)
-    found = list(_compared(ranks, timed, min(enough, ENOUGH_SAMPLED), few, True, sums=False))
+    gpu = any(on_gpu(rank) for rank in ranks)
+    if gpu:
+        usable, enough_timed = _timed(usable), min(enough, ENOUGH_SAMPLED)
+    found = list(_compared(ranks, usable, enough_timed if gpu else enough, few, gpu, sums=not gpu))
     if not found and infers and tuple(ranks) in together(ranks):
-        found = list(_compared(ranks, _inferred(run, ranks), enough, few, True))
+        # Of several steps that one line stands for, DDP timed some; their sums are known.
+        found = list(_compared(ranks, _inferred(run, ranks), enough, few, gpu, medians=gpu))
     yield from found
 
 
@@ -105,6 +105,7 @@ def _compared(
     enough: int,
     few: int,
     gpu: bool,
+    medians: bool = True,
     sums: bool = True,
 ) -> Iterator[Lag]:
     steps = sorted(set.intersection(*(set(each) for each in usable.values())))
@@ -117,7 +118,7 @@ def _compared(
     lasting = LASTING * min(enough / ENOUGH, 1.0)
 
     found = []
-    for rank in _slow(ranks, usable, common):
+    for rank in _slow(ranks, usable, common) if medians else ():
         lag = lag_of(
             rank,
             usable[rank.rank],
@@ -144,6 +145,13 @@ def _timed(usable: Mapping[int, Steps]) -> dict[int, Steps]:
         rank: {number: steps[number] for number in lines.values() if number in steps}
         for rank, steps in usable.items()
     }
+
+
+def _of_several(steps: Steps, number: int) -> bool:
+    """Whether a line of the journal stands for this step and others: then all of them are alike."""
+    mine = steps[number]
+    beside = (steps.get(number - 1), steps.get(number + 1))
+    return any(each is not None and each.total == mine.total for each in beside)
 
 
 def _but(ranks: Mapping[int, Steps], rank: Rank) -> list[Steps]:
@@ -189,11 +197,12 @@ def _by_sums(
             if lag is None or lag.crowded:
                 continue
             others, mine = _but(usable, rank), usable[rank.rank]
+            single = [number for number in common if not _of_several(mine, number)]
             surplus = [
                 whole(mine[number]) - median(whole(steps[number]) for steps in others)
-                for number in common
+                for number in single
             ]
-            yield replace(lag, steps=len(common), rhythm=rhythm(common, surplus, firsts))
+            yield replace(lag, steps=len(common), rhythm=rhythm(single, surplus, firsts))
 
     for pools in halvings(usable, common, max(int(part * FEWEST), 2)):
         found = list(compare(pools))

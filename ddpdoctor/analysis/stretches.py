@@ -119,9 +119,6 @@ def rhythm(numbers: Sequence[int], surplus: Sequence[float], firsts: set[int]) -
         return Rhythm("in the first step of each pass", of_passes=True, gap=fmean(gaps))
     apart = Counter(b - a for a, b in itertools.pairwise(sorted(found)))
     period, times = apart.most_common(1)[0]
-    if period < 2:
-        # Steps that one line of the journal stands for are alike.
-        return Rhythm()
     if times >= SPREAD * (len(found) - 1):
         return Rhythm(f"in every {ordinal(period)} step", period, gap=fmean(gaps))
     return Rhythm(f"in about one step of {round(len(numbers) / len(found))}", gap=fmean(gaps))

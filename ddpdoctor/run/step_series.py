@@ -73,7 +73,9 @@ class RankSeries:
     steps: int = 0
     """How many were read."""
     split: int = 0
-    """How many of them had their wait apart from the backward."""
+    """How many of them had their wait apart from the backward, by DDP's timers."""
+    unsplit: set[int] = field(default_factory=set)
+    """The columns of which no step had."""
 
 
 @dataclass
@@ -136,39 +138,52 @@ class _Table:
         )
 
     def add(self, match: re.Match[bytes]) -> None:
-        """Take in a line: a step, or the means of several."""
-        step = int(match[1])
-        if not self._first <= step < self._last:
+        """Take in a line: a step, or the means of several, which may reach over columns."""
+        last, count = int(match[1]), int(match[11] or 1)
+        if not self._first <= last < self._last:
             return
-        column = (step - self._first) * self._columns // (self._last - self._first)
-        # Integer division in `edges` rounds down: the column may be the one before.
-        column += self._edges[column + 1] <= step
-        split = match[10] == b"true"
-        count = int(match[11] or 1)
-        self._counts[split][column] += count
-        for sums, text in zip(self._sums[split], match.group(3, 4, 5, 6, 7, 8), strict=True):
-            sums[column] += int(text) * count
         total, start = float(match[9]), float(match[2])
-        if not total <= self._worst[column]:
-            self._worst[column] = total
-        if not start >= self._starts[column]:
-            self._starts[column] = start
+        durations = [int(text) for text in match.group(3, 4, 5, 6, 7, 8)]
+        split = match[10] == b"true"
+        step = max(self._first, last + 1 - count)
+        column = self._column(step)
+        while step <= last:
+            end = min(last + 1, self._edges[column + 1])
+            steps = end - step
+            self._counts[split][column] += steps
+            for sums, each in zip(self._sums[split], durations, strict=True):
+                sums[column] += each * steps
+            if not total <= self._worst[column]:
+                self._worst[column] = total
+            begins = start + (step + count - 1 - last) * total
+            if not begins >= self._starts[column]:
+                self._starts[column] = begins
+            step, column = end, column + 1
         for kept, text in ((self._loss, match[12]), (self._norm, match[13])):
             if text is not None:
-                kept[column] = _real(text)
+                kept[column - 1] = _real(text)
+
+    def _column(self, step: int) -> int:
+        column = (step - self._first) * self._columns // (self._last - self._first)
+        # Integer division in `edges` rounds down: the column may be the one before.
+        return column + (self._edges[column + 1] <= step)
 
     def rank(self, number: int) -> RankSeries:
         """What was gathered."""
         parts = tuple(array("d", [NAN]) * self._columns for _ in PARTS)
+        unsplit = set()
         for column in range(self._columns):
             split = bool(self._counts[True][column])
             count = self._counts[split][column]
             if count:
                 for values, sums in zip(parts, self._sums[split], strict=True):
                     values[column] = sums[column] / count
+                if not split:
+                    unsplit.add(column)
         return RankSeries(
             number, parts, self._worst, self._loss, self._norm, self._starts,
             steps=sum(map(sum, self._counts.values())), split=sum(self._counts[True]),
+            unsplit=unsplit,
         )  # fmt: skip
 
 

@@ -1,8 +1,9 @@
 """How long ranks wait for each other in backwards that DDP did not time.
 
-On a GPU, DDP times every hundredth backward. In all of them the rank that the others wait for does
-not wait itself: what their backward takes longer than the shortest one is their wait. A rank whose
-backward itself is slow is not found this way; DDP's timers have to show it.
+On a GPU, DDP times every hundredth backward; on a CPU, some of the short ones. In all of them the
+rank that the others wait for does not wait itself: what their backward takes longer than the
+shortest one is their wait. A rank whose backward itself is slow is not found this way; DDP's timers
+have to show it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import replace
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.step_series import PARTS, Series
 
 
 def on_gpu(rank: Rank) -> bool:
@@ -21,11 +23,11 @@ def on_gpu(rank: Rank) -> bool:
 
 
 def together(ranks: Sequence[Rank]) -> list[tuple[Rank, ...]]:
-    """The ranks on GPUs whose backwards end together, by DDP group; groups of one are left out."""
+    """The ranks whose backwards end together, by DDP group; groups of one are left out."""
     groups: dict[tuple[int, ...], list[Rank]] = {}
     for rank in ranks:
         reduced = {record.group_ranks for record in rank.records.of(DdpRecord)}
-        if len(reduced) == 1 and on_gpu(rank):
+        if len(reduced) == 1:
             groups.setdefault(next(iter(reduced)), []).append(rank)
     return [
         tuple(found)
@@ -83,3 +85,17 @@ def _waited(line: StepRecord, least: Mapping[int, int]) -> StepRecord:
     compute = sum(least[number] for number in numbers) // len(numbers)
     wait = line.backward + line.wait - compute
     return replace(line, backward=compute, wait=wait, split=True)
+
+
+def split_series(ranks: Sequence[Rank], found: Series) -> None:
+    """Split the columns that no step of was split, as :func:`split` does steps."""
+    of = {each.rank: each for each in found.ranks}
+    backward, wait = (PARTS.index(name) for name in ("backward", "wait"))
+    for group in together(ranks):
+        series = [of[rank.rank] for rank in group if rank.rank in of]
+        for column in set.intersection(*(each.unsplit for each in series)):
+            least = min(each.parts[backward][column] for each in series)
+            for each in series:
+                each.parts[wait][column] += each.parts[backward][column] - least
+                each.parts[backward][column] = least
+                each.unsplit.remove(column)
