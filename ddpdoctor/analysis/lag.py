@@ -89,51 +89,62 @@ def _lags(
     if len(ranks) < 2:
         return
     usable: Mapping[int, Steps] = {rank.rank: _usable(run, rank) for rank in ranks}
-    gpu = any(on_gpu(rank) for rank in ranks)
-    if gpu:
-        usable, enough_timed = _timed(usable), min(enough, ENOUGH_SAMPLED)
-    found = list(_compared(ranks, usable, enough_timed if gpu else enough, few, gpu, sums=not gpu))
-    if not found and infers and tuple(ranks) in together(ranks):
-        # Of several steps that one line stands for, DDP timed some; their sums are known.
-        found = list(_compared(ranks, _inferred(run, ranks), enough, few, gpu, medians=gpu))
+    joined = infers and tuple(ranks) in together(ranks)
+    if not any(on_gpu(rank) for rank in ranks):
+        found = list(_by_medians(ranks, usable, enough, few, gpu=False))
+        if not found:
+            usable = {rank.rank: _chosen(run, rank.steps) for rank in ranks}
+            usable = _with_sums(usable, _inferred(run, ranks)) if joined else usable
+        yield from found or _by_sums(ranks, usable, enough, gpu=False)
+        return
+    found = list(_by_medians(ranks, _timed(usable), min(enough, ENOUGH_SAMPLED), few, gpu=True))
+    if not found and joined:
+        usable = _inferred(run, ranks)
+        found = list(_by_medians(ranks, usable, enough, few, gpu=True))
+        found = found or list(_by_sums(ranks, usable, enough, gpu=True))
     yield from found
 
 
-def _compared(
-    ranks: Sequence[Rank],
-    usable: Mapping[int, Steps],
-    enough: int,
-    few: int,
-    gpu: bool,
-    medians: bool = True,
-    sums: bool = True,
+def _by_medians(
+    ranks: Sequence[Rank], usable: Mapping[int, Steps], enough: int, few: int, *, gpu: bool
 ) -> Iterator[Lag]:
-    steps = sorted(set.intersection(*(set(each) for each in usable.values())))
-    common = [number for number in steps if number >= WARM_UP]
+    """The ranks that hold others up in most steps."""
+    common = _common(usable)
     short = len(common) < enough
     if short:
-        common = [number for number in steps if number >= BEGINNING]
+        common = _common(usable, BEGINNING)
         if gpu or len(common) < few:
             return
-    lasting = LASTING * min(enough / ENOUGH, 1.0)
-
-    found = []
-    for rank in _slow(ranks, usable, common) if medians else ():
+    for rank in _slow(ranks, usable, common):
         lag = lag_of(
             rank,
             usable[rank.rank],
             _but(usable, rank),
             common,
             gpu=gpu,
-            lasting=lasting,
+            lasting=LASTING * min(enough / ENOUGH, 1.0),
             few=short,
             steady=STEADY,
         )
         if lag is not None:
-            found.append(lag)
-    if sums and not (found or short):
-        found = list(_by_sums(ranks, usable, common, min(enough / ENOUGH, 1.0), gpu))
-    yield from found
+            yield lag
+
+
+def _common(usable: Mapping[int, Steps], first: int = WARM_UP) -> list[int]:
+    """The numbers of the steps that all ranks have, from that one on."""
+    steps = set.intersection(*(set(each) for each in usable.values()))
+    return sorted(number for number in steps if number >= first)
+
+
+def _with_sums(usable: Mapping[int, Steps], inferred: Mapping[int, Steps]) -> dict[int, Steps]:
+    """The steps that DDP timed, and those of a line whose sums alone are known: it timed some."""
+    return {
+        rank: {
+            **inferred[rank],
+            **{n: step for n, step in steps.items() if not _of_several(steps, n)},
+        }
+        for rank, steps in usable.items()
+    }
 
 
 def _timed(usable: Mapping[int, Steps]) -> dict[int, Steps]:
@@ -161,8 +172,8 @@ def _but(ranks: Mapping[int, Steps], rank: Rank) -> list[Steps]:
 def _by_sums(
     ranks: Sequence[Rank],
     usable: Mapping[int, Steps],
-    common: Sequence[int],
-    part: float,
+    enough: int,
+    *,
     gpu: bool,
 ) -> Iterator[Lag]:
     """The ranks that hold others up in some steps only, which medians of steps do not show.
@@ -170,10 +181,12 @@ def _by_sums(
     Args:
         ranks: The ranks.
         usable: Their steps.
-        common: The numbers of those that are compared.
-        part: What part it takes of what a verdict does.
+        enough: As `ENOUGH`.
         gpu: They were timed on GPUs.
     """
+    common, part = _common(usable), min(enough / ENOUGH, 1.0)
+    if len(common) < enough:
+        return
     usable, slow = _outstanding(usable, common)
     if not slow:
         return

@@ -22,6 +22,7 @@ from ddpdoctor.run.records.decode import parse
 from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import PHASES
+from ddpdoctor.run.waits import together
 
 PARTS = (*PHASES, "wait")
 """What a step is divided into, in the order of :attr:`RankSeries.parts`."""
@@ -119,7 +120,22 @@ def series(run: Run, ranks: Sequence[Rank], most_cells: int, most_columns: int =
         for match in journal.all() if whole else journal.some(columns):
             table.add(match)
         found.ranks.append(table.rank(number))
+    _split(ranks, found)
     return found
+
+
+def _split(ranks: Sequence[Rank], found: Series) -> None:
+    """Split the columns without a step that DDP timed, as `ddpdoctor.run.waits` does steps."""
+    of = {each.rank: each for each in found.ranks}
+    backward, wait = (PARTS.index(name) for name in ("backward", "wait"))
+    for group in together(ranks):
+        series = [of[rank.rank] for rank in group]
+        for column in set.intersection(*(each.unsplit for each in series)):
+            least = min(each.parts[backward][column] for each in series)
+            for each in series:
+                each.parts[wait][column] = each.parts[backward][column] - least
+                each.parts[backward][column] = least
+                each.unsplit.remove(column)
 
 
 class _Table:

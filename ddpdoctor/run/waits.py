@@ -14,7 +14,6 @@ from dataclasses import replace
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.snapshot import Rank, Run
-from ddpdoctor.run.step_series import PARTS, Series
 
 
 def on_gpu(rank: Rank) -> bool:
@@ -85,17 +84,3 @@ def _waited(line: StepRecord, least: Mapping[int, int]) -> StepRecord:
     compute = sum(least[number] for number in numbers) // len(numbers)
     wait = line.backward + line.wait - compute
     return replace(line, backward=compute, wait=wait, split=True)
-
-
-def split_series(ranks: Sequence[Rank], found: Series) -> None:
-    """Split the columns that no step of was split, as :func:`split` does steps."""
-    of = {each.rank: each for each in found.ranks}
-    backward, wait = (PARTS.index(name) for name in ("backward", "wait"))
-    for group in together(ranks):
-        series = [of[rank.rank] for rank in group if rank.rank in of]
-        for column in set.intersection(*(each.unsplit for each in series)):
-            least = min(each.parts[backward][column] for each in series)
-            for each in series:
-                each.parts[wait][column] += each.parts[backward][column] - least
-                each.parts[backward][column] = least
-                each.unsplit.remove(column)
