@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, median, median_low
 
-from ddpdoctor.analysis.pace import SLOWER, WARM_UP, stands_out
+from ddpdoctor.analysis.pace import ENOUGH, SLOWER, WARM_UP, stands_out
 from ddpdoctor.analysis.stages import Stage, alike, stages
 from ddpdoctor.analysis.stretches import (
     FEWEST,
@@ -34,11 +34,8 @@ from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.waits import compared, on_gpu, together
 
-ENOUGH = 20
-"""Steps that a verdict needs, after the warm-up."""
-
 ENOUGH_SAMPLED = 6
-"""The same on a GPU, where DDP times only every hundredth step."""
+"""Steps that a verdict needs on a GPU, where DDP times only every hundredth step."""
 
 FEW = 8
 """Steps that say something of a job that is too short for that, if they say it plainly."""

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from ddpdoctor.analysis.lag import ENOUGH, lags, still_slower
+from ddpdoctor.analysis.lag import lags, still_slower
 from ddpdoctor.analysis.loader_waits import PERSISTENT, loader_workers, restarted
-from ddpdoctor.analysis.pace import DATA_SHARE, NOTICEABLE, PHASE_NAMES, WARM_UP
+from ddpdoctor.analysis.pace import DATA_SHARE, ENOUGH, NOTICEABLE, PHASE_NAMES, WARM_UP
 from ddpdoctor.analysis.reasons import asked_lately, explain, shown_ms
 from ddpdoctor.analysis.stages import stage_of
 from ddpdoctor.analysis.stretches import MOSTLY, mean
