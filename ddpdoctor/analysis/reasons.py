@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from ddpdoctor.analysis.awaited import ADVICE, awaited
+from ddpdoctor.analysis.gpu_reasons import gpu_reason, may_be_sharing, with_gpu_facts
 from ddpdoctor.analysis.loader_waits import Reason, for_workers, workers_crowded
 from ddpdoctor.analysis.pace import BORNE_OUT
 from ddpdoctor.analysis.profiles import Profile, Spot, profiles, spot
@@ -61,8 +62,11 @@ def explain(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
         None where nothing shows that it is more than a crowded machine.
     """
     mine, others, place = _sampled(run, lag, usual)
-    if lag.few and place is None:
+    if (lag.few and place is None) or may_be_sharing(run, lag):
         return None
+    device = gpu_reason(run, lag, usual)
+    if device is not None:
+        return device
     if lag.crowded:
         return _crowded(run, lag, mine, others)
     # CPU time is what it is; but what slept on a crowded machine may have waited for others.
@@ -73,7 +77,8 @@ def explain(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
         return None
     if not works and workers_crowded(lag, mine, others):
         return None
-    return _reason(run, lag, mine, others, place, works)
+    reason = _reason(run, lag, mine, others, place, works)
+    return with_gpu_facts(reason, run, lag, usual)
 
 
 def _sampled(
