@@ -116,7 +116,7 @@ def _evidence(mine: GpuState, theirs: Sequence[GpuState]) -> Iterator[str]:
     if down > max(each.links - each.links_up for each in theirs):
         yield f"{down} of {mine.links} NVLinks of {gpu} are down"
     if mine.remapping and not any(each.remapping for each in theirs):
-        yield f"{gpu} has a faulty row of memory that is not replaced (nvidia-smi -q -d ROW_REMAPPER)"
+        yield f"{gpu} has a faulty row of memory (nvidia-smi -q -d ROW_REMAPPER)"
     if (mine.uncorrected or 0) > max(each.uncorrected or 0 for each in theirs):
         errors = units.count(mine.uncorrected or 0, "memory error")
         yield f"{gpu} had {errors} that ECC could not correct"
