@@ -10,6 +10,7 @@ from ddpdoctor.analysis.loader_waits import Reason
 from ddpdoctor.analysis.pace import BORNE_OUT
 from ddpdoctor.analysis.surplus import Lag
 from ddpdoctor.core import units
+from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.supervisor import GpusRecord, GpuState
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.system.gpu.reader import same_uuid
@@ -22,10 +23,19 @@ ON_DEVICE = ("forward", "backward", "optimizer")
 
 
 def states(run: Run) -> dict[int, GpuState]:
-    """How the GPUs of ranks fared when they were looked at last, by rank."""
+    """How the GPUs that ranks train on fared when they were looked at last, by rank."""
+    own = {
+        rank.rank: {same_uuid(record.device_uuid) for record in rank.records.of(DdpRecord)}
+        for rank in run.last
+    }
     for record in reversed(run.supervisor.of(GpusRecord)):
         if record.states:
-            return {each.rank: each for each in record.states if each.restart == run.restarts[-1]}
+            return {
+                each.rank: each
+                for each in record.states
+                if each.restart == run.restarts[-1]
+                and same_uuid(each.device_uuid) in own.get(each.rank, ())
+            }
     return {}
 
 
@@ -54,7 +64,7 @@ def gpu_reason(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
         facts = _evidence(mine, theirs)
         if lag.gap <= mine.others * lag.own[1]:
             return Reason(
-                f", because {units.count(mine.others, 'other process')} "
+                f", because {units.count(mine.others, 'other process', 'other processes')} "
                 f"{'uses' if mine.others == 1 else 'use'} its GPU",
                 evidence=tuple(facts),
                 fix=f"See who computes on GPU {mine.gpu} (nvidia-smi), and give the rank one of "
@@ -100,7 +110,7 @@ def _evidence(mine: GpuState, theirs: Sequence[GpuState]) -> Iterator[str]:
     gpu = f"GPU {mine.gpu}"
     most = max(each.others for each in theirs)
     if mine.others > most:
-        yield f"{gpu} is used by {units.count(mine.others, 'other process')}; the others' by {most}"
+        yield f"{gpu} is used by {units.count(mine.others, 'other process', 'other processes')}; the others' by {most}"
     held = sorted({*mine.throttled} - {word for each in theirs for word in each.throttled})
     if held:
         yield f"{gpu} is throttled: {_list(held)}; those of the others are not"
