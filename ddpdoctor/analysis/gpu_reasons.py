@@ -110,7 +110,8 @@ def _evidence(mine: GpuState, theirs: Sequence[GpuState]) -> Iterator[str]:
     gpu = f"GPU {mine.gpu}"
     most = max(each.others for each in theirs)
     if mine.others > most:
-        yield f"{gpu} is used by {units.count(mine.others, 'other process', 'other processes')}; the others' by {most}"
+        many = units.count(mine.others, "other process", "other processes")
+        yield f"{gpu} is used by {many}; the others' by {most}"
     held = sorted({*mine.throttled} - {word for each in theirs for word in each.throttled})
     if held:
         yield f"{gpu} is throttled: {_list(held)}; those of the others are not"
