@@ -23,6 +23,7 @@ from ddpdoctor.analysis.stretches import (
 from ddpdoctor.analysis.surplus import (
     STEADIER,
     STEADY,
+    THIRD,
     Lag,
     cpu,
     lag_of,
@@ -138,7 +139,7 @@ def _with_sums(usable: Mapping[int, Steps], inferred: Mapping[int, Steps]) -> di
     return {
         rank: {
             **inferred[rank],
-            **{n: step for n, step in steps.items() if not _of_several(steps, n)},
+            **{number: step for number, step in steps.items() if step.steps == 1},
         }
         for rank, steps in usable.items()
     }
@@ -153,13 +154,6 @@ def _timed(usable: Mapping[int, Steps]) -> dict[int, Steps]:
         rank: {number: steps[number] for number in lines.values() if number in steps}
         for rank, steps in usable.items()
     }
-
-
-def _of_several(steps: Steps, number: int) -> bool:
-    """Whether a line of the journal stands for this step and others: then all of them are alike."""
-    mine = steps[number]
-    beside = (steps.get(number - 1), steps.get(number + 1))
-    return any(each is not None and each.total == mine.total for each in beside)
 
 
 def _but(ranks: Mapping[int, Steps], rank: Rank) -> list[Steps]:
@@ -203,11 +197,12 @@ def _by_sums(
                 lasting=LASTING,
                 few=False,
                 steady=STEADIER,
+                least=THIRD,
             )
             if lag is None or lag.crowded:
                 continue
             others, mine = _but(usable, rank), usable[rank.rank]
-            single = [number for number in common if not _of_several(mine, number)]
+            single = [number for number in common if mine[number].steps == 1]
             surplus = [
                 whole(mine[number]) - median(whole(steps[number]) for steps in others)
                 for number in single

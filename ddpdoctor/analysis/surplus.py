@@ -29,6 +29,10 @@ STEADY = 0.75
 STEADIER = 0.875
 """The same of stretches of steps, which are fewer and less alike."""
 
+HALF, THIRD = 1 / 2, 1 / 3
+"""What part of the surplus counts as being there; of 10 steps from one to the next, 16 have one or
+two."""
+
 IDLE = 0.01
 """Part of the steps that ranks may wait for a core where cores are known to be idle."""
 
@@ -104,6 +108,7 @@ def lag_of(
     lasting: float,
     few: bool,
     steady: float,
+    least: float = HALF,
 ) -> Lag | None:
     """How a rank holds the others up; None if it does not.
 
@@ -116,6 +121,7 @@ def lag_of(
         lasting: Nanoseconds that they must span to say that others use its core.
         few: They are few.
         steady: In what part of them the surplus must be there.
+        least: What part of it, at least.
     """
 
     def here(of: Callable[[StepRecord], float]) -> float:
@@ -131,6 +137,12 @@ def lag_of(
             of(mine[number]) - median(elsewhere(steps[number]) for steps in others)
             for number in common
         ]
+
+    def outstanding(surplus: Sequence[float], total: float) -> bool:
+        """Worth a word, there in most steps, and waited for by the others."""
+        gap = median(surplus)
+        seen = sum(value > gap * least for value in surplus)
+        return stands_out(gap, total, relief) and seen >= steady * len(surplus)
 
     total = here(lambda step: max(step.total - waited(step), cpu(step)))
     wall = here(lambda step: step.total)
@@ -149,9 +161,9 @@ def lag_of(
     few = few or (not calm and span < BRIEF)
     gap = 0.0
     crowded = False
-    if _stands_out(working, total, relief, steady) and (not few or _plain(working, total)):
+    if outstanding(working, total) and (not few or _plain(working, total)):
         gap = median(working)
-    if taken and not few and median(crowd) > gap and _stands_out(crowd, wall, relief, steady):
+    if taken and not few and median(crowd) > gap and outstanding(crowd, wall):
         gap, crowded = median(crowd), True
     if not gap:
         return None
@@ -167,7 +179,7 @@ def lag_of(
         total=total,
         wall=wall,
         calm=calm,
-        sure=_stands_out(safely, total, relief, steady) and median(safely) >= BORNE_OUT * gap,
+        sure=outstanding(safely, total) and median(safely) >= BORNE_OUT * gap,
         own=(here(mine_of), there(rest)),
         wait=(here(lambda step: step.wait), there(lambda step: step.wait)),
         cores=(here(waited), there(waited)),
@@ -178,13 +190,6 @@ def lag_of(
         steps=len(common),
         few=few,
     )
-
-
-def _stands_out(surplus: Sequence[float], total: float, relief: float, steady: float) -> bool:
-    """Whether a surplus is worth a word, there in most steps, and waited for by the others."""
-    gap = median(surplus)
-    there = sum(value > gap / 2 for value in surplus)
-    return stands_out(gap, total, relief) and there >= steady * len(surplus)
 
 
 def _plain(surplus: Sequence[float], total: float) -> bool:

@@ -63,7 +63,8 @@ def write(
         OSError: It cannot be written.
     """
     each = MOST_STEPS // (len(run.last) or 1)
-    steps = split(run.last, {rank.rank: newest_steps(run.path, rank, each) for rank in run.last})
+    newest = {rank.rank: newest_steps(run.path, rank, each) for rank in run.last}
+    steps = split(run.last, newest, lines=True)
     clock = _Clock(run, steps)
     facts = {
         "ddpdoctor": __version__,

@@ -143,7 +143,10 @@ def _steps(lines: Sequence[bytes]) -> tuple[StepRecord, ...]:
 
 
 def _each(record: StepRecord, room: int) -> Iterator[StepRecord]:
-    """The steps that a line stands for, the newest first; they differ in little that is known."""
+    """The steps that a line stands for, the newest first; they differ in little that is known.
+
+    Each keeps the number of steps of its line.
+    """
     count = min(record.steps, record.step + 1)
     numbers, times = record.each[::2], record.each[1::2]
     backwards: list[int] = []
@@ -154,7 +157,6 @@ def _each(record: StepRecord, room: int) -> Iterator[StepRecord]:
         yield replace(
             record,
             step=record.step - back,
-            steps=1,
             start=record.start + place * record.total,
             backwards=backwards[place] if place < len(backwards) else record.backwards,
             skipped=record.skipped and not back,

@@ -41,44 +41,53 @@ def split_steps(run: Run) -> dict[int, tuple[StepRecord, ...]]:
 
 
 def split(
-    ranks: Sequence[Rank], steps: Mapping[int, Sequence[StepRecord]]
+    ranks: Sequence[Rank], steps: Mapping[int, Sequence[StepRecord]], *, lines: bool = False
 ) -> dict[int, tuple[StepRecord, ...]]:
     """Split the backwards that DDP did not time into compute and wait.
 
     Args:
         ranks: The ranks.
-        steps: Their steps by rank; one may stand for several.
+        steps: Their steps by rank.
+        lines: These are lines of the journals, which may stand for several steps.
     """
     found = {number: tuple(each) for number, each in steps.items()}
     for group in together(ranks):
-        found |= compared({rank.rank: found[rank.rank] for rank in group})
+        found |= compared({rank.rank: found[rank.rank] for rank in group}, lines=lines)
     return found
 
 
-def compared(steps: Mapping[int, Sequence[StepRecord]]) -> dict[int, tuple[StepRecord, ...]]:
-    """Split the backwards of ranks that reduce together, in the steps that all of them have."""
-    took = {rank: _backwards(each) for rank, each in steps.items()}
+def compared(
+    steps: Mapping[int, Sequence[StepRecord]], *, lines: bool = False
+) -> dict[int, tuple[StepRecord, ...]]:
+    """Split the backwards of ranks that reduce together, in the steps that all of them have.
+
+    Args:
+        steps: Steps by rank.
+        lines: As :func:`split` has it.
+    """
+    took = {
+        # How long the backward of each step took, waits included, where it was reduced.
+        rank: {
+            number: each.backward + each.wait
+            for each in found
+            if each.wait or not each.split
+            for number in _numbers(each, lines)
+        }
+        for rank, found in steps.items()
+    }
     common = set.intersection(*(set(each) for each in took.values()))
     least = {number: min(each[number] for each in took.values()) for number in common}
-    return {rank: tuple(_waited(line, least) for line in each) for rank, each in steps.items()}
-
-
-def _backwards(lines: Sequence[StepRecord]) -> dict[int, int]:
-    """How long the backward of each step took, waits included, where it was reduced."""
     return {
-        number: line.backward + line.wait
-        for line in lines
-        if line.wait or not line.split
-        for number in _numbers(line)
+        rank: tuple(_waited(each, _numbers(each, lines), least) for each in found)
+        for rank, found in steps.items()
     }
 
 
-def _numbers(line: StepRecord) -> range:
-    return range(max(0, line.step + 1 - line.steps), line.step + 1)
+def _numbers(line: StepRecord, lines: bool) -> range:
+    return range(max(0, line.step + 1 - (line.steps if lines else 1)), line.step + 1)
 
 
-def _waited(line: StepRecord, least: Mapping[int, int]) -> StepRecord:
-    numbers = _numbers(line)
+def _waited(line: StepRecord, numbers: range, least: Mapping[int, int]) -> StepRecord:
     if line.split or not all(number in least for number in numbers):
         return line
     compute = sum(least[number] for number in numbers) // len(numbers)
