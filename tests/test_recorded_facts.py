@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import cast
 
@@ -74,6 +75,21 @@ def test_a_line_of_several_short_steps_counts_as_many(written: Written) -> None:
     assert found.steps == found.split == 5
     assert found.parts[PARTS.index("forward")][0] == (100 + 4 * 200) / 5
     assert (found.loss[0], found.norm[0]) == (1.0, 4.0)
+
+
+@pytest.mark.parametrize(("host", "data"), [(200, 200), (9_000, 1_000)])
+def test_steps_that_a_gpu_thins_out_wait_no_longer_for_data_than_their_host(
+    host: int, data: int
+) -> None:
+    """A loader with as many workers as steps are thinned by is late in each that is seen in full."""
+    without = cast(Vitals, SimpleNamespace(wrote=lambda parts: None))
+    step = OpenStep(0, T0, without, [1, 2, 3, 4])
+    step.last, step.times = 3, [0, 0, host, 0, 0, 0, 0, 0]
+    # Of the device: 200 of the first step's 240 were for data; then three steps like the rest.
+    step.measured = lambda: [960, 0, 200, 10, 20, 10, 0, 0]
+    line = json.loads(step.line())
+    assert line["data"] == data // 4
+    assert line["total"] == pytest.approx((240 + 960) / 4, abs=5)
 
 
 def test_memory_over_time_never_grows_large(
