@@ -81,7 +81,7 @@ def test_a_line_of_several_short_steps_counts_as_many(written: Written) -> None:
 def test_steps_that_a_gpu_thins_out_wait_no_longer_for_data_than_their_host(
     host: int, data: int
 ) -> None:
-    """A loader with as many workers as steps are thinned by is late in each that is seen in full."""
+    """Of a loader that is late in every 4th step, these may be the ones that are seen in full."""
     without = cast(Vitals, SimpleNamespace(wrote=lambda parts: None))
     step = OpenStep(0, T0, without, [1, 2, 3, 4])
     step.last, step.times = 3, [0, 0, host, 0, 0, 0, 0, 0]

@@ -75,10 +75,10 @@ def gpu_reason(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
         return None
     if lag.own[1] * (median(clocks) / mine.clock - 1) < BORNE_OUT * lag.gap:
         return None
-    held = sorted({*mine.throttled} - {word for each in theirs for word in each.throttled})
+    held = _held_alone(mine, theirs)
     return Reason(
         f": its GPU runs at {_ghz(mine.clock)}, those of the others at {_ghz(median(clocks))}"
-        f"{f' ({_list(held)})' if held else ''}",
+        f"{f' ({held})' if held else ''}",
         evidence=tuple(_evidence(mine, theirs)),
         fix="Look at its cooling and power supply (`nvidia-smi -q -d PERFORMANCE,POWER`), and "
         f"replace GPU {mine.gpu} in the job until it is as fast as the others.",
@@ -112,20 +112,15 @@ def _evidence(mine: GpuState, theirs: Sequence[GpuState]) -> Iterator[str]:
     if mine.others > most:
         many = units.count(mine.others, "other process", "other processes")
         yield f"{gpu} is used by {many}; the others' by {most}"
-    held = sorted({*mine.throttled} - {word for each in theirs for word in each.throttled})
+    held = _held_alone(mine, theirs)
     if held:
-        yield f"{gpu} is throttled: {_list(held)}; those of the others are not"
+        yield f"{gpu} is throttled: {held}; those of the others are not"
     limits = [each.power_limit for each in theirs if each.power_limit]
     if mine.power_limit and limits and mine.power_limit < SLOWED * min(limits):
         yield (
             f"{gpu} may take {mine.power_limit:.0f} W; those of the others {median(limits):.0f} W"
         )
-    widths = [each.width for each in theirs if each.width]
-    if mine.width and widths and mine.width < min(widths):
-        yield f"{gpu} has {mine.width} PCIe lanes; those of the others {round(median(widths))}"
-    down = mine.links - mine.links_up
-    if down > max(each.links - each.links_up for each in theirs):
-        yield f"{down} of {mine.links} NVLinks of {gpu} are down"
+    yield from _links(mine, theirs)
     if mine.remapping and not any(each.remapping for each in theirs):
         yield f"{gpu} has a faulty row of memory (nvidia-smi -q -d ROW_REMAPPER)"
     if (mine.uncorrected or 0) > max(each.uncorrected or 0 for each in theirs):
@@ -133,9 +128,22 @@ def _evidence(mine: GpuState, theirs: Sequence[GpuState]) -> Iterator[str]:
         yield f"{gpu} had {errors} that ECC could not correct"
 
 
+def _links(mine: GpuState, theirs: Sequence[GpuState]) -> Iterator[str]:
+    widths = [each.width for each in theirs if each.width]
+    if mine.width and widths and mine.width < min(widths):
+        lanes = f"{mine.width} PCIe lanes; those of the others {round(median(widths))}"
+        yield f"GPU {mine.gpu} has {lanes}"
+    down = mine.links - mine.links_up
+    if down > max(each.links - each.links_up for each in theirs):
+        yield f"{down} of {mine.links} NVLinks of GPU {mine.gpu} are down"
+
+
+def _held_alone(mine: GpuState, theirs: Sequence[GpuState]) -> str:
+    """What holds its clock down, and that of none of the others."""
+    return ", ".join(
+        sorted({*mine.throttled} - {word for each in theirs for word in each.throttled})
+    )
+
+
 def _ghz(hertz: float) -> str:
     return f"{hertz / 1e9:.2f} GHz"
-
-
-def _list(words: Sequence[str]) -> str:
-    return ", ".join(words)

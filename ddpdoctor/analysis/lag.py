@@ -92,7 +92,9 @@ def _lags(
         found = list(_by_medians(ranks, usable, enough, few, gpu=False))
         if not found:
             usable = {rank.rank: _chosen(run, rank.steps) for rank in ranks}
-            usable = _with_sums(usable, _inferred(run, ranks)) if joined else usable
+            timed = all(step.split and step.steps == 1 for rank in ranks for step in rank.steps)
+            if joined and not timed:
+                usable = _with_sums(usable, _inferred(run, ranks))
         yield from found or _by_sums(ranks, usable, enough, gpu=False)
         return
     found = list(_by_medians(ranks, _timed(usable), min(enough, ENOUGH_SAMPLED), few, gpu=True))

@@ -16,6 +16,7 @@ from ddpdoctor.analysis.stretches import MOSTLY, mean
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.ranks import named
 from ddpdoctor.core.relations import Lapsed, pace
+from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.waits import on_gpu
 
@@ -131,11 +132,8 @@ def _data_wait(run: Run, rank: Rank) -> DataWait | None:
     if rank.opened.backend.startswith("nccl") and not on_gpu(rank):
         # No DDP module, so no times of the device: the host's say nothing about it.
         return None
-    steps = [
-        step
-        for step in rank.steps
-        if step.step >= WARM_UP and step.total > 0 and run.undisturbed(step)
-    ]
+    steps = [step for step in rank.steps if step.step >= WARM_UP and step.total > 0]
+    steps = [step for step in steps if run.undisturbed(step)]
     if len(steps) < ENOUGH:
         return None
     edges = [len(steps) * each // STRETCHES for each in range(STRETCHES + 1)]
@@ -144,19 +142,18 @@ def _data_wait(run: Run, rank: Rank) -> DataWait | None:
     if median((each.waited or 0) / each.total for each in means) >= CROWDED:
         # The loader's workers get no core either.
         return None
-    waits, firsts = (
-        sum(step.data for step in some)
-        for some in (steps, [step for step in steps if step.outside > 0])
-    )
-    of_passes = firsts >= MOSTLY * waits > 0
-    if of_passes and waits < STARTING:
+    of_passes = _of_passes(steps)
+    if of_passes and sum(step.data for step in steps) < STARTING:
         return None
-    return DataWait(
-        median(each.data / each.total for each in means),
-        median(each.data for each in means),
-        median(each.total for each in means),
-        of_passes,
-    )
+    share = median(each.data / each.total for each in means)
+    wait, total = (median(getattr(each, name) for each in means) for name in ("data", "total"))
+    return DataWait(share, wait, total, of_passes)
+
+
+def _of_passes(steps: Sequence[StepRecord]) -> bool:
+    """Whether most of the waits for data are in the first steps of passes."""
+    firsts = sum(step.data for step in steps if step.outside > 0)
+    return firsts >= MOSTLY * sum(step.data for step in steps) > 0
 
 
 @rule("DDP611", "data-bound", Severity.WARNING, lapses=pace)

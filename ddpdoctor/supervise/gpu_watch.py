@@ -17,7 +17,7 @@ from ddpdoctor.run.records.supervisor import (
 )
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.run.status import Phase
-from ddpdoctor.system.gpu.health import health
+from ddpdoctor.system.gpu.health import Health, health
 from ddpdoctor.system.gpu.nvml import NvmlReader
 from ddpdoctor.system.gpu.reader import Device, Reading
 
@@ -151,26 +151,28 @@ class GpuWatch:
             for device, found in seen.items():
                 found.append(self._reader.rest(device))
         for device, found in seen.items():
-            clocks = [each.clock * 1e6 for each in found if each.clock is not None]
-            reasons = [each.throttled or () for each in found]
             computing = self._reader.computing(device)
             others = foreign[device] if computing is None else foreign[device] & computing
             lasting = health(self._reader, device)
             for user in users[device]:
-                yield GpuState(
-                    rank=user.rank,
-                    restart=user.restart,
-                    device_uuid=user.device_uuid,
-                    gpu=device.index,
-                    others=len(others),
-                    clock=max(clocks, default=None),
-                    power_limit=found[-1].power_limit,
-                    throttled=tuple(
-                        word for word in reasons[0] if all(word in each for each in reasons)
-                    ),
-                    width=lasting.width,
-                    links=len(lasting.links),
-                    links_up=sum(lasting.links),
-                    remapping=lasting.rows_pending or lasting.rows_failed,
-                    uncorrected=found[-1].ecc_errors,
-                )
+                yield _state(user, found, lasting, len(others))
+
+
+def _state(user: HeldMemory, readings: Sequence[Reading], lasting: Health, others: int) -> GpuState:
+    clocks = [each.clock * 1e6 for each in readings if each.clock is not None]
+    reasons = [each.throttled or () for each in readings]
+    return GpuState(
+        rank=user.rank,
+        restart=user.restart,
+        device_uuid=user.device_uuid,
+        gpu=user.gpu,
+        others=others,
+        clock=max(clocks, default=None),
+        power_limit=readings[-1].power_limit,
+        throttled=tuple(word for word in reasons[0] if all(word in each for each in reasons)),
+        width=lasting.width,
+        links=len(lasting.links),
+        links_up=sum(lasting.links),
+        remapping=lasting.rows_pending or lasting.rows_failed,
+        uncorrected=readings[-1].ecc_errors,
+    )
