@@ -159,7 +159,7 @@ def test_lengths_that_vary_on_all_ranks_make_no_straggler(written: Written, seed
     assert said(written, steps(zero, one, 500), steps(one, zero, 500)) == []
 
 
-def test_what_nobody_waits_for_is_no_matter(written: Written) -> None:
+def test_what_no_rank_waits_for_is_no_matter(written: Written) -> None:
     """A rank that logs while its device has enough to do."""
     slow = every(10, 100.0)
     assert said(written, steps(slow, none, 400), steps(none, none, 400)) == []
