@@ -35,7 +35,7 @@ def straggler(run: Run) -> Iterator[Finding]:
         exceeds the others' by more than 15 % of a step, while they wait correspondingly longer in
         the all-reduce: in three of four steps, or by the sum over steps where it is in every 10th
         step, say, or in the first one of each pass. Stack samples show the line, and whether it
-        computes, sleeps, waits for a lock or a disk, or has no core.
+        computes, sleeps, waits for a lock or a disk, or has no core; the driver, how its GPU differs.
 
     Why it is bad
         DDP runs at the pace of its slowest rank: every other rank idles for the difference.
@@ -57,8 +57,8 @@ def straggler(run: Run) -> Iterator[Finding]:
         a rank in the debugger. In a shorter job, a rank is reported if it took twice as long as
         the others, and at least 20 ms longer, in at least 8 steps, at a line that samples show. On
         GPUs, DDP times every hundredth step: a rank that is slow in its backward itself is found
-        once there are 6 of them. Time without a core does not count if the other ranks lack cores
-        too.
+        once there are 6 of them, unless all GPUs are shared with other processes and it is less
+        than twice as slow. Time without a core does not count if the other ranks lack cores too.
     """
     found = list(lags(run))
     over = run.exit_status is not None or all(rank.ended for rank in run.last)
