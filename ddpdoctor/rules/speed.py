@@ -33,9 +33,9 @@ def straggler(run: Run) -> Iterator[Finding]:
     What it finds
         A rank whose own time (data, forward, backward compute, optimizer, and its code in between)
         exceeds the others' by more than 15 % of a step, while they wait correspondingly longer in
-        the all-reduce: in three of four steps, or by the sum over steps where it is in every 10th
-        step, say, or in the first one of each pass. Stack samples show the line, and whether it
-        computes, sleeps, waits for a lock or a disk, or has no core; the driver, how its GPU differs.
+        the all-reduce: in three of four steps or, by sums, in every 10th one, say, or the first of
+        each pass. Stack samples show the line, and whether it computes, sleeps, waits for a lock or
+        a disk, or has no core; the driver, how its GPU differs.
 
     Why it is bad
         DDP runs at the pace of its slowest rank: every other rank idles for the difference.
@@ -53,12 +53,11 @@ def straggler(run: Run) -> Iterator[Finding]:
                 save_images(batch)
 
     When it stays silent
-        In the first 30 steps (16 periods), if no rank waits for the difference, and for steps with
-        a rank in the debugger. In a shorter job, a rank is reported if it took twice as long as
-        the others, and at least 20 ms longer, in at least 8 steps, at a line that samples show. On
-        GPUs, DDP times every hundredth step: a rank that is slow in its backward itself is found
-        once there are 6 of them, unless all GPUs are shared with other processes and it is less
-        than twice as slow. Time without a core does not count if the other ranks lack cores too.
+        In the first 30 steps (16 periods), if no rank waits for the difference, for steps with a
+        rank in the debugger, and for time without a core if the others lack cores, too. A shorter
+        job takes a rank that is twice as slow, and 20 ms slower, in 8 steps, at a line that samples
+        show. On GPUs, DDP times every hundredth step: a backward that is slow itself takes 6 of
+        them, and twice the time of the others' where all GPUs are shared with other processes.
     """
     found = list(lags(run))
     over = run.exit_status is not None or all(rank.ended for rank in run.last)
