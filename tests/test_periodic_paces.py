@@ -211,3 +211,13 @@ def test_every_fourth_batch_is_late_on_all_ranks(written: Written) -> None:
     records = [*steps(slow, slow, 300, phase="data")]
     (finding,) = said(written, records, records)
     assert finding.message.startswith("both ranks wait for data 50 % of every step")
+
+
+def test_steady_waits_are_judged_by_medians_where_few_steps_lack_a_core(written: Written) -> None:
+    """A mean would call the machine crowded."""
+    records = [
+        {**each, "waited": 40 * MS if index % 10 == 0 else 0}
+        for index, each in enumerate(steps(lambda step: 30.0, none, 100, phase="data"))
+    ]
+    (finding,) = said(written, records, records)
+    assert finding.message.startswith("both ranks wait for data 75 % of every step")

@@ -114,7 +114,7 @@ STARTING = 5_000_000_000
 
 
 class DataWait(NamedTuple):
-    """How long a rank waits for data in a step; medians over stretches of steps."""
+    """How long a rank waits for data in a step; medians, of steps or of stretches of them."""
 
     share: float
     """Of the step."""
@@ -135,18 +135,32 @@ def _data_wait(run: Run, rank: Rank) -> DataWait | None:
     steps = [step for step in steps if run.undisturbed(step)]
     if len(steps) < ENOUGH:
         return None
+    if _lack_cores(steps):
+        # The loader's workers get no core either.
+        return None
+    found = _usual_wait(steps, False)
+    if found.share > DATA_SHARE:
+        return found
     edges = [len(steps) * each // STRETCHES for each in range(STRETCHES + 1)]
     # What comes between passes is no part of a step here: evaluations say nothing of the loader.
     means = [mean(steps[begin:end], between=False) for begin, end in itertools.pairwise(edges)]
-    if median((each.waited or 0) / each.total for each in means) >= CROWDED:
-        # The loader's workers get no core either.
-        return None
     of_passes = _of_passes(steps)
-    if of_passes and sum(step.data for step in steps) < STARTING:
-        return None
-    share = median(each.data / each.total for each in means)
-    wait, total = (median(getattr(each, name) for each in means) for name in ("data", "total"))
-    return DataWait(share, wait, total, of_passes)
+    if _lack_cores(means) or (of_passes and sum(step.data for step in steps) < STARTING):
+        return found
+    return _usual_wait(means, of_passes)
+
+
+def _lack_cores(steps: Sequence[StepRecord]) -> bool:
+    return median((step.waited or 0) / step.total for step in steps) >= CROWDED
+
+
+def _usual_wait(steps: Sequence[StepRecord], of_passes: bool) -> DataWait:
+    return DataWait(
+        median(step.data / step.total for step in steps),
+        median(step.data for step in steps),
+        median(step.total for step in steps),
+        of_passes,
+    )
 
 
 def _of_passes(steps: Sequence[StepRecord]) -> bool:
