@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import cast
 
@@ -12,11 +13,12 @@ from ddpdoctor.probe.runtime.vitals import Vitals
 from ddpdoctor.run import code, vitals
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.supervisor import VitalsRecord
+from ddpdoctor.run.status import Parts, StatusPage
 from ddpdoctor.run.step_series import PARTS, series
 from ddpdoctor.supervise import vitals as keeping
 from tests.conftest import Doctor
 from tests.drawn_runs import T0, write_run
-from tests.written import Written
+from tests.written import MS, Written
 
 SCRIPT = """
     import time
@@ -74,6 +76,50 @@ def test_a_line_of_several_short_steps_counts_as_many(written: Written) -> None:
     assert found.steps == found.split == 5
     assert found.parts[PARTS.index("forward")][0] == (100 + 4 * 200) / 5
     assert (found.loss[0], found.norm[0]) == (1.0, 4.0)
+
+
+def test_a_line_reaches_over_the_columns_of_its_steps(written: Written) -> None:
+    without = cast(Vitals, SimpleNamespace(wrote=lambda parts: None))
+    lines = []
+    for last in (3, 7, 11):
+        step = OpenStep(0, T0 + (last - 3) * 50 * MS, without, [1, 2, 3, 4])
+        step.last, step.times = last, [0, 0, 0, 4 * 50 * MS, 0, 0, 0, 0]
+        lines.append(step.line())
+    written.rank(0, lines)
+    assert written.findings() == [], "it writes the rest of the run"
+    run = RunReader(written.path).snapshot()
+    (found,) = series(run, run.last, 1 << 16).ranks
+    assert list(found.parts[PARTS.index("forward")]) == [50 * MS] * 9, (
+        "from the end of the first line"
+    )
+    assert found.steps == 9 and list(found.starts) == sorted(found.starts)
+
+
+@pytest.mark.parametrize(("host", "data"), [(200, 200), (9_000, 1_000)])
+def test_steps_that_a_gpu_thins_out_wait_no_longer_for_data_than_their_host(
+    host: int, data: int
+) -> None:
+    """Of a loader that is late in every 4th step, these may be the ones that are seen in full."""
+    without = cast(Vitals, SimpleNamespace(wrote=lambda parts: None))
+    step = OpenStep(0, T0, without, [1, 2, 3, 4])
+    step.last, step.times = 3, [0, 0, host, 0, 0, 0, 0, 0]
+    # Of the device: 200 of the first step's 240 were for data; then three steps like the rest.
+    step.measured = lambda: [960, 0, 200, 10, 20, 10, 0, 0]
+    line = json.loads(step.line())
+    assert line["data"] == data // 4
+    assert line["total"] == pytest.approx((240 + 960) / 4, abs=5)
+
+
+def test_the_page_shows_the_newest_step_whether_ddp_timed_it_or_not() -> None:
+    shown: list[Parts] = []
+    page = SimpleNamespace(
+        set_parts=shown.append, set_beat=lambda now: None, set_memory=lambda rss, given: None
+    )
+    watched = Vitals(cast(StatusPage, page))
+    for number, split in ((98, False), (99, True), (100, False)):
+        watched.wrote(Parts(number, 0, 1, 2, 3, 4, 0, split, 0, 0))
+        watched.store()
+    assert [each.number for each in shown] == [98, 99, 100]
 
 
 def test_memory_over_time_never_grows_large(

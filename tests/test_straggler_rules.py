@@ -53,8 +53,8 @@ def test_a_slow_rank_for_which_the_others_do_not_wait_longer_holds_none_up(
 def test_a_surplus_has_to_be_there_in_three_of_four_steps(
     written: Written, high: int, found: int
 ) -> None:
-    """The others take less than half as much of it; of the first ten steps none counts."""
-    mine = [*steps(50, 1, 45, 0, last=10 + high), *list(steps(26, 25, 24, 0, last=50))[10 + high :]]
+    """The others have a tenth of it; of the first ten steps none counts."""
+    mine = [*steps(50, 1, 45, 0, last=10 + high), *list(steps(14, 37, 12, 0, last=50))[10 + high :]]
     rank(written, 0, steps(10, 41, 9, 0, last=50))
     rank(written, 1, mine)
     assert len(written.findings(status=0)) == found

@@ -71,7 +71,7 @@ def test_a_finished_run_is_a_replay_over_its_steps(make: Make) -> None:
     frame = source.read(Want(frozenset({2})))
     assert source.position == 40, "reading does not move"
     assert {row.step for row in frame.ranks} == {41} and len(frame.ranks) == 3
-    assert frame.verdict.rank == 2 and frame.ranks[0].rank == 2
+    assert frame.verdict.level == "ok" and frame.ranks[0].rank == 2
     assert frame.ranks[0].state == "running" and frame.exit_status is None
     assert frame.findings == () and len(end.findings) == 1
     source.seek(3)

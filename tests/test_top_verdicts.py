@@ -13,7 +13,12 @@ import pytest
 
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.run.records.data import PassRecord
-from ddpdoctor.run.records.supervisor import HangOverRecord, HangRecord
+from ddpdoctor.run.records.supervisor import (
+    FindingRecord,
+    HangOverRecord,
+    HangRecord,
+    RetractionRecord,
+)
 from ddpdoctor.run.reported import Reported, Withdrawn, to_journal
 from ddpdoctor.run.status import Phase
 from ddpdoctor.top import live, output, times
@@ -45,18 +50,26 @@ def make(tmp_path: Path) -> Iterator[Make]:
 # -- live runs
 
 
+def straggler(rank: int) -> FindingRecord | RetractionRecord:
+    finding = Finding("DDP610", Severity.WARNING, f"rank {rank} holds the others up", (rank,))
+    return to_journal(Reported(610, finding, 0), 1)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 8, 64, 1024])
 def test_runs_of_any_size(make: Make, ranks: int) -> None:
     slow = {ranks - 1: ("data", 30)} if ranks > 1 else {}
-    source = living(make(ranks, slow=slow, gpus=True))
+    run = make(ranks, slow=slow, gpus=True)
+    source = living(run)
+    if ranks > 1:
+        run.tell(straggler(ranks - 1))
     snapshot = source.read(Want(frozenset({0})))
     assert len(snapshot.ranks) == snapshot.world_size == ranks
     assert {row.state for row in snapshot.ranks} == {"running"}
     first = snapshot.ranks[0]
     if ranks > 1:
         assert first.rank == snapshot.verdict.rank == ranks - 1
-        assert f"rank {ranks - 1} holds the others up by 30.0 ms a step" in snapshot.verdict.text
-        assert "data loading" in snapshot.verdict.text
+        assert snapshot.verdict.text == f"DDP610: rank {ranks - 1} holds the others up"
+        assert snapshot.verdict.phase == "data"
         assert snapshot.skew == pytest.approx(65 / 50 if ranks == 2 else 65 / 35)
     assert first.times is not None and first.times.own == pytest.approx(
         0.065 if ranks > 1 else 0.035
@@ -80,7 +93,8 @@ def test_the_victim_is_not_blamed(make: Make) -> None:
     assert one.times is not None and zero.times is not None
     assert zero.times.total == pytest.approx(one.times.total)
     assert zero.times.wait - one.times.wait == pytest.approx(0.040)
-    assert "rank 1" in snapshot.verdict.text and "backward compute" in snapshot.verdict.text
+    # Only the rules say who is slow, and they have said nothing.
+    assert (snapshot.verdict.rank, snapshot.verdict.level) == (None, "ok")
 
 
 def test_a_rank_that_turns_slow_is_seen_on_its_page_alone(make: Make) -> None:
@@ -93,55 +107,29 @@ def test_a_rank_that_turns_slow_is_seen_on_its_page_alone(make: Make) -> None:
     for _ in range(times.WINDOW // 2 + 1):
         run.steps(1)
         snapshot = source.read(Want(frozenset()))
-    assert snapshot.verdict.rank == 2 and "forward pass" in snapshot.verdict.text
+    first = snapshot.ranks[0]
+    assert first.rank == 2 and first.times is not None
+    assert first.times.forward > snapshot.ranks[1].times.forward + 0.01  # type: ignore[union-attr]
 
 
 def test_nothing_is_said_of_the_first_steps(make: Make) -> None:
     run = make(2, slow={1: ("data", 500)})
     source = living(run, steps=9)
-    assert source.read(ALL).verdict.rank is None
+    assert "too early" in source.read(ALL).verdict.text
     run.steps(30)
-    assert source.read(ALL).verdict.rank == 1
+    assert source.read(ALL).verdict.text.startswith("no rank holds the others up")
 
 
-@pytest.mark.parametrize("ranks", [3, 8])
-def test_ranks_that_are_as_slow_share_the_blame(make: Make, ranks: int) -> None:
-    run = make(ranks, slow={1: ("forward", 30), 2: ("forward", 31)})
-    verdict = living(run).read(ALL).verdict
-    assert verdict.text.startswith("ranks 1 and 2 hold the others up by 31.0 ms a step (")
-    assert verdict.text.endswith("in their forward pass")
-    # The same one first in each frame, whichever of them was slower by a hair.
-    assert verdict.rank == 1
-
-
-def test_ranks_that_are_as_slow_in_different_things(make: Make) -> None:
-    run = make(8, slow={1: ("forward", 30), 2: ("data", 30)})
-    text = living(run).read(ALL).verdict.text
-    assert text == "ranks 1 and 2 hold the others up by 30.0 ms a step (43%)"
-
-
-@pytest.mark.parametrize(("longer", "blamed"), [(60, 1), (10, None)])
-def test_a_stage_is_named_with_its_ranks(make: Make, longer: int, blamed: int | None) -> None:
-    run = make(4, slow={1: ("backward", longer), 3: ("backward", longer)})
+def test_ranks_are_shown_with_their_stages(make: Make) -> None:
+    run = make(4)
     for number, rank in run.every.items():
         rank.page.set_stage([number % 2])
     snapshot = living(run).read(ALL)
-    assert snapshot.verdict.rank == blamed
-    begins = "stage 1 (ranks 1 and 3) holds the others up by 60.0 ms a step"
-    # Two stages are never quite alike.
-    assert snapshot.verdict.text.startswith(begins if blamed else "no rank holds the others up")
     assert {row.rank: row.stage for row in snapshot.ranks} == {0: "0", 1: "1", 2: "0", 3: "1"}
 
 
-def test_a_rank_that_is_less_slow_is_not_named_beside_the_slowest(make: Make) -> None:
-    run = make(8, slow={1: ("forward", 10), 2: ("forward", 40)})
-    assert living(run).read(ALL).verdict.text.startswith("rank 2 holds the others up by 40.0 ms")
-
-
-@pytest.mark.parametrize(("cpu", "lacked", "blamed"), [(35, 40, None), (70, 5, 1)])
-def test_a_rank_that_gets_no_core_is_not_blamed(
-    make: Make, cpu: int, lacked: int, blamed: int | None
-) -> None:
+@pytest.mark.parametrize(("cpu", "lacked"), [(35, 40), (70, 5)])
+def test_a_rank_that_gets_no_core_is_shown_so(make: Make, cpu: int, lacked: int) -> None:
     """Unless it is its work that takes long. By its status page, and by its journal."""
     run = make(2, slow={1: ("forward", 40)})
     run.every[1].parts = run.every[1].parts._replace(cpu=cpu * MS, waited=41 * MS)
@@ -153,7 +141,6 @@ def test_a_rank_that_gets_no_core_is_not_blamed(
         snapshot = source.read(Want(frozenset()))
     for seen in (snapshot, LiveSource(run.path, 1.0).read(ALL)):
         row = next(row for row in seen.ranks if row.rank == 1)
-        assert seen.verdict.rank == blamed
         assert row.times is not None and row.times.lacked == pytest.approx(lacked / 1000)
         assert output.read(output.line(seen)) == seen
 
@@ -168,33 +155,16 @@ def test_an_unsplit_backward_blames_nobody_for_it(make: Make) -> None:
     assert snapshot.ranks[0].times is not None and not snapshot.ranks[0].times.split
 
 
-def test_an_unsplit_backward_does_not_hide_a_slow_loader(make: Make) -> None:
-    run = make(2)
-    run.every[1].parts = USUAL._replace(data=42 * MS)
-    # The other waits within its backward, and nobody knows how long.
-    run.every[0].parts = USUAL._replace(backward=60 * MS)
-    run.start()
-    run.steps(40, split=False)
-    assert LiveSource(run.path, 1.0).read(ALL).verdict.rank == 1
-
-
 def test_split_steps_count_where_they_are_rare(make: Make) -> None:
     run = make(2, slow={1: ("backward", 40)})
     run.start()
     for _ in range(8):
         run.steps(1)
         run.steps(3, split=False)
-    snapshot = LiveSource(run.path, 1.0).read(ALL)
-    assert snapshot.verdict.rank == 1
-
-
-def test_all_wait_for_data(make: Make) -> None:
-    run = make(2)
-    for each in run.every.values():
-        each.parts = USUAL._replace(data=30 * MS)
-    snapshot = living(run).read(ALL)
-    assert "both ranks wait for data: up to 44% of a step" in snapshot.verdict.text
-    assert snapshot.verdict.rank is None
+    slow, victim = LiveSource(run.path, 1.0).read(ALL).ranks
+    assert slow.times is not None and victim.times is not None
+    assert slow.rank == 1 and slow.times.split
+    assert victim.times.wait - slow.times.wait == pytest.approx(0.040)
 
 
 def test_a_healthy_job_is_left_alone_and_its_rows_stay(make: Make) -> None:
@@ -256,7 +226,8 @@ def test_the_headline_is_the_finding_that_stands(make: Make) -> None:
 def test_a_slow_rank_is_marked_beside_a_finding_of_all_ranks(make: Make) -> None:
     run = make(3, slow={1: ("forward", 30)})
     source = living(run)
-    run.tell(to_journal(reported("DDP104", Severity.WARNING, ()), 1))
+    run.tell(straggler(1))
+    run.tell(to_journal(reported("DDP104", Severity.WARNING, ()), 2))
     verdict = source.read(ALL).verdict
     assert (verdict.text, verdict.rank, verdict.phase) == ("DDP104: what DDP104 says", 1, "forward")
 
@@ -306,7 +277,7 @@ def test_a_restart_is_a_state(make: Make) -> None:
     assert snapshot.verdict.text.startswith("starting: 2 ranks have joined")
     again.steps(30)
     snapshot = source.read(ALL)
-    assert (snapshot.state, snapshot.verdict.level) == ("running", "info")
+    assert (snapshot.state, snapshot.verdict.level) == ("running", "ok")
     assert [row.attempt for row in snapshot.findings] == [0]
 
 

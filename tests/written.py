@@ -101,6 +101,7 @@ class Written:
         reduced: int = 0,
         collective: str = "",
         site: str = "",
+        gpu: str = "",
     ) -> None:
         stem = self.path / rank_stem(number, 0)
         page = StatusPage(
@@ -116,6 +117,7 @@ class Written:
         page.reduced(reduced)
         page.set_collective(page_name(collective))
         page.set_site(page_text(site))
+        page.set_gpu(gpu)
         journal = Journal(f"{stem}.jsonl", 1 << 20)
         opened = OpenRecord(format=FORMAT, rank=number, world_size=self.world_size, backend="nccl")
         group = tuple(range(self.world_size or 2))

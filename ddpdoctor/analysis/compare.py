@@ -126,7 +126,7 @@ def _of_rank(rank: RankSeries, of: Series) -> _Usual | None:
         steps = [row for row in rows if not any(map(math.isnan, row))]
         if steps:
             medians = tuple(median(each) for each in zip(*steps, strict=True))
-            return _Usual(medians, median(map(sum, steps)), rank.split > 0)
+            return _Usual(medians, median(map(sum, steps)), len(rank.unsplit) < of.columns)
     return None
 
 

@@ -1,29 +1,42 @@
-"""Which rank holds the others up, by how much, and how much of that is a wait for a CPU core.
-
-On a crowded machine every rank waits for its core, and one that computes longer waits longer. So
-times are compared without such waits; those that a rank has more of than its work explains are
-another matter.
-"""
+"""Which rank holds the others up: in most steps, as medians show it, or in some, as sums do."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from statistics import median
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean, median, median_low
 
-from ddpdoctor.analysis.pace import BORNE_OUT, WARM_UP, own_time, stands_out
+from ddpdoctor.analysis.pace import ENOUGH, SLOWER, WARM_UP, stands_out
 from ddpdoctor.analysis.stages import Stage, alike, stages
-from ddpdoctor.run.records.model import DdpRecord
+from ddpdoctor.analysis.stretches import (
+    FEWEST,
+    FEWEST_PASSES,
+    Steps,
+    first_of_passes,
+    halvings,
+    passes,
+    pooled,
+    rhythm,
+    whole,
+)
+from ddpdoctor.analysis.surplus import (
+    STEADIER,
+    STEADY,
+    THIRD,
+    Lag,
+    cpu,
+    lag_of,
+    net,
+    own,
+    waited,
+)
 from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.snapshot import Rank, Run
-from ddpdoctor.run.status import PHASES
-
-ENOUGH = 20
-"""Steps that a verdict needs, after the warm-up."""
+from ddpdoctor.run.waits import compared, on_gpu, together
 
 ENOUGH_SAMPLED = 6
-"""The same on a GPU, where DDP times only every hundredth step."""
+"""Steps that a verdict needs on a GPU, where DDP times only every hundredth step."""
 
 FEW = 8
 """Steps that say something of a job that is too short for that, if they say it plainly."""
@@ -31,72 +44,12 @@ FEW = 8
 BEGINNING = 2
 """Steps at its beginning that say nothing: loaders start, buckets are built, caches are filled."""
 
-PLAINLY = 0.5
-"""A surplus that few steps can show, as a part of the step."""
-
-PLAIN = 20_000_000
-"""The same in nanoseconds."""
-
-STEADY = 0.75
-"""In what part of the steps the surplus must be there."""
-
 LASTING = 5_000_000_000
 """Nanoseconds that steps must span to say that others use a rank's core: for less the kernel may
 just not have balanced its load."""
 
-BRIEF = 500_000_000
-"""Nanoseconds of steps that show no more than few steps do, unless the machine is calm: for so long
-a core may be slow because of what its sibling, or the host of a virtual machine, does."""
-
-ALONE = 3.0
-"""How many times as long as the others a rank waits for a core if others use that one alone."""
-
-ALIKE = 1.25
-"""How many times the CPU time of the others' a rank may take if it is not its own work for which it
-waits: who computes longer loses its core more often, and not only in proportion."""
-
-CALM = 0.05
-"""Part of the steps that ranks may wait for a core before the machine counts as crowded."""
-
 MANY = 16
 """Ranks from which on only the slowest are compared with all the others."""
-
-_Steps = dict[int, StepRecord]
-
-
-@dataclass(frozen=True)
-class Lag:
-    """A rank that holds the others up; times in nanoseconds a step, medians."""
-
-    rank: Rank
-    gap: float
-    """What the others could save if this rank were as they are."""
-    crowded: bool
-    """Whether the gap is a wait for a core that this rank alone has."""
-    cpu: float
-    """CPU time of its training thread beyond that of the others; 0 if not known."""
-    total: float
-    """The step, waits for a core left out."""
-    wall: float
-    """The step as it was."""
-    calm: bool
-    """Whether hardly any rank waits for a core, so that every time is what it looks like."""
-    sure: bool
-    """Whether the gap is there however the others' waits for a core are shared out between their
-    own time and the all-reduce."""
-    own: tuple[float, float]
-    """Its own time and that of the others, waits for a core left out."""
-    wait: tuple[float, float]
-    """Its wait in the all-reduce and that of the others."""
-    cores: tuple[float, float]
-    """Its wait for a core and that of the others."""
-    phase: str
-    """The phase with the largest surplus, and its time here and elsewhere."""
-    slow: float
-    usual: float
-    steps: int
-    few: bool
-    """Whether these are few, or over soon: then the gap is plain to see, and in all of them."""
 
 
 def lags(run: Run, enough: int = ENOUGH, few: int = FEW) -> Iterator[Lag]:
@@ -122,7 +75,7 @@ def stage_lags(run: Run) -> Iterator[tuple[Stage, Lag]]:
 def _middle(run: Run, ranks: Sequence[Rank]) -> Rank:
     """The median one of ranks that do the same work; of two the faster one."""
     times = {
-        rank.rank: median([_net(step) for step in _usable(run, rank).values()] or [0.0])
+        rank.rank: median([net(step) for step in _usable(run, rank).values()] or [0.0])
         for rank in ranks
     }
     return sorted(ranks, key=lambda rank: times[rank.rank])[(len(ranks) - 1) // 2]
@@ -133,46 +86,166 @@ def _lags(
 ) -> Iterator[Lag]:
     if len(ranks) < 2:
         return
-    usable = {rank.rank: _usable(run, rank) for rank in ranks}
+    usable: Mapping[int, Steps] = {rank.rank: _usable(run, rank) for rank in ranks}
+    joined = infers and tuple(ranks) in together(ranks)
     if not any(on_gpu(rank) for rank in ranks):
-        yield from _compared(ranks, usable, enough, few, False)
+        found = list(_by_medians(ranks, usable, enough, few, gpu=False))
+        if not found:
+            usable = {rank.rank: _chosen(run, rank.steps) for rank in ranks}
+            timed = all(step.split and step.steps == 1 for rank in ranks for step in rank.steps)
+            if joined and not timed:
+                usable = _with_sums(usable, _inferred(run, ranks))
+        yield from found or _by_sums(ranks, usable, enough, gpu=False)
         return
-    found = list(_compared(ranks, usable, min(enough, ENOUGH_SAMPLED), few, True))
-    if not found and infers and _reduce_together(ranks):
-        found = list(_compared(ranks, _inferred(run, ranks), enough, few, True))
+    found = list(_by_medians(ranks, _timed(usable), min(enough, ENOUGH_SAMPLED), few, gpu=True))
+    if not found and joined:
+        usable = _inferred(run, ranks)
+        found = list(_by_medians(ranks, usable, enough, few, gpu=True))
+        found = found or list(_by_sums(ranks, usable, enough, gpu=True))
     yield from found
 
 
-def _compared(
-    ranks: Sequence[Rank],
-    usable: Mapping[int, _Steps],
-    enough: int,
-    few: int,
-    sampled: bool,
+def _by_medians(
+    ranks: Sequence[Rank], usable: Mapping[int, Steps], enough: int, few: int, *, gpu: bool
 ) -> Iterator[Lag]:
-    steps = sorted(set.intersection(*(set(each) for each in usable.values())))
-    common = [number for number in steps if number >= WARM_UP]
+    """The ranks that hold others up in most steps."""
+    common = _common(usable)
     short = len(common) < enough
     if short:
-        common = [number for number in steps if number >= BEGINNING]
-        if sampled or len(common) < few:
+        common = _common(usable, BEGINNING)
+        if gpu or len(common) < few:
             return
     for rank in _slow(ranks, usable, common):
-        others = [steps for number, steps in usable.items() if number != rank.rank]
-        lasting = LASTING * min(enough / ENOUGH, 1.0)
-        lag = _lag(rank, usable[rank.rank], others, common, sampled, lasting, short)
+        lag = lag_of(
+            rank,
+            usable[rank.rank],
+            _but(usable, rank),
+            common,
+            gpu=gpu,
+            lasting=LASTING * min(enough / ENOUGH, 1.0),
+            few=short,
+            steady=STEADY,
+        )
         if lag is not None:
             yield lag
 
 
+def _common(usable: Mapping[int, Steps], first: int = WARM_UP) -> list[int]:
+    """The numbers of the steps that all ranks have, from that one on."""
+    steps = set.intersection(*(set(each) for each in usable.values()))
+    return sorted(number for number in steps if number >= first)
+
+
+def _with_sums(usable: Mapping[int, Steps], inferred: Mapping[int, Steps]) -> dict[int, Steps]:
+    """The steps that DDP timed, and those of a line whose sums alone are known: it timed some."""
+    return {
+        rank: {
+            **inferred[rank],
+            **{number: step for number, step in steps.items() if step.steps == 1},
+        }
+        for rank, steps in usable.items()
+    }
+
+
+def _timed(usable: Mapping[int, Steps]) -> dict[int, Steps]:
+    """One step of each line of the first rank: DDP timed one of those that it stands for."""
+    first = next(iter(usable.values()))
+    # The steps of a line begin as far apart as they are long.
+    lines = {step.start - number * step.total: number for number, step in first.items()}
+    return {
+        rank: {number: steps[number] for number in lines.values() if number in steps}
+        for rank, steps in usable.items()
+    }
+
+
+def _but(ranks: Mapping[int, Steps], rank: Rank) -> list[Steps]:
+    return [steps for number, steps in ranks.items() if number != rank.rank]
+
+
+def _by_sums(
+    ranks: Sequence[Rank],
+    usable: Mapping[int, Steps],
+    enough: int,
+    *,
+    gpu: bool,
+) -> Iterator[Lag]:
+    """The ranks that hold others up in some steps only, which medians of steps do not show.
+
+    Args:
+        ranks: The ranks.
+        usable: Their steps.
+        enough: As `ENOUGH`.
+        gpu: They were timed on GPUs.
+    """
+    common, part = _common(usable), min(enough / ENOUGH, 1.0)
+    if len(common) < enough:
+        return
+    usable, slow = _outstanding(usable, common)
+    if not slow:
+        return
+    firsts = first_of_passes([*usable.values()], common)
+
+    def compare(pools: Mapping[int, Steps]) -> Iterator[Lag]:
+        numbers = sorted(next(iter(pools.values())))
+        for rank in ranks:
+            if rank.rank not in slow:
+                continue
+            lag = lag_of(
+                rank,
+                pools[rank.rank],
+                _but(pools, rank),
+                numbers,
+                gpu=gpu,
+                lasting=LASTING,
+                few=False,
+                steady=STEADIER,
+                least=THIRD,
+            )
+            if lag is None or lag.crowded:
+                continue
+            others, mine = _but(usable, rank), usable[rank.rank]
+            single = [number for number in common if mine[number].steps == 1]
+            surplus = [
+                whole(mine[number]) - median(whole(steps[number]) for steps in others)
+                for number in single
+            ]
+            yield replace(lag, steps=len(common), rhythm=rhythm(single, surplus, firsts))
+
+    for pools in halvings(usable, common, max(int(part * FEWEST), 2)):
+        found = list(compare(pools))
+        if found:
+            yield from found
+            return
+    by_pass = passes(usable, common, max(int(part * FEWEST_PASSES), 2))
+    if by_pass:
+        for lag in compare(pooled(usable, by_pass)):
+            if lag.rhythm is not None and lag.rhythm.of_passes:
+                yield lag
+
+
+def _outstanding(
+    usable: Mapping[int, Steps], common: Sequence[int]
+) -> tuple[Mapping[int, Steps], set[int]]:
+    """The ranks that stand out by their sums, and whom to compare them with: of many, some."""
+    total = median(sum(steps[number].total for number in common) for steps in usable.values())
+    slow: set[int] = set()
+    for of in (whole, net):
+        spent = {n: sum(of(steps[number]) for number in common) for n, steps in usable.items()}
+        usual = median_low(spent.values())
+        most = heapq.nlargest(MANY // 2, spent, key=spent.__getitem__)
+        slow.update(rank for rank in most if spent[rank] - usual >= SLOWER * total / 2)
+    beside = [*usable][:: max(1, len(usable) // MANY)]
+    return {rank: usable[rank] for rank in sorted({*slow, *beside})}, slow
+
+
 def _slow(
-    ranks: Sequence[Rank], usable: Mapping[int, _Steps], common: Sequence[int]
+    ranks: Sequence[Rank], usable: Mapping[int, Steps], common: Sequence[int]
 ) -> Sequence[Rank]:
     """The ranks that may hold others up: of many the slowest, as each is compared with all."""
     if len(ranks) <= MANY:
         return ranks
     slow: set[int] = set()
-    for of in (_own, _net):
+    for of in (own, net):
         times = {n: median(of(steps[step]) for step in common) for n, steps in usable.items()}
         slow.update(heapq.nlargest(MANY // 2, times, key=times.__getitem__))
     return [rank for rank in ranks if rank.rank in slow]
@@ -188,197 +261,46 @@ def still_slower(run: Run, number: int) -> bool:
         return False
     if _is_slower({rank.rank: _usable(run, rank) for rank in ranks}, number):
         return True
-    inferred = any(on_gpu(rank) for rank in ranks) and _reduce_together(ranks)
-    return inferred and _is_slower(_inferred(run, ranks), number)
+    return tuple(ranks) in together(ranks) and _is_slower(_inferred(run, ranks), number)
 
 
-def _is_slower(usable: dict[int, _Steps], number: int) -> bool:
+def _is_slower(usable: dict[int, Steps], number: int) -> bool:
     mine = usable.pop(number, {})
     others = list(usable.values())
     common = set(mine).intersection(*others)
     if not common:
         return False
-    gap = median(
-        _net(mine[step]) - median(_net(steps[step]) for steps in others) for step in common
-    )
-    total = median(max(step.total - _waited(step), _cpu(step)) for step in mine.values())
+    gaps = [net(mine[step]) - median(net(steps[step]) for steps in others) for step in common]
+    # What is not in each step, a mean shows.
+    gap = max(median(gaps), fmean(gaps))
+    total = median(max(step.total - waited(step), cpu(step)) for step in mine.values())
     return stands_out(2 * gap, total, 2 * gap)
 
 
-def _lag(
-    rank: Rank,
-    mine: _Steps,
-    others: Sequence[_Steps],
-    common: Sequence[int],
-    sampled: bool,
-    lasting: float,
-    few: bool,
-) -> Lag | None:
-    def here(of: Callable[[StepRecord], float]) -> float:
-        return median(of(mine[number]) for number in common)
-
-    def there(of: Callable[[StepRecord], float]) -> float:
-        return median(median(of(steps[number]) for steps in others) for number in common)
-
-    def surplus(
-        of: Callable[[StepRecord], float], elsewhere: Callable[[StepRecord], float]
-    ) -> list[float]:
-        return [
-            of(mine[number]) - median(elsewhere(steps[number]) for steps in others)
-            for number in common
-        ]
-
-    total = here(lambda step: max(step.total - _waited(step), _cpu(step)))
-    wall = here(lambda step: step.total)
-    relief = there(lambda step: step.wait) - here(lambda step: step.wait)
-    # A host that waits for a core may have given its GPU enough to do, and may spin for it.
-    net = _without_waits if sampled else _net
-    rest = _own if sampled else _net
-    working = surplus(net, rest)
-    safely = surplus(net, _at_most)
-    crowd = _crowd(surplus(_waited, _waited), surplus(_cpu, _cpu), there(_waited), there(_cpu))
-    span = mine[common[-1]].start - mine[common[0]].start
-    alike = here(_cpu) <= ALIKE * there(_cpu)
-    taken = alike and here(_waited) >= ALONE * there(_waited) and span >= lasting
-    waits = max(here(_waited), there(_waited))
-    calm = waits <= CALM * wall
-    few = few or (not calm and span < BRIEF)
-    gap = 0.0
-    crowded = False
-    if _stands_out(working, total, relief) and (not few or _plain(working, total)):
-        gap = median(working)
-    if taken and not few and median(crowd) > gap and _stands_out(crowd, wall, relief):
-        gap, crowded = median(crowd), True
-    if not gap:
-        return None
-    phase, slow, usual = max(
-        ((name, here(_part(name)), there(_part(name))) for name in PHASES),
-        key=lambda found: found[1] - found[2],
-    )
-    return Lag(
-        rank=rank,
-        gap=gap,
-        crowded=crowded,
-        cpu=0.0 if sampled else median(surplus(_cpu, _cpu)),
-        total=total,
-        wall=wall,
-        calm=calm,
-        sure=_stands_out(safely, total, relief) and median(safely) >= BORNE_OUT * gap,
-        own=(here(net), there(rest)),
-        wait=(here(lambda step: step.wait), there(lambda step: step.wait)),
-        cores=(here(_waited), there(_waited)),
-        phase=phase,
-        slow=slow,
-        usual=usual,
-        steps=len(common),
-        few=few,
-    )
-
-
-def _stands_out(surplus: Sequence[float], total: float, relief: float) -> bool:
-    """Whether a surplus is worth a word, there in most steps, and waited for by the others."""
-    gap = median(surplus)
-    return stands_out(gap, total, relief) and sum(
-        value > gap / 2 for value in surplus
-    ) >= STEADY * len(surplus)
-
-
-def _plain(surplus: Sequence[float], total: float) -> bool:
-    """Whether it is so large, and there in each step but one, that a few of them show it."""
-    gap = median(surplus)
-    small = sum(value <= gap / 2 for value in surplus)
-    return gap >= max(PLAINLY * total, PLAIN) and small <= 1
-
-
-def _crowd(
-    waited: Sequence[float], ran: Sequence[float], others: float, they_ran: float
-) -> list[float]:
-    """The surplus of core waits without what this rank waits longer because it runs longer."""
-    rate = others / they_ran if they_ran else 0.0
-    return [wait - rate * max(run, 0.0) for wait, run in zip(waited, ran, strict=True)]
-
-
-def _net(step: StepRecord) -> float:
-    """A step's own time without waits for a core, but at least what the thread ran.
-
-    Some of the waits were in the all-reduce, so it may be a little more.
-    """
-    return own_time(step.own, _cpu(step), _waited(step))
-
-
-def _without_waits(step: StepRecord) -> float:
-    return max(step.own - _waited(step), 0)
-
-
-def _own(step: StepRecord) -> float:
-    return step.own
-
-
-def _at_most(step: StepRecord) -> float:
-    """Its own time, if it waited for a core in the all-reduce rather than before."""
-    return step.own - max(_waited(step) - step.wait, 0)
-
-
-def _waited(step: StepRecord) -> float:
-    return step.waited or 0
-
-
-def _cpu(step: StepRecord) -> float:
-    return step.cpu or 0
-
-
-def _part(name: str) -> Callable[[StepRecord], float]:
-    return lambda step: float(getattr(step, name))
-
-
-def _usable(run: Run, rank: Rank) -> _Steps:
+def _usable(run: Run, rank: Rank) -> Steps:
     """Steps whose backward was split into compute and wait, by number."""
+    return _chosen(run, rank.split_steps)
+
+
+def _chosen(run: Run, steps: Iterable[StepRecord]) -> Steps:
     return {
         step.step: step
-        for step in rank.split_steps
+        for step in steps
         if step.split and not step.skipped and step.total > 0 and run.undisturbed(step)
     }
 
 
-def _inferred(run: Run, ranks: Sequence[Rank]) -> dict[int, _Steps]:
-    """Steps of ranks on GPUs, split by what a rank's backward takes longer than the shortest one.
+def _inferred(run: Run, ranks: Sequence[Rank]) -> dict[int, Steps]:
+    """Steps of ranks on GPUs, all of them split by what the shortest backward took.
 
-    DDP times every hundredth backward. In all of them the rank that the others wait for does not
-    wait: what their backward takes longer is their wait, unless its backward is what is slow; then
-    none is found, and DDP's timers have to show it. Where nothing is reduced, nothing is to be
-    split, and a step counts as split.
+    DDP's timers count where nothing was reduced: there is nothing to be split then.
     """
-    steps = {
-        rank.rank: {
-            step.step: step
-            for step in rank.steps
-            if not (step.split or step.skipped) and step.total > 0 and run.undisturbed(step)
-        }
-        for rank in ranks
-    }
-    common = set.intersection(*(set(each) for each in steps.values()))
-    least = {
-        number: min(each[number].backward + each[number].wait for each in steps.values())
-        for number in common
-    }
-    return {
-        rank: {number: _waiting(each[number], least[number]) for number in common}
-        for rank, each in steps.items()
-    }
+    steps = {rank.rank: [_whole(step) for step in rank.steps] for rank in ranks}
+    return {rank: _chosen(run, each) for rank, each in compared(steps).items()}
 
 
-def _reduce_together(ranks: Sequence[Rank]) -> bool:
-    """Whether a backward of each of these ranks ends with that of all the others."""
-    groups = {each.group_ranks for rank in ranks for each in rank.records.of(DdpRecord)}
-    built = all(rank.records.first(DdpRecord) is not None for rank in ranks)
-    return built and len(groups) == 1 and {rank.rank for rank in ranks} <= set(*groups)
-
-
-def _waiting(step: StepRecord, compute: int) -> StepRecord:
-    """The step, if its backward took no longer than that and then waited."""
-    return replace(step, backward=compute, wait=step.backward + step.wait - compute)
-
-
-def on_gpu(rank: Rank) -> bool:
-    """Whether the rank's steps were timed on a GPU."""
-    return any(record.device.startswith("cuda") for record in rank.records.of(DdpRecord))
+def _whole(step: StepRecord) -> StepRecord:
+    """The step with its wait within its backward."""
+    if not step.wait:
+        return step
+    return replace(step, backward=step.backward + step.wait, wait=0, split=False)

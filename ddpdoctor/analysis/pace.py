@@ -5,6 +5,9 @@ from __future__ import annotations
 WARM_UP = 10
 """Steps at the beginning that say nothing about the steady state."""
 
+ENOUGH = 20
+"""Steps that a verdict needs, after the warm-up."""
+
 SLOWER = 0.15
 """A straggler's surplus, as a part of the median step."""
 

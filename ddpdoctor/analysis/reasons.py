@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
 
 from ddpdoctor.analysis.awaited import ADVICE, awaited
-from ddpdoctor.analysis.lag import Lag
+from ddpdoctor.analysis.gpu_reasons import gpu_reason, may_be_sharing, with_gpu_facts
+from ddpdoctor.analysis.loader_waits import Reason, for_workers, workers_crowded
 from ddpdoctor.analysis.pace import BORNE_OUT
 from ddpdoctor.analysis.profiles import Profile, Spot, profiles, spot
+from ddpdoctor.analysis.surplus import Lag
 from ddpdoctor.core.finding import Location
-from ddpdoctor.run.records.data import PassRecord
 from ddpdoctor.run.records.supervisor import ProfileRequestRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.stacks.model import Frame
@@ -31,26 +31,11 @@ BLOCKED = 0.5
 AT_DISK = 0.25
 """The same for the disk: it is not seen in each wait that it causes."""
 
-HEAVIER = 1.5
-"""How many times the CPU time of the others' a rank's loader workers take if theirs is more work
-and not a machine that is crowded."""
-
 SLOWED = 0.85
 """Part of the others' clock below which a rank's core counts as slow."""
 
 READINGS = 3
 """Times that the clock of a core must have been read to say anything."""
-
-
-@dataclass(frozen=True)
-class Reason:
-    """Why a rank is slow."""
-
-    words: str = ""
-    """The end of the sentence."""
-    location: Location | None = None
-    evidence: tuple[str, ...] = ()
-    fix: str = ""
 
 
 def asked_lately(run: Run) -> bool:
@@ -77,8 +62,11 @@ def explain(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
         None where nothing shows that it is more than a crowded machine.
     """
     mine, others, place = _sampled(run, lag, usual)
-    if lag.few and place is None:
+    if (lag.few and place is None) or may_be_sharing(run, lag):
         return None
+    device = gpu_reason(run, lag, usual)
+    if device is not None:
+        return device
     if lag.crowded:
         return _crowded(run, lag, mine, others)
     # CPU time is what it is; but what slept on a crowded machine may have waited for others.
@@ -87,9 +75,10 @@ def explain(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
     sure = lag.calm or (lag.sure and lag.phase != "data")
     if not (works or sure or (place is not None and place.blocked("SD") >= BLOCKED)):
         return None
-    if not works and _workers_crowded(lag, mine, others):
+    if not works and workers_crowded(lag, mine, others):
         return None
-    return _reason(run, lag, mine, others, place, works)
+    reason = _reason(run, lag, mine, others, place, works)
+    return with_gpu_facts(reason, run, lag, usual)
 
 
 def _sampled(
@@ -130,8 +119,8 @@ def _reason(
         counted = _by_counters(run, lag, mine, others, place, works)
         if counted is not None:
             return counted
-    if mine is not None and lag.phase == "data" and mine.record.children and not works:
-        return _for_workers(mine, others, place)
+    if lag.phase == "data" and not works and (found := for_workers(lag, mine, others)):
+        return _placed(place, found.words, *found.evidence, fix=found.fix)
     if place is not None and not works and place.blocked("SD") >= BLOCKED:
         return _waiting(mine, others, place)
     if place is not None:
@@ -192,20 +181,6 @@ def _waiting(mine: Profile | None, others: Sequence[Profile], place: Spot) -> Re
         disk, moved = mine.a_step("disk"), mine.a_step("characters")
         evidence.append(f"it reads and writes {_bytes(moved)} a step, {_bytes(disk)} of it on disk")
     return _placed(place, words + _within(place), *evidence, fix=ADVICE.get(what, ""))
-
-
-def _for_workers(mine: Profile, others: Sequence[Profile], place: Spot | None) -> Reason:
-    """The training thread waits, and what it waits for is done by loader workers."""
-    busy, usual = mine.share("children_ran"), [each.share("children_ran") for each in others]
-    children = mine.record.children
-    fact = f"its {children} child processes, workers among them, use {busy:.0%} of a core"
-    return _placed(
-        place,
-        ": it waits for its loader workers",
-        f"{fact}; those of the others {median(usual):.0%}" if usual else fact,
-        fix="Share the heavy samples out among the ranks, make them lighter, or use more loader "
-        "workers (num_workers) on all ranks.",
-    )
 
 
 def _slow_core(run: Run, lag: Lag, mine: Profile, others: Sequence[Profile]) -> Reason | None:
@@ -301,18 +276,6 @@ def _neighbours(run: Run, lag: Lag, cores: Sequence[int]) -> list[str]:
                 used = f"{each.share:.0%} of a core"
                 found.append(f"also on its core: {who}{each.command[:120]}, {used}")
     return found
-
-
-def _workers_crowded(lag: Lag, mine: Profile | None, others: Sequence[Profile]) -> bool:
-    """Whether it waits for loader workers that are slow only for want of cores, as far as known."""
-    if lag.phase != "data":
-        return False
-    if mine is None or not others:
-        return any(each.workers for each in lag.rank.records.of(PassRecord))
-    if not mine.record.children:
-        return False
-    ran, waited = mine.a_step("children_ran"), mine.a_step("children_waited")
-    return waited > BORNE_OUT * ran and ran < HEAVIER * _usual(others, "children_ran")
 
 
 def _placed(place: Spot | None, words: str, *evidence: str, fix: str = "") -> Reason:

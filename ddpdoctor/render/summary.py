@@ -82,17 +82,22 @@ def _size(run: Run) -> str:
 
 
 def _pace(run: Run) -> str:
-    """The median step and its parts, empty without steps."""
-    timed = [step for rank in run.last for step in rank.steps if step.total > 0]
-    timed = [step for step in timed if step.split] or timed
-    if not timed:
-        return ""
+    """The median step, and what all steps are spent on; empty without steps."""
     from statistics import median
 
+    from ddpdoctor.analysis.pace import WARM_UP
+    from ddpdoctor.run.waits import split_steps
+
+    timed = [step for steps in split_steps(run).values() for step in steps if step.total > 0]
+    timed = [step for step in timed if step.split] or timed
+    timed = [step for step in timed if step.step >= WARM_UP] or timed
+    if not timed:
+        return ""
     text = f"median step {units.time(median(step.total for step in timed) / 1e9)}"
+    total = sum(step.total for step in timed)
     shares = []
     for name in (*PHASES, "wait"):
-        share = median(getattr(step, name) / step.total for step in timed)
+        share = sum(getattr(step, name) for step in timed) / total
         if share >= 0.01:
             shares.append(f"{name} {100 * share:.0f} %")
     return f"{text}: {', '.join(shares)}" if shares else text

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ddpdoctor import __version__
@@ -30,6 +30,7 @@ from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.ring import Collective
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.step_series import newest_steps
+from ddpdoctor.run.waits import split
 
 MOST_STEPS = 60_000
 """Steps of all ranks, the newest of each: some 60 MB, which Perfetto still opens at once."""
@@ -62,7 +63,8 @@ def write(
         OSError: It cannot be written.
     """
     each = MOST_STEPS // (len(run.last) or 1)
-    steps = {rank.rank: newest_steps(run.path, rank, each) for rank in run.last}
+    newest = {rank.rank: newest_steps(run.path, rank, each) for rank in run.last}
+    steps = split(run.last, newest, lines=True)
     clock = _Clock(run, steps)
     facts = {
         "ddpdoctor": __version__,
@@ -83,7 +85,7 @@ def write(
 class _Clock:
     """Makes microseconds of one clock of the moments that ranks wrote down."""
 
-    def __init__(self, run: Run, steps: dict[int, list[StepRecord]]) -> None:
+    def __init__(self, run: Run, steps: Mapping[int, Sequence[StepRecord]]) -> None:
         self.ahead = offsets(run.last, steps)
         self._of_rank = {r.rank: self.ahead.get(r.opened.host, 0) for r in run.last}
         moments = [each[0].start - self.behind(rank) for rank, each in steps.items() if each]
@@ -101,7 +103,7 @@ class _Clock:
 
 
 def _events(
-    run: Run, found: Sequence[Finding], steps: dict[int, list[StepRecord]], clock: _Clock
+    run: Run, found: Sequence[Finding], steps: Mapping[int, Sequence[StepRecord]], clock: _Clock
 ) -> Iterator[Event]:
     yield _name("process_name", JOB, 0, "job")
     yield _name("thread_name", JOB, 1, "findings and hangs")

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from ddpdoctor.analysis.lag import ENOUGH, lags, on_gpu, still_slower
-from ddpdoctor.analysis.pace import DATA_SHARE, NOTICEABLE, PHASE_NAMES, WARM_UP
+from ddpdoctor.analysis.lag import lags, still_slower
+from ddpdoctor.analysis.loader_waits import PERSISTENT, loader_workers, restarted
+from ddpdoctor.analysis.pace import DATA_SHARE, ENOUGH, NOTICEABLE, PHASE_NAMES, WARM_UP
 from ddpdoctor.analysis.reasons import asked_lately, explain, shown_ms
 from ddpdoctor.analysis.stages import stage_of
+from ddpdoctor.analysis.stretches import MOSTLY, mean
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.ranks import named
 from ddpdoctor.core.relations import Lapsed, pace
+from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.waits import on_gpu
 
 
 def _caught_up(finding: Finding, run: Run) -> Lapsed | None:
@@ -27,9 +32,10 @@ def straggler(run: Run) -> Iterator[Finding]:
 
     What it finds
         A rank whose own time (data, forward, backward compute, optimizer, and its code in between)
-        exceeds the others' by more than 15 % of a step in three of four steps, while the others
-        wait correspondingly longer in the all-reduce. Stack samples show the line, and whether it
-        computes, sleeps, waits for a lock or a disk, or has no core.
+        exceeds the others' by more than 15 % of a step, while they wait correspondingly longer in
+        the all-reduce: in three of four steps or, by sums, in every 10th one, say, or the first of
+        each pass. Stack samples show the line, and whether it computes, sleeps, waits for a lock or
+        a disk, or has no core; the driver, how its GPU differs.
 
     Why it is bad
         DDP runs at the pace of its slowest rank: every other rank idles for the difference.
@@ -47,12 +53,11 @@ def straggler(run: Run) -> Iterator[Finding]:
                 save_images(batch)
 
     When it stays silent
-        In the first 30 steps, for a single rank, if no rank waits for the difference, and for steps
-        with a rank in the debugger. In a shorter job, a rank is reported if it took twice as long
-        as the others, and at least 20 ms longer, in at least 8 steps, at a line that samples show.
-        On GPUs, DDP times every hundredth step: a rank that is slow in its backward itself is found
-        once there are 6 of them. Time without a core does not count if the other ranks lack cores
-        too.
+        In the first 30 steps (16 periods), if no rank waits for the difference, for steps with a
+        rank in the debugger, and for time without a core if the others lack cores, too. A shorter
+        job takes a rank that is twice as slow, and 20 ms slower, in 8 steps, at a line that samples
+        show. On GPUs, DDP times every hundredth step: a backward that is slow itself takes 6 of
+        them, and twice the time of the others' where all GPUs are shared with other processes.
     """
     found = list(lags(run))
     over = run.exit_status is not None or all(rank.ended for rank in run.last)
@@ -70,18 +75,21 @@ def straggler(run: Run) -> Iterator[Finding]:
         if stage is not None:
             who, others = f"{who} ({stage.name} of {stage.of})", "the other replicas"
             waits = "a step"
+        where = "" if lag.crowded else f", in its {name}"
         evidence: tuple[str, ...] = (
             f"own time {shown_ms(lag.own[0])} a step; {others} {shown_ms(lag.own[1])} "
-            f"(medians of {lag.steps} steps)",
+            f"({'medians' if lag.rhythm is None else 'means'} of {lag.steps} steps)",
             f"{name}: {shown_ms(lag.slow)} against {shown_ms(lag.usual)}",
             f"{others} wait {shown_ms(lag.wait[1])} {waits}, rank {rank} {shown_ms(lag.wait[0])}",
         )
+        if lag.rhythm is not None and lag.rhythm.words:
+            where += f", {lag.rhythm.words}"
+            evidence += (f"{lag.rhythm.words}: {shown_ms(lag.rhythm.gap)} more than the others",)
         if not lag.crowded and not lag.calm:
             evidence += (
                 f"not counted: rank {rank} waits {shown_ms(lag.cores[0])} a step for a CPU core, "
                 f"{others} {shown_ms(lag.cores[1])}: the machine is crowded",
             )
-        where = "" if lag.crowded else f", in its {name}"
         yield Finding(
             code="DDP610",
             about=f"rank {rank}",
@@ -98,8 +106,15 @@ CROWDED = 0.05
 """Share of a step that the training thread wants a core and gets none, on a machine too full."""
 
 
+STRETCHES = 8
+"""Into how many stretches steps are divided, so that one long wait says nothing of the rest."""
+
+STARTING = 5_000_000_000
+"""Nanoseconds of waits at the beginning of passes that are worth a word: a short job has few."""
+
+
 class DataWait(NamedTuple):
-    """How long a rank waits for data in a step; medians."""
+    """How long a rank waits for data in a step; medians, of steps or of stretches of them."""
 
     share: float
     """Of the step."""
@@ -107,6 +122,8 @@ class DataWait(NamedTuple):
     """Nanoseconds."""
     total: float
     """Of the whole step."""
+    of_passes: bool
+    """Most of it is in the first steps of passes over the data."""
 
 
 def _data_wait(run: Run, rank: Rank) -> DataWait | None:
@@ -114,21 +131,42 @@ def _data_wait(run: Run, rank: Rank) -> DataWait | None:
     if rank.opened.backend.startswith("nccl") and not on_gpu(rank):
         # No DDP module, so no times of the device: the host's say nothing about it.
         return None
-    steps = [
-        step
-        for step in rank.steps
-        if step.step >= WARM_UP and step.total > 0 and run.undisturbed(step)
-    ]
+    steps = [step for step in rank.steps if step.step >= WARM_UP and step.total > 0]
+    steps = [step for step in steps if run.undisturbed(step)]
     if len(steps) < ENOUGH:
         return None
-    if median((step.waited or 0) / step.total for step in steps) >= CROWDED:
+    if _lack_cores(steps):
         # The loader's workers get no core either.
         return None
+    found = _usual_wait(steps, False)
+    if found.share > DATA_SHARE:
+        return found
+    edges = [len(steps) * each // STRETCHES for each in range(STRETCHES + 1)]
+    # What comes between passes is no part of a step here: evaluations say nothing of the loader.
+    means = [mean(steps[begin:end], between=False) for begin, end in itertools.pairwise(edges)]
+    of_passes = _of_passes(steps)
+    if _lack_cores(means) or (of_passes and sum(step.data for step in steps) < STARTING):
+        return found
+    return _usual_wait(means, of_passes)
+
+
+def _lack_cores(steps: Sequence[StepRecord]) -> bool:
+    return median((step.waited or 0) / step.total for step in steps) >= CROWDED
+
+
+def _usual_wait(steps: Sequence[StepRecord], of_passes: bool) -> DataWait:
     return DataWait(
         median(step.data / step.total for step in steps),
         median(step.data for step in steps),
         median(step.total for step in steps),
+        of_passes,
     )
+
+
+def _of_passes(steps: Sequence[StepRecord]) -> bool:
+    """Whether most of the waits for data are in the first steps of passes."""
+    firsts = sum(step.data for step in steps if step.outside > 0)
+    return firsts >= MOSTLY * sum(step.data for step in steps) > 0
 
 
 @rule("DDP611", "data-bound", Severity.WARNING, lapses=pace)
@@ -136,7 +174,8 @@ def data_bound(run: Run) -> Iterator[Finding]:
     """The ranks wait for data for more than a fifth of every step.
 
     What it finds
-        A median data wait above 20 % of the step on most ranks, once the job runs steadily.
+        A data wait above 20 % of the time of steps on most ranks, once the job runs steadily: in
+        each step, in one of several, or in the first one of each pass.
 
     Why it is bad
         The GPU, or the CPU that computes, is idle for that time.
@@ -163,20 +202,28 @@ def data_bound(run: Run) -> Iterator[Finding]:
     if 2 * len(bound) <= len(shares):
         return
     worst = max(bound, key=lambda number: shares[number].share)
-    share, wait, total = shares[worst]
+    share, wait, total, of_passes = shares[worst]
+    workers = loader_workers(run.rank(worst))
+    evidence = [
+        f"rank {number}: {100 * each.share:.0f} %, {shown_ms(each.wait)} a step"
+        for number, each in [(number, shares[number]) for number in sorted(bound)[:4]]
+    ]
+    if of_passes:
+        evidence.append("most of it is in the first step of each pass")
+    if of_passes and workers:
+        evidence.append(restarted(workers))
     yield Finding(
         code="DDP611",
         about="data",
         severity=Severity.WARNING,
         message=f"{_ranks(bound, len(shares))} for data {100 * share:.0f} % of "
-        f"every step ({shown_ms(wait)} of {shown_ms(total)})",
+        f"{'the time' if of_passes else 'every step'} ({shown_ms(wait)} of {shown_ms(total)})",
         ranks=tuple(sorted(bound)),
         location=run.rank(worst).site("data"),
-        evidence=tuple(
-            f"rank {number}: {100 * each.share:.0f} %, {shown_ms(each.wait)} a step"
-            for number, each in [(number, shares[number]) for number in sorted(bound)[:4]]
-        ),
-        fix="Give the DataLoader more workers (num_workers, persistent_workers=True), or make a "
+        evidence=tuple(evidence),
+        fix=PERSISTENT
+        if of_passes and workers
+        else "Give the DataLoader more workers (num_workers, persistent_workers=True), or make a "
         "sample cheaper to load.",
     )
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddpdoctor.analysis.lag import Lag, stage_lags
+from ddpdoctor.analysis.lag import stage_lags
 from ddpdoctor.analysis.pace import BORNE_OUT, PHASE_NAMES, UNEVEN
 from ddpdoctor.analysis.reasons import shown_ms
 from ddpdoctor.analysis.stages import stages
+from ddpdoctor.analysis.surplus import Lag
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.ranks import named
 from ddpdoctor.core.relations import pace

@@ -162,7 +162,10 @@ def _steps(lines: Sequence[bytes]) -> tuple[StepRecord, ...]:
 
 
 def _each(record: StepRecord, room: int) -> Iterator[StepRecord]:
-    """The steps that a line stands for, the newest first; they differ in little that is known."""
+    """The steps that a line stands for, the newest first; they differ in little that is known.
+
+    Each keeps the number of steps of its line.
+    """
     count = min(record.steps, record.step + 1)
     numbers, times = record.each[::2], record.each[1::2]
     backwards: list[int] = []

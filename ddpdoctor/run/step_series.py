@@ -22,6 +22,7 @@ from ddpdoctor.run.records.decode import parse
 from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import PHASES
+from ddpdoctor.run.waits import together
 
 PARTS = (*PHASES, "wait")
 """What a step is divided into, in the order of :attr:`RankSeries.parts`."""
@@ -73,7 +74,9 @@ class RankSeries:
     steps: int = 0
     """How many were read."""
     split: int = 0
-    """How many of them had their wait apart from the backward."""
+    """How many of them had their wait apart from the backward, by DDP's timers."""
+    unsplit: set[int] = field(default_factory=set)
+    """The columns of which no step had."""
 
 
 @dataclass
@@ -117,7 +120,22 @@ def series(run: Run, ranks: Sequence[Rank], most_cells: int, most_columns: int =
         for match in journal.all() if whole else journal.some(columns):
             table.add(match)
         found.ranks.append(table.rank(number))
+    _split(ranks, found)
     return found
+
+
+def _split(ranks: Sequence[Rank], found: Series) -> None:
+    """Split the columns without a step that DDP timed, as `ddpdoctor.run.waits` does steps."""
+    of = {each.rank: each for each in found.ranks}
+    backward, wait = (PARTS.index(name) for name in ("backward", "wait"))
+    for group in together(ranks):
+        series = [of[rank.rank] for rank in group]
+        for column in set.intersection(*(each.unsplit for each in series)):
+            least = min(each.parts[backward][column] for each in series)
+            for each in series:
+                each.parts[wait][column] = each.parts[backward][column] - least
+                each.parts[backward][column] = least
+                each.unsplit.remove(column)
 
 
 class _Table:
@@ -136,39 +154,52 @@ class _Table:
         )
 
     def add(self, match: re.Match[bytes]) -> None:
-        """Take in a line: a step, or the means of several."""
-        step = int(match[1])
-        if not self._first <= step < self._last:
+        """Take in a line: a step, or the means of several, which may reach over columns."""
+        last, count = int(match[1]), int(match[11] or 1)
+        if not self._first <= last < self._last:
             return
-        column = (step - self._first) * self._columns // (self._last - self._first)
-        # Integer division in `edges` rounds down: the column may be the one before.
-        column += self._edges[column + 1] <= step
-        split = match[10] == b"true"
-        count = int(match[11] or 1)
-        self._counts[split][column] += count
-        for sums, text in zip(self._sums[split], match.group(3, 4, 5, 6, 7, 8), strict=True):
-            sums[column] += int(text) * count
         total, start = float(match[9]), float(match[2])
-        if not total <= self._worst[column]:
-            self._worst[column] = total
-        if not start >= self._starts[column]:
-            self._starts[column] = start
+        durations = [int(text) for text in match.group(3, 4, 5, 6, 7, 8)]
+        split = match[10] == b"true"
+        step = max(self._first, last + 1 - count)
+        column = self._column(step)
+        while step <= last:
+            end = min(last + 1, self._edges[column + 1])
+            steps = end - step
+            self._counts[split][column] += steps
+            for sums, each in zip(self._sums[split], durations, strict=True):
+                sums[column] += each * steps
+            if not total <= self._worst[column]:
+                self._worst[column] = total
+            begins = start + (step + count - 1 - last) * total
+            if not begins >= self._starts[column]:
+                self._starts[column] = begins
+            step, column = end, column + 1
         for kept, text in ((self._loss, match[12]), (self._norm, match[13])):
             if text is not None:
-                kept[column] = _real(text)
+                kept[column - 1] = _real(text)
+
+    def _column(self, step: int) -> int:
+        column = (step - self._first) * self._columns // (self._last - self._first)
+        # Integer division in `edges` rounds down: the column may be the one before.
+        return column + (self._edges[column + 1] <= step)
 
     def rank(self, number: int) -> RankSeries:
         """What was gathered."""
         parts = tuple(array("d", [NAN]) * self._columns for _ in PARTS)
+        unsplit = set()
         for column in range(self._columns):
             split = bool(self._counts[True][column])
             count = self._counts[split][column]
             if count:
                 for values, sums in zip(parts, self._sums[split], strict=True):
                     values[column] = sums[column] / count
+                if not split:
+                    unsplit.add(column)
         return RankSeries(
             number, parts, self._worst, self._loss, self._norm, self._starts,
             steps=sum(map(sum, self._counts.values())), split=sum(self._counts[True]),
+            unsplit=unsplit,
         )  # fmt: skip
 
 

@@ -1,18 +1,25 @@
-"""On which GPUs the ranks' processes hold memory, looked up now and then for rules to judge."""
+"""What rules judge of GPUs: who holds memory on which, and how they fare once a rank is slow."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.process import FaultRecord
-from ddpdoctor.run.records.supervisor import GpusRecord, HeldMemory
+from ddpdoctor.run.records.supervisor import (
+    GpusRecord,
+    GpuState,
+    HeldMemory,
+    ProfileRequestRecord,
+)
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.run.status import Phase
+from ddpdoctor.system.gpu.health import Health, health
 from ddpdoctor.system.gpu.nvml import NvmlReader
+from ddpdoctor.system.gpu.reader import Device, Reading
 
 FIRST = 5.0
 """Seconds after the first step that a rank on a GPU has closed."""
@@ -20,17 +27,23 @@ FIRST = 5.0
 AGAIN = 60.0
 """Seconds between two looks."""
 
+READINGS, PAUSE = 3, 0.25
+"""Readings of GPUs once a rank seems slow, and seconds between two: clocks change."""
+
+_NEVER = float("inf")
+
 
 class GpuWatch:
     """Asks the driver on its own thread, since it may take seconds, or hang with the driver.
 
-    Of other people's processes nothing is kept. Pids are compared where they mean the same: of
-    ranks in another pid namespace nothing is said, and the rule asks for more.
+    Of other people's processes their number is kept, and nothing else. Pids are compared where they
+    mean the same: of ranks in another pid namespace nothing is said, and the rule asks for more.
 
     Args:
         make: Makes the reader, on that thread.
         first: As `FIRST`.
         again: As `AGAIN`.
+        pause: As `PAUSE`.
     """
 
     def __init__(
@@ -38,15 +51,18 @@ class GpuWatch:
         make: Callable[[], NvmlReader] = NvmlReader,
         first: float = FIRST,
         again: float = AGAIN,
+        pause: float = PAUSE,
     ) -> None:
         self._make = make
         self._reader: NvmlReader | None = None
-        self._first, self._again = first, again
+        self._first, self._again, self._pause = first, again, pause
         self._namespace = namespace()
         self._due: float | None = None
         self._thread: threading.Thread | None = None
         self._seen: list[GpusRecord | FaultRecord] = []
         self._reported: set[tuple[object, ...]] = set()
+        self._slow = 0
+        """How many times ranks were suspected to be slow."""
 
     def look_at(self, run: Run) -> Iterator[GpusRecord | FaultRecord]:
         """Start a look when one is due; what the last one saw, if that is news."""
@@ -54,20 +70,24 @@ class GpuWatch:
         now = time.monotonic()
         if self._due is None and ranks:
             self._due = now + self._first
-        if self._due is not None and now >= self._due and ranks and not self._looks():
-            self._due = now + self._again
+        asked = sum(each.rank is not None for each in run.supervisor.of(ProfileRequestRecord))
+        suspected = asked > self._slow
+        due = self._due is not None and (now >= self._due or (suspected and self._due < _NEVER))
+        if due and ranks and not self._looks():
+            self._due, self._slow = now + self._again, asked
+            readings = READINGS if suspected else 0
             self._thread = threading.Thread(
-                target=self._look, args=(ranks,), name="ddpdoctor-gpus", daemon=True
+                target=self._look, args=(ranks, readings), name="ddpdoctor-gpus", daemon=True
             )
             self._thread.start()
         while self._seen:
             record = self._seen.pop(0)
             if isinstance(record, FaultRecord):
-                self._due = float("inf")
+                self._due = _NEVER
                 yield record
                 continue
             key = {(each.rank, each.restart, each.device_uuid) for each in record.held}
-            if key - self._reported:
+            if record.states or key - self._reported:
                 self._reported |= key
                 yield record
 
@@ -87,19 +107,22 @@ class GpuWatch:
             and any(record.device_uuid for record in rank.records.of(DdpRecord))
         }
 
-    def _look(self, ranks: dict[int, tuple[int, int]]) -> None:
+    def _look(self, ranks: dict[int, tuple[int, int]], readings: int) -> None:
         try:
-            self._seen.append(self._held(ranks))
+            self._seen.append(self._held(ranks, readings))
         except Exception as error:
             self._seen.append(FaultRecord(time=time.time_ns(), error=repr(error)))
 
-    def _held(self, ranks: dict[int, tuple[int, int]]) -> GpusRecord:
+    def _held(self, ranks: dict[int, tuple[int, int]], readings: int) -> GpusRecord:
         if self._reader is None:
             self._reader = self._make()
         held: list[HeldMemory] = []
+        foreign: dict[Device, set[int]] = {}
         for device in self._reader.devices():
             # A partition has another UUID for the driver than the whole.
-            for process in (not device.mig and self._reader.processes(device)) or ():
+            processes = (not device.mig and self._reader.processes(device)) or ()
+            foreign[device] = {process.pid for process in processes} - ranks.keys()
+            for process in processes:
                 place = ranks.get(process.pid)
                 if place is not None:
                     held.append(
@@ -112,4 +135,44 @@ class GpuWatch:
                             bytes=process.memory,
                         )
                     )
-        return GpusRecord(time=time.time_ns(), held=tuple(held))
+        states = self._states(held, foreign, readings) if readings else []
+        return GpusRecord(time=time.time_ns(), held=tuple(held), states=tuple(states))
+
+    def _states(
+        self, held: Sequence[HeldMemory], foreign: Mapping[Device, set[int]], readings: int
+    ) -> Iterator[GpuState]:
+        """How the GPUs fare that ranks hold memory on, by several readings."""
+        assert self._reader is not None
+        users = {device: [each for each in held if each.gpu == device.index] for device in foreign}
+        seen: dict[Device, list[Reading]] = {device: [] for device in foreign if users[device]}
+        for number in range(readings):
+            if number:
+                time.sleep(self._pause)
+            for device, found in seen.items():
+                found.append(self._reader.rest(device))
+        for device, found in seen.items():
+            computing = self._reader.computing(device)
+            others = foreign[device] if computing is None else foreign[device] & computing
+            lasting = health(self._reader, device)
+            for user in users[device]:
+                yield _state(user, found, lasting, len(others))
+
+
+def _state(user: HeldMemory, readings: Sequence[Reading], lasting: Health, others: int) -> GpuState:
+    clocks = [each.clock * 1e6 for each in readings if each.clock is not None]
+    reasons = [each.throttled or () for each in readings]
+    return GpuState(
+        rank=user.rank,
+        restart=user.restart,
+        device_uuid=user.device_uuid,
+        gpu=user.gpu,
+        others=others,
+        clock=max(clocks, default=None),
+        power_limit=readings[-1].power_limit,
+        throttled=tuple(word for word in reasons[0] if all(word in each for each in reasons)),
+        width=lasting.width,
+        links=len(lasting.links),
+        links_up=sum(lasting.links),
+        remapping=lasting.rows_pending or lasting.rows_failed,
+        uncorrected=readings[-1].ecc_errors,
+    )

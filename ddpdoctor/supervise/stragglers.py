@@ -6,8 +6,9 @@ import os
 import time
 from collections.abc import Callable
 
-from ddpdoctor.analysis.lag import Lag, lags
+from ddpdoctor.analysis.lag import lags
 from ddpdoctor.analysis.reasons import PATIENCE
+from ddpdoctor.analysis.surplus import Lag
 from ddpdoctor.run.environment import namespace
 from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.supervisor import BusyProcess, CoreClock, ProfileRequestRecord
@@ -23,6 +24,9 @@ verdict takes, as that of a job which ends soon can only be reached by samples t
 
 EVERY = 1.0
 """Seconds between two looks at the steps."""
+
+SHARE = 0.1
+"""Of a core that the looks may take: those at many ranks are rarer."""
 
 BUSY = 0.1
 """Share of a core from which on a process is named."""
@@ -43,7 +47,7 @@ class Stragglers:
         self._page = page
         self._write = write
         self._asked = 0
-        self._looked = 0.0
+        self._due = 0.0
         self._begin(0)
 
     def _begin(self, restart: int) -> None:
@@ -67,7 +71,7 @@ class Stragglers:
         now = time.monotonic()
         if self._waiting:
             return self._answered(run, now)
-        if now >= self._looked + EVERY:
+        if now >= self._due:
             self.ask(run)
         return False
 
@@ -82,8 +86,9 @@ class Stragglers:
             return
         if len(self._suspected) >= MOST_PROFILES:
             return
-        self._looked = now
+        began = time.thread_time()
         lag = next((each for each in lags(run, ENOUGH, FEW) if self._is_new(each)), None)
+        self._due = now + max(EVERY, (time.thread_time() - began) / SHARE)
         if lag is None:
             return
         self._asked += 1

@@ -88,7 +88,7 @@ class FinishedSource:
     def _at(self, number: int) -> Snapshot:
         if self._last is None:
             self._last = self._end.read(Want(frozenset()))
-        last = self._last
+        last, groups = self._last, self._end.groups
         moment, seen = 0, times.WINDOW
         rows, lines = [], []
         for row in last.ranks:
@@ -98,7 +98,8 @@ class FinishedSource:
                 moment = max(moment, steps[-1].end)
                 seen = min(seen, len(steps))
                 lines.append(steps[-1])
-            rows.append(_row(row, number, steps))
+            rows.append(_row(row, number, steps, apart=row.rank not in groups))
+        rows = times.compared(rows, groups)
         now = moment / 1e9 if moment else last.time
         found = tuple(each for each in last.findings if each.time is None or each.time <= now)
         attempt = last.job.attempt
@@ -126,7 +127,7 @@ class FinishedSource:
         return headline.judged(snapshot, rows, facts)
 
 
-def _row(last: RankRow, number: int, steps: list[StepLine]) -> RankRow:
+def _row(last: RankRow, number: int, steps: list[StepLine], *, apart: bool) -> RankRow:
     """A rank when step ``number`` was closed; what only its status page knew is not known."""
     parts: list[Parts] = [step.parts for step in steps]
     reached = bool(parts) and parts[-1].number >= number
@@ -143,6 +144,6 @@ def _row(last: RankRow, number: int, steps: list[StepLine]) -> RankRow:
         said="" if reached or not parts else last.said,
         step=parts[-1].number + 1 if parts else None,
         epoch=steps[-1].epoch if steps else None,
-        times=times.of_steps(times.steady(parts)),
+        times=(times.of_steps if apart else times.unsplit)(times.steady(parts)),
         gpu=None if last.gpu is None else hardware.silent(last.gpu, ""),
     )

@@ -21,7 +21,7 @@ from ddpdoctor.run.reader import read_manifest
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.supervisor import RankExitRecord
 from ddpdoctor.run.status import Phase, Status
-from ddpdoctor.top import events, hardware, headline, steplog, verdict
+from ddpdoctor.top import events, hardware, headline, steplog, times, verdict
 from ddpdoctor.top.events import Events
 from ddpdoctor.top.live_rank import LiveRank
 from ddpdoctor.top.pages import Ages, Pages
@@ -116,11 +116,8 @@ class LiveSource:
                 row = self._part(f"rank {rank}", read)
                 if row is not None:
                     self._ranks[rank].row = row
-        rows = [
-            row
-            for rank in pages
-            if rank in self._ranks and (row := self._ranks[rank].row) is not None
-        ]
+        known = (self._ranks[rank].row for rank in pages if rank in self._ranks)
+        rows = times.compared([row for row in known if row is not None], self.groups)
         job = self._part("the progress", lambda: self._job(pages, rows, ticks)) or Job()
         return self._snapshot(rows, pages, job, found, nvml, now)
 
@@ -151,6 +148,11 @@ class LiveSource:
         return None
 
     # -- ranks
+
+    @property
+    def groups(self) -> dict[int, tuple[int, ...]]:
+        """By rank, the ranks on GPUs that it reduces gradients with."""
+        return {rank: known.group for rank, known in self._ranks.items() if known.group}
 
     def _resting(self, want: Want) -> frozenset[int]:
         """Ranks whose row stays as it is in this frame.
@@ -202,7 +204,7 @@ class LiveSource:
             collective=_still(status.collective) if status.phase is Phase.WAIT else "",
             step=status.step,
             epoch=status.epoch,
-            times=known.recent.times,
+            times=known.times(bool(status.gpu)),
             heartbeat=beat,
             dropped=status.dropped,
             rss=status.rss,

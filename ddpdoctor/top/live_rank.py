@@ -9,7 +9,7 @@ from ddpdoctor.core import opening
 from ddpdoctor.run.records.process import ErrorRecord, OpenRecord
 from ddpdoctor.top import steplog, times
 from ddpdoctor.top.pages import Pages
-from ddpdoctor.top.snapshot import RankRow
+from ddpdoctor.top.snapshot import RankRow, Times
 from ddpdoctor.top.steplog import StepLine, StepLog
 from ddpdoctor.top.times import Recent, steady
 
@@ -26,6 +26,8 @@ class LiveRank:
         self._pages = pages
         self.path: Path = pages.path(rank, "jsonl")
         self._opened: OpenRecord | None = None
+        self.group: tuple[int, ...] = ()
+        """The ranks on GPUs that it reduces gradients with; empty where it does not, or unknown."""
         before = StepLog(self.path).newest(times.WINDOW)
         self.recent = Recent(steady([step.parts for step in before]))
         """The newest steps, those before the first look among them."""
@@ -38,6 +40,12 @@ class LiveRank:
         if self._opened is None:
             self._opened = steplog.head(self.path, self.share)
         return self._opened
+
+    def times(self, on_gpu: bool) -> Times | None:
+        """Its means over the newest steps; on a GPU the wait is still within the backward."""
+        if on_gpu and not self.group and len(self.recent):
+            self.group = steplog.group(self.path)
+        return self.recent.times(apart=not self.group)
 
     @cached_property
     def error(self) -> ErrorRecord | None:

@@ -219,7 +219,11 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
 
 
 def _of_ranks(rows: Sequence[tuple[RankRow, list[str]]]) -> Iterator[Metric]:
-    phase = _gauge("rank_phase_seconds", "Where a step goes: medians.", (*_RANK, "phase", "split"))
+    phase = _gauge(
+        "rank_phase_seconds",
+        "Where a step goes: means over the last steps.",
+        (*_RANK, "phase", "split"),
+    )
     state = _gauge("rank_state", "1 for the state that a rank is in.", (*_RANK, "state"))
     for row, labels in rows:
         state.add_metric([*labels, row.state], 1)

@@ -51,7 +51,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Times:
-    """Where a step goes: medians over the last steps, in seconds."""
+    """Where a step goes: means over the last steps, in seconds."""
 
     data: float
     forward: float

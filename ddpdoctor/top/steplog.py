@@ -38,6 +38,12 @@ _STEP_LINE = b'{"kind":"step"'
 
 _PASS_LINE = b'{"kind":"pass"'
 
+_GROUP = re.compile(
+    rb'^\{"kind":"ddp",[^\n]{0,4096}?"device":"cuda[^\n]{0,4096}?"group_ranks":\[([\d,]{1,16384})\]',
+    re.MULTILINE,
+)
+"""A DDP module on a GPU, and the ranks that share it."""
+
 _ENDS = 1 << 18
 """Bytes at an end of a journal in which rare records are looked for."""
 
@@ -253,6 +259,13 @@ def head(path: Path, most: int) -> OpenRecord | None:
         lines = [line for file in files for line in file.read(65536, 0).split(b"\n")[:8]]
     found = next((line for line in lines if line.startswith(b'{"kind":"open"')), None)
     return None if found is None else decoder(OpenRecord)(_json(found, most))
+
+
+def group(path: Path) -> tuple[int, ...]:
+    """The ranks on GPUs with which a rank reduces, if its journal begins with one DDP group."""
+    with _opened(path) as files:
+        found = {each for file in files for each in _GROUP.findall(file.read(_ENDS, 0))}
+    return tuple(map(int, found.pop().split(b","))) if len(found) == 1 else ()
 
 
 def last_error(path: Path, most: int) -> ErrorRecord | None:

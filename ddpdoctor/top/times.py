@@ -1,9 +1,10 @@
-"""Medians over steps, of one rank and of all."""
+"""Means over steps of one rank, medians over ranks."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 
 from ddpdoctor.analysis.pace import WARM_UP, own_time
@@ -13,7 +14,7 @@ from ddpdoctor.top.snapshot import PHASES, RankRow, Times
 _PARTS = attrgetter(*PHASES)
 
 WINDOW = 16
-"""Steps of a rank that its medians are taken of."""
+"""Steps of a rank that its means are taken of."""
 
 
 def middle(values: Iterable[float]) -> float:
@@ -24,20 +25,55 @@ def middle(values: Iterable[float]) -> float:
 
 
 def of_steps(steps: Sequence[Parts]) -> Times | None:
-    """Medians of steps, of those that were split if any was; None without steps."""
-    split = [parts for parts in steps if parts.split]
-    chosen = split or steps
-    if not chosen:
+    """Means of steps, of those that were split if any was; None without steps.
+
+    Means, since medians hide what is in every second step.
+    """
+    return _mean([parts for parts in steps if parts.split] or steps, True)
+
+
+def unsplit(steps: Sequence[Parts]) -> Times | None:
+    """Means of steps with the wait within the backward, as :func:`compared` needs them."""
+    return _mean(steps, False)
+
+
+def _mean(steps: Sequence[Parts], apart: bool) -> Times | None:
+    if not steps:
         return None
-    half = len(chosen) // 2
-    _, *columns, _, _, _ = zip(*chosen, strict=True)
+    _, *columns, _, _, _ = zip(*steps, strict=True)
     data, forward, backward, optimizer, other, wait = (
-        sorted(column)[half] / 1e9 for column in columns
+        sum(column) / len(steps) / 1e9 for column in columns
     )
-    # The sum of the medians, so that the parts always make up the whole.
+    if not apart:
+        backward, wait = backward + wait, 0.0
     total = data + forward + backward + optimizer + other + wait
-    lacked = sorted(map(_lacked, chosen))[half] / 1e9
-    return Times(data, forward, backward, optimizer, other, wait, total, bool(split), lacked)
+    lacked = sum(map(_lacked, steps)) / len(steps) / 1e9
+    split = apart and steps[0].split
+    return Times(data, forward, backward, optimizer, other, wait, total, split, lacked)
+
+
+def compared(rows: Sequence[RankRow], groups: Mapping[int, Sequence[int]]) -> list[RankRow]:
+    """Ranks whose backwards end together, with what each of them waited in its own.
+
+    What it takes longer than the shortest one, as in `ddpdoctor.run.waits`.
+
+    Args:
+        rows: The ranks; of those in groups the wait is within the backward.
+        groups: By rank, the ranks that it reduces gradients with.
+    """
+    backwards: dict[Sequence[int], list[float]] = {}
+    for row in rows:
+        if row.rank in groups and row.times is not None:
+            backwards.setdefault(groups[row.rank], []).append(row.times.backward)
+    least = {group: min(each) for group, each in backwards.items() if len(each) > 1}
+    return [_waited(row, least.get(groups.get(row.rank, ()))) for row in rows]
+
+
+def _waited(row: RankRow, least: float | None) -> RankRow:
+    if row.times is None or least is None:
+        return row
+    wait = row.times.backward - least
+    return replace(row, times=replace(row.times, backward=least, wait=wait, split=True))
 
 
 def steady(steps: list[Parts]) -> list[Parts]:
@@ -119,9 +155,8 @@ class Recent:
     def __len__(self) -> int:
         return len(self._steps)
 
-    @property
-    def times(self) -> Times | None:
-        """Their medians."""
+    def times(self, apart: bool) -> Times | None:
+        """Their means; with the wait in its own column only if it is to be ``apart``."""
         if self._times is None and self._steps:
-            self._times = of_steps(self._steps)
+            self._times = of_steps(self._steps) if apart else unsplit(self._steps)
         return self._times

@@ -118,8 +118,19 @@ def nvmlDeviceGetTemperature(handle: int, sensor: int) -> int:  # noqa: N802
 
 
 def nvmlDeviceGetClockInfo(handle: int, clock: int) -> int:  # noqa: N802
-    _gpu(handle, "nvmlDeviceGetClockInfo")
-    return {NVML_CLOCK_SM: 1980, NVML_CLOCK_MEM: 2619}[clock]
+    usual = int(_gpu(handle, "nvmlDeviceGetClockInfo").get("clock", 1980))
+    return {NVML_CLOCK_SM: usual, NVML_CLOCK_MEM: 2619}[clock]
+
+
+def nvmlDeviceGetCurrPcieLinkWidth(handle: int) -> int:  # noqa: N802
+    return int(_gpu(handle, "nvmlDeviceGetCurrPcieLinkWidth").get("width", 16))
+
+
+def nvmlDeviceGetProcessUtilization(handle: int, since: int) -> list[Any]:  # noqa: N802
+    gpu = _gpu(handle, "nvmlDeviceGetProcessUtilization")
+    if "computing" not in gpu:
+        raise NVMLError(6)
+    return [SimpleNamespace(pid=pid, smUtil=share) for pid, share in gpu["computing"]]
 
 
 def nvmlDeviceGetCurrentClocksEventReasons(handle: int) -> int:  # noqa: N802

@@ -113,7 +113,8 @@ class OpenStep:
     def _on_device(self, measured: Measured, last: bool) -> Times:
         """What the device took; what the host saw, if it has not come to the step's end.
 
-        The phases of the steps that were not seen in full are taken to be like those of the others.
+        The phases of the steps that were not seen in full are taken to be like those of the others;
+        but a device waits no longer for data than the host does, which is known of all of them.
         """
         times = measured()
         if times is None and not last:
@@ -124,7 +125,15 @@ class OpenStep:
         seen = sum(phases)
         if not thinned:
             return times
-        return [0, *(each * (seen + thinned) // seen for each in phases)] if seen else self.times
+        if not seen:
+            return self.times
+        whole, data = seen + thinned, phases[Phase.DATA - 1]
+        waited = min(data * whole // seen, max(data, self.times[Phase.DATA]))
+        rest = max(seen - data, 1)
+        scaled = [0, *(each * (whole - waited) // rest for each in phases)]
+        scaled[Phase.DATA] = waited
+        scaled[Phase.BACKWARD] += whole - sum(scaled)
+        return scaled
 
 
 def _means(sums: Sequence[int], count: int) -> list[int]:

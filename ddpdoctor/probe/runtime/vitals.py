@@ -62,8 +62,7 @@ class Vitals:
 
     def wrote(self, parts: Parts) -> None:
         """A step was written to the journal."""
-        if parts.split or self._parts is None or not self._parts.split:
-            self._parts = parts
+        self._parts = parts
 
     def store(self) -> None:
         """Put on the page what is new."""

@@ -41,15 +41,16 @@ def _of_steps(steps: Series) -> Iterator[str]:
     if steps.sampled:
         yield "each step: of each column of the charts a few steps were read, as the run is long"
     read, split = (sum(getattr(each, name) for each in steps.ranks) for name in ("steps", "split"))
+    unsplit = sum(len(each.unsplit) for each in steps.ranks)
     if len(steps.ranks) == 1:
         # It waits for none.
         pass
-    elif not split:
+    elif unsplit == steps.columns * len(steps.ranks):
         yield "the wait for other ranks: it is part of backward, as DDP timed no step"
     elif split < read:
         yield (
-            f"the wait for other ranks in {read - split} of {read} steps: columns show the steps "
-            "that DDP timed where there are any"
+            f"the wait for other ranks in {read - split} of {read} steps, which DDP did not time: "
+            "columns without a timed one show how much longer a backward took than the shortest"
         )
     if not any(each == each for rank in steps.ranks for each in rank.loss):
         yield "the loss: no backward began with a tensor of one element"

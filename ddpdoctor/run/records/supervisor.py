@@ -153,13 +153,43 @@ class HeldMemory(Part):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuState(Part):
+    """How the GPU of a rank fares; None is not known."""
+
+    rank: int
+    restart: int
+    device_uuid: str
+    gpu: int
+    """Its index."""
+    others: int = 0
+    """Processes on it that are none of the ranks'."""
+    clock: float | None = None
+    """Hz of the multiprocessors, the highest that was read."""
+    power_limit: float | None = None
+    """Watts."""
+    throttled: tuple[str, ...] = ()
+    """What holds the clock down, in words, as every reading had it."""
+    width: int | None = None
+    """PCIe lanes."""
+    links: int = 0
+    """NVLinks, and then: those that are up."""
+    links_up: int = 0
+    remapping: bool = False
+    """A faulty row of its memory waits for a reset, or has no spare row."""
+    uncorrected: int | None = None
+    """Memory errors that ECC could not correct."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GpusRecord(Record):
-    """On which GPUs the ranks hold memory; written when that changes."""
+    """On which GPUs the ranks hold memory; written when that changes, or a rank is slow."""
 
     kind = "gpus"
 
     time: int
     held: tuple[HeldMemory, ...]
+    states: tuple[GpuState, ...] = ()
+    """Of the GPUs that ranks train on, where one of them was suspected to be slow."""
 
 
 class RankMemory(NamedTuple):

@@ -116,7 +116,7 @@ def read_health(further: Callable[[], None] = lambda: None) -> GpuFacts:
         trouble, code = reader.trouble, reader.code
         gpus = []
         for device in devices:
-            gpus.append(_health(reader, device))
+            gpus.append(health(reader, device))
             further()
         return GpuFacts(
             gpus=tuple(gpus),
@@ -135,7 +135,8 @@ def read_health(further: Callable[[], None] = lambda: None) -> GpuFacts:
         reader.close()
 
 
-def _health(reader: NvmlReader, device: Device) -> Health:
+def health(reader: NvmlReader, device: Device) -> Health:
+    """Ask the driver for everything about a GPU."""
     brief, rest = reader.brief(device), reader.rest(device)
     rows = reader.query(device, "RemappedRows")
     pages = reader.query(device, "RetiredPagesPendingStatus")

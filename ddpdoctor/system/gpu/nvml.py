@@ -221,6 +221,13 @@ class NvmlReader:
             Process(int(each.pid), _number(getattr(each, "usedGpuMemory", None))) for each in found
         )
 
+    def computing(self, device: Device) -> frozenset[int] | None:
+        """The processes that ran kernels in the last seconds, None where that is not known."""
+        samples = self.query(device, "ProcessUtilization", 0)
+        if samples is None:
+            return None
+        return frozenset(int(each.pid) for each in samples if each.smUtil)
+
     def close(self) -> None:
         """Let go of the driver; the next reading opens it again."""
         nvml, self._nvml = self._nvml, None

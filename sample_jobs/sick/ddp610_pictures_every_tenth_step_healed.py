@@ -1,0 +1,34 @@
+"""Rank 0 draws pictures in a thread of its own, and no rank waits for it."""
+
+import os
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def draw_pictures() -> None:
+    time.sleep(0.25)  # a plotting service
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(rank)
+    model = DistributedDataParallel(nn.Linear(256, 256))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(500):
+        loss = model(torch.randn(64, 256)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if rank == 0 and step % 10 == 0:
+            threading.Thread(target=draw_pictures).start()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
