@@ -85,17 +85,15 @@ def look(name, thing, whole=True):
     """Note what code can tell of a callable, all but its address."""
     code = getattr(thing, "__code__", None)
     code = code if isinstance(code, types.CodeType) else None
-    keys = getattr(thing, "__dict__", {})
-    note(f"{name} type", type(thing))
+    made = [type(thing), sorted(getattr(thing, "__dict__", {}))]
     if code is not None:
-        place = code.co_filename.rsplit("/", 2)[-1], code.co_name
-        note(f"{name} code", (place, thing.__defaults__, thing.__kwdefaults__, sorted(keys)))
+        made += [code.co_filename.rpartition("/")[2], code.co_name, thing.__defaults__]
+    note(f"{name} code", made)
     seen = [getattr(thing, key, None) for key in ("__module__", "__qualname__", "__name__")]
     if whole:
         seen += [getattr(thing, "__doc__", None), attempt(inspect.signature, thing)]
         seen += [attempt(lambda: pickle.loads(pickle.dumps(thing)) is thing)]
-        if code is not None:
-            seen += [len(attempt(inspect.getsource, thing)), inspect.isfunction(thing)]
+        seen += [len(attempt(inspect.getsource, thing))]
     note(name, seen)
 
 

@@ -105,9 +105,10 @@ def mpi():
     from mpi4py import MPI
 
     rank = MPI.COMM_WORLD.Get_rank()
-    print(MPI.COMM_WORLD.allreduce(rank), flush=True)
+    total = MPI.COMM_WORLD.allreduce(rank)
     if rank:
         sys.exit(0)
+    print(total)
 
 
 def proctitle():
@@ -195,4 +196,5 @@ def kernel():
     manager.shutdown_kernel()
 
 
-globals()[sys.argv[1]]()
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
