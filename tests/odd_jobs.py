@@ -111,6 +111,7 @@ INTERPRETER = {
     "directory": Odd("$PYTHON $ODD/package a"),
     "zip file": Odd("sh -c '$PYTHON -m zipapp $ODD/package -o job.pyz && exec $PYTHON job.pyz a'"),
     "symbolic link": Odd("sh -c 'ln -sf $ODD/plain.py link.py && exec $PYTHON link.py'"),
+    "names of Python's": Odd("$PYTHON $ODD/more_names/job.py"),
     "no such script": Odd("$PYTHON nowhere.py"),
     "no such module": Odd("$PYTHON -m nowhere"),
     "syntax error": Odd("$PYTHON -c 'a = (1,'"),
@@ -278,6 +279,12 @@ TORCH = {
         shlex.join((*_TRAINED.split(), "1", "$ODD/torches.py", *words)), ("torch",),
         loose=_TORCHRUN, sort=True,
     ) for name, words in _WAYS.items()},
+    **{f"torch, names of Python's {when}": Odd(
+        f"$PYTHON $ODD/names/job.py {when}", ("torch",)
+    ) for when in ("first", "last")},
+    **{f"rank, names of Python's {when}": Odd(
+        f"{_TRAINED} 1 $ODD/names/job.py {when} rank", ("torch",), loose=_TORCHRUN, sort=True
+    ) for when in ("first", "last")},
     **{f"two ranks {name}": Odd(
         shlex.join((*_TRAINED.split(), "2", "$ODD/torches.py", name)), ("torch",), loose=_TORCHRUN,
         sort=True,
@@ -364,13 +371,17 @@ def seen(doctor: Doctor, job: Odd, python: str, watch: bool) -> Seen:
 
 
 def differences(bare: Seen, watched: Seen) -> str:
-    """Return what is seen without ddpdoctor alone (-), and with it alone (+)."""
+    """Return what is seen without ddpdoctor alone (-), and with it alone (+).
+
+    A line that says that a process is not watched is a difference, too.
+    """
     one, other = (
         [f"status {each.status}", *each.stdout, "-- stderr", *each.stderr]
         for each in (bare, watched)
     )
     found = [*difflib.unified_diff(one, other, "bare", "watched", n=0, lineterm="")]
-    return "\n".join([*found, *watched.ours] if found else [])
+    unwatched = any("this process is not watched" in line for line in watched.ours)
+    return "\n".join([*found, *watched.ours] if found or unwatched else [])
 
 
 def _lines(text: str, directory: Path, job: Odd) -> list[str]:

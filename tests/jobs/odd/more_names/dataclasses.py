@@ -1,0 +1,1 @@
+print("the dataclasses of the job is imported")
