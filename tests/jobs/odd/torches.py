@@ -71,7 +71,7 @@ def looks():
     for thing in (
         DistributedDataParallel.forward, DataLoader.__iter__, torch.optim.Optimizer.step, torch.save,
         torch.optim.SGD.step, dist.all_reduce, dist.init_process_group, nn.Module.load_state_dict,
-        nn.utils.clip_grad_norm_, torch.autograd.backward, torch.Tensor.backward, os._exit, sys.exit,
+        nn.utils.clip_grad_norm_, torch.autograd.backward, torch.Tensor.backward,
         DistributedDataParallel, DataLoader,
     ):  # fmt: skip
         print(
