@@ -67,7 +67,7 @@ def test_a_uuid_that_is_none_is_left_out(tmp_path: Path, uuid: str) -> None:
     assert read_status(str(tmp_path / "page")).gpu == ""
 
 
-def test_a_split_step_is_kept_over_later_ones_that_are_not(tmp_path: Path) -> None:
+def test_the_page_shows_the_newest_step_timed_by_ddp_or_not(tmp_path: Path) -> None:
     signs = Vitals(new_page(tmp_path / "page"))
     shown = []
     for number, split in ((0, False), (1, False), (2, True), (3, False), (4, True)):
@@ -76,7 +76,7 @@ def test_a_split_step_is_kept_over_later_ones_that_are_not(tmp_path: Path) -> No
         parts = read_status(str(tmp_path / "page")).parts
         assert parts is not None
         shown.append(parts.number)
-    assert shown == [0, 1, 2, 2, 4]
+    assert shown == [0, 1, 2, 3, 4]
 
 
 def test_memory_of_the_process_without_a_gpu(tmp_path: Path) -> None:
