@@ -331,10 +331,29 @@ def hang_snapshot(run: Run) -> HangSnapshot | None:
     record = run.hang
     if record is None:
         return None
-    ranks = tuple(RankState(each, record.time) for each in record.ranks)
+    ranks = tuple(RankState(_sound(each), record.time) for each in record.ranks)
     recorded = max((integer(each.record, "world_size") for each in ranks), default=0)
     world = min(recorded, MOST_WORLD)
     return HangSnapshot(record, ranks, world or len(ranks))
+
+
+_OBJECTS = ("activity", "sites", "stacks", "later", "exit")
+_LISTS_OF_OBJECTS = ("collectives", "flight")
+_LISTS = (*_LISTS_OF_OBJECTS, "workers", "device")
+
+
+def _sound(recorded: JsonObject) -> JsonObject:
+    """Return what was recorded of a rank, without values that no examination writes."""
+    kinds = {**dict.fromkeys(_OBJECTS, dict), **dict.fromkeys(_LISTS, list)}
+    found = {
+        key: value
+        for key, value in recorded.items()
+        if key not in kinds or isinstance(value, kinds[key])
+    }
+    for key in _LISTS_OF_OBJECTS:
+        if key in found:
+            found[key] = [each for each in found[key] if isinstance(each, dict)]
+    return found
 
 
 def seen_waiting(run: Run, rank: int) -> bool:
