@@ -39,7 +39,7 @@ class Odd:
         command: As a person types it; `$PYTHON` is the interpreter, `$ODD` the folder of the jobs.
         needs: Packages and programs without which it cannot run.
         env: Variables that it is started with.
-        since: The first minor version of Python that has what it needs.
+        since: The first minor version of Python that has what it needs, or shows no frame of ours.
         sort: Whether processes print at the same time, so the order of lines is any.
         loose: What differs between two runs without ddpdoctor, too.
         ours: What ddpdoctor adds, which cannot be avoided; docs/visible.md says so.
@@ -277,7 +277,7 @@ TORCH = {
     ),
     **{f"rank {name}": Odd(
         shlex.join((*_TRAINED.split(), "1", "$ODD/torches.py", *words)), ("torch",),
-        loose=_TORCHRUN, sort=True,
+        loose=_TORCHRUN, sort=True, since=11 if name.startswith(("workers", "spawned")) else 10,
     ) for name, words in _WAYS.items()},
     **{f"torch, names of Python's {when}": Odd(
         f"$PYTHON $ODD/names/job.py {when}", ("torch",)
@@ -371,17 +371,13 @@ def seen(doctor: Doctor, job: Odd, python: str, watch: bool) -> Seen:
 
 
 def differences(bare: Seen, watched: Seen) -> str:
-    """Return what is seen without ddpdoctor alone (-), and with it alone (+).
-
-    A line that says that a process is not watched is a difference, too.
-    """
+    """Return what is seen without ddpdoctor alone (-), and with it alone (+)."""
     one, other = (
         [f"status {each.status}", *each.stdout, "-- stderr", *each.stderr]
         for each in (bare, watched)
     )
     found = [*difflib.unified_diff(one, other, "bare", "watched", n=0, lineterm="")]
-    unwatched = any("this process is not watched" in line for line in watched.ours)
-    return "\n".join([*found, *watched.ours] if found or unwatched else [])
+    return "\n".join([*found, *watched.ours] if found else [])
 
 
 def _lines(text: str, directory: Path, job: Odd) -> list[str]:

@@ -27,7 +27,7 @@ SAMPLE = ("plain", "sitecustomize prints", "command", "at_exit", "saved_hook", "
 def compare(doctor: Doctor, name: str, version: str) -> None:
     job = TABLE[name]
     if int(version.partition(".")[2]) < job.since:
-        pytest.skip(f"new in Python 3.{job.since}")
+        pytest.skip(f"from Python 3.{job.since} on")
     python = interpreter(version, job.needs)
     bare, watched = (seen(doctor, job, python, watch=watch) for watch in (False, True))
     assert not differences(bare, watched)

@@ -6,6 +6,7 @@ import inspect
 import os
 import pickle
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,7 @@ def fails():
 def fails_on_one():
     if not RANK or dist.get_rank() == 0:
         raise ValueError("rank 0 fails")
+    time.sleep(600)
 
 
 def leaves():
