@@ -190,8 +190,9 @@ PROCESSES = {
     **{f"executor {name}": _starts("executor", name, sort=True)
        for name in ("fork", "forkserver", "spawn")},
     **{name: _starts(name) for name in (
-        "own_run", "shared", "fork", "daemon", "spawned", "shell", "terminal", "interrupted",
+        "own_run", "fork", "daemon", "spawned", "shell", "terminal", "interrupted",
     )},
+    "shared": Odd("$PYTHON $ODD/processes.py shared", loose=r"/psm_\w+"),
     "exec chain": _starts("exec_chain", "3"),
     "interpreters": Odd("$PYTHON $ODD/processes.py interpreters", ("_testcapi",)),
 }  # fmt: skip
