@@ -66,21 +66,55 @@ def _fails(args: "tuple[Any, ...]", loaded: bool) -> None:
         RuntimeError: The exception was printed already; Python does not call the hook then.
     """
     # Ctrl-C needs no record, and Python dies of it as long as nothing is imported meanwhile.
-    if not loaded and (args[1] is KeyboardInterrupt or not _safely(_load_package)):
+    if not loaded and (args[1] is KeyboardInterrupt or not _safely(_load_failures)):
         return
-    from ddpdoctor.probe.observers import failures
-
-    failures.uncaught(args[2])
+    sys.modules["ddpdoctor.probe.observers.failures"].uncaught(args[2])
     if loaded:
         sys.modules["ddpdoctor.probe.runtime.debugger"].excepthook_runs(*args)
 
 
+def _load_failures() -> None:
+    """Load what describes an exception."""
+    with _FromLibrary():
+        _load_package()
+        from ddpdoctor.probe.observers import failures  # noqa: F401
+
+
 def _load() -> None:
     """Load the probe and start it."""
-    _load_package()
-    from ddpdoctor.probe import process
-
+    with _FromLibrary():
+        _load_package()
+        from ddpdoctor.probe import process
     process.start()
+
+
+class _FromLibrary:
+    """Finds modules of Python's library there, whatever else the job has under their names.
+
+    A script's folder comes before the library in ``sys.path``: what the probe imports is not to be
+    a file of the job. Other threads import as ever.
+    """
+
+    def __init__(self) -> None:
+        import _thread
+        from importlib.machinery import PathFinder
+
+        self._ident, self._find = _thread.get_ident, PathFinder.find_spec
+        self._thread = self._ident()
+        library = os.path.dirname(os.__file__)
+        self._places = [library, os.path.join(library, "lib-dynload")]
+
+    def __enter__(self) -> None:
+        sys.meta_path.insert(0, self)
+
+    def __exit__(self, *_: object) -> None:
+        sys.meta_path.remove(self)
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> "Any":
+        """Return the spec of a module that is directly in the library, else None."""
+        if path is not None or self._ident() != self._thread:
+            return None
+        return self._find(name, self._places)
 
 
 def _load_package() -> None:

@@ -119,7 +119,7 @@ def _converter(hint: Any) -> _Convert:
     # A NamedTuple, whose last values may be missing if they have a default.
     hints = get_type_hints(hint)
     parts = [_converter(hints[name]) for name in hint._fields]
-    return _fixed(hint._make, parts, len(parts) - len(hint._field_defaults))
+    return _fixed(lambda values: hint(*values), parts, len(parts) - len(hint._field_defaults))
 
 
 def _any_of(ways: list[_Convert]) -> _Convert:
