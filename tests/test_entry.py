@@ -199,11 +199,13 @@ def test_a_job_that_closes_all_descriptors_finds_nothing_of_ours_in_its_files(
 
 def test_the_probe_takes_no_file_of_the_job_for_one_of_pythons_library(doctor: Doctor) -> None:
     """The script's folder comes before the library in ``sys.path``."""
+    # Not the working directory, which `python -m ddpdoctor` has in its path itself.
+    (doctor.directory / "job").mkdir()
     for name in ("dataclasses", "json", "traceback", "typing"):
-        doctor.write(f"{name}.py", f"print('{name} of the job')\n")
-    doctor.write("fails.py", "raise ValueError('the end')\n")
-    bare = doctor.run(sys.executable, "fails.py", watch=False)
-    watched = doctor.run("--", sys.executable, "fails.py")
+        doctor.write(f"job/{name}.py", f"print('{name} of the job')\n")
+    doctor.write("job/fails.py", "raise ValueError('the end')\n")
+    bare = doctor.run(sys.executable, "job/fails.py", watch=False)
+    watched = doctor.run("--", sys.executable, "job/fails.py")
     assert (watched.status, watched.stdout) == (bare.status, bare.stdout)
     assert watched.stderr.replace(watched.ours, "") == bare.stderr
     (error,) = watched.run.strays
@@ -212,9 +214,10 @@ def test_the_probe_takes_no_file_of_the_job_for_one_of_pythons_library(doctor: D
 
 @pytest.mark.slow
 def test_a_rank_finds_its_own_module_of_a_name_of_pythons(doctor: Doctor) -> None:
-    doctor.write("statistics.py", "OWN = 17\n")
+    (doctor.directory / "job").mkdir()
+    doctor.write("job/statistics.py", "OWN = 17\n")
     doctor.write(
-        "train.py",
+        "job/train.py",
         """
         import statistics
         print("own", statistics.OWN)
@@ -223,6 +226,6 @@ def test_a_rank_finds_its_own_module_of_a_name_of_pythons(doctor: Doctor) -> Non
         dist.destroy_process_group()
         """,
     )
-    result = doctor.run("--nproc-per-node", "1", "train.py")
+    result = doctor.run("--nproc-per-node", "1", "job/train.py")
     result.check_success()
     assert "own 17" in result.stdout.splitlines()
