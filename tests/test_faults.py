@@ -155,10 +155,14 @@ def test_a_hook_that_cannot_be_installed_does_not_keep_torch_from_being_imported
         "import importlib, sys\n"
         "def broken(*args, **kwargs):\n"
         "    raise ZeroDivisionError('broken by the test')\n"
-        "if 'ddpdoctor.probe.process' in sys.modules:\n"
-        f"    module = importlib.import_module('ddpdoctor.probe.{module}')\n"
-        f"    getattr(module, {attribute!r})\n"
-        f"    setattr(module, {attribute!r}, broken)\n"
+        "class Breaks:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch' and 'ddpdoctor.probe.process' in sys.modules:\n"
+        "            sys.meta_path.remove(self)\n"
+        f"            module = importlib.import_module('ddpdoctor.probe.{module}')\n"
+        f"            getattr(module, {attribute!r})\n"
+        f"            setattr(module, {attribute!r}, broken)\n"
+        "sys.meta_path.insert(0, Breaks())\n"
     )
     words = ["--nproc-per-node=1", TRAIN, "--steps=3", "--print-losses"]
     result = doctor.run(*words, env={"PYTHONPATH": str(mine)})
