@@ -14,10 +14,13 @@ import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 import ddpdoctor
+from ddpdoctor.analysis.hang_snapshot import hang_snapshot
 from ddpdoctor.core import opening
 from ddpdoctor.core.finding import Finding, Location, Severity
 from ddpdoctor.failures.lines import LONGEST
@@ -32,9 +35,12 @@ from ddpdoctor.run.records.base import json_line
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.process import EndRecord
 from ddpdoctor.run.records.replicas import FingerprintRecord
+from ddpdoctor.run.records.supervisor import HangRecord
+from ddpdoctor.run.snapshot import Run
 from ddpdoctor.run.status import Phase
 from ddpdoctor.stacks import saved
 from ddpdoctor.stacks.model import Frame, RankStacks, Thread
+from ddpdoctor.top import events
 from tests.written import MS, T0, Written
 
 PACKAGE = Path(ddpdoctor.__file__).parent
@@ -465,3 +471,19 @@ def test_one_module_opens() -> None:
     checked = [path for path in READERS if str(path.relative_to(PACKAGE)) not in OF_THE_KERNEL]
     assert len(checked) > 100
     assert [each for path in checked for each in opens(path)] == []
+
+
+@pytest.mark.parametrize("command", [[], True, 7, {"a": 1}, None])
+def test_a_command_that_is_none_is_shown_as_nothing(command: object) -> None:
+    assert events.job({"command": command}) == events.command({"command": command}) == ""
+
+
+@pytest.mark.parametrize("value", [True, 7, "x", [7, "x", None], {"a": []}, None])
+def test_a_hang_with_values_of_other_kinds_is_read(value: object) -> None:
+    names = ("activity", "sites", "stacks", "later", "exit", "collectives", "flight", "workers")
+    recorded = {"rank": 0, **dict.fromkeys((*names, "device"), value)}
+    record = HangRecord(time=1, number=1, restart=0, seconds=9.0, ranks=(recorded,))
+    still = hang_snapshot(cast(Run, SimpleNamespace(hang=record)))
+    assert still is not None
+    (rank,) = still.ranks
+    assert rank.letters == "" and rank.ring == () and not rank.flight

@@ -219,3 +219,12 @@ def test_a_journal_keeps_as_many_of_a_kind_as_it_declares(tmp_path: Any) -> None
     kept = path.read_bytes().splitlines()[1:3]
     assert kept[0].startswith(b'{"kind":"site"')
     assert kept[1].startswith(b'{"kind":"step"')
+
+
+def test_a_frame_without_its_function_has_the_default() -> None:
+    line = {"kind": "error", "time": 1, "pid": 2, "user_frames": [["train.py", 7]]}
+    found = decode(line)
+    assert isinstance(found, ErrorRecord)
+    assert [(each.path, each.line, each.function) for each in found.user_frames] == [
+        ("train.py", 7, "")
+    ]

@@ -155,7 +155,8 @@ def _launched(run: Run) -> tuple[str, ...]:
 
 def _option(run: Run, name: str) -> str | None:
     """The value of torchrun's option, in either spelling."""
-    words = [str(word) for word in run.manifest.get("command") or ()]
+    command = run.manifest.get("command")
+    words = list(map(str, command)) if isinstance(command, list) else []
     for spelling in (name, name[:2] + name[2:].replace("-", "_")):
         for at, word in enumerate(words):
             if word == spelling and at + 1 < len(words):

@@ -158,7 +158,7 @@ def command(manifest: Mapping[str, object]) -> str:
 def job(manifest: Mapping[str, object]) -> str:
     """The script and its options: the command without its launcher."""
     words = manifest.get("command")
-    if not isinstance(words, list):
+    if not isinstance(words, list) or not words:
         return ""
     named = [str(word) for word in words]
     start = next((at for at, word in enumerate(named) if word.endswith(".py")), 0)
