@@ -23,7 +23,7 @@ STUCK_GPU = (
     "Look for a kernel that does not end, or a stream that waits for an event that never comes; "
     "with CUDA_LAUNCH_BLOCKING=1 the host stops at the line that queued it."
 )
-"""What to do about a GPU that does not get on."""
+"""The fix to suggest for a GPU that makes no progress."""
 
 _WAITS = (Phase.BACKWARD.label, Phase.WAIT.label)
 """Phases in which collectives are called."""
@@ -60,7 +60,7 @@ def work(rank: RankState) -> tuple[str, Location | None]:
     place = _site(rank, marks[at].phase)
     if place is not None:
         return f"{marks[at].phase} at {quoted(place)}", place
-    # The script's own lines between two phases.
+    # Work that was queued between two phases, by the script itself.
     sides = [("after", marks[at - 1].phase)] if at else []
     sides += [("before", each.phase) for each in marks[at + 1 : at + 2]]
     known = [(word, phase, _site(rank, phase)) for word, phase in sides]

@@ -77,7 +77,7 @@ def pooled(ranks: Mapping[int, Steps], parts: Sequence[Sequence[int]]) -> dict[i
 
 
 def passes(ranks: Mapping[int, Steps], numbers: Sequence[int], fewest: int) -> list[Sequence[int]]:
-    """The steps of each pass over the data; none if there are too few, or too short ones."""
+    """Return the steps of each data pass, or none if passes are too few or too short."""
     firsts = first_of_passes([*ranks.values()], numbers)
     starts = [place for place, number in enumerate(numbers) if number in firsts]
     if len(starts) <= fewest or 2 * len(starts) > len(numbers):

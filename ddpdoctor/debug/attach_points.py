@@ -1,4 +1,4 @@
-"""Where a debugger attaches to the ranks of a live run, and what each of them does.
+"""List the debug ports of a live run, with the state of each rank.
 
 An editor trusts what it attaches to. So a run has to be this user's, and so has whoever listens at
 its ports: the kernel is asked before a port is printed or written.

@@ -19,7 +19,7 @@ def move_up(descriptor: int) -> int:
     """
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if most == resource.RLIM_INFINITY or most > 1024:
-        # Not above: `select` takes none of these.
+        # `select` refuses descriptors of 1024 and above.
         most = 1024
     try:
         moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(most - ROOM, 3))

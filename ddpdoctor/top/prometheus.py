@@ -132,7 +132,7 @@ class _Server(ThreadingWSGIServer):
                 self._until[request] = time.monotonic() + TAKEN
 
     def service_actions(self) -> None:
-        """Cut off the connections whose time is up; called every half second at least."""
+        """Close connections that have exceeded their time limit."""
         now = time.monotonic()
         with self._lock:
             for request in [each for each, until in self._until.items() if now > until]:

@@ -108,7 +108,7 @@ class Flight:
         return answer
 
     def _stands(self) -> bool:
-        """Whether the training thread stays in one native call, as one that waits for a GPU does.
+        """Return whether the training thread stays in one native call.
 
         It captures no graph then, which a query from this thread could break: a capture goes on.
         """

@@ -168,7 +168,7 @@ class GpuState(Part):
     power_limit: float | None = None
     """Watts."""
     throttled: tuple[str, ...] = ()
-    """What holds the clock down, in words, as every reading had it."""
+    """Throttle reasons that were present in every reading."""
     width: int | None = None
     """PCIe lanes."""
     links: int = 0

@@ -184,7 +184,7 @@ def from_text(text: str) -> Ras:
 
 
 class _Section:
-    """What the text says of a communicator."""
+    """Parse the section of one communicator."""
 
     def __init__(self, size: int) -> None:
         self.size = size
