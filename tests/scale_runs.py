@@ -52,15 +52,21 @@ def write_run(
     ranks: int,
     records: Iterable[Record | JsonObject],
     *,
+    slow: Iterable[JsonObject] = (),
     status: int | None = 0,
     device: str = "cpu",
     ddp: bool = True,
     ended: bool = True,
     stderr: str = "",
 ) -> Path:
-    """The directory of a run whose ranks all wrote these records."""
+    """Write a run's directory.
+
+    Args:
+        records: What each rank wrote.
+        slow: What the last rank wrote instead.
+    """
     path.mkdir(parents=True, exist_ok=True)
-    records = list(records)
+    records, slow = list(records), list(slow)
     for number in range(ranks):
         stem = path / rank_stem(number, 0)
         page = StatusPage(
@@ -81,7 +87,7 @@ def write_run(
         journal = Journal(f"{stem}.jsonl", 1 << 20)
         journal.write([OpenRecord(format=FORMAT, rank=number, world_size=ranks, backend="gloo")])
         journal.write([built] if ddp else [])
-        journal.write(map(writable, records))
+        journal.write(map(writable, slow if slow and number == ranks - 1 else records))
         journal.write([EndRecord(time=T0)] if ended else [])
         journal.close()
     (path / "run.json").write_text(f'{{"format": {FORMAT}, "launcher": "torchrun"}}')

@@ -69,6 +69,22 @@ def test_warm_up_steps_do_not_count(tmp_path: Path) -> None:
     assert found.gradient_bytes == 4_002_000
 
 
+def test_a_wait_for_a_slower_rank_shows_in_the_backwards(tmp_path: Path) -> None:
+    ranks = (steps(backward=40.0, forward=each, split=False) for each in (20.0, 50.0))
+    fast, slow = (list(each) for each in ranks)
+    for step in fast:
+        # It has queued its forward sooner, and its backward ends with that of the slow rank.
+        step["backward"] += slow[step["step"]]["total"] - step["total"]
+        step["total"] = slow[step["step"]]["total"]
+    write_run(tmp_path, 2, fast, slow=slow, device="cuda:0")
+    found = measure(RunReader(tmp_path).snapshot(), 5)
+    assert found is not None
+    assert found.backward == pytest.approx(0.040)
+    exposed = found.exposed or 0.0
+    assert exposed == pytest.approx(0.030 / 2)  # The fast rank alone waits.
+    assert found.compute + found.data + found.other + exposed == pytest.approx(found.step)
+
+
 @pytest.mark.parametrize("how", ["no timers", "no DDP"])
 def test_communication_that_nothing_timed_is_not_known(how: str, tmp_path: Path) -> None:
     write_run(tmp_path, 2, steps(wait=16.0, split=how != "no timers"), ddp=how != "no DDP")

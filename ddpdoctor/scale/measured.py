@@ -14,9 +14,13 @@ from statistics import mean, median
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.run.waits import split_steps
 
 FEWEST_SPLIT = 3
 """Steps with DDP's own timers that it takes to say how much of a backward was communication."""
+
+WAITED = 0.05
+"""Share of a step that ranks wait for a slower one, below which it may be noise."""
 
 _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 _NANO = 1e-9
@@ -40,7 +44,7 @@ class Measured:
     optimizer: float
     other: float
     exposed: float | None
-    """Communication that no computation hid; None where DDP's timers do not tell."""
+    """Communication that no computation hid, waits for slower ranks included; None if not known."""
     core_wait: float | None = None
     """Part of the iteration in which the training thread was ready to run and had no core."""
     samples: float | None = None
@@ -64,7 +68,10 @@ class Measured:
 
 def measure(run: Run, warmup: int) -> Measured | None:
     """What the ranks of a run took, without the first ``warmup`` steps; None without others."""
-    counted = [(rank, steps) for rank in run.last if (steps := _usable(run, rank.steps, warmup))]
+    split = split_steps(run)
+    counted = [
+        (rank, steps) for rank in run.last if (steps := _usable(run, split[rank.rank], warmup))
+    ]
     if not counted:
         return None
     ranks, every = [rank for rank, _ in counted], [steps for _, steps in counted]
@@ -76,18 +83,21 @@ def measure(run: Run, warmup: int) -> Measured | None:
         wait = both * exposed / (computed + exposed) if exposed else 0.0
         backward = both - wait
     first = next((built for rank in ranks if (built := rank.records.first(DdpRecord))), None)
+    step = _typical(every, "total")
+    # Without DDP's timers the ranks' backwards show at least how long they wait for a slower rank.
+    shown = timed is not None or (first is not None and wait >= WAITED * step)
     on_cpu = first is None or first.device == "cpu"
     return Measured(
         ranks=max(run.world_size, len(run.last)),
         local=len(ranks),
         steps=min(map(len, every)),
-        step=_typical(every, "total"),
+        step=step,
         data=_typical(every, "data"),
         forward=_typical(every, "forward"),
         backward=backward,
         optimizer=_typical(every, "optimizer"),
-        other=_typical(every, "other") + (wait if timed is None else 0.0),
-        exposed=None if timed is None else wait,
+        other=_typical(every, "other") + (0.0 if shown else wait),
+        exposed=wait if shown else None,
         core_wait=_mean_known(every, lambda step: step.waited, _NANO) if on_cpu else None,
         samples=_mean_known(every, lambda step: step.samples),
         backwards=mean(median(step.backwards for step in steps) for steps in every),
